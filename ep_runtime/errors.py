@@ -1,0 +1,172 @@
+"""Every error of the runtime, in one tree.
+
+    Exception
+    └── EpRuntimeError                  base; carries `fields`, a dict of names and numbers
+        ├── InvalidArgumentError        (also ValueError) the caller's argument is wrong
+        ├── SpecMismatchError           two processes, or two calls, described one name differently
+        ├── CapacityOverflowError       a rank received more rows than its slab holds (on_overflow="error")
+        ├── GroupNotReadyError          members are missing at the deadline; names the ranks
+        ├── PeerLostError               a member's process died while others waited for it
+        ├── OpTimeoutError              a live member did not arrive within op_timeout_s
+        ├── StaleHandleError            the layer or group of this handle is gone or was re-created
+        ├── SessionFencedError          an operator, or the hang policy, cut this session off
+        ├── GroupBusyError              a rank is claimed by a process that lives
+        ├── RuntimeUnavailableError     no daemon answers at the address
+        ├── PermissionDeniedError       the daemon does not serve this user, or the token is not this process's
+        ├── PoolExhaustedError          a memory limit is reached; names asked, free and holders
+        └── VersionSkewError            client and daemon speak no common protocol version
+
+What this platform cannot do is a plain NotImplementedError.
+
+Every class fixes its gRPC status code and whether a retry may help. `wire.py` maps them to and
+from gRPC; the native library writes `EP_RUNTIME/<class name>: text {json fields}` into XLA's error
+text, which `parse` reads back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, ClassVar
+
+
+class EpRuntimeError(Exception):
+    """Base of all errors of the runtime.
+
+    Attributes:
+        fields: the names and numbers of this error as plain values (str, int, float, bool, list).
+        grpc_code: name of the gRPC status code this class travels as.
+        retryable: True where the same call may succeed later without a change by the caller.
+    """
+
+    grpc_code: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.fields: dict[str, Any] = fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args[0] if self.args else "", self.fields)
+
+
+class InvalidArgumentError(EpRuntimeError, ValueError):
+    """An argument is wrong. The message names it, what was wanted and what was given."""
+
+    grpc_code = "INVALID_ARGUMENT"
+
+
+class SpecMismatchError(EpRuntimeError):
+    """One name, two specs. `fields`: object, field, theirs, ours."""
+
+    grpc_code = "ALREADY_EXISTS"
+
+
+class CapacityOverflowError(EpRuntimeError):
+    """A rank would receive more rows than its slab holds, in a group with on_overflow="error".
+
+    The step fails on every rank of the group; processes, context and group live on.
+    `fields`: layer, rank, demand, capacity.
+    """
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+
+
+class GroupNotReadyError(EpRuntimeError):
+    """Not every member of the group joined by the deadline. `fields`: group, missing_ranks."""
+
+    grpc_code = "DEADLINE_EXCEEDED"
+    retryable = True
+
+
+class PeerLostError(EpRuntimeError):
+    """A member died while others waited for it. `fields`: rank, process, layer, op, epoch."""
+
+    grpc_code = "ABORTED"
+    retryable = True
+
+
+class OpTimeoutError(EpRuntimeError):
+    """A live member did not arrive within op_timeout_s. `fields`: rank, layer, op, epoch, waited_s."""
+
+    grpc_code = "DEADLINE_EXCEEDED"
+
+
+class StaleHandleError(EpRuntimeError):
+    """The layer or group behind a handle is gone, closed, reclaimed or of another generation."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class SessionFencedError(EpRuntimeError):
+    """This session was fenced: connect again and create the groups anew."""
+
+    grpc_code = "UNAUTHENTICATED"
+
+
+class GroupBusyError(EpRuntimeError):
+    """A rank of the group is claimed by a process that lives. `fields`: rank, pid."""
+
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+
+
+class RuntimeUnavailableError(EpRuntimeError):
+    """No daemon answers at the address, or it is draining. `fields`: address."""
+
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+
+
+class PermissionDeniedError(EpRuntimeError):
+    """The daemon does not serve this user, or the token belongs to another process."""
+
+    grpc_code = "PERMISSION_DENIED"
+
+
+class PoolExhaustedError(EpRuntimeError):
+    """A limit of the daemon is reached. `fields`: asked_bytes, free_bytes, limit_bytes, holders."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+    retryable = True
+
+
+class VersionSkewError(EpRuntimeError):
+    """Client and daemon share no protocol version. `fields`: client, daemon."""
+
+    grpc_code = "UNIMPLEMENTED"
+
+
+def _all_classes() -> dict[str, type[EpRuntimeError]]:
+    found: dict[str, type[EpRuntimeError]] = {EpRuntimeError.__name__: EpRuntimeError}
+    pending = [EpRuntimeError]
+    while pending:
+        for child in pending.pop().__subclasses__():
+            found[child.__name__] = child
+            pending.append(child)
+    return found
+
+
+def _rebuild(cls: type[EpRuntimeError], message: str, fields: dict[str, Any]) -> EpRuntimeError:
+    return cls(message, **fields)
+
+
+def from_name(class_name: str, message: str, fields: dict[str, Any]) -> EpRuntimeError:
+    """The error of that class name; an unknown name gives the base class."""
+    return _all_classes().get(class_name, EpRuntimeError)(message, **fields)
+
+
+# The native library writes one line: EP_RUNTIME/<Class>: <message> {"layer": "moe/0", ...}
+_NATIVE_TEXT = re.compile(r"EP_RUNTIME/(?P<cls>\w+): (?P<message>[^\n]*?) (?P<fields>\{[^\n]*?\})(?=\s|$)")
+
+
+def parse(text: str) -> EpRuntimeError | None:
+    """The first of our errors inside a longer text (XLA wraps handler errors), or None."""
+    match = _NATIVE_TEXT.search(text)
+    if match is None:
+        return None
+    try:
+        fields = json.loads(match["fields"])
+    except json.JSONDecodeError:
+        fields = {}
+    return from_name(match["cls"], match["message"], fields)

@@ -1,0 +1,118 @@
+"""Integer arithmetic of slabs and lanes: who holds which expert, and how many rows fit.
+
+Pure Python integers, no array library: the same functions serve the client, the daemon and the
+tests. The native library repeats the parts that run per step in `csrc/core/layout.h`.
+
+Shape letters: T tokens of one rank, K top_k, E experts, N ranks of one EP group, L experts of one
+rank, C rows of one slab.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from ep_runtime.errors import InvalidArgumentError
+
+
+def align_up(value: int, alignment: int) -> int:
+    """`value` rounded up to a multiple of `alignment`."""
+    return -(-value // alignment) * alignment
+
+
+def recv_capacity(
+    *,
+    num_experts: int,
+    top_k: int,
+    max_tokens_per_rank: int,
+    ep_size: int,
+    alignment: int,
+    capacity_factor: float | None = None,
+) -> int:
+    """Rows C that one rank's slab needs.
+
+    Without a factor this is the no-drop bound: no routing with distinct experts per token can
+    demand more. With a factor it is that multiple of the balanced load, never above the bound.
+
+    Args:
+        num_experts: E, experts of the whole EP group; a multiple of ep_size.
+        top_k: K, experts per token.
+        max_tokens_per_rank: T.
+        ep_size: N.
+        alignment: rows; every expert's zone is a multiple of it.
+        capacity_factor: None, or at least 1.0.
+
+    Returns:
+        Rows per slab.
+
+    Raises:
+        InvalidArgumentError: a size is below 1, E does not divide by N, or the factor is below 1.
+    """
+    for name, value in (
+        ("num_experts", num_experts),
+        ("top_k", top_k),
+        ("ep_size", ep_size),
+        ("alignment", alignment),
+    ):
+        if value < 1:
+            raise InvalidArgumentError(f"{name} must be at least 1, got {value}", argument=name)
+    if max_tokens_per_rank < 0:
+        raise InvalidArgumentError(
+            f"max_tokens_per_rank must not be negative, got {max_tokens_per_rank}",
+            argument="max_tokens_per_rank",
+        )
+    if num_experts % ep_size:
+        raise InvalidArgumentError(
+            f"num_experts={num_experts} does not divide by the ep size {ep_size}",
+            argument="num_experts",
+        )
+    experts = num_experts // ep_size
+    rows = ep_size * max_tokens_per_rank * min(top_k, experts)
+    padded = align_up(rows + (alignment - 1) * min(experts, rows), alignment)
+    bound = min(padded, experts * align_up(ep_size * max_tokens_per_rank, alignment))
+    if capacity_factor is None:
+        return bound
+    if capacity_factor < 1.0:
+        raise InvalidArgumentError(
+            f"capacity_factor must be at least 1.0, got {capacity_factor}",
+            argument="capacity_factor",
+        )
+    balanced = experts * align_up(ceil(max_tokens_per_rank * top_k / experts), alignment)
+    return min(bound, align_up(ceil(capacity_factor * balanced), alignment))
+
+
+def kept_rows(demand: list[int], capacity: int, alignment: int) -> list[int]:
+    """Rows each local expert keeps when `demand` rows ask for a slab of `capacity` rows.
+
+    Every expert keeps its first min(demand, q) rows, q the largest level whose aligned zones fit;
+    what is left goes to experts in index order, one aligned block at a time.
+
+    Args:
+        demand: rows asked per local expert, before any drop.
+        capacity: rows of the slab.
+        alignment: rows of one block.
+
+    Returns:
+        Rows kept per expert; its aligned zones sum to at most `capacity`.
+    """
+
+    def zones(level: int) -> int:
+        return sum(align_up(min(rows, level), alignment) for rows in demand)
+
+    if zones(max(demand, default=0)) <= capacity:
+        return list(demand)
+    # Zones grow in whole blocks, so the largest level that drops anything is a multiple of one.
+    low, high = 0, max(demand) // alignment + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if zones(middle * alignment) <= capacity:
+            low = middle
+        else:
+            high = middle
+    level = low * alignment
+    left = capacity - zones(level)
+    kept = []
+    for rows in demand:
+        extra = rows > level and left >= alignment
+        left -= alignment if extra else 0
+        kept.append(min(rows, level + alignment) if extra else min(rows, level))
+    return kept

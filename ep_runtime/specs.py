@@ -1,0 +1,354 @@
+"""What a group and a layer are: frozen, hashable, validated once, the same in every process.
+
+A spec holds names and static sizes only (no devices, pids, pointers, epochs), so that two
+processes with equal specs trace the same program. Letters: `layout.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from math import prod
+from typing import Any
+
+from ep_runtime import layout
+from ep_runtime.errors import InvalidArgumentError
+
+TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
+ON_OVERFLOW = ("drop", "error")
+COMBINE_PRECISIONS = ("fast", "exact")
+PARTITIONINGS = ("auto", "rule", "shard_map")
+MAX_STACK_LAYERS = 1 << 20
+MAX_NAME_BYTES = 120
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+# Settings that change when things happen, never what a compiled program means.
+_NOT_IN_PROGRAMS = ("op_timeout_s", "retain_s")
+
+
+def stable_id(*parts: str) -> int:
+    """A 63-bit id of a name, equal in every process and run (sha256, not Python's hash)."""
+    digest = hashlib.sha256("\0".join(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raises InvalidArgumentError unless `name` is printable, non-empty and short enough."""
+    if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgumentError(
+            f"{kind} name must be 1 to {MAX_NAME_BYTES} bytes of printable text, got {name!r}",
+            argument="name",
+        )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidArgumentError(f"{name} must be one of {choices}, got {value!r}", argument=name)
+
+
+def _check_at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise InvalidArgumentError(f"{name} must be at least {least}, got {value}", argument=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSpec:
+    """An expert-parallel group on a mesh. Build it with `make_group_spec`, which validates."""
+
+    name: str
+    mesh_axes: tuple[tuple[str, int], ...]  # every axis of the mesh with its size, mesh order
+    ep_axis: tuple[str, ...]
+    outer_axes: tuple[str, ...]
+    num_experts: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    recv_capacity_per_rank: int  # resolved: rows of one slab
+    max_top_k: int
+    max_token_dtype: str
+    alignment: int
+    lanes: int
+    on_overflow: str
+    combine_precision: str
+    transport: str  # resolved: never "auto"
+    partitioning: str
+    op_timeout_s: float
+    retain_s: float
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        return dict(self.mesh_axes)
+
+    @property
+    def ep_size(self) -> int:
+        """N, ranks of one EP group."""
+        return prod(self.axis_sizes[axis] for axis in self.ep_axis)
+
+    @property
+    def outer_size(self) -> int:
+        """Shards of the tokens beside the ep axis."""
+        return prod(self.axis_sizes[axis] for axis in self.outer_axes)
+
+    @property
+    def num_slabs(self) -> int:
+        """R, one slab per shard of the tokens."""
+        return self.outer_size * self.ep_size
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that shard dim 0 of tokens and slabs, major first."""
+        return self.outer_axes + self.ep_axis
+
+    @property
+    def domain_axes(self) -> tuple[str, ...]:
+        """Every mesh axis but ep, mesh order: one EP domain per coordinate of these."""
+        return tuple(axis for axis, _ in self.mesh_axes if axis not in self.ep_axis)
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the mesh. World rank = domain * ep_size + ep rank."""
+        return prod(size for _, size in self.mesh_axes)
+
+    @property
+    def num_domains(self) -> int:
+        return self.world_size // self.ep_size
+
+    @property
+    def experts_per_rank(self) -> int:
+        """L."""
+        return self.num_experts // self.ep_size
+
+    @property
+    def fingerprint(self) -> int:
+        """63-bit id of everything that a compiled program depends on."""
+        fields = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_PROGRAMS}
+        return stable_id("group-spec", json.dumps(fields, sort_keys=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def difference(self, other: GroupSpec) -> tuple[str, Any, Any] | None:
+        """(field, mine, theirs) of the first field that differs, or None."""
+        for field in dataclasses.fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs:
+                return field.name, mine, theirs
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a group: its name and how it routes.
+
+    Args:
+        name: unique in the group.
+        top_k: K, experts per token, at most the group's max_top_k.
+        alignment: rows; None takes the group's.
+        in_flight: dispatches of this layer that may be open at once, at most the group's lanes.
+        num_experts: E; only needed where a spec stands for a layer (initialisers, export).
+        hidden_size: H; likewise.
+    """
+
+    name: str
+    top_k: int
+    alignment: int | None = None
+    in_flight: int = 1
+    num_experts: int | None = None
+    hidden_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_name("layer", self.name)
+        _check_at_least("top_k", self.top_k, 1)
+        _check_at_least("in_flight", self.in_flight, 1)
+        if self.alignment is not None:
+            _check_at_least("alignment", self.alignment, 1)
+
+
+def layer_id(group_name: str, layer_name: str) -> int:
+    """The 63-bit id that a plain layer has in compiled programs."""
+    return stable_id("layer", group_name, layer_name)
+
+
+def stack_base_id(group_name: str, stack_name: str) -> int:
+    """Id of layer 0 of a stack; layer i has base + i (the low 20 bits of a base are zero)."""
+    return stable_id("stack", group_name, stack_name) & ~(MAX_STACK_LAYERS - 1)
+
+
+def _check_axes(
+    mesh_axes: tuple[tuple[str, int], ...], ep_axis: tuple[str, ...], outer_axes: tuple[str, ...]
+) -> None:
+    sizes = dict(mesh_axes)
+    if not ep_axis:
+        raise InvalidArgumentError("ep_axis must name at least one mesh axis", argument="ep_axis")
+    for argument, axes in (("ep_axis", ep_axis), ("outer_axes", outer_axes)):
+        for axis in axes:
+            if axis not in sizes:
+                raise InvalidArgumentError(
+                    f"{argument} names {axis!r}, but the mesh has the axes {sizes}",
+                    argument=argument,
+                )
+    used = ep_axis + outer_axes
+    if len(set(used)) != len(used):
+        raise InvalidArgumentError(
+            f"ep_axis {ep_axis} and outer_axes {outer_axes} must not share an axis",
+            argument="outer_axes",
+        )
+
+
+def make_group_spec(
+    *,
+    name: str,
+    mesh_axes: tuple[tuple[str, int], ...],
+    ep_axis: str | tuple[str, ...],
+    outer_axes: str | tuple[str, ...] = (),
+    num_experts: int,
+    hidden_size: int,
+    max_tokens_per_rank: int,
+    recv_capacity_per_rank: int | None = None,
+    capacity_factor: float | None = None,
+    max_top_k: int = 8,
+    max_token_dtype: str = "bfloat16",
+    alignment: int = 128,
+    lanes: int = 2,
+    on_overflow: str = "drop",
+    combine_precision: str = "fast",
+    transport: str = "memfd",
+    partitioning: str = "auto",
+    op_timeout_s: float = 600.0,
+    retain_s: float = 60.0,
+) -> GroupSpec:
+    """Validates the arguments of `Session.create_group` and resolves its capacity.
+
+    Raises:
+        InvalidArgumentError: names the argument, what was wanted and what was given.
+    """
+    ep_axis = (ep_axis,) if isinstance(ep_axis, str) else tuple(ep_axis)
+    outer_axes = (outer_axes,) if isinstance(outer_axes, str) else tuple(outer_axes)
+    check_name("group", name)
+    _check_axes(mesh_axes, ep_axis, outer_axes)
+    _check_choice("max_token_dtype", max_token_dtype, tuple(DTYPE_BYTES))
+    _check_choice("on_overflow", on_overflow, ON_OVERFLOW)
+    _check_choice("combine_precision", combine_precision, COMBINE_PRECISIONS)
+    _check_choice("transport", transport, TRANSPORTS)
+    _check_choice("partitioning", partitioning, PARTITIONINGS)
+    for argument, value in (
+        ("hidden_size", hidden_size),
+        ("max_tokens_per_rank", max_tokens_per_rank),
+        ("max_top_k", max_top_k),
+        ("lanes", lanes),
+    ):
+        _check_at_least(argument, value, 1)
+    _check_at_least("retain_s", retain_s, 0)
+    if op_timeout_s <= 0:
+        raise InvalidArgumentError(
+            f"op_timeout_s must be positive, got {op_timeout_s}", argument="op_timeout_s"
+        )
+    if recv_capacity_per_rank is not None and capacity_factor is not None:
+        raise InvalidArgumentError(
+            f"give recv_capacity_per_rank={recv_capacity_per_rank} or "
+            f"capacity_factor={capacity_factor}, not both",
+            argument="capacity_factor",
+        )
+    ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
+    computed = layout.recv_capacity(
+        num_experts=num_experts,
+        top_k=max_top_k,
+        max_tokens_per_rank=max_tokens_per_rank,
+        ep_size=ep_size,
+        alignment=alignment,
+        capacity_factor=capacity_factor,
+    )
+    if recv_capacity_per_rank is not None:
+        _check_at_least("recv_capacity_per_rank", recv_capacity_per_rank, 1)
+        computed = recv_capacity_per_rank
+    return GroupSpec(
+        name=name,
+        mesh_axes=tuple((str(axis), int(size)) for axis, size in mesh_axes),
+        ep_axis=ep_axis,
+        outer_axes=outer_axes,
+        num_experts=int(num_experts),
+        hidden_size=int(hidden_size),
+        max_tokens_per_rank=int(max_tokens_per_rank),
+        recv_capacity_per_rank=int(computed),
+        max_top_k=int(max_top_k),
+        max_token_dtype=max_token_dtype,
+        alignment=int(alignment),
+        lanes=int(lanes),
+        on_overflow=on_overflow,
+        combine_precision=combine_precision,
+        transport=transport,
+        partitioning=partitioning,
+        op_timeout_s=float(op_timeout_s),
+        retain_s=float(retain_s),
+    )
+
+
+def check_layer(group: GroupSpec, layer: LayerSpec) -> LayerSpec:
+    """`layer` with the group's defaults filled in.
+
+    Raises:
+        InvalidArgumentError: the layer asks for more than the group has, with both numbers.
+    """
+    if layer.top_k > group.max_top_k:
+        raise InvalidArgumentError(
+            f"layer {layer.name!r} has top_k={layer.top_k}, "
+            f"group {group.name!r} has max_top_k={group.max_top_k}",
+            argument="top_k",
+        )
+    if layer.top_k > group.num_experts:
+        raise InvalidArgumentError(
+            f"layer {layer.name!r} has top_k={layer.top_k}, "
+            f"group {group.name!r} has num_experts={group.num_experts}",
+            argument="top_k",
+        )
+    if layer.in_flight > group.lanes:
+        raise InvalidArgumentError(
+            f"layer {layer.name!r} has in_flight={layer.in_flight}, "
+            f"group {group.name!r} has lanes={group.lanes}",
+            argument="in_flight",
+        )
+    for argument in ("num_experts", "hidden_size"):
+        wanted = getattr(layer, argument)
+        if wanted is not None and wanted != getattr(group, argument):
+            raise InvalidArgumentError(
+                f"layer {layer.name!r} has {argument}={wanted}, "
+                f"group {group.name!r} has {argument}={getattr(group, argument)}",
+                argument=argument,
+            )
+    filled = dataclasses.replace(
+        layer,
+        alignment=layer.alignment or group.alignment,
+        num_experts=group.num_experts,
+        hidden_size=group.hidden_size,
+    )
+    _check_no_drop(group, filled)
+    return filled
+
+
+def _check_no_drop(group: GroupSpec, layer: LayerSpec) -> None:
+    """A no-drop group stays one: a layer may not need more rows than such a group has."""
+    sizes = {
+        "num_experts": group.num_experts,
+        "max_tokens_per_rank": group.max_tokens_per_rank,
+        "ep_size": group.ep_size,
+    }
+    bound = layout.recv_capacity(top_k=group.max_top_k, alignment=group.alignment, **sizes)
+    assert layer.alignment is not None  # check_layer filled it in
+    needed = layout.recv_capacity(top_k=layer.top_k, alignment=layer.alignment, **sizes)
+    if group.recv_capacity_per_rank >= bound and needed > group.recv_capacity_per_rank:
+        raise InvalidArgumentError(
+            f"layer {layer.name!r} (top_k={layer.top_k}, alignment={layer.alignment}) needs "
+            f"{needed} rows per rank, the no-drop group {group.name!r} has "
+            f"{group.recv_capacity_per_rank}",
+            argument="alignment",
+        )
