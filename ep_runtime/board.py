@@ -1,0 +1,356 @@
+"""Geometry of a group's shared memory, and the daemon's side of its board.
+
+A group owns one *window* per world rank (the rank's staging memory) and one *board*: a page set
+that every process of the group and the daemon map. Clients write telemetry to the board and meet
+in it; the daemon formats it, reads records from it and poisons it, and never waits on it.
+
+The structs are in `board_abi.py`. Nothing here needs JAX or the native library. Letters:
+`layout.py`; W ranks of the world, D domains, W = D * N.
+
+Window: `lanes` lanes. Lane: rows [N sources][T_even * H * B bytes], entries [N][T * max_top_k * 8],
+counts [N][E * 4]; each source's part starts on a 64-byte line, each lane on a page. T_even is T
+rounded up to 2, so that fp32 partials of half the tokens fit where 2-byte rows of all do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from ep_runtime.board_abi import (
+    LINE_BYTES,
+    MAGIC,
+    MAX_HANDLES,
+    MAX_MEETING_RANKS,
+    MEETING_SLOTS,
+    PAGE_BYTES,
+    VERSION,
+    BoardHeaderStruct,
+    ControlStruct,
+    HandleRecordStruct,
+    HandleState,
+    LaneStruct,
+    MeetingSlotStruct,
+    OpCode,
+    PoisonReason,
+    RankRecordStruct,
+    RankState,
+)
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.layout import align_up
+from ep_runtime.specs import DTYPE_BYTES, GroupSpec
+
+__all__ = [
+    "BoardHeader",
+    "BoardHeaderStruct",
+    "BoardLayout",
+    "ControlStruct",
+    "HandleRecord",
+    "HandleRecordStruct",
+    "HandleState",
+    "LINE_BYTES",
+    "LaneStruct",
+    "MAGIC",
+    "MAX_HANDLES",
+    "MAX_MEETING_RANKS",
+    "MEETING_SLOTS",
+    "MeetingSlotStruct",
+    "OpCode",
+    "PAGE_BYTES",
+    "PoisonReason",
+    "RankRecord",
+    "RankRecordStruct",
+    "RankState",
+    "VERSION",
+    "board_bytes",
+    "board_layout",
+    "control_bytes",
+    "format_board",
+    "lane_bytes",
+    "poison",
+    "read_handles",
+    "read_header",
+    "read_ranks",
+    "window_bytes",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class BoardHeader:
+    """What the header says about a group."""
+
+    generation: int
+    poison_generation: int
+    poison_reason: PoisonReason
+    poison_rank: int
+    world_size: int
+    ep_size: int
+    num_domains: int
+    lanes: int
+    window_bytes: int
+    board_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HandleRecord:
+    """One handle, summed over the ranks where it counts: calls, rows, dropped_rows."""
+
+    state: HandleState
+    last_op: OpCode
+    epoch: int
+    lane: int
+    calls: int
+    rows: int
+    dropped_rows: int
+    updated_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRecord:
+    """One world rank. Times are CLOCK_MONOTONIC ns; waiting_for is a world rank or -1."""
+
+    state: RankState
+    op: OpCode
+    layer_id: int
+    handle: int
+    epoch: int
+    lane: int
+    waiting_for: int
+    since_ns: int
+    progress_ns: int
+    calls: int
+    rows: int
+    dropped_rows: int
+    open_calls: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BoardLayout:
+    """Byte offsets of a board's parts."""
+
+    ranks_offset: int
+    handles_offset: int
+    world_offset: int
+    domains_offset: int
+    domain_bytes: int
+    board_bytes: int
+
+
+def _line(value: int) -> int:
+    return align_up(value, LINE_BYTES)
+
+
+def control_bytes(ranks: int, lanes: int) -> int:
+    """Bytes of one meeting place of `ranks` ranks and `lanes` lanes, whole pages."""
+    head = ctypes.sizeof(ControlStruct) + lanes * ctypes.sizeof(LaneStruct)
+    phases = lanes * ranks * LINE_BYTES
+    slots = MEETING_SLOTS * (4 + ctypes.sizeof(MeetingSlotStruct))
+    return align_up(head + phases + slots, PAGE_BYTES)
+
+
+def board_layout(spec: GroupSpec) -> BoardLayout:
+    """Where the parts of the board of this group lie.
+
+    Raises:
+        InvalidArgumentError: the mesh has more devices than one meeting can hold.
+    """
+    if spec.world_size > MAX_MEETING_RANKS:
+        raise InvalidArgumentError(
+            f"mesh_axes must multiply to at most {MAX_MEETING_RANKS} devices, "
+            f"got {spec.world_size}",
+            argument="mesh",
+        )
+    ranks = align_up(ctypes.sizeof(BoardHeaderStruct), LINE_BYTES)
+    handles = ranks + spec.world_size * ctypes.sizeof(RankRecordStruct)
+    world = align_up(handles + MAX_HANDLES * ctypes.sizeof(HandleRecordStruct), PAGE_BYTES)
+    domains = world + control_bytes(spec.world_size, 0)
+    domain = control_bytes(spec.ep_size, spec.lanes)
+    return BoardLayout(ranks, handles, world, domains, domain, domains + spec.num_domains * domain)
+
+
+def board_bytes(spec: GroupSpec) -> int:
+    """Bytes of the group's board memfd."""
+    return board_layout(spec).board_bytes
+
+
+def lane_bytes(spec: GroupSpec) -> int:
+    """Bytes of one lane of one rank's window."""
+    tokens = spec.max_tokens_per_rank
+    row_bytes = spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype]
+    rows = spec.ep_size * _line(align_up(tokens, 2) * row_bytes)
+    entries = spec.ep_size * _line(tokens * spec.max_top_k * 8)
+    counts = spec.ep_size * _line(spec.num_experts * 4)
+    return align_up(rows + entries + counts, PAGE_BYTES)
+
+
+def window_bytes(spec: GroupSpec) -> int:
+    """Bytes of one world rank's window memfd."""
+    return spec.lanes * lane_bytes(spec)
+
+
+def _at(buf: Any, kind: type[ctypes.Structure], offset: int) -> Any:
+    return kind.from_buffer(buf, offset)
+
+
+def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
+    """Zeroes a board and writes its header. Only while no client of the group is alive.
+
+    Args:
+        buf: writable buffer (mmap or memoryview) of at least `board_bytes(spec)` bytes.
+        spec: the group.
+        generation: of the group, positive; a later poison names it.
+
+    Raises:
+        InvalidArgumentError: `buf` is too small.
+    """
+    where = board_layout(spec)
+    view = memoryview(buf)
+    if view.nbytes < where.board_bytes:
+        raise InvalidArgumentError(
+            f"buf must hold {where.board_bytes} bytes, got {view.nbytes}", argument="buf"
+        )
+    view.release()
+    base = ctypes.addressof(ctypes.c_char.from_buffer(buf))
+    ctypes.memset(base, 0, where.board_bytes)
+    for offset, ranks, lanes in [(where.world_offset, spec.world_size, 0)] + [
+        (where.domains_offset + domain * where.domain_bytes, spec.ep_size, spec.lanes)
+        for domain in range(spec.num_domains)
+    ]:
+        control = _at(buf, ControlStruct, offset)
+        control.ranks, control.lanes = ranks, lanes
+    header = _at(buf, BoardHeaderStruct, 0)
+    header.version = VERSION
+    header.world_size = spec.world_size
+    header.generation = generation
+    header.poison_rank = -1
+    header.ep_size = spec.ep_size
+    header.num_domains = spec.num_domains
+    header.lanes = spec.lanes
+    header.max_handles = MAX_HANDLES
+    header.meeting_slots = MEETING_SLOTS
+    header.window_bytes = window_bytes(spec)
+    header.board_bytes = where.board_bytes
+    header.ranks_offset = where.ranks_offset
+    header.handles_offset = where.handles_offset
+    header.world_offset = where.world_offset
+    header.domains_offset = where.domains_offset
+    header.domain_bytes = where.domain_bytes
+    for rank in range(spec.world_size):
+        record = _at(buf, RankRecordStruct, _rank_offset(where.ranks_offset, rank))
+        record.waiting_for = record.lane = -1
+    header.magic = MAGIC  # last: a reader that sees it sees the rest
+
+
+def _rank_offset(ranks_offset: int, rank: int) -> int:
+    return ranks_offset + rank * ctypes.sizeof(RankRecordStruct)
+
+
+def poison(buf: Any, generation: int, reason: PoisonReason, rank: int = -1) -> None:
+    """Ends every wait and call of `generation` and older, within the clients' wait slice.
+
+    Poison is never taken back and only grows: a later generation lives on the same board.
+
+    Args:
+        buf: the board.
+        generation: to leave.
+        reason: which error the clients raise.
+        rank: the lost world rank for PEER_LOST, else -1.
+    """
+    header = _header(buf)
+    if header.poison_generation >= generation:
+        return
+    header.poison_reason = int(reason)
+    header.poison_rank = rank
+    header.poison_generation = generation  # last: clients look at this word
+
+
+def _header(buf: Any) -> Any:
+    header = _at(buf, BoardHeaderStruct, 0)
+    if header.magic != MAGIC or header.version != VERSION:
+        raise InvalidArgumentError(
+            f"buf must hold a board of version {VERSION}, "
+            f"got magic {header.magic:#x} version {header.version}",
+            argument="buf",
+        )
+    return header
+
+
+def read_header(buf: Any) -> BoardHeader:
+    """The header. Raises InvalidArgumentError where `buf` is not a formatted board."""
+    header = _header(buf)
+    return BoardHeader(
+        generation=header.generation,
+        poison_generation=header.poison_generation,
+        poison_reason=PoisonReason(header.poison_reason),
+        poison_rank=header.poison_rank,
+        world_size=header.world_size,
+        ep_size=header.ep_size,
+        num_domains=header.num_domains,
+        lanes=header.lanes,
+        window_bytes=header.window_bytes,
+        board_bytes=header.board_bytes,
+    )
+
+
+def read_handles(buf: Any, indices: Iterable[int]) -> list[HandleRecord]:
+    """The records of those handle indices, in that order."""
+    start = _header(buf).handles_offset
+    records = []
+    for index in indices:
+        if not 0 <= index < MAX_HANDLES:
+            raise InvalidArgumentError(
+                f"handle index must be in [0, {MAX_HANDLES}), got {index}", argument="indices"
+            )
+        raw = _at(buf, HandleRecordStruct, start + index * ctypes.sizeof(HandleRecordStruct))
+        records.append(
+            HandleRecord(
+                state=HandleState(raw.state),
+                last_op=OpCode(raw.last_op),
+                epoch=raw.epoch,
+                lane=raw.lane if raw.calls else -1,
+                calls=raw.calls,
+                rows=raw.rows,
+                dropped_rows=raw.dropped_rows,
+                updated_ns=raw.updated_ns,
+            )
+        )
+    return records
+
+
+def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
+    """A rank record not torn by its writer; the last look where it keeps writing."""
+    live = _at(buf, RankRecordStruct, offset)
+    copy = RankRecordStruct.from_buffer_copy(live)
+    for _ in range(16):
+        if copy.sequence % 2 == 0 and live.sequence == copy.sequence:
+            break
+        copy = RankRecordStruct.from_buffer_copy(live)
+    return copy
+
+
+def read_ranks(buf: Any) -> list[RankRecord]:
+    """The records of all world ranks."""
+    header = _header(buf)
+    records = []
+    for rank in range(header.world_size):
+        raw = _stable_copy(buf, _rank_offset(header.ranks_offset, rank))
+        records.append(
+            RankRecord(
+                state=RankState(raw.state),
+                op=OpCode(raw.op),
+                layer_id=raw.layer_id,
+                handle=raw.handle,
+                epoch=raw.epoch,
+                lane=raw.lane,
+                waiting_for=raw.waiting_for,
+                since_ns=raw.since_ns,
+                progress_ns=raw.progress_ns,
+                calls=raw.calls,
+                rows=raw.rows,
+                dropped_rows=raw.dropped_rows,
+                open_calls=raw.open_calls,
+            )
+        )
+    return records

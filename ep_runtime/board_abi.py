@@ -1,0 +1,170 @@
+"""The structs, enums and constants of a group's board: the mirror of `csrc/core/board.h`.
+
+A test compares every size and offset with the native library. All integers are little-endian and
+naturally aligned; every struct is a whole number of 64-byte lines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+
+MAGIC = int.from_bytes(b"EPBOARD1", "little")
+VERSION = 1
+MAX_HANDLES = 16384
+MEETING_SLOTS = 4096
+MAX_MEETING_RANKS = 1024
+LINE_BYTES = 64
+PAGE_BYTES = 4096
+
+
+class PoisonReason(enum.IntEnum):
+    """Why a generation must be left."""
+
+    NONE = 0
+    CLOSED = 1
+    RECLAIMED = 2
+    FENCED = 3
+    PEER_LOST = 4
+
+
+class OpCode(enum.IntEnum):
+    """What a call does."""
+
+    NONE = 0
+    PREPARE = 1
+    DISPATCH = 2
+    COMBINE = 3
+    DISPATCH_BWD = 4
+    COMBINE_BWD = 5
+
+
+class HandleState(enum.IntEnum):
+    """Where a handle is in its pipeline."""
+
+    IDLE = 0  # never used, or combined
+    OPEN = 1  # prepared or dispatched, not yet combined
+    BUSY = 2  # a call on it runs now
+
+
+class RankState(enum.IntEnum):
+    """What a rank does now."""
+
+    IDLE = 0
+    MEETING = 1  # waits for peers to arrive at its call, or for a lane
+    RUNNING = 2
+    WAITING = 3  # inside a call, for a peer's rows
+
+
+class BoardHeaderStruct(ctypes.Structure):
+    _fields_ = [
+        ("magic", ctypes.c_uint64),
+        ("version", ctypes.c_uint32),
+        ("world_size", ctypes.c_uint32),
+        ("generation", ctypes.c_uint64),
+        ("poison_generation", ctypes.c_uint64),
+        ("poison_reason", ctypes.c_uint32),
+        ("poison_rank", ctypes.c_int32),
+        ("ep_size", ctypes.c_uint32),
+        ("num_domains", ctypes.c_uint32),
+        ("lanes", ctypes.c_uint32),
+        ("max_handles", ctypes.c_uint32),
+        ("meeting_slots", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
+        ("window_bytes", ctypes.c_uint64),
+        ("board_bytes", ctypes.c_uint64),
+        ("ranks_offset", ctypes.c_uint64),
+        ("handles_offset", ctypes.c_uint64),
+        ("world_offset", ctypes.c_uint64),
+        ("domains_offset", ctypes.c_uint64),
+        ("domain_bytes", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * 136),
+    ]
+
+
+class RankRecordStruct(ctypes.Structure):
+    _fields_ = [
+        ("sequence", ctypes.c_uint32),  # odd while its owner writes
+        ("state", ctypes.c_uint32),
+        ("op", ctypes.c_uint32),
+        ("waiting_for", ctypes.c_int32),
+        ("layer_id", ctypes.c_uint64),
+        ("handle", ctypes.c_uint32),
+        ("lane", ctypes.c_int32),
+        ("epoch", ctypes.c_uint64),
+        ("since_ns", ctypes.c_uint64),
+        ("progress_ns", ctypes.c_uint64),
+        ("calls", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("dropped_rows", ctypes.c_uint64),
+        ("open_calls", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint8 * 40),
+    ]
+
+
+class HandleRecordStruct(ctypes.Structure):
+    _fields_ = [
+        ("state", ctypes.c_uint32),
+        ("last_op", ctypes.c_uint32),
+        ("lane", ctypes.c_int32),
+        ("reserved0", ctypes.c_uint32),
+        ("epoch", ctypes.c_uint64),
+        ("calls", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("dropped_rows", ctypes.c_uint64),
+        ("updated_ns", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * 8),
+    ]
+
+
+class ControlStruct(ctypes.Structure):
+    """Head of one meeting place: a domain's, or the group-wide one (which has no lanes).
+
+    Lanes [lanes], phase words [lanes][ranks], hash heads u32 [MEETING_SLOTS] and meeting slots
+    [MEETING_SLOTS] follow, each on a new line.
+    """
+
+    _fields_ = [
+        ("lock", ctypes.c_uint32),
+        ("ranks", ctypes.c_uint32),
+        ("lanes", ctypes.c_uint32),
+        ("open_meetings", ctypes.c_uint32),
+        ("ready_head", ctypes.c_uint32),
+        ("ready_tail", ctypes.c_uint32),
+        ("free_slot", ctypes.c_uint32),
+        ("used_slots", ctypes.c_uint32),
+        ("next_epoch", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * 24),
+    ]
+
+
+class LaneStruct(ctypes.Structure):
+    _fields_ = [
+        ("busy", ctypes.c_uint32),
+        ("slot", ctypes.c_uint32),
+        ("epoch", ctypes.c_uint64),
+        ("failed", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint8 * 44),
+    ]
+
+
+class MeetingSlotStruct(ctypes.Structure):
+    _fields_ = [
+        ("state", ctypes.c_uint32),
+        ("inside", ctypes.c_uint32),
+        ("key", ctypes.c_uint64 * 2),
+        ("layer_id", ctypes.c_uint64),
+        ("op", ctypes.c_uint32),
+        ("handle", ctypes.c_uint32),
+        ("lane", ctypes.c_int32),
+        ("hash_next", ctypes.c_uint32),
+        ("ready_next", ctypes.c_uint32),
+        ("verdict_rank", ctypes.c_int32),
+        ("epoch", ctypes.c_uint64),
+        ("opened_ns", ctypes.c_uint64),
+        ("verdict_demand", ctypes.c_int64),
+        ("verdict_capacity", ctypes.c_int64),
+        ("arrived", ctypes.c_uint64 * (MAX_MEETING_RANKS // 64)),
+        ("reserved", ctypes.c_uint8 * 40),
+    ]
