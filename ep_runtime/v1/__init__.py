@@ -1,0 +1,1 @@
+"""Generated stubs of the wire contract (`proto/ep_runtime/v1`). Never edited by hand."""

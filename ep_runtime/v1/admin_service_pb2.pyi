@@ -1,0 +1,451 @@
+import datetime
+
+from ep_runtime.v1 import session_service_pb2 as _session_service_pb2
+from ep_runtime.v1 import types_pb2 as _types_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SESSION_STATE_UNSPECIFIED: _ClassVar[SessionState]
+    SESSION_STATE_CONNECTED: _ClassVar[SessionState]
+    SESSION_STATE_ACTIVE: _ClassVar[SessionState]
+    SESSION_STATE_SUSPECT: _ClassVar[SessionState]
+    SESSION_STATE_FENCED: _ClassVar[SessionState]
+    SESSION_STATE_CLOSED: _ClassVar[SessionState]
+    SESSION_STATE_DEAD: _ClassVar[SessionState]
+
+class BufferState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BUFFER_STATE_UNSPECIFIED: _ClassVar[BufferState]
+    BUFFER_STATE_LEASED: _ClassVar[BufferState]
+    BUFFER_STATE_RETAINED: _ClassVar[BufferState]
+    BUFFER_STATE_QUARANTINED: _ClassVar[BufferState]
+SESSION_STATE_UNSPECIFIED: SessionState
+SESSION_STATE_CONNECTED: SessionState
+SESSION_STATE_ACTIVE: SessionState
+SESSION_STATE_SUSPECT: SessionState
+SESSION_STATE_FENCED: SessionState
+SESSION_STATE_CLOSED: SessionState
+SESSION_STATE_DEAD: SessionState
+BUFFER_STATE_UNSPECIFIED: BufferState
+BUFFER_STATE_LEASED: BufferState
+BUFFER_STATE_RETAINED: BufferState
+BUFFER_STATE_QUARANTINED: BufferState
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag")
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_FDS_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_FIELD_NUMBER: _ClassVar[int]
+    server_version: str
+    incarnation: str
+    pid: int
+    directory: str
+    uptime: _duration_pb2.Duration
+    state: _session_service_pb2.ServerState
+    num_sessions: int
+    num_groups: int
+    num_layers: int
+    num_handles: int
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    num_fds: int
+    max_fds: int
+    rss_bytes: int
+    loop_lag: _duration_pb2.Duration
+    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("device", "limit_bytes", "leased_bytes", "retained_bytes", "quarantined_bytes", "num_buffers")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    limit_bytes: int
+    leased_bytes: int
+    retained_bytes: int
+    quarantined_bytes: int
+    num_buffers: int
+    def __init__(self, device: _Optional[str] = ..., limit_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., retained_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_buffers: _Optional[int] = ...) -> None: ...
+
+class SessionInfo(_message.Message):
+    __slots__ = ("session_id", "state", "uid", "pid", "job", "labels", "process_index", "client_version", "groups", "create_time", "age", "since_heartbeat", "progress")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    state: SessionState
+    uid: int
+    pid: int
+    job: str
+    labels: _containers.ScalarMap[str, str]
+    process_index: int
+    client_version: str
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    create_time: _timestamp_pb2.Timestamp
+    age: _duration_pb2.Duration
+    since_heartbeat: _duration_pb2.Duration
+    progress: int
+    def __init__(self, session_id: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., job: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., process_index: _Optional[int] = ..., client_version: _Optional[str] = ..., groups: _Optional[_Iterable[str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., since_heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., progress: _Optional[int] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions", "next_page_token")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
+    next_page_token: str
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ListGroupsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "name")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    name: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class ListGroupsResponse(_message.Message):
+    __slots__ = ("groups", "next_page_token")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupInfo]
+    next_page_token: str
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class GroupInfo(_message.Message):
+    __slots__ = ("group", "num_layers", "num_handles", "total_bytes", "age", "poison_reason")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    POISON_REASON_FIELD_NUMBER: _ClassVar[int]
+    group: _types_pb2.Group
+    num_layers: int
+    num_handles: int
+    total_bytes: int
+    age: _duration_pb2.Duration
+    poison_reason: str
+    def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., total_bytes: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., poison_reason: _Optional[str] = ...) -> None: ...
+
+class AdminServiceListLayersRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "group")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    group: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+
+class AdminServiceListLayersResponse(_message.Message):
+    __slots__ = ("layers", "next_page_token")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[LayerInfo]
+    next_page_token: str
+    def __init__(self, layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class LayerInfo(_message.Message):
+    __slots__ = ("layer", "group", "job", "uid", "generation")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    layer: _types_pb2.RegisteredLayer
+    group: str
+    job: str
+    uid: int
+    generation: int
+    def __init__(self, layer: _Optional[_Union[_types_pb2.RegisteredLayer, _Mapping]] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ListHandlesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "group", "layer")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    group: str
+    layer: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., layer: _Optional[str] = ...) -> None: ...
+
+class ListHandlesResponse(_message.Message):
+    __slots__ = ("handles", "next_page_token")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedCompositeFieldContainer[HandleInfo]
+    next_page_token: str
+    def __init__(self, handles: _Optional[_Iterable[_Union[HandleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class HandleInfo(_message.Message):
+    __slots__ = ("layer", "handle", "index", "group", "job", "uid", "generation", "pids", "state", "last_op", "epoch", "lane", "calls", "rows", "dropped_rows", "age")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LAST_OP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    layer: str
+    handle: int
+    index: int
+    group: str
+    job: str
+    uid: int
+    generation: int
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    state: str
+    last_op: str
+    epoch: int
+    lane: int
+    calls: int
+    rows: int
+    dropped_rows: int
+    age: _duration_pb2.Duration
+    def __init__(self, layer: _Optional[str] = ..., handle: _Optional[int] = ..., index: _Optional[int] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., last_op: _Optional[str] = ..., epoch: _Optional[int] = ..., lane: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., dropped_rows: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ListBuffersRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "group")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    group: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+
+class ListBuffersResponse(_message.Message):
+    __slots__ = ("buffers", "next_page_token")
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    buffers: _containers.RepeatedCompositeFieldContainer[BufferInfo]
+    next_page_token: str
+    def __init__(self, buffers: _Optional[_Iterable[_Union[BufferInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class BufferInfo(_message.Message):
+    __slots__ = ("buffer_id", "bytes", "device", "kind", "state", "group", "job", "uid", "generation", "world_rank", "mapped_by", "age")
+    BUFFER_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_BY_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    buffer_id: str
+    bytes: int
+    device: str
+    kind: _types_pb2.WindowKind
+    state: BufferState
+    group: str
+    job: str
+    uid: int
+    generation: int
+    world_rank: int
+    mapped_by: _containers.RepeatedScalarFieldContainer[int]
+    age: _duration_pb2.Duration
+    def __init__(self, buffer_id: _Optional[str] = ..., bytes: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[_Union[_types_pb2.WindowKind, str]] = ..., state: _Optional[_Union[BufferState, str]] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., mapped_by: _Optional[_Iterable[int]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ListEventsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "after_sequence")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    after_sequence: int
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., after_sequence: _Optional[int] = ...) -> None: ...
+
+class ListEventsResponse(_message.Message):
+    __slots__ = ("events", "next_page_token")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[EventInfo]
+    next_page_token: str
+    def __init__(self, events: _Optional[_Iterable[_Union[EventInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class EventInfo(_message.Message):
+    __slots__ = ("sequence", "time", "kind", "session_id", "group", "message", "fields_json")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_JSON_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    time: _timestamp_pb2.Timestamp
+    kind: str
+    session_id: str
+    group: str
+    message: str
+    fields_json: str
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kind: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ..., message: _Optional[str] = ..., fields_json: _Optional[str] = ...) -> None: ...
+
+class ListRanksRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "group")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    group: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+
+class ListRanksResponse(_message.Message):
+    __slots__ = ("ranks", "next_page_token")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankInfo]
+    next_page_token: str
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class RankInfo(_message.Message):
+    __slots__ = ("group", "job", "uid", "generation", "world_rank", "pid", "state", "op", "layer", "handle", "epoch", "waiting_for", "since")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    job: str
+    uid: int
+    generation: int
+    world_rank: int
+    pid: int
+    state: str
+    op: str
+    layer: str
+    handle: int
+    epoch: int
+    waiting_for: int
+    since: _duration_pb2.Duration
+    def __init__(self, group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., op: _Optional[str] = ..., layer: _Optional[str] = ..., handle: _Optional[int] = ..., epoch: _Optional[int] = ..., waiting_for: _Optional[int] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline", "shutdown")
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    deadline: _duration_pb2.Duration
+    shutdown: bool
+    def __init__(self, deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., shutdown: bool = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_sessions",)
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    num_sessions: int
+    def __init__(self, num_sessions: _Optional[int] = ...) -> None: ...
+
+class FenceRequest(_message.Message):
+    __slots__ = ("session_id", "reason")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reason: str
+    def __init__(self, session_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class FenceResponse(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, groups: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReclaimRequest(_message.Message):
+    __slots__ = ("name", "job", "uid", "all_retained")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    ALL_RETAINED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    job: str
+    uid: int
+    all_retained: bool
+    def __init__(self, name: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., all_retained: bool = ...) -> None: ...
+
+class ReclaimResponse(_message.Message):
+    __slots__ = ("groups", "freed_bytes", "quarantined_bytes")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    freed_bytes: int
+    quarantined_bytes: int
+    def __init__(self, groups: _Optional[_Iterable[str]] = ..., freed_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,338 @@
+"""The one place where objects become protobuf messages and errors become gRPC statuses, and back.
+
+Conversions from protobuf validate: what a peer sent may be anything. No function here talks to a
+socket. Needs grpcio and protobuf, never JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from ep_runtime import errors, specs
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
+from ep_runtime.v1 import types_pb2
+
+API_VERSION = "v1"
+API_SOCKET = "api.sock"
+FD_SOCKET = "fd.sock"
+ADMIN_SOCKET = "admin.sock"
+
+TOKEN_KEY = "ep-session-token"
+PID_KEY = "ep-session-pid"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "ep-runtime"
+
+MAX_MESSAGE_BYTES = 16 << 20  # 100,000 layers with 120-byte names
+MAX_PACKET_BYTES = 64 << 10
+MAX_FDS_PER_PACKET = 64  # the kernel takes 253
+
+# Trailers over 8 KiB are refused by gRPC, so long lists and texts in an error are cut.
+_MAX_ERROR_LIST = 64
+_MAX_ERROR_TEXT = 1500
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStackSpec:
+    """`num_layers` layers alike; the spec's name is the stack's."""
+
+    spec: specs.LayerSpec
+    num_layers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisteredLayer:
+    """What the daemon answers for a layer (num_layers 0) or a stack.
+
+    Handle h of layer i has the index handle_base + i * spec.in_flight + h on the group's board.
+    """
+
+    spec: specs.LayerSpec
+    num_layers: int
+    base_id: int
+    handle_base: int
+    already_registered: bool = False
+
+    @property
+    def num_handles(self) -> int:
+        return max(self.num_layers, 1) * self.spec.in_flight
+
+
+def seconds(duration: duration_pb2.Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def duration(value_s: float) -> duration_pb2.Duration:
+    """Raises InvalidArgumentError where a Duration cannot hold the value."""
+    if not abs(value_s) < 315_576_000_000:  # also NaN
+        raise InvalidArgumentError(f"{value_s} s is not a duration", argument="duration")
+    whole = int(value_s)
+    nanos = round((value_s - whole) * 1e9)
+    if abs(nanos) == 1_000_000_000:  # the fraction rounded up to a whole second
+        whole, nanos = whole + (1 if nanos > 0 else -1), 0
+    return duration_pb2.Duration(seconds=whole, nanos=nanos)
+
+
+# Specs
+
+
+def _to_enum(enum: Any, prefix: str, value: str) -> Any:
+    return enum.Value(f"{prefix}_{value.upper()}")
+
+
+def _from_enum(enum: Any, prefix: str, number: int) -> str:
+    name = enum.Name(number) if number in enum.values() else f"{prefix}_{number}"
+    return str(name).removeprefix(f"{prefix}_").lower()
+
+
+def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
+    return types_pb2.GroupSpec(
+        name=spec.name,
+        mesh_axes=[types_pb2.MeshAxis(name=name, size=size) for name, size in spec.mesh_axes],
+        ep_axis=spec.ep_axis,
+        outer_axes=spec.outer_axes,
+        num_experts=spec.num_experts,
+        hidden_size=spec.hidden_size,
+        max_tokens_per_rank=spec.max_tokens_per_rank,
+        recv_capacity_per_rank=spec.recv_capacity_per_rank,
+        max_top_k=spec.max_top_k,
+        max_token_dtype=spec.max_token_dtype,
+        alignment=spec.alignment,
+        lanes=spec.lanes,
+        on_overflow=_to_enum(types_pb2.OnOverflow, "ON_OVERFLOW", spec.on_overflow),
+        combine_precision=_to_enum(
+            types_pb2.CombinePrecision, "COMBINE_PRECISION", spec.combine_precision
+        ),
+        transport=_to_enum(types_pb2.Transport, "TRANSPORT", spec.transport),
+        partitioning=_to_enum(types_pb2.Partitioning, "PARTITIONING", spec.partitioning),
+        op_timeout=duration(spec.op_timeout_s),
+        retain=duration(spec.retain_s),
+    )
+
+
+def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
+    """Raises InvalidArgumentError naming the field that no spec may have."""
+    return specs.make_group_spec(
+        name=message.name,
+        mesh_axes=tuple((axis.name, axis.size) for axis in message.mesh_axes),
+        ep_axis=tuple(message.ep_axis),
+        outer_axes=tuple(message.outer_axes),
+        num_experts=message.num_experts,
+        hidden_size=message.hidden_size,
+        max_tokens_per_rank=message.max_tokens_per_rank,
+        recv_capacity_per_rank=message.recv_capacity_per_rank,
+        max_top_k=message.max_top_k,
+        max_token_dtype=message.max_token_dtype,
+        alignment=message.alignment,
+        lanes=message.lanes,
+        on_overflow=_from_enum(types_pb2.OnOverflow, "ON_OVERFLOW", message.on_overflow),
+        combine_precision=_from_enum(
+            types_pb2.CombinePrecision, "COMBINE_PRECISION", message.combine_precision
+        ),
+        transport=_from_enum(types_pb2.Transport, "TRANSPORT", message.transport),
+        partitioning=_from_enum(types_pb2.Partitioning, "PARTITIONING", message.partitioning),
+        op_timeout_s=seconds(message.op_timeout),
+        retain_s=seconds(message.retain),
+    )
+
+
+def layer_spec_to_proto(spec: specs.LayerSpec) -> types_pb2.LayerSpec:
+    return types_pb2.LayerSpec(
+        name=spec.name,
+        top_k=spec.top_k,
+        alignment=spec.alignment,
+        in_flight=spec.in_flight,
+        num_experts=spec.num_experts,
+        hidden_size=spec.hidden_size,
+    )
+
+
+def layer_spec_from_proto(message: types_pb2.LayerSpec) -> specs.LayerSpec:
+    """Raises InvalidArgumentError naming the field that no spec may have."""
+    return specs.LayerSpec(
+        name=message.name,
+        top_k=message.top_k,
+        alignment=message.alignment if message.HasField("alignment") else None,
+        in_flight=message.in_flight,
+        num_experts=message.num_experts if message.HasField("num_experts") else None,
+        hidden_size=message.hidden_size if message.HasField("hidden_size") else None,
+    )
+
+
+def stack_spec_to_proto(stack: LayerStackSpec) -> types_pb2.LayerStackSpec:
+    return types_pb2.LayerStackSpec(
+        layer=layer_spec_to_proto(stack.spec), num_layers=stack.num_layers
+    )
+
+
+def stack_spec_from_proto(message: types_pb2.LayerStackSpec) -> LayerStackSpec:
+    """Raises InvalidArgumentError naming the field that no stack may have."""
+    if not 1 <= message.num_layers <= specs.MAX_STACK_LAYERS:
+        raise InvalidArgumentError(
+            f"stack {message.layer.name!r}: num_layers must be 1 to {specs.MAX_STACK_LAYERS}, "
+            f"got {message.num_layers}",
+            argument="num_layers",
+        )
+    return LayerStackSpec(layer_spec_from_proto(message.layer), message.num_layers)
+
+
+def registered_to_proto(layer: RegisteredLayer) -> types_pb2.RegisteredLayer:
+    return types_pb2.RegisteredLayer(
+        spec=layer_spec_to_proto(layer.spec),
+        num_layers=layer.num_layers,
+        base_id=layer.base_id,
+        handle_base=layer.handle_base,
+        already_registered=layer.already_registered,
+    )
+
+
+def registered_from_proto(message: types_pb2.RegisteredLayer) -> RegisteredLayer:
+    return RegisteredLayer(
+        spec=layer_spec_from_proto(message.spec),
+        num_layers=message.num_layers,
+        base_id=message.base_id,
+        handle_base=message.handle_base,
+        already_registered=message.already_registered,
+    )
+
+
+# Errors
+
+
+class RpcFailure(NamedTuple):
+    """An error as gRPC carries it."""
+
+    code: grpc.StatusCode
+    message: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:_MAX_ERROR_TEXT]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_short(item) for item in list(value)[:_MAX_ERROR_LIST]]
+    return value
+
+
+def _fields_json(error: EpRuntimeError) -> str:
+    fields = {name: _short(value) for name, value in error.fields.items()}
+    text = json.dumps(fields, default=str)
+    return text if len(text) <= 4 * _MAX_ERROR_TEXT else json.dumps({"cut": True})
+
+
+def _fields_from_json(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def reason(error_class: type[EpRuntimeError]) -> str:
+    """ErrorInfo.reason of a class: SpecMismatchError is SPEC_MISMATCH."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", error_class.__name__.removesuffix("Error")).upper()
+
+
+def error_to_status(error: EpRuntimeError) -> RpcFailure:
+    """`error` as status code, text and google.rpc.Status with one ErrorInfo."""
+    cls = type(error)
+    message = str(error)[:_MAX_ERROR_TEXT]
+    info = error_details_pb2.ErrorInfo(
+        reason=reason(cls),
+        domain=ERROR_DOMAIN,
+        metadata={"class": cls.__name__, "fields": _fields_json(error)},
+    )
+    packed = any_pb2.Any()
+    packed.Pack(info)
+    status = status_pb2.Status(
+        code=code_pb2.Code.Value(cls.grpc_code), message=message, details=[packed]
+    )
+    metadata = ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+    return RpcFailure(grpc.StatusCode[cls.grpc_code], message, metadata)
+
+
+def error_from_rpc(error: grpc.RpcError) -> EpRuntimeError:
+    """Our error out of a failed call; what carries none becomes the class nearest to its code."""
+    message = _call(error, "details") or str(error)
+    for key, value in _call(error, "trailing_metadata") or ():
+        if key == STATUS_DETAILS_KEY:
+            found = _error_from_details(value)
+            if found is not None:
+                return found
+    code = _call(error, "code")
+    if code in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+    ):
+        return errors.RuntimeUnavailableError(f"no answer from the daemon: {message}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.VersionSkewError(f"the daemon does not know this call: {message}")
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidArgumentError(message)
+    return EpRuntimeError(f"{code.name if code else 'UNKNOWN'}: {message}")
+
+
+def _call(error: grpc.RpcError, method: str) -> Any:
+    """grpc.RpcError is only a marker; its instances have the methods of grpc.Call."""
+    function = getattr(error, method, None)
+    return function() if function is not None else None
+
+
+def _error_from_details(serialized: bytes) -> EpRuntimeError | None:
+    info = error_details_pb2.ErrorInfo()
+    try:
+        status = status_pb2.Status.FromString(serialized)
+        for detail in status.details:
+            if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+                return errors.from_name(
+                    info.metadata["class"],
+                    status.message,
+                    _fields_from_json(info.metadata["fields"]),
+                )
+    except DecodeError:
+        pass
+    return None
+
+
+def error_to_detail(error: EpRuntimeError) -> types_pb2.ErrorDetail:
+    """`error` as fd.sock carries it."""
+    return types_pb2.ErrorDetail(
+        class_name=type(error).__name__,
+        message=str(error)[:_MAX_ERROR_TEXT],
+        fields_json=_fields_json(error),
+    )
+
+
+def error_from_detail(detail: types_pb2.ErrorDetail) -> EpRuntimeError:
+    return errors.from_name(
+        detail.class_name, detail.message, _fields_from_json(detail.fields_json)
+    )
+
+
+def channel_options(extra: Iterable[tuple[str, Any]] = ()) -> list[tuple[str, Any]]:
+    """Channel arguments of a client: bounded reconnect, dead daemons noticed within 15 s."""
+    return [
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        # keepalive_timeout_ms alone does nothing in current gRPC; the ping timeout decides.
+        ("grpc.http2.ping_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        *extra,
+    ]

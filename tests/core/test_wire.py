@@ -1,0 +1,134 @@
+"""Specs and errors survive the wire."""
+
+from __future__ import annotations
+
+import pickle
+
+import grpc
+import pytest
+
+from ep_runtime import errors, specs, wire
+from ep_runtime.v1 import types_pb2
+
+
+def make_spec(**changes: object) -> specs.GroupSpec:
+    arguments: dict = {
+        "name": "moe",
+        "mesh_axes": (("dp", 2), ("ep", 4)),
+        "ep_axis": "ep",
+        "outer_axes": ("dp",),
+        "num_experts": 8,
+        "hidden_size": 64,
+        "max_tokens_per_rank": 16,
+    }
+    return specs.make_group_spec(**{**arguments, **changes})
+
+
+class FakeRpcError(grpc.RpcError):
+    def __init__(self, code, details, metadata=()):
+        self._parts = code, details, metadata
+
+    def code(self):
+        return self._parts[0]
+
+    def details(self):
+        return self._parts[1]
+
+    def trailing_metadata(self):
+        return self._parts[2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"transport": "nccl", "partitioning": "shard_map"},
+        {"on_overflow": "error", "combine_precision": "exact"},
+        {"op_timeout_s": 0.1, "retain_s": 0.0},
+        {"retain_s": 59.9999999999},
+    ],
+)
+def test_a_group_spec_comes_back_equal(changes):
+    spec = make_spec(**changes)
+    sent = wire.group_spec_to_proto(spec).SerializeToString()
+    back = wire.group_spec_from_proto(types_pb2.GroupSpec.FromString(sent))
+    assert back.retain_s == pytest.approx(spec.retain_s, abs=1e-9)
+    assert back.fingerprint == spec.fingerprint
+    if changes.get("retain_s") != 59.9999999999:
+        assert back == spec
+
+
+def test_an_empty_or_unknown_spec_is_refused_by_field():
+    with pytest.raises(errors.InvalidArgumentError, match="name"):
+        wire.group_spec_from_proto(types_pb2.GroupSpec())
+    message = wire.group_spec_to_proto(make_spec())
+    message.transport = 77
+    with pytest.raises(errors.InvalidArgumentError, match="transport must be one of"):
+        wire.group_spec_from_proto(message)
+
+
+@pytest.mark.parametrize("alignment", [None, 16])
+def test_layers_and_stacks_come_back_equal(alignment):
+    layer = specs.LayerSpec("a", top_k=2, alignment=alignment, in_flight=2)
+    stack = wire.LayerStackSpec(layer, 7)
+    registered = wire.RegisteredLayer(layer, 7, specs.stack_base_id("g", "a"), 5, True)
+    assert wire.stack_spec_from_proto(wire.stack_spec_to_proto(stack)) == stack
+    assert wire.registered_from_proto(wire.registered_to_proto(registered)) == registered
+    assert registered.num_handles == 14
+
+
+ERROR_CLASSES = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, errors.EpRuntimeError)
+]
+
+
+@pytest.mark.parametrize("cls", ERROR_CLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_comes_back_as_itself(cls):
+    error = cls("what happened: ü", rank=3, missing_ranks=[1, 2], field="top_k")
+    status = wire.error_to_status(error)
+    back = wire.error_from_rpc(FakeRpcError(status.code, "ignored", status.trailing_metadata))
+    assert (type(back), str(back), back.fields) == (cls, str(error), error.fields)
+    detail = wire.error_from_detail(wire.error_to_detail(error))
+    assert (type(detail), str(detail), detail.fields) == (cls, str(error), error.fields)
+    assert type(pickle.loads(pickle.dumps(back))) is cls
+
+
+def test_a_long_error_fits_the_trailers():
+    error = errors.GroupNotReadyError("x" * 100_000, missing_ranks=list(range(100_000)))
+    metadata = wire.error_to_status(error).trailing_metadata
+    assert sum(len(value) for _, value in metadata) < 7000
+    back = wire.error_from_rpc(FakeRpcError(None, None, metadata))
+    assert back.fields["missing_ranks"] == list(range(64))
+
+
+def test_statuses_of_others_become_the_nearest_class():
+    code = grpc.StatusCode
+    for status, cls in (
+        (code.UNAVAILABLE, errors.RuntimeUnavailableError),
+        (code.UNIMPLEMENTED, errors.VersionSkewError),
+        (code.INVALID_ARGUMENT, errors.InvalidArgumentError),
+        (code.INTERNAL, errors.EpRuntimeError),
+    ):
+        assert type(wire.error_from_rpc(FakeRpcError(status, "text"))) is cls
+    garbage = ((wire.STATUS_DETAILS_KEY, b"\xff\xff"),)
+    found = wire.error_from_rpc(FakeRpcError(code.UNAVAILABLE, "text", garbage))
+    assert type(found) is errors.RuntimeUnavailableError
+    assert type(wire.error_from_rpc(grpc.RpcError("bare"))) is errors.EpRuntimeError
+
+
+def test_reasons_are_upper_snake():
+    assert wire.reason(errors.SpecMismatchError) == "SPEC_MISMATCH"
+    assert wire.reason(errors.PoolExhaustedError) == "POOL_EXHAUSTED"
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1.9999999999, 600.0, -1.5])
+def test_durations_keep_nanoseconds(value):
+    assert wire.seconds(wire.duration(value)) == pytest.approx(value, abs=1e-9)
+
+
+def test_not_a_duration_is_refused():
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(errors.InvalidArgumentError):
+            wire.duration(value)

@@ -1,0 +1,81 @@
+"""Writes the gRPC stubs of `proto/` into OUT/ep_runtime/v1 (OUT defaults to the repository).
+
+    python tests/tools/generate_stubs.py [OUT]
+    python tests/tools/generate_stubs.py --check      exit 1 where the committed stubs differ
+
+Made with the oldest supported grpcio-tools, so that newer runtimes load the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import importlib.metadata
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS_VERSION = "1.80.0"
+
+
+def generate(out: Path) -> list[Path]:
+    """Runs protoc; returns the written files relative to `out`."""
+    found = importlib.metadata.version("grpcio-tools")
+    if found != TOOLS_VERSION:
+        raise SystemExit(f"grpcio-tools must be {TOOLS_VERSION}, got {found}")
+    import grpc_tools.protoc
+
+    proto_dir = ROOT / "proto"
+    sources = sorted(proto_dir.glob("ep_runtime/v1/*.proto"))
+    out.mkdir(parents=True, exist_ok=True)
+    well_known = Path(grpc_tools.protoc.__file__).parent / "_proto"
+    code = grpc_tools.protoc.main(
+        [
+            "protoc",
+            f"-I{proto_dir}",
+            f"-I{well_known}",
+            f"--python_out={out}",
+            f"--pyi_out={out}",
+            f"--grpc_python_out={out}",
+            *map(str, sources),
+        ]
+    )
+    if code != 0:
+        raise SystemExit(code)
+    services = [source for source in sources if "service " in source.read_text()]
+    for source in sources:
+        if source not in services:  # protoc writes an empty one
+            (out / "ep_runtime/v1" / f"{source.stem}_pb2_grpc.py").unlink()
+    return sorted(path.relative_to(out) for path in (out / "ep_runtime/v1").glob("*_pb2*"))
+
+
+def check() -> int:
+    """0 where the committed stubs equal freshly made ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = generate(Path(folder))
+        committed = {p.relative_to(ROOT) for p in (ROOT / "ep_runtime/v1").glob("*_pb2*")}
+        stale = committed.symmetric_difference(fresh)
+        stale |= {
+            path
+            for path in committed.intersection(fresh)
+            if not filecmp.cmp(ROOT / path, Path(folder) / path, shallow=False)
+        }
+    for path in sorted(stale):
+        sys.stderr.write(f"stale or missing: {path}\n")
+    return 1 if stale else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", type=Path, default=ROOT)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.check:
+        return check()
+    generate(arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
