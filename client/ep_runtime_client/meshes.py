@@ -1,0 +1,91 @@
+"""What a group reads off a JAX mesh: axes, world ranks, processes, transport."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime import specs
+from ep_runtime.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+def axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """(axis, size) of every axis of the mesh, mesh order; an AbstractMesh serves as well.
+
+    Raises:
+        InvalidArgumentError: `mesh` is no mesh, or has no axis.
+    """
+    names, shape = getattr(mesh, "axis_names", None), getattr(mesh, "shape", None)
+    if names is None or shape is None:
+        raise InvalidArgumentError(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}", argument="mesh"
+        )
+    if not names:
+        raise InvalidArgumentError("mesh must have at least one axis, got none", argument="mesh")
+    return tuple((str(name), int(shape[name])) for name in names)
+
+
+def devices_of(mesh: Any) -> Any:
+    """The numpy array of a concrete mesh's devices.
+
+    Raises:
+        InvalidArgumentError: the mesh has no devices (an AbstractMesh).
+    """
+    devices = getattr(mesh, "devices", None)
+    if devices is None or not hasattr(devices, "ravel"):
+        raise InvalidArgumentError(
+            f"mesh must be a jax.sharding.Mesh with devices, got {type(mesh).__name__}",
+            argument="mesh",
+        )
+    return devices
+
+
+def rank_devices(mesh: Mesh, spec: specs.GroupSpec) -> list[Any]:
+    """The mesh's devices in world-rank order: domain major, ep rank minor."""
+    order = [mesh.axis_names.index(axis) for axis in spec.domain_axes + spec.ep_axis]
+    return list(devices_of(mesh).transpose(order).ravel())
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """Indices of the processes that drive the mesh's devices, ascending."""
+    return sorted({int(device.process_index) for device in devices_of(mesh).ravel()})
+
+
+def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
+    """The transport of a group on this mesh; never "auto".
+
+    Raises:
+        InvalidArgumentError: an unknown name, or one that needs a daemon where there is none.
+        NotImplementedError: this version has no such transport for the mesh's devices.
+    """
+    choices = ("auto", *specs.TRANSPORTS)
+    if transport not in choices:
+        raise InvalidArgumentError(
+            f"transport must be one of {choices}, got {transport!r}", argument="transport"
+        )
+    if transport == "xla":
+        return transport
+    if not has_daemon:
+        if transport == "auto":
+            return "xla"
+        raise InvalidArgumentError(
+            f"transport={transport!r} needs windows of a daemon, and this session was made with "
+            'address="none"; use transport="xla" or another address',
+            argument="transport",
+        )
+    platforms = sorted({device.platform for device in devices_of(mesh).ravel()})
+    if transport == "auto" and platforms == ["cpu"]:
+        return "memfd"
+    if transport == "memfd" and platforms != ["cpu"]:
+        raise InvalidArgumentError(
+            f'transport="memfd" moves rows between CPU devices, the mesh has {platforms}',
+            argument="transport",
+        )
+    if transport == "memfd":
+        return transport
+    raise NotImplementedError(
+        f"transport={transport!r} on {platforms} devices is not part of this version; "
+        'transport="memfd" serves CPU devices, transport="xla" every device'
+    )

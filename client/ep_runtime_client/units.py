@@ -1,0 +1,25 @@
+"""Bytes and seconds as people read them."""
+
+from __future__ import annotations
+
+_AGES = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+
+
+def iec(count: int) -> str:
+    """`count` bytes in IEC units: 12.0 MiB."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """An age in its two largest units: 3d4h, 5m12s, 4.2s."""
+    if seconds < 60:
+        return f"{max(seconds, 0.0):.1f}s"
+    whole = int(seconds)
+    at = next(i for i, (_, size) in enumerate(_AGES) if whole >= size)
+    (name, size), (next_name, next_size) = _AGES[at], _AGES[at + 1]
+    return f"{whole // size}{name}{whole % size // next_size}{next_name}"

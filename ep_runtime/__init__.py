@@ -1,0 +1,70 @@
+"""Expert parallelism for JAX with windows that a daemon owns: `import ep_runtime as ep`.
+
+Importing this package loads neither JAX nor native code; a name does so when it is first used.
+The names, by the module that brings them, are the table below; `__init__.pyi` repeats it for type
+checkers and editors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_NAMES_OF = {
+    "ep_runtime.errors": (
+        "CapacityOverflowError",
+        "EpRuntimeError",
+        "GroupBusyError",
+        "GroupNotReadyError",
+        "InvalidArgumentError",
+        "OpTimeoutError",
+        "PeerLostError",
+        "PermissionDeniedError",
+        "PoolExhaustedError",
+        "RuntimeUnavailableError",
+        "SessionFencedError",
+        "SpecMismatchError",
+        "StaleHandleError",
+        "VersionSkewError",
+    ),
+    "ep_runtime.layout": ("recv_capacity",),
+    "ep_runtime.specs": ("GroupSpec", "LayerSpec"),
+    "ep_runtime_client.estimate": ("MemoryEstimate", "estimate_memory"),
+    "ep_runtime_client.failures": ("error_of", "translate_errors"),
+    "ep_runtime_client.groups": ("Group",),
+    "ep_runtime_client.layers": ("EpLayer", "LayerStack"),
+    "ep_runtime_client.moe": (
+        "MoEParams",
+        "init_moe_params",
+        "moe",
+        "update_expert_bias",
+    ),
+    "ep_runtime_client.ops": (
+        "aux_loss",
+        "combine",
+        "dispatch",
+        "pad_tokens",
+        "prepare",
+        "route",
+    ),
+    "ep_runtime_client.remat": ("remat_policy",),
+    "ep_runtime_client.session": ("Session", "connect"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'ep_runtime' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,144 @@
+"""The environment: the only file that reads or writes `os.environ`.
+
+| variable | default | meaning |
+|---|---|---|
+| EP_RUNTIME_ADDRESS | unset | what `connect()` without an address uses; set but dead is an error |
+| EP_RUNTIME_JOB | unset | name of the job; group names live inside (uid, job) |
+| EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes |
+| SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
+| RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
+| XDG_RUNTIME_DIR | unset | parent of that directory for a user who is not root |
+| NO_COLOR | unset | any text: tables of the command line have no colour |
+| PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
+
+# sun_path holds 107 bytes, and "/admin.sock" takes 11 of them.
+MAX_DIRECTORY_BYTES = 96
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+
+
+def _text(name: str) -> str | None:
+    """The variable, or None where it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def address() -> str | None:
+    """EP_RUNTIME_ADDRESS, or None."""
+    return _text("EP_RUNTIME_ADDRESS")
+
+
+def job() -> str | None:
+    """The job's name from EP_RUNTIME_JOB, else SLURM_JOB_ID, else None."""
+    return _text("EP_RUNTIME_JOB") or _text("SLURM_JOB_ID")
+
+
+def debug() -> bool:
+    """EP_RUNTIME_DEBUG. Raises InvalidArgumentError where it is neither on nor off."""
+    value = os.environ.get("EP_RUNTIME_DEBUG", "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise InvalidArgumentError(
+        f"EP_RUNTIME_DEBUG must be 0 or 1, got {value!r}", argument="EP_RUNTIME_DEBUG"
+    )
+
+
+def no_color() -> bool:
+    """NO_COLOR is set to any text."""
+    return _text("NO_COLOR") is not None
+
+
+def check_directory(path: str | os.PathLike[str]) -> Path:
+    """`path` made absolute.
+
+    Raises:
+        InvalidArgumentError: a socket in it would have a name longer than Linux takes.
+    """
+    absolute = Path(os.path.abspath(path))
+    size = len(os.fsencode(absolute))
+    if size > MAX_DIRECTORY_BYTES:
+        raise InvalidArgumentError(
+            f"directory must be at most {MAX_DIRECTORY_BYTES} bytes long so that Linux takes the "
+            f"names of the sockets in it, got {size} bytes: {absolute}",
+            argument="dir",
+        )
+    return absolute
+
+
+def runtime_directory() -> Path:
+    """Where the node's default daemon has its sockets; nothing is created.
+
+    $RUNTIME_DIRECTORY; /run/ep-runtime for root; $XDG_RUNTIME_DIR/ep-runtime; else a directory of
+    the user in the temporary directory, which `make_directory` creates with mode 0700.
+
+    Raises:
+        InvalidArgumentError: the name is too long for a socket.
+    """
+    given = _text("RUNTIME_DIRECTORY")
+    if given is not None:
+        return check_directory(given.split(":")[0])  # systemd joins several with ":"
+    if os.geteuid() == 0:
+        return Path("/run/ep-runtime")
+    parent = _text("XDG_RUNTIME_DIR")
+    if parent is not None:
+        return check_directory(Path(parent) / "ep-runtime")
+    return check_directory(Path(tempfile.gettempdir()) / f"ep-runtime-{os.geteuid()}")
+
+
+def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
+    """Creates the socket directory, or checks the one that is there.
+
+    Raises:
+        InvalidArgumentError: the name is too long for a socket.
+        PermissionDeniedError: it belongs to another user, or is no directory. A stranger's
+            directory under a guessable name in /tmp would hand that user our clients.
+    """
+    directory = check_directory(path)
+    directory.mkdir(mode=mode, parents=True, exist_ok=True)
+    found = os.lstat(directory)
+    owned = found.st_uid == os.geteuid()
+    if not os.path.isdir(directory) or os.path.islink(directory) or not owned:
+        raise PermissionDeniedError(
+            f"{directory} must be a directory of uid {os.geteuid()}, "
+            f"it belongs to uid {found.st_uid}",
+            path=str(directory),
+            uid=found.st_uid,
+        )
+    return directory
+
+
+def private_directory() -> Path:
+    """A new directory of mode 0700 with a short name, for an embedded daemon."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > MAX_DIRECTORY_BYTES - 30:
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="ep-runtime-", dir=parent))
+
+
+def child_environment() -> dict[str, str]:
+    """Environment of a daemon that this process starts: ours, without a parent's systemd wiring."""
+    dropped = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def raise_pjrt_nproc(least: int) -> bool:
+    """Sets PJRT_NPROC to at least `least`; True where that changed it.
+
+    XLA:CPU reads it once, when the backend starts; later it has no effect.
+    """
+    current = _text("PJRT_NPROC")
+    if current is not None and current.isdecimal() and int(current) >= least:
+        return False
+    os.environ["PJRT_NPROC"] = str(least)
+    return True
