@@ -1,0 +1,89 @@
+"""Options of `ep-runtime demo`. Imports no JAX; `run` does."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.demo import config as defaults
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    default = defaults.DemoConfig()
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"optimizer steps; default {default.steps}, "
+        f"with --compare {defaults.DEFAULT_COMPARE_STEPS}",
+    )
+    parser.add_argument(
+        "--devices", type=int, default=default.devices, metavar="D", help="CPU devices; default 8"
+    )
+    parser.add_argument(
+        "--ep",
+        type=int,
+        metavar="N",
+        help="ranks of one EP group, a divisor of D; default half of D, so that two groups work "
+        "beside each other",
+    )
+    parser.add_argument("--transport", choices=defaults.TRANSPORTS, default=default.transport)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="train a twin on transport xla from the same seed and compare every step's loss bit "
+        "by bit; exit code 3 and the first differing step where they are not equal",
+    )
+    for flag, value, text in (
+        ("--batch", default.batch, "windows of text per step"),
+        ("--seq", default.seq, "bytes per window"),
+        ("--experts", default.num_experts, "experts of each layer"),
+        ("--top-k", default.top_k, "experts per token"),
+        ("--layers", default.num_layers, "blocks of attention and experts"),
+        ("--sample", default.sample_bytes, "bytes of text to write at the end"),
+        ("--seed", default.seed, "of parameters, batches and the sample"),
+    ):
+        parser.add_argument(flag, type=int, default=value, metavar="N", help=f"{text}; {value}")
+    parser.add_argument(
+        "--address",
+        help="runtime to use: unix:///DIR, embedded, node or none; default $EP_RUNTIME_ADDRESS, "
+        "else the node's daemon, else an embedded one",
+    )
+
+
+def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
+    """The checked config of parsed options.
+
+    Raises:
+        InvalidArgumentError: an option's value does not fit the others.
+    """
+    steps = defaults.DEFAULT_COMPARE_STEPS if args.compare else defaults.DEFAULT_STEPS
+    return defaults.DemoConfig(
+        steps=steps if args.steps is None else args.steps,
+        devices=args.devices,
+        ep_size=defaults.default_ep_size(args.devices) if args.ep is None else args.ep,
+        transport=args.transport,
+        compare=args.compare,
+        batch=args.batch,
+        seq=args.seq,
+        num_experts=args.experts,
+        top_k=args.top_k,
+        num_layers=args.layers,
+        sample_bytes=args.sample,
+        seed=args.seed,
+        address=args.address,
+    ).checked()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demo; returns the exit code."""
+    config = make_config(args)
+    if importlib.util.find_spec("optax") is None:
+        raise InvalidArgumentError(
+            "the demo needs optax: pip install 'ep-runtime[demo]'", argument="demo"
+        )
+    job = importlib.import_module("ep_runtime_client.demo.job")
+    return int(job.run(config))

@@ -1,0 +1,103 @@
+"""The demo from start to end: runtime, training, report."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+
+import ep_runtime as ep
+from ep_runtime_client import cli
+from ep_runtime_client.demo.config import DemoConfig
+from ep_runtime_client.demo.corpus import Corpus, load_corpus, training_batches
+from ep_runtime_client.demo.interrupt import StopRequest
+from ep_runtime_client.demo.render import Place, Reporter
+from ep_runtime_client.demo.trainer import Trainer, make_mesh
+from ep_runtime_client.demo.training import TrainingReport, train
+from ep_runtime_client.session import Session
+
+DIFFERENT = 3
+# A shell's convention for a program that SIGINT ended.
+INTERRUPTED = 130
+PROMPT_BYTES = 64
+
+
+def run(config: DemoConfig) -> int:
+    """Runs the demo.
+
+    Returns:
+        Exit code. 0: done. 3: --compare found a step whose loss differs. 130: Ctrl-C, what was
+        reported is partial.
+
+    Raises:
+        EpRuntimeError: of the runtime, by its own class.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", config.devices)
+    corpus = load_corpus()
+    reporter = Reporter(config)
+    reporter.announce(corpus)
+    with (
+        StopRequest(reporter.stopping) as stop,
+        ep.connect(config.address) as session,
+        ep.translate_errors(),
+    ):
+        trainers = _start(config, session, reporter)
+        batches = training_batches(corpus, batch=config.batch, seq=config.seq, seed=config.seed)
+        with reporter:
+            report = train(config, trainers, batches, reporter, stop)
+        reporter.summary(report)
+        if report.steps:
+            _held_out(trainers[0], corpus, reporter)
+        if report.steps and not stop.requested:
+            _sample(config, trainers[0], corpus, reporter, stop)
+        if session.address != "none":
+            cli.main(["handles", "--address", session.address])
+    return _verdict(config, report, reporter, stop)
+
+
+def _start(config: DemoConfig, session: Session, reporter: Reporter) -> list[Trainer]:
+    mesh = make_mesh(config)
+    trainers = [Trainer(config, session, mesh, name="demo", transport=config.transport)]
+    group = trainers[0].group
+    reporter.announce_runtime(
+        Place(
+            session.address,
+            group.spec.transport,
+            group.staging_bytes_per_rank,
+            session.address != "none",
+        )
+    )
+    if config.compare:
+        trainers.append(Trainer(config, session, mesh, name="demo-xla", transport="xla"))
+    seconds = sum(trainer.compile() for trainer in trainers)
+    reporter.say(f"compiled in {seconds:.1f} s")
+    return trainers
+
+
+def _held_out(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> None:
+    losses = list(trainer.held_out_losses(corpus))
+    if losses:
+        reporter.held_out(float(np.mean(losses)), corpus)
+
+
+def _sample(
+    config: DemoConfig, trainer: Trainer, corpus: Corpus, reporter: Reporter, stop: StopRequest
+) -> None:
+    prompt = corpus.held_out[:PROMPT_BYTES].tobytes()
+    written = itertools.islice(trainer.continuation(prompt), config.sample_bytes)
+    text = bytes(itertools.takewhile(lambda _: not stop.requested, written))
+    if text:
+        reporter.continuation(prompt, text)
+
+
+def _verdict(
+    config: DemoConfig, report: TrainingReport, reporter: Reporter, stop: StopRequest
+) -> int:
+    if report.difference is not None:
+        reporter.different(report.difference)
+        return DIFFERENT
+    if config.compare and report.steps:
+        reporter.equal(report)
+    return INTERRUPTED if stop.requested else 0

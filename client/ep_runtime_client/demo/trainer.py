@@ -1,0 +1,203 @@
+"""One model in training: its mesh, its EP group, its compiled step.
+
+The step is plain `jax.jit` over sharded arrays: the batch is split over every device, expert
+weights over the ep axis, everything else is on every device. The only line that knows of a
+runtime is `create_group`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ep_runtime_client.demo import model
+from ep_runtime_client.demo.config import DemoConfig
+from ep_runtime_client.demo.corpus import Corpus, held_out_batches
+from ep_runtime_client.groups import Group
+from ep_runtime_client.session import Session
+
+WARMUP_STEPS = 20
+Array = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """One finished step on the host. `loss` keeps its f32 bits; loads: int [layers, E]."""
+
+    loss: np.float32
+    loads: Array
+    dropped: int
+    seconds: float
+
+
+def make_mesh(config: DemoConfig) -> Mesh:
+    """dp x ep over the CPU devices."""
+    devices = jax.devices("cpu")[: config.devices]
+    if len(devices) < config.devices:
+        raise RuntimeError(
+            f"JAX started with {len(devices)} CPU devices, --devices wants {config.devices}: "
+            "something used JAX before the demo did"
+        )
+    grid = np.array(devices).reshape(config.devices // config.ep_size, config.ep_size)
+    return Mesh(grid, ("dp", "ep"))
+
+
+class Trainer:
+    """A model, its optimizer and its compiled programs on one transport.
+
+    Args:
+        config: of the demo.
+        session: connected.
+        mesh: of `make_mesh`.
+        name: of the EP group.
+        transport: "auto", "memfd" or "xla".
+    """
+
+    def __init__(
+        self, config: DemoConfig, session: Session, mesh: Mesh, *, name: str, transport: str
+    ) -> None:
+        self._config = config
+        self._mesh = mesh
+        self.group: Group = session.create_group(
+            name,
+            mesh,
+            ep_axis="ep",
+            outer_axes=("dp",),
+            num_experts=config.num_experts,
+            hidden_size=config.hidden_size,
+            max_tokens_per_rank=config.tokens_per_rank,
+            capacity_factor=config.capacity_factor,
+            max_top_k=config.top_k,
+            max_token_dtype="float32",
+            alignment=32,
+            combine_precision="exact",
+            transport=transport,
+        )
+        self._layers = [
+            self.group.register_layer(f"block{i}/moe", top_k=config.top_k)
+            for i in range(config.num_layers)
+        ]
+        self._model = model.ModelConfig(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            mlp_dim=config.mlp_dim,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            seq=config.seq,
+        )
+        self._optimizer = _optimizer(config)
+        self._rows = NamedSharding(mesh, PartitionSpec(("dp", "ep")))
+        self._state: Any = None
+        self._step: Any = None
+
+    def compile(self) -> float:
+        """Initialises the parameters and compiles the step. Returns seconds."""
+        started = time.perf_counter()
+        key = jax.random.key(self._config.seed)
+        layout = jax.tree.map(self._sharding, jax.eval_shape(self._init, key))
+        self._state = jax.jit(self._init, out_shardings=layout)(key)
+        window = jax.ShapeDtypeStruct(
+            (self._config.batch, self._config.seq + 1), jnp.int32, sharding=self._rows
+        )
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(layout, everywhere))
+        self._step = step.lower(self._state, window).compile()
+        return time.perf_counter() - started
+
+    def step(self, window: Array) -> StepResult:
+        """One optimizer step on `window`, [batch, seq + 1] int32; waits for it."""
+        started = time.perf_counter()
+        self._state, metrics = self._step(self._state, jax.device_put(window, self._rows))
+        loss, loads, dropped = jax.device_get(metrics)
+        self.group.check()
+        return StepResult(
+            np.float32(loss), np.asarray(loads), int(dropped), time.perf_counter() - started
+        )
+
+    def held_out_losses(self, corpus: Corpus) -> Iterator[float]:
+        """Loss in nats per byte of each held-out batch."""
+        for window in held_out_batches(corpus, batch=self._config.batch, seq=self._config.seq):
+            yield float(self._evaluate(self._state[0], jax.device_put(window, self._rows)))
+
+    def continuation(self, prompt: bytes) -> Iterator[int]:
+        """Endless bytes that the model writes after the prompt's last `seq` bytes.
+
+        Every device reads the same text (an EP group wants tokens that divide over its ranks);
+        the byte of the first row is taken.
+        """
+        seq = self._config.seq
+        text = list(prompt[-seq:])
+        key = jax.random.key(self._config.seed)
+        while True:
+            window = np.zeros((self._config.devices, seq), np.int32)
+            recent = text[-seq:]
+            window[:, : len(recent)] = recent
+            picked = self._next_byte(
+                self._state[0],
+                jax.device_put(window, self._rows),
+                np.int32(len(recent) - 1),
+                jax.random.fold_in(key, len(text)),
+            )
+            text.append(int(picked))
+            yield text[-1]
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _init(self, key: jax.Array) -> tuple[model.Params, Any]:
+        params = model.init_params(key, self._model, self._layers)
+        return params, self._optimizer.init(params)
+
+    def _sharding(self, leaf: Any) -> NamedSharding:
+        # Only the experts' weights, and what the optimizer keeps for them, have three dimensions.
+        spec = PartitionSpec("ep") if leaf.ndim >= 3 else PartitionSpec()
+        return NamedSharding(self._mesh, spec)
+
+    def _train_step(
+        self, state: tuple[model.Params, Any], window: jax.Array
+    ) -> tuple[tuple[model.Params, Any], model.Metrics]:
+        params, optimizer_state = state
+        loss = functools.partial(model.loss_fn, config=self._model, layers=self._layers)
+        gradient, metrics = jax.grad(loss, has_aux=True)(params, window)
+        updates, optimizer_state = self._optimizer.update(gradient, optimizer_state, params)
+        return (optax.apply_updates(params, updates), optimizer_state), metrics
+
+    @functools.cached_property
+    def _evaluate(self) -> Any:
+        return jax.jit(
+            lambda params, window: (
+                model.loss_fn(params, window, config=self._model, layers=self._layers)[1].loss
+            )
+        )
+
+    @functools.cached_property
+    def _next_byte(self) -> Any:
+        def pick(params: Any, window: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
+            logits, *_ = model.forward(params, window, config=self._model, layers=self._layers)
+            # Below temperature 1 a small model makes fewer spelling mistakes.
+            return jax.random.categorical(key, logits[0, last] / 0.6)
+
+        return jax.jit(pick)
+
+
+def _optimizer(config: DemoConfig) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.learning_rate,
+        min(WARMUP_STEPS, max(1, config.steps // 5)),
+        max(2, config.steps),
+        config.learning_rate / 20,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
