@@ -7,6 +7,7 @@ Letters: B batch, S sequence, H hidden, A attention heads, V bytes (256).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def init_params(
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
-    return jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5
+    return jax.random.normal(key, shape, jnp.float32) / math.sqrt(fan_in)
 
 
 def forward(

@@ -1,0 +1,1 @@
+"""Measurements: token movement against stock collectives and memcpy, and the control plane."""

@@ -1,0 +1,89 @@
+"""`python -m ep_runtime_client.bench.first_call`: one fresh client, its stages timed.
+
+Prints one JSON object: stage -> milliseconds. `bench connect` runs it against a warm daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+
+class Stages:
+    """Milliseconds between marks."""
+
+    def __init__(self) -> None:
+        self.milliseconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.milliseconds[stage] = (now - self._last) * 1e3
+        self._last = now
+
+
+def measure(address: str, devices: int, transport: str) -> dict[str, float]:
+    """Runs one dispatch from nothing and returns the stages' milliseconds."""
+    stages = Stages()
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import ep_runtime as ep
+    from ep_runtime_client import groups, ops, session  # noqa: F401 - loaded when first used
+
+    stages.mark("import")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    with ep.connect(address) as connected:
+        stages.mark("connect")
+        mesh = Mesh(np.array(jax.devices("cpu")), ("ep",))
+        rows = NamedSharding(mesh, PartitionSpec("ep"))
+        x = jax.device_put(np.ones((8 * devices, 256), np.float32), rows)
+        topk_idx = jax.device_put(np.arange(8 * devices, dtype=np.int32)[:, None] % devices, rows)
+        jax.block_until_ready((x, topk_idx))
+        stages.mark("jax_backend")
+        group = connected.create_group(
+            "bench",
+            mesh,
+            ep_axis="ep",
+            num_experts=devices,
+            hidden_size=256,
+            max_tokens_per_rank=8,
+            max_top_k=1,
+            max_token_dtype="float32",
+            alignment=8,
+            transport=transport,
+        )
+        stages.mark("create_group")
+        layer = group.register_layer("layer", top_k=1)
+        stages.mark("register_layer")
+
+        def forward(x: Any, topk_idx: Any) -> Any:
+            return ep.dispatch(layer, x, topk_idx).tokens
+
+        lowered = jax.jit(forward).lower(x, topk_idx)
+        stages.mark("trace")
+        compiled = lowered.compile()
+        stages.mark("compile")
+        jax.block_until_ready(compiled(x, topk_idx))
+        stages.mark("first_call")
+    stages.mark("close")
+    return stages.milliseconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--transport", default="memfd")
+    args = parser.parse_args()
+    sys.stdout.write(json.dumps(measure(args.address, args.devices, args.transport)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

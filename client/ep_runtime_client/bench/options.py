@@ -1,0 +1,88 @@
+"""What to measure, checked before anything is started; and what a bench hands back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.cli.render import Column
+
+BENCHES = ("dispatch", "combine", "connect", "control")
+TRANSPORTS = ("memfd", "xla")
+ROW_ITEM_BYTES = 2  # bf16
+# Enough to be past every cache, little enough that eight slabs fit a laptop.
+TARGET_BYTES_PER_RANK = 16 << 20
+MAX_TOKENS_PER_RANK = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions:
+    """Arguments of one run.
+
+    Attributes:
+        benches: of BENCHES.
+        transports: of TRANSPORTS; ratios compare with "xla" where it is there.
+        row_bytes: sizes of a token row.
+        devices: CPU devices, one EP group.
+        tokens_per_rank: 0 chooses about TARGET_BYTES_PER_RANK of rows.
+        top_k: K.
+        num_experts: E.
+        repeats: timed calls of each subject.
+        num_layers: that `control` registers in one call.
+    """
+
+    benches: tuple[str, ...] = ("dispatch", "combine")
+    transports: tuple[str, ...] = TRANSPORTS
+    row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
+    devices: int = 8
+    tokens_per_rank: int = 0
+    top_k: int = 8
+    num_experts: int = 64
+    repeats: int = 15
+    num_layers: int = 10_000
+
+    def checked(self) -> BenchOptions:
+        """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
+        for argument, values, choices in (
+            ("BENCH", self.benches, BENCHES),
+            ("--transports", self.transports, TRANSPORTS),
+        ):
+            unknown = [value for value in values if value not in choices]
+            if unknown or not values:
+                raise InvalidArgumentError(
+                    f"{argument} must be of {choices}, got {values}", argument=argument
+                )
+        for argument in ("devices", "top_k", "num_experts", "repeats", "num_layers"):
+            if getattr(self, argument) < 1:
+                raise InvalidArgumentError(
+                    f"{argument} must be at least 1, got {getattr(self, argument)}",
+                    argument=argument,
+                )
+        if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
+            raise InvalidArgumentError(
+                f"--row-bytes must be multiples of {ROW_ITEM_BYTES}, got {self.row_bytes}",
+                argument="row_bytes",
+            )
+        return self
+
+    def tokens_for(self, row_bytes: int) -> int:
+        """Tokens per rank for rows of this size."""
+        if self.tokens_per_rank:
+            return self.tokens_per_rank
+        fitting = TARGET_BYTES_PER_RANK // (self.top_k * row_bytes)
+        return max(1, min(MAX_TOKENS_PER_RANK, fitting))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchReport:
+    """One table: `name` is its key in JSON."""
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]

@@ -1,0 +1,42 @@
+"""How every bench measures: warm-up first, subjects in turn, medians."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+
+def in_turn(
+    subjects: Mapping[str, Callable[[], object]], *, warmup: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of every call of every subject.
+
+    Subjects take turns, so that a machine which slows down half-way slows all of them.
+
+    Args:
+        subjects: name -> what to time; returns when the work is done.
+        warmup: untimed calls of each.
+        repeats: timed calls of each.
+    """
+    for subject in subjects.values():
+        for _ in range(warmup):
+            subject()
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(repeats):
+        for name, subject in subjects.items():
+            started = time.perf_counter()
+            subject()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def median(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds)
+
+
+def quantile(seconds: Sequence[float], share: float) -> float:
+    """The smallest sample that `share` of the samples do not exceed."""
+    ordered = sorted(seconds)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
