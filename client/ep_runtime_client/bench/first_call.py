@@ -11,6 +11,8 @@ import sys
 import time
 from typing import Any
 
+from ep_runtime_client.bench.options import TRANSPORTS, Transport
+
 
 class Stages:
     """Milliseconds between marks."""
@@ -25,7 +27,7 @@ class Stages:
         self._last = now
 
 
-def measure(address: str, devices: int, transport: str) -> dict[str, float]:
+def measure(address: str, devices: int, transport: Transport) -> dict[str, float]:
     """Runs one dispatch from nothing and returns the stages' milliseconds."""
     stages = Stages()
     import jax
@@ -79,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--transport", default="memfd")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="memfd")
     args = parser.parse_args()
     sys.stdout.write(json.dumps(measure(args.address, args.devices, args.transport)) + "\n")
     return 0

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.bench.memcpy import Memcpy
-from ep_runtime_client.bench.options import ROW_ITEM_BYTES, BenchOptions, BenchReport
+from ep_runtime_client.bench.options import ROW_ITEM_BYTES, BenchOptions, BenchReport, Transport
 from ep_runtime_client.bench.timing import in_turn, median
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.groups import Group
@@ -121,7 +121,7 @@ def _row(op: str, name: str, size: _Size, medians: Mapping[str, float]) -> dict[
 
 
 def _make_group(
-    options: BenchOptions, session: Session, mesh: Mesh, row_bytes: int, transport: str
+    options: BenchOptions, session: Session, mesh: Mesh, row_bytes: int, transport: Transport
 ) -> Group:
     return session.create_group(
         f"bench-{transport}-{row_bytes}",

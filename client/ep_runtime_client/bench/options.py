@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli.render import Column
 
 BENCHES = ("dispatch", "combine", "connect", "control")
-TRANSPORTS = ("memfd", "xla")
+Transport = Literal["memfd", "xla"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ROW_ITEM_BYTES = 2  # bf16
 # Enough to be past every cache, little enough that eight slabs fit a laptop.
 TARGET_BYTES_PER_RANK = 16 << 20
@@ -34,7 +35,7 @@ class BenchOptions:
     """
 
     benches: tuple[str, ...] = ("dispatch", "combine")
-    transports: tuple[str, ...] = TRANSPORTS
+    transports: tuple[Transport, ...] = TRANSPORTS
     row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
     devices: int = 8
     tokens_per_rank: int = 0
@@ -45,10 +46,11 @@ class BenchOptions:
 
     def checked(self) -> BenchOptions:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
-        for argument, values, choices in (
+        checks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             ("BENCH", self.benches, BENCHES),
             ("--transports", self.transports, TRANSPORTS),
-        ):
+        )
+        for argument, values, choices in checks:
             unknown = [value for value in values if value not in choices]
             if unknown or not values:
                 raise InvalidArgumentError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 
-TRANSPORTS = ("auto", "memfd", "xla")
+Transport = Literal["auto", "memfd", "xla"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 DEFAULT_STEPS = 300
 # Two models share the machine, so a comparison takes about three times as long per step.
 DEFAULT_COMPARE_STEPS = 60
@@ -31,7 +33,7 @@ class DemoConfig:
     steps: int = DEFAULT_STEPS
     devices: int = 8
     ep_size: int = 4
-    transport: str = "auto"
+    transport: Transport = "auto"
     compare: bool = False
     batch: int = 16
     seq: int = 128

@@ -52,7 +52,7 @@ def run(config: DemoConfig) -> int:
             _held_out(trainers[0], corpus, reporter)
         if report.steps and not stop.requested:
             _sample(config, trainers[0], corpus, reporter, stop)
-        if session.address != "none":
+        if session.has_daemon:
             cli.main(["handles", "--address", session.address])
     return _verdict(config, report, reporter, stop)
 
@@ -66,7 +66,7 @@ def _start(config: DemoConfig, session: Session, reporter: Reporter) -> list[Tra
             session.address,
             group.spec.transport,
             group.staging_bytes_per_rank,
-            session.address != "none",
+            session.has_daemon,
         )
     )
     if config.compare:

@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime_client.demo import model
-from ep_runtime_client.demo.config import DemoConfig
+from ep_runtime_client.demo.config import DemoConfig, Transport
 from ep_runtime_client.demo.corpus import Corpus, held_out_batches
 from ep_runtime_client.groups import Group
 from ep_runtime_client.session import Session
@@ -64,7 +64,7 @@ class Trainer:
     """
 
     def __init__(
-        self, config: DemoConfig, session: Session, mesh: Mesh, *, name: str, transport: str
+        self, config: DemoConfig, session: Session, mesh: Mesh, *, name: str, transport: Transport
     ) -> None:
         self._config = config
         self._mesh = mesh

@@ -1,0 +1,84 @@
+"""The README is true: its example runs, its tables are complete, its commands are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_runtime import env, errors
+from ep_runtime_client import cli
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+EXAMPLE_TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return README.read_text(encoding="utf-8")
+
+
+def block(text: str, marker: str) -> str:
+    """The code block after `<!-- marker -->`."""
+    found = re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    assert found is not None, f"no block after the marker {marker!r}"
+    return found[1]
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """Cells of the first table after a heading, without its two header lines."""
+    after = text.split(f"\n{heading}\n", 1)[1]
+    lines = after[after.index("\n|") + 1 :].split("\n\n", 1)[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def first_names(text: str, heading: str) -> list[str]:
+    return [re.findall(r"`(\w+)`", row[0])[0] for row in table(text, heading)]
+
+
+@pytest.mark.parametrize("marker", ["demo", "tests"])
+def test_each_command_is_one_line_from_nothing(text: str, marker: str) -> None:
+    lines = block(text, marker).strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("python3 -m venv .venv && .venv/bin/pip install ")
+
+
+def test_the_example_runs_as_it_stands(text: str, tmp_path: Path) -> None:
+    code = block(text, "example")
+    assert len(code.splitlines()) <= 30
+    script = tmp_path / "example.py"
+    script.write_text(code + '\nassert np.isfinite(float(value))\nprint("trained")\n')
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=EXAMPLE_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("trained")
+
+
+def test_the_command_table_lists_every_command(text: str) -> None:
+    assert first_names(text, "## Command line") == list(cli.COMMANDS)
+
+
+def test_the_error_table_lists_every_error(text: str) -> None:
+    classes = {child.__name__ for child in errors.EpRuntimeError.__subclasses__()}
+    assert set(first_names(text, "## Errors")) == classes
+
+
+def test_the_environment_table_is_the_one_of_the_code(text: str) -> None:
+    assert env.__doc__ is not None
+    documented = dict(re.findall(r"^\| (\w+) \| (.*) \|$", env.__doc__, re.MULTILINE))
+    documented.pop("variable")
+    shown = {
+        re.findall(r"`(\w+)`", row[0])[0]: " | ".join(row[1:])
+        for row in table(text, "## Environment variables")
+    }
+    # Read when building, by CMake and not by Python.
+    del shown["EP_RUNTIME_CUDA"]
+    assert shown == documented
