@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ep_runtime import env
-from ep_runtime_client import children
+from ep_runtime_client import runtime
 
 READY_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
 def warm_daemon() -> Iterator[str]:
-    """Starts a daemon, gives its address, ends it."""
-    directory = env.private_directory()
-    child = children.Child.start(directory, [])
+    """Starts a private daemon, gives its address, ends it."""
+    daemon = runtime.open_runtime(runtime.Address(runtime.EMBEDDED), READY_TIMEOUT_S)
     try:
-        child.wait_ready(READY_TIMEOUT_S)
-        yield f"unix://{directory}"
+        yield f"unix://{daemon.directory}"
     finally:
-        child.stop()
-        children.remove_directory(directory)
+        daemon.stop()

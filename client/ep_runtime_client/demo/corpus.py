@@ -84,10 +84,12 @@ def split_text(documents: list[str], source: str) -> Corpus:
     The topics quote one another at length; a paragraph that stood on both sides of the split
     would make the held-out loss a memory test.
     """
-    paragraphs = dict.fromkeys(
-        paragraph for document in documents for paragraph in document.split("\n\n")
-    )
-    text = np.frombuffer("\n\n".join(paragraphs).encode(), dtype=np.uint8)
+    paragraphs: dict[str, str] = {}
+    for document in documents:
+        for paragraph in document.split("\n\n"):
+            # Quotations differ in indentation and line breaks.
+            paragraphs.setdefault(" ".join(paragraph.split()), paragraph)
+    text = np.frombuffer("\n\n".join(paragraphs.values()).encode(), dtype=np.uint8)
     chunks = [text[start : start + CHUNK_BYTES] for start in range(0, len(text), CHUNK_BYTES)]
     held = [c for i, c in enumerate(chunks) if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
     kept = [c for i, c in enumerate(chunks) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]

@@ -54,7 +54,7 @@ def run(config: DemoConfig) -> int:
             _sample(config, trainers[0], corpus, reporter, stop)
         if session.has_daemon:
             cli.main(["handles", "--address", session.address])
-    return _verdict(config, report, reporter, stop)
+    return verdict(config, report, reporter, stop)
 
 
 def _start(config: DemoConfig, session: Session, reporter: Reporter) -> list[Trainer]:
@@ -92,9 +92,10 @@ def _sample(
         reporter.continuation(prompt, text)
 
 
-def _verdict(
+def verdict(
     config: DemoConfig, report: TrainingReport, reporter: Reporter, stop: StopRequest
 ) -> int:
+    """Says how the comparison ended; gives the exit code of `run`."""
     if report.difference is not None:
         reporter.different(report.difference)
         return DIFFERENT

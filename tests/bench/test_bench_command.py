@@ -1,0 +1,106 @@
+"""`ep-runtime bench`: small runs of every bench, with plausible figures and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.bench import timing
+from ep_runtime_client.bench.memcpy import Memcpy
+from ep_runtime_client.bench.options import BenchOptions
+
+COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "bench"]
+TIMEOUT_S = 240.0
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def figures(*options: str) -> dict[str, Any]:
+    done = bench(*options, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert document["schema_version"] == 1
+    return document
+
+
+def test_movement_compares_transports_and_memcpy_in_one_run() -> None:
+    sizes = ["--devices", "2", "--experts", "4", "--top-k", "2", "--tokens", "8"]
+    found = figures("dispatch", "combine", *sizes, "--row-bytes", "64,128", "--repeats", "2")
+    rows = found["movement"]
+    subjects = [(row["op"], row["row_bytes"], row["transport"]) for row in rows]
+    assert subjects == [
+        (op, size, transport)
+        for op in ("dispatch", "combine")
+        for size in (64, 128)
+        for transport in ("memfd", "xla", "memcpy")
+    ]
+    assert all(row["bytes"] == 2 * 8 * 2 * row["row_bytes"] for row in rows)
+    assert all(row["median_ms"] >= 0 and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_one_transport_alone_has_no_ratio_to_xla() -> None:
+    sizes = ["--devices", "2", "--experts", "2", "--top-k", "1", "--tokens", "4"]
+    done = bench("dispatch", "--transports", "memfd", *sizes, "--row-bytes", "64", "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    assert "X MEMCPY" in done.stdout
+
+
+def test_connect_shows_every_stage_and_their_sum() -> None:
+    found = figures("connect", "--devices", "2")
+    stages = [row["stage"] for row in found["connect"]]
+    assert stages[1:8] == [
+        "connect",
+        "jax_backend",
+        "create_group",
+        "register_layer",
+        "trace",
+        "compile",
+        "first_call",
+    ]
+    assert stages[-1] == "connect to end of first handler"
+
+
+def test_control_registers_layers_and_times_calls() -> None:
+    found = figures("control", "--layers", "20")
+    what = [row["what"] for row in found["control"]]
+    assert what[0] == "register_layers, 20 layers in one call"
+    assert all(row["p99_ms"] >= row["p50_ms"] > 0 for row in found["control"])
+
+
+def test_wrong_names_are_exit_code_1() -> None:
+    done = bench("dispatsch")
+    assert done.returncode == 1
+    assert "BENCH must be of" in done.stderr
+
+
+def test_odd_row_sizes_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="multiples of 2"):
+        BenchOptions(row_bytes=(3,)).checked()
+
+
+def test_subjects_take_turns_after_their_warm_up() -> None:
+    calls: list[str] = []
+    subjects = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    seconds = timing.in_turn(subjects, warmup=1, repeats=2)
+    assert calls == ["a", "b", "a", "b", "a", "b"]
+    assert [len(samples) for samples in seconds.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 2.0), (0.99, 4.0), (0.0, 1.0)])
+def test_a_quantile_is_a_sample(share: float, expected: float) -> None:
+    assert timing.quantile([4.0, 1.0, 3.0, 2.0], share) == expected
+
+
+def test_memcpy_copies_a_size_that_no_thread_count_divides() -> None:
+    memcpy = Memcpy(1_000_003)
+    memcpy()
+    memcpy.close()

@@ -1,0 +1,106 @@
+"""`ep-runtime demo` as a user types it: exit codes, what it says, what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
+SMALL = ["--devices", "4", "--batch", "4", "--seq", "32", "--layers", "1", "--sample", "4"]
+TIMEOUT_S = 240.0
+
+
+def demo(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *SMALL, *options], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def runtime_directory(output: str) -> Path:
+    found = re.search(r"runtime: unix://(\S+),", output)
+    assert found is not None, output
+    return Path(found[1])
+
+
+def test_a_short_demo_trains_reports_and_lists_its_handles() -> None:
+    done = demo("--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3  loss " in done.stdout
+    assert re.search(r"held-out loss \d\.\d+ nats per byte \(unigram entropy", done.stdout)
+    assert "sample continuation" in done.stdout
+    assert "block0/moe" in done.stdout.split("sample continuation")[1]
+    assert not runtime_directory(done.stdout).exists()
+
+
+def test_the_demo_runs_on_transport_xla() -> None:
+    done = demo("--steps", "2", "--transport", "xla")
+    assert done.returncode == 0, done.stderr
+    assert "transport xla" in done.stdout
+
+
+def test_the_demo_runs_without_a_daemon() -> None:
+    done = demo("--steps", "1", "--address", "none")
+    assert done.returncode == 0, done.stderr
+    assert "runtime: none, transport xla" in done.stdout
+
+
+def test_a_comparison_with_stock_collectives_is_bit_equal() -> None:
+    done = demo("--steps", "6", "--compare")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every step's loss is bit-equal to transport xla: 6 of 6" in done.stdout
+
+
+def test_wrong_options_are_exit_code_1_and_start_nothing() -> None:
+    done = demo("--steps", "3", "--batch", "7")
+    assert done.returncode == 1
+    assert "--batch must be a multiple of devices=4, got 7" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_dead_address_is_exit_code_2(tmp_path: Path) -> None:
+    done = demo("--steps", "1", "--address", f"unix://{tmp_path}")
+    assert done.returncode == 2
+    assert "no daemon answers" in done.stderr
+
+
+def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon() -> None:
+    # In a group of its own, and the signal to all of it, as a terminal does.
+    with subprocess.Popen(
+        [*COMMAND, *SMALL, "--steps", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None  # it is a pipe
+        seen = ""
+        for line in process.stdout:
+            seen += line
+            if line.startswith("step "):
+                os.killpg(process.pid, signal.SIGINT)
+                break
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, errors
+    assert "stopped after" in output
+    assert "held-out loss" in output
+    assert "Traceback" not in errors
+    assert not runtime_directory(seen + output).exists()
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_the_options_are_there_without_jax(command: str) -> None:
+    code = (
+        "import sys; from ep_runtime_client.cli import main; "
+        f"code = main([{command!r}, '--help']); "
+        "assert 'jax' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,144 @@
+"""The demo's loop and verdict, with trainers that compute nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.demo.config import DemoConfig, default_ep_size
+from ep_runtime_client.demo.interrupt import StopRequest
+from ep_runtime_client.demo.trainer import StepResult
+from ep_runtime_client.demo.training import TrainingReport, train
+
+LOADS = np.array([[3, 1]])
+
+
+class Scripted:
+    """A trainer whose losses are given."""
+
+    def __init__(self, losses: Sequence[float]) -> None:
+        self._losses = iter(losses)
+
+    def step(self, window: Any) -> StepResult:
+        return StepResult(np.float32(next(self._losses)), LOADS, 2, 0.5)
+
+
+class Silent:
+    """Hears of every step and says nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def step(self, done: int, result: StepResult, tokens_per_s: float, dropped: int) -> None:
+        self.seen.append(done)
+
+
+class StopAt:
+    """Asks to stop once `progress` has seen that many steps."""
+
+    def __init__(self, progress: Silent, steps: int) -> None:
+        self._progress, self._steps = progress, steps
+
+    @property
+    def requested(self) -> bool:
+        return len(self._progress.seen) >= self._steps
+
+
+def windows() -> Iterator[np.ndarray]:
+    return itertools.repeat(np.zeros((1, 2), np.int32))
+
+
+def run(
+    *losses: Sequence[float], steps: int = 3, stop_at: int = 100
+) -> tuple[TrainingReport, Silent]:
+    progress = Silent()
+    config = DemoConfig(steps=steps, batch=8, seq=4)
+    trainers = [Scripted(values) for values in losses]
+    report = train(config, trainers, windows(), progress, StopAt(progress, stop_at))
+    return report, progress
+
+
+def test_the_loop_counts_steps_tokens_and_drops() -> None:
+    report, progress = run([3.0, 2.0, 1.0])
+    assert (report.steps, report.tokens, report.dropped) == (3, 3 * 32, 6)
+    np.testing.assert_array_equal(report.losses, np.float32([3, 2, 1]))
+    assert progress.seen == [1, 2, 3]
+    assert report.difference is None
+    assert not report.stopped
+
+
+def test_a_stop_request_ends_the_loop_between_steps() -> None:
+    report, _ = run([3.0, 2.0, 1.0], stop_at=2)
+    assert report.steps == 2
+    assert report.stopped
+
+
+def test_bit_equal_twins_have_no_difference_even_with_nan() -> None:
+    report, _ = run([1.0, np.nan], [1.0, np.nan], steps=2)
+    assert report.difference is None
+
+
+def test_the_first_differing_step_ends_a_comparison() -> None:
+    last_bit = float(np.nextafter(np.float32(2.0), np.float32(3.0)))
+    report, _ = run([3.0, 2.0, 1.0], [3.0, last_bit, 1.0])
+    assert report.difference is not None
+    assert report.difference.step == 2
+    assert report.difference.twin_loss == np.float32(last_bit)
+
+
+def test_a_difference_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    from ep_runtime_client.demo import job
+    from ep_runtime_client.demo.render import Reporter
+
+    report, _ = run([3.0, 2.0], [3.0, 2.5], steps=2)
+    config = DemoConfig(compare=True)
+    stop = SimpleNamespace(requested=False)
+    assert job.verdict(config, report, Reporter(config), stop) == job.DIFFERENT == 3
+    assert "step 2 is the first whose loss differs: 2 (0x40000000)" in capsys.readouterr().out
+
+
+def test_the_first_sigint_asks_and_the_second_interrupts() -> None:
+    asked: list[bool] = []
+
+    def twice() -> None:
+        with StopRequest(lambda: asked.append(True)) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.requested
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    assert asked == [True]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"devices": 6}, "--ep must be a divisor of devices=6, got 4"),
+        ({"num_experts": 6}, "--experts must be a multiple of ep_size=4, got 6"),
+        ({"batch": 12}, "--batch must be a multiple of devices=8, got 12"),
+        ({"top_k": 9}, "--top-k must be 1 to num_experts=8, got 9"),
+        ({"seq": 1}, "--seq must be 2 to 1024, got 1"),
+        ({"compare": True, "transport": "xla"}, "--transport must be auto or memfd"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        DemoConfig(**change).checked()
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(("devices", "ep_size"), [(1, 1), (2, 2), (4, 2), (8, 4), (3, 3)])
+def test_the_default_ep_size_divides_the_devices(devices: int, ep_size: int) -> None:
+    assert default_ep_size(devices) == ep_size
