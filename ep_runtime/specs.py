@@ -7,6 +7,7 @@ processes with equal specs trace the same program. Letters: `layout.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from math import prod
@@ -128,7 +129,7 @@ class GroupSpec:
         """L."""
         return self.num_experts // self.ep_size
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> int:
         """63-bit id of everything that a compiled program depends on."""
         fields = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_PROGRAMS}

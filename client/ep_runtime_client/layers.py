@@ -114,6 +114,14 @@ class EpLayer:
                 layer=self.name,
                 group=self.group_spec.name,
             )
+        group.require_open(self.name)
+        if group.spec.fingerprint != self.group_spec.fingerprint:
+            raise StaleHandleError(
+                f"layer {self.name!r} is of an older group {group.name!r} with other settings; "
+                "register it again in the new one",
+                layer=self.name,
+                group=group.name,
+            )
         return group
 
     @property

@@ -1,0 +1,175 @@
+"""From what a caller says about a group to a `Group`: specs, meshes, groups the daemon keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime import specs, wire
+from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
+from ep_runtime.v1 import group_service_pb2, layer_service_pb2
+from ep_runtime_client import estimate, forming, meshes
+from ep_runtime_client.groups import Group, discard
+from ep_runtime_client.layers import live_groups
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from ep_runtime_client.session import Session
+
+
+def resolve(mesh: Any, transport: str, *, has_daemon: bool, **arguments: Any) -> specs.GroupSpec:
+    """The spec of create_group's arguments on a concrete mesh.
+
+    Raises:
+        InvalidArgumentError: names the argument, what was wanted and what was given.
+        NotImplementedError: the transport is not part of this version.
+    """
+    mesh_axes = meshes.axes_of(mesh)
+    meshes.devices_of(mesh)
+    return specs.make_group_spec(
+        mesh_axes=mesh_axes,
+        transport=meshes.resolve_transport(transport, mesh, has_daemon=has_daemon),
+        **arguments,
+    )
+
+
+def without_retention(spec: specs.GroupSpec) -> specs.GroupSpec:
+    """The spec in a private runtime, which nothing outlives."""
+    return dataclasses.replace(spec, retain_s=0.0)
+
+
+def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> bool:
+    """True where create_group may return `found`; False where it must make a new one.
+
+    Raises:
+        SpecMismatchError: other settings, and no replace.
+    """
+    if found.is_gone:
+        return False
+    difference = spec.difference(found.spec)
+    if difference is None:
+        theirs, ours = ([d.id for d in meshes.rank_devices(m, spec)] for m in (found.mesh, mesh))
+        if theirs == ours:
+            return True
+        difference = ("mesh.devices", ours, theirs)
+    if replace:
+        return False
+    field, ours, theirs = difference
+    raise SpecMismatchError(
+        f"group {spec.name!r} exists with {field}={theirs}, this call has {field}={ours}; make "
+        "them equal, or pass replace=True",
+        object=spec.name,
+        field=field,
+        theirs=theirs,
+        ours=ours,
+    )
+
+
+def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
+    """Forms the group and makes it this process's live group of that name."""
+    _check_free(session, spec.name)
+    ranks = _own_ranks(spec, mesh)
+    group = Group(session, spec, mesh, forming.form(session, spec, ranks, replace=replace))
+    try:
+        live_groups.add(group)
+    except BaseException:
+        discard(group)
+        raise
+    estimate.report(spec, mesh.devices.flat[0], len(ranks))
+    return group
+
+
+def _check_free(session: Session, name: str) -> None:
+    """Layers find their group by name, so a name is open once in a process."""
+    other = live_groups.get(name)
+    if other is not None and other.session is not session:
+        raise InvalidArgumentError(
+            f"group {name!r} is open in this process's session with {other.session.address}; "
+            "close it there first, or choose another name",
+            argument="name",
+        )
+
+
+def _own_ranks(spec: specs.GroupSpec, mesh: Mesh) -> list[int]:
+    """World ranks whose devices this process drives.
+
+    Raises:
+        InvalidArgumentError: none of them.
+        NotImplementedError: windows of several processes.
+    """
+    import jax
+
+    here = jax.process_index()
+    ranks = [
+        rank
+        for rank, device in enumerate(meshes.rank_devices(mesh, spec))
+        if device.process_index == here
+    ]
+    if not ranks:
+        raise InvalidArgumentError(
+            f"mesh has no device of this process ({here}); it spans processes "
+            f"{meshes.processes_of(mesh)}",
+            argument="mesh",
+        )
+    if spec.transport != "xla" and len(ranks) < spec.world_size:
+        raise NotImplementedError(
+            f"group {spec.name!r} spans processes {meshes.processes_of(mesh)}: "
+            f'transport="{spec.transport}" serves the {spec.world_size} devices of a group from '
+            f"one process in this version (this one drives {len(ranks)}); "
+            'transport="xla" works across processes'
+        )
+    return ranks
+
+
+def stored_spec(session: Session, name: str) -> specs.GroupSpec:
+    """The spec that the daemon keeps for a group of the session's job.
+
+    Raises:
+        StaleHandleError: it knows none of that name.
+    """
+    if not session.has_daemon:
+        raise StaleHandleError(
+            f'group {name!r} is not open in this process, and address="none" has no daemon to ask',
+            group=name,
+        )
+    control = session.control
+    answer = control.call(control.groups.GetGroup, group_service_pb2.GetGroupRequest(name=name))
+    return wire.group_spec_from_proto(answer.group.spec)
+
+
+def default_mesh(spec: specs.GroupSpec) -> Mesh:
+    """The spec's axes over this job's devices in order, as `jax.make_mesh` lays CPU devices.
+
+    Raises:
+        InvalidArgumentError: another number of devices.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    devices = jax.devices("cpu") if spec.transport == "memfd" else jax.devices()
+    if len(devices) < spec.world_size:
+        raise InvalidArgumentError(
+            f"group {spec.name!r} has {spec.world_size} devices {dict(spec.mesh_axes)}, "
+            f"this job has {len(devices)}; pass mesh=",
+            argument="mesh",
+        )
+    shape = [size for _, size in spec.mesh_axes]
+    names = [name for name, _ in spec.mesh_axes]
+    return Mesh(np.array(devices[: spec.world_size]).reshape(shape), names)
+
+
+def adopt_layers(group: Group) -> None:
+    """Makes every layer that the daemon keeps for the group usable here."""
+    control = group.session.control
+    token = ""
+    while True:
+        request = layer_service_pb2.ListLayersRequest(
+            group=group.name, page_size=10_000, page_token=token
+        )
+        answer = control.call(control.layers.ListLayers, request)
+        group.adopt([wire.registered_from_proto(item) for item in answer.layers])
+        token = answer.next_page_token
+        if not token:
+            return

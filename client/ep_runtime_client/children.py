@@ -1,0 +1,139 @@
+"""Daemons that this process starts: same interpreter, same packages, bounded waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from ep_runtime import env, wire
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
+from ep_runtime_client import transport
+
+_STOP_TIMEOUT_S = 10.0
+LOG_NAME = "daemon.log"
+
+
+def daemon_command(options: Sequence[str]) -> list[str]:
+    """The command line of a daemon.
+
+    `-P` keeps the current directory off the child's path: a checkout that the user happens to
+    stand in must not take the place of the installed package. PYTHONPATH still counts, and so
+    does isolated mode.
+    """
+    flags = ["-I"] if sys.flags.isolated else ["-P"]
+    return [sys.executable, *flags, "-m", "ep_runtime_server", *options]
+
+
+class Child:
+    """A daemon process of ours, its directory and its log."""
+
+    def __init__(self, directory: Path, process: subprocess.Popen[bytes], ready: int) -> None:
+        self.directory = directory
+        self._process = process
+        self._ready = ready
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    def start(cls, directory: Path, options: Sequence[str], *, pass_fds: Sequence[int]) -> Child:
+        """Starts a daemon on `directory` and returns at once; `wait_ready` waits for it.
+
+        It is in a session of its own, so that Ctrl-C in our terminal does not reach it.
+
+        Args:
+            directory: its socket directory; must exist.
+            options: more options of `ep-runtime serve`.
+            pass_fds: descriptors that the options name.
+        """
+        ready, told = os.pipe()
+        command = daemon_command(["--dir", str(directory), "--ready-fd", str(told), *options])
+        try:
+            with open(directory / LOG_NAME, "ab") as log:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=env.child_environment(),
+                    pass_fds=(told, *pass_fds),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(ready)
+            raise
+        finally:
+            os.close(told)
+        return cls(directory, process, ready)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until the daemon says that its sockets answer.
+
+        Raises:
+            RuntimeUnavailableError: it ended, or says nothing within `timeout_s`; carries the end
+                of its log.
+        """
+        poll = select.poll()  # select() refuses descriptors above 1023
+        poll.register(self._ready, select.POLLIN)
+        readable = poll.poll(timeout_s * 1000)
+        told = os.read(self._ready, 4096) if readable else b""
+        os.close(self._ready)
+        if told:
+            return
+        code = self.stop()
+        reason = f"it ended with exit code {code}" if readable else f"no word in {timeout_s:g} s"
+        raise self._failed(reason)
+
+    def _failed(self, reason: str) -> RuntimeUnavailableError:
+        return RuntimeUnavailableError(
+            f"the daemon started for {self.directory} is not there: {reason}\n{self.log_tail()}",
+            address=f"unix://{self.directory}",
+        )
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines of the daemon's log."""
+        try:
+            text = (self.directory / LOG_NAME).read_text(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> int:
+        """Ends the daemon and returns its exit code; kills it where it does not end in time."""
+        with self._lock:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                try:
+                    self._process.wait(_STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+                    self._process.wait()
+            return int(self._process.returncode)
+
+
+def answers(directory: Path, timeout_s: float) -> bool:
+    """True where a daemon listens on both of the directory's sockets."""
+    if not (directory / wire.API_SOCKET).exists():
+        return False
+    try:
+        with transport.fd_socket(directory, timeout_s):
+            return True
+    except EpRuntimeError:
+        return False
+
+
+def remove_directory(directory: Path) -> None:
+    """Removes a private socket directory with what a daemon leaves in it."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(directory):
+            os.unlink(entry.path)
+        os.rmdir(directory)

@@ -1,0 +1,109 @@
+"""`ep-runtime`: one program, one file per command.
+
+A command's module has `add_arguments(parser)` and `run(args) -> exit code`. Only the module of
+the command that was typed is imported, none imports JAX, and gRPC comes with the first call, so
+the first output is there within 0.3 s.
+
+Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ep_runtime import errors
+from ep_runtime_client.cli import render
+
+OK, USAGE, NO_DAEMON, PARTIAL, DENIED = range(5)
+
+COMMANDS = {
+    "serve": "run the daemon in the foreground",
+    "demo": "train a small mixture-of-experts model through the runtime",
+    "bench": "measure dispatch, combine and the control plane",
+    "doctor": "check this machine and the daemon, and say what to fix",
+    "status": "one screen about the daemon; --quiet is the liveness probe",
+    "sessions": "client processes",
+    "groups": "expert-parallel groups",
+    "layers": "registered layers",
+    "handles": "handles: layer, lane, generation, state, owner, last op",
+    "buffers": "windows and boards: bytes, state, owner, who maps them",
+    "events": "what happened lately",
+    "drain": "let no new session or group in; --shutdown ends the daemon",
+    "fence": "cut one session off",
+    "reclaim": "take a group's memory back, or that of all retained groups",
+    "version": "versions of client and daemon",
+}
+
+_ALIASES = {"--version": "version", "-V": "version"}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with the exit code 1 for wrong usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+def usage() -> str:
+    """The list of commands."""
+    width = max(len(name) for name in COMMANDS)
+    lines = ["usage: ep-runtime COMMAND [options]", "", "commands:"]
+    lines += [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    lines += [
+        "",
+        "'ep-runtime COMMAND --help' lists a command's options.",
+        "exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        render.err(usage())
+        return USAGE
+    if words[0] in ("-h", "--help", "help"):
+        render.out(usage())
+        return OK
+    name = _ALIASES.get(words[0], words[0])
+    if name not in COMMANDS:
+        render.err(f"ep-runtime: no command {name!r}; one of {', '.join(COMMANDS)}")
+        return USAGE
+    if name == "serve":
+        from ep_runtime_client.cli import serve
+
+        serve.run_words(words[1:])
+    command = importlib.import_module(f"ep_runtime_client.cli.{name}")
+    parser = Parser(prog=f"ep-runtime {name}", description=COMMANDS[name])
+    command.add_arguments(parser)
+    try:
+        return int(command.run(parser.parse_args(words[1:])))
+    except SystemExit as stop:  # argparse: 0 for --help, 1 for wrong usage
+        return int(stop.code or 0)
+    except errors.EpRuntimeError as error:
+        render.err(f"ep-runtime {name}: {error}")
+        return exit_code(error)
+    except BrokenPipeError:
+        # The reader of our output is gone; what Python flushes at exit must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return OK
+
+
+def exit_code(error: errors.EpRuntimeError) -> int:
+    """The exit code that an error stands for."""
+    if isinstance(error, errors.InvalidArgumentError):
+        return USAGE
+    if isinstance(error, errors.RuntimeUnavailableError):
+        return NO_DAEMON
+    if isinstance(error, errors.PermissionDeniedError | errors.SessionFencedError):
+        return DENIED
+    return PARTIAL

@@ -1,0 +1,15 @@
+"""`ep-runtime bench`: options here, the work in `ep_runtime_client.bench`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ep_runtime_client.bench import cli as bench
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    bench.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(bench.run(args))

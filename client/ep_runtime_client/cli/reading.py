@@ -1,0 +1,124 @@
+"""What the reading commands share: options, the watch loop, one object by name."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.cli import render, source
+
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A listing command.
+
+    Attributes:
+        kind: plural noun; `kind` of the JSON document.
+        columns: of the table.
+        fetch: the rows, each a dict of plain values.
+        keys: keys of a row that the optional NAME is compared with.
+        empty: what a table says where there is no row.
+    """
+
+    kind: str
+    columns: Sequence[render.Column]
+    fetch: Callable[[source.Source, argparse.Namespace], list[Row]]
+    keys: tuple[str, ...]
+    empty: str
+
+
+def positive(text: str) -> float:
+    """argparse type: a number above zero."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which daemon to ask, and for how long."""
+    parser.add_argument(
+        "--address",
+        metavar="unix:///DIR",
+        help="the daemon's socket directory; default $EP_RUNTIME_ADDRESS, else the node's daemon",
+    )
+    parser.add_argument(
+        "--timeout", type=positive, default=5.0, metavar="S", help="seconds to wait for an answer"
+    )
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to write the answer."""
+    parser.add_argument("-o", "--output", choices=render.OUTPUTS, default="table")
+    parser.add_argument("--watch", type=positive, metavar="S", help="repeat every S seconds")
+
+
+def add_arguments(parser: argparse.ArgumentParser, noun: str) -> None:
+    """Options of a listing command."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"describe this {noun} only")
+    add_output_arguments(parser)
+    add_daemon_arguments(parser)
+
+
+def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = True) -> int:
+    """Calls `once`; with --watch every S seconds until Ctrl-C. Returns its last exit code."""
+    code = once()
+    pause = threading.Event()
+    while args.watch:
+        pause.wait(args.watch)
+        if clear and args.output != "json":
+            render.clear_screen()
+        code = once()
+    return code
+
+
+def run(args: argparse.Namespace, view: View) -> int:
+    """Runs a listing command."""
+    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+
+        def once() -> int:
+            write(args, view, select(view, view.fetch(daemon, args), args.name))
+            return 0
+
+        return repeat(args, once)
+
+
+def select(view: View, rows: list[Row], name: str | None) -> list[Row]:
+    """The rows whose key is `name`, or all without one.
+
+    Raises:
+        InvalidArgumentError: no row has that name; says which there are.
+    """
+    if name is None:
+        return rows
+    found = [row for row in rows if name in (str(row.get(key, "")) for key in view.keys)]
+    if not found:
+        known = sorted({str(row.get(view.keys[0], "")) for row in rows})
+        listed = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
+        raise InvalidArgumentError(
+            f"no {view.kind} named {name!r}; there {'are: ' + listed if known else 'is none'}",
+            argument="NAME",
+        )
+    return found
+
+
+def write(args: argparse.Namespace, view: View, rows: list[Row]) -> None:
+    """Writes rows as the options say; a single named object as one line per value."""
+    if args.output == "json":
+        render.write_json(view.kind, {"items": rows}, compact=bool(args.watch))
+    elif args.name is not None and len(rows) == 1:
+        titles = {column.key: column for column in view.columns}
+        render.write_pairs(
+            [
+                (key, render.cell(value, titles[key].kind if key in titles else "text"))
+                for key, value in rows[0].items()
+            ]
+        )
+    else:
+        render.write_table(view.columns, rows, wide=args.output == "wide", empty=view.empty)

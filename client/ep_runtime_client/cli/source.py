@@ -1,0 +1,148 @@
+"""Where the commands get their rows: the daemon's admin service on admin.sock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ep_runtime import wire
+from ep_runtime.errors import PermissionDeniedError
+from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime.v1 import admin_service_pb2_grpc
+from ep_runtime_client import runtime, transport
+from ep_runtime_client.cli.plain import plain
+
+_PAGE_SIZE = 1000
+
+
+class Source:
+    """A connection to the admin service of one daemon."""
+
+    def __init__(self, directory: Path, channel: grpc.Channel, timeout_s: float) -> None:
+        self.directory = directory
+        self._timeout_s = timeout_s
+        self._stub: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
+
+    def call(self, method: str, request: Any) -> dict[str, Any]:
+        """One RPC's answer as plain values. Raises EpRuntimeError."""
+        return plain(self._send(method, request))
+
+    def _send(self, method: str, request: Any) -> Any:
+        try:
+            return getattr(self._stub, method)(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            ours = wire.error_from_rpc(error)
+            ours.fields.setdefault("address", f"unix://{self.directory}")
+            raise ours from error
+
+    def pages(
+        self, method: str, make_request: Callable[..., Any], field: str, **filters: Any
+    ) -> list[dict[str, Any]]:
+        """Every row of a paged list."""
+        rows: list[dict[str, Any]] = []
+        token = ""
+        while True:
+            request = make_request(page_size=_PAGE_SIZE, page_token=token, **filters)
+            answer = self._send(method, request)
+            rows += [plain(item) for item in getattr(answer, field)]
+            token = answer.next_page_token
+            if not token:
+                return rows
+
+    def status(self) -> dict[str, Any]:
+        return self.call("GetStatus", messages.GetStatusRequest())
+
+    def sessions(self) -> list[dict[str, Any]]:
+        return self.pages("ListSessions", messages.ListSessionsRequest, "sessions")
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [_flat_group(row) for row in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.pages("ListGroups", messages.ListGroupsRequest, "groups")
+
+    def layers(self) -> list[dict[str, Any]]:
+        rows = self.pages("ListLayers", messages.AdminServiceListLayersRequest, "layers")
+        return [_flat_layer(row) for row in rows]
+
+    def handles(self) -> list[dict[str, Any]]:
+        return self.pages("ListHandles", messages.ListHandlesRequest, "handles")
+
+    def buffers(self) -> list[dict[str, Any]]:
+        rows = self.pages("ListBuffers", messages.ListBuffersRequest, "buffers")
+        return [dict(row, owner=f"{row['job']}/{row['group']}") for row in rows]
+
+    def ranks(self) -> list[dict[str, Any]]:
+        return self.pages("ListRanks", messages.ListRanksRequest, "ranks")
+
+    def events(self, after: int) -> list[dict[str, Any]]:
+        return self.pages("ListEvents", messages.ListEventsRequest, "events", after_sequence=after)
+
+
+def _flat_group(row: dict[str, Any]) -> dict[str, Any]:
+    """One level of keys, spec included; the members stay a list."""
+    group = row["group"]
+    spec = group["spec"]
+    axes = {axis["name"]: axis["size"] for axis in spec["mesh_axes"]}
+    world_size = len(group["members"])
+    ep_size = 1
+    for axis in spec["ep_axis"]:
+        ep_size *= axes.get(axis, 1)
+    pids = sorted({member["pid"] for member in group["members"] if member["pid"]})
+    rest = {key: value for key, value in row.items() if key not in ("group", "age_s")}
+    about = {key: value for key, value in group.items() if key not in ("spec", "members")}
+    settings = {key: value for key, value in spec.items() if key not in ("name", "mesh_axes")}
+    return {
+        "name": spec["name"],
+        **about,
+        "age_s": row["age_s"],
+        "world_size": world_size,
+        "ep_size": ep_size,
+        "mesh_axes": axes,
+        "pids": pids,
+        **rest,
+        **settings,
+        "members": group["members"],
+    }
+
+
+def _flat_layer(row: dict[str, Any]) -> dict[str, Any]:
+    layer = row["layer"]
+    about = {key: value for key, value in row.items() if key != "layer"}
+    ids = {key: value for key, value in layer.items() if key not in ("spec", "already_registered")}
+    return {"name": layer["spec"]["name"], **about, **layer["spec"], **ids}
+
+
+def _check_reachable(directory: Path, timeout_s: float) -> None:
+    """gRPC reports a refused and a forbidden socket alike; the exit codes must not."""
+    path = directory / wire.ADMIN_SOCKET
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout_s)
+        try:
+            probe.connect(str(path))
+        except PermissionError as error:
+            raise PermissionDeniedError(
+                f"uid {os.geteuid()} may not open {path}; ask as the daemon's user", path=str(path)
+            ) from error
+        except OSError as error:
+            raise transport.unavailable(directory, error.strerror or str(error)) from error
+
+
+@contextlib.contextmanager
+def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
+    """The admin service at an address.
+
+    Raises:
+        RuntimeUnavailableError: no daemon answers there.
+        PermissionDeniedError: it is another user's.
+    """
+    directory = runtime.daemon_directory(address)
+    _check_reachable(directory, timeout_s)
+    with transport.rpc_channel(directory, wire.ADMIN_SOCKET) as channel:
+        yield Source(directory, channel, timeout_s)

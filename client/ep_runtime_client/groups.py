@@ -1,0 +1,344 @@
+"""A group in a training process: layers, sizes, health. Made by `Session.create_group`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime import errors, specs, wire
+from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
+from ep_runtime.v1 import layer_service_pb2
+from ep_runtime_client import estimate, forming
+from ep_runtime_client.jax_state import eager
+from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from ep_runtime_client.session import Session
+
+_log = logging.getLogger("ep_runtime")
+
+
+class Group:
+    """An expert-parallel group on a mesh. Thread-safe.
+
+    Attributes:
+        name: inside (uid, job).
+        spec: everything that the daemon and compiled programs know of it.
+        mesh: the mesh it was created on.
+        session: the session it belongs to.
+        generation: of the daemon; grows whenever the group is formed anew.
+        native_group: number in the native library; None for transport "xla".
+        reattached: True where the windows of an earlier process were taken over.
+    """
+
+    def __init__(
+        self, session: Session, spec: specs.GroupSpec, mesh: Mesh, formed: forming.Formed
+    ) -> None:
+        self.name = spec.name
+        self.spec = spec
+        self.mesh = mesh
+        self.session = session
+        self.generation = formed.generation
+        self.native_group = formed.native_group
+        self.reattached = formed.reattached
+        self._lock = threading.RLock()
+        self._layers: dict[str, EpLayer | LayerStack] = {}
+        self._gone: str | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def is_gone(self) -> bool:
+        """True where it was closed here or taken away by the daemon."""
+        return self._closed or self._gone is not None
+
+    @property
+    def capacity_per_rank(self) -> int:
+        """C, rows of one slab."""
+        return self.spec.recv_capacity_per_rank
+
+    @property
+    def staging_bytes_per_rank(self) -> int:
+        """Bytes of one rank's window; 0 for transport "xla"."""
+        return estimate.staging_bytes(self.spec)
+
+    @eager
+    def register_layer(
+        self, name: str, *, top_k: int, alignment: int | None = None, in_flight: int = 1
+    ) -> EpLayer:
+        """Registers one layer and returns what ops take; the same settings again return it again.
+
+        Args:
+            name: unique in the group.
+            top_k: K, at most the group's max_top_k.
+            alignment: rows; None takes the group's.
+            in_flight: dispatches of the layer that may be open at once, at most `lanes`.
+
+        Raises:
+            InvalidArgumentError: more than the group has, with both numbers.
+            SpecMismatchError: the name has other settings.
+            StaleHandleError: the group was closed or reclaimed.
+        """
+        layer = specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
+        return self.register_layers([layer])[0]
+
+    @eager
+    def register_layers(self, layers: Iterable[specs.LayerSpec]) -> list[EpLayer]:
+        """Registers any number of layers with one call to the daemon, all or none.
+
+        Raises:
+            As `register_layer`.
+        """
+        filled = [specs.check_layer(self.spec, layer) for layer in layers]
+        with self._lock:
+            self.require_open()
+            new: dict[str, specs.LayerSpec] = {}
+            for layer in filled:
+                if self._known(layer, None) is None:
+                    _check_same(self.name, layer, new.setdefault(layer.name, layer))
+            if new:
+                self.adopt(self._register([*new.values()], [])[0])
+            result = [self._known(layer, None) for layer in filled]
+        return [layer for layer in result if isinstance(layer, EpLayer)]
+
+    @eager
+    def register_layer_stack(
+        self,
+        name: str,
+        num_layers: int,
+        *,
+        top_k: int,
+        alignment: int | None = None,
+        in_flight: int = 1,
+    ) -> LayerStack:
+        """Registers `num_layers` layers alike; `stack[i]` takes a Python or a traced int.
+
+        Raises:
+            As `register_layer`; InvalidArgumentError also for num_layers out of range.
+        """
+        if not 1 <= num_layers <= specs.MAX_STACK_LAYERS:
+            raise InvalidArgumentError(
+                f"num_layers must be 1 to {specs.MAX_STACK_LAYERS}, got {num_layers}",
+                argument="num_layers",
+            )
+        layer = specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
+        filled = specs.check_layer(self.spec, layer)
+        with self._lock:
+            self.require_open()
+            if self._known(filled, num_layers) is None:
+                stack_spec = wire.LayerStackSpec(filled, num_layers)
+                self.adopt(self._register([], [stack_spec])[1])
+            stack = self._known(filled, num_layers)
+        assert isinstance(stack, LayerStack)  # _known compares num_layers
+        return stack
+
+    @eager
+    def layer(self, name: str) -> EpLayer | LayerStack:
+        """A registered layer, a stack, or with "stack[i]" one layer of it, by name alone.
+
+        Raises:
+            StaleHandleError: nothing of that name is registered; says what is.
+        """
+        with self._lock:
+            self.require_open()
+            found = self._lookup(name)
+            if found is None and self.session.has_daemon:
+                request = layer_service_pb2.GetLayerRequest(group=self.name, name=name)
+                control = self.session.control
+                answer = control.call(control.layers.GetLayer, request)
+                self.adopt([wire.registered_from_proto(answer.layer)])
+                found = self._lookup(name)
+            if found is None:
+                raise StaleHandleError(
+                    f"group {self.name!r} has no layer {name!r}, it has {sorted(self._layers)}",
+                    group=self.name,
+                    layer=name,
+                )
+            return found
+
+    def _lookup(self, name: str) -> EpLayer | LayerStack | None:
+        found = self._layers.get(name)
+        if found is not None or not name.endswith("]"):
+            return found
+        stack_name, _, index = name[:-1].rpartition("[")
+        stack = self._layers.get(stack_name)
+        if isinstance(stack, LayerStack) and index.isdecimal() and int(index) < len(stack):
+            layer = stack[int(index)]
+            return layer if isinstance(layer, EpLayer) else None
+        return None
+
+    def _known(
+        self, wanted: specs.LayerSpec, num_layers: int | None
+    ) -> EpLayer | LayerStack | None:
+        """The registration of that name. Raises SpecMismatchError where it has other settings."""
+        found = self._layers.get(wanted.name)
+        if found is None:
+            return None
+        theirs = found.num_layers if isinstance(found, LayerStack) else None
+        if theirs != num_layers:
+            raise _mismatch(self.name, wanted.name, "num_layers", theirs, num_layers)
+        _check_same(self.name, wanted, found.spec)
+        return found
+
+    def _register(
+        self, layers: list[specs.LayerSpec], stacks: list[wire.LayerStackSpec]
+    ) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
+        return forming.register(self.session, self.spec, self.generation, layers, stacks)
+
+    def adopt(self, registered: Sequence[wire.RegisteredLayer]) -> None:
+        """Makes registrations usable here: ours by name, the native library's by id."""
+        new = [item for item in registered if item.spec.name not in self._layers]
+        made: list[EpLayer | LayerStack] = []
+        for item in new:
+            spec = specs.check_layer(self.spec, item.spec)
+            made.append(
+                LayerStack(self.spec, spec, item.num_layers, item.base_id)
+                if item.num_layers
+                else EpLayer(self.spec, spec, item.base_id)
+            )
+        if self.native_group is not None and new:
+            from ep_runtime import native
+
+            rows = [row for pair in zip(made, new, strict=True) for row in _native_layers(*pair)]
+            native.library().add_layers(self.native_group, rows)
+        for layer in made:
+            self._layers[layer.name] = layer
+
+    @eager
+    def check(self) -> None:
+        """Raises what the device reported since the last call, without waiting for the device.
+
+        Raises:
+            EpRuntimeError: the class in the report; StaleHandleError after close or reclaim.
+        """
+        self.require_open()
+        if self.native_group is None:
+            return
+        from ep_runtime import native
+
+        text = native.library().check_group(self.native_group)
+        if text is not None:
+            raise errors.parse(text) or errors.EpRuntimeError(text)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything about the group as plain values."""
+        sizes = estimate.of_spec(self.spec)
+        with self._lock:
+            layers = [_describe_layer(layer) for layer in self._layers.values()]
+        return {
+            "name": self.name,
+            "job": self.session.job,
+            "generation": self.generation,
+            "state": self._state(),
+            "spec": self.spec.to_dict(),
+            "ep_size": self.spec.ep_size,
+            "num_slabs": self.spec.num_slabs,
+            "world_size": self.spec.world_size,
+            "experts_per_rank": self.spec.experts_per_rank,
+            "capacity_per_rank": sizes.capacity_per_rank,
+            "staging_bytes_per_rank": sizes.staging_bytes_per_rank,
+            "dispatched_bytes_per_layer": sizes.dispatched_bytes_per_layer,
+            "reattached": self.reattached,
+            "layers": layers,
+        }
+
+    def _state(self) -> str:
+        return "CLOSED" if self._closed else "BROKEN" if self._gone else "READY"
+
+    def require_open(self, layer: str | None = None) -> None:
+        """Raises StaleHandleError where the group is closed, reclaimed or another process's."""
+        self.session.require_alive()
+        reason = "was closed" if self._closed else self._gone
+        if reason is not None:
+            subject = f"layer {layer!r}: " if layer is not None else ""
+            raise StaleHandleError(
+                f"{subject}group {self.name!r}, generation {self.generation}, {reason}; "
+                "create it again",
+                group=self.name,
+                layer=layer,
+                generation=self.generation,
+            )
+
+    def mark_gone(self, reason: str) -> None:
+        """The daemon took the group away; layers of it are stale from now on."""
+        self._gone = self._gone or reason
+
+    def close(self) -> None:
+        """Unmaps the windows and frees the group at the daemon at once. Idempotent.
+
+        Waits, bounded, for calls under way; programs that use its layers later fail with
+        StaleHandleError.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        live_groups.remove(self)
+        self.session.forget_group(self)
+        if self.session.is_ours:
+            forming.leave(self.session, self.name, self.generation, self.native_group)
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r} {self._state()} generation={self.generation}>"
+
+
+def _mismatch(group: str, layer: str, field: str, theirs: Any, ours: Any) -> SpecMismatchError:
+    return SpecMismatchError(
+        f"layer {layer!r} of group {group!r} is registered with {field}={theirs}, "
+        f"this call has {field}={ours}",
+        object=layer,
+        field=field,
+        theirs=theirs,
+        ours=ours,
+    )
+
+
+def _check_same(group: str, wanted: specs.LayerSpec, found: specs.LayerSpec) -> None:
+    if wanted != found:
+        for field, ours in vars(wanted).items():
+            if vars(found)[field] != ours:
+                raise _mismatch(group, wanted.name, field, vars(found)[field], ours)
+
+
+def _native_layers(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list[Any]:
+    """One entry of the native library per layer; a stack gives one for each of its layers."""
+    from ep_runtime import native
+
+    first = layer if isinstance(layer, EpLayer) else layer[0]
+    assert isinstance(first, EpLayer)  # a stack with a Python index gives one
+    return [
+        native.NativeLayer(
+            id=item.base_id + index,
+            name=layer_name(item.spec.name, index) if item.num_layers else item.spec.name,
+            fingerprint=first.fingerprint,
+            top_k=first.top_k,
+            alignment=first.alignment,
+            in_flight=first.in_flight,
+            handle_base=item.handle_base + index * first.in_flight,
+        )
+        for index in range(max(item.num_layers, 1))
+    ]
+
+
+def _describe_layer(layer: EpLayer | LayerStack) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "top_k": layer.spec.top_k,
+        "alignment": layer.spec.alignment,
+        "in_flight": layer.spec.in_flight,
+        "num_layers": layer.num_layers if isinstance(layer, LayerStack) else 0,
+    }
+
+
+def discard(group: Group) -> None:
+    """Closes a group where an error already travels; what closing raises must not hide it."""
+    with contextlib.suppress(errors.EpRuntimeError):
+        group.close()

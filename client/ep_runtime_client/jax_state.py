@@ -1,0 +1,113 @@
+"""What the control plane asks about JAX, without importing it where the program has not.
+
+Everything here looks at JAX through `sys.modules`: a process that never imported JAX traces
+nothing, started no backend and is alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from ep_runtime import env
+from ep_runtime.errors import InvalidArgumentError
+
+_log = logging.getLogger("ep_runtime")
+
+# XLA:CPU below jaxlib 0.12 runs launches and what they wait for on one pool; a device may have
+# 32 launches in flight.
+_MIN_CPU_THREADS = 32
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _module(name: str) -> Any:
+    """The module if the program imported it, else None."""
+    return sys.modules.get(name)
+
+
+def under_tracing() -> bool:
+    """True inside jit, grad, shard_map and the like."""
+    core = _module("jax._src.core")
+    return core is not None and not core.trace_state_clean()
+
+
+def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes a function raise under tracing: it talks to the daemon once, not per step."""
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if under_tracing():
+            raise InvalidArgumentError(
+                f"{function.__name__} talks to the daemon: call this outside jit, grad and "
+                "shard_map, once, and use its result inside",
+                function=function.__name__,
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _distributed() -> Any:
+    module = _module("jax._src.distributed")
+    return module.global_state if module is not None else None
+
+
+def coordinator() -> str | None:
+    """Address of the jax.distributed coordinator, or None where the job is not distributed."""
+    state = _distributed()
+    address = state.coordinator_address if state is not None else None
+    return str(address) if address else None
+
+
+def num_processes() -> int:
+    """Processes of the jax.distributed job; 1 without one."""
+    state = _distributed()
+    return int(state.num_processes or 1) if state is not None else 1
+
+
+def process_index() -> int:
+    """Index of this process in the jax.distributed job; 0 without one."""
+    state = _distributed()
+    return int(state.process_id or 0) if state is not None else 0
+
+
+def _cpu_backend_started() -> bool:
+    bridge = _module("jax._src.xla_bridge")
+    return bridge is not None and bool(bridge.backends_are_initialized())
+
+
+def _jaxlib_version() -> tuple[int, ...]:
+    try:
+        text = importlib.metadata.version("jaxlib")
+    except importlib.metadata.PackageNotFoundError:
+        return (0,)
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
+
+
+@functools.cache
+def prepare_cpu_pool() -> None:
+    """Gives XLA:CPU the threads that many launches in flight need; warns where it is too late.
+
+    Ends when jaxlib 0.12, which has a pool of its own for launches, is the oldest supported.
+    """
+    if _jaxlib_version() >= (0, 12) or (os.cpu_count() or 1) >= _MIN_CPU_THREADS:
+        return
+    if not env.raise_pjrt_nproc(_MIN_CPU_THREADS) or not _cpu_backend_started():
+        return
+    import jax
+
+    if len(jax.devices("cpu")) > 1:
+        _log.warning(
+            "JAX started its CPU backend before ep.connect(), with %d threads for %d devices; "
+            "more than 32 launches in flight may hang. Connect first, or set PJRT_NPROC=%d",
+            os.cpu_count(),
+            len(jax.devices("cpu")),
+            _MIN_CPU_THREADS,
+        )

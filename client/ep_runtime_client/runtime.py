@@ -1,0 +1,209 @@
+"""Where a session finds its daemon: addresses, and the daemons that a client starts itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ep_runtime import env
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
+from ep_runtime_client import children, jax_state, registry, transport
+
+_log = logging.getLogger("ep_runtime")
+
+DIRECTORY, EMBEDDED, NODE, NONE = "directory", "embedded", "node", "none"
+_ADDRESSES = '"unix:///dir", "embedded", "node" or "none"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """A parsed address.
+
+    Attributes:
+        kind: DIRECTORY, EMBEDDED, NODE or NONE.
+        directory: of the daemon's sockets; None for "embedded" and "none".
+    """
+
+    kind: str
+    directory: Path | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for two addresses that reach the same daemon of this process."""
+        return self.kind if self.directory is None else os.path.realpath(self.directory)
+
+
+@dataclasses.dataclass
+class Runtime:
+    """A daemon that answers, or none at all; `child` where this process started it."""
+
+    address: Address
+    directory: Path | None
+    child: children.Child | None = None
+
+    @property
+    def has_daemon(self) -> bool:
+        return self.directory is not None
+
+    @property
+    def is_private(self) -> bool:
+        """Nothing outlives this process here, so retaining memory has no meaning."""
+        return self.address.kind in (EMBEDDED, NONE)
+
+    def stop(self) -> None:
+        """Ends a private daemon and removes its directory."""
+        if self.child is not None and self.address.kind == EMBEDDED:
+            self.child.stop()
+            children.remove_directory(self.child.directory)
+
+
+def parse_address(text: str, argument: str = "address") -> Address:
+    """Reads an address as `connect` takes it.
+
+    Raises:
+        InvalidArgumentError: none of the four forms, a relative directory, or one too long.
+    """
+    if text in (EMBEDDED, NONE):
+        return Address(text)
+    if text == NODE:
+        return Address(NODE, env.check_directory(env.runtime_directory() / "node"))
+    path = text.removeprefix("unix://")
+    if not path.startswith("/"):
+        raise InvalidArgumentError(
+            f"{argument} must be {_ADDRESSES}, got {text!r}", argument=argument
+        )
+    return Address(DIRECTORY, env.check_directory(path))
+
+
+def daemon_directory(text: str | None) -> Path:
+    """The socket directory that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
+
+    Raises:
+        InvalidArgumentError: the address names no daemon that another process could reach.
+    """
+    argument = "--address" if text is not None else "EP_RUNTIME_ADDRESS"
+    text = text if text is not None else env.address()
+    if text is None:
+        return env.runtime_directory()
+    address = parse_address(text, argument)
+    if address.directory is None:
+        raise InvalidArgumentError(
+            f"{argument}={text!r} names no daemon to ask; give unix:///dir", argument=argument
+        )
+    return address.directory
+
+
+def choose(address: str | None) -> Address:
+    """The address that `connect(address)` uses; starts nothing.
+
+    $EP_RUNTIME_ADDRESS counts as if typed; without it the node's default daemon where it answers,
+    else an embedded one.
+    """
+    if address is not None:
+        return parse_address(address)
+    given = env.address()
+    if given is not None:
+        return parse_address(given, "EP_RUNTIME_ADDRESS")
+    if registry.sessions.embedded():
+        return Address(EMBEDDED)  # the one that this process chose before
+    default = env.runtime_directory()
+    if children.answers(default, transport.READ_TIMEOUT_S):
+        return Address(DIRECTORY, default)
+    _log.info("no daemon answers at unix://%s, so this process gets one of its own", default)
+    return Address(EMBEDDED)
+
+
+def open_runtime(address: Address, timeout_s: float) -> Runtime:
+    """The daemon at an address, started where the address asks for that.
+
+    Raises:
+        RuntimeUnavailableError: nobody answers, or a started daemon does not come up.
+        InvalidArgumentError: an embedded daemon in a job of several processes.
+    """
+    if address.kind == NONE:
+        return Runtime(address, None)
+    if address.kind == EMBEDDED:
+        return _open_embedded(address, timeout_s)
+    assert address.directory is not None  # the other kinds have one
+    if address.kind == NODE:
+        return _open_node(address, address.directory, timeout_s)
+    with transport.fd_socket(address.directory, timeout_s):
+        return Runtime(address, address.directory)
+
+
+def _open_embedded(address: Address, timeout_s: float) -> Runtime:
+    processes = jax_state.num_processes()
+    if processes > 1:
+        raise InvalidArgumentError(
+            f"an embedded daemon serves one process, this job has {processes}; run "
+            '`ep-runtime serve` on every node, or pass address="node" '
+            "(EP_RUNTIME_ADDRESS=node) in every process",
+            argument="address",
+            num_processes=processes,
+        )
+    directory = env.private_directory()
+    try:
+        child = _start_with_lifeline(directory)
+        child.wait_ready(timeout_s)
+    except BaseException:
+        children.remove_directory(directory)
+        raise
+    _log.info("started a private daemon, pid %d, that ends with this process", child.pid)
+    return Runtime(address, directory, child)
+
+
+def _start_with_lifeline(directory: Path) -> children.Child:
+    """The child watches a pidfd of ours, so that it ends with us even on SIGKILL.
+
+    Not PR_SET_PDEATHSIG: that follows the thread that started the child, not the process.
+    """
+    ourselves = os.pidfd_open(os.getpid())
+    try:
+        options = ["--parent-pidfd", str(ourselves)]
+        return children.Child.start(directory, options, pass_fds=[ourselves])
+    finally:
+        os.close(ourselves)
+
+
+def _open_node(address: Address, directory: Path, timeout_s: float) -> Runtime:
+    """The first process starts the daemon under a lock; it ends by itself after the last one."""
+    env.make_directory(directory)
+    with _locked(directory / "start.lock", timeout_s):
+        if children.answers(directory, timeout_s):
+            return Runtime(address, directory)
+        child = children.Child.start(directory, ["--idle-exit-s", "5"], pass_fds=[])
+        child.wait_ready(timeout_s)
+    _log.info("started the node's daemon, pid %d, at unix://%s", child.pid, directory)
+    return Runtime(address, directory, child)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Holds an flock; the kernel lets go of it where the holder dies.
+
+    Raises:
+        RuntimeUnavailableError: another process holds it for longer than `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    with open(path, "ab") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeUnavailableError(
+                        f"another process has been starting the node's daemon for more than "
+                        f"{timeout_s:g} s; it holds {path}",
+                        address="node",
+                    ) from error
+                pause.wait(0.02)
+        yield

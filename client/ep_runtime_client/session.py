@@ -1,0 +1,389 @@
+"""`connect()`: one session per process and daemon, and the groups made in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ep_runtime import env, specs, wire
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    RuntimeUnavailableError,
+    SpecMismatchError,
+)
+from ep_runtime.v1 import session_service_pb2
+from ep_runtime_client import attach, jax_state, registry, transport
+from ep_runtime_client import runtime as runtimes
+from ep_runtime_client.groups import Group
+from ep_runtime_client.pulse import Pulse
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+_log = logging.getLogger("ep_runtime")
+
+
+@jax_state.eager
+def connect(
+    address: str | None = None,
+    *,
+    job: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    timeout_s: float = 30.0,
+) -> Session:
+    """Opens a session with a daemon; a context manager that frees everything at its end.
+
+    There is one session per process and daemon: a second call returns the same one, which ends
+    when each call has been closed. Call it before JAX starts its backends.
+
+    Args:
+        address: `unix:///dir`, a daemon's socket directory; "embedded", a private daemon that ends
+            with this process; "node", a shared one that the first process starts and that ends
+            after the last; "none", no daemon and transport="xla" only. None takes
+            $EP_RUNTIME_ADDRESS, else the node's default daemon where it runs, else "embedded".
+        job: namespace of group names beside the uid. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
+            the jax.distributed coordinator, else the pid.
+        labels: shown by `ep-runtime sessions`.
+        timeout_s: how long to wait for the daemon, and in create_group for other processes.
+
+    Raises:
+        RuntimeUnavailableError: no daemon answers at a given address, or a started one fails.
+        PermissionDeniedError: the daemon does not serve this user.
+        VersionSkewError: client and daemon share no protocol version.
+        InvalidArgumentError: a wrong argument, "embedded" in a job of several processes, or a
+            call under tracing.
+        SpecMismatchError: this process's session with the daemon has another job.
+    """
+    transport.check_timeout(timeout_s)
+    if job is not None:
+        specs.check_name("job", job)
+    jax_state.prepare_cpu_pool()
+    return registry.sessions.acquire(
+        runtimes.choose(address),
+        lambda found: found.check_same_job(job),
+        lambda chosen: Session(
+            runtimes.open_runtime(chosen, timeout_s), job, dict(labels or {}), timeout_s
+        ),
+    )
+
+
+def default_job() -> str:
+    """The job's name where the caller gives none."""
+    return env.job() or jax_state.coordinator() or str(os.getpid())
+
+
+class Session:
+    """A process's session with one daemon. Thread-safe; make it with `connect`.
+
+    Attributes:
+        job: namespace of the session's groups.
+        session_id: the daemon's public name for it; "" without a daemon.
+        timeout_s: how long calls that wait for others wait.
+    """
+
+    def __init__(
+        self, runtime: runtimes.Runtime, job: str | None, labels: dict[str, str], timeout_s: float
+    ) -> None:
+        self.job = job if job is not None else default_job()
+        self.timeout_s = timeout_s
+        self.session_id = ""
+        self.token = ""
+        self._runtime = runtime
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._forming: dict[str, threading.RLock] = {}
+        self._groups: dict[str, Group] = {}
+        self._ended: EpRuntimeError | None = None
+        self._closed = False
+        self._control: transport.ControlChannel | None = None
+        self._pulse: Pulse | None = None
+        if runtime.has_daemon:
+            try:
+                self._open(labels)
+            except BaseException:
+                self._shut()
+                raise
+
+    def _open(self, labels: dict[str, str]) -> None:
+        welcome = transport.hello(self.directory, self.timeout_s)
+        self.token = welcome.session_token
+        self._control = transport.ControlChannel(self.directory, self.token)
+        answer = self._control.call(
+            self._control.sessions.OpenSession,
+            session_service_pb2.OpenSessionRequest(
+                job=self.job, labels=labels, process_index=jax_state.process_index()
+            ),
+            timeout_s=self.timeout_s,
+        )
+        self.session_id = answer.session_id
+        self._pulse = Pulse(
+            self._control, wire.seconds(answer.heartbeat_interval), self._end, self._group_event
+        )
+        self._pulse.start()
+
+    @property
+    def address(self) -> str:
+        """Where the daemon is, as `connect` takes it; "none" without one."""
+        directory = self._runtime.directory
+        return f"unix://{directory}" if directory is not None else runtimes.NONE
+
+    @property
+    def directory(self) -> Path:
+        """The daemon's socket directory."""
+        if self._runtime.directory is None:
+            raise InvalidArgumentError(
+                'this session was made with address="none" and has no daemon', argument="address"
+            )
+        return self._runtime.directory
+
+    @property
+    def has_daemon(self) -> bool:
+        return self._runtime.has_daemon
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child of the process that connected."""
+        return os.getpid() == self._pid
+
+    @property
+    def alive(self) -> bool:
+        """True while calls to the daemon may work."""
+        return self.is_ours and self._ended is None
+
+    @property
+    def daemon_pid(self) -> int | None:
+        """Process id of a daemon that this process started, else None."""
+        return self._runtime.child.pid if self._runtime.child is not None else None
+
+    @property
+    def control(self) -> transport.ControlChannel:
+        """The daemon's RPCs. Raises where the session is over, forked or has no daemon."""
+        self.require_alive()
+        if self._control is None:
+            raise InvalidArgumentError(
+                'this session was made with address="none" and has no daemon', argument="address"
+            )
+        return self._control
+
+    @jax_state.eager
+    def create_group(
+        self,
+        name: str,
+        mesh: Mesh,
+        *,
+        ep_axis: str | tuple[str, ...],
+        outer_axes: str | tuple[str, ...] = (),
+        num_experts: int,
+        hidden_size: int,
+        max_tokens_per_rank: int,
+        recv_capacity_per_rank: int | None = None,
+        capacity_factor: float | None = None,
+        max_top_k: int = 8,
+        max_token_dtype: str = "bfloat16",
+        alignment: int = 128,
+        lanes: int = 2,
+        on_overflow: Literal["drop", "error"] = "drop",
+        combine_precision: Literal["fast", "exact"] = "fast",
+        transport: Literal["auto", "memfd", "nvlink", "nccl", "xla"] = "auto",
+        partitioning: Literal["auto", "rule", "shard_map"] = "auto",
+        op_timeout_s: float = 600.0,
+        retain_s: float = 60.0,
+        replace: bool = False,
+    ) -> Group:
+        """Makes an expert-parallel group; collective over the mesh's processes.
+
+        The same name and settings again return the same group.
+
+        Args:
+            name: inside (uid, job).
+            mesh: the devices. The ranks of one EP group share every coordinate but `ep_axis`.
+            ep_axis: the axis, or axes, that experts are spread over.
+            outer_axes: axes that shard tokens beside it; every other axis replicates them.
+            num_experts: E of one EP group; a multiple of the ep axis's size.
+            hidden_size: H.
+            max_tokens_per_rank: T of one rank at most.
+            recv_capacity_per_rank: C, rows of one slab; None takes the no-drop worst case.
+            capacity_factor: C from the balanced load instead, at least 1.0.
+            max_top_k: largest K of a layer.
+            max_token_dtype: widest dtype of a token.
+            alignment: rows to which each expert's zone is aligned.
+            lanes: calls of the group that may move rows at once.
+            on_overflow: drop rows over C, or fail the step.
+            combine_precision: partial sums in the token dtype, or in fp32.
+            transport: how rows travel; "auto" is memfd on CPU, xla without a daemon.
+            partitioning: who partitions the ops.
+            op_timeout_s: how long a call waits for live but silent peers.
+            retain_s: how long windows outlive the last process; 0 in private runtimes.
+            replace: take the place of a group of that name with other settings.
+
+        Raises:
+            InvalidArgumentError: names the argument, what was wanted and what was given.
+            SpecMismatchError: the name has other settings here, or in another process.
+            GroupBusyError: a living process holds a rank; names it.
+            GroupNotReadyError: processes are missing after the session's timeout; names the ranks.
+            PoolExhaustedError: the daemon's memory limit.
+            NotImplementedError: the transport is not part of this version.
+        """
+        arguments = {key: value for key, value in locals().items() if key not in _NOT_SPEC}
+        request = attach.resolve(mesh, transport, has_daemon=self.has_daemon, **arguments)
+        if self._runtime.is_private:
+            request = attach.without_retention(request)
+        return self._create(request, mesh, replace)
+
+    def _create(self, spec: specs.GroupSpec, mesh: Mesh, replace: bool) -> Group:
+        with self._forming_lock(spec.name):
+            self.require_alive()
+            found = self._groups.get(spec.name)
+            if found is not None and attach.is_same(found, spec, mesh, replace=replace):
+                return found
+            if found is not None:
+                found.close()
+            group = attach.make_group(self, spec, mesh, replace=replace)
+            with self._lock:
+                self._groups[spec.name] = group
+            return group
+
+    @jax_state.eager
+    def group(self, name: str, *, mesh: Mesh | None = None) -> Group:
+        """A group by name alone: this process's, or one that the daemon keeps for the job.
+
+        Args:
+            name: as in create_group.
+            mesh: its mesh; None lays the group's axes over `jax.devices()` in order.
+
+        Raises:
+            StaleHandleError: the daemon knows no such group.
+            GroupBusyError: a living process holds its ranks.
+            InvalidArgumentError: the mesh, or the devices of this process, do not fit it.
+        """
+        with self._forming_lock(name):
+            self.require_alive()
+            found = self._groups.get(name)
+            if found is not None:
+                found.require_open()
+                return found
+            spec = attach.stored_spec(self, name)
+            mesh = mesh if mesh is not None else attach.default_mesh(spec)
+            group = self._create(spec, mesh, False)
+            attach.adopt_layers(group)
+            return group
+
+    def _forming_lock(self, name: str) -> threading.RLock:
+        """One lock per name: groups of different names form side by side."""
+        with self._lock:
+            return self._forming.setdefault(name, threading.RLock())
+
+    def forget_group(self, group: Group) -> None:
+        """Called by a group that closes."""
+        with self._lock:
+            if self._groups.get(group.name) is group:
+                del self._groups[group.name]
+
+    def check_same_job(self, job: str | None) -> None:
+        """Raises SpecMismatchError where a second connect() asks for another job."""
+        if job is not None and job != self.job:
+            raise SpecMismatchError(
+                f"this process's session with {self.address} has job {self.job!r}, "
+                f"this call has job {job!r}; close that session first",
+                object="session",
+                field="job",
+                theirs=self.job,
+                ours=job,
+            )
+
+    def require_alive(self) -> None:
+        """Raises where the session was closed, fenced or inherited through fork."""
+        if not self.is_ours:
+            raise PermissionDeniedError(
+                f"this session belongs to pid {self._pid}; pid {os.getpid()} was forked from it "
+                "and must call ep.connect() itself",
+                pid=os.getpid(),
+                owner_pid=self._pid,
+            )
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended), **self._ended.fields)
+
+    def call_quietly(self, method: Callable[..., Any], request: Any) -> None:
+        """An RPC of the way out: an error of it is logged, not raised."""
+        try:
+            self.control.call(method, request, timeout_s=transport.MUTATE_TIMEOUT_S)
+        except EpRuntimeError as error:
+            _log.info("on the way out: %s", error)
+
+    def _end(self, error: EpRuntimeError) -> None:
+        """The daemon ended the session."""
+        self._ended = self._ended or error
+        _log.error("%s", error)
+
+    def _group_event(self, name: str, generation: int, reason: str) -> None:
+        with self._lock:
+            group = self._groups.get(name)
+        if group is not None and group.generation == generation:
+            group.mark_gone(reason)
+
+    def close(self) -> None:
+        """Ends this `connect()`; the last one frees groups and windows at once. Idempotent."""
+        if self.is_ours and registry.sessions.release(self):
+            self.end()
+
+    def end(self) -> None:
+        """Frees everything, however many `connect()` calls share the session."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            groups = list(self._groups.values())
+        for group in groups:
+            group.close()
+        if self._control is not None and self.alive:
+            self.call_quietly(
+                self._control.sessions.CloseSession, session_service_pb2.CloseSessionRequest()
+            )
+        self._shut()
+
+    def _shut(self) -> None:
+        """Stops threads, channel and a private daemon; tells the daemon nothing."""
+        self._ended = RuntimeUnavailableError(
+            f"the session with {self.address} was closed", address=self.address
+        )
+        if self._pulse is not None:
+            self._pulse.stop()
+        if self._control is not None:
+            self._control.close()
+        self._runtime.stop()
+
+    def at_exit(self) -> None:
+        """The interpreter ends: no goodbye, so that retained windows wait for the next start."""
+        if self.is_ours and not self._closed:
+            self._closed = True
+            self._shut()
+
+    def describe(self) -> dict[str, Any]:
+        """The session as plain values."""
+        with self._lock:
+            names = sorted(self._groups)
+        return {
+            "address": self.address,
+            "job": self.job,
+            "session_id": self.session_id,
+            "pid": self._pid,
+            "groups": names,
+        }
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Session {self.address} job={self.job!r}>"
+
+
+_NOT_SPEC = frozenset({"self", "mesh", "transport", "replace", "arguments"})

@@ -1,0 +1,235 @@
+"""The two sockets of a daemon: gRPC on api.sock, identity and file descriptors on fd.sock."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import grpc
+
+import ep_runtime
+from ep_runtime import wire
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    RuntimeUnavailableError,
+)
+from ep_runtime.v1 import (
+    fd_socket_pb2,
+    group_service_pb2_grpc,
+    layer_service_pb2_grpc,
+    session_service_pb2_grpc,
+    types_pb2,
+)
+
+READ_TIMEOUT_S = 5.0
+MUTATE_TIMEOUT_S = 10.0
+
+# Many calls at once on one channel were seen to end in spurious CANCELLED.
+_MAX_IN_FLIGHT = 64
+
+_Response = TypeVar("_Response")
+
+
+def unavailable(directory: Path, reason: str) -> RuntimeUnavailableError:
+    """The error of a daemon that does not answer."""
+    address = f"unix://{directory}"
+    return RuntimeUnavailableError(
+        f"no daemon answers at {address}: {reason}; start one with "
+        f"`ep-runtime serve --dir {directory}`",
+        address=address,
+    )
+
+
+def rpc_channel(directory: Path, socket_name: str) -> grpc.Channel:
+    """A channel to one of the daemon's gRPC sockets; nothing is sent yet."""
+    target = "unix:" + quote(str(directory / socket_name), safe="/")
+    return grpc.insecure_channel(target, options=wire.channel_options())
+
+
+@contextlib.contextmanager
+def fd_socket(directory: Path, timeout_s: float) -> Iterator[socket.socket]:
+    """A connection to fd.sock.
+
+    Raises:
+        RuntimeUnavailableError: nobody listens there.
+        PermissionDeniedError: the directory or socket is another user's.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(str(directory / wire.FD_SOCKET))
+        except PermissionError as error:
+            raise PermissionDeniedError(
+                f"uid {os.geteuid()} may not open {directory / wire.FD_SOCKET}",
+                path=str(directory / wire.FD_SOCKET),
+                uid=os.geteuid(),
+            ) from error
+        except OSError as error:
+            raise unavailable(directory, error.strerror or str(error)) from error
+        yield connection
+
+
+def _ask(
+    connection: socket.socket, directory: Path, request: fd_socket_pb2.FdRequest
+) -> tuple[fd_socket_pb2.FdReply, list[int]]:
+    try:
+        connection.send(request.SerializeToString())
+        return _receive(connection, directory)
+    except TimeoutError as error:
+        raise unavailable(directory, f"{wire.FD_SOCKET} gave no answer in time") from error
+    except OSError as error:
+        raise unavailable(directory, error.strerror or str(error)) from error
+
+
+def _receive(connection: socket.socket, directory: Path) -> tuple[fd_socket_pb2.FdReply, list[int]]:
+    """One packet with its descriptors, which the caller owns (close-on-exec)."""
+    size = array.array("i").itemsize
+    packet, ancillary, flags, _ = connection.recvmsg(
+        wire.MAX_PACKET_BYTES,
+        socket.CMSG_SPACE(wire.MAX_FDS_PER_PACKET * size),
+        socket.MSG_CMSG_CLOEXEC,
+    )
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % size])
+    held = list(fds)
+    try:
+        if not packet:
+            raise unavailable(directory, f"{wire.FD_SOCKET} was closed by the daemon")
+        if flags & socket.MSG_CTRUNC:
+            raise EpRuntimeError(
+                "the kernel cut off file descriptors of the daemon; raise this process's limit "
+                "of open files (ulimit -n)"
+            )
+        reply = fd_socket_pb2.FdReply.FromString(packet)
+        if reply.WhichOneof("reply") == "error":
+            raise wire.error_from_detail(reply.error)
+    except BaseException:
+        close_all(held)
+        raise
+    return reply, held
+
+
+def close_all(fds: list[int]) -> None:
+    """Closes file descriptors."""
+    for fd in fds:
+        os.close(fd)
+
+
+def hello(directory: Path, timeout_s: float) -> fd_socket_pb2.Welcome:
+    """Introduces this process to the daemon, which learns uid and pid from the kernel.
+
+    Raises:
+        RuntimeUnavailableError: no daemon, or it drains.
+        PermissionDeniedError: the daemon does not serve this uid.
+        VersionSkewError: no common protocol version.
+    """
+    greeting = fd_socket_pb2.Hello(
+        api_versions=[wire.API_VERSION],
+        client_version=ep_runtime.__version__,
+        pid=os.getpid(),
+    )
+    with fd_socket(directory, timeout_s) as connection:
+        reply, fds = _ask(connection, directory, fd_socket_pb2.FdRequest(hello=greeting))
+    close_all(fds)
+    return reply.welcome
+
+
+def redeem(
+    directory: Path, token: str, ticket: str, timeout_s: float
+) -> list[tuple[types_pb2.WindowDescriptor, int]]:
+    """The descriptors of a ticket, in its order; the caller closes them.
+
+    Raises:
+        PermissionDeniedError: the ticket is used, expired or another process's.
+        StaleHandleError: the group is gone.
+    """
+    order = fd_socket_pb2.RedeemTicket(session_token=token, ticket=ticket)
+    request = fd_socket_pb2.FdRequest(redeem_ticket=order)
+    found: list[tuple[types_pb2.WindowDescriptor, int]] = []
+    try:
+        with fd_socket(directory, timeout_s) as connection:
+            reply, fds = _ask(connection, directory, request)
+            while True:
+                batch = reply.fd_batch
+                if len(fds) != len(batch.descriptors):
+                    close_all(fds)
+                    raise EpRuntimeError(
+                        f"the daemon named {len(batch.descriptors)} descriptors and sent {len(fds)}"
+                    )
+                found += zip(batch.descriptors, fds, strict=True)
+                if batch.first + len(fds) >= batch.total or not fds:
+                    return found
+                reply, fds = _receive(connection, directory)
+    except BaseException:
+        close_all([fd for _, fd in found])
+        raise
+
+
+class ControlChannel:
+    """The RPCs of one session. Thread-safe."""
+
+    def __init__(self, directory: Path, token: str) -> None:
+        self._directory = directory
+        self._channel = rpc_channel(directory, wire.API_SOCKET)
+        self._metadata = ((wire.TOKEN_KEY, token), (wire.PID_KEY, str(os.getpid())))
+        self._slots = threading.BoundedSemaphore(_MAX_IN_FLIGHT)
+        self.sessions: Any = session_service_pb2_grpc.SessionServiceStub(self._channel)
+        self.groups: Any = group_service_pb2_grpc.GroupServiceStub(self._channel)
+        self.layers: Any = layer_service_pb2_grpc.LayerServiceStub(self._channel)
+
+    def call(
+        self,
+        method: Callable[..., _Response],
+        request: Any,
+        *,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> _Response:
+        """One unary RPC.
+
+        Raises:
+            EpRuntimeError: the class that the daemon names; RuntimeUnavailableError where it
+                gives no answer within the timeout.
+        """
+        try:
+            with self._slots:
+                return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self.translated(error) from error
+        except ValueError as error:  # gRPC's own type for a channel that was closed meanwhile
+            raise unavailable(self._directory, str(error)) from error
+
+    def stream(self, method: Callable[..., Any], request: Any) -> Any:
+        """Starts a server stream without a deadline; iterate it, `cancel()` ends it."""
+        return method(request, metadata=self._metadata)
+
+    def translated(self, error: grpc.RpcError) -> EpRuntimeError:
+        """Our error out of a failed call, with the address where the daemon did not answer."""
+        ours = wire.error_from_rpc(error)
+        if isinstance(ours, RuntimeUnavailableError) and not ours.fields:
+            return unavailable(self._directory, str(ours))
+        return ours
+
+    def close(self) -> None:
+        """Closes the channel; calls under way end with RuntimeUnavailableError."""
+        self._channel.close()
+
+
+def check_timeout(timeout_s: float) -> float:
+    """Raises InvalidArgumentError unless the timeout is a positive number."""
+    if not 0 < timeout_s < float("inf"):
+        raise InvalidArgumentError(
+            f"timeout_s must be a positive number of seconds, got {timeout_s}",
+            argument="timeout_s",
+        )
+    return float(timeout_s)
