@@ -1,0 +1,272 @@
+"""The MoE block: router, dispatch, experts, combine. Letters: `ops/__init__.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.ops import experts, routing
+from ep_runtime_client.ops.calls import Call, open_layer
+from ep_runtime_client.ops.combine import combine
+from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
+from ep_runtime_client.ops.plan import Dispatched
+from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
+from ep_runtime_client.params import MoEParams as MoEParams
+from ep_runtime_client.params import init_moe_params as init_moe_params
+
+Activation = str | Callable[..., jax.Array]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "linear": lambda x: x,
+}
+
+
+class MoEStats(NamedTuple):
+    """What a step did; no gradient.
+
+    Attributes:
+        tokens_per_expert: int32 [E], slots routed to each expert over the global batch.
+        dropped: int32 [], slots that found no row, over the global batch.
+        num_recv: int32 [R], aligned rows demanded of each slab.
+    """
+
+    tokens_per_expert: jax.Array
+    dropped: jax.Array
+    num_recv: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Activate:
+    """Prologue of the second matmul: [block, 2M] or [block, M] -> [block, M]. Hashable."""
+
+    activation: Activation
+    gated: bool
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        function = self.activation
+        if isinstance(function, str):
+            function = ACTIVATIONS[function]
+        if not self.gated:
+            return function(hidden)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        return function(gate, up) if _takes_two(function) else function(gate) * up
+
+
+def moe(
+    layer: EpLayer | TracedLayer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    activation: Activation = "silu",
+    recipe: None = None,
+    score_function: str = "softmax",
+    use_pre_softmax: bool = False,
+    expert_bias: jax.Array | None = None,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    aux_loss_coeff: float = 0.0,
+    apply_topk_weights_early: bool = False,
+    gated: bool = True,
+    compute_dtype: Any = None,
+    capacity: int | None = None,
+    handle: int = 0,
+    return_stats: bool = False,
+    tokens_spec: jax.sharding.PartitionSpec | None = None,
+) -> Any:
+    """Routes every token to its experts on all ranks, runs them, and sums their answers.
+
+    Args:
+        layer: a registered layer, or `stack[i]`.
+        x: [T, H] or [B, S, H], laid out as `dispatch` wants tokens.
+        params: the block's weights; experts on dim 0 over the ep axes.
+        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h).
+        recipe: None; quantization recipes come with grouped_gemm.
+        score_function, use_pre_softmax, expert_bias, num_groups, group_topk, scaling_factor: as
+            in `route`.
+        aux_loss_coeff: as in `aux_loss`.
+        apply_topk_weights_early: multiply the weights into the activations before wo, instead of
+            into the experts' outputs inside combine.
+        gated: whether wi holds gate and up.
+        compute_dtype: of dispatched rows and matmuls; None is x's.
+        capacity, handle, tokens_spec: as in `dispatch`.
+        return_stats: also return MoEStats.
+
+    Returns:
+        (y, aux): y like x; aux f32 [], 0 when the coefficient is 0. With return_stats (y, aux,
+        stats). Inside a shard_map of the user aux and the stats' sums are over the global batch.
+
+    Raises:
+        InvalidArgumentError: shapes, dtypes or names do not fit the layer.
+        StaleHandleError: the layer's group is closed.
+        NotImplementedError: a recipe, vmap, or a shard_map over some of the group's axes only.
+
+    Cost: one dispatch and one combine forward, the same backward; router logits in f32.
+    """
+    static = resolve(layer)[0]
+    _check(static, x, params, activation, recipe, gated)
+    logits = _logits(x, params)
+    routed = routing.route(
+        logits,
+        static.top_k,
+        score_function=score_function,
+        use_pre_softmax=use_pre_softmax,
+        expert_bias=expert_bias,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+    )
+    dtype = jnp.dtype(x.dtype if compute_dtype is None else compute_dtype)
+    dispatched = dispatch(
+        layer,
+        x.astype(dtype),
+        routed.topk_idx,
+        routed.topk_weights,
+        handle=handle,
+        capacity=capacity,
+        tokens_spec=tokens_spec,
+    )
+    call = call_of_plan(static, open_layer(layer)[2], dispatched.plan)
+    early = dispatched.weights if apply_topk_weights_early else None
+    activate = _Activate(activation, gated)
+    expert_out = _run_experts(call, dispatched, params, activate, dtype, early)
+    late = None if apply_topk_weights_early else dispatched.weights
+    y = combine(layer, dispatched, expert_out, weights=late).astype(x.dtype)
+    aux = _aux_loss(call, routed, aux_loss_coeff)
+    return (y, aux, _stats(call, routed, dispatched)) if return_stats else (y, aux)
+
+
+def _takes_two(function: Callable[..., jax.Array]) -> bool:
+    """Whether `function` wants (gate, up) instead of (gate)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    return len(required) == 2
+
+
+def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
+    logits = jnp.einsum(
+        "...h,he->...e",
+        x.astype(jnp.float32),
+        params.router.astype(jnp.float32),
+        precision=lax.Precision.HIGHEST,
+    )
+    if params.router_bias is not None:
+        logits = logits + params.router_bias.astype(jnp.float32)
+    return logits
+
+
+def _run_experts(
+    call: Call,
+    dispatched: Dispatched,
+    params: MoEParams,
+    activate: _Activate,
+    dtype: Any,
+    early: jax.Array | None,
+) -> jax.Array:
+    """The two matmuls of every expert: [R, C, H] -> [R, C, H]."""
+
+    def flat(array: jax.Array | None, dims: int) -> jax.Array | None:
+        return None if array is None else array.reshape(*array.shape[:dims], -1)
+
+    sizes = dispatched.group_sizes
+    with jax.named_scope(f"ep_experts/{call.layer.name}"):
+        wi, wi_bias = params.wi.reshape(*params.wi.shape[:2], -1), flat(params.wi_bias, 1)
+        first = experts.Stage(call, None, dtype)
+        hidden = experts.grouped_matmul(first, dispatched.tokens, wi, wi_bias, None, sizes)
+        hidden = checkpoint_name(hidden, "ep_wi")
+        second = experts.Stage(call, activate, dtype)
+        out = experts.grouped_matmul(second, hidden, params.wo, params.wo_bias, early, sizes)
+        return checkpoint_name(out, "ep_wo")
+
+
+def _batch_axes(call: Call) -> tuple[str, ...]:
+    """The axes that a sum over the global batch crosses here: none outside manual regions."""
+    sizes = call.group.axis_sizes
+    return tuple(a for a in call.group.token_axes if call.manual and sizes[a] > 1)
+
+
+def _aux_loss(call: Call, routed: routing.Routing, coeff: float) -> jax.Array:
+    if coeff == 0.0:
+        return jnp.zeros((), jnp.float32)
+    return routing.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
+
+
+def _stats(call: Call, routed: routing.Routing, dispatched: Dispatched) -> MoEStats:
+    counts = routing.tokens_per_expert(routed.topk_idx, call.group.num_experts)
+    kept = dispatched.plan.arrays.kept.sum(dtype=jnp.int32)
+    axes = _batch_axes(call)
+    if axes:
+        counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)
+    return MoEStats(counts, counts.sum(dtype=jnp.int32) - kept, dispatched.num_recv)
+
+
+def _check(
+    layer: EpLayer,
+    x: jax.Array,
+    params: MoEParams,
+    activation: Activation,
+    recipe: None,
+    gated: bool,
+) -> None:
+    if recipe is not None:
+        raise NotImplementedError(f"recipe {recipe!r}: this build has no quantized experts")
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        raise InvalidArgumentError(
+            f"activation must be a function or one of {sorted(ACTIVATIONS)}, got {activation!r}",
+            argument="activation",
+        )
+    hidden, num_experts = layer.group_spec.hidden_size, layer.group_spec.num_experts
+    if x.ndim not in (2, 3) or x.shape[-1] != hidden:
+        raise InvalidArgumentError(
+            f"x must be [T, {hidden}] or [B, S, {hidden}], got {list(x.shape)}", argument="x"
+        )
+    if params.router.shape != (hidden, num_experts):
+        raise InvalidArgumentError(
+            f"router must be [H, E] = {[hidden, num_experts]}, got {list(params.router.shape)}",
+            argument="params.router",
+        )
+    _check_experts(params, hidden, gated)
+
+
+def _check_experts(params: MoEParams, hidden: int, gated: bool) -> None:
+    wi, wo = params.wi, params.wo
+    width = wi.size // max(wi.shape[0] * wi.shape[1], 1)
+    inner = wo.shape[1]
+    fits = wi.shape[:2] == (wo.shape[0], hidden) and wo.shape[2:] == (hidden,)
+    if (
+        not fits
+        or width != inner * (2 if gated else 1)
+        or wi.ndim not in ((3, 4) if gated else (3,))
+    ):
+        raise InvalidArgumentError(
+            f"wi must be {'[E, H, 2, M] or [E, H, 2M]' if gated else '[E, H, M]'} and wo "
+            f"[E, M, H] with H={hidden}, got {list(wi.shape)} and {list(wo.shape)}",
+            argument="params.wi",
+        )
+    if (params.wi_bias is None) != (params.wo_bias is None):
+        raise InvalidArgumentError(
+            "give both wi_bias and wo_bias, or neither", argument="params.wi_bias"
+        )

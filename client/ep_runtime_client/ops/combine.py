@@ -1,0 +1,173 @@
+"""combine: every token's expert rows back to its rank, summed; its gradient is a dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops import twin
+from ep_runtime_client.ops.calls import Call, open_layer, world_rank
+from ep_runtime_client.ops.dispatch import call_of_plan, check_width
+from ep_runtime_client.ops.plan import Dispatched, PlanArrays
+from ep_runtime_client.ops.transports import per_device_ops
+
+
+def combine(
+    layer: EpLayer | TracedLayer,
+    dispatched: Dispatched,
+    expert_out: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+) -> jax.Array:
+    """Sums each token's rows of `expert_out` back into the token's place.
+
+    Args:
+        layer: the layer of the dispatch.
+        dispatched: what `dispatch` returned; only its plan is read.
+        expert_out: [R, C, H], a float dtype no wider than the group's max_token_dtype. Rows
+            that no slot fills are never read.
+        weights: [R, C] f32, multiplied into the rows in fp32 before they are summed, usually
+            `dispatched.weights`. None sums the rows as they are.
+
+    Returns:
+        Shape and layout of the dispatched tokens, dtype of expert_out: the sum over a token's
+        kept rows, per rank in slot order, then over the ranks in order, in fp32 (fp64 for
+        float64). combine_precision of the group says whether a rank's partial is rounded to the
+        dtype in between. Differentiable in expert_out and weights.
+
+    Raises:
+        InvalidArgumentError: shapes or dtypes do not fit, or the plan is another layer's.
+        StaleHandleError: the layer's group is closed.
+        NotImplementedError: under vmap, or in a shard_map over some of the group's axes only.
+
+    Cost: one row per (token, distinct rank) back; no host sync.
+    """
+    static, index, mesh = open_layer(layer)
+    if not isinstance(dispatched, Dispatched):
+        raise InvalidArgumentError(
+            f"dispatched must be what ep.dispatch returned, got {type(dispatched).__name__}",
+            argument="dispatched",
+        )
+    call = call_of_plan(static, mesh, dispatched.plan)
+    _check_rows(call, expert_out, weights)
+    if call.meta.layout.tokens_per_rank == 0:
+        return jnp.zeros((*call.lead, expert_out.shape[-1]), expert_out.dtype)
+    slab = twin.slab_spec(call)
+    with jax.named_scope(f"ep_combine/{call.layer.name}"):
+        expert_out = twin.vary(call, twin.place(call, "expert_out", expert_out, slab))
+        if weights is not None:
+            weights = twin.vary(call, twin.place(call, "weights", weights, slab))
+            weights = weights.astype(jnp.float32)
+        tokens_out: jax.Array = twin.run(
+            _combine, call, index, expert_out, weights, dispatched.plan.arrays
+        )
+    return tokens_out
+
+
+def _check_rows(call: Call, expert_out: jax.Array, weights: jax.Array | None) -> None:
+    wanted = (call.num_slabs, call.capacity, call.group.hidden_size)
+    if jnp.shape(expert_out) != wanted:
+        raise InvalidArgumentError(
+            f"expert_out must be [R, C, H] = {list(wanted)}, got {list(jnp.shape(expert_out))}",
+            argument="expert_out",
+        )
+    check_width("expert_out", call.layer, jnp.result_type(expert_out), one_byte=False)
+    if weights is None:
+        return
+    dtype = jnp.result_type(weights)
+    if jnp.shape(weights) != wanted[:2] or not jnp.issubdtype(dtype, jnp.floating):
+        raise InvalidArgumentError(
+            f"weights must be f32 [R, C] = {list(wanted[:2])}, "
+            f"got {dtype} {list(jnp.shape(weights))}",
+            argument="weights",
+        )
+
+
+def _combine_primal(
+    call: Call,
+    index: jax.Array,
+    expert_out: jax.Array,
+    weights: jax.Array | None,
+    arrays: PlanArrays,
+) -> jax.Array:
+    """expert_out [R, C, H], weights [R, C] or None -> tokens_out [..., H]."""
+    slab = twin.slab_spec(call)
+    given = (expert_out,) if weights is None else (expert_out, weights)
+
+    def body(index: jax.Array, *operands: jax.Array) -> jax.Array:
+        local = [x[0] for x in operands]
+        tokens_out: jax.Array = per_device_ops(call).combine(
+            call,
+            world_rank(call.group),
+            index,
+            local[0],
+            local[1] if len(given) > 1 else None,
+            PlanArrays(*local[len(given) :]),
+        )
+        return tokens_out.reshape(*call.meta.layout.local, -1)
+
+    operands = (index, *given, *arrays)
+    specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
+    result: jax.Array = twin.per_device(call, body, operands, specs, call.meta.layout.spec())
+    return result
+
+
+def _combine_fwd(
+    call: Call,
+    index: jax.Array,
+    expert_out: jax.Array,
+    weights: jax.Array | None,
+    arrays: PlanArrays,
+) -> Any:
+    tokens_out = twin.run(_combine_primal, call, index, expert_out, weights, arrays)
+    # Without weights the gradient is a plain copy of rows and needs no expert_out.
+    return tokens_out, (index, None if weights is None else expert_out, weights, arrays)
+
+
+def _combine_bwd(call: Call, saved: Any, grad: jax.Array) -> Any:
+    index, expert_out, weights, arrays = saved
+    with jax.named_scope(f"ep_combine_bwd/{call.layer.name}"):
+        d_expert_out, d_weights = twin.run(
+            _combine_pullback, call, index, grad, expert_out, weights, arrays
+        )
+    return None, d_expert_out, d_weights, None
+
+
+def _combine_pullback(
+    call: Call,
+    index: jax.Array,
+    grad: jax.Array,
+    expert_out: jax.Array | None,
+    weights: jax.Array | None,
+    arrays: PlanArrays,
+) -> tuple[jax.Array, jax.Array | None]:
+    """grad [..., H] -> d_expert_out [R, C, H], d_weights [R, C] or None."""
+    spec, slab = call.meta.layout.spec(), twin.slab_spec(call)
+    rows = () if weights is None else (expert_out, weights)
+
+    def body(index: jax.Array, grad: jax.Array, *operands: jax.Array) -> Any:
+        local = [x[0] for x in operands]
+        d_expert_out, d_weights = per_device_ops(call).combine_bwd(
+            call,
+            world_rank(call.group),
+            index,
+            grad.reshape(-1, grad.shape[-1]),
+            local[0] if rows else None,
+            local[1] if rows else None,
+            PlanArrays(*local[len(rows) :]),
+        )
+        return (d_expert_out[None], d_weights[None]) if rows else (d_expert_out[None],)
+
+    operands = (index, grad, *rows, *arrays)
+    specs = (PartitionSpec(), spec, *([slab] * (len(operands) - 2)))
+    out = twin.per_device(call, body, operands, specs, (slab, slab) if rows else (slab,))
+    return out if rows else (out[0], None)
+
+
+_combine = jax.custom_vjp(_combine_primal, nondiff_argnums=(0,))
+_combine.defvjp(_combine_fwd, _combine_bwd)

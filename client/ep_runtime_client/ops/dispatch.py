@@ -1,0 +1,256 @@
+"""dispatch: every token's row to the ranks of its experts; its gradient is a combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import DTYPE_BYTES
+from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops import prepare as preparing
+from ep_runtime_client.ops import twin
+from ep_runtime_client.ops.calls import Call, check_handle, find_region, open_layer, world_rank
+from ep_runtime_client.ops.plan import Dispatched, Plan, PlanArrays, check_plan
+from ep_runtime_client.ops.transports import per_device_ops
+
+
+def dispatch(
+    layer: EpLayer | TracedLayer,
+    tokens: jax.Array,
+    topk_idx: jax.Array | None,
+    topk_weights: jax.Array | None = None,
+    *,
+    handle: int = 0,
+    capacity: int | None = None,
+    plan: Plan | None = None,
+    tokens_spec: PartitionSpec | None = None,
+) -> Dispatched:
+    """Moves every token to the ranks that hold its experts, and lines the rows up per expert.
+
+    Args:
+        layer: a registered layer, or `stack[i]`.
+        tokens: [T, H] or [B, S, H], a float dtype no wider than the group's max_token_dtype, or
+            a 1-byte dtype (no gradient). (*outer_axes, ep_axis) shard dim 0, or lie on dims 0
+            and 1 of 3-D tokens in any way; other layouts are resharded.
+        topk_idx: [T, K] or [B, S, K] int32; see `prepare`. May be None with `plan`.
+        topk_weights: [T, K] or [B, S, K] f32. None stands for ones.
+        handle: which of the layer's handles the call uses; with `plan`, the plan's.
+        capacity: C, rows per slab in this call; with `plan`, the plan's.
+        plan: what `prepare` returned for this layer; topk_idx is then not read.
+        tokens_spec: how the leading dims lie on the mesh, where a traced 3-D array cannot tell.
+
+    Returns:
+        Dispatched with tokens [R, C, H] (zero in padding rows, undefined past the last zone),
+        weights [R, C] f32 (0 in padding), group_sizes [R, L], num_recv [R] and the plan.
+        Differentiable in tokens and topk_weights; a dropped slot gets exactly zero.
+
+    Raises:
+        InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer.
+        CapacityOverflowError: out of the compiled program, in a group with on_overflow="error".
+        StaleHandleError: the layer's group is closed.
+        NotImplementedError: under vmap, in a shard_map over some of the group's axes only, or
+            the gradient of 1-byte tokens.
+
+    Cost: each token once per distinct rank that keeps a row of it; no host sync.
+    """
+    static, index, mesh = open_layer(layer)
+    _check_tokens(static, tokens)
+    if plan is None:
+        if topk_idx is None:
+            raise InvalidArgumentError("dispatch needs topk_idx or plan", argument="topk_idx")
+        preparing._check_idx(static, topk_idx)
+        _check_lead("topk_idx", topk_idx, tokens.shape[:-1])
+        hints = preparing.known_specs(tokens_spec, tokens, topk_idx, topk_weights)
+        call = preparing.make_call(
+            static, mesh, tokens.shape[:-1], hints, handle=handle, capacity=capacity
+        )
+        plan = preparing.make_plan(call, index, topk_idx)
+    else:
+        call = call_of_plan(static, mesh, plan)
+        _check_reuse(call, handle, capacity)
+        if tokens.shape[:-1] != call.lead:
+            raise InvalidArgumentError(
+                f"the plan was made for tokens with the leading dims {call.lead}, "
+                f"got {tokens.shape[:-1]}",
+                argument="tokens",
+            )
+    weights = _as_weights(call, topk_weights)
+    return _dispatch_rows(call, index, tokens, weights, plan)
+
+
+def call_of_plan(layer: EpLayer, mesh: jax.sharding.Mesh, plan: Plan) -> Call:
+    """The call that a plan stands for in the region where it is used."""
+    return Call(check_plan(plan, layer), mesh, find_region(layer.group_spec).manual)
+
+
+def _check_tokens(layer: EpLayer, tokens: jax.Array) -> None:
+    group = layer.group_spec
+    shape, dtype = jnp.shape(tokens), jnp.result_type(tokens)
+    if len(shape) not in (2, 3) or shape[-1] != group.hidden_size:
+        raise InvalidArgumentError(
+            f"tokens must be [T, {group.hidden_size}] or [B, S, {group.hidden_size}] "
+            f"(hidden_size of group {group.name!r}), got {list(shape)}",
+            argument="tokens",
+        )
+    check_width("tokens", layer, dtype, one_byte=True)
+
+
+def check_width(name: str, layer: EpLayer, dtype: Any, *, one_byte: bool) -> None:
+    """Raises InvalidArgumentError unless rows of `dtype` fit the group's lanes."""
+    group = layer.group_spec
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    small = jnp.dtype(dtype).itemsize == 1
+    if not (is_float and not small) and not (one_byte and small):
+        kinds = "a float dtype or a 1-byte one" if one_byte else "a float dtype of 2 bytes or more"
+        raise InvalidArgumentError(f"{name} must have {kinds}, got {dtype}", argument=name)
+    most = DTYPE_BYTES[group.max_token_dtype]
+    if jnp.dtype(dtype).itemsize > most:
+        raise InvalidArgumentError(
+            f"{name} of {dtype} ({jnp.dtype(dtype).itemsize} bytes) is wider than "
+            f"max_token_dtype={group.max_token_dtype} ({most} bytes) of group {group.name!r}",
+            argument=name,
+        )
+
+
+def _check_lead(name: str, array: jax.Array, lead: tuple[int, ...]) -> None:
+    if jnp.shape(array)[:-1] != lead:
+        raise InvalidArgumentError(
+            f"{name} must have the leading dims of tokens {lead}, got {jnp.shape(array)[:-1]}",
+            argument=name,
+        )
+
+
+def _check_reuse(call: Call, handle: int, capacity: int | None) -> None:
+    check_handle(call.layer, handle)
+    if handle not in (0, call.meta.handle):
+        raise InvalidArgumentError(
+            f"handle={handle} was given with a plan that uses handle {call.meta.handle}",
+            argument="handle",
+        )
+    if capacity is not None and capacity != call.capacity:
+        raise InvalidArgumentError(
+            f"capacity={capacity} was given with a plan made for {call.capacity}",
+            argument="capacity",
+        )
+
+
+def _as_weights(call: Call, weights: jax.Array | None) -> jax.Array | None:
+    if weights is None:
+        return None
+    _check_lead("topk_weights", weights, call.lead)
+    if jnp.shape(weights)[-1] != call.layer.top_k:
+        raise InvalidArgumentError(
+            f"topk_weights must end in top_k={call.layer.top_k}, got {list(jnp.shape(weights))}",
+            argument="topk_weights",
+        )
+    if not jnp.issubdtype(jnp.result_type(weights), jnp.floating):
+        raise InvalidArgumentError(
+            f"topk_weights must be f32, got {jnp.result_type(weights)}", argument="topk_weights"
+        )
+    return weights if weights.dtype == jnp.float32 else weights.astype(jnp.float32)
+
+
+def _dispatch_rows(
+    call: Call, index: jax.Array, tokens: jax.Array, weights: jax.Array | None, plan: Plan
+) -> Dispatched:
+    spec = call.meta.layout.spec()
+    if call.meta.layout.tokens_per_rank == 0:
+        shape = (call.num_slabs, call.capacity)
+        rows = jnp.zeros((*shape, tokens.shape[-1]), tokens.dtype)
+        recv_weights = jnp.zeros(shape, jnp.float32)
+    else:
+        with jax.named_scope(f"ep_dispatch/{call.layer.name}"):
+            tokens = twin.vary(call, twin.place(call, "tokens", tokens, spec))
+            if weights is not None:
+                weights = twin.vary(call, twin.place(call, "topk_weights", weights, spec))
+            rows, recv_weights = twin.run(_dispatch, call, index, tokens, weights, plan.arrays)
+    return Dispatched(
+        tokens=checkpoint_name(rows, "ep_recv"),
+        weights=checkpoint_name(recv_weights, "ep_recv"),
+        group_sizes=plan.arrays.group_sizes,
+        num_recv=plan.arrays.num_recv.reshape(-1),
+        plan=plan,
+    )
+
+
+def _dispatch_primal(
+    call: Call,
+    index: jax.Array,
+    tokens: jax.Array,
+    weights: jax.Array | None,
+    arrays: PlanArrays,
+) -> tuple[jax.Array, jax.Array]:
+    """tokens [..., H], weights [..., K] or None -> recv [R, C, H], recv_weights [R, C]."""
+    spec, slab = call.meta.layout.spec(), twin.slab_spec(call)
+    given = (tokens,) if weights is None else (tokens, weights)
+
+    def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        local = [x.reshape(-1, x.shape[-1]) for x in operands[: len(given)]]
+        plan = PlanArrays(*(x[0] for x in operands[len(given) :]))
+        rows, recv_weights = per_device_ops(call).dispatch(
+            call,
+            world_rank(call.group),
+            index,
+            local[0],
+            local[1] if len(local) > 1 else None,
+            plan,
+        )
+        return rows[None], recv_weights[None]
+
+    specs = (PartitionSpec(), *([spec] * len(given)), *([slab] * len(arrays)))
+    result: tuple[jax.Array, jax.Array] = twin.per_device(
+        call, body, (index, *given, *arrays), specs, (slab, slab)
+    )
+    return result
+
+
+def _dispatch_fwd(
+    call: Call,
+    index: jax.Array,
+    tokens: jax.Array,
+    weights: jax.Array | None,
+    arrays: PlanArrays,
+) -> Any:
+    if jnp.dtype(tokens.dtype).itemsize == 1:
+        raise NotImplementedError(
+            f"dispatch of 1-byte tokens ({tokens.dtype}) has no gradient: sums of such rows have "
+            "no useful precision; dispatch a wider dtype, or stop_gradient the tokens and weights"
+        )
+    rows, recv_weights = twin.run(_dispatch_primal, call, index, tokens, weights, arrays)
+    return (rows, recv_weights), (index, arrays, weights is not None)
+
+
+def _dispatch_bwd(call: Call, saved: Any, grads: tuple[jax.Array, jax.Array]) -> Any:
+    index, arrays, weighted = saved
+    with jax.named_scope(f"ep_dispatch_bwd/{call.layer.name}"):
+        d_tokens, d_weights = twin.run(_dispatch_pullback, call, index, *grads, arrays)
+    return None, d_tokens, d_weights if weighted else None, None
+
+
+def _dispatch_pullback(
+    call: Call, index: jax.Array, d_recv: jax.Array, d_weights: jax.Array, arrays: PlanArrays
+) -> tuple[jax.Array, jax.Array]:
+    """d_recv [R, C, H], d_weights [R, C] -> d_tokens [..., H], d_topk_weights [..., K]."""
+    spec, slab = call.meta.layout.spec(), twin.slab_spec(call)
+    block = call.meta.layout.local
+
+    def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        d_rows, d_row_weights, *plan = (x[0] for x in operands)
+        d_tokens, d_topk = per_device_ops(call).dispatch_bwd(
+            call, world_rank(call.group), index, d_rows, d_row_weights, PlanArrays(*plan)
+        )
+        return d_tokens.reshape(*block, -1), d_topk.reshape(*block, -1)
+
+    operands = (index, d_recv, d_weights, *arrays)
+    specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
+    result: tuple[jax.Array, jax.Array] = twin.per_device(call, body, operands, specs, (spec, spec))
+    return result
+
+
+_dispatch = jax.custom_vjp(_dispatch_primal, nondiff_argnums=(0,))
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

@@ -1,0 +1,101 @@
+"""Plans and dispatched rows: what lives between the calls of one step.
+
+A plan is the result of one prepare as ordinary arrays. It holds both sides: where each slot's row
+goes (source), and which rows each staged row fills (receiver). Everything later, backward passes
+included, needs nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.ops.calls import PlanMeta
+
+
+class PlanArrays(NamedTuple):
+    """The nine arrays of a plan, in the order of the custom calls.
+
+    Each has a leading slab dim R over (*outer, ep); the shapes below are of one slab. T is the
+    tokens of one rank. All int32.
+    """
+
+    dst_rank: jax.Array  # [T, K] ep rank that holds the slot's row; -1 unused or dropped
+    dst_row: jax.Array  # [T, K] row in that rank's slab; -1 unused or dropped
+    recv_count: jax.Array  # [N, 4] per source: staged rows, entries, staged of the first half, 0
+    staged_start: jax.Array  # [N*T+1] first entry of each staged row, source-major; tail = total
+    staged_row: jax.Array  # [C] row that an entry fills; tail -1
+    staged_slot: jax.Array  # [C] slot that an entry came from; tail -1
+    kept: jax.Array  # [L] rows kept per local expert
+    group_sizes: jax.Array  # [L] the same, aligned
+    num_recv: jax.Array  # [1] aligned rows demanded, before any drop
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A routing decision as a pytree: safe under jit, remat, scan, donation and relocation.
+
+    Attributes:
+        arrays: the nine arrays with leading dim R.
+        meta: layer, layout, capacity and handle; static.
+    """
+
+    arrays: PlanArrays
+    meta: PlanMeta = dataclasses.field(metadata={"static": True})
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        return self.meta.capacity
+
+    @property
+    def handle(self) -> int:
+        return self.meta.handle
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """Rows as the experts see them.
+
+    Attributes:
+        tokens: [R, C, H]. Expert-major; each non-empty expert's rows start at an aligned offset.
+            Padding rows inside a zone are zero, rows past the last zone are undefined.
+        weights: [R, C] f32. Weight of each row, 0 in padding.
+        group_sizes: [R, L] int32. Aligned rows per local expert.
+        num_recv: [R] int32. Aligned rows demanded before any drop; compare with C.
+        plan: what combine and backward need.
+    """
+
+    tokens: jax.Array
+    weights: jax.Array
+    group_sizes: jax.Array
+    num_recv: jax.Array
+    plan: Plan
+
+
+def check_plan(plan: Plan, layer: EpLayer) -> PlanMeta:
+    """The plan's meta.
+
+    Raises:
+        InvalidArgumentError: not a plan, or made for another layer.
+    """
+    if not isinstance(plan, Plan):
+        raise InvalidArgumentError(
+            f"plan must be what ep.prepare returned, got {type(plan).__name__}", argument="plan"
+        )
+    made_for = plan.meta.layer
+    if made_for != layer:
+        raise InvalidArgumentError(
+            f"the plan was made for layer {made_for.name!r} of group {made_for.group_spec.name!r} "
+            f"(top_k={made_for.top_k}, alignment={made_for.alignment}), the call is for layer "
+            f"{layer.name!r} of group {layer.group_spec.name!r} (top_k={layer.top_k}, "
+            f"alignment={layer.alignment})",
+            argument="plan",
+        )
+    return plan.meta

@@ -1,0 +1,165 @@
+"""prepare: where every slot's row goes, decided once and identically on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops import token_layout, twin
+from ep_runtime_client.ops.calls import (
+    Call,
+    PlanMeta,
+    check_handle,
+    find_region,
+    open_layer,
+    resolve_capacity,
+    world_rank,
+)
+from ep_runtime_client.ops.plan import Plan, PlanArrays
+from ep_runtime_client.ops.transports import per_device_ops
+
+
+def prepare(
+    layer: EpLayer | TracedLayer,
+    topk_idx: jax.Array,
+    *,
+    handle: int = 0,
+    capacity: int | None = None,
+    tokens_spec: jax.sharding.PartitionSpec | None = None,
+) -> Plan:
+    """Decides the row of every slot; moves counts and row numbers between the ranks, no tokens.
+
+    Args:
+        layer: a registered layer, or `stack[i]`.
+        topk_idx: [T, K] or [B, S, K] int32 (int64 with x64). Expert per slot; -1 and anything
+            else outside 0..E-1 is an unused slot. An expert may appear twice in a token.
+        handle: which of the layer's handles this call and those on its plan use.
+        capacity: C, rows per slab in this call; None is the smaller of the group's capacity and
+            the no-drop bound of this call.
+        tokens_spec: how the leading dims lie on the mesh, where a traced 3-D array cannot tell.
+
+    Returns:
+        A Plan for `dispatch(..., plan=plan)`: nine int32 arrays with leading dim R, tagged
+        "ep_plan" for remat policies.
+
+    Raises:
+        InvalidArgumentError: shapes, dtype, capacity or handle do not fit the layer.
+        StaleHandleError: the layer's group is closed.
+        NotImplementedError: under vmap, or in a shard_map over some of the group's axes only.
+
+    Cost: one exchange of E counts per rank and one of row numbers; no host sync.
+    """
+    static, index, mesh = open_layer(layer)
+    _check_idx(static, topk_idx)
+    hints = known_specs(tokens_spec, topk_idx)
+    call = make_call(static, mesh, topk_idx.shape[:-1], hints, handle=handle, capacity=capacity)
+    return make_plan(call, index, topk_idx)
+
+
+def known_specs(
+    tokens_spec: jax.sharding.PartitionSpec | None, *arrays: Any
+) -> tuple[jax.sharding.PartitionSpec, ...]:
+    """The specs that tell how tokens lie: the caller's alone, or what the arrays are known by."""
+    if tokens_spec is not None:
+        return (tokens_spec,)
+    specs = (token_layout.known_spec(x) for x in arrays if x is not None)
+    return tuple(spec for spec in specs if spec is not None)
+
+
+def make_call(
+    layer: EpLayer,
+    mesh: jax.sharding.Mesh,
+    lead: tuple[int, ...],
+    hints: tuple[jax.sharding.PartitionSpec, ...],
+    *,
+    handle: int,
+    capacity: int | None,
+) -> Call:
+    """The static side of a call on tokens with the leading dims `lead`."""
+    group = layer.group_spec
+    region = find_region(group)
+    manual = region.manual
+    layout = token_layout.local(lead) if manual else token_layout.choose(group, lead, hints)
+    if layout.tokens_per_rank > group.max_tokens_per_rank:
+        raise InvalidArgumentError(
+            f"the call has {layout.tokens_per_rank} tokens per rank, group {group.name!r} has "
+            f"max_tokens_per_rank={group.max_tokens_per_rank}",
+            argument="tokens",
+        )
+    rows = resolve_capacity(layer, layout.tokens_per_rank, capacity)
+    meta = PlanMeta(layer, layout, rows, check_handle(layer, handle))
+    return Call(meta, mesh, manual)
+
+
+def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
+    """The plan of a checked call."""
+    top_k = topk_idx.shape[-1]
+    if call.meta.layout.tokens_per_rank == 0:
+        return Plan(_empty_plan(call, top_k), call.meta)
+    with jax.named_scope(f"ep_prepare/{call.layer.name}"):
+        idx = twin.place(call, "topk_idx", topk_idx, call.meta.layout.spec())
+        arrays = twin.run(_prepare, call, index, twin.vary(call, idx))
+    return Plan(PlanArrays(*(checkpoint_name(x, "ep_plan") for x in arrays)), call.meta)
+
+
+def _check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
+    shape, dtype = jnp.shape(topk_idx), jnp.result_type(topk_idx)
+    if len(shape) not in (2, 3) or shape[-1] != layer.top_k:
+        raise InvalidArgumentError(
+            f"topk_idx must be [T, {layer.top_k}] or [B, S, {layer.top_k}] "
+            f"(top_k of layer {layer.name!r}), got {list(shape)}",
+            argument="topk_idx",
+        )
+    if dtype not in (jnp.int32, jnp.int64):
+        raise InvalidArgumentError(
+            f"topk_idx must be int32 (or int64 with x64), got {dtype}", argument="topk_idx"
+        )
+
+
+def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
+    """topk_idx [..., K] as given -> plan arrays with the slab dim."""
+    experts = call.group.num_experts
+    if topk_idx.dtype != jnp.int32:
+        # A 64-bit number must not wrap into range.
+        topk_idx = jnp.clip(topk_idx, -1, experts).astype(jnp.int32)
+
+    def body(index: jax.Array, idx: jax.Array) -> PlanArrays:
+        ops = per_device_ops(call)
+        local = idx.reshape(-1, idx.shape[-1])
+        arrays = ops.prepare(call, world_rank(call.group), index, local)
+        return PlanArrays(*(x[None] for x in arrays))
+
+    slab: Any = twin.slab_spec(call)
+    result: PlanArrays = twin.per_device(
+        call,
+        body,
+        (index, topk_idx),
+        (jax.sharding.PartitionSpec(), call.meta.layout.spec()),
+        PlanArrays(*([slab] * len(PlanArrays._fields))),
+    )
+    return result
+
+
+def _empty_plan(call: Call, top_k: int) -> PlanArrays:
+    """The plan of a call without tokens: nothing to exchange, so nothing is called."""
+    slabs, group = call.num_slabs, call.group
+
+    def filled(value: int, *shape: int) -> jax.Array:
+        return jnp.full((slabs, *shape), value, jnp.int32)
+
+    return PlanArrays(
+        filled(-1, 0, top_k),
+        filled(-1, 0, top_k),
+        filled(0, group.ep_size, 4),
+        filled(0, 1),
+        filled(-1, call.capacity),
+        filled(-1, call.capacity),
+        filled(0, group.experts_per_rank),
+        filled(0, group.experts_per_rank),
+        filled(0, 1),
+    )

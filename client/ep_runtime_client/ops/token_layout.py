@@ -1,0 +1,162 @@
+"""How the leading dims of tokens are spread over the mesh.
+
+Tokens are [T, H] or [B, S, H]. The group's token axes (*outer, ep) shard dim 0, or, for 3-D
+tokens, lie on dims 0 and 1 in any way. Every shard's block is flattened to the T tokens of one
+slab. Slabs always have one leading dim R over (*outer, ep).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import GroupSpec
+
+_log = logging.getLogger("ep_runtime")
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLayout:
+    """Leading dims of tokens and the mesh axes on each.
+
+    Attributes:
+        lead: (T,) or (B, S), global.
+        axes: token axes on each leading dim, major first.
+        local: leading dims of one shard's block.
+    """
+
+    lead: tuple[int, ...]
+    axes: tuple[Axes, ...]
+    local: tuple[int, ...]
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return prod(self.local)
+
+    def spec(self, trailing: int = 1) -> PartitionSpec:
+        """PartitionSpec of an array with these leading dims and `trailing` dims after them."""
+        return PartitionSpec(*(axes or None for axes in self.axes), *([None] * trailing))
+
+
+def entry_axes(entry: Any) -> Axes:
+    """The axis names of one entry of a PartitionSpec."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def known_spec(array: Any) -> PartitionSpec | None:
+    """The spec an array is known to have: its type's under Explicit axes, a concrete array's own.
+
+    Returns:
+        None for a tracer in Auto mode, a NumPy array, or an array on a single device.
+    """
+    if not isinstance(array, jax.core.Tracer):
+        sharding = getattr(array, "sharding", None)
+        return sharding.spec if isinstance(sharding, NamedSharding) else None
+    spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", None)
+    return spec if spec is not None and any(entry_axes(entry) for entry in spec) else None
+
+
+def choose(
+    group: GroupSpec,
+    lead: tuple[int, ...],
+    hints: tuple[PartitionSpec, ...] = (),
+) -> TokenLayout:
+    """The layout of arrays with the global leading dims `lead`.
+
+    Args:
+        group: the group; its token axes must each land on one leading dim.
+        lead: (T,) or (B, S).
+        hints: known specs of the operands, the most trusted first.
+
+    Returns:
+        The layout of the first hint that has every token axis on the leading dims and divides
+        them; else the first way to divide them that moves no hinted axis, preferring dim 0.
+
+    Raises:
+        InvalidArgumentError: no way divides the dims; names both sizes.
+    """
+    sizes = group.axis_sizes
+    hint = _strongest_hint(group, len(lead), hints)
+    for places in _assignments(group.token_axes, len(lead), hint):
+        if all(
+            size % prod(sizes[axis] for axis in axes) == 0
+            for size, axes in zip(lead, places, strict=True)
+        ):
+            local = tuple(
+                size // prod(sizes[axis] for axis in axes)
+                for size, axes in zip(lead, places, strict=True)
+            )
+            return TokenLayout(lead, places, local)
+    named = {axis: sizes[axis] for axis in group.token_axes}
+    raise InvalidArgumentError(
+        f"tokens have the leading dims {lead}, which do not divide over the {group.num_slabs} "
+        f"shards of the token axes {named}; ep.pad_tokens pads with unused slots",
+        argument="tokens",
+        tokens=prod(lead),
+        shards=group.num_slabs,
+    )
+
+
+def local(lead: tuple[int, ...]) -> TokenLayout:
+    """The layout of arrays that are one shard's block already (inside a manual shard_map)."""
+    return TokenLayout(lead, ((),) * len(lead), lead)
+
+
+def _strongest_hint(
+    group: GroupSpec, dims: int, hints: tuple[PartitionSpec, ...]
+) -> tuple[Axes, ...]:
+    """Token axes that the hints place on each leading dim; the hint that names most wins."""
+    best: tuple[Axes, ...] = ((),) * dims
+    for spec in hints:
+        entries = [entry_axes(entry) for entry in tuple(spec)[:dims]]
+        entries += [()] * (dims - len(entries))
+        found = tuple(tuple(a for a in axes if a in group.token_axes) for axes in entries)
+        if sum(map(len, found)) > sum(map(len, best)):
+            best = found
+    return best
+
+
+def _assignments(token_axes: Axes, dims: int, hint: tuple[Axes, ...]) -> list[tuple[Axes, ...]]:
+    """Every way to put the token axes on `dims` dims, best first.
+
+    Hinted axes stay where they are; the others go to dim 0 first, the later axes to later dims
+    first when dim 0 is too small. If no such way divides, unhinted ways follow.
+    """
+    ways: list[tuple[Axes, ...]] = []
+    for fixed in (hint, ((),) * dims) if any(hint) else (hint,):
+        hinted = {axis: dim for dim, axes in enumerate(fixed) for axis in axes}
+        free = [axis for axis in token_axes if axis not in hinted]
+        for choice in itertools.product(range(dims), repeat=len(free)):
+            where = hinted | dict(zip(free, choice, strict=True))
+            places = tuple(
+                tuple(a for a in _merged_order(token_axes, fixed[dim]) if where[a] == dim)
+                for dim in range(dims)
+            )
+            ways.append(places)
+    return ways
+
+
+def _merged_order(token_axes: Axes, hinted: Axes) -> Axes:
+    """Token axes with the hinted ones in the hint's order and the others in the group's."""
+    queue = list(hinted)
+    return tuple(queue.pop(0) if axis in hinted else axis for axis in token_axes)
+
+
+@functools.cache
+def say_reshard(what: str, layer: str, given: str, wanted: str) -> None:
+    """Logs once per (operand, layer, specs) that an operand is moved to another layout."""
+    _log.warning(
+        "%s of layer %r has the layout %s and is resharded to %s", what, layer, given, wanted
+    )

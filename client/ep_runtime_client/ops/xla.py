@@ -1,0 +1,273 @@
+"""Transport "xla": the ops on jax.lax collectives alone, summing in the order of the windows.
+
+It is the reference meaning that runs wherever JAX does, and the peer in benchmarks. Values are
+bit-equal to the memfd transport's: products are rounded before they are added (XLA:CPU would
+contract them to FMA), and every op is a conditional of its own, so that XLA fuses nothing of the
+model into it, as it cannot with a custom call.
+
+All functions run per device, on local blocks without the slab dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops import xla_plan
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.plan import PlanArrays
+from ep_runtime_client.ops.xla_plan import exchange, exclusive_sum
+
+prepare = xla_plan.prepare
+
+
+class _Source(NamedTuple):
+    """What this device sends: its tokens' staged places at every rank."""
+
+    has: jax.Array  # [N, T] bool: the token keeps a row there
+    place: jax.Array  # [N, T] its number among this device's staged rows there
+    token: jax.Array  # [N, T] token of each staged row; beyond the last one any token
+
+
+class _Receiver(NamedTuple):
+    """What this device got: which lane row each entry and each slab row came from."""
+
+    lane: jax.Array  # [C] of each entry: source * T + place; 0 beyond the last entry
+    slot: jax.Array  # [C] of each entry
+    row: jax.Array  # [C] slab row of each entry; C beyond the last entry
+    filled: jax.Array  # [C] bool of each slab row: an entry fills it
+    row_lane: jax.Array  # [C] of each slab row: lane row it is a copy of; 0 where not filled
+
+
+def _source(call: Call, plan: PlanArrays) -> _Source:
+    ranks, tokens = call.group.ep_size, plan.dst_rank.shape[0]
+    peers = jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
+    has = (plan.dst_rank == peers).any(-1)
+    place = exclusive_sum(has.astype(jnp.int32))
+    where = jnp.where(has, place, tokens)
+    numbers = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), has.shape)
+    blank = jnp.zeros((ranks, tokens), jnp.int32)
+    token = blank.at[jnp.arange(ranks)[:, None], where].set(numbers, mode="drop")
+    return _Source(has, place, token)
+
+
+def _receiver(call: Call, plan: PlanArrays) -> _Receiver:
+    capacity = call.capacity
+    tokens = plan.dst_rank.shape[0]
+    staged = plan.recv_count[:, 0]
+    first = exclusive_sum(staged)
+    entries = plan.recv_count[:, 1].sum()
+    # Staged rows have at least one entry, so their starts are distinct.
+    numbers = jnp.arange(plan.staged_start.shape[0], dtype=jnp.int32)
+    starts = jnp.where(numbers < staged.sum(), plan.staged_start, capacity)
+    marks = jnp.zeros(capacity, jnp.int32).at[starts].add(1, mode="drop")
+    number = jnp.cumsum(marks, dtype=jnp.int32) - 1
+    source = (number[:, None] >= (first + staged)[None, :]).sum(1, dtype=jnp.int32)
+    source = jnp.minimum(source, staged.shape[0] - 1)
+    valid = jnp.arange(capacity) < entries
+    lane = jnp.where(valid, source * tokens + number - first[source], 0)
+    row = jnp.where(valid, plan.staged_row, capacity)
+    filled = jnp.zeros(capacity, bool).at[row].set(True, mode="drop")
+    row_lane = jnp.zeros(capacity, jnp.int32).at[row].set(lane, mode="drop")
+    return _Receiver(lane, jnp.maximum(plan.staged_slot, 0), row, filled, row_lane)
+
+
+def _sealed(plan: PlanArrays, body: Callable[..., Any], *operands: Any) -> Any:
+    """`body(*operands)` in a computation of its own: XLA fuses nothing across its borders.
+
+    The predicate always holds, which no compiler can know: rows demanded are not negative.
+    """
+    shapes = jax.eval_shape(body, *operands)
+
+    def never(*_: Any) -> Any:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    return lax.cond(plan.num_recv[0] >= 0, body, never, *operands)
+
+
+def _rounded(product: jax.Array, plan: PlanArrays) -> jax.Array:
+    """`product` as a rounded number, so that adding it cannot become an FMA.
+
+    Its bits are xored with a zero that the compiler cannot know.
+    """
+    bits = jnp.int64 if product.dtype == jnp.float64 else jnp.int32
+    zero = (plan.num_recv[0] >> 31).astype(bits)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(product, bits) ^ zero, product.dtype)
+
+
+def _exchange_rows(call: Call, rows: jax.Array) -> jax.Array:
+    """`exchange` of [N, T, H]; narrow types travel as bits, or XLA:CPU would widen them."""
+    width = rows.dtype.itemsize
+    if width >= 4 or not jnp.issubdtype(rows.dtype, jnp.floating):
+        return exchange(call, rows)
+    bits = jnp.uint16 if width == 2 else jnp.uint8
+    moved = exchange(call, lax.bitcast_convert_type(rows, bits))
+    return lax.bitcast_convert_type(moved, rows.dtype)
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _round_to(values: jax.Array, dtype: Any) -> jax.Array:
+    """A cast that XLA does not elide together with a later cast back."""
+    if dtype == jnp.bfloat16:
+        values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+    return values.astype(dtype)
+
+
+def _place_rows(call: Call, plan: PlanArrays, tokens: jax.Array) -> jax.Array:
+    """tokens [T, H] -> slab [C, H]: each row a copy of its token, zero where none belongs."""
+    source, receiver = _source(call, plan), _receiver(call, plan)
+    lanes = _exchange_rows(call, tokens[source.token])
+    rows = lanes.reshape(-1, tokens.shape[1])[receiver.row_lane]
+    return jnp.where(receiver.filled[:, None], rows, jnp.zeros((), tokens.dtype))
+
+
+def dispatch(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    tokens: jax.Array,
+    weights: jax.Array | None,
+    plan: PlanArrays,
+) -> tuple[jax.Array, jax.Array]:
+    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
+    del rank, index
+
+    def body(tokens: jax.Array, weights: jax.Array | None, plan: PlanArrays) -> Any:
+        receiver = _receiver(call, plan)
+        rows = _place_rows(call, plan, tokens)
+        if weights is None:
+            return rows, receiver.filled.astype(jnp.float32)
+        lanes = exchange(call, weights[_source(call, plan).token])
+        per_entry = lanes.reshape(-1, weights.shape[1])[receiver.lane, receiver.slot]
+        blank = jnp.zeros(call.capacity, jnp.float32)
+        return rows, blank.at[receiver.row].set(per_entry, mode="drop")
+
+    result: tuple[jax.Array, jax.Array] = _sealed(plan, body, tokens, weights, plan)
+    return result
+
+
+def _reduce_rows(
+    call: Call, plan: PlanArrays, rows: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    """Slab [C, H] -> tokens [T, H]: per rank in slot order, then over ranks in order."""
+    dtype, wide = rows.dtype, _sum_dtype(rows.dtype)
+    tokens, top_k = plan.dst_rank.shape
+    staged = plan.recv_count[:, 0]
+    places = jnp.arange(tokens, dtype=jnp.int32)
+    number = (exclusive_sum(staged)[:, None] + places).reshape(-1)
+    number = jnp.where((places < staged[:, None]).reshape(-1), number, -1)
+    start = jnp.where(number >= 0, plan.staged_start[number], 0)
+    end = jnp.where(number >= 0, plan.staged_start[number + 1], 0)
+    total = jnp.zeros((number.shape[0], rows.shape[1]), wide)
+    for slot in range(top_k):
+        row = plan.staged_row[jnp.minimum(start + slot, call.capacity - 1)]
+        value = rows[row].astype(wide)
+        if weights is not None:
+            value = _rounded(value * weights[row][:, None].astype(wide), plan)
+        total = total + jnp.where((start + slot < end)[:, None], value, 0)
+    if call.group.combine_precision == "fast":
+        total = _round_to(total, dtype)
+    lanes = total.reshape(call.group.ep_size, tokens, -1)
+    back = _exchange_rows(call, lanes)
+    source = _source(call, plan)
+    result = jnp.zeros((tokens, rows.shape[1]), wide)
+    for peer in range(call.group.ep_size):
+        value = back[peer][source.place[peer]].astype(wide)
+        result = result + jnp.where(source.has[peer][:, None], value, 0)
+    return _round_to(result, dtype)
+
+
+def combine(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    expert_out: jax.Array,
+    weights: jax.Array | None,
+    plan: PlanArrays,
+) -> jax.Array:
+    """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
+    del rank, index
+
+    def body(rows: jax.Array, weights: jax.Array | None, plan: PlanArrays) -> jax.Array:
+        return _reduce_rows(call, plan, rows, weights)
+
+    result: jax.Array = _sealed(plan, body, expert_out, weights, plan)
+    return result
+
+
+def dispatch_bwd(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    d_recv: jax.Array,
+    d_weights: jax.Array,
+    plan: PlanArrays,
+) -> tuple[jax.Array, jax.Array]:
+    """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
+    del rank, index
+
+    def body(d_recv: jax.Array, d_weights: jax.Array, plan: PlanArrays) -> Any:
+        d_tokens = _reduce_rows(call, plan, d_recv, None)
+        tokens, top_k = plan.dst_rank.shape
+        ranks = call.group.ep_size
+        receiver = _receiver(call, plan)
+        lane = jnp.where(receiver.row < call.capacity, receiver.lane, ranks * tokens)
+        per_entry = d_weights[jnp.minimum(receiver.row, call.capacity - 1)]
+        lanes = jnp.zeros((ranks * tokens, top_k), jnp.float32)
+        lanes = lanes.at[lane, receiver.slot].set(per_entry, mode="drop")
+        back = exchange(call, lanes.reshape(ranks, tokens, top_k))
+        peer = jnp.maximum(plan.dst_rank, 0)
+        place = _source(call, plan).place[peer, jnp.arange(tokens)[:, None]]
+        d_topk = back[peer, place, jnp.arange(top_k)[None, :]]
+        return d_tokens, jnp.where(plan.dst_row >= 0, d_topk, 0.0)
+
+    result: tuple[jax.Array, jax.Array] = _sealed(plan, body, d_recv, d_weights, plan)
+    return result
+
+
+def _halving_sum(products: jax.Array) -> jax.Array:
+    """[C, W] -> [C]: s[i] += s[half + i] until one is left, half = ceil(width / 2)."""
+    width = products.shape[1]
+    while width > 1:
+        half = (width + 1) // 2
+        upper = jnp.pad(products[:, half:], ((0, 0), (0, 2 * half - width)))
+        products, width = products[:, :half] + upper, half
+    return products[:, 0]
+
+
+def combine_bwd(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    grad: jax.Array,
+    expert_out: jax.Array | None,
+    weights: jax.Array | None,
+    plan: PlanArrays,
+) -> tuple[jax.Array, jax.Array | None]:
+    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
+    del rank, index
+
+    def body(
+        grad: jax.Array, expert_out: jax.Array | None, weights: jax.Array | None, plan: PlanArrays
+    ) -> Any:
+        rows = _place_rows(call, plan, grad)
+        if weights is None or expert_out is None:
+            return rows, None
+        wide, filled = _sum_dtype(grad.dtype), _receiver(call, plan).filled
+        scaled = _round_to(rows.astype(wide) * weights[:, None].astype(wide), grad.dtype)
+        d_expert_out = jnp.where(filled[:, None], scaled, jnp.zeros((), grad.dtype))
+        products = _rounded(rows.astype(wide) * expert_out.astype(wide), plan)
+        d_weights = jnp.where(filled, _halving_sum(products), 0).astype(jnp.float32)
+        return d_expert_out, d_weights
+
+    result: tuple[jax.Array, jax.Array | None] = _sealed(
+        plan, body, grad, expert_out, weights, plan
+    )
+    return result

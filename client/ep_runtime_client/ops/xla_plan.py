@@ -1,0 +1,145 @@
+"""prepare of transport "xla": the nine plan arrays on jax.lax collectives alone.
+
+The same arrays, bit for bit, as the native library makes; `ep_runtime.layout` has the drop rule in
+plain Python. Everything here runs per device, inside manual axes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.plan import PlanArrays
+
+
+def ep_axes(call: Call) -> tuple[str, ...]:
+    """The ep axes that need a collective; an axis of size 1 needs none."""
+    sizes = call.group.axis_sizes
+    return tuple(axis for axis in call.group.ep_axis if sizes[axis] > 1)
+
+
+def exchange(call: Call, blocks: jax.Array) -> jax.Array:
+    """all_to_all over the EP group: block d of [N, ...] goes to rank d, block j comes from j."""
+    axes = ep_axes(call)
+    return lax.all_to_all(blocks, axes, 0, 0) if axes else blocks
+
+
+def ep_rank(call: Call) -> jax.Array:
+    """This device's rank in its EP group, int32 []."""
+    axes = ep_axes(call)
+    return lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
+    """Sum of everything before each element along `axis`."""
+    return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
+
+
+def _up(rows: jax.Array, alignment: int) -> jax.Array:
+    return (rows + alignment - 1) // alignment * alignment
+
+
+def kept_rows(demand: jax.Array, capacity: int, alignment: int) -> jax.Array:
+    """`layout.kept_rows` for every rank at once: demand [N, L] int32 -> rows kept [N, L]."""
+
+    def zones(level: jax.Array) -> jax.Array:
+        return _up(jnp.minimum(demand, level[:, None]), alignment).sum(1)
+
+    most = demand.max(1)
+    fits = zones(most) <= capacity
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        ok = zones(middle * alignment) <= capacity
+        moving = high - low > 1
+        return jnp.where(moving & ok, middle, low), jnp.where(moving & ~ok, middle, high)
+
+    low, _ = lax.fori_loop(0, 31, halve, (jnp.zeros_like(most), most // alignment + 1))
+    level = low * alignment
+    blocks_left = (capacity - zones(level)) // alignment
+    wants = demand > level[:, None]
+    extra = wants & (exclusive_sum(wants.astype(jnp.int32)) < blocks_left[:, None])
+    cut = jnp.minimum(demand, level[:, None] + jnp.where(extra, alignment, 0))
+    return jnp.where(fits[:, None], demand, cut)
+
+
+def _ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """(rows per expert [E], each slot's rank among this source's slots of its expert [T*K]).
+
+    `expert` is [T*K] with E for an unused slot.
+    """
+    slots = expert.shape[0]
+    counts = jnp.zeros(num_experts + 1, jnp.int32).at[expert].add(1)
+    order = jnp.argsort(expert, stable=True)
+    in_order = jnp.arange(slots, dtype=jnp.int32) - exclusive_sum(counts)[expert[order]]
+    return counts[:num_experts], jnp.zeros(slots, jnp.int32).at[order].set(in_order)
+
+
+def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
+    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
+    del rank, index
+    group, alignment = call.group, call.layer.alignment
+    num_experts, ranks, local = group.num_experts, group.ep_size, group.experts_per_rank
+    flat = topk_idx.reshape(-1)
+    used = (flat >= 0) & (flat < num_experts)
+    expert = jnp.where(used, flat, num_experts)
+    counts, position = _ranks_in_expert(expert, num_experts)
+    axes = ep_axes(call)
+    matrix = lax.all_gather(counts, axes) if axes else counts[None]
+    demand = matrix.sum(0, dtype=jnp.int32).reshape(ranks, local)
+    kept = kept_rows(demand, call.capacity, alignment)
+    zones = _up(kept, alignment)
+    base = exclusive_sum(zones).reshape(-1)
+
+    me = ep_rank(call)
+    earlier = jnp.where(jnp.arange(ranks)[:, None] < me, matrix, 0).sum(0, dtype=jnp.int32)
+    safe = jnp.minimum(expert, num_experts - 1)
+    position = position + earlier[safe]
+    keep = used & (position < kept.reshape(-1)[safe])
+    dst_rank = jnp.where(keep, safe // local, -1).reshape(topk_idx.shape)
+    dst_row = jnp.where(keep, base[safe] + position, -1).reshape(topk_idx.shape)
+    peers = jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
+    arriving = exchange(call, jnp.where(dst_rank == peers, dst_row, -1))
+    return PlanArrays(
+        dst_rank,
+        dst_row,
+        *_receiver_side(arriving, call.capacity),
+        kept[me],
+        zones[me],
+        _up(demand, alignment)[me].sum(dtype=jnp.int32).reshape(1),
+    )
+
+
+def _receiver_side(
+    arriving: jax.Array, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Rows that each source's slots fill here, [N, T, K] with -1, as the receiver's plan arrays."""
+    ranks, tokens, top_k = arriving.shape
+    fills = arriving >= 0
+    staged = fills.any(-1)
+    per_staged = fills.sum(-1, dtype=jnp.int32)
+    recv_count = jnp.stack(
+        [
+            staged.sum(1, dtype=jnp.int32),
+            per_staged.sum(1, dtype=jnp.int32),
+            staged[:, : (tokens + 1) // 2].sum(1, dtype=jnp.int32),
+            jnp.zeros(ranks, jnp.int32),
+        ],
+        axis=1,
+    )
+    flat = fills.reshape(-1)
+    entry = jnp.where(flat, exclusive_sum(flat.astype(jnp.int32)), capacity)
+    slots = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), arriving.shape).reshape(-1)
+    empty = jnp.full(capacity, -1, jnp.int32)
+    staged_row = empty.at[entry].set(arriving.reshape(-1), mode="drop")
+    staged_slot = empty.at[entry].set(slots, mode="drop")
+
+    staged, per_staged = staged.reshape(-1), per_staged.reshape(-1)
+    total = per_staged.sum(dtype=jnp.int32)
+    number = jnp.where(staged, exclusive_sum(staged.astype(jnp.int32)), ranks * tokens + 1)
+    staged_start = jnp.full(ranks * tokens + 1, total, jnp.int32)
+    staged_start = staged_start.at[number].set(exclusive_sum(per_staged), mode="drop")
+    return recv_count, staged_start, staged_row, staged_slot

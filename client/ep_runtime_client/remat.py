@@ -1,0 +1,47 @@
+"""Which values of the MoE block a rematerialised backward pass keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ep_runtime.errors import InvalidArgumentError
+
+TAGS = ("ep_plan", "ep_recv", "ep_wi", "ep_wo", "ep_q_x", "ep_q_w")
+
+
+def remat_policy(
+    save: Sequence[str] = ("ep_plan", "ep_recv"), offload: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """A policy for `jax.checkpoint(f, policy=...)` by the tags of our ops.
+
+    Args:
+        save: tags kept on the device. With "ep_plan" the backward pass runs no second prepare,
+            with "ep_recv" no second dispatch.
+        offload: tags moved to pinned host memory and back.
+
+    Tags: ep_plan (a plan's arrays), ep_recv (dispatched rows and weights), ep_wi and ep_wo (what
+    the experts' matmuls return), ep_q_x and ep_q_w (quantized operands).
+
+    Raises:
+        InvalidArgumentError: an unknown tag, or one in both lists.
+    """
+    for argument, tags in (("save", save), ("offload", offload)):
+        for tag in tags:
+            if tag not in TAGS:
+                raise InvalidArgumentError(
+                    f"{argument} must hold tags of {TAGS}, got {tag!r}", argument=argument
+                )
+    both = sorted(set(save) & set(offload))
+    if both:
+        raise InvalidArgumentError(f"save and offload both have {both}", argument="offload")
+    if not offload:
+        return jax.checkpoint_policies.save_only_these_names(*save)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(save),
+        names_which_can_be_offloaded=list(offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
