@@ -9,6 +9,7 @@ from ep_runtime import specs, wire
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2
 from ep_runtime_client import estimate, forming, meshes
+from ep_runtime_client.dtypes import dtype_name
 from ep_runtime_client.groups import Group, discard
 from ep_runtime_client.layers import live_groups
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from ep_runtime_client.session import Session
 
 
-def resolve(mesh: Any, transport: str, *, has_daemon: bool, **arguments: Any) -> specs.GroupSpec:
+def resolve(
+    mesh: Any, transport: str, max_token_dtype: Any, *, has_daemon: bool, **arguments: Any
+) -> specs.GroupSpec:
     """The spec of create_group's arguments on a concrete mesh.
 
     Raises:
@@ -29,6 +32,7 @@ def resolve(mesh: Any, transport: str, *, has_daemon: bool, **arguments: Any) ->
     meshes.devices_of(mesh)
     return specs.make_group_spec(
         mesh_axes=mesh_axes,
+        max_token_dtype=dtype_name(max_token_dtype, "max_token_dtype"),
         transport=meshes.resolve_transport(transport, mesh, has_daemon=has_daemon),
         **arguments,
     )

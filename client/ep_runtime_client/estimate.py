@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ep_runtime import specs
 from ep_runtime_client import meshes
+from ep_runtime_client.dtypes import dtype_name
 from ep_runtime_client.units import iec
 
 _log = logging.getLogger("ep_runtime")
@@ -67,6 +68,8 @@ def estimate_memory(
         InvalidArgumentError: as `Session.create_group`.
     """
     arguments.pop("replace", None)
+    if "max_token_dtype" in arguments:
+        arguments["max_token_dtype"] = dtype_name(arguments["max_token_dtype"], "max_token_dtype")
     spec = specs.make_group_spec(
         name=name,
         mesh_axes=meshes.axes_of(mesh),

@@ -255,7 +255,6 @@ class Group:
 
     def require_open(self, layer: str | None = None) -> None:
         """Raises StaleHandleError where the group is closed, reclaimed or another process's."""
-        self.session.require_alive()
         reason = "was closed" if self._closed else self._gone
         if reason is not None:
             subject = f"layer {layer!r}: " if layer is not None else ""
@@ -266,6 +265,7 @@ class Group:
                 layer=layer,
                 generation=self.generation,
             )
+        self.session.require_alive()
 
     def mark_gone(self, reason: str) -> None:
         """The daemon took the group away; layers of it are stale from now on."""

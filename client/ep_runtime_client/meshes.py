@@ -33,13 +33,14 @@ def devices_of(mesh: Any) -> Any:
     Raises:
         InvalidArgumentError: the mesh has no devices (an AbstractMesh).
     """
-    devices = getattr(mesh, "devices", None)
-    if devices is None or not hasattr(devices, "ravel"):
+    from jax.sharding import Mesh
+
+    if not isinstance(mesh, Mesh):
         raise InvalidArgumentError(
             f"mesh must be a jax.sharding.Mesh with devices, got {type(mesh).__name__}",
             argument="mesh",
         )
-    return devices
+    return mesh.devices
 
 
 def rank_devices(mesh: Mesh, spec: specs.GroupSpec) -> list[Any]:

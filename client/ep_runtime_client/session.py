@@ -185,7 +185,7 @@ class Session:
         recv_capacity_per_rank: int | None = None,
         capacity_factor: float | None = None,
         max_top_k: int = 8,
-        max_token_dtype: str = "bfloat16",
+        max_token_dtype: Any = "bfloat16",
         alignment: int = 128,
         lanes: int = 2,
         on_overflow: Literal["drop", "error"] = "drop",
@@ -211,7 +211,7 @@ class Session:
             recv_capacity_per_rank: C, rows of one slab; None takes the no-drop worst case.
             capacity_factor: C from the balanced load instead, at least 1.0.
             max_top_k: largest K of a layer.
-            max_token_dtype: widest dtype of a token.
+            max_token_dtype: widest dtype of a token, by name or as `jnp.bfloat16`.
             alignment: rows to which each expert's zone is aligned.
             lanes: calls of the group that may move rows at once.
             on_overflow: drop rows over C, or fail the step.
@@ -231,10 +231,12 @@ class Session:
             NotImplementedError: the transport is not part of this version.
         """
         arguments = {key: value for key, value in locals().items() if key not in _NOT_SPEC}
-        request = attach.resolve(mesh, transport, has_daemon=self.has_daemon, **arguments)
+        spec = attach.resolve(
+            mesh, transport, max_token_dtype, has_daemon=self.has_daemon, **arguments
+        )
         if self._runtime.is_private:
-            request = attach.without_retention(request)
-        return self._create(request, mesh, replace)
+            spec = attach.without_retention(spec)
+        return self._create(spec, mesh, replace)
 
     def _create(self, spec: specs.GroupSpec, mesh: Mesh, replace: bool) -> Group:
         with self._forming_lock(spec.name):
@@ -386,4 +388,4 @@ class Session:
         return f"<Session {self.address} job={self.job!r}>"
 
 
-_NOT_SPEC = frozenset({"self", "mesh", "transport", "replace", "arguments"})
+_NOT_SPEC = frozenset({"self", "mesh", "transport", "max_token_dtype", "replace"})

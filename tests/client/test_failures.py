@@ -1,0 +1,52 @@
+"""Finding our errors inside foreign ones."""
+
+from __future__ import annotations
+
+import pytest
+
+import ep_runtime as ep
+
+_TEXT = (
+    "INTERNAL: custom call failed: EP_RUNTIME/CapacityOverflowError: layer moe/0 overflowed "
+    '{"layer": "moe/0", "rank": 3, "demand": 130, "capacity": 128} [[fusion.3]]'
+)
+
+
+def test_error_of_reads_class_message_and_fields_out_of_xlas_text() -> None:
+    error = ep.error_of(RuntimeError(_TEXT))
+    assert isinstance(error, ep.CapacityOverflowError)
+    assert str(error) == "layer moe/0 overflowed"
+    assert error.fields == {"layer": "moe/0", "rank": 3, "demand": 130, "capacity": 128}
+
+
+def test_error_of_returns_our_own_error_and_none_for_others() -> None:
+    ours = ep.StaleHandleError("gone", layer="a")
+    assert ep.error_of(ours) is ours
+    assert ep.error_of(ValueError("something else")) is None
+
+
+def test_error_of_follows_the_cause_but_not_an_error_that_was_dealt_with() -> None:
+    outer = RuntimeError("wrapped")
+    outer.__cause__ = RuntimeError(_TEXT)
+    assert isinstance(ep.error_of(outer), ep.CapacityOverflowError)
+    later = KeyError("later")
+    later.__context__ = RuntimeError(_TEXT)
+    assert ep.error_of(later) is None
+
+
+def test_translate_errors_raises_the_class_from_the_original() -> None:
+    original = RuntimeError(_TEXT)
+    with pytest.raises(ep.CapacityOverflowError) as caught, ep.translate_errors():
+        raise original
+    assert caught.value.__cause__ is original
+
+
+def test_translate_errors_leaves_everything_else_alone() -> None:
+    with pytest.raises(KeyError), ep.translate_errors():
+        raise KeyError("a")
+    ours = ep.OpTimeoutError("late")
+    with pytest.raises(ep.OpTimeoutError) as caught, ep.translate_errors():
+        raise ours
+    assert caught.value is ours
+    with ep.translate_errors():
+        pass

@@ -1,0 +1,65 @@
+"""Axes, world ranks and transports read off a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+
+from ep_runtime import specs
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client import meshes
+
+
+def _spec(mesh: Any, ep_axis: Any, outer_axes: Any = ()) -> specs.GroupSpec:
+    return specs.make_group_spec(
+        name="g",
+        mesh_axes=meshes.axes_of(mesh),
+        ep_axis=ep_axis,
+        outer_axes=outer_axes,
+        num_experts=8,
+        hidden_size=16,
+        max_tokens_per_rank=8,
+    )
+
+
+def test_world_ranks_are_domain_major_wherever_the_ep_axis_stands(devices: list[Any]) -> None:
+    mesh = Mesh(np.array(devices).reshape(4, 2), ("ep", "dp"))
+    ranks = meshes.rank_devices(mesh, _spec(mesh, "ep", "dp"))
+    assert [device.id for device in ranks] == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def test_a_tuple_ep_axis_counts_in_its_own_order(devices: list[Any]) -> None:
+    mesh = Mesh(np.array(devices).reshape(2, 2, 2), ("a", "b", "c"))
+    ranks = meshes.rank_devices(mesh, _spec(mesh, ("c", "a")))
+    # domain b; inside it c is major, a minor
+    assert [device.id for device in ranks] == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_axes_of_names_what_is_no_mesh() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"jax\.sharding\.Mesh, got list"):
+        meshes.axes_of([1, 2])
+
+
+def test_an_abstract_mesh_has_axes_but_no_devices() -> None:
+    mesh = AbstractMesh((2, 4), ("dp", "ep"))
+    assert meshes.axes_of(mesh) == (("dp", 2), ("ep", 4))
+    with pytest.raises(InvalidArgumentError, match="with devices, got AbstractMesh"):
+        meshes.devices_of(mesh)
+
+
+def test_transport_auto_is_memfd_with_a_daemon_and_xla_without(mesh: Any) -> None:
+    assert meshes.resolve_transport("auto", mesh, has_daemon=True) == "memfd"
+    assert meshes.resolve_transport("auto", mesh, has_daemon=False) == "xla"
+    assert meshes.resolve_transport("xla", mesh, has_daemon=True) == "xla"
+
+
+def test_transports_that_cannot_be_say_why(mesh: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="transport must be one of.*'pigeon'"):
+        meshes.resolve_transport("pigeon", mesh, has_daemon=True)
+    with pytest.raises(InvalidArgumentError, match='address="none"'):
+        meshes.resolve_transport("memfd", mesh, has_daemon=False)
+    with pytest.raises(NotImplementedError, match="'nvlink' on \\['cpu'\\]"):
+        meshes.resolve_transport("nvlink", mesh, has_daemon=True)

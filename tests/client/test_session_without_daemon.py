@@ -1,0 +1,262 @@
+"""Sessions, groups and layers of address="none": everything that needs no daemon."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+
+import ep_runtime as ep
+
+_ARGUMENTS: dict[str, Any] = {
+    "ep_axis": "ep",
+    "outer_axes": "dp",
+    "num_experts": 8,
+    "hidden_size": 16,
+    "max_tokens_per_rank": 8,
+    "max_top_k": 4,
+    "alignment": 8,
+}
+
+
+@pytest.fixture
+def session() -> Iterator[ep.Session]:
+    with ep.connect("none", job="tests") as found:
+        yield found
+
+
+def test_a_group_has_the_sizes_of_its_spec(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    assert group.spec.transport == "xla"
+    assert group.capacity_per_rank == ep.recv_capacity(
+        num_experts=8, top_k=4, max_tokens_per_rank=8, ep_size=4, alignment=8
+    )
+    assert group.staging_bytes_per_rank == 0
+    described = group.describe()
+    assert (described["job"], described["state"], described["num_slabs"]) == ("tests", "READY", 8)
+
+
+def test_the_same_spec_again_is_the_same_group(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    assert session.create_group("g", mesh, **_ARGUMENTS) is group
+    assert session.group("g") is group
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "theirs", "ours"),
+    [
+        ({"hidden_size": 32}, "hidden_size", 16, 32),
+        ({"outer_axes": ()}, "outer_axes", ("dp",), ()),
+        ({"on_overflow": "error"}, "on_overflow", "drop", "error"),
+        ({"op_timeout_s": 5}, "op_timeout_s", 600.0, 5.0),
+    ],
+)
+def test_another_spec_names_the_field_and_both_values(
+    session: ep.Session, mesh: Any, change: dict[str, Any], field: str, theirs: Any, ours: Any
+) -> None:
+    session.create_group("g", mesh, **_ARGUMENTS)
+    with pytest.raises(ep.SpecMismatchError) as caught:
+        session.create_group("g", mesh, **{**_ARGUMENTS, **change})
+    fields = caught.value.fields
+    assert (fields["object"], fields["field"]) == ("g", field)
+    assert (fields["theirs"], fields["ours"]) == (theirs, ours)
+    assert str(theirs) in str(caught.value)
+    assert str(ours) in str(caught.value)
+
+
+def test_the_same_axes_over_other_devices_are_another_group(
+    session: ep.Session, devices: list[Any], mesh: Any
+) -> None:
+    session.create_group("g", mesh, **_ARGUMENTS)
+    turned = Mesh(np.array(devices[::-1]).reshape(2, 4), ("dp", "ep"))
+    with pytest.raises(ep.SpecMismatchError, match=r"mesh\.devices=\[0, 1, 2"):
+        session.create_group("g", turned, **_ARGUMENTS)
+
+
+def test_replace_takes_the_old_groups_place(session: ep.Session, mesh: Any) -> None:
+    old = session.create_group("g", mesh, **_ARGUMENTS)
+    layer = old.register_layer("a", top_k=2)
+    new = session.create_group("g", mesh, **{**_ARGUMENTS, "hidden_size": 32}, replace=True)
+    assert new is not old
+    assert old.closed
+    with pytest.raises(ep.StaleHandleError, match="older group 'g'"):
+        _ = layer.group
+    with pytest.raises(ep.StaleHandleError, match="was closed"):
+        old.register_layer("b", top_k=1)
+
+
+def test_replace_with_the_same_spec_keeps_the_group(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    assert session.create_group("g", mesh, **_ARGUMENTS, replace=True) is group
+
+
+def test_several_groups_live_side_by_side(session: ep.Session, mesh: Any) -> None:
+    groups = [session.create_group(f"g{i}", mesh, **_ARGUMENTS) for i in range(3)]
+    layers = [group.register_layer("same name", top_k=2) for group in groups]
+    assert len({layer.id for layer in layers}) == 3
+    assert [layer.group for layer in layers] == groups
+
+
+def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> None:
+    mesh = Mesh(np.array(devices[:1]), ("ep",))
+    group = session.create_group("g", mesh, **{**_ARGUMENTS, "outer_axes": ()})
+    assert (group.spec.ep_size, group.spec.world_size) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ep_axis": "expert"}, "ep_axis names 'expert'.*'dp': 2, 'ep': 4"),
+        ({"outer_axes": "ep"}, "must not share an axis"),
+        ({"num_experts": 6}, "num_experts=6 does not divide by the ep size 4"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ({"max_token_dtype": "int4"}, "max_token_dtype must be one of.*'int4'"),
+        ({"on_overflow": "wrap"}, "on_overflow must be one of.*'wrap'"),
+        ({"capacity_factor": 0.5}, "capacity_factor must be at least 1.0, got 0.5"),
+        ({"capacity_factor": 2.0, "recv_capacity_per_rank": 8}, "not both"),
+        ({"transport": "memfd"}, 'address="none"'),
+        ({"lanes": 0}, "lanes must be at least 1, got 0"),
+        ({"retain_s": -1}, "retain_s must be at least 0, got -1"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value(
+    session: ep.Session, mesh: Any, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ep.InvalidArgumentError, match=words):
+        session.create_group("g", mesh, **{**_ARGUMENTS, **change})
+    assert session.describe()["groups"] == []
+
+
+def test_the_dtype_may_be_a_dtype(session: ep.Session, mesh: Any) -> None:
+    import jax.numpy as jnp
+
+    group = session.create_group("g", mesh, **_ARGUMENTS, max_token_dtype=jnp.bfloat16)
+    assert group.spec.max_token_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("mesh", [None, [1], AbstractMesh((2, 4), ("dp", "ep"))])
+def test_what_is_no_mesh_of_devices_is_refused(session: ep.Session, mesh: Any) -> None:
+    with pytest.raises(ep.InvalidArgumentError, match=r"mesh must be a jax\.sharding\.Mesh"):
+        session.create_group("g", mesh, **_ARGUMENTS)
+
+
+def test_layers_fill_in_the_groups_defaults(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    layer = group.register_layer("a", top_k=2)
+    assert (layer.name, layer.top_k, layer.alignment, layer.in_flight) == ("a", 2, 8, 1)
+    assert layer.group is group
+    assert group.register_layer("a", top_k=2) == layer
+    assert group.layer("a") == layer
+    assert pickle.loads(pickle.dumps(layer)) == layer
+    assert hash(pickle.loads(pickle.dumps(layer))) == hash(layer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"top_k": 5}, "top_k=5.*max_top_k=4"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_k": 2, "in_flight": 3}, "in_flight=3.*lanes=2"),
+        ({"top_k": 2, "alignment": 0}, "alignment must be at least 1, got 0"),
+        ({"top_k": 4, "alignment": 128}, r"needs \d+ rows per rank.*has \d+"),
+    ],
+)
+def test_a_layer_that_does_not_fit_gives_both_numbers(
+    session: ep.Session, mesh: Any, arguments: dict[str, Any], words: str
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    with pytest.raises(ep.InvalidArgumentError, match=words):
+        group.register_layer("a", **arguments)
+
+
+def test_another_layer_of_the_same_name_is_a_mismatch(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    group.register_layer("a", top_k=2)
+    with pytest.raises(ep.SpecMismatchError, match="top_k=2, this call has top_k=1"):
+        group.register_layer("a", top_k=1)
+    with pytest.raises(ep.SpecMismatchError, match="num_layers=None.*num_layers=3"):
+        group.register_layer_stack("a", 3, top_k=2)
+    twice = [ep.LayerSpec("b", top_k=1), ep.LayerSpec("b", top_k=2)]
+    with pytest.raises(ep.SpecMismatchError, match="'b'"):
+        group.register_layers(twice)
+    with pytest.raises(ep.StaleHandleError, match=r"no layer 'b', it has \['a'\]"):
+        group.layer("b")
+
+
+def test_a_stack_gives_layers_by_position_and_by_name(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    stack = group.register_layer_stack("s", 4, top_k=2, in_flight=2)
+    assert len(stack) == 4
+    assert group.layer("s[3]") == stack[3] == stack[-1]
+    assert group.layer("s") == stack
+    assert len({stack[i].id for i in range(4)}) == 4
+    with pytest.raises(ep.StaleHandleError, match=r"no layer 's\[4\]'"):
+        group.layer("s[4]")
+    with pytest.raises(ep.InvalidArgumentError, match="num_layers must be 1 to 1048576, got 0"):
+        group.register_layer_stack("t", 0, top_k=2)
+
+
+def test_calls_under_tracing_say_to_go_outside(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    calls = {
+        "create_group": lambda: session.create_group("h", mesh, **_ARGUMENTS),
+        "connect": lambda: ep.connect("none"),
+        "register_layer": lambda: group.register_layer("a", top_k=1),
+        "register_layers": lambda: group.register_layers([]),
+        "layer": lambda: group.layer("a"),
+        "group": lambda: session.group("g"),
+        "check": group.check,
+    }
+    for name, call in calls.items():
+
+        def program(x: Any, call: Any = call) -> Any:
+            call()
+            return x
+
+        with pytest.raises(ep.InvalidArgumentError, match=f"{name} .*call this outside jit"):
+            jax.jit(program)(1.0)
+
+
+def test_closing_ends_groups_and_layers(mesh: Any) -> None:
+    with ep.connect("none") as session:
+        group = session.create_group("g", mesh, **_ARGUMENTS)
+        layer = group.register_layer("a", top_k=1)
+    assert group.closed
+    group.close()
+    with pytest.raises(ep.StaleHandleError, match="not open in this process"):
+        _ = layer.group
+    with pytest.raises(ep.StaleHandleError, match="was closed"):
+        group.check()
+    with pytest.raises(ep.RuntimeUnavailableError, match="was closed"):
+        session.create_group("g", mesh, **_ARGUMENTS)
+
+
+def test_connecting_twice_is_one_session_that_the_last_close_ends() -> None:
+    first = ep.connect("none")
+    second = ep.connect("none")
+    assert first is second
+    second.close()
+    first.require_alive()
+    first.close()
+    first.close()
+    with pytest.raises(ep.RuntimeUnavailableError):
+        first.require_alive()
+
+
+def test_a_second_connect_may_not_change_the_job(session: ep.Session) -> None:
+    with pytest.raises(ep.SpecMismatchError, match="job 'tests', this call has job 'other'"):
+        ep.connect("none", job="other")
+
+
+def test_the_job_defaults_to_environment_then_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ep.connect("none") as session:
+        assert session.job == str(os.getpid())
+    monkeypatch.setenv("SLURM_JOB_ID", "991")
+    with ep.connect("none") as session:
+        assert session.job == "991"

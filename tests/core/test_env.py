@@ -1,0 +1,118 @@
+"""Resolution of the environment: directories, switches, PJRT_NPROC."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ep_runtime import env
+from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "EP_RUNTIME_ADDRESS",
+        "EP_RUNTIME_JOB",
+        "EP_RUNTIME_DEBUG",
+        "SLURM_JOB_ID",
+        "RUNTIME_DIRECTORY",
+        "XDG_RUNTIME_DIR",
+        "NO_COLOR",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_job_takes_our_variable_before_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert env.job() is None
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert env.job() == "77"
+    monkeypatch.setenv("EP_RUNTIME_JOB", "mine")
+    assert env.job() == "mine"
+
+
+def test_an_empty_address_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_RUNTIME_ADDRESS", "")
+    assert env.address() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1", True), ("on", True), ("0", False), ("", False), ("False", False)]
+)
+def test_debug_reads_switch_words(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: bool
+) -> None:
+    monkeypatch.setenv("EP_RUNTIME_DEBUG", text)
+    assert env.debug() is expected
+
+
+def test_debug_refuses_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_RUNTIME_DEBUG", "perhaps")
+    with pytest.raises(InvalidArgumentError, match="EP_RUNTIME_DEBUG must be 0 or 1.*perhaps"):
+        env.debug()
+
+
+def test_runtime_directory_of_systemd_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/from-systemd:/run/other")
+    assert env.runtime_directory() == Path("/run/from-systemd")
+
+
+def test_runtime_directory_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
+    assert env.runtime_directory() == Path("/run/ep-runtime")
+
+
+def test_runtime_directory_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/tmp")
+    assert env.runtime_directory() == Path("/tmp/ep-runtime-1234")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1234")
+    assert env.runtime_directory() == Path("/run/user/1234/ep-runtime")
+
+
+def test_a_directory_too_long_for_a_socket_names_both_sizes() -> None:
+    longest = "/" + "d" * (env.MAX_DIRECTORY_BYTES - 1)
+    assert env.check_directory(longest) == Path(longest)
+    with pytest.raises(InvalidArgumentError, match="at most 96 bytes.*got 97 bytes"):
+        env.check_directory(longest + "d")
+
+
+def test_the_longest_directory_still_holds_the_longest_socket() -> None:
+    assert env.MAX_DIRECTORY_BYTES + len("/admin.sock") <= 107
+
+
+def test_make_directory_is_private_and_may_exist(tmp_path: Path) -> None:
+    directory = env.make_directory(tmp_path / "d")
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert env.make_directory(directory) == directory
+
+
+def test_make_directory_refuses_a_link_and_a_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(env.make_directory(tmp_path / "d"))
+    with pytest.raises(PermissionDeniedError, match="must be a directory of uid"):
+        env.make_directory(tmp_path / "link")
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    with pytest.raises(PermissionDeniedError, match="uid 4321"):
+        env.make_directory(tmp_path / "d")
+
+
+def test_pjrt_nproc_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_NPROC", "4")
+    assert env.raise_pjrt_nproc(32)
+    assert os.environ["PJRT_NPROC"] == "32"
+    monkeypatch.setenv("PJRT_NPROC", "64")
+    assert not env.raise_pjrt_nproc(32)
+    assert os.environ["PJRT_NPROC"] == "64"
+
+
+def test_children_do_not_inherit_systemd_wiring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
+    monkeypatch.setenv("SOMETHING_ELSE", "kept")
+    child = env.child_environment()
+    assert "NOTIFY_SOCKET" not in child
+    assert child["SOMETHING_ELSE"] == "kept"

@@ -1,0 +1,58 @@
+"""`import ep_runtime`: light, lazy, and the same list in the stub."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ep_runtime
+
+
+def _stub_names() -> set[str]:
+    tree = ast.parse((Path(ep_runtime.__file__).parent / "__init__.pyi").read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return imported | {"__version__"}
+
+
+def test_the_stub_lists_the_public_names() -> None:
+    assert _stub_names() == set(ep_runtime.__all__)
+
+
+def test_importing_loads_neither_jax_nor_native_nor_grpc() -> None:
+    program = (
+        "import ep_runtime, sys\n"
+        "ep_runtime.recv_capacity, ep_runtime.LayerSpec, ep_runtime.SpecMismatchError\n"
+        "found = {'jax', 'jaxlib', 'numpy', 'grpc', 'ep_runtime.native'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {found}' if found else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_connecting_without_a_daemon_loads_no_jax() -> None:
+    program = (
+        "import ep_runtime as ep, sys\n"
+        "with ep.connect('none'):\n"
+        "    sys.exit('loaded jax' if 'jax' in sys.modules else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'dispach'"):
+        _ = ep_runtime.dispach  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted(ep_runtime.__all__))
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(ep_runtime, name) is getattr(ep_runtime, name)
