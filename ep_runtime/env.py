@@ -8,6 +8,7 @@
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
 | XDG_RUNTIME_DIR | unset | parent of that directory for a user who is not root |
+| NOTIFY_SOCKET | unset | where systemd wants to hear that the daemon is ready |
 | NO_COLOR | unset | any text: tables of the command line have no colour |
 | PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
 """
@@ -57,6 +58,11 @@ def debug() -> bool:
 def no_color() -> bool:
     """NO_COLOR is set to any text."""
     return _text("NO_COLOR") is not None
+
+
+def notify_socket() -> str | None:
+    """NOTIFY_SOCKET, or None where systemd did not start us."""
+    return _text("NOTIFY_SOCKET")
 
 
 def check_directory(path: str | os.PathLike[str]) -> Path:

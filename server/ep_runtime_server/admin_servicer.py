@@ -1,0 +1,166 @@
+"""AdminService: convert, call, convert."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import grpc
+
+from ep_runtime import wire
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.v1 import admin_service_pb2 as pb
+from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
+from ep_runtime_server import config, host_memory, views
+from ep_runtime_server.groups import Group
+from ep_runtime_server.paging import page
+from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.windows import WindowState
+
+Context = grpc.aio.ServicerContext
+
+
+class AdminServicer(pb_grpc.AdminServiceServicer):
+    """See admin_service.proto."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def _groups(self, name: str) -> list[Group]:
+        return [g for g in self._runtime.groups.all() if not name or g.owner.name == name]
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: Context[Any, Any]
+    ) -> pb.GetStatusResponse:
+        runtime = self._runtime
+        groups = runtime.groups.all()
+        return pb.GetStatusResponse(
+            server_version=config.SERVER_VERSION,
+            incarnation=runtime.incarnation,
+            pid=os.getpid(),
+            directory=str(runtime.settings.directory),
+            uptime=wire.duration(runtime.clock.monotonic_s() - runtime.started_s),
+            state=runtime.server_state,
+            num_sessions=len(runtime.sessions.not_over()),
+            num_groups=len(groups),
+            num_layers=sum(group.layers.num_layers for group in groups),
+            num_handles=sum(group.layers.num_handles for group in groups),
+            pools=self._pools(),
+            num_fds=host_memory.open_fds(),
+            max_fds=host_memory.max_fds(),
+            rss_bytes=host_memory.own_rss_bytes(),
+            loop_lag=wire.duration(runtime.loop_lag_s),
+        )
+
+    def _pools(self) -> list[pb.PoolStatus]:
+        pool, state = self._runtime.pool, WindowState
+        return [
+            pb.PoolStatus(
+                device=device.name,
+                limit_bytes=device.limit_bytes,
+                leased_bytes=pool.used_bytes(device.name, state.LEASED),
+                retained_bytes=pool.used_bytes(device.name, state.RETAINED),
+                quarantined_bytes=pool.used_bytes(device.name, state.QUARANTINED, state.RELEASING),
+                num_buffers=sum(
+                    buffer.device == device.name for s in pool.sets for buffer in s.buffers
+                ),
+            )
+            for device in pool.devices()
+        ]
+
+    async def ListSessions(  # noqa: N802
+        self, request: pb.ListSessionsRequest, context: Context[Any, Any]
+    ) -> pb.ListSessionsResponse:
+        runtime = self._runtime
+        found, token = page(runtime.sessions.all(), request.page_size, request.page_token)
+        return pb.ListSessionsResponse(
+            sessions=[
+                views.session(
+                    session,
+                    [group.owner.name for group in runtime.groups.of_session(session)],
+                    runtime.clock,
+                )
+                for session in found
+            ],
+            next_page_token=token,
+        )
+
+    async def ListGroups(  # noqa: N802
+        self, request: pb.ListGroupsRequest, context: Context[Any, Any]
+    ) -> pb.ListGroupsResponse:
+        found, token = page(self._groups(request.name), request.page_size, request.page_token)
+        return pb.ListGroupsResponse(
+            groups=[views.group_info(group, self._runtime.clock) for group in found],
+            next_page_token=token,
+        )
+
+    async def ListLayers(  # noqa: N802
+        self, request: pb.AdminServiceListLayersRequest, context: Context[Any, Any]
+    ) -> pb.AdminServiceListLayersResponse:
+        rows = views.layers(self._groups(request.group))
+        found, token = page(rows, request.page_size, request.page_token)
+        return pb.AdminServiceListLayersResponse(layers=found, next_page_token=token)
+
+    async def ListHandles(  # noqa: N802
+        self, request: pb.ListHandlesRequest, context: Context[Any, Any]
+    ) -> pb.ListHandlesResponse:
+        groups = self._groups(request.group)
+        rows = views.handles(groups, request.layer, self._runtime.clock)
+        found, token = page(rows, request.page_size, request.page_token)
+        return pb.ListHandlesResponse(handles=found, next_page_token=token)
+
+    async def ListBuffers(  # noqa: N802
+        self, request: pb.ListBuffersRequest, context: Context[Any, Any]
+    ) -> pb.ListBuffersResponse:
+        sets = [
+            s for s in self._runtime.pool.sets if not request.group or s.owner.name == request.group
+        ]
+        rows = views.buffers(sets, self._runtime)
+        found, token = page(rows, request.page_size, request.page_token)
+        return pb.ListBuffersResponse(buffers=found, next_page_token=token)
+
+    async def ListEvents(  # noqa: N802
+        self, request: pb.ListEventsRequest, context: Context[Any, Any]
+    ) -> pb.ListEventsResponse:
+        rows = views.events(self._runtime.events.after(request.after_sequence))
+        found, token = page(rows, request.page_size, request.page_token)
+        return pb.ListEventsResponse(events=found, next_page_token=token)
+
+    async def ListRanks(  # noqa: N802
+        self, request: pb.ListRanksRequest, context: Context[Any, Any]
+    ) -> pb.ListRanksResponse:
+        rows = views.ranks(self._groups(request.group), self._runtime.clock)
+        found, token = page(rows, request.page_size, request.page_token)
+        return pb.ListRanksResponse(ranks=found, next_page_token=token)
+
+    async def Drain(  # noqa: N802
+        self, request: pb.DrainRequest, context: Context[Any, Any]
+    ) -> pb.DrainResponse:
+        has_deadline = request.HasField("deadline")
+        deadline_s = wire.seconds(request.deadline) if has_deadline else config.DEFAULT_DRAIN_S
+        if deadline_s < 0:
+            raise InvalidArgumentError(
+                f"deadline must not be negative, got {deadline_s} s", argument="deadline"
+            )
+        self._runtime.drain(deadline_s, shutdown=request.shutdown)
+        return pb.DrainResponse(num_sessions=len(self._runtime.sessions.not_over()))
+
+    async def Fence(  # noqa: N802
+        self, request: pb.FenceRequest, context: Context[Any, Any]
+    ) -> pb.FenceResponse:
+        return pb.FenceResponse(groups=self._runtime.fence(request.session_id, request.reason))
+
+    async def Reclaim(  # noqa: N802
+        self, request: pb.ReclaimRequest, context: Context[Any, Any]
+    ) -> pb.ReclaimResponse:
+        groups, freed, quarantined = self._runtime.reclaim(
+            request.name,
+            request.job,
+            request.uid if request.HasField("uid") else None,
+            all_retained=request.all_retained,
+        )
+        return pb.ReclaimResponse(
+            groups=[group.owner.name for group in groups],
+            freed_bytes=freed,
+            quarantined_bytes=quarantined,
+        )

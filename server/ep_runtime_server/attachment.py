@@ -1,0 +1,143 @@
+"""How a process gets at a formed group's memory: ticket, descriptors, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from ep_runtime.errors import (
+    GroupNotReadyError,
+    InvalidArgumentError,
+    PeerLostError,
+    PoolExhaustedError,
+    StaleHandleError,
+)
+from ep_runtime_server.formation import wait_until
+from ep_runtime_server.group_fsm import Event, State
+from ep_runtime_server.groups import Group
+from ep_runtime_server.sessions import Session
+from ep_runtime_server.tickets import TicketBook
+from ep_runtime_server.windows import Buffer
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedFd:
+    """A descriptor that the receiver of this object closes."""
+
+    fd: int
+    world_rank: int
+    size_bytes: int
+    generation: int
+
+
+def acquire(
+    tickets: TicketBook,
+    session: Session,
+    group: Group,
+    generation: int,
+    world_ranks: tuple[int, ...],
+) -> tuple[str, list[Buffer]]:
+    """A ticket, and what it stands for: the board, then the windows of those ranks (all if none).
+
+    Raises:
+        StaleHandleError, PermissionDeniedError: see Group.member.
+        InvalidArgumentError: a rank out of range, or a group without windows.
+    """
+    group.member(session, generation)
+    if not group.has_windows:
+        raise InvalidArgumentError(
+            f"group {group.owner.name!r} has transport {group.spec.transport!r}, which needs no "
+            "windows",
+            argument="name",
+        )
+    if group.windows is None or not group.formed:
+        raise StaleHandleError(
+            f"group {group.owner.name!r} is not formed; finish CreateGroup first",
+            group=group.owner.name,
+        )
+    wanted = (-1, *(world_ranks or range(group.spec.world_size)))
+    by_rank = {buffer.world_rank: buffer for buffer in group.windows.buffers}
+    for rank in wanted[1:]:
+        if rank < 0 or rank not in by_rank:
+            raise InvalidArgumentError(
+                f"world_ranks must be in 0..{group.spec.world_size - 1}, got {rank}",
+                argument="world_ranks",
+            )
+    return tickets.give(session, group, wanted), [by_rank[rank] for rank in wanted]
+
+
+def redeem(tickets: TicketBook, session: Session, secret: str) -> list[ExportedFd]:
+    """The descriptors of a ticket. From now on the session holds the group's memory.
+
+    Raises:
+        PermissionDeniedError: see TicketBook.take.
+        StaleHandleError: the group closed or formed again since.
+        PoolExhaustedError: the daemon has no descriptors left.
+    """
+    ticket = tickets.take(secret, session)
+    group, windows = ticket.group, ticket.group.windows
+    group.member(session, ticket.generation)
+    if windows is None or group.state is State.CLOSED:
+        raise StaleHandleError(f"group {group.owner.name!r} is gone", group=group.owner.name)
+    by_rank = {buffer.world_rank: buffer for buffer in windows.buffers}
+    exported: list[ExportedFd] = []
+    try:
+        for rank in ticket.world_ranks:
+            fd = by_rank[rank].allocation.export_fd()
+            exported.append(ExportedFd(fd, rank, by_rank[rank].size_bytes, ticket.generation))
+    except OSError as error:
+        for item in exported:
+            os.close(item.fd)
+        raise PoolExhaustedError(
+            f"the daemon has no file descriptors for {len(ticket.world_ranks)} windows: "
+            f"{error.strerror}",
+            asked=len(ticket.world_ranks),
+        ) from error
+    # Before the first byte is sent: a process that dies while receiving may hold a descriptor.
+    windows.holders.add(session.session_id)
+    return exported
+
+
+async def report_attached(session: Session, group: Group, generation: int, wait_s: float) -> None:
+    """Marks the process attached and waits for the others.
+
+    Raises:
+        StaleHandleError, PermissionDeniedError: see Group.member.
+        InvalidArgumentError: the process never fetched its windows.
+        PeerLostError: a member died meanwhile.
+        GroupNotReadyError: members are missing at the deadline.
+    """
+    member = group.member(session, generation)
+    windows = group.windows
+    if group.has_windows and (windows is None or session.session_id not in windows.holders):
+        raise InvalidArgumentError(
+            f"fetch the windows of group {group.owner.name!r} before reporting them attached",
+            argument="name",
+        )
+    if not group.formed:
+        raise StaleHandleError(
+            f"group {group.owner.name!r} is not formed; finish CreateGroup first",
+            group=group.owner.name,
+        )
+    member.attached = True
+    if group.state is State.FORMING and not group.unattached_ranks:
+        group.advance(Event.ALL_ATTACHED)
+
+    def settled() -> bool:
+        return group.state is not State.FORMING or group.generation != generation
+
+    if not await wait_until(group, settled, wait_s):
+        missing = group.unattached_ranks
+        raise GroupNotReadyError(
+            f"group {group.owner.name!r}: ranks {missing} did not attach within {wait_s:g} s",
+            group=group.owner.name,
+            missing_ranks=missing,
+        )
+    group.member(session, generation)
+    if group.state is not State.READY:
+        rank = group.lost_ranks[0] if group.lost_ranks else -1
+        raise PeerLostError(
+            f"group {group.owner.name!r}: the process of rank {rank} is gone",
+            group=group.owner.name,
+            rank=rank,
+        )

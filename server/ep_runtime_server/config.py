@@ -1,0 +1,98 @@
+"""What the daemon was told, resolved and validated once; and the constants of its protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_server.host_memory import available_bytes
+
+SERVER_VERSION = "0.1.0"
+
+HEARTBEAT_INTERVAL_S = 2.0
+SUSPECT_AFTER_S = 10.0
+TICKET_LIFE_S = 10.0
+ENDED_SESSION_LIFE_S = 600.0
+MAX_ENDED_SESSIONS = 1000
+OPERATION_LIFE_S = 600.0
+FD_CONNECTION_IDLE_S = 10.0
+MAX_FD_CONNECTIONS = 1024
+REAPER_INTERVAL_S = 0.25
+DEFAULT_WAIT_S = 30.0
+MAX_WAIT_S = 3600.0
+DEFAULT_DRAIN_S = 30.0
+MAX_LABELS = 32
+MAX_LABEL_BYTES = 256
+MAX_LAYERS_PER_CALL = 100_000
+
+# Test switches; the daemon says loudly that they are on.
+TESTING_SWITCHES = ("no-peer-pidfd",)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """Args:
+    directory: where the sockets live, made absolute.
+    allow_uids: users served beside the daemon's own and root.
+    allow_gids: groups whose members are served.
+    max_host_bytes: most bytes of host windows and boards together.
+    max_bytes_per_gpu: most bytes of windows on one GPU; None for all of it.
+    max_sessions_per_uid: live sessions of one user.
+    drain_s: how long SIGTERM waits for sessions.
+    idle_exit_s: end after that long without a session; None to stay.
+    parent_pidfd: end when this process is gone.
+    ready_fd: gets one line of JSON when the sockets answer, then is closed.
+    testing: names of TESTING_SWITCHES.
+    """
+
+    directory: Path
+    allow_uids: frozenset[int] = frozenset()
+    allow_gids: frozenset[int] = frozenset()
+    max_host_bytes: int = 0
+    max_bytes_per_gpu: int | None = None
+    max_sessions_per_uid: int = 1024
+    log_level: str = "info"
+    drain_s: float = DEFAULT_DRAIN_S
+    idle_exit_s: float | None = None
+    parent_pidfd: int | None = None
+    ready_fd: int | None = None
+    testing: frozenset[str] = frozenset()
+
+    @property
+    def open_to_others(self) -> bool:
+        """Whether users beside the daemon's own may connect."""
+        return bool(self.allow_uids or self.allow_gids)
+
+    def serves(self, uid: int, gids: frozenset[int]) -> bool:
+        return (
+            uid in (0, os.geteuid())
+            or uid in self.allow_uids
+            or not self.allow_gids.isdisjoint(gids)
+        )
+
+
+def default_max_host_bytes() -> int:
+    """Half of what the host could give without swapping."""
+    return available_bytes() // 2
+
+
+def parse_bytes(text: str) -> int:
+    """'1073741824', '512M', '2GiB' as bytes.
+
+    Raises:
+        InvalidArgumentError: not a positive size.
+    """
+    units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+    cleaned = text.strip().upper().removesuffix("B").removesuffix("I")
+    number, unit = cleaned.rstrip("KMGT"), cleaned[len(cleaned.rstrip("KMGT")) :]
+    try:
+        size = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise InvalidArgumentError(
+            f"a size must be a positive number with K, M, G or T, got {text!r}", argument="size"
+        )
+    return size

@@ -1,0 +1,130 @@
+"""Who is at the other end of a unix socket, by the kernel's word."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import os
+import select
+import socket
+import struct
+import time
+from pathlib import Path
+
+from ep_runtime.errors import PermissionDeniedError
+
+# asm-generic/socket.h; the socket module names none of them in Python 3.11.
+SO_PEERGROUPS = 59
+SO_PEERPIDFD = 77
+
+_UCRED = struct.Struct("iII")  # pid, uid, gid
+
+
+@dataclasses.dataclass
+class Peer:
+    """The process that connected. Owns a pidfd until `take_pidfd`."""
+
+    pid: int
+    uid: int
+    gids: frozenset[int]
+    pidfd: int
+
+    def take_pidfd(self) -> int:
+        pidfd, self.pidfd = self.pidfd, -1
+        return pidfd
+
+    def close(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.take_pidfd())
+
+
+def peer_of(connection: socket.socket, *, accepted_s: float, use_peer_pidfd: bool = True) -> Peer:
+    """The peer of an accepted SOCK_SEQPACKET or SOCK_STREAM unix socket.
+
+    Args:
+        connection: the accepted socket.
+        accepted_s: CLOCK_BOOTTIME when it was accepted; the fallback needs it.
+        use_peer_pidfd: False forces the fallback of kernels before 6.5.
+
+    Raises:
+        PermissionDeniedError: the process is gone, or is in a pid namespace that ours cannot see.
+        OSError: out of file descriptors.
+    """
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, gid = _UCRED.unpack(raw)
+    if pid <= 0:
+        raise PermissionDeniedError(
+            "the client's process is not visible here; run daemon and client in one pid namespace"
+        )
+    gids = frozenset({gid, *_supplementary_gids(connection)})
+    pidfd = _peer_pidfd(connection) if use_peer_pidfd else None
+    if pidfd is None:
+        pidfd = _pidfd_by_pid(connection, pid, accepted_s)
+    return Peer(pid, uid, gids, pidfd)
+
+
+def message_pid(ancillary: list[tuple[int, int, bytes]]) -> int | None:
+    """Pid of the process that sent a packet (SO_PASSCRED), or None where the kernel gave none."""
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            pid = int(_UCRED.unpack_from(data)[0])
+            return pid if pid > 0 else None
+    return None
+
+
+def ancillary_bytes() -> int:
+    """Room for one credentials message and no descriptor."""
+    return socket.CMSG_SPACE(_UCRED.size)
+
+
+def boottime_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _supplementary_gids(connection: socket.socket) -> tuple[int, ...]:
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4096)
+    except OSError:  # more than 1024 groups, or a kernel before 4.13: the primary one decides
+        return ()
+    gids = array.array("I")
+    gids.frombytes(raw[: len(raw) // 4 * 4])
+    return tuple(gids)
+
+
+def _peer_pidfd(connection: socket.socket) -> int | None:
+    """The peer's pidfd, or None where the kernel (before 6.5) has no SO_PEERPIDFD."""
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
+    except OSError as error:
+        if error.errno in (92, 22):  # ENOPROTOOPT, EINVAL
+            return None
+        if error.errno in (3, 61):  # ESRCH, ENODATA: already reaped
+            raise PermissionDeniedError("the client's process is gone") from error
+        raise
+    return int(struct.unpack("i", raw)[0])
+
+
+def _pidfd_by_pid(connection: socket.socket, pid: int, accepted_s: float) -> int:
+    """pidfd_open, then proof that the pid was not recycled since the connection was accepted."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise PermissionDeniedError("the client's process is gone", pid=pid) from error
+    poller = select.poll()
+    poller.register(connection, select.POLLHUP)
+    hung_up = any(events & select.POLLHUP for _, events in poller.poll(0))
+    started_s = process_start_s(pid)
+    if hung_up or started_s is None or started_s > accepted_s:
+        os.close(pidfd)
+        raise PermissionDeniedError("the client's process is gone", pid=pid)
+    return pidfd
+
+
+def process_start_s(pid: int) -> float | None:
+    """When the process started, on CLOCK_BOOTTIME; None where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name in parentheses may contain anything; field 22 counts from the last one.
+    return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

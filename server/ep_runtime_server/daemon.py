@@ -1,0 +1,200 @@
+"""Wiring: sockets, servers, timers and signals around one `Runtime`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from ep_runtime import wire
+from ep_runtime.v1 import (
+    admin_service_pb2_grpc,
+    group_service_pb2_grpc,
+    layer_service_pb2_grpc,
+    session_service_pb2_grpc,
+)
+from ep_runtime_server import config, credentials
+from ep_runtime_server.admin_servicer import AdminServicer
+from ep_runtime_server.clock import Clock, SystemClock
+from ep_runtime_server.config import ServerConfig
+from ep_runtime_server.credentials import Peer
+from ep_runtime_server.directory import SocketDirectory
+from ep_runtime_server.fd_server import FdServer
+from ep_runtime_server.group_servicer import GroupServicer, LayerServicer
+from ep_runtime_server.interceptor import RpcPolicy
+from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.session_servicer import SessionServicer
+
+MAX_CONCURRENT_RPCS = 4096
+# Streams of a stopped server get that long to read their last event.
+STOP_GRACE_S = 0.5
+
+SERVER_OPTIONS = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # keepalive_timeout_ms alone does nothing in current gRPC; the ping timeout decides.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # The C macro is called MIN_RECV_PING...; a wrong key is ignored without a word.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.server_handshake_timeout_ms", 2_000),
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.so_reuseport", 0),
+]
+
+SERVICES = ("", "ep_runtime.v1.SessionService", "ep_runtime.v1.GroupService")
+
+
+class Daemon:
+    """One daemon on one socket directory. `start`, then `run_until_stopped`, then `stop`."""
+
+    def __init__(
+        self,
+        settings: ServerConfig,
+        *,
+        clock: Clock | None = None,
+        peer_of: Callable[..., Peer] = credentials.peer_of,
+    ) -> None:
+        """`clock` and `peer_of` are for tests."""
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._peer_of = peer_of
+        self._stop_now = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._signals: list[int] = []
+
+    async def start(self) -> None:
+        """Locks the directory and answers on every socket.
+
+        Raises:
+            DirectoryBusyError, PermissionDeniedError, InvalidArgumentError: see SocketDirectory.
+        """
+        settings = self._settings
+        self._directory = SocketDirectory(
+            settings.directory, open_to_others=settings.open_to_others
+        )
+        self.runtime = Runtime(settings, self._clock)
+        self.runtime.on_drain(self._drained)
+        self._health = health.aio.HealthServicer()
+        self._api = self._server(self.runtime, sessions_guard=True)
+        self._admin = self._server(self.runtime, sessions_guard=False)
+        self._fd_server = FdServer(
+            self.runtime, self._directory.bind_fd_socket(), peer_of=self._peer_of
+        )
+        self._api.add_insecure_port(self._directory.address(wire.API_SOCKET))
+        self._admin.add_insecure_port(self._directory.address(wire.ADMIN_SOCKET))
+        self._directory.sockets_bound()
+        await self._api.start()
+        await self._admin.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._tasks = [
+            asyncio.get_running_loop().create_task(work)
+            for work in (self._reap(), self._watch_drain())
+        ]
+        self._watch_parent()
+        if settings.testing:
+            logging.getLogger(__name__).warning("testing switches: %s", sorted(settings.testing))
+        self.runtime.events.add(
+            "server.serving",
+            f"serving {settings.directory}",
+            incarnation=self.runtime.incarnation,
+            max_host_bytes=settings.max_host_bytes,
+        )
+
+    def _server(self, runtime: Runtime, *, sessions_guard: bool) -> grpc.aio.Server:
+        policy = RpcPolicy(runtime.sessions if sessions_guard else None)
+        server = grpc.aio.server(
+            interceptors=[policy],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
+        )
+        add: Any = server
+        if sessions_guard:
+            session_service_pb2_grpc.add_SessionServiceServicer_to_server(
+                SessionServicer(runtime), add
+            )
+            group_service_pb2_grpc.add_GroupServiceServicer_to_server(GroupServicer(runtime), add)
+            layer_service_pb2_grpc.add_LayerServiceServicer_to_server(LayerServicer(runtime), add)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(runtime), add)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, add)
+        return server
+
+    async def _set_health(self, status: Any) -> None:
+        for service in SERVICES:
+            await self._health.set(service, status)
+
+    def handle_signals(self) -> None:
+        """SIGTERM and SIGINT drain; the second one ends at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+            self._signals.append(number)
+
+    def _signalled(self) -> None:
+        if self.runtime.stop_at_s is not None:
+            self._stop_now.set()
+        else:
+            self.runtime.drain(self._settings.drain_s, shutdown=True)
+
+    def _watch_parent(self) -> None:
+        if self._settings.parent_pidfd is not None:
+            asyncio.get_running_loop().add_reader(self._settings.parent_pidfd, self._parent_gone)
+
+    def _parent_gone(self) -> None:
+        assert self._settings.parent_pidfd is not None
+        asyncio.get_running_loop().remove_reader(self._settings.parent_pidfd)
+        self.runtime.events.add("server.parent_gone", "the process that started us is gone")
+        self._stop_now.set()
+
+    async def _watch_drain(self) -> None:
+        await self._drained.wait()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _reap(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(config.REAPER_INTERVAL_S)
+            lag = max(0.0, loop.time() - before - config.REAPER_INTERVAL_S)
+            # Decays by half in about ten seconds, so that a stall stays visible for a while.
+            self.runtime.loop_lag_s = max(lag, self.runtime.loop_lag_s * 0.98)
+            self.runtime.tick()
+            if self.runtime.should_stop:
+                self._stop_now.set()
+
+    async def run_until_stopped(self) -> None:
+        """Returns when told to end: signal, drained, idle, or the parent gone."""
+        await self._stop_now.wait()
+
+    async def stop(self) -> None:
+        """Ends every server. Clients keep what they mapped; boards are left alone, so that a
+        running step is not disturbed by an upgrade of the daemon."""
+        loop = asyncio.get_running_loop()
+        for number in self._signals:
+            loop.remove_signal_handler(number)
+        if self._settings.parent_pidfd is not None:
+            loop.remove_reader(self._settings.parent_pidfd)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.runtime.draining = True
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._fd_server.close()
+        for session in self.runtime.sessions.all():
+            session.tell(None)
+        await asyncio.gather(self._api.stop(STOP_GRACE_S), self._admin.stop(STOP_GRACE_S))
+        self.runtime.sessions.shut_down()
+        await self.runtime.pool.settle()
+        self.runtime.pool.close()
+        self._directory.close()
+        self.runtime.events.add("server.stopped", f"pid {os.getpid()} ends")

@@ -1,0 +1,106 @@
+"""Where windows live. A CUDA device is one more class here; nothing else changes for it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from typing import Protocol
+
+from ep_runtime.errors import PoolExhaustedError
+from ep_runtime_server.host_memory import available_bytes
+
+# Linux fcntl.h; the fcntl module has them from Python 3.8 on, typeshed on Linux only.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Allocation(Protocol):
+    """One window or board. Its contents outlive every client."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def export_fd(self) -> int:
+        """A new descriptor for a client; the caller closes it after sending."""
+
+    def map(self) -> mmap.mmap:
+        """Writable mapping in the daemon. Only boards are mapped; a device may refuse."""
+
+    def free(self) -> None:
+        """Gives the memory back once the last descriptor and mapping elsewhere are gone."""
+
+
+class Device(Protocol):
+    """Allocates in one memory. Calls may block and run on a thread of their own."""
+
+    @property
+    def name(self) -> str:
+        """ "host", or a GPU's UUID."""
+
+    @property
+    def limit_bytes(self) -> int: ...
+
+    def allocate(self, label: str, size_bytes: int) -> Allocation:
+        """Raises PoolExhaustedError where the memory is not there."""
+
+
+class HostAllocation:
+    """A memfd, fully backed and sealed: neither side can shrink it under the other's mapping."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self._fd = fd
+        self.size_bytes = size_bytes
+
+    def export_fd(self) -> int:
+        return os.dup(self._fd)
+
+    def map(self) -> mmap.mmap:
+        return mmap.mmap(self._fd, self.size_bytes)
+
+    def free(self) -> None:
+        os.close(self._fd)
+
+
+class HostDevice:
+    """Host memory, in memfds."""
+
+    name = "host"
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+
+    def allocate(self, label: str, size_bytes: int) -> HostAllocation:
+        available = available_bytes()
+        if size_bytes > available:
+            # A memfd of more than the host has does not fail: it wakes the OOM killer.
+            raise PoolExhaustedError(
+                f"{label}: asked for {size_bytes} bytes, the host has {available} available",
+                asked_bytes=size_bytes,
+                free_bytes=available,
+                limit_bytes=self.limit_bytes,
+                holders=[],
+            )
+        try:
+            fd = os.memfd_create(f"ep-runtime:{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise _exhausted(label, size_bytes, self.limit_bytes, error) from error
+        try:
+            # Sparse memory would turn a full host into SIGBUS in the middle of a step.
+            os.posix_fallocate(fd, 0, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(fd)
+            raise _exhausted(label, size_bytes, self.limit_bytes, error) from error
+        return HostAllocation(fd, size_bytes)
+
+
+def _exhausted(label: str, size_bytes: int, limit_bytes: int, error: OSError) -> PoolExhaustedError:
+    what = "file descriptors" if error.errno in (errno.EMFILE, errno.ENFILE) else "memory"
+    return PoolExhaustedError(
+        f"{label}: {size_bytes} bytes: the host is out of {what}: {error.strerror}",
+        asked_bytes=size_bytes,
+        free_bytes=0,
+        limit_bytes=limit_bytes,
+        holders=[],
+    )

@@ -1,0 +1,89 @@
+"""The socket directory: one daemon at a time, and no socket left behind or stolen."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from pathlib import Path
+from urllib.parse import quote
+
+from ep_runtime import env, wire
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
+
+LOCK_FILE = "lock"
+SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET)
+
+
+class DirectoryBusyError(EpRuntimeError):
+    """Another daemon serves the directory. `fields`: directory, pid."""
+
+    grpc_code = "UNAVAILABLE"
+
+
+class SocketDirectory:
+    """A locked directory. gRPC takes a path over silently, so the lock comes before any bind."""
+
+    def __init__(self, path: Path, *, open_to_others: bool) -> None:
+        """Creates and locks it.
+
+        Raises:
+            DirectoryBusyError: another daemon has it; names its pid.
+            PermissionDeniedError: it belongs to another user.
+            InvalidArgumentError: it cannot be created, or its name is too long.
+        """
+        try:
+            self.path = env.make_directory(path)
+            os.chmod(self.path, 0o755 if open_to_others else 0o700)
+            self._lock_fd = os.open(
+                self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"cannot use {path} as socket directory: {error.strerror}", argument="dir"
+            ) from error
+        self._open_to_others = open_to_others
+        self._inodes: dict[str, tuple[int, int]] = {}
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock_fd)
+            raise DirectoryBusyError(
+                f"another daemon (pid {pid}) serves {self.path}", directory=str(self.path), pid=pid
+            ) from None
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        for name in SOCKETS:  # of a daemon that was killed
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path / name)
+
+    def address(self, name: str) -> str:
+        """What gRPC binds: a URI, so odd characters of the path are quoted."""
+        return f"unix:{quote(str(self.path / name))}"
+
+    def bind_fd_socket(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self.path / wire.FD_SOCKET))
+        return listener
+
+    def sockets_bound(self) -> None:
+        """Sets the modes of the sockets and remembers which files are ours."""
+        for name in SOCKETS:
+            others = self._open_to_others and name != wire.ADMIN_SOCKET
+            os.chmod(self.path / name, 0o666 if others else 0o600)
+            found = os.stat(self.path / name)
+            self._inodes[name] = (found.st_dev, found.st_ino)
+
+    def close(self) -> None:
+        """Removes our sockets, not ones that somebody else put there, and unlocks."""
+        for name, inode in self._inodes.items():
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(self.path / name)
+                if (found.st_dev, found.st_ino) == inode:
+                    os.unlink(self.path / name)
+        self._inodes = {}
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1

@@ -1,0 +1,325 @@
+"""Every group of the daemon, and what makes them change: claims, ends of sessions, time, orders."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ep_runtime.board import PoisonReason
+from ep_runtime.errors import (
+    EpRuntimeError,
+    GroupNotReadyError,
+    InvalidArgumentError,
+    SpecMismatchError,
+    StaleHandleError,
+)
+from ep_runtime.specs import GroupSpec
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.group_fsm import Event, State
+from ep_runtime_server.groups import Group
+from ep_runtime_server.sessions import Session, SessionState
+from ep_runtime_server.windows import Owner, WindowPool
+
+
+async def wait_until(group: Group, done: Callable[[], bool], wait_s: float) -> bool:
+    """Waits for `done`, looked at whenever the group changes; False at the deadline."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait_s
+    while not done():
+        changed = group.changed
+        try:
+            await asyncio.wait_for(changed.wait(), deadline - loop.time())
+        except TimeoutError:
+            return done()
+    return True
+
+
+class Groups:
+    """Groups by owner. Lives on the event loop's thread; only formation awaits."""
+
+    def __init__(self, pool: WindowPool, clock: Clock, events: EventLog) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._events = events
+        self._groups: dict[Owner, Group] = {}
+        self._generation = 0
+
+    def all(self) -> list[Group]:
+        return list(self._groups.values())
+
+    def get(self, session: Session, name: str) -> Group:
+        """The group of that name in the session's (uid, job). Raises StaleHandleError."""
+        group = self._groups.get(Owner(session.uid, session.job, name))
+        if group is None:
+            raise StaleHandleError(
+                f"no group {name!r} in job {session.job!r} of uid {session.uid}; create it",
+                group=name,
+                job=session.job,
+            )
+        return group
+
+    def of_session(self, session: Session) -> list[Group]:
+        """Groups in which the session is a member, or was under the generation before."""
+        key = session.session_id
+        return [g for g in self._groups.values() if key in g.members or key in g.previous]
+
+    async def create(
+        self,
+        session: Session,
+        spec: GroupSpec,
+        ranks: tuple[int, ...],
+        *,
+        replace: bool,
+        wait_s: float,
+    ) -> Group:
+        """Claims the ranks and waits until the group formed.
+
+        Raises:
+            SpecMismatchError, GroupBusyError, InvalidArgumentError: at once, nothing is claimed.
+            GroupNotReadyError: at the deadline; the claim is given up.
+            PoolExhaustedError: the memory is not there.
+            StaleHandleError: the group was replaced, reclaimed or fenced meanwhile.
+        """
+        group = self._claim(session, spec, ranks, replace=replace)
+        key, generation = session.session_id, group.generation
+        await wait_until(group, lambda: group.formed or key not in group.members, wait_s)
+        if group.failure is not None:
+            raise type(group.failure)(str(group.failure), **group.failure.fields)
+        if key not in group.members or group.generation != generation:
+            raise StaleHandleError(
+                f"group {spec.name!r} was closed, replaced or reclaimed while it formed",
+                group=spec.name,
+            )
+        if not group.formed:
+            missing = group.missing_ranks
+            self._depart(group, session, Event.CLAIMANT_LOST)
+            raise GroupNotReadyError(
+                f"group {spec.name!r}: ranks {missing} of {spec.world_size} were not claimed "
+                f"within {wait_s:g} s"
+                if missing
+                else f"group {spec.name!r}: its memory was not there within {wait_s:g} s",
+                group=spec.name,
+                missing_ranks=missing,
+            )
+        return group
+
+    def _claim(
+        self, session: Session, spec: GroupSpec, ranks: tuple[int, ...], *, replace: bool
+    ) -> Group:
+        owner = Owner(session.uid, session.job, spec.name)
+        group = self._groups.get(owner)
+        difference = group.spec.difference(spec) if group is not None else None
+        if group is not None and difference is not None:
+            if not replace:
+                raise _mismatch(spec.name, *difference)
+            self.take_away(group, PoisonReason.CLOSED, "replaced by another spec")
+            group = None
+        if group is None:
+            group = self._new_group(owner, spec)
+        member = group.members.get(session.session_id)
+        if member is not None and group.state is not State.BROKEN:
+            if member.ranks != ranks:
+                raise InvalidArgumentError(
+                    f"this process claims the ranks {list(member.ranks)} of group {spec.name!r}, "
+                    f"the call says {list(ranks)}; close the group first",
+                    argument="world_ranks",
+                )
+            return group
+        if group.can_form_again:
+            group.start_over(self._next_generation())
+            self._stamp(group)
+        group.claim(session, ranks)
+        if group.windows is not None:
+            self._pool.lease(group.windows)
+            # Who claims again has unmapped the older generation; the contract says so.
+            self._pool.drop_holder(session.session_id, group.windows)
+        if not group.missing_ranks and (group.formation is None or group.formation.done()):
+            group.formation = asyncio.get_running_loop().create_task(self._form(group))
+        return group
+
+    def _new_group(self, owner: Owner, spec: GroupSpec) -> Group:
+        group = Group(owner, spec, self._next_generation())
+        self._groups[owner] = group
+        self._stamp(group)
+        return group
+
+    def _stamp(self, group: Group) -> None:
+        group.created_s = self._clock.monotonic_s()
+        group.created_wall_s = self._clock.wall_s()
+        self._log("group.forming", group, f"generation {group.generation} begins to form")
+
+    def _next_generation(self) -> int:
+        self._generation += 1
+        return self._generation
+
+    async def _form(self, group: Group) -> None:
+        """Gets the memory of a fully claimed group; at most one runs per group."""
+        try:
+            while True:
+                generation = group.generation
+                await self._get_windows(group)
+                if group.state is State.CLOSED or group.missing_ranks:
+                    break
+                if group.generation == generation:
+                    group.formed = True
+                    self._log("group.formed", group, "every rank is claimed, the memory is there")
+                    break
+        except EpRuntimeError as error:
+            group.failure = error
+            if group.state is not State.CLOSED:
+                event = Event.FAILED if group.state is State.FORMING else Event.TAKEN_AWAY
+                self._close(group, event, str(error))
+        finally:
+            if group.windows is not None:
+                if group.state is State.CLOSED:
+                    self._pool.release(group.windows)
+                    group.windows = None
+                elif group.state is State.RETAINED:
+                    self._pool.retain(group.windows)
+            group.notify()
+
+    async def _get_windows(self, group: Group) -> None:
+        if not group.has_windows:
+            return
+        windows = group.windows
+        if windows is not None and not windows.holders:
+            await self._pool.format_again(windows, group.generation)
+            group.reattached = True
+            return
+        if windows is not None:  # somebody who claims no rank may still write to it
+            self._pool.release(windows)
+            group.windows = None
+        group.windows = await self._pool.allocate(group.owner, group.spec, group.generation)
+
+    # Ends
+
+    def leave(self, session: Session, group: Group) -> int:
+        """The process unmapped the group in good order; bytes on their way back."""
+        self._pool.drop_holder(session.session_id, group.windows)
+        return self._depart(group, session, Event.MEMBER_LEFT)
+
+    def close(self, session: Session, name: str, generation: int) -> int:
+        """The process unmapped that generation of the group; bytes on their way back.
+
+        What is gone, or never was, is closed.
+        """
+        owner = Owner(session.uid, session.job, name)
+        group = self._groups.get(owner)
+        if group is not None and group.generation == generation:
+            return self.leave(session, group) if session.session_id in group.members else 0
+        freed = 0
+        for windows in self._pool.sets:
+            if windows.owner == owner and windows.generation == generation:
+                freed += self._pool.drop_holder(session.session_id, windows)
+        if group is not None and session.session_id in group.previous:
+            freed += self.leave(session, group)
+        return freed
+
+    def session_ended(self, session: Session) -> None:
+        """FENCED keeps the memory charged; CLOSED and DEAD give it back or retain it."""
+        if session.over:
+            self._pool.drop_holder(session.session_id)
+        for group in self.of_session(session):
+            if session.state is SessionState.FENCED:
+                self._fenced(group, session)
+            elif session.state is SessionState.CLOSED:
+                self._depart(group, session, Event.MEMBER_LEFT)
+            else:
+                self._depart(group, session, Event.MEMBER_LOST)
+
+    def _fenced(self, group: Group, session: Session) -> None:
+        group.poison(PoisonReason.FENCED)
+        if len(group.members.keys() | group.previous.keys()) == 1:
+            self.take_away(group, PoisonReason.FENCED, "its session was fenced")
+        else:
+            self._depart(group, session, Event.MEMBER_LOST)
+
+    def _depart(self, group: Group, session: Session, event: Event) -> int:
+        """Takes the session out of the group; bytes on their way back."""
+        member = group.members.pop(session.session_id, None)
+        group.previous.pop(session.session_id, None)
+        alone = not group.members and not group.previous
+        if member is not None and group.formed and event is Event.MEMBER_LOST:
+            group.lost_ranks.extend(member.ranks)
+            group.poison(PoisonReason.PEER_LOST, member.ranks[0])
+        if alone:
+            if event is Event.MEMBER_LEFT:
+                return self._close(group, Event.EMPTIED_FOR_GOOD, "closed by its last process")
+            return self._emptied(group)
+        if member is None:
+            group.notify()
+        elif not group.formed:
+            group.advance(Event.CLAIMANT_LOST)
+        else:
+            if event is Event.MEMBER_LEFT:
+                group.left.add(session.session_id)
+                if group.state is State.FORMING:
+                    group.poison(PoisonReason.CLOSED)
+            group.advance(event, f"process {session.pid}: {event.value}")
+            self._log(f"group.{group.state.value.lower()}", group, event.value)
+        return 0
+
+    def _emptied(self, group: Group) -> int:
+        forming = group.formation is not None and not group.formation.done()
+        worth = group.windows is not None or forming or len(group.layers) > 0
+        if group.spec.retain_s <= 0 or not worth:
+            return self._close(group, Event.EMPTIED_FOR_GOOD, "no process is left")
+        group.retained_until_s = self._clock.monotonic_s() + group.spec.retain_s
+        if group.windows is not None:
+            self._pool.retain(group.windows)
+        group.advance(Event.EMPTIED)
+        self._log("group.retained", group, f"retained for {group.spec.retain_s:g} s")
+        return 0
+
+    def take_away(self, group: Group, reason: PoisonReason, why: str) -> int:
+        """Poisons the group and forgets it; bytes on their way back now."""
+        group.poison(reason)
+        return self._close(group, Event.TAKEN_AWAY, why)
+
+    def expire(self) -> None:
+        """Frees groups whose retained time is over."""
+        now = self._clock.monotonic_s()
+        for group in self.all():
+            until = group.retained_until_s
+            if group.state is State.RETAINED and until is not None and until <= now:
+                self._close(group, Event.EXPIRED, "the retained time is over")
+
+    def _close(self, group: Group, event: Event, why: str) -> int:
+        group.poison(PoisonReason.CLOSED)
+        group.advance(event, why)
+        group.members = {}
+        group.previous = {}
+        group.retained_until_s = None
+        if self._groups.get(group.owner) is group:
+            del self._groups[group.owner]
+        self._log("group.closed", group, why)
+        freed = 0
+        forming = group.formation is not None and not group.formation.done()
+        if group.windows is not None and not forming:  # else the formation releases them
+            freed = self._pool.release(group.windows)
+            group.windows = None
+        group.notify()
+        return freed
+
+    def _log(self, kind: str, group: Group, message: str) -> None:
+        self._events.add(
+            kind,
+            f"group {group.owner}: {message}",
+            group=group.owner.name,
+            level=logging.INFO,
+            generation=group.generation,
+            state=group.state.value,
+        )
+
+
+def _mismatch(name: str, field: str, theirs: object, ours: object) -> SpecMismatchError:
+    return SpecMismatchError(
+        f"group {name!r} exists with {field}={theirs}, this call says {ours}; "
+        "make them equal, or pass replace=True to take its place",
+        object=name,
+        field=field,
+        theirs=theirs,
+        ours=ours,
+    )

@@ -1,0 +1,165 @@
+"""One group: its claims, its state, its memory. `formation.py` drives it; nothing here awaits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from ep_runtime.board import PoisonReason
+from ep_runtime.errors import (
+    EpRuntimeError,
+    GroupBusyError,
+    PermissionDeniedError,
+    StaleHandleError,
+)
+from ep_runtime.specs import GroupSpec
+from ep_runtime.v1 import session_service_pb2
+from ep_runtime_server.group_fsm import Event, State, next_state
+from ep_runtime_server.layers import LayerTable
+from ep_runtime_server.sessions import Session
+from ep_runtime_server.windows import Owner, WindowSet
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+    """A process in a group under its current generation."""
+
+    session: Session
+    ranks: tuple[int, ...]
+    attached: bool = False
+
+
+class Group:
+    """A group of one owner. Formed when every rank is claimed and the memory is there."""
+
+    def __init__(self, owner: Owner, spec: GroupSpec, generation: int) -> None:
+        self.owner = owner
+        self.spec = spec
+        self.generation = generation
+        self.state = State.FORMING
+        self.layers = LayerTable(spec)
+        self.members: dict[str, Member] = {}
+        # Members of the older generation that neither claimed again nor went away: their ranks
+        # cannot be claimed by others.
+        self.previous: dict[str, Member] = {}
+        self.left: set[str] = set()  # closed it while others go on
+        self.windows: WindowSet | None = None
+        self.formed = False
+        self.reattached = False
+        self.formation: asyncio.Task[None] | None = None
+        self.failure: EpRuntimeError | None = None
+        self.lost_ranks: list[int] = []
+        self.retained_until_s: float | None = None
+        self.created_s = 0.0
+        self.created_wall_s = 0.0
+        self._changed = asyncio.Event()
+
+    @property
+    def has_windows(self) -> bool:
+        return self.spec.transport != "xla"
+
+    @property
+    def claims(self) -> dict[int, Member]:
+        return {rank: member for member in self.members.values() for rank in member.ranks}
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        claimed = self.claims
+        return [rank for rank in range(self.spec.world_size) if rank not in claimed]
+
+    @property
+    def unattached_ranks(self) -> list[int]:
+        claimed = self.claims
+        return [
+            rank
+            for rank in range(self.spec.world_size)
+            if rank not in claimed or not claimed[rank].attached
+        ]
+
+    @property
+    def can_form_again(self) -> bool:
+        """Whether a claim starts a new generation."""
+        return self.state in (State.BROKEN, State.RETAINED) or bool(
+            self.state is State.READY and self.left
+        )
+
+    def advance(self, event: Event, reason: str = "") -> None:
+        """Takes the transition, wakes who waits, tells the members."""
+        before, self.state = self.state, next_state(self.state, event)
+        if self.state is not before:
+            self._tell(reason or event.value)
+        self.notify()
+
+    def _tell(self, reason: str) -> None:
+        message = session_service_pb2.GroupEvent(
+            group=self.owner.name,
+            generation=self.generation,
+            state=f"GROUP_STATE_{self.state.value}",
+            reason=reason,
+            lost_ranks=self.lost_ranks,
+        )
+        for member in self.members.values():
+            member.session.tell(session_service_pb2.WatchSessionResponse(group=message))
+
+    def notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change; take it before looking at what may change."""
+        return self._changed
+
+    def claim(self, session: Session, ranks: tuple[int, ...]) -> None:
+        """Raises GroupBusyError where another live process has one of the ranks."""
+        for member in (*self.members.values(), *self.previous.values()):
+            taken = sorted(set(member.ranks).intersection(ranks))
+            if taken and member.session is not session:
+                raise GroupBusyError(
+                    f"rank {taken[0]} of group {self.owner.name!r} is claimed by process "
+                    f"{member.session.pid}, which lives",
+                    group=self.owner.name,
+                    rank=taken[0],
+                    pid=member.session.pid,
+                )
+        self.previous.pop(session.session_id, None)
+        self.members[session.session_id] = Member(session, ranks)
+        self.notify()
+
+    def start_over(self, generation: int) -> None:
+        """A new generation on what is left of the old one. Its members claim again."""
+        self.advance(Event.CLAIMED_AGAIN)
+        self.generation = generation
+        self.previous.update(self.members)
+        self.members = {}
+        self.left = set()
+        self.formed = self.reattached = False
+        self.lost_ranks = []
+        self.retained_until_s = None
+
+    def member(self, session: Session, generation: int) -> Member:
+        """Raises StaleHandleError for another generation, PermissionDeniedError for a stranger."""
+        self.check_generation(generation)
+        member = self.members.get(session.session_id)
+        if member is None:
+            raise PermissionDeniedError(
+                f"process {session.pid} claims no rank of group {self.owner.name!r}",
+                group=self.owner.name,
+            )
+        return member
+
+    def check_generation(self, generation: int) -> None:
+        """Raises StaleHandleError naming both generations."""
+        if generation != self.generation:
+            raise StaleHandleError(
+                f"group {self.owner.name!r} is at generation {self.generation}, "
+                f"the call is for {generation}; create the group again",
+                group=self.owner.name,
+                generation=self.generation,
+                asked=generation,
+            )
+
+    def poison(self, reason: PoisonReason, rank: int = -1) -> None:
+        # Before it formed no client knows the generation, and the board still has the older one.
+        if self.windows is not None and self.formed:
+            self.windows.poison(reason, rank)

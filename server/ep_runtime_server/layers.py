@@ -1,0 +1,169 @@
+"""Registrations of one group: names, ids in programs, and handle indices on the board."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+from ep_runtime import board, specs
+from ep_runtime.errors import (
+    InvalidArgumentError,
+    PoolExhaustedError,
+    SpecMismatchError,
+    StaleHandleError,
+)
+from ep_runtime.specs import GroupSpec, LayerSpec
+from ep_runtime.wire import LayerStackSpec, RegisteredLayer
+
+_STACK_MEMBER = re.compile(r"(?P<stack>.*)\[(?P<index>[0-9]{1,7})\]", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """One place in a layer's pipeline."""
+
+    layer: str
+    handle: int
+    index: int
+
+
+class LayerTable:
+    """Layers and stacks of a group. Handle indices are dense and never given back singly."""
+
+    def __init__(self, group: GroupSpec) -> None:
+        self._group = group
+        self._layers: dict[str, RegisteredLayer] = {}
+        self._ids: dict[int, str] = {}
+        self._next_handle = 0
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Every layer of a stack counted."""
+        return sum(max(layer.num_layers, 1) for layer in self._layers.values())
+
+    @property
+    def num_handles(self) -> int:
+        return self._next_handle
+
+    def all(self) -> list[RegisteredLayer]:
+        """In the order of registration."""
+        return list(self._layers.values())
+
+    def register(
+        self, layers: Sequence[LayerSpec], stacks: Sequence[LayerStackSpec]
+    ) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
+        """All or none of them; an equal registration is answered with what it got before.
+
+        Raises:
+            InvalidArgumentError: one does not fit the group.
+            SpecMismatchError: a name is taken by other settings.
+            PoolExhaustedError: the board has not as many handles.
+        """
+        added: dict[str, RegisteredLayer] = {}
+        answer = [self._plan(spec, 0, added) for spec in layers]
+        stack_answer = [self._plan(stack.spec, stack.num_layers, added) for stack in stacks]
+        self._layers.update(added)
+        self._ids.update({layer.base_id: name for name, layer in added.items()})
+        self._next_handle += sum(layer.num_handles for layer in added.values())
+        return answer, stack_answer
+
+    def _plan(
+        self, spec: LayerSpec, num_layers: int, added: dict[str, RegisteredLayer]
+    ) -> RegisteredLayer:
+        filled = specs.check_layer(self._group, spec)
+        known = self._layers.get(spec.name) or added.get(spec.name)
+        if known is not None:
+            self._compare(known, filled, num_layers)
+            return dataclasses.replace(known, already_registered=True)
+        self._check_names(spec.name, num_layers, added)
+        make_id = specs.stack_base_id if num_layers else specs.layer_id
+        base_id = make_id(self._group.name, spec.name)
+        if base_id in self._ids:
+            raise InvalidArgumentError(
+                f"layer {spec.name!r} has the same id as {self._ids[base_id]!r}; rename one",
+                argument="name",
+            )
+        last = next(reversed(added.values()), None)
+        base = self._next_handle if last is None else last.handle_base + last.num_handles
+        layer = RegisteredLayer(filled, num_layers, base_id, base)
+        if base + layer.num_handles > board.MAX_HANDLES:
+            raise PoolExhaustedError(
+                f"layer {spec.name!r} asks for {layer.num_handles} handles, group "
+                f"{self._group.name!r} has {board.MAX_HANDLES - base} of {board.MAX_HANDLES} left",
+                asked=layer.num_handles,
+                free=board.MAX_HANDLES - base,
+                limit=board.MAX_HANDLES,
+            )
+        added[spec.name] = layer
+        return layer
+
+    def _compare(self, known: RegisteredLayer, spec: LayerSpec, num_layers: int) -> None:
+        theirs, ours = dataclasses.asdict(known.spec), dataclasses.asdict(spec)
+        theirs["num_layers"], ours["num_layers"] = known.num_layers, num_layers
+        for field, value in theirs.items():
+            if ours[field] != value:
+                raise SpecMismatchError(
+                    f"layer {spec.name!r} of group {self._group.name!r} is registered with "
+                    f"{field}={value}, this call says {ours[field]}",
+                    object=spec.name,
+                    field=field,
+                    theirs=value,
+                    ours=ours[field],
+                )
+
+    def _check_names(self, name: str, num_layers: int, added: dict[str, RegisteredLayer]) -> None:
+        """A plain layer "s[3]" and layer 3 of a stack "s" would be one name for two layers."""
+        member = _STACK_MEMBER.fullmatch(name)
+        if member is None:
+            return
+        stack = self._layers.get(member["stack"]) or added.get(member["stack"])
+        if num_layers or (stack is not None and stack.num_layers):
+            raise InvalidArgumentError(
+                f"layer name {name!r} reads as a layer of stack {member['stack']!r}; "
+                "take a name without [number] at its end",
+                argument="name",
+            )
+
+    def get(self, name: str) -> RegisteredLayer:
+        """A layer or stack; "s[3]" gives stack s.
+
+        Raises:
+            StaleHandleError: not registered.
+        """
+        found = self._layers.get(name)
+        if found is None:
+            member = _STACK_MEMBER.fullmatch(name)
+            stack = self._layers.get(member["stack"]) if member else None
+            if member and stack is not None and int(member["index"]) < stack.num_layers:
+                found = stack
+        if found is None:
+            raise StaleHandleError(
+                f"layer {name!r} is not registered in group {self._group.name!r}",
+                layer=name,
+                group=self._group.name,
+            )
+        return found
+
+    def name_of_id(self, layer_id: int) -> str:
+        """The layer of an id out of a board record; empty where it is unknown."""
+        name = self._ids.get(layer_id)
+        if name is not None and not self._layers[name].num_layers:
+            return name
+        index = layer_id & (specs.MAX_STACK_LAYERS - 1)
+        stack = self._ids.get(layer_id - index)
+        if stack is None or index >= self._layers[stack].num_layers:
+            return name or ""
+        return f"{stack}[{index}]"
+
+    def handles(self) -> Iterator[Handle]:
+        """Every handle, by index."""
+        for layer in self._layers.values():
+            for position in range(max(layer.num_layers, 1)):
+                name = f"{layer.spec.name}[{position}]" if layer.num_layers else layer.spec.name
+                base = layer.handle_base + position * layer.spec.in_flight
+                for handle in range(layer.spec.in_flight):
+                    yield Handle(name, handle, base + handle)

@@ -1,0 +1,113 @@
+"""`ep-runtime serve`: flags, configuration, and the life of the process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import setproctitle
+
+from ep_runtime import env
+from ep_runtime.errors import EpRuntimeError
+from ep_runtime_server import config, events, host_memory, systemd
+from ep_runtime_server.config import ServerConfig
+from ep_runtime_server.daemon import Daemon
+
+PROCESS_TITLE = "ep-runtimed"
+
+# Exit codes of the command line: 0 ok, 1 usage, 2 no daemon (here: it could not start).
+EXIT_USAGE = 1
+EXIT_CANNOT_SERVE = 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `ep-runtime serve`; the command line shows the same help."""
+    parser = argparse.ArgumentParser(
+        prog="ep-runtime serve", description="Runs the daemon in the foreground."
+    )
+    add = parser.add_argument
+    add("--dir", help="socket directory (default: $RUNTIME_DIRECTORY, or by user)")
+    add("--allow-uid", type=int, action="append", default=[], metavar="UID", help="serve this user")
+    add("--allow-gid", type=int, action="append", default=[], metavar="GID", help="serve members")
+    add("--max-host-bytes", metavar="SIZE", help="host windows (default: half of MemAvailable)")
+    add("--max-bytes-per-gpu", metavar="SIZE", help="windows on one GPU (default: no limit)")
+    add("--max-sessions-per-uid", type=int, default=1024, metavar="N", help="default 1024")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add("--drain-s", type=float, default=config.DEFAULT_DRAIN_S, help="SIGTERM waits that long")
+    add("--idle-exit-s", type=float, metavar="S", help="end after S seconds without a session")
+    add("--parent-pidfd", type=int, metavar="FD", help="end when the process of this pidfd is gone")
+    add("--ready-fd", type=int, metavar="FD", help="write one JSON line here once serving")
+    add(
+        "--testing",
+        action="append",
+        default=[],
+        choices=config.TESTING_SWITCHES,
+        help=argparse.SUPPRESS,
+    )
+    return parser
+
+
+def make_config(arguments: argparse.Namespace) -> ServerConfig:
+    """Raises InvalidArgumentError naming the flag's value that does not work."""
+    given = arguments.max_host_bytes
+    per_gpu = arguments.max_bytes_per_gpu
+    return ServerConfig(
+        directory=env.check_directory(arguments.dir) if arguments.dir else env.runtime_directory(),
+        allow_uids=frozenset(arguments.allow_uid),
+        allow_gids=frozenset(arguments.allow_gid),
+        max_host_bytes=config.parse_bytes(given) if given else config.default_max_host_bytes(),
+        max_bytes_per_gpu=config.parse_bytes(per_gpu) if per_gpu else None,
+        max_sessions_per_uid=arguments.max_sessions_per_uid,
+        log_level=arguments.log_level,
+        drain_s=arguments.drain_s,
+        idle_exit_s=arguments.idle_exit_s,
+        parent_pidfd=arguments.parent_pidfd,
+        ready_fd=arguments.ready_fd,
+        testing=frozenset(arguments.testing),
+    )
+
+
+def _tell_ready(settings: ServerConfig) -> None:
+    systemd.notify(env.notify_socket(), "READY=1", f"STATUS=serving {settings.directory}")
+    if settings.ready_fd is not None:
+        line = json.dumps({"directory": str(settings.directory), "pid": os.getpid()})
+        os.write(settings.ready_fd, f"{line}\n".encode())
+        os.close(settings.ready_fd)
+
+
+async def serve(settings: ServerConfig) -> None:
+    """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
+    daemon = Daemon(settings)
+    await daemon.start()
+    daemon.handle_signals()
+    try:
+        _tell_ready(settings)
+        await daemon.run_until_stopped()
+    finally:
+        systemd.notify(env.notify_socket(), "STOPPING=1")
+        await daemon.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    events.start_logging(arguments.log_level)
+    try:
+        settings = make_config(arguments)
+    except EpRuntimeError as error:
+        sys.stderr.write(f"ep-runtime serve: {error}\n")
+        return EXIT_USAGE
+    setproctitle.setproctitle(PROCESS_TITLE)
+    # Before any thread runs and any socket is bound: gRPC takes the mode from the umask alone.
+    os.umask(0o077)
+    host_memory.raise_max_fds()
+    try:
+        asyncio.run(serve(settings))
+    except EpRuntimeError as error:
+        sys.stderr.write(f"ep-runtime serve: {error}\n")
+        return EXIT_CANNOT_SERVE
+    return 0

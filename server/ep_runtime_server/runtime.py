@@ -1,0 +1,204 @@
+"""All state of the daemon that is not a socket; servicers and fd server call into it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from ep_runtime.board import PoisonReason
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError, SpecMismatchError
+from ep_runtime.specs import check_name
+from ep_runtime.v1 import session_service_pb2
+from ep_runtime.wire import duration
+from ep_runtime_server import config
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.config import ServerConfig
+from ep_runtime_server.devices import HostDevice
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.formation import Groups
+from ep_runtime_server.group_fsm import State
+from ep_runtime_server.groups import Group
+from ep_runtime_server.operations import Operations
+from ep_runtime_server.sessions import Session, Sessions, SessionState
+from ep_runtime_server.tickets import TicketBook
+from ep_runtime_server.windows import WindowPool
+
+
+class Runtime:
+    """Sessions, groups, memory, and the orders of an operator."""
+
+    def __init__(self, settings: ServerConfig, clock: Clock) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.incarnation = secrets.token_hex(8)
+        self.started_s = clock.monotonic_s()
+        self.events = EventLog(clock)
+        self.pool = WindowPool(HostDevice(settings.max_host_bytes), clock, self.events)
+        self.groups = Groups(self.pool, clock, self.events)
+        self.tickets = TicketBook(clock)
+        self.operations = Operations(clock)
+        self.sessions = Sessions(
+            clock,
+            self.events,
+            max_per_uid=settings.max_sessions_per_uid,
+            on_end=self._session_ended,
+        )
+        self.draining = False
+        self.stop_at_s: float | None = None  # set once the daemon is told to end
+        self.loop_lag_s = 0.0
+        self._idle_since_s = self.started_s
+        self._drain_listeners: list[asyncio.Event] = []
+
+    @property
+    def server_state(self) -> session_service_pb2.ServerState:
+        if self.draining:
+            return session_service_pb2.SERVER_STATE_DRAINING
+        return session_service_pb2.SERVER_STATE_SERVING
+
+    def check_serving(self) -> None:
+        """Raises RuntimeUnavailableError while the daemon drains."""
+        if self.draining:
+            raise RuntimeUnavailableError(
+                f"the daemon at {self.settings.directory} is draining and admits nothing new",
+                address=f"unix://{self.settings.directory}",
+            )
+
+    def open_session(
+        self, session: Session, job: str, labels: dict[str, str], process_index: int
+    ) -> None:
+        """Names the job of a session.
+
+        Raises:
+            SpecMismatchError: opened before with another job.
+            InvalidArgumentError: a job or label that no session may have.
+            RuntimeUnavailableError: draining.
+        """
+        check_name("job", job)
+        long = [k for k, v in labels.items() if len((k + v).encode()) > config.MAX_LABEL_BYTES]
+        if len(labels) > config.MAX_LABELS or long:
+            raise InvalidArgumentError(
+                f"labels must be at most {config.MAX_LABELS} of {config.MAX_LABEL_BYTES} bytes, "
+                f"got {len(labels)}, too long: {long[:3]}",
+                argument="labels",
+            )
+        if session.state is not SessionState.CONNECTED:
+            if session.job != job:
+                raise SpecMismatchError(
+                    f"session {session.session_id} belongs to job {session.job!r}, "
+                    f"the call says {job!r}",
+                    object=session.session_id,
+                    field="job",
+                    theirs=session.job,
+                    ours=job,
+                )
+            return
+        self.check_serving()
+        session.job = job
+        session.labels = dict(labels)
+        session.process_index = process_index
+        session.state = SessionState.ACTIVE
+        self.events.add(
+            "session.active",
+            f"process {session.pid} opened a session in job {job!r}",
+            session_id=session.session_id,
+            job=job,
+        )
+
+    def _session_ended(self, session: Session) -> None:
+        self.operations.forget_session(session.session_id)
+        if session.state is SessionState.FENCED:
+            session.tell(
+                session_service_pb2.WatchSessionResponse(
+                    fence=session_service_pb2.FenceEvent(reason="fenced by an operator")
+                )
+            )
+        self.groups.session_ended(session)
+        session.tell(None)
+        if not self.sessions.not_over():
+            self._idle_since_s = self.clock.monotonic_s()
+
+    # Orders
+
+    def drain(self, deadline_s: float, *, shutdown: bool) -> None:
+        """Admits nothing new; with `shutdown` the daemon ends at the deadline at the latest."""
+        if not self.draining:
+            self.events.add("server.draining", f"draining, sessions have {deadline_s:g} s")
+        self.draining = True
+        if shutdown:
+            self.stop_at_s = self.clock.monotonic_s() + deadline_s
+        event = session_service_pb2.DrainEvent(deadline=duration(deadline_s))
+        for session in self.sessions.not_over():
+            session.tell(session_service_pb2.WatchSessionResponse(drain=event))
+        for listener in self._drain_listeners:
+            listener.set()
+
+    def on_drain(self, listener: asyncio.Event) -> None:
+        """`listener` is set when draining begins."""
+        self._drain_listeners.append(listener)
+
+    def fence(self, session_id: str, reason: str) -> list[str]:
+        """Cuts a session off; names of the groups that this poisoned.
+
+        Raises:
+            InvalidArgumentError: no such session.
+        """
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise InvalidArgumentError(f"no session {session_id!r}", argument="session_id")
+        names = [group.owner.name for group in self.groups.of_session(session)]
+        self.sessions.fence(session, reason[:200] or "no reason given")
+        return names
+
+    def reclaim(
+        self, name: str, job: str, uid: int | None, *, all_retained: bool
+    ) -> tuple[list[Group], int, int]:
+        """Poisons groups and takes their memory: (groups, bytes freed, bytes quarantined).
+
+        Raises:
+            InvalidArgumentError: no group, or more than one, is meant.
+        """
+        if all_retained == bool(name):
+            raise InvalidArgumentError("give a name or all_retained, not both", argument="name")
+        if all_retained:
+            found = [g for g in self.groups.all() if g.state is State.RETAINED]
+        else:
+            found = [
+                g
+                for g in self.groups.all()
+                if g.owner.name == name
+                and (not job or g.owner.job == job)
+                and (uid is None or g.owner.uid == uid)
+            ]
+            if len(found) != 1:
+                raise InvalidArgumentError(
+                    f"{len(found)} groups are named {name!r}"
+                    + ("; give job and uid" if found else ""),
+                    argument="name",
+                )
+        freed = quarantined = 0
+        for group in found:
+            windows = group.windows
+            held = windows.size_bytes if windows is not None else 0
+            gone = self.groups.take_away(group, PoisonReason.RECLAIMED, "reclaimed by an operator")
+            freed, quarantined = freed + gone, quarantined + held - gone
+        return found, freed, quarantined
+
+    # Time
+
+    def tick(self) -> None:
+        """What is due by the clock; called every REAPER_INTERVAL_S."""
+        self.groups.expire()
+        self.tickets.expire()
+        self.operations.expire()
+        self.sessions.mark_suspects()
+        self.sessions.prune()
+
+    @property
+    def should_stop(self) -> bool:
+        """Drained and empty, past the deadline, or idle for longer than wanted."""
+        now = self.clock.monotonic_s()
+        empty = not self.sessions.not_over()
+        if self.stop_at_s is not None and (empty or now >= self.stop_at_s):
+            return True
+        idle = self.settings.idle_exit_s
+        return idle is not None and empty and now - self._idle_since_s >= idle

@@ -1,0 +1,88 @@
+"""SessionService: convert, call, convert."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from ep_runtime import wire
+from ep_runtime.errors import RuntimeUnavailableError, SessionFencedError
+from ep_runtime.v1 import session_service_pb2 as pb
+from ep_runtime.v1 import session_service_pb2_grpc as pb_grpc
+from ep_runtime_server import config
+from ep_runtime_server.interceptor import current_session
+from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.sessions import SessionState
+
+Context = grpc.aio.ServicerContext
+
+
+class SessionServicer(pb_grpc.SessionServiceServicer):
+    """See session_service.proto."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Context[Any, Any]
+    ) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            server_version=config.SERVER_VERSION,
+            incarnation=self._runtime.incarnation,
+            api_versions=[wire.API_VERSION],
+            features=["memfd", "xla"],
+            state=self._runtime.server_state,
+            pid=os.getpid(),
+        )
+
+    async def OpenSession(  # noqa: N802
+        self, request: pb.OpenSessionRequest, context: Context[Any, Any]
+    ) -> pb.OpenSessionResponse:
+        session = current_session()
+        self._runtime.open_session(
+            session, request.job, dict(request.labels), request.process_index
+        )
+        return pb.OpenSessionResponse(
+            session_id=session.session_id,
+            heartbeat_interval=wire.duration(config.HEARTBEAT_INTERVAL_S),
+            uid=session.uid,
+            pid=session.pid,
+        )
+
+    async def Heartbeat(  # noqa: N802
+        self, request: pb.HeartbeatRequest, context: Context[Any, Any]
+    ) -> pb.HeartbeatResponse:
+        self._runtime.sessions.beat(current_session(), request.progress)
+        return pb.HeartbeatResponse(state=self._runtime.server_state)
+
+    async def WatchSession(  # noqa: N802
+        self, request: pb.WatchSessionRequest, context: Context[Any, Any]
+    ) -> AsyncIterator[pb.WatchSessionResponse]:
+        session = current_session()
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        if session.watcher is not None:
+            session.watcher.put_nowait(None)  # ends the older stream
+        session.watcher = queue
+        try:
+            yield pb.WatchSessionResponse()
+            while (event := await queue.get()) is not None:
+                yield event
+        finally:
+            if session.watcher is queue:
+                session.watcher = None
+        if session.state is SessionState.FENCED:
+            raise SessionFencedError(f"session {session.session_id} was fenced; connect again")
+        if session.live:
+            await context.abort(grpc.StatusCode.ABORTED, "a newer stream watches this session")
+        if self._runtime.should_stop:
+            raise RuntimeUnavailableError("the daemon ends")
+
+    async def CloseSession(  # noqa: N802
+        self, request: pb.CloseSessionRequest, context: Context[Any, Any]
+    ) -> pb.CloseSessionResponse:
+        self._runtime.sessions.close(current_session())
+        return pb.CloseSessionResponse()

@@ -1,0 +1,273 @@
+"""Client processes: who they are by the kernel's word, and whether they live.
+
+A session's token is bound to one process. Its end is known from the pidfd alone: a closed stream
+or a late heartbeat frees nothing, and a forked child that keeps the sockets open hides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from ep_runtime.errors import (
+    PermissionDeniedError,
+    PoolExhaustedError,
+    SessionFencedError,
+)
+from ep_runtime_server import config
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.credentials import Peer
+from ep_runtime_server.events import EventLog
+
+MAX_QUEUED_EVENTS = 1000
+
+
+class SessionState(enum.Enum):
+    """Values are the names on the wire."""
+
+    CONNECTED = "CONNECTED"
+    ACTIVE = "ACTIVE"
+    SUSPECT = "SUSPECT"
+    FENCED = "FENCED"
+    CLOSED = "CLOSED"
+    DEAD = "DEAD"
+
+
+LIVE = (SessionState.CONNECTED, SessionState.ACTIVE, SessionState.SUSPECT)
+OVER = (SessionState.CLOSED, SessionState.DEAD)
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """One client process."""
+
+    session_id: str
+    token: str
+    uid: int
+    pid: int
+    own_pid: int  # what the process itself calls its pid; differs in another pid namespace
+    pidfd: int
+    client_version: str
+    created_s: float
+    created_wall_s: float
+    state: SessionState = SessionState.CONNECTED
+    job: str = ""
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)
+    process_index: int = 0
+    last_beat_s: float | None = None
+    progress: int = 0
+    ended_s: float | None = None
+    watcher: asyncio.Queue[Any] | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+    def tell(self, event: Any) -> None:
+        """Queues an event for the session's stream; without a stream it is dropped."""
+        if self.watcher is None:
+            return
+        if self.watcher.qsize() >= MAX_QUEUED_EVENTS:
+            self.watcher.get_nowait()  # a client that does not read loses the oldest
+        self.watcher.put_nowait(event)
+
+
+class Sessions:
+    """Every session of the daemon. Lives on the event loop's thread."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        events: EventLog,
+        *,
+        max_per_uid: int,
+        on_end: Callable[[Session], None],
+    ) -> None:
+        """`on_end(session)` runs once, after the state became FENCED, CLOSED or DEAD; a fenced
+        session gets it again when its process is gone."""
+        self._clock = clock
+        self._events = events
+        self._max_per_uid = max_per_uid
+        self._on_end = on_end
+        self._by_token: dict[str, Session] = {}
+        self._by_id: dict[str, Session] = {}
+        self.any_ever = False
+
+    def all(self) -> list[Session]:
+        """Oldest first, with those that ended lately."""
+        return list(self._by_id.values())
+
+    def not_over(self) -> list[Session]:
+        return [session for session in self._by_id.values() if not session.over]
+
+    def get(self, session_id: str) -> Session | None:
+        return self._by_id.get(session_id)
+
+    def hello(self, peer: Peer, own_pid: int, client_version: str) -> Session:
+        """A new session for the connected process. Takes the peer's pidfd over.
+
+        Raises:
+            PoolExhaustedError: the user has as many sessions as allowed.
+        """
+        held = sum(1 for session in self.not_over() if session.uid == peer.uid)
+        if held >= self._max_per_uid:
+            raise PoolExhaustedError(
+                f"uid {peer.uid} has {held} sessions, the limit is {self._max_per_uid}",
+                limit=self._max_per_uid,
+            )
+        session = Session(
+            session_id=f"s-{secrets.token_hex(6)}",
+            token=secrets.token_hex(32),
+            uid=peer.uid,
+            pid=peer.pid,
+            own_pid=own_pid,
+            pidfd=peer.take_pidfd(),
+            client_version=client_version[:64],
+            created_s=self._clock.monotonic_s(),
+            created_wall_s=self._clock.wall_s(),
+        )
+        self._by_token[session.token] = session
+        self._by_id[session.session_id] = session
+        self.any_ever = True
+        asyncio.get_running_loop().add_reader(session.pidfd, self._on_exit, session)
+        self._log("session.hello", f"process {peer.pid} of uid {peer.uid} connected", session)
+        return session
+
+    def authenticate(self, token: str, own_pid: int | None) -> Session:
+        """The session of that token, over or not.
+
+        Raises:
+            SessionFencedError: no such token, or the session was fenced.
+            PermissionDeniedError: another process uses it.
+        """
+        session = self._by_token.get(token)
+        if session is None:
+            raise SessionFencedError("unknown session token; connect again")
+        if own_pid is not None and own_pid != session.own_pid:
+            raise self._foreign(session, own_pid)
+        if session.state is SessionState.FENCED:
+            raise SessionFencedError(
+                f"session {session.session_id} was fenced; connect again",
+                session=session.session_id,
+            )
+        return session
+
+    def authenticate_live(self, token: str, own_pid: int | None) -> Session:
+        """As `authenticate`; a session that is over raises SessionFencedError too."""
+        session = self.authenticate(token, own_pid)
+        if session.over:
+            raise SessionFencedError(
+                f"session {session.session_id} is over; connect again", session=session.session_id
+            )
+        return session
+
+    def authenticate_peer(self, token: str, peer_pid: int, peer_uid: int) -> Session:
+        """As `authenticate_live`, with the kernel's word for the process."""
+        session = self.authenticate_live(token, None)
+        if peer_pid != session.pid or peer_uid != session.uid:
+            raise self._foreign(session, peer_pid)
+        return session
+
+    def _foreign(self, session: Session, pid: int) -> PermissionDeniedError:
+        self._log(
+            "session.foreign_token",
+            f"process {pid} used the token of process {session.pid}",
+            session,
+            level=logging.WARNING,
+        )
+        return PermissionDeniedError(
+            f"session {session.session_id} belongs to process {session.pid}, not to {pid}; "
+            "a forked child must connect on its own",
+            session=session.session_id,
+            pid=pid,
+        )
+
+    def beat(self, session: Session, progress: int) -> None:
+        session.last_beat_s = self._clock.monotonic_s()
+        session.progress = max(session.progress, progress)
+        if session.state is SessionState.SUSPECT:
+            session.state = SessionState.ACTIVE
+            self._log("session.active", f"process {session.pid} is heard again", session)
+
+    def mark_suspects(self) -> None:
+        """ACTIVE sessions whose heartbeat is late become SUSPECT; that frees nothing."""
+        now = self._clock.monotonic_s()
+        for session in self._by_id.values():
+            last = session.last_beat_s or session.created_s
+            if session.state is SessionState.ACTIVE and now - last > config.SUSPECT_AFTER_S:
+                session.state = SessionState.SUSPECT
+                self._log(
+                    "session.suspect",
+                    f"process {session.pid} was not heard for {now - last:.0f} s",
+                    session,
+                    level=logging.WARNING,
+                )
+
+    def close(self, session: Session) -> None:
+        """The process said goodbye."""
+        if session.live:
+            self._end(session, SessionState.CLOSED)
+
+    def fence(self, session: Session, reason: str) -> None:
+        """Voids the token; memory that the process maps waits for its pidfd."""
+        if session.live:
+            session.state = SessionState.FENCED
+            self._log(
+                "session.fenced",
+                f"process {session.pid} was fenced: {reason}",
+                session,
+                level=logging.WARNING,
+            )
+            self._on_end(session)
+
+    def _on_exit(self, session: Session) -> None:
+        self._end(session, SessionState.DEAD)
+
+    def _end(self, session: Session, state: SessionState) -> None:
+        session.state = state
+        session.ended_s = self._clock.monotonic_s()
+        self._drop_pidfd(session)
+        what = "ended without goodbye" if state is SessionState.DEAD else "said goodbye"
+        self._log(f"session.{state.value.lower()}", f"process {session.pid} {what}", session)
+        self._on_end(session)
+
+    def _drop_pidfd(self, session: Session) -> None:
+        if session.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(session.pidfd)
+            os.close(session.pidfd)
+            session.pidfd = -1
+
+    def prune(self) -> None:
+        """Forgets sessions that ended long ago."""
+        now = self._clock.monotonic_s()
+        ended = [session for session in self._by_id.values() if session.ended_s is not None]
+        surplus = len(ended) - config.MAX_ENDED_SESSIONS
+        for position, session in enumerate(ended):
+            age = now - (session.ended_s or now)
+            if position < surplus or age > config.ENDED_SESSION_LIFE_S:
+                del self._by_id[session.session_id]
+                del self._by_token[session.token]
+
+    def shut_down(self) -> None:
+        for session in self._by_id.values():
+            self._drop_pidfd(session)
+
+    def _log(self, kind: str, message: str, session: Session, *, level: int = logging.INFO) -> None:
+        self._events.add(
+            kind,
+            message,
+            session_id=session.session_id,
+            level=level,
+            uid=session.uid,
+            client_pid=session.pid,
+        )

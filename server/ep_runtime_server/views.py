@@ -1,0 +1,251 @@
+"""What sessions, groups and memory look like on the wire. Reads; changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+from google.protobuf import timestamp_pb2
+
+from ep_runtime import board, wire
+from ep_runtime.board import HandleRecord, HandleState, OpCode, RankRecord
+from ep_runtime.errors import EpRuntimeError
+from ep_runtime.v1 import admin_service_pb2 as pb
+from ep_runtime.v1 import types_pb2
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.events import Event
+from ep_runtime_server.group_fsm import State
+from ep_runtime_server.groups import Group
+from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.sessions import Session
+from ep_runtime_server.windows import WindowSet, WindowState
+
+_BUFFER_STATES = {
+    WindowState.LEASED: pb.BUFFER_STATE_LEASED,
+    WindowState.RETAINED: pb.BUFFER_STATE_RETAINED,
+    WindowState.QUARANTINED: pb.BUFFER_STATE_QUARANTINED,
+    WindowState.RELEASING: pb.BUFFER_STATE_QUARANTINED,
+}
+
+
+def timestamp(wall_s: float) -> timestamp_pb2.Timestamp:
+    whole = int(wall_s)
+    return timestamp_pb2.Timestamp(seconds=whole, nanos=int((wall_s - whole) * 1e9))
+
+
+def descriptor(world_rank: int, size_bytes: int, generation: int) -> types_pb2.WindowDescriptor:
+    kind = types_pb2.WINDOW_KIND_BOARD if world_rank < 0 else types_pb2.WINDOW_KIND_WINDOW
+    return types_pb2.WindowDescriptor(
+        kind=kind, world_rank=world_rank, bytes=size_bytes, generation=generation
+    )
+
+
+def group(group: Group, clock: Clock) -> types_pb2.Group:
+    claims = group.claims
+    message = types_pb2.Group(
+        spec=wire.group_spec_to_proto(group.spec),
+        job=group.owner.job,
+        uid=group.owner.uid,
+        generation=group.generation,
+        state=f"GROUP_STATE_{group.state.value}",
+        window_bytes=board.window_bytes(group.spec) if group.has_windows else 0,
+        board_bytes=board.board_bytes(group.spec) if group.has_windows else 0,
+        create_time=timestamp(group.created_wall_s),
+    )
+    for rank in range(group.spec.world_size):
+        member = claims.get(rank)
+        if member is None:
+            message.members.add(world_rank=rank)
+        else:
+            message.members.add(
+                world_rank=rank,
+                session_id=member.session.session_id,
+                pid=member.session.pid,
+                attached=member.attached,
+            )
+    if group.state is State.RETAINED and group.retained_until_s is not None:
+        left = max(0.0, group.retained_until_s - clock.monotonic_s())
+        message.retained_left.CopyFrom(wire.duration(left))
+    return message
+
+
+def session(session: Session, groups: Iterable[str], clock: Clock) -> pb.SessionInfo:
+    now = clock.monotonic_s()
+    message = pb.SessionInfo(
+        session_id=session.session_id,
+        state=f"SESSION_STATE_{session.state.value}",
+        uid=session.uid,
+        pid=session.pid,
+        job=session.job,
+        labels=session.labels,
+        process_index=session.process_index,
+        client_version=session.client_version,
+        groups=groups,
+        create_time=timestamp(session.created_wall_s),
+        age=wire.duration(now - session.created_s),
+        progress=session.progress,
+    )
+    if session.last_beat_s is not None:
+        message.since_heartbeat.CopyFrom(wire.duration(now - session.last_beat_s))
+    return message
+
+
+def group_info(item: Group, clock: Clock) -> pb.GroupInfo:
+    return pb.GroupInfo(
+        group=group(item, clock),
+        num_layers=item.layers.num_layers,
+        num_handles=item.layers.num_handles,
+        total_bytes=item.windows.size_bytes if item.windows is not None else 0,
+        age=wire.duration(clock.monotonic_s() - item.created_s),
+        poison_reason=_poison_reason(item),
+    )
+
+
+def _poison_reason(group: Group) -> str:
+    windows = group.windows
+    if windows is None or windows.board is None:
+        return ""
+    try:
+        header = board.read_header(windows.board)
+    except (EpRuntimeError, ValueError):
+        return "UNREADABLE"
+    return header.poison_reason.name if header.poison_generation >= group.generation else ""
+
+
+def layers(groups: Iterable[Group]) -> Iterator[pb.LayerInfo]:
+    for item in groups:
+        for layer in item.layers.all():
+            yield pb.LayerInfo(
+                layer=wire.registered_to_proto(layer),
+                group=item.owner.name,
+                job=item.owner.job,
+                uid=item.owner.uid,
+                generation=item.generation,
+            )
+
+
+def handles(groups: Iterable[Group], layer: str, clock: Clock) -> Iterator[pb.HandleInfo]:
+    for item in groups:
+        pids = sorted(member.session.pid for member in item.members.values())
+        for handle in item.layers.handles():
+            if layer and layer not in (handle.layer, handle.layer.rpartition("[")[0]):
+                continue
+            message = pb.HandleInfo(
+                layer=handle.layer,
+                handle=handle.handle,
+                index=handle.index,
+                group=item.owner.name,
+                job=item.owner.job,
+                uid=item.owner.uid,
+                generation=item.generation,
+                pids=pids,
+                state=HandleState(0).name,
+                lane=-1,
+            )
+            _add_record(message, _handle_record(item, handle.index), clock)
+            yield message
+
+
+def _handle_record(group: Group, index: int) -> HandleRecord | None:
+    """None where the board is not there, or was wrecked by a client."""
+    windows = group.windows
+    if windows is None or windows.board is None:
+        return None
+    try:
+        return board.read_handles(windows.board, [index])[0]
+    except (EpRuntimeError, ValueError):
+        return None
+
+
+def _add_record(message: pb.HandleInfo, record: HandleRecord | None, clock: Clock) -> None:
+    if record is None:
+        return
+    message.state = record.state.name
+    message.epoch = record.epoch
+    message.lane = record.lane
+    message.calls = record.calls
+    message.rows = record.rows
+    message.dropped_rows = record.dropped_rows
+    if record.updated_ns:
+        message.last_op = OpCode(record.last_op).name
+        age_s = max(0.0, clock.monotonic_s() - record.updated_ns / 1e9)
+        message.age.CopyFrom(wire.duration(age_s))
+
+
+def buffers(sets: Iterable[WindowSet], runtime: Runtime) -> Iterator[pb.BufferInfo]:
+    now = runtime.clock.monotonic_s()
+    for windows in sets:
+        found = [runtime.sessions.get(session_id) for session_id in windows.holders]
+        pids = sorted(holder.pid for holder in found if holder is not None)
+        for buffer in windows.buffers:
+            about = descriptor(buffer.world_rank, buffer.size_bytes, windows.generation)
+            yield pb.BufferInfo(
+                buffer_id=buffer.buffer_id,
+                bytes=buffer.size_bytes,
+                device=buffer.device,
+                kind=about.kind,
+                state=_BUFFER_STATES[windows.state],
+                group=windows.owner.name,
+                job=windows.owner.job,
+                uid=windows.owner.uid,
+                generation=windows.generation,
+                world_rank=buffer.world_rank,
+                mapped_by=pids,
+                age=wire.duration(now - windows.created_s),
+            )
+
+
+def events(items: Iterable[Event]) -> Iterator[pb.EventInfo]:
+    for event in items:
+        yield pb.EventInfo(
+            sequence=event.sequence,
+            time=timestamp(event.wall_s),
+            kind=event.kind,
+            session_id=event.session_id,
+            group=event.group,
+            message=event.message,
+            fields_json=json.dumps(event.fields, default=str),
+        )
+
+
+def ranks(groups: Iterable[Group], clock: Clock) -> Iterator[pb.RankInfo]:
+    for item in groups:
+        claims = item.claims
+        records = _rank_records(item)
+        for rank in range(item.spec.world_size):
+            member = claims.get(rank)
+            message = pb.RankInfo(
+                group=item.owner.name,
+                job=item.owner.job,
+                uid=item.owner.uid,
+                generation=item.generation,
+                world_rank=rank,
+                pid=member.session.pid if member is not None else 0,
+                handle=-1,
+                waiting_for=-1,
+            )
+            if rank < len(records):
+                _add_progress(message, records[rank], item, clock)
+            yield message
+
+
+def _rank_records(group: Group) -> list[RankRecord]:
+    windows = group.windows
+    if windows is None or windows.board is None:
+        return []
+    try:
+        return board.read_ranks(windows.board)
+    except (EpRuntimeError, ValueError):
+        return []
+
+
+def _add_progress(message: pb.RankInfo, record: RankRecord, group: Group, clock: Clock) -> None:
+    message.state = record.state.name
+    message.epoch = record.epoch
+    message.waiting_for = record.waiting_for
+    if record.since_ns:
+        message.op = record.op.name
+        message.layer = group.layers.name_of_id(record.layer_id)
+        message.handle = record.handle
+        since_s = max(0.0, clock.monotonic_s() - record.since_ns / 1e9)
+        message.since.CopyFrom(wire.duration(since_s))
