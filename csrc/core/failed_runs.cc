@@ -1,0 +1,23 @@
+#include "core/failed_runs.h"
+
+namespace ep_runtime {
+
+void FailedRuns::Add(int64_t run, const Status& error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!errors_.emplace(run, error).second) return;
+  order_.push_back(run);
+  if (order_.size() > kMaxRuns) {
+    errors_.erase(order_.front());
+    order_.pop_front();
+  }
+  any_.store(true, std::memory_order_release);
+}
+
+Status FailedRuns::Get(int64_t run) const {
+  if (!any_.load(std::memory_order_acquire)) return Status();
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = errors_.find(run);
+  return found == errors_.end() ? Status() : found->second;
+}
+
+}  // namespace ep_runtime

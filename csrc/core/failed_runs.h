@@ -1,0 +1,34 @@
+#ifndef EP_RUNTIME_CORE_FAILED_RUNS_H_
+#define EP_RUNTIME_CORE_FAILED_RUNS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <unordered_map>
+
+#include "core/status.h"
+
+namespace ep_runtime {
+
+// Program runs of this process in which a call failed, with the first error of each. XLA cannot
+// cancel the other devices of a run, so their calls look here and end with the same error.
+// Bounded: the oldest runs are forgotten, long after their last call.
+class FailedRuns {
+ public:
+  void Add(int64_t run, const Status& error);
+  // The error of that run, or success.
+  Status Get(int64_t run) const;
+
+ private:
+  static constexpr size_t kMaxRuns = 1024;
+
+  mutable std::mutex mutex_;
+  std::atomic<bool> any_{false};
+  std::unordered_map<int64_t, Status> errors_;
+  std::deque<int64_t> order_;
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_FAILED_RUNS_H_

@@ -1,0 +1,174 @@
+#include "core/group.h"
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+namespace ep_runtime {
+namespace {
+
+Status CheckSizes(const GroupSizes& sizes) {
+  const bool sane = sizes.ep_size > 0 && sizes.world_size > 0 &&
+                    sizes.world_size % sizes.ep_size == 0 && sizes.num_experts > 0 &&
+                    sizes.num_experts % sizes.ep_size == 0 && sizes.lanes > 0 &&
+                    sizes.world_size <= kMaxMeetingRanks;
+  if (sane) return Status();
+  return InvalidArgument(
+      "a group needs ep_size dividing world_size and num_experts, at least one lane and at most " +
+      std::to_string(kMaxMeetingRanks) + " ranks; got ep_size=" + std::to_string(sizes.ep_size) +
+      " world_size=" + std::to_string(sizes.world_size) + " num_experts=" +
+      std::to_string(sizes.num_experts) + " lanes=" + std::to_string(sizes.lanes));
+}
+
+}  // namespace
+
+Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& window_fds,
+                   std::shared_ptr<Group>* out) {
+  EP_RETURN_IF_ERROR(CheckSizes(options.sizes));
+  const GroupSizes sizes = options.sizes;
+  if (static_cast<int64_t>(window_fds.size()) != sizes.world_size) {
+    return InvalidArgument("window_fds must hold one fd per world rank, " +
+                           std::to_string(sizes.world_size) + ", got " +
+                           std::to_string(window_fds.size()));
+  }
+  std::shared_ptr<Group> group(new Group(std::move(options)));
+  Mapping header;
+  EP_RETURN_IF_ERROR(Mapping::Map(board_fd, sizeof(BoardHeader), "board", &header));
+  const auto& board = *reinterpret_cast<const BoardHeader*>(header.data());
+  EP_RETURN_IF_ERROR(group->CheckBoard(board));
+  EP_RETURN_IF_ERROR(Mapping::Map(board_fd, board.board_bytes, "board", &group->board_));
+  group->windows_.resize(sizes.world_size);
+  for (int64_t rank = 0; rank < sizes.world_size; ++rank) {
+    EP_RETURN_IF_ERROR(
+        Mapping::Map(window_fds[rank], WindowBytes(sizes), "window", &group->windows_[rank]));
+  }
+  group->BindBoard();
+  *out = std::move(group);
+  return Status();
+}
+
+Status Group::CheckBoard(const BoardHeader& header) const {
+  const GroupSizes& sizes = options_.sizes;
+  if (header.magic != kBoardMagic || header.version != kBoardVersion) {
+    return Error(Code::kFailedPrecondition, "VersionSkewError")
+        .Says("the board has version " + std::to_string(header.version) + ", this library reads " +
+              std::to_string(kBoardVersion))
+        .With("client", int64_t{kBoardVersion})
+        .With("daemon", int64_t{header.version});
+  }
+  if (header.generation != options_.generation) {
+    return Stale("group " + options_.name + ": the board has generation " +
+                 std::to_string(header.generation) + ", asked for " +
+                 std::to_string(options_.generation))
+        .With("group", options_.name)
+        .With("generation", static_cast<int64_t>(options_.generation));
+  }
+  if (header.world_size != sizes.world_size || header.ep_size != sizes.ep_size ||
+      header.lanes != sizes.lanes ||
+      header.window_bytes != static_cast<uint64_t>(WindowBytes(sizes)) ||
+      header.max_handles != kMaxHandles || header.meeting_slots != kMeetingSlots) {
+    return Error(Code::kFailedPrecondition, "SpecMismatchError")
+        .Says("group " + options_.name + ": the board was made for " +
+              std::to_string(header.world_size) + " ranks and windows of " +
+              std::to_string(header.window_bytes) + " bytes, this process expects " +
+              std::to_string(sizes.world_size) + " and " + std::to_string(WindowBytes(sizes)))
+        .With("object", std::string("group"));
+  }
+  return Status();
+}
+
+void Group::BindBoard() {
+  header_ = reinterpret_cast<BoardHeader*>(board_.data());
+  handles_ = reinterpret_cast<HandleRecord*>(board_.data() + header_->handles_offset);
+  world_ = MeetingPlace(board_.data() + header_->world_offset);
+  auto* ranks = reinterpret_cast<RankRecord*>(board_.data() + header_->ranks_offset);
+  for (int64_t rank = 0; rank < sizes().world_size; ++rank) {
+    telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks[rank]));
+  }
+  for (int64_t domain = 0; domain < sizes().num_domains(); ++domain) {
+    domains_.emplace_back(board_.data() + header_->domains_offset + domain * header_->domain_bytes);
+    if (!options_.debug) continue;
+    domains_.back().on_grant = [this, domain](int lane) {
+      for (int64_t rank = 0; rank < sizes().ep_size; ++rank) {
+        std::memset(LaneStart(domain * sizes().ep_size + rank, lane), 0xFF,
+                    lane_layout_.lane_bytes);
+      }
+    };
+  }
+}
+
+Status Group::ClosedError(const std::string& layer_name) const {
+  return Stale("layer " + layer_name + ": group " + options_.name + " generation " +
+               std::to_string(options_.generation) + " is closed")
+      .With("layer", layer_name)
+      .With("group", options_.name)
+      .With("generation", static_cast<int64_t>(options_.generation));
+}
+
+Status Group::Alive(const std::string& layer_name) const {
+  if (header_->poison_generation.load(std::memory_order_acquire) < options_.generation) {
+    return Status();
+  }
+  const auto generation = static_cast<int64_t>(options_.generation);
+  const std::string where = "group " + options_.name + " generation " + std::to_string(generation);
+  switch (static_cast<PoisonReason>(header_->poison_reason.load(std::memory_order_relaxed))) {
+    case PoisonReason::kPeerLost: {
+      const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
+      return Error(Code::kAborted, "PeerLostError")
+          .Says("layer " + layer_name + ": the process of rank " + std::to_string(rank) + " of " +
+                where + " is gone")
+          .With("rank", rank)
+          .With("layer", layer_name)
+          .With("group", options_.name)
+          .With("generation", generation);
+    }
+    case PoisonReason::kFenced:
+      return Error(Code::kUnauthenticated, "SessionFencedError")
+          .Says(where + ": its session was fenced; connect again and create the group anew")
+          .With("layer", layer_name)
+          .With("group", options_.name)
+          .With("generation", generation);
+    case PoisonReason::kReclaimed:
+      return Stale("layer " + layer_name + ": " + where + " was reclaimed")
+          .With("layer", layer_name)
+          .With("group", options_.name)
+          .With("generation", generation);
+    default:
+      return ClosedError(layer_name);
+  }
+}
+
+bool Group::BeginCall() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed()) return false;
+  ++running_calls_;
+  return true;
+}
+
+void Group::EndCall() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--running_calls_ == 0) no_calls_.notify_all();
+}
+
+void Group::Close(int64_t timeout_ns) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  closed_.store(true, std::memory_order_release);
+  no_calls_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                     [&] { return running_calls_ == 0; });
+}
+
+void Group::RecordError(const std::string& text) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (first_error_.empty()) first_error_ = text;
+}
+
+std::string Group::TakeError() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(first_error_, std::string());
+}
+
+void Group::FillStaging(int byte) {
+  for (const Mapping& window : windows_) std::memset(window.data(), byte, window.bytes());
+}
+
+}  // namespace ep_runtime

@@ -1,0 +1,107 @@
+#ifndef EP_RUNTIME_CORE_GROUP_H_
+#define EP_RUNTIME_CORE_GROUP_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/board.h"
+#include "core/layout.h"
+#include "core/mapping.h"
+#include "core/meeting.h"
+#include "core/status.h"
+#include "core/telemetry.h"
+
+namespace ep_runtime {
+
+struct GroupOptions {
+  std::string name;
+  uint64_t generation;
+  GroupSizes sizes;
+  int64_t op_timeout_ns;
+  bool error_on_overflow;
+  bool exact_combine;
+  bool debug;  // checks indices, fills undefined memory with 0xFF
+};
+
+// One open group of this process: its board and every window it may write. Calls hold it by
+// shared_ptr, so memory stays mapped until the last one has returned.
+class Group {
+ public:
+  // Maps board and windows (one fd per world rank) and checks that the board is this group's.
+  static Status Open(GroupOptions options, int board_fd, const std::vector<int>& window_fds,
+                     std::shared_ptr<Group>* out);
+
+  const GroupOptions& options() const { return options_; }
+  const GroupSizes& sizes() const { return options_.sizes; }
+  const LaneLayout& lane_layout() const { return lane_layout_; }
+
+  MeetingPlace& domain(int64_t index) { return domains_[index]; }
+  MeetingPlace& world() { return world_; }
+  RankTelemetry& telemetry(int64_t world_rank) { return *telemetry_[world_rank]; }
+  HandleRecord& handle_record(uint32_t index) { return handles_[index]; }
+
+  // Parts of `lane` of that world rank's window that EP rank `source` writes.
+  uint8_t* Rows(int64_t world_rank, int lane, int64_t source) const {
+    return LaneStart(world_rank, lane) + source * lane_layout_.source_rows_bytes;
+  }
+  uint8_t* Entries(int64_t world_rank, int lane, int64_t source) const {
+    return LaneStart(world_rank, lane) + lane_layout_.entries_offset +
+           source * lane_layout_.source_entries_bytes;
+  }
+  int32_t* Counts(int64_t world_rank, int lane, int64_t source) const {
+    return reinterpret_cast<int32_t*>(LaneStart(world_rank, lane) + lane_layout_.counts_offset +
+                                      source * lane_layout_.source_counts_bytes);
+  }
+
+  // Success while the generation may be used; else the error by which every call leaves it.
+  Status Alive(const std::string& layer_name) const;
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+  Status ClosedError(const std::string& layer_name) const;
+
+  // Counts running calls; false once the group is closed.
+  bool BeginCall();
+  void EndCall();
+  // Refuses further calls and waits, at most `timeout_ns`, for the running ones.
+  void Close(int64_t timeout_ns);
+
+  void RecordError(const std::string& text);
+  // The first error since the last time this was asked, or "".
+  std::string TakeError();
+
+  // Fills every lane of every window; for tests that prove that stale bytes do not leak.
+  void FillStaging(int byte);
+
+ private:
+  explicit Group(GroupOptions options)
+      : options_(std::move(options)), lane_layout_(options_.sizes) {}
+
+  Status CheckBoard(const BoardHeader& header) const;
+  void BindBoard();
+  uint8_t* LaneStart(int64_t world_rank, int lane) const {
+    return windows_[world_rank].data() + lane * lane_layout_.lane_bytes;
+  }
+
+  GroupOptions options_;
+  LaneLayout lane_layout_;
+  Mapping board_;
+  std::vector<Mapping> windows_;
+  BoardHeader* header_ = nullptr;
+  HandleRecord* handles_ = nullptr;
+  std::vector<MeetingPlace> domains_;
+  MeetingPlace world_;
+  std::vector<std::unique_ptr<RankTelemetry>> telemetry_;
+
+  std::atomic<bool> closed_{false};
+  std::mutex mutex_;
+  std::condition_variable no_calls_;
+  int64_t running_calls_ = 0;
+  std::string first_error_;
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_GROUP_H_

@@ -1,0 +1,117 @@
+#include "core/registry.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+
+namespace ep_runtime {
+
+int64_t Registry::AddGroup(std::shared_ptr<Group> group) {
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  groups_.emplace(++last_group_id_, std::move(group));
+  return last_group_id_;
+}
+
+std::shared_ptr<Group> Registry::FindGroup(int64_t id) const {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  auto found = groups_.find(id);
+  return found == groups_.end() ? nullptr : found->second;
+}
+
+Status Registry::AddLayers(int64_t group_id, const std::vector<LayerEntry>& layers) {
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  auto found = groups_.find(group_id);
+  if (found == groups_.end()) {
+    return Stale("no open group has the number " + std::to_string(group_id));
+  }
+  for (const LayerEntry& layer : layers) {
+    if (layer.handle_base + layer.in_flight > kMaxHandles) {
+      return InvalidArgument("layer " + layer.name + ": handles must lie below " +
+                             std::to_string(kMaxHandles) + ", got " +
+                             std::to_string(layer.handle_base + layer.in_flight));
+    }
+    auto other = layers_.find(layer.id);
+    if (other != layers_.end() && other->second.group != nullptr &&
+        other->second.group_id != group_id) {
+      return InvalidArgument("layer " + layer.name + ": its id is taken by layer " +
+                             other->second.layer.name + " of group " + other->second.group_name);
+    }
+  }
+  const GroupOptions& options = found->second->options();
+  for (const LayerEntry& layer : layers) {
+    layers_[layer.id] =
+        Registered{layer, group_id, found->second, options.name, options.generation};
+  }
+  return Status();
+}
+
+void Registry::RemoveLayers(int64_t group_id, const std::vector<uint64_t>& ids) {
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  for (uint64_t id : ids) {
+    auto found = layers_.find(id);
+    if (found != layers_.end() && found->second.group_id == group_id) {
+      found->second.group = nullptr;
+    }
+  }
+}
+
+void Registry::RemoveGroup(int64_t group_id) {
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  groups_.erase(group_id);
+  for (auto& [id, registered] : layers_) {
+    if (registered.group_id == group_id) registered.group = nullptr;
+  }
+}
+
+Status Registry::Resolve(uint64_t layer_id, uint64_t fingerprint, LayerEntry* layer,
+                         std::shared_ptr<Group>* group) const {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  auto found = layers_.find(layer_id);
+  if (found == layers_.end()) {
+    return Stale("layer id " + std::to_string(layer_id) +
+                 " is not registered in this process; create its group and register it first")
+        .With("layer_id", static_cast<int64_t>(layer_id));
+  }
+  const Registered& registered = found->second;
+  if (registered.group == nullptr) {
+    return Stale("layer " + registered.layer.name + ": group " + registered.group_name +
+                 " generation " + std::to_string(registered.generation) + " is closed")
+        .With("layer", registered.layer.name)
+        .With("group", registered.group_name)
+        .With("generation", static_cast<int64_t>(registered.generation));
+  }
+  if (registered.layer.fingerprint != fingerprint) {
+    return Stale("layer " + registered.layer.name + ": the program was compiled for fingerprint " +
+                 std::to_string(fingerprint) + ", the layer of generation " +
+                 std::to_string(registered.generation) + " has " +
+                 std::to_string(registered.layer.fingerprint) + "; trace it again")
+        .With("layer", registered.layer.name)
+        .With("group", registered.group_name)
+        .With("generation", static_cast<int64_t>(registered.generation));
+  }
+  *layer = registered.layer;
+  *group = registered.group;
+  return Status();
+}
+
+namespace {
+
+std::atomic<Process*> process{nullptr};
+
+void ForgetParent() { process.store(new Process, std::memory_order_release); }
+
+}  // namespace
+
+Process& ThisProcess() {
+  static std::once_flag once;
+  // Never destroyed: XLA's threads may still end calls while the process exits. What a fork
+  // abandons leaks in the child for the same reason.
+  std::call_once(once, [] {
+    process.store(new Process, std::memory_order_release);
+    pthread_atfork(nullptr, nullptr, ForgetParent);
+  });
+  return *process.load(std::memory_order_acquire);
+}
+
+}  // namespace ep_runtime

@@ -1,0 +1,129 @@
+#include "cpu/combine_kernels.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/row_exchange.h"
+
+namespace ep_runtime {
+namespace {
+
+// Phases of pass p: partials of the pass written, then read by their source.
+constexpr uint32_t Written(int pass) { return static_cast<uint32_t>(2 * pass + 1); }
+constexpr uint32_t Consumed(int pass) { return static_cast<uint32_t>(2 * pass + 2); }
+
+int64_t WideBytes(RowType type) { return type == kF64 ? 8 : 4; }
+
+struct Passes {
+  bool wide;
+  int64_t partial_bytes;  // of one partial row
+  int count;
+
+  Passes(const Call& call, const CombineParams& params) {
+    wide = call.group().options().exact_combine;
+    partial_bytes = wide ? params.sizes.width * WideBytes(params.type) : params.row_bytes;
+    // From static sizes alone, so that every rank makes the same number of passes.
+    const int64_t lane_rows_bytes = call.group().lane_layout().source_rows_bytes;
+    count = params.sizes.tokens * partial_bytes <= lane_rows_bytes ? 1 : 2;
+  }
+};
+
+// Reduces the staged rows [first, last) of one source into its lane.
+void SendPartials(const Call& call, const CombineParams& params, const Passes& passes, int64_t dest,
+                  int64_t first, int64_t last) {
+  const Plan& plan = params.plan;
+  const RowOps& ops = GetRowOps();
+  const ReduceFn reduce = passes.wide ? ops.reduce_to_wide[params.type] : ops.reduce[params.type];
+  uint8_t* out = call.Rows(dest, call.ep_rank());
+  const auto* rows = static_cast<const uint8_t*>(params.rows);
+  std::vector<const void*> parts;
+  std::vector<float> weights;
+  for (int64_t s = first; s < last; ++s, out += passes.partial_bytes) {
+    parts.clear();
+    weights.clear();
+    for (int64_t i = plan.staged_start[s]; i < plan.staged_start[s + 1]; ++i) {
+      const int64_t row = plan.staged_row[i];
+      parts.push_back(rows + row * params.row_bytes);
+      if (params.weights != nullptr) weights.push_back(params.weights[row]);
+    }
+    reduce(out, parts.data(), params.weights != nullptr ? weights.data() : nullptr,
+           static_cast<int64_t>(parts.size()), params.sizes.width);
+  }
+}
+
+void SendWeightGrads(const Call& call, const CombineParams& params, const SourceOffsets& offsets,
+                     int64_t dest) {
+  auto* out = reinterpret_cast<float*>(call.Entries(dest, call.ep_rank()));
+  for (int64_t i = offsets.entries[dest]; i < offsets.entries[dest + 1]; ++i) {
+    *out++ = params.d_weights[params.plan.staged_row[i]];
+  }
+}
+
+// Sums the partials of tokens [first, last) over ranks in order. `next` counts the staged rows
+// of each rank within the pass.
+void SumPartials(const Call& call, const CombineParams& params, const Passes& passes, int64_t first,
+                 int64_t last) {
+  const RowOps& ops = GetRowOps();
+  const ReduceFn reduce = passes.wide ? ops.reduce_from_wide[params.type] : ops.reduce[params.type];
+  std::vector<const uint8_t*> next(call.ep_size());
+  std::vector<uint8_t> used(call.ep_size());
+  for (int64_t rank = 0; rank < call.ep_size(); ++rank) {
+    next[rank] = call.Rows(call.ep_rank(), rank);
+  }
+  std::vector<const void*> parts;
+  auto* out = static_cast<uint8_t*>(params.tokens) + first * params.row_bytes;
+  for (int64_t token = first; token < last; ++token, out += params.row_bytes) {
+    const int32_t* dst_rank = params.plan.dst_rank + token * params.sizes.top_k;
+    std::fill(used.begin(), used.end(), 0);
+    for (int64_t k = 0; k < params.sizes.top_k; ++k) {
+      if (dst_rank[k] >= 0) used[dst_rank[k]] = 1;
+    }
+    parts.clear();
+    for (int64_t rank = 0; rank < call.ep_size(); ++rank) {
+      if (!used[rank]) continue;
+      parts.push_back(next[rank]);
+      next[rank] += passes.partial_bytes;
+    }
+    reduce(out, parts.data(), nullptr, static_cast<int64_t>(parts.size()), params.sizes.width);
+  }
+}
+
+void ReadWeightGrads(const Call& call, const CombineParams& params) {
+  std::vector<const float*> next(call.ep_size());
+  for (int64_t rank = 0; rank < call.ep_size(); ++rank) {
+    next[rank] = reinterpret_cast<const float*>(call.Entries(call.ep_rank(), rank));
+  }
+  for (int64_t i = 0; i < params.sizes.tokens * params.sizes.top_k; ++i) {
+    const int32_t rank = params.plan.dst_rank[i];
+    params.d_topk_weights[i] = rank < 0 ? 0.0f : *next[rank]++;
+  }
+}
+
+}  // namespace
+
+Status RunCombine(Call& call, const CombineParams& params) {
+  EP_RETURN_IF_ERROR(CheckPlan(call, params.sizes, params.plan));
+  const Passes passes(call, params);
+  const SourceOffsets offsets(params.plan, call.ep_size());
+  const int64_t tokens = params.sizes.tokens;
+  const int64_t half = (tokens + 1) / 2;
+  for (int pass = 0; pass < passes.count; ++pass) {
+    const bool only = passes.count == 1;
+    for (int64_t dest : call.Ring()) {
+      if (pass > 0) EP_RETURN_IF_ERROR(call.Await(dest, Consumed(pass - 1)));
+      const int64_t middle = offsets.staged[dest] +
+                             params.plan.recv_count[dest * kRecvCountColumns + kStagedFirstHalf];
+      SendPartials(call, params, passes, dest, pass == 0 ? offsets.staged[dest] : middle,
+                   pass == 0 && !only ? middle : offsets.staged[dest + 1]);
+      if (pass == 0 && params.d_weights != nullptr) SendWeightGrads(call, params, offsets, dest);
+    }
+    call.Signal(Written(pass));
+    for (int64_t source : call.Ring()) EP_RETURN_IF_ERROR(call.Await(source, Written(pass)));
+    SumPartials(call, params, passes, pass == 0 ? 0 : half, pass == 0 && !only ? half : tokens);
+    if (pass == 0 && params.d_weights != nullptr) ReadWeightGrads(call, params);
+    if (pass + 1 < passes.count) call.Signal(Consumed(pass));
+  }
+  return Status();
+}
+
+}  // namespace ep_runtime

@@ -1,0 +1,40 @@
+#ifndef EP_RUNTIME_CPU_PLAN_VIEW_H_
+#define EP_RUNTIME_CPU_PLAN_VIEW_H_
+
+#include <cstdint>
+
+namespace ep_runtime {
+
+// Columns of recv_count.
+enum : int64_t { kStaged = 0, kEntries = 1, kStagedFirstHalf = 2, kRecvCountColumns = 4 };
+
+// The nine arrays that `prepare` makes and every other op reads. A *staged row* is one token of
+// one source that keeps at least one row here; it has one or more *entries*, one per kept row.
+template <typename Int>
+struct PlanArrays {
+  Int* dst_rank;      // [T, K] EP rank of the slot's row, -1 unused or dropped
+  Int* dst_row;       // [T, K] row in that rank's slab, -1 unused or dropped
+  Int* recv_count;    // [N, 4] per source: staged rows, entries, staged rows of the first
+                      // ceil(T / 2) tokens, 0
+  Int* staged_start;  // [N * T + 1] first entry of each staged row, sources in order; the unused
+                      // tail holds the number of entries
+  Int* staged_row;    // [C] slab row of each entry; unused tail -1
+  Int* staged_slot;   // [C] slot k of each entry; unused tail -1
+  Int* kept;          // [L] rows kept per local expert
+  Int* group_sizes;   // [L] the same, aligned
+  Int* num_recv;      // [1] aligned rows demanded, before any drop
+};
+using Plan = PlanArrays<const int32_t>;
+using MutablePlan = PlanArrays<int32_t>;
+
+struct Sizes {
+  int64_t tokens;    // T
+  int64_t top_k;     // K
+  int64_t capacity;  // C
+  int64_t experts;   // L
+  int64_t width;     // H
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CPU_PLAN_VIEW_H_

@@ -1,0 +1,21 @@
+#ifndef EP_RUNTIME_CPU_PREPARE_KERNELS_H_
+#define EP_RUNTIME_CPU_PREPARE_KERNELS_H_
+
+#include "core/call.h"
+#include "cpu/plan_view.h"
+
+namespace ep_runtime {
+
+struct PrepareParams {
+  Sizes sizes;              // width is not used
+  const int32_t* topk_idx;  // [T, K] expert of the EP group, anything else is an unused slot
+  MutablePlan plan;         // written whole
+};
+
+// Routes this rank's slots: counts travel to all peers, then one entry per kept row to the rank
+// that gets it. All ranks take the same decisions from the same count matrix.
+Status RunPrepare(Call& call, const PrepareParams& params);
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CPU_PREPARE_KERNELS_H_

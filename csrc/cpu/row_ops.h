@@ -1,0 +1,43 @@
+// Arithmetic on rows, compiled once per instruction set and picked when the library is loaded.
+//
+// Sums run in fp32 (fp64 for f64 rows) in the order the caller gives, with every product rounded
+// before it is added: the same bits on every machine, and the same as the XLA transport.
+#ifndef EP_RUNTIME_CPU_ROW_OPS_H_
+#define EP_RUNTIME_CPU_ROW_OPS_H_
+
+#include <cstdint>
+
+namespace ep_runtime {
+
+enum RowType : int { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kNumRowTypes = 4 };
+
+// dst[i] = sum over r of rows[r][i], each times weights[r] first where `weights` is given.
+// No rows: zeros.
+using ReduceFn = void (*)(void* dst, const void* const* rows, const float* weights, int64_t count,
+                          int64_t width);
+// dst[i] = weight * src[i]
+using ScaleFn = void (*)(void* dst, const void* src, float weight, int64_t width);
+// Halving tree over the products a[i] * b[i]; `scratch` has room for (width + 1) / 2 doubles.
+using DotFn = float (*)(const void* a, const void* b, void* scratch, int64_t width);
+
+struct RowOps {
+  ReduceFn reduce[kNumRowTypes];            // rows and result of that type
+  ReduceFn reduce_to_wide[kNumRowTypes];    // result fp32 (fp64 for f64)
+  ReduceFn reduce_from_wide[kNumRowTypes];  // rows fp32 (fp64 for f64)
+  ScaleFn scale[kNumRowTypes];
+  DotFn dot[kNumRowTypes];
+  // Copies past the cache: for rows that are read again only after much else.
+  void (*stream)(void* dst, const void* src, int64_t bytes);
+};
+
+// The best table for this processor.
+const RowOps& GetRowOps();
+
+// One per instruction set; the ones this build has no compiler flags for are null.
+const RowOps* RowOpsBaseline();
+const RowOps* RowOpsAvx2();
+const RowOps* RowOpsAvx512();
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CPU_ROW_OPS_H_

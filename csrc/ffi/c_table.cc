@@ -1,0 +1,235 @@
+// The one exported symbol: a table of plain C functions that `ep_runtime/native.py` reads. Its
+// first two fields never change; later ones are only appended.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/board.h"
+#include "core/group.h"
+#include "core/layout.h"
+#include "core/registry.h"
+#include "ffi/site.h"
+#include "ffi/targets_cpu.h"
+
+namespace ep_runtime {
+namespace {
+
+// Errors go to the caller's buffer, cut to its size; the result is then -1.
+struct EpText {
+  char* data;
+  int64_t size;
+};
+
+int64_t Fail(const Status& status, EpText error) {
+  const auto length = std::min<int64_t>(status.text().size(), error.size - 1);
+  std::memcpy(error.data, status.text().data(), length);
+  error.data[length] = 0;
+  return -1;
+}
+
+struct EpGroupOptions {
+  const char* name;
+  uint64_t generation;
+  int64_t world_size;
+  int64_t ep_size;
+  int64_t num_experts;
+  int64_t hidden_size;
+  int64_t max_tokens_per_rank;
+  int64_t recv_capacity_per_rank;
+  int64_t max_top_k;
+  int64_t max_token_bytes;
+  int64_t lanes;
+  int64_t op_timeout_ns;
+  int32_t error_on_overflow;
+  int32_t exact_combine;
+  int32_t debug;
+};
+
+struct EpLayer {
+  uint64_t id;
+  const char* name;
+  uint64_t fingerprint;
+  int64_t top_k;
+  int64_t alignment;
+  int64_t in_flight;
+  uint32_t handle_base;
+};
+
+GroupSizes ToSizes(const EpGroupOptions& options) {
+  return {options.world_size,
+          options.ep_size,
+          options.num_experts,
+          options.hidden_size,
+          options.max_tokens_per_rank,
+          options.recv_capacity_per_rank,
+          options.max_top_k,
+          options.max_token_bytes,
+          options.lanes};
+}
+
+int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* window_fds,
+                    int64_t num_windows, EpText error) {
+  GroupOptions made{options->name,
+                    options->generation,
+                    ToSizes(*options),
+                    options->op_timeout_ns,
+                    options->error_on_overflow != 0,
+                    options->exact_combine != 0,
+                    options->debug != 0};
+  std::shared_ptr<Group> group;
+  const std::vector<int> fds(window_fds, window_fds + num_windows);
+  const Status status = Group::Open(std::move(made), board_fd, fds, &group);
+  if (!status.ok()) return Fail(status, error);
+  return ThisProcess().registry.AddGroup(std::move(group));
+}
+
+int64_t EpAddLayers(int64_t group, const EpLayer* layers, int64_t count, EpText error) {
+  std::vector<LayerEntry> entries;
+  for (int64_t i = 0; i < count; ++i) {
+    const EpLayer& layer = layers[i];
+    entries.push_back({layer.id, layer.name, layer.fingerprint, layer.top_k, layer.alignment,
+                       layer.in_flight, layer.handle_base});
+  }
+  const Status status = ThisProcess().registry.AddLayers(group, entries);
+  return status.ok() ? 0 : Fail(status, error);
+}
+
+void EpRemoveLayers(int64_t group, const uint64_t* ids, int64_t count) {
+  ThisProcess().registry.RemoveLayers(group, std::vector<uint64_t>(ids, ids + count));
+}
+
+void EpCloseGroup(int64_t group, int64_t timeout_ns) {
+  std::shared_ptr<Group> found = ThisProcess().registry.FindGroup(group);
+  if (found == nullptr) return;
+  ThisProcess().registry.RemoveGroup(group);
+  found->Close(timeout_ns);
+}
+
+// Length of the text, 0 for none.
+int64_t EpCheckGroup(int64_t group, EpText text) {
+  std::shared_ptr<Group> found = ThisProcess().registry.FindGroup(group);
+  if (found == nullptr) return 0;
+  const std::string error = found->TakeError();
+  if (error.empty()) return 0;
+  Fail(Status(Code::kInternal, error), text);
+  return static_cast<int64_t>(std::strlen(text.data));
+}
+
+void EpFillStaging(int64_t group, int byte) {
+  std::shared_ptr<Group> found = ThisProcess().registry.FindGroup(group);
+  if (found != nullptr) found->FillStaging(byte);
+}
+
+int64_t EpWindowBytes(const EpGroupOptions* options) { return WindowBytes(ToSizes(*options)); }
+
+int64_t EpControlBytes(int64_t ranks, int64_t lanes) { return ControlBytes(ranks, lanes); }
+
+// Sizes and offsets of the board structs as "struct.field=offset" lines, for the test that
+// compares them with Python's.
+const char* EpBoardLayout() {
+#define EP_SIZE(type) text += #type "=" + std::to_string(sizeof(type)) + "\n"
+#define EP_AT(type, field) \
+  text += #type "." #field "=" + std::to_string(offsetof(type, field)) + "\n"
+  static const std::string all = [] {
+    std::string text;
+    EP_SIZE(BoardHeader);
+    EP_AT(BoardHeader, magic);
+    EP_AT(BoardHeader, version);
+    EP_AT(BoardHeader, world_size);
+    EP_AT(BoardHeader, generation);
+    EP_AT(BoardHeader, poison_generation);
+    EP_AT(BoardHeader, poison_reason);
+    EP_AT(BoardHeader, poison_rank);
+    EP_AT(BoardHeader, ep_size);
+    EP_AT(BoardHeader, num_domains);
+    EP_AT(BoardHeader, lanes);
+    EP_AT(BoardHeader, max_handles);
+    EP_AT(BoardHeader, meeting_slots);
+    EP_AT(BoardHeader, window_bytes);
+    EP_AT(BoardHeader, board_bytes);
+    EP_AT(BoardHeader, ranks_offset);
+    EP_AT(BoardHeader, handles_offset);
+    EP_AT(BoardHeader, world_offset);
+    EP_AT(BoardHeader, domains_offset);
+    EP_AT(BoardHeader, domain_bytes);
+    EP_SIZE(RankRecord);
+    EP_AT(RankRecord, sequence);
+    EP_AT(RankRecord, state);
+    EP_AT(RankRecord, op);
+    EP_AT(RankRecord, waiting_for);
+    EP_AT(RankRecord, layer_id);
+    EP_AT(RankRecord, handle);
+    EP_AT(RankRecord, lane);
+    EP_AT(RankRecord, epoch);
+    EP_AT(RankRecord, since_ns);
+    EP_AT(RankRecord, progress_ns);
+    EP_AT(RankRecord, calls);
+    EP_AT(RankRecord, rows);
+    EP_AT(RankRecord, dropped_rows);
+    EP_AT(RankRecord, open_calls);
+    EP_SIZE(HandleRecord);
+    EP_AT(HandleRecord, state);
+    EP_AT(HandleRecord, last_op);
+    EP_AT(HandleRecord, lane);
+    EP_AT(HandleRecord, epoch);
+    EP_AT(HandleRecord, calls);
+    EP_AT(HandleRecord, rows);
+    EP_AT(HandleRecord, dropped_rows);
+    EP_AT(HandleRecord, updated_ns);
+    EP_SIZE(Control);
+    EP_AT(Control, lock);
+    EP_AT(Control, ranks);
+    EP_AT(Control, lanes);
+    EP_AT(Control, next_epoch);
+    EP_SIZE(Lane);
+    EP_AT(Lane, epoch);
+    EP_AT(Lane, failed);
+    EP_SIZE(MeetingSlot);
+    EP_AT(MeetingSlot, key);
+    EP_AT(MeetingSlot, verdict_rank);
+    EP_AT(MeetingSlot, epoch);
+    EP_AT(MeetingSlot, arrived);
+    return text;
+  }();
+#undef EP_SIZE
+#undef EP_AT
+  return all.c_str();
+}
+
+struct EpTable {
+  uint32_t abi;  // raised when a field changes its meaning
+  uint32_t bytes;
+  const char* version;
+  const Target* targets;
+  uint64_t num_targets;
+  void* state_type_id;
+  const void* state_type_info;
+  int64_t (*open_group)(const EpGroupOptions*, int, const int*, int64_t, EpText);
+  int64_t (*add_layers)(int64_t, const EpLayer*, int64_t, EpText);
+  void (*remove_layers)(int64_t, const uint64_t*, int64_t);
+  void (*close_group)(int64_t, int64_t);
+  int64_t (*check_group)(int64_t, EpText);
+  void (*fill_staging)(int64_t, int);
+  int64_t (*window_bytes)(const EpGroupOptions*);
+  int64_t (*control_bytes)(int64_t, int64_t);
+  const char* (*board_layout)();
+};
+
+}  // namespace
+}  // namespace ep_runtime
+
+extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
+  using namespace ep_runtime;  // NOLINT: the table's fields are all from there
+  static const EpTable table = {
+      /*abi=*/1,     sizeof(EpTable), EP_RUNTIME_VERSION, kTargets,
+      kNumTargets,   &SiteState::id,  &SiteState::info,   EpOpenGroup,
+      EpAddLayers,   EpRemoveLayers,  EpCloseGroup,       EpCheckGroup,
+      EpFillStaging, EpWindowBytes,   EpControlBytes,     EpBoardLayout,
+  };
+  return &table;
+}

@@ -1,0 +1,188 @@
+#include "ffi/targets_cpu.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "core/registry.h"
+#include "ffi/call_frame.h"
+#include "ffi/site.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ep_runtime {
+namespace {
+
+namespace ffi = xla::ffi;
+
+using OpFn = Status (*)(const CallFrame& frame, CallContext context);
+
+struct Attributes {
+  uint64_t layer_id;
+  uint64_t fingerprint;
+  uint32_t handle;
+};
+
+struct Pending {
+  CallFrame frame;
+  Attributes attributes;
+  std::shared_ptr<Site> site;
+  int64_t run;
+  OpFn op_fn;
+  ffi::Promise promise;
+};
+
+ffi::Error ToXla(const Status& status) {
+  return ffi::Error(static_cast<ffi::ErrorCode>(status.code()), status.text());
+}
+
+template <typename T>
+Buffer ToBuffer(T& buffer) {
+  const auto dims = buffer.dimensions();
+  return {buffer.untyped_data(), buffer.element_type(), Dims(dims.begin(), dims.end())};
+}
+
+Status ReadFrame(ffi::RemainingArgs& args, ffi::RemainingRets& rets, CallFrame* frame) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    auto arg = args.get<ffi::AnyBuffer>(i);
+    if (arg.has_error()) return Internal(arg.error().message());
+    frame->args.push_back(ToBuffer(*arg));
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto ret = rets.get<ffi::AnyBuffer>(i);
+    if (ret.has_error()) return Internal(ret.error().message());
+    frame->rets.push_back(ToBuffer(**ret));
+  }
+  return Status();
+}
+
+Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
+  const auto layer_id = attrs.get<int64_t>("layer_id");
+  const auto fingerprint = attrs.get<int64_t>("fingerprint");
+  const auto handle = attrs.get<int64_t>("handle");
+  if (layer_id.has_error() || fingerprint.has_error() || handle.has_error()) {
+    return InvalidArgument("attributes must hold layer_id, fingerprint and handle as int64");
+  }
+  out->layer_id = static_cast<uint64_t>(*layer_id);
+  out->fingerprint = static_cast<uint64_t>(*fingerprint);
+  out->handle = static_cast<uint32_t>(*handle);
+  return Status();
+}
+
+Status ReadScalar(const CallFrame& frame, size_t index, const char* name, int64_t* out) {
+  if (frame.args.size() <= index) return InvalidArgument(std::string(name) + " operand is missing");
+  EP_RETURN_IF_ERROR(CheckArray(frame, name, frame.args[index], ffi::DataType::S32, {1}));
+  *out = *static_cast<const int32_t*>(frame.args[index].data);
+  return Status();
+}
+
+Status RunInGroup(const Pending& pending, const LayerEntry& layer,
+                  const std::shared_ptr<Group>& group, int64_t world_rank) {
+  EP_RETURN_IF_ERROR(group->Alive(layer.name));
+  if (world_rank < 0 || world_rank >= group->sizes().world_size) {
+    return InvalidArgument("rank must be in [0, " + std::to_string(group->sizes().world_size) +
+                           "), got " + std::to_string(world_rank))
+        .With("rank", world_rank);
+  }
+  if (static_cast<int64_t>(pending.attributes.handle) >= layer.in_flight) {
+    return InvalidArgument("layer " + layer.name +
+                           ": handle must be below in_flight=" + std::to_string(layer.in_flight) +
+                           ", got " + std::to_string(pending.attributes.handle))
+        .With("argument", std::string("handle"));
+  }
+  CallContext context;
+  context.group = group;
+  context.layer = layer;
+  context.op = pending.frame.op;
+  context.world_rank = world_rank;
+  context.handle = pending.attributes.handle;
+  context.key = pending.site->NextKey(pending.run, world_rank);
+  return pending.op_fn(pending.frame, std::move(context));
+}
+
+Status RunCall(const Pending& pending) {
+  int64_t world_rank;
+  int64_t layer_index;
+  EP_RETURN_IF_ERROR(ReadScalar(pending.frame, 0, "rank", &world_rank));
+  EP_RETURN_IF_ERROR(ReadScalar(pending.frame, 1, "layer_index", &layer_index));
+  LayerEntry layer;
+  std::shared_ptr<Group> group;
+  EP_RETURN_IF_ERROR(ThisProcess().registry.Resolve(
+      pending.attributes.layer_id + static_cast<uint64_t>(layer_index),
+      pending.attributes.fingerprint, &layer, &group));
+  if (!group->BeginCall()) return group->ClosedError(layer.name);
+  Status status = RunInGroup(pending, layer, group, world_rank);
+  if (!status.ok()) group->RecordError(status.text());
+  group->EndCall();
+  return status;
+}
+
+// Runs on a call thread. Completing the promise runs the rest of that device's program right
+// here, so it comes last and with nothing held.
+void Finish(std::unique_ptr<Pending> pending) {
+  const Status status = RunCall(*pending);
+  if (!status.ok()) ThisProcess().failed_runs.Add(pending->run, status);
+  ffi::Promise promise = std::move(pending->promise);
+  pending.reset();
+  if (status.ok()) {
+    promise.SetAvailable();
+  } else {
+    promise.SetError(ToXla(status));
+  }
+}
+
+template <OpCode op, OpFn op_fn>
+ffi::Future Execute(ffi::RunId run, SiteState* state, ffi::Dictionary attrs,
+                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  auto pending = std::make_unique<Pending>();
+  ffi::Future future(pending->promise);
+  pending->frame.op = op;
+  pending->site = state->site;
+  pending->run = run.run_id;
+  pending->op_fn = op_fn;
+  Status status = ReadFrame(args, rets, &pending->frame);
+  if (status.ok()) status = ReadAttributes(attrs, &pending->attributes);
+  if (!status.ok()) {
+    ThisProcess().failed_runs.Add(run.run_id, status);
+    pending->promise.SetError(ToXla(status));
+    return future;
+  }
+  ThisProcess().threads.Run([raw = pending.release()] { Finish(std::unique_ptr<Pending>(raw)); });
+  return future;
+}
+
+ffi::ErrorOr<std::unique_ptr<SiteState>> Instantiate(ffi::Dictionary attrs) {
+  Attributes attributes;
+  const Status status = ReadAttributes(attrs, &attributes);
+  if (!status.ok()) return ffi::Unexpected(ToXla(status));
+  return std::make_unique<SiteState>();
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+
+#define EP_RUNTIME_TARGET(symbol, op, op_fn)               \
+  XLA_FFI_DEFINE_HANDLER(symbol, (Execute<op, op_fn>),     \
+                         ffi::Ffi::Bind()                  \
+                             .Ctx<ffi::RunId>()            \
+                             .Ctx<ffi::State<SiteState>>() \
+                             .Attrs()                      \
+                             .RemainingArgs()              \
+                             .RemainingRets())
+
+EP_RUNTIME_TARGET(kPrepareV1, OpCode::kPrepare, CallPrepare);
+EP_RUNTIME_TARGET(kDispatchV1, OpCode::kDispatch, CallDispatch);
+EP_RUNTIME_TARGET(kCombineV1, OpCode::kCombine, CallCombine);
+EP_RUNTIME_TARGET(kDispatchBwdV1, OpCode::kDispatchBwd, CallDispatchBwd);
+EP_RUNTIME_TARGET(kCombineBwdV1, OpCode::kCombineBwd, CallCombineBwd);
+
+}  // namespace
+
+const Target kTargets[] = {
+    {"ep_prepare_v1", kInstantiate, kPrepareV1},
+    {"ep_dispatch_v1", kInstantiate, kDispatchV1},
+    {"ep_combine_v1", kInstantiate, kCombineV1},
+    {"ep_dispatch_bwd_v1", kInstantiate, kDispatchBwdV1},
+    {"ep_combine_bwd_v1", kInstantiate, kCombineBwdV1},
+};
+const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
+
+}  // namespace ep_runtime

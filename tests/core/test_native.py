@@ -1,0 +1,169 @@
+"""The native library's table, and that C++ and Python agree on every shared size."""
+
+import ctypes
+import mmap
+import os
+
+import pytest
+
+from ep_runtime import board, board_abi, native
+from ep_runtime.errors import (
+    InvalidArgumentError,
+    RuntimeUnavailableError,
+    SpecMismatchError,
+    StaleHandleError,
+    VersionSkewError,
+)
+from ep_runtime.specs import GroupSpec, make_group_spec
+
+_STRUCTS = {
+    "BoardHeader": board_abi.BoardHeaderStruct,
+    "RankRecord": board_abi.RankRecordStruct,
+    "HandleRecord": board_abi.HandleRecordStruct,
+    "Control": board_abi.ControlStruct,
+    "Lane": board_abi.LaneStruct,
+    "MeetingSlot": board_abi.MeetingSlotStruct,
+}
+
+
+def spec_of(**changes) -> GroupSpec:
+    values = {
+        "name": "g",
+        "mesh_axes": (("ep", 2),),
+        "ep_axis": "ep",
+        "num_experts": 4,
+        "hidden_size": 8,
+        "max_tokens_per_rank": 4,
+        "max_top_k": 2,
+    }
+    return make_group_spec(**(values | changes))
+
+
+def memfd(size: int) -> int:
+    fd = os.memfd_create("ep-test")
+    os.truncate(fd, size)
+    return fd
+
+
+@pytest.fixture
+def files():
+    """Makes the board and window fds of a spec, formatted; closes them at the end."""
+    opened = []
+
+    def make(spec: GroupSpec, generation: int = 1) -> tuple[int, list[int]]:
+        board_fd = memfd(board.board_bytes(spec))
+        windows = [memfd(board.window_bytes(spec)) for _ in range(spec.world_size)]
+        opened.extend([board_fd, *windows])
+        with mmap.mmap(board_fd, board.board_bytes(spec)) as view:
+            board.format_board(view, spec, generation)
+        return board_fd, windows
+
+    yield make
+    for fd in opened:
+        os.close(fd)
+
+
+def test_board_structs_agree_with_the_library():
+    layout = native.library().board_layout()
+    for name, value in layout.items():
+        struct, _, field = name.partition(".")
+        kind = _STRUCTS[struct]
+        mine = getattr(kind, field).offset if field else ctypes.sizeof(kind)
+        assert (name, mine) == (name, value)
+    assert len(layout) > 50
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 1000])
+@pytest.mark.parametrize("hidden", [1, 100, 512])
+def test_window_bytes_agree_with_the_library(dtype, tokens, hidden):
+    spec = spec_of(max_token_dtype=dtype, max_tokens_per_rank=tokens, hidden_size=hidden, lanes=3)
+    assert native.library().window_bytes(spec) == board.window_bytes(spec)
+
+
+@pytest.mark.parametrize(("ranks", "lanes"), [(1, 0), (1, 1), (8, 2), (1024, 4)])
+def test_control_bytes_agree_with_the_library(ranks, lanes):
+    assert native.library().control_bytes(ranks, lanes) == board.control_bytes(ranks, lanes)
+
+
+def test_every_op_has_a_versioned_target():
+    targets = native.library().targets()
+    assert [t.name for t in targets] == [
+        "ep_prepare_v1",
+        "ep_dispatch_v1",
+        "ep_combine_v1",
+        "ep_dispatch_bwd_v1",
+        "ep_combine_bwd_v1",
+    ]
+    assert all(t.instantiate_ptr and t.execute_ptr for t in targets)
+    assert all(native.library().state_type())
+
+
+def test_a_missing_library_says_where_it_should_be(tmp_path):
+    with pytest.raises(RuntimeUnavailableError, match=r"nothing\.so"):
+        native.NativeLibrary(tmp_path / "nothing.so")
+
+
+def test_a_group_opens_and_closes(files):
+    spec = spec_of()
+    board_fd, windows = files(spec, generation=3)
+    group = native.library().open_group(
+        spec, generation=3, board_fd=board_fd, window_fds=windows, debug=False
+    )
+    layer = native.NativeLayer(
+        id=5, name="moe", fingerprint=9, top_k=2, alignment=1, in_flight=1, handle_base=0
+    )
+    native.library().add_layers(group, [layer])
+    native.library().poison_staging(group, 0xAB)
+    assert os.pread(windows[1], 4, 100) == b"\xab" * 4
+    assert native.library().check_group(group) is None
+    native.library().remove_layers(group, [5])
+    native.library().close_group(group)
+    with pytest.raises(StaleHandleError, match="no open group"):
+        native.library().add_layers(group, [layer])
+
+
+def test_a_board_of_another_group_is_refused(files):
+    spec = spec_of()
+    board_fd, windows = files(spec, generation=3)
+    opened = native.library().open_group
+    with pytest.raises(StaleHandleError, match="generation 3, asked for 4"):
+        opened(spec, generation=4, board_fd=board_fd, window_fds=windows, debug=False)
+    with pytest.raises(SpecMismatchError, match="windows of"):
+        opened(
+            spec_of(hidden_size=512),
+            generation=3,
+            board_fd=board_fd,
+            window_fds=windows,
+            debug=False,
+        )
+    with pytest.raises(InvalidArgumentError, match="one fd per world rank, 2, got 1"):
+        opened(spec, generation=3, board_fd=board_fd, window_fds=windows[:1], debug=False)
+    empty_window = memfd(0)
+    with pytest.raises(InvalidArgumentError, match="window must hold"):
+        opened(
+            spec,
+            generation=3,
+            board_fd=board_fd,
+            window_fds=[windows[0], empty_window],
+            debug=False,
+        )
+    os.close(empty_window)
+    empty = memfd(board.board_bytes(spec))
+    with pytest.raises(VersionSkewError, match="version 0"):
+        opened(spec, generation=3, board_fd=empty, window_fds=windows, debug=False)
+    os.close(empty)
+
+
+def test_handles_beyond_the_board_are_refused(files):
+    spec = spec_of()
+    board_fd, windows = files(spec)
+    group = native.library().open_group(
+        spec, generation=1, board_fd=board_fd, window_fds=windows, debug=False
+    )
+    layer = native.NativeLayer(
+        id=6, name="far", fingerprint=9, top_k=2, alignment=1, in_flight=1, handle_base=16384
+    )
+    with pytest.raises(InvalidArgumentError, match="below 16384"):
+        native.library().add_layers(group, [layer])
+    native.library().close_group(group)
