@@ -166,7 +166,7 @@ def _start_with_lifeline(directory: Path) -> children.Child:
     """
     ourselves = os.pidfd_open(os.getpid())
     try:
-        options = ["--parent-pidfd", str(ourselves)]
+        options = ["--parent-pidfd", str(ourselves), "--drain-s", "0"]
         return children.Child.start(directory, options, pass_fds=[ourselves])
     finally:
         os.close(ourselves)

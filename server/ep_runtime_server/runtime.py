@@ -109,7 +109,7 @@ class Runtime:
         if session.state is SessionState.FENCED:
             session.tell(
                 session_service_pb2.WatchSessionResponse(
-                    fence=session_service_pb2.FenceEvent(reason="fenced by an operator")
+                    fence=session_service_pb2.FenceEvent(reason=session.fence_reason)
                 )
             )
         self.groups.session_ended(session)
@@ -198,7 +198,9 @@ class Runtime:
         """Drained and empty, past the deadline, or idle for longer than wanted."""
         now = self.clock.monotonic_s()
         empty = not self.sessions.not_over()
-        if self.stop_at_s is not None and (empty or now >= self.stop_at_s):
+        # A fenced session can do nothing more, so nobody waits for its process.
+        quiet = not any(session.live for session in self.sessions.not_over())
+        if self.stop_at_s is not None and (quiet or now >= self.stop_at_s):
             return True
         idle = self.settings.idle_exit_s
         return idle is not None and empty and now - self._idle_since_s >= idle

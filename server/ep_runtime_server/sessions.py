@@ -63,6 +63,7 @@ class Session:
     last_beat_s: float | None = None
     progress: int = 0
     ended_s: float | None = None
+    fence_reason: str = ""
     watcher: asyncio.Queue[Any] | None = None
 
     @property
@@ -222,6 +223,7 @@ class Sessions:
         """Voids the token; memory that the process maps waits for its pidfd."""
         if session.live:
             session.state = SessionState.FENCED
+            session.fence_reason = reason
             self._log(
                 "session.fenced",
                 f"process {session.pid} was fenced: {reason}",

@@ -80,15 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ep_runtime_client.cli import serve
 
         serve.run_words(words[1:])
+    return _run(name, words[1:])
+
+
+def _run(name: str, words: list[str]) -> int:
     command = importlib.import_module(f"ep_runtime_client.cli.{name}")
     parser = Parser(prog=f"ep-runtime {name}", description=COMMANDS[name])
     command.add_arguments(parser)
+    quiet = False
     try:
-        return int(command.run(parser.parse_args(words[1:])))
+        args = parser.parse_args(words)
+        quiet = getattr(args, "quiet", False)
+        return int(command.run(args))
     except SystemExit as stop:  # argparse: 0 for --help, 1 for wrong usage
         return int(stop.code or 0)
     except errors.EpRuntimeError as error:
-        render.err(f"ep-runtime {name}: {error}")
+        if not quiet:
+            render.err(f"ep-runtime {name}: {error}")
         return exit_code(error)
     except BrokenPipeError:
         # The reader of our output is gone; what Python flushes at exit must not fail again.

@@ -1,0 +1,133 @@
+"""The command without a daemon: usage, exit codes, what is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ep_runtime import errors
+from ep_runtime_client import cli
+
+_TIMEOUT_S = 60.0
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "ep_runtime_client.cli", *words],
+        timeout=_TIMEOUT_S,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_help_lists_every_command_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in text
+    assert "4 denied" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["sttaus"],
+        ["status", "--nonsense"],
+        ["handles", "-o", "yaml"],
+        ["handles", "--watch", "0"],
+        ["fence"],
+        ["reclaim"],
+        ["reclaim", "g", "--all-retained"],
+        ["status", "--address", "embedded"],
+        ["status", "--address", "unix:///" + "d" * 100],
+    ],
+)
+def test_wrong_usage_is_exit_code_1(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err != ""
+
+
+@pytest.mark.parametrize(
+    "name", ["status", "sessions", "groups", "layers", "handles", "buffers", "events", "drain"]
+)
+def test_no_daemon_is_exit_code_2(
+    name: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([name, "--address", f"unix://{directory}"]) == 2
+    assert f"no daemon answers at unix://{directory}" in capsys.readouterr().err
+
+
+def test_the_address_may_come_from_the_environment(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EP_RUNTIME_ADDRESS", f"unix://{directory}")
+    assert cli.main(["status"]) == 2
+    assert str(directory) in capsys.readouterr().err
+
+
+def test_quiet_says_nothing_at_all(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--quiet", "--address", f"unix://{directory}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidArgumentError("x"), 1),
+        (errors.RuntimeUnavailableError("x"), 2),
+        (errors.EpRuntimeError("x"), 3),
+        (errors.PoolExhaustedError("x"), 3),
+        (errors.PermissionDeniedError("x"), 4),
+    ],
+)
+def test_every_error_has_an_exit_code(error: errors.EpRuntimeError, code: int) -> None:
+    assert cli.exit_code(error) == code
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "serve"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    assert f"ep-runtime {name}" in capsys.readouterr().out
+
+
+def test_version_works_without_a_daemon(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version", "--client", "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind"] == "version"
+    assert document["server_version"] is None
+
+
+def test_no_command_imports_jax_and_help_needs_no_grpc() -> None:
+    program = (
+        "import sys, importlib\n"
+        "from ep_runtime_client import cli\n"
+        "cli.main(['--help'])\n"
+        "assert 'grpc' not in sys.modules\n"
+        "for name in cli.COMMANDS: importlib.import_module('ep_runtime_client.cli.' + name)\n"
+        "found = {'jax', 'jaxlib', 'optax'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {found}' if found else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], timeout=_TIMEOUT_S, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_start_times(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed, not asserted: the machine may be busy."""
+    where = ["--address", f"unix://{directory}"]
+    for words in (["--help"], ["version", "--client"], ["status", *where]):
+        started = time.monotonic()
+        _run(*words)
+        with capsys.disabled():
+            took = time.monotonic() - started
+            sys.stdout.write(f"\nep-runtime {words[0]}: first output within {took:.3f} s")

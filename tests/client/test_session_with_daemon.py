@@ -1,0 +1,253 @@
+"""A session with a real daemon: groups, layers, fencing, reclaim, threads. JAX runs here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon_fixtures import WAIT_S, start_daemon, wait_until
+from jax.sharding import Mesh
+
+import ep_runtime as ep
+from ep_runtime import board
+from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime_client.cli import source
+
+_ARGUMENTS: dict[str, Any] = {
+    "ep_axis": "ep",
+    "outer_axes": "dp",
+    "num_experts": 8,
+    "hidden_size": 16,
+    "max_tokens_per_rank": 8,
+    "max_top_k": 2,
+    "alignment": 8,
+}
+
+
+@pytest.fixture
+def session(address: str) -> Iterator[ep.Session]:
+    with ep.connect(address, job="tests", timeout_s=WAIT_S) as found:
+        yield found
+
+
+def test_a_group_holds_one_window_per_rank_and_a_board(
+    session: ep.Session, mesh: Any, admin: source.Source
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    assert group.spec.transport == "memfd"
+    assert group.native_group is not None
+    buffers = admin.buffers()
+    windows = [row for row in buffers if row["kind"] == "WINDOW"]
+    assert sorted(row["world_rank"] for row in windows) == list(range(8))
+    assert {row["bytes"] for row in windows} == {group.staging_bytes_per_rank}
+    assert group.staging_bytes_per_rank == board.window_bytes(group.spec)
+    assert [row["bytes"] for row in buffers if row["kind"] == "BOARD"] == [
+        board.board_bytes(group.spec)
+    ]
+    group.check()
+
+
+def test_closing_frees_at_once_whatever_retain_says(
+    address: str, mesh: Any, admin: source.Source
+) -> None:
+    with ep.connect(address) as session:
+        session.create_group("g", mesh, **_ARGUMENTS, retain_s=60)
+        assert admin.buffers()
+    assert admin.buffers() == []
+    assert admin.groups() == []
+    assert {row["state"] for row in admin.sessions()} == {"CLOSED"}
+
+
+def test_closing_one_group_leaves_the_other(
+    session: ep.Session, mesh: Any, admin: source.Source
+) -> None:
+    first = session.create_group("first", mesh, **_ARGUMENTS)
+    second = session.create_group("second", mesh, **_ARGUMENTS)
+    first.close()
+    assert [row["name"] for row in admin.groups()] == ["second"]
+    second.check()
+    again = session.create_group("first", mesh, **_ARGUMENTS)
+    assert again.generation > second.generation
+
+
+def test_replace_forms_a_new_generation(
+    session: ep.Session, mesh: Any, admin: source.Source
+) -> None:
+    old = session.create_group("g", mesh, **_ARGUMENTS)
+    layer = old.register_layer("a", top_k=2)
+    new = session.create_group("g", mesh, **{**_ARGUMENTS, "hidden_size": 32}, replace=True)
+    assert new.generation > old.generation
+    assert [row["hidden_size"] for row in admin.groups()] == [32]
+    with pytest.raises(ep.StaleHandleError):
+        _ = layer.group
+
+
+def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> None:
+    mesh = Mesh(np.array(devices[:1]), ("ep",))
+    group = session.create_group("g", mesh, **{**_ARGUMENTS, "outer_axes": ()})
+    assert group.spec.world_size == 1
+    group.check()
+
+
+def test_a_group_of_transport_xla_holds_no_memory(
+    session: ep.Session, mesh: Any, admin: source.Source
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS, transport="xla")
+    group.register_layer("a", top_k=1)
+    assert admin.buffers() == []
+    assert [row["transport"] for row in admin.groups()] == ["XLA"]
+
+
+def test_layers_and_stacks_are_listed_with_their_handles(
+    session: ep.Session, mesh: Any, admin: source.Source
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    group.register_layer("plain", top_k=2, in_flight=2)
+    stack = group.register_layer_stack("stack", 3, top_k=1)
+    handles = admin.handles()
+    assert [(row["layer"], row["handle"]) for row in handles] == [
+        ("plain", 0),
+        ("plain", 1),
+        ("stack[0]", 0),
+        ("stack[1]", 0),
+        ("stack[2]", 0),
+    ]
+    assert {row["state"] for row in handles} == {"IDLE"}
+    rows = {row["name"]: row for row in admin.layers()}
+    assert rows["stack"]["base_id"] == stack.base_id
+    assert rows["plain"]["base_id"] == group.layer("plain").base_id
+
+
+def test_ten_thousand_layers_are_one_call(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    specs = [ep.LayerSpec(f"layer {i}", top_k=1) for i in range(10_000)]
+    layers = group.register_layers(specs)
+    assert [layer.name for layer in layers] == [spec.name for spec in specs]
+    assert len({layer.id for layer in layers}) == 10_000
+    assert group.register_layers(specs[:3]) == layers[:3]
+
+
+def test_more_handles_than_a_board_holds_is_said_with_numbers(
+    session: ep.Session, mesh: Any
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    with pytest.raises(ep.PoolExhaustedError) as caught:
+        group.register_layer_stack("s", board.MAX_HANDLES + 1, top_k=1)
+    assert str(board.MAX_HANDLES) in str(caught.value)
+    assert group.register_layer("fits", top_k=1).name == "fits"
+
+
+def test_the_memory_limit_names_asked_free_and_limit(directory: Path, mesh: Any) -> None:
+    daemon = start_daemon(directory, "--max-host-bytes", "1M")
+    try:
+        with ep.connect(f"unix://{directory}") as session:
+            with pytest.raises(ep.PoolExhaustedError) as caught:
+                session.create_group("g", mesh, **{**_ARGUMENTS, "hidden_size": 4096})
+            assert caught.value.fields["limit_bytes"] == 1 << 20
+            assert caught.value.fields["asked_bytes"] > 1 << 20
+            assert session.describe()["groups"] == []
+    finally:
+        assert daemon.stop() == 0
+
+
+def test_reclaim_makes_the_old_layer_stale(
+    session: ep.Session, mesh: Any, admin: source.Source
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    layer = group.register_layer("a", top_k=1)
+    assert layer.group is group
+    admin.call("Reclaim", messages.ReclaimRequest(name="g"))
+    wait_until(lambda: group.is_gone, "the client hears of the reclaim")
+    with pytest.raises(ep.StaleHandleError, match=f"layer 'a'.*generation {group.generation}"):
+        _ = layer.group
+    with pytest.raises(ep.StaleHandleError):
+        group.register_layer("b", top_k=1)
+    with pytest.raises(ep.StaleHandleError):
+        group.check()
+    again = session.create_group("g", mesh, **_ARGUMENTS)
+    assert again.generation > group.generation
+    assert again.register_layer("a", top_k=1).group is again
+    assert admin.status()["pools"][0]["quarantined_bytes"] == 0
+
+
+def test_a_fenced_session_says_so_and_a_new_one_works(
+    address: str, mesh: Any, admin: source.Source
+) -> None:
+    session = ep.connect(address)
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    request = messages.FenceRequest(session_id=session.session_id, reason="a test")
+    assert admin.call("Fence", request)["groups"] == ["g"]
+    wait_until(lambda: not session.alive, "the client hears of the fence")
+    with pytest.raises(ep.SessionFencedError, match="connect again"):
+        session.create_group("h", mesh, **_ARGUMENTS)
+    with pytest.raises((ep.SessionFencedError, ep.StaleHandleError)):
+        group.register_layer("a", top_k=1)
+    with ep.connect(address) as fresh:
+        assert fresh is not session
+        fresh.create_group("g", mesh, **_ARGUMENTS).check()
+
+
+def test_a_name_is_open_once_in_a_process(session: ep.Session, mesh: Any) -> None:
+    session.create_group("g", mesh, **_ARGUMENTS)
+    with ep.connect("none") as other:
+        with pytest.raises(ep.InvalidArgumentError, match="'g' is open in this process's session"):
+            other.create_group("g", mesh, **_ARGUMENTS)
+        other.create_group("h", mesh, **_ARGUMENTS)
+
+
+def test_names_that_nobody_knows(session: ep.Session, mesh: Any) -> None:
+    with pytest.raises(ep.StaleHandleError, match="no group 'nobody'"):
+        session.group("nobody")
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    with pytest.raises(ep.StaleHandleError, match="nothing"):
+        group.layer("nothing")
+
+
+def test_a_group_and_its_layers_are_found_by_name(session: ep.Session, mesh: Any) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    layer = group.register_layer("a", top_k=2)
+    assert session.group("g") is group
+    assert session.group("g").layer("a") == layer
+
+
+def test_threads_share_one_session_and_one_group(address: str, mesh: Any) -> None:
+    count = 8
+    start = threading.Barrier(count)
+
+    def work(index: int) -> tuple[Any, Any, Any]:
+        start.wait(WAIT_S)
+        session = ep.connect(address)
+        group = session.create_group("shared", mesh, **_ARGUMENTS)
+        own = session.create_group(f"own {index}", mesh, **_ARGUMENTS, transport="xla")
+        return session, group, (group.register_layer("a", top_k=1), own.name)
+
+    with ThreadPoolExecutor(count) as pool:
+        results = list(pool.map(work, range(count), timeout=WAIT_S))
+    assert len({id(session) for session, _, _ in results}) == 1
+    assert len({id(group) for _, group, _ in results}) == 1
+    assert len({layer for _, _, (layer, _) in results}) == 1
+    session = results[0][0]
+    assert len(session.describe()["groups"]) == count + 1
+    for _ in range(count):
+        session.close()
+    assert not session.alive
+
+
+def test_connecting_again_after_the_last_close_is_a_new_session(address: str) -> None:
+    with ep.connect(address) as first:
+        pass
+    with ep.connect(address) as second:
+        assert second is not first
+        assert second.session_id != first.session_id
+
+
+def test_labels_and_job_reach_the_listing(address: str, admin: source.Source) -> None:
+    with ep.connect(address, job="night run", labels={"team": "moe"}) as session:
+        rows = {row["session_id"]: row for row in admin.sessions()}
+        row = rows[session.session_id]
+    assert (row["job"], row["labels"], row["state"]) == ("night run", {"team": "moe"}, "ACTIVE")

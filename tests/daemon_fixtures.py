@@ -1,0 +1,193 @@
+"""Fixtures around a real daemon, for tests of client and command line. Every wait is bounded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_runtime_client import children
+from ep_runtime_client.cli import source
+
+READY_TIMEOUT_S = 60.0
+WAIT_S = 30.0
+
+
+def package_path() -> str:
+    """A PYTHONPATH under which a child imports the packages that this process imports."""
+    found = []
+    for name in ("ep_runtime", "ep_runtime_server", "ep_runtime_client"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        found.append(str(Path(spec.origin).parent.parent))
+    return os.pathsep.join(dict.fromkeys(found))
+
+
+@pytest.fixture(autouse=True)
+def _children_import_what_we_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", package_path())
+    for name in ("EP_RUNTIME_ADDRESS", "EP_RUNTIME_JOB", "EP_RUNTIME_DEBUG", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A socket directory: pytest's own are too long for a socket's name."""
+    path = Path(tempfile.mkdtemp(prefix="ept-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def start_daemon(directory: Path, *options: str) -> children.Child:
+    """A daemon that answers."""
+    child = children.Child.start(directory, ["--max-host-bytes", "1G", *options], pass_fds=[])
+    child.wait_ready(READY_TIMEOUT_S)
+    return child
+
+
+@pytest.fixture
+def daemon(directory: Path) -> Iterator[children.Child]:
+    """A running daemon; it must still end well after the test."""
+    child = start_daemon(directory)
+    yield child
+    code = child.stop()
+    assert code == 0, child.log_tail(50)
+
+
+@pytest.fixture
+def address(daemon: children.Child) -> str:
+    return f"unix://{daemon.directory}"
+
+
+@pytest.fixture
+def admin(address: str) -> Iterator[source.Source]:
+    """The daemon's admin service."""
+    with source.open_source(address, timeout_s=WAIT_S) as found:
+        yield found
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of `condition`; fails after WAIT_S."""
+    deadline = time.monotonic() + WAIT_S
+    pause = threading.Event()
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        pause.wait(0.02)
+
+
+def wait_gone(pid: int) -> None:
+    """Waits until a process that is not our child has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        assert poll.poll(WAIT_S * 1000), f"process {pid} is still there after {WAIT_S} s"
+    finally:
+        os.close(fd)
+
+
+PROLOGUE = """
+import json, os, signal, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import ep_runtime as ep
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+def hear():
+    return json.loads(sys.stdin.readline())
+
+def mesh_of(size=4):
+    import numpy as np
+    return jax.sharding.Mesh(np.array(jax.devices("cpu")[:size]), ("ep",))
+
+ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
+                 max_top_k=2, alignment=8, max_token_dtype="float32")
+"""
+
+
+class Program:
+    """A Python program in a process of its own that says and hears JSON lines."""
+
+    def __init__(self, text: str, **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", PROLOGUE + text],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment},
+            text=True,
+        )
+        self.pid = self._process.pid
+
+    def heard(self) -> Any:
+        """The next line that the program says."""
+        import json
+
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        assert poll.poll(WAIT_S * 1000), f"the program said nothing within {WAIT_S} s"
+        line = self._process.stdout.readline()
+        assert line, f"the program ended with {self._process.wait(WAIT_S)}"
+        return json.loads(line)
+
+    def tell(self, value: Any = None) -> None:
+        """Sends a line to the program."""
+        import json
+
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        assert self._process.wait(WAIT_S) == -9
+
+    def finish(self) -> int:
+        """Waits for the program's own end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self._process.wait(WAIT_S)
+
+    def close(self) -> None:
+        """Ends the program whatever it does, for teardown."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(WAIT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture
+def run_program() -> Iterator[Callable[..., Program]]:
+    """Starts programs; none outlives the test."""
+    started: list[Program] = []
+
+    def start(text: str, **environment: str) -> Program:
+        started.append(Program(text, **environment))
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.close()
