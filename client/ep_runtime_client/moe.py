@@ -59,9 +59,8 @@ class _Activate:
     gated: bool
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        function = self.activation
-        if isinstance(function, str):
-            function = ACTIVATIONS[function]
+        given = self.activation
+        function: Callable[..., jax.Array] = ACTIVATIONS[given] if isinstance(given, str) else given
         if not self.gated:
             return function(hidden)
         gate, up = jnp.split(hidden, 2, axis=-1)
@@ -199,7 +198,8 @@ def _run_experts(
         hidden = checkpoint_name(hidden, "ep_wi")
         second = experts.Stage(call, activate, dtype)
         out = experts.grouped_matmul(second, hidden, params.wo, params.wo_bias, early, sizes)
-        return checkpoint_name(out, "ep_wo")
+        tagged: jax.Array = checkpoint_name(out, "ep_wo")
+        return tagged
 
 
 def _batch_axes(call: Call) -> tuple[str, ...]:

@@ -102,7 +102,8 @@ def init_moe_params(
     keys = jax.random.split(key, 3)
 
     def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
-        return (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+        values: jax.Array = jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5
+        return values.astype(dtype)
 
     return MoEParams(
         router=normal(

@@ -37,11 +37,12 @@ def remat_policy(
     both = sorted(set(save) & set(offload))
     if both:
         raise InvalidArgumentError(f"save and offload both have {both}", argument="offload")
-    if not offload:
-        return jax.checkpoint_policies.save_only_these_names(*save)
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(save),
-        names_which_can_be_offloaded=list(offload),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    policy: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(*save)
+    if offload:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(save),
+            names_which_can_be_offloaded=list(offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return policy

@@ -116,10 +116,11 @@ def find_region(group: GroupSpec) -> Region:
 
 def world_rank(group: GroupSpec) -> jax.Array:
     """World rank of this device, int32 [1]: domain * N + ep rank. Needs manual axes."""
-    rank = jnp.int32(0)
+    rank: Any = jnp.int32(0)
     for axis in group.domain_axes + group.ep_axis:
         rank = rank * group.axis_sizes[axis] + _axis_index(group, axis)
-    return rank.reshape(1)
+    flat: jax.Array = rank.reshape(1)
+    return flat
 
 
 def _axis_index(group: GroupSpec, axis: str) -> Any:

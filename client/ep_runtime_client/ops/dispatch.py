@@ -63,7 +63,7 @@ def dispatch(
     if plan is None:
         if topk_idx is None:
             raise InvalidArgumentError("dispatch needs topk_idx or plan", argument="topk_idx")
-        preparing._check_idx(static, topk_idx)
+        preparing.check_idx(static, topk_idx)
         _check_lead("topk_idx", topk_idx, tokens.shape[:-1])
         hints = preparing.known_specs(tokens_spec, tokens, topk_idx, topk_weights)
         call = preparing.make_call(

@@ -133,7 +133,8 @@ def _pick(array: jax.Array, expert: jax.Array) -> jax.Array:
 
 def _add_at(array: jax.Array, expert: jax.Array, values: jax.Array) -> jax.Array:
     total = _pick(array, expert) + values.astype(array.dtype)
-    return lax.dynamic_update_index_in_dim(array, total, expert, 0)
+    added: jax.Array = lax.dynamic_update_index_in_dim(array, total, expert, 0)
+    return added
 
 
 def _inputs(stage: Stage, rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:

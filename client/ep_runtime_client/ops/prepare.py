@@ -55,7 +55,7 @@ def prepare(
     Cost: one exchange of E counts per rank and one of row numbers; no host sync.
     """
     static, index, mesh = open_layer(layer)
-    _check_idx(static, topk_idx)
+    check_idx(static, topk_idx)
     hints = known_specs(tokens_spec, topk_idx)
     call = make_call(static, mesh, topk_idx.shape[:-1], hints, handle=handle, capacity=capacity)
     return make_plan(call, index, topk_idx)
@@ -107,7 +107,7 @@ def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
     return Plan(PlanArrays(*(checkpoint_name(x, "ep_plan") for x in arrays)), call.meta)
 
 
-def _check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
+def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
     shape, dtype = jnp.shape(topk_idx), jnp.result_type(topk_idx)
     if len(shape) not in (2, 3) or shape[-1] != layer.top_k:
         raise InvalidArgumentError(

@@ -89,11 +89,11 @@ def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.A
         say_reshard(name, call.layer.name, str(known), str(spec))
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return array
-    if getattr(array, "committed", True) and known is None:
-        return jax.device_put(array, NamedSharding(call.mesh, spec))
-    if known is not None and array.sharding.device_set != set(call.mesh.devices.flat):
-        return jax.device_put(array, NamedSharding(call.mesh, spec))
-    return array
+    devices = set(call.mesh.devices.flat)
+    if array.sharding.device_set == devices or not array.committed:
+        return array
+    moved: jax.Array = jax.device_put(array, NamedSharding(call.mesh, spec))
+    return moved
 
 
 def _same(known: PartitionSpec, wanted: PartitionSpec, call: Call) -> bool:
@@ -151,7 +151,7 @@ def vary(call: Call, x: jax.Array) -> jax.Array:
     if not call.manual:
         return x
     mesh = jax.sharding.get_abstract_mesh()
-    varying = getattr(jax.typeof(x), "vma", frozenset())
+    varying: frozenset[str] = getattr(jax.typeof(x), "vma", frozenset())
     missing = tuple(a for a in mesh.manual_axes if a not in varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 

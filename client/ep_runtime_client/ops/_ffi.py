@@ -1,0 +1,45 @@
+"""Registers the native library's custom calls with XLA, once per process, when first needed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import jax
+
+from ep_runtime import native
+
+STATE_TYPE = "ep_runtime_call_state"
+
+
+@functools.cache
+def ensure_registered() -> None:
+    """Registers the type of the call state, then the targets.
+
+    The CPU backend must be up first: one that starts later replays pending targets before
+    pending types, and refuses. Hence never at import.
+
+    Raises:
+        RuntimeUnavailableError: the native library is missing; says how to build it.
+    """
+    jax.devices("cpu")
+    library = native.library()
+    type_id, type_info = library.state_type()
+    jax.ffi.register_ffi_type(
+        STATE_TYPE, {"type_id": _capsule(type_id), "type_info": _capsule(type_info)}, "cpu"
+    )
+    for target in library.targets():
+        handlers = {
+            "instantiate": _capsule(target.instantiate_ptr),
+            "execute": _capsule(target.execute_ptr),
+        }
+        jax.ffi.register_ffi_target(target.name, handlers, "cpu", api_version=1)
+
+
+def _capsule(pointer: int) -> Any:
+    """A nameless PyCapsule of an address in the library, which stays loaded."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(pointer, None, None)

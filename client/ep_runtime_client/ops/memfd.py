@@ -1,0 +1,134 @@
+"""Transport "memfd": the ops as custom calls of the native library, on windows in host memory.
+
+All functions run per device, on local blocks without the slab dim; the signatures are those of
+`xla.py`. Attributes are names and static sizes only, so that every process traces the same
+program and a compiled one can be kept: rank and layer index are operands, addresses and
+generation are looked up when the call runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep_runtime_client.ops._ffi import ensure_registered
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.plan import PlanArrays
+
+
+def _call(call: Call, target: str, results: Any, *operands: jax.Array) -> Any:
+    ensure_registered()
+    attributes = {
+        "layer_id": np.int64(call.layer.base_id),
+        "fingerprint": np.int64(call.layer.fingerprint),
+        "handle": np.int64(call.meta.handle),
+    }
+    return jax.ffi.ffi_call(target, results)(*operands, **attributes)
+
+
+def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def _or_empty(array: jax.Array | None, *dims: int) -> jax.Array:
+    """A missing operand travels as an f32 array of size 0."""
+    return jnp.zeros(dims, jnp.float32) if array is None else array
+
+
+def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
+    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
+    tokens, top_k = topk_idx.shape
+    ranks, local = call.group.ep_size, call.group.experts_per_rank
+    dims = (
+        (tokens, top_k),
+        (tokens, top_k),
+        (ranks, 4),
+        (ranks * tokens + 1,),
+        (call.capacity,),
+        (call.capacity,),
+        (local,),
+        (local,),
+        (1,),
+    )
+    results = tuple(_shape(jnp.int32, *size) for size in dims)
+    return PlanArrays(*_call(call, "ep_prepare_v1", results, rank, index, topk_idx))
+
+
+def dispatch(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    tokens: jax.Array,
+    weights: jax.Array | None,
+    plan: PlanArrays,
+) -> tuple[jax.Array, jax.Array]:
+    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
+    results = (
+        _shape(tokens.dtype, call.capacity, tokens.shape[1]),
+        _shape(jnp.float32, call.capacity),
+    )
+    recv, recv_weights = _call(
+        call, "ep_dispatch_v1", results, rank, index, tokens, _or_empty(weights, 0, 0), *plan
+    )
+    return recv, recv_weights
+
+
+def combine(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    expert_out: jax.Array,
+    weights: jax.Array | None,
+    plan: PlanArrays,
+) -> jax.Array:
+    """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
+    result = _shape(expert_out.dtype, plan.dst_rank.shape[0], expert_out.shape[1])
+    tokens_out: jax.Array = _call(
+        call, "ep_combine_v1", result, rank, index, expert_out, _or_empty(weights, 0), *plan
+    )
+    return tokens_out
+
+
+def dispatch_bwd(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    d_recv: jax.Array,
+    d_weights: jax.Array,
+    plan: PlanArrays,
+) -> tuple[jax.Array, jax.Array]:
+    """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
+    tokens, top_k = plan.dst_rank.shape
+    results = (
+        _shape(d_recv.dtype, tokens, d_recv.shape[1]),
+        _shape(jnp.float32, tokens, top_k),
+    )
+    d_tokens, d_topk_weights = _call(
+        call, "ep_dispatch_bwd_v1", results, rank, index, d_recv, d_weights, *plan
+    )
+    return d_tokens, d_topk_weights
+
+
+def combine_bwd(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    grad: jax.Array,
+    expert_out: jax.Array | None,
+    weights: jax.Array | None,
+    plan: PlanArrays,
+) -> tuple[jax.Array, jax.Array | None]:
+    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
+    weighted = weights is not None
+    rows = jnp.zeros((0, 0), grad.dtype) if expert_out is None else expert_out
+    results = (
+        _shape(grad.dtype, call.capacity, grad.shape[1]),
+        _shape(jnp.float32, call.capacity if weighted else 0),
+    )
+    d_expert_out, d_weights = _call(
+        call, "ep_combine_bwd_v1", results, rank, index, grad, rows, _or_empty(weights, 0), *plan
+    )
+    return d_expert_out, d_weights if weighted else None

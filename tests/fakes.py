@@ -1,0 +1,157 @@
+"""Stand-ins that let one layer of the project be tested without the ones below it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import mmap
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ep_runtime import specs
+from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
+from jax.sharding import Mesh
+
+_generations = itertools.count(1)
+
+
+@functools.cache
+def require_native() -> None:
+    """Skips where the CPU library is not built."""
+    native = pytest.importorskip("ep_runtime.native")
+    try:
+        native.library()
+    except Exception as error:
+        pytest.skip(f"no native library: {error}")
+
+
+def mesh_of(axes: dict[str, int], *, explicit: bool = False) -> Mesh:
+    """A mesh of the first devices with these axes."""
+    devices = np.array(jax.devices()[: int(np.prod([*axes.values()]))])
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    return Mesh(devices.reshape([*axes.values()]), [*axes], axis_types=(kind,) * len(axes))
+
+
+class LocalGroup:
+    """A group without a daemon: windows and board are memfds of this process.
+
+    Has what the ops look at (name, spec, mesh, closed) and what tests register layers with.
+    """
+
+    def __init__(self, spec: specs.GroupSpec, mesh: Mesh, *, debug: bool = False) -> None:
+        self.name, self.spec, self.mesh = spec.name, spec, mesh
+        self.session = None
+        self.closed = False
+        self.generation = next(_generations)
+        self.native_group: int | None = None
+        self._handles = 0
+        self._layers: dict[str, EpLayer | LayerStack] = {}
+        if spec.transport == "memfd":
+            self.native_group = self._open_windows(debug)
+        live_groups.add(self)  # type: ignore[arg-type]
+
+    def _open_windows(self, debug: bool) -> int:
+        from ep_runtime import board, native
+
+        sizes = [board.window_bytes(self.spec)] * self.spec.world_size
+        fds = [_memfd(size) for size in [board.board_bytes(self.spec), *sizes]]
+        try:
+            with mmap.mmap(fds[0], 0) as view:
+                board.format_board(memoryview(view), self.spec, self.generation)
+            return native.library().open_group(
+                self.spec,
+                generation=self.generation,
+                board_fd=fds[0],
+                window_fds=fds[1:],
+                debug=debug,
+            )
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def require_open(self, layer: str | None = None) -> None:
+        from ep_runtime.errors import StaleHandleError
+
+        if self.closed:
+            raise StaleHandleError(f"layer {layer!r}: group {self.name!r} was closed")
+
+    def register_layer(self, name: str, **settings: Any) -> EpLayer:
+        filled = specs.check_layer(self.spec, specs.LayerSpec(name, **settings))
+        layer = EpLayer(self.spec, filled, specs.layer_id(self.name, name))
+        self._add(layer, [(layer.base_id, name)])
+        return layer
+
+    def register_layer_stack(self, name: str, num_layers: int, **settings: Any) -> LayerStack:
+        filled = specs.check_layer(self.spec, specs.LayerSpec(name, **settings))
+        base = specs.stack_base_id(self.name, name)
+        stack = LayerStack(self.spec, filled, num_layers, base)
+        self._add(stack, [(base + i, layer_name(name, i)) for i in range(num_layers)])
+        return stack
+
+    def _add(self, layer: EpLayer | LayerStack, ids: list[tuple[int, str]]) -> None:
+        self._layers[layer.name] = layer
+        first = layer if isinstance(layer, EpLayer) else layer[0]
+        if self.native_group is None or not isinstance(first, EpLayer):
+            return
+        from ep_runtime import native
+
+        rows = []
+        for layer_id, name in ids:
+            rows.append(
+                native.NativeLayer(
+                    id=layer_id,
+                    name=name,
+                    fingerprint=first.fingerprint,
+                    top_k=first.top_k,
+                    alignment=first.alignment,
+                    in_flight=first.in_flight,
+                    handle_base=self._handles,
+                )
+            )
+            self._handles += first.in_flight
+        native.library().add_layers(self.native_group, rows)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        live_groups.remove(self)  # type: ignore[arg-type]
+        if self.native_group is not None:
+            from ep_runtime import native
+
+            native.library().close_group(self.native_group)
+
+
+def _memfd(size: int) -> int:
+    fd = os.memfd_create("ep-runtime-test")
+    os.ftruncate(fd, size)
+    return fd
+
+
+def local_group(
+    axes: dict[str, int] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    debug: bool = False,
+    **settings: Any,
+) -> LocalGroup:
+    """A group on a mesh of `axes` (default 8 ranks of one EP group), small unless told."""
+    mesh = mesh or mesh_of(axes or {"ep": 8})
+    defaults: dict[str, Any] = {
+        "name": f"group{next(_generations)}",
+        "ep_axis": "ep",
+        "num_experts": 16,
+        "hidden_size": 16,
+        "max_tokens_per_rank": 16,
+        "max_top_k": 8,
+        "max_token_dtype": "float32",
+        "alignment": 8,
+        "transport": "xla",
+        "op_timeout_s": 30.0,
+    }
+    mesh_axes = tuple(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+    spec = specs.make_group_spec(mesh_axes=mesh_axes, **(defaults | settings))
+    return LocalGroup(spec, mesh, debug=debug)

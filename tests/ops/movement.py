@@ -1,0 +1,184 @@
+"""Runs one Case through the ops and through the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cases
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ep_runtime.specs import GroupSpec
+from ep_runtime_client import ops
+from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.ops import reference
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Global arrays of a case, as a user would hold them, and their slabs."""
+
+    tokens: Any
+    topk_idx: Any
+    weights: Any
+    cotangent: Any  # of tokens_out
+    factors: Any  # [R, C, H]: what the "experts" multiply rows by
+
+
+def axes_of(case: cases.Case, group: GroupSpec) -> tuple[tuple[str, ...], ...]:
+    return case.split[:2] if case.split is not None else (group.token_axes,)
+
+
+def lead_of(case: cases.Case, group: GroupSpec) -> tuple[int, ...]:
+    if case.split is None:
+        return (case.tokens * group.num_slabs,)
+    sizes = group.axis_sizes
+    return tuple(
+        block * int(np.prod([sizes[a] for a in axes]))
+        for axes, block in zip(case.split[:2], case.split[2:], strict=True)
+    )
+
+
+def _from_slabs(slabs: Any, lead: tuple[int, ...], axes: Any, group: GroupSpec) -> Any:
+    """The inverse of reference.to_slabs, by moving numbered places."""
+    slabs = np.asarray(slabs)
+    places = np.arange(int(np.prod(lead))).reshape(*lead, 1)
+    order = reference.to_slabs(places, axes, group).reshape(-1)
+    flat = np.empty((order.size, slabs.shape[-1]), slabs.dtype)
+    flat[order] = slabs.reshape(order.size, slabs.shape[-1])
+    return flat.reshape(*lead, slabs.shape[-1])
+
+
+def inputs_of(case: cases.Case, group: GroupSpec, capacity: int, seed: int = 0) -> Inputs:
+    if case.split is not None:
+        case = dataclasses.replace(case, tokens=case.split[2] * case.split[3])
+    rng = np.random.default_rng(seed + 1)
+    slabs, lead, axes = group.num_slabs, lead_of(case, group), axes_of(case, group)
+
+    def draw(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(case.dtype)
+
+    idx = cases.routing(case, slabs, seed).astype(case.idx_dtype)
+    weights = rng.uniform(0.1, 1.0, (*lead, case.top_k)).astype(np.float32)
+    return Inputs(
+        tokens=draw(*lead, case.hidden),
+        topk_idx=_from_slabs(idx, lead, axes, group),
+        weights=weights if case.weighted else None,
+        cotangent=draw(*lead, case.hidden),
+        factors=draw(slabs, capacity, case.hidden),
+    )
+
+
+def placed(inputs: Inputs, case: cases.Case, group: fakes.LocalGroup) -> Inputs:
+    """The inputs as arrays on the mesh, laid out as the case says."""
+    axes = axes_of(case, group.spec)
+    token_spec = PartitionSpec(*(names or None for names in axes))
+
+    def put(array: Any, spec: PartitionSpec) -> Any:
+        return None if array is None else jax.device_put(array, NamedSharding(group.mesh, spec))
+
+    slab_spec = PartitionSpec(group.spec.token_axes)
+    return Inputs(
+        tokens=put(inputs.tokens, token_spec),
+        topk_idx=put(inputs.topk_idx, token_spec),
+        weights=put(inputs.weights, token_spec),
+        cotangent=put(inputs.cotangent, token_spec),
+        factors=put(inputs.factors, slab_spec),
+    )
+
+
+def capacity_of(case: cases.Case, layer: EpLayer) -> int:
+    from ep_runtime_client.ops.calls import resolve_capacity
+
+    tokens = case.tokens if case.split is None else case.split[2] * case.split[3]
+    return resolve_capacity(layer, tokens, case.capacity)
+
+
+def spec_hint(case: cases.Case) -> PartitionSpec | None:
+    """What a traced call must be told where tokens lie on dims 0 and 1."""
+    if case.split is None:
+        return None
+    return PartitionSpec(*(names or None for names in case.split[:2]))
+
+
+def run_ops(layer: Any, case: cases.Case, inputs: Inputs, **options: Any) -> dict[str, Any]:
+    """Plan, rows, output and gradients through dispatch and combine, in one program."""
+    topk_idx = inputs.topk_idx
+
+    def forward(tokens: Any, weights: Any, factors: Any) -> Any:
+        sent = ops.dispatch(
+            layer,
+            tokens,
+            topk_idx,
+            weights,
+            capacity=case.capacity,
+            tokens_spec=spec_hint(case),
+            **options,
+        )
+        rows = jnp.tanh(sent.tokens) * factors
+        out = ops.combine(layer, sent, rows, weights=sent.weights if case.weighted else None)
+        return out, sent
+
+    def loss(tokens: Any, weights: Any, factors: Any, cotangent: Any) -> Any:
+        out, sent = forward(tokens, weights, factors)
+        return (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(), (out, sent)
+
+    wrt = (0, 1) if case.weighted else (0,)
+    both = jax.jit(jax.value_and_grad(loss, argnums=wrt, has_aux=True))
+    (_, (out, sent)), grads = both(inputs.tokens, inputs.weights, inputs.factors, inputs.cotangent)
+    return {
+        "plan": sent.plan.arrays._asdict(),
+        "rows": sent.tokens,
+        "row_weights": sent.weights,
+        "out": out,
+        "d_tokens": grads[0],
+        "d_weights": grads[1] if case.weighted else None,
+        "sent": sent,
+    }
+
+
+def run_reference(
+    case: cases.Case, group: GroupSpec, inputs: Inputs, capacity: int
+) -> dict[str, Any]:
+    """The same through the reference; token arrays come back in the layout of the case."""
+    axes, lead = axes_of(case, group), lead_of(case, group)
+
+    def slabs(array: Any) -> Any:
+        return reference.to_slabs(jnp.asarray(array), axes, group)
+
+    plan = reference.plan(
+        np.asarray(reference.to_slabs(inputs.topk_idx, axes, group)),
+        num_experts=group.num_experts,
+        ep_size=group.ep_size,
+        alignment=case.alignment,
+        capacity=capacity,
+    )
+
+    def loss(tokens: Any, weights: Any) -> Any:
+        rows, row_weights = reference.dispatch(plan, tokens, weights)
+        out = reference.combine(
+            plan,
+            jnp.tanh(rows) * inputs.factors,
+            row_weights if case.weighted else None,
+            combine_precision=case.precision,
+        )
+        total = out.astype(jnp.float32) * slabs(inputs.cotangent).astype(jnp.float32)
+        return total.sum(), (rows, row_weights, out)
+
+    given = None if inputs.weights is None else slabs(inputs.weights)
+    wrt = (0, 1) if case.weighted else (0,)
+    (_, (rows, row_weights, out)), grads = jax.value_and_grad(loss, argnums=wrt, has_aux=True)(
+        slabs(inputs.tokens), given
+    )
+    return {
+        "plan": plan.arrays,
+        "rows": rows,
+        "row_weights": row_weights,
+        "in_zone": plan.in_zone,
+        "out": _from_slabs(out, lead, axes, group),
+        "d_tokens": _from_slabs(grads[0], lead, axes, group),
+        "d_weights": _from_slabs(grads[1], lead, axes, group) if case.weighted else None,
+    }

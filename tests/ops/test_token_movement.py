@@ -1,0 +1,61 @@
+"""dispatch and combine against the reference: values, plans and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import fakes
+import jax
+import movement
+import numpy as np
+import pytest
+
+MakeGroup = Callable[..., fakes.LocalGroup]
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-2, "float16": 6e-3, "float64": 1e-12}
+
+
+def check_case(make_group: MakeGroup, transport: str, case: cases.Case) -> dict[str, Any]:
+    group = make_group(transport=transport, debug=True, **case.group_settings)
+    layer = group.register_layer("moe", top_k=case.top_k)
+    capacity = movement.capacity_of(case, layer)
+    inputs = movement.inputs_of(case, group.spec, capacity)
+    got = movement.run_ops(layer, case, movement.placed(inputs, case, group))
+    want = movement.run_reference(case, group.spec, inputs, capacity)
+    for name, array in want["plan"].items():
+        np.testing.assert_array_equal(got["plan"][name], array, err_msg=name)
+    zone = want["in_zone"]
+    np.testing.assert_array_equal(
+        np.asarray(got["rows"])[zone], np.asarray(want["rows"])[zone], err_msg="rows"
+    )
+    np.testing.assert_array_equal(got["row_weights"], want["row_weights"], err_msg="row weights")
+    tolerance = TOLERANCE[case.dtype]
+    for name in ("out", "d_tokens", "d_weights"):
+        if want[name] is None:
+            continue
+        np.testing.assert_allclose(
+            np.asarray(got[name], np.float64),
+            np.asarray(want[name], np.float64),
+            rtol=tolerance,
+            atol=tolerance * case.hidden if name == "d_weights" else tolerance * case.top_k,
+            err_msg=name,
+        )
+    return got
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_movement_equals_the_reference(
+    make_group: MakeGroup, transport: str, case: cases.Case
+) -> None:
+    check_case(make_group, transport, case)
+
+
+def test_float64_and_64_bit_indices_where_jax_has_them(
+    make_group: MakeGroup, transport: str
+) -> None:
+    with jax.enable_x64(True):
+        case = cases.Case("f64", dtype="float64", idx_dtype="int64", top_k=3, hidden=9)
+        got = check_case(make_group, transport, case)
+        assert got["out"].dtype == np.float64
