@@ -1,0 +1,261 @@
+"""prepare, dispatch, combine and their backward passes of the native library, against numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy_reference as reference
+import pytest
+from native_group import PLAN_NAMES, NativeGroup
+
+jax.config.update("jax_enable_x64", False)
+
+
+def random_idx(rng, ranks, tokens, top_k, num_experts, *, unused=0.1, duplicates=False):
+    """[ranks, tokens, top_k]: distinct experts per token unless told, some slots unused."""
+    shape = (ranks, tokens, top_k)
+    if duplicates or top_k > num_experts:
+        idx = rng.integers(0, num_experts, shape)
+    else:
+        idx = np.argsort(rng.random((ranks, tokens, num_experts)), -1)[..., :top_k]
+    return np.where(rng.random(shape) < unused, -1, idx).astype(np.int32)
+
+
+def floats(rng, dtype, *shape):
+    return rng.standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+def check_all(group, idx, dtype=np.float32, *, capacity=None, weighted=True, seed=0):
+    """Runs all five calls on every EP domain and compares every defined number exactly."""
+    spec = group.spec
+    rng = np.random.default_rng(seed)
+    world, tokens, top_k = idx.shape
+    rows, hidden = capacity or spec.recv_capacity_per_rank, spec.hidden_size
+    exact = spec.combine_precision == "exact"
+    x = floats(rng, dtype, world, tokens, hidden)
+    w = floats(rng, np.float32, world, tokens, top_k) if weighted else None
+    y = floats(rng, dtype, world, rows, hidden)
+    rw = floats(rng, np.float32, world, rows) if weighted else None
+    g = floats(rng, dtype, world, tokens, hidden)
+    dw = floats(rng, np.float32, world, rows)
+
+    def program(idx, x, w, y, rw, g, dw):
+        plan = group.prepare(idx, capacity)
+        return (
+            plan,
+            group.dispatch(x, w, plan),
+            group.combine(y, rw, plan),
+            group.dispatch_bwd(y, dw, plan),
+            group.combine_bwd(g, y if weighted else None, rw, plan),
+        )
+
+    args = jax.tree.map(group.put, (idx, x, w, y, rw, g, dw))
+    got = jax.tree.map(np.asarray, group.sharded(program)(*args))
+    n = spec.ep_size
+    for domain in range(spec.num_domains):
+        ranks = slice(domain * n, (domain + 1) * n)
+        part = jax.tree.map(lambda a, ranks=ranks: a[ranks], (got, args))
+        check_domain(group, *part, rows, exact, weighted)
+
+
+def check_domain(group, got, args, rows, exact, weighted):
+    idx, x, w, y, rw, g, dw = jax.tree.map(np.asarray, args)
+    plan, (recv, recv_weights), combined, (d_x, d_w), (d_y, d_rw) = got
+    valid = np.where((idx >= 0) & (idx < group.spec.num_experts), idx, -1)
+    routed = reference.route(valid, group.spec.num_experts, rows, group.alignment)
+    for name, mine, theirs in zip(PLAN_NAMES, plan, reference.plan_arrays(routed), strict=True):
+        np.testing.assert_array_equal(mine, theirs, err_msg=name)
+    defined = reference.used_rows(routed) >= 0
+    want_recv, want_weights = reference.dispatch(routed, x, w)
+    equal(recv[defined], want_recv[defined])
+    equal(recv_weights, want_weights)
+    equal(combined, reference.combine(routed, y, rw, exact))
+    want_d_x, want_d_w = reference.dispatch_bwd(routed, y, dw, exact)
+    equal(d_x, want_d_x)
+    equal(d_w, want_d_w)
+    want_d_y, want_d_rw = reference.combine_bwd(routed, g, y if weighted else None, rw)
+    equal(d_y, want_d_y)
+    if weighted:
+        equal(d_rw, want_d_rw)
+
+
+def equal(got, want):
+    assert got.dtype == want.dtype
+    kind = np.float64 if got.dtype == np.float64 else np.float32
+    np.testing.assert_array_equal(got.astype(kind), want.astype(kind))
+
+
+def small_group(axes=None, **settings):
+    values = {
+        "num_experts": 16,
+        "hidden_size": 24,
+        "max_tokens_per_rank": 9,
+        "max_token_dtype": "float32",
+    }
+    return NativeGroup(axes or {"ep": 8}, **(values | settings))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+@pytest.mark.parametrize("alignment", [1, 8, 16, 128])
+def test_random_routing(top_k, alignment):
+    rng = np.random.default_rng(top_k * 1000 + alignment)
+    with small_group(top_k=top_k, alignment=alignment) as group:
+        check_all(group, random_idx(rng, 8, 9, top_k, 16))
+
+
+@pytest.mark.parametrize("capacity_cut", [0, 1, 17])
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_rows_over_capacity_are_dropped(alignment, capacity_cut):
+    rng = np.random.default_rng(capacity_cut)
+    idx = random_idx(rng, 8, 9, 4, 16, unused=0)
+    full = reference.route(idx, 16, 10**6, alignment).num_recv.max()
+    with small_group(top_k=4, alignment=alignment) as group:
+        check_all(group, idx, capacity=int(full) - capacity_cut)
+
+
+def test_a_slab_smaller_than_one_block_keeps_nothing():
+    rng = np.random.default_rng(1)
+    with small_group(top_k=2, alignment=8) as group:
+        check_all(group, random_idx(rng, 8, 9, 2, 16), capacity=5)
+
+
+@pytest.mark.parametrize("expert", [0, 5, 15])
+def test_all_tokens_to_one_expert(expert):
+    with small_group(top_k=1, alignment=8, num_experts=16) as group:
+        check_all(group, np.full((8, 9, 1), expert, np.int32))
+
+
+def test_one_expert_gets_nothing():
+    rng = np.random.default_rng(2)
+    idx = random_idx(rng, 8, 9, 2, 16)
+    with small_group(top_k=2, alignment=8) as group:
+        check_all(group, np.where(idx == 3, 4, idx))
+
+
+def test_duplicate_and_unused_and_foreign_experts():
+    rng = np.random.default_rng(3)
+    idx = random_idx(rng, 8, 9, 4, 16, unused=0.3, duplicates=True)
+    idx[0, 0], idx[1, 1], idx[2, :] = 16, -7, -1
+    with small_group(top_k=4, capacity_factor=None, recv_capacity_per_rank=9 * 8 * 4) as group:
+        check_all(group, idx)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5])
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+def test_few_tokens(tokens, precision):
+    rng = np.random.default_rng(tokens)
+    with small_group(
+        max_tokens_per_rank=5, top_k=2, combine_precision=precision, max_token_dtype="bfloat16"
+    ) as group:
+        check_all(group, random_idx(rng, 8, tokens, 2, 16), ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_a_rank_alone(tokens):
+    rng = np.random.default_rng(4)
+    with small_group({"ep": 1}, top_k=3, alignment=8) as group:
+        check_all(group, random_idx(rng, 1, tokens, 3, 16))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "ep": 4}, {"dp": 2, "fsdp": 2, "ep": 2}])
+def test_domains_do_not_mix(axes):
+    rng = np.random.default_rng(5)
+    with small_group(axes, top_k=3, alignment=8) as group:
+        check_all(group, random_idx(rng, 8, 9, 3, 16))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_and_precisions(dtype, precision, weighted):
+    rng = np.random.default_rng(6)
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    with small_group(
+        top_k=4, combine_precision=precision, max_token_dtype=dtype, hidden_size=1030
+    ) as group:
+        check_all(group, random_idx(rng, 8, 9, 4, 16), kind, weighted=weighted)
+
+
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+def test_doubles(precision):
+    rng = np.random.default_rng(7)
+    with (
+        jax.enable_x64(True),
+        small_group(top_k=4, combine_precision=precision, max_token_dtype="float64") as group,
+    ):
+        check_all(group, random_idx(rng, 8, 9, 4, 16), np.float64)
+
+
+@pytest.mark.parametrize("hidden", [1, 2, 3, 7, 513])
+def test_odd_widths(hidden):
+    rng = np.random.default_rng(hidden)
+    with small_group(top_k=2, hidden_size=hidden, max_token_dtype="bfloat16") as group:
+        check_all(group, random_idx(rng, 8, 9, 2, 16), ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "float8_e4m3fn", "float8_e5m2"])
+def test_one_byte_rows_only_travel(dtype):
+    rng = np.random.default_rng(8)
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    idx = random_idx(rng, 8, 9, 2, 16)
+    x = rng.integers(0, 255, (8, 9, 24), np.uint8).view(kind)
+    with small_group(top_k=2, max_token_dtype=dtype) as group:
+        run = group.sharded(lambda idx, x: group.dispatch(x, None, group.prepare(idx)))
+        recv, weights = jax.tree.map(np.asarray, run(group.put(idx), group.put(x)))
+    routed = reference.route(idx, 16, group.spec.recv_capacity_per_rank, 1)
+    want, want_weights = reference.dispatch(routed, x.view(np.uint8), None)
+    defined = reference.used_rows(routed) >= 0
+    np.testing.assert_array_equal(recv.view(np.uint8)[defined], want[defined])
+    np.testing.assert_array_equal(weights, want_weights)
+
+
+def test_smaller_batches_run_in_a_larger_group():
+    rng = np.random.default_rng(9)
+    with small_group(top_k=2, alignment=8) as group:
+        for tokens in (1, 9, 4):
+            check_all(group, random_idx(rng, 8, tokens, 2, 16), seed=tokens)
+
+
+def test_debug_mode_shows_undefined_rows_and_gives_the_same_results():
+    rng = np.random.default_rng(10)
+    idx = random_idx(rng, 8, 9, 2, 16)
+    with small_group(top_k=2, alignment=8, debug=True, recv_capacity_per_rank=200) as group:
+        check_all(group, idx)
+        run = group.sharded(lambda idx, x: group.dispatch(x, None, group.prepare(idx))[0])
+        recv = np.asarray(run(group.put(idx), group.put(np.zeros((8, 9, 24), np.float32))))
+    slack = reference.used_rows(reference.route(idx, 16, 200, 8)) < 0
+    assert slack.any()
+    assert np.isnan(recv[slack]).all()
+
+
+def test_results_repeat_bit_for_bit_whatever_the_windows_hold():
+    from ep_runtime import native
+
+    rng = np.random.default_rng(11)
+    with small_group(top_k=4, alignment=8, max_token_dtype="bfloat16") as group:
+        idx = random_idx(rng, 8, 9, 4, 16)
+        for byte in (0x00, 0xFF, 0x5A):
+            native.library().poison_staging(group.number, byte)
+            check_all(group, idx, ml_dtypes.bfloat16)
+
+
+def test_layers_of_a_stack_run_in_a_scan():
+    rng = np.random.default_rng(12)
+    idx = random_idx(rng, 8, 9, 2, 16, unused=0)
+    x = floats(rng, np.float32, 8, 9, 24)
+    with small_group(top_k=2, num_layers=5, combine_precision="exact") as group:
+
+        def step(x, layer, idx):
+            plan = group.prepare(idx, index=layer)
+            recv, _ = group.dispatch(x, None, plan, index=layer)
+            return group.combine(recv, None, plan, index=layer) * 0.5
+
+        def program(idx, x):
+            return jax.lax.scan(
+                lambda x, layer: (step(x, layer, idx), None), x, jnp.arange(5, dtype=jnp.int32)
+            )[0]
+
+        out = np.asarray(group.sharded(program)(group.put(idx), group.put(x)))
+    np.testing.assert_array_equal(out, x)  # every slot comes back: 2 x 0.5
