@@ -52,7 +52,7 @@ def directory() -> Iterator[Path]:
 
 def start_daemon(directory: Path, *options: str) -> children.Child:
     """A daemon that answers."""
-    child = children.Child.start(directory, ["--max-host-bytes", "1G", *options], pass_fds=[])
+    child = children.Child.start(directory, ["--max-host-bytes", "1G", *options])
     child.wait_ready(READY_TIMEOUT_S)
     return child
 

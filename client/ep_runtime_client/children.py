@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from ep_runtime import env, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime_client import transport
 
 _STOP_TIMEOUT_S = 10.0
-LOG_NAME = "daemon.log"
+_LOG_TAIL_BYTES = 64 << 10
 
 
 def daemon_command(options: Sequence[str]) -> list[str]:
@@ -34,10 +36,14 @@ def daemon_command(options: Sequence[str]) -> list[str]:
 class Child:
     """A daemon process of ours, its directory and its log."""
 
-    def __init__(self, directory: Path, process: subprocess.Popen[bytes], ready: int) -> None:
+    def __init__(
+        self, directory: Path, process: subprocess.Popen[bytes], ready: int, log: IO[bytes]
+    ) -> None:
         self.directory = directory
         self._process = process
         self._ready = ready
+        self._log = log
+        self._tail = b""
         self._lock = threading.Lock()
 
     @property
@@ -45,7 +51,14 @@ class Child:
         return self._process.pid
 
     @classmethod
-    def start(cls, directory: Path, options: Sequence[str], *, pass_fds: Sequence[int]) -> Child:
+    def start(
+        cls,
+        directory: Path,
+        options: Sequence[str],
+        *,
+        pass_fds: Sequence[int] = (),
+        log_path: Path | None = None,
+    ) -> Child:
         """Starts a daemon on `directory` and returns at once; `wait_ready` waits for it.
 
         It is in a session of its own, so that Ctrl-C in our terminal does not reach it.
@@ -54,26 +67,28 @@ class Child:
             directory: its socket directory; must exist.
             options: more options of `ep-runtime serve`.
             pass_fds: descriptors that the options name.
+            log_path: file of its log; None keeps the log in a file without a name.
         """
         ready, told = os.pipe()
         command = daemon_command(["--dir", str(directory), "--ready-fd", str(told), *options])
+        log = open(log_path, "a+b") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         try:
-            with open(directory / LOG_NAME, "ab") as log:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=env.child_environment(),
-                    pass_fds=(told, *pass_fds),
-                    start_new_session=True,
-                )
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env.child_environment(),
+                pass_fds=(told, *pass_fds),
+                start_new_session=True,
+            )
         except BaseException:
             os.close(ready)
+            log.close()
             raise
         finally:
             os.close(told)
-        return cls(directory, process, ready)
+        return cls(directory, process, ready, log)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Waits until the daemon says that its sockets answer.
@@ -100,12 +115,12 @@ class Child:
         )
 
     def log_tail(self, lines: int = 15) -> str:
-        """The last lines of the daemon's log."""
-        try:
-            text = (self.directory / LOG_NAME).read_text(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
+        """The last lines of the daemon's log; after `stop` of what it wrote till then."""
+        if not self._log.closed:
+            size = os.fstat(self._log.fileno()).st_size
+            start = max(0, size - _LOG_TAIL_BYTES)
+            self._tail = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, start)
+        return "\n".join(self._tail.decode(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> int:
         """Ends the daemon and returns its exit code; kills it where it does not end in time."""
@@ -117,6 +132,8 @@ class Child:
                 except subprocess.TimeoutExpired:
                     self._process.kill()
                     self._process.wait()
+            self.log_tail()
+            self._log.close()
             return int(self._process.returncode)
 
 
@@ -132,8 +149,5 @@ def answers(directory: Path, timeout_s: float) -> bool:
 
 
 def remove_directory(directory: Path) -> None:
-    """Removes a private socket directory with what a daemon leaves in it."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(directory):
-            os.unlink(entry.path)
-        os.rmdir(directory)
+    """Removes a private socket directory; the daemon that ended well has done so already."""
+    shutil.rmtree(directory, ignore_errors=True)

@@ -18,6 +18,10 @@ from ep_runtime_client import children, jax_state, registry, transport
 
 _log = logging.getLogger("ep_runtime")
 
+# A node's daemon outlives its last client that long: a job's processes end one after the other,
+# and the next may be on its way between finding the daemon and saying hello.
+_IDLE_EXIT_S = 5
+
 DIRECTORY, EMBEDDED, NODE, NONE = "directory", "embedded", "node", "none"
 _ADDRESSES = '"unix:///dir", "embedded", "node" or "none"'
 
@@ -178,7 +182,9 @@ def _open_node(address: Address, directory: Path, timeout_s: float) -> Runtime:
     with _locked(directory / "start.lock", timeout_s):
         if children.answers(directory, timeout_s):
             return Runtime(address, directory)
-        child = children.Child.start(directory, ["--idle-exit-s", "5"], pass_fds=[])
+        child = children.Child.start(
+            directory, ["--idle-exit-s", str(_IDLE_EXIT_S)], log_path=directory / "daemon.log"
+        )
         child.wait_ready(timeout_s)
     _log.info("started the node's daemon, pid %d, at unix://%s", child.pid, directory)
     return Runtime(address, directory, child)

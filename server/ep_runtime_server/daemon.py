@@ -196,5 +196,5 @@ class Daemon:
         self.runtime.sessions.shut_down()
         await self.runtime.pool.settle()
         self.runtime.pool.close()
-        self._directory.close()
+        self._directory.close(remove=self._settings.parent_pidfd is not None)
         self.runtime.events.add("server.stopped", f"pid {os.getpid()} ends")

@@ -76,14 +76,21 @@ class SocketDirectory:
             found = os.stat(self.path / name)
             self._inodes[name] = (found.st_dev, found.st_ino)
 
-    def close(self) -> None:
-        """Removes our sockets, not ones that somebody else put there, and unlocks."""
+    def close(self, *, remove: bool = False) -> None:
+        """Removes our sockets, not ones that somebody else put there, and unlocks.
+
+        With `remove` the directory goes too: it was made for this daemon alone.
+        """
         for name, inode in self._inodes.items():
             with contextlib.suppress(FileNotFoundError):
                 found = os.stat(self.path / name)
                 if (found.st_dev, found.st_ino) == inode:
                     os.unlink(self.path / name)
         self._inodes = {}
+        if remove:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path / LOCK_FILE)
+                os.rmdir(self.path)
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1

@@ -1,0 +1,324 @@
+"""Processes that come and go: embedded daemons, SIGKILL, retained windows, fork, two sessions."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from daemon_fixtures import Program, wait_gone, wait_until
+
+import ep_runtime as ep
+from ep_runtime_client import children
+from ep_runtime_client.cli import source
+
+Start = Callable[..., Program]
+
+_EMBEDDED = """
+session = ep.connect("embedded")
+say(daemon=session.daemon_pid, directory=str(session.directory), address=session.address)
+"""
+
+
+def test_an_embedded_daemon_ends_with_close(run_program: Start) -> None:
+    program = run_program(_EMBEDDED + "hear(); session.close(); say(closed=True); hear()")
+    started = program.heard()
+    assert Path(started["directory"]).stat().st_mode & 0o777 == 0o700
+    program.tell()
+    assert program.heard() == {"closed": True}
+    wait_gone(started["daemon"])
+    assert not Path(started["directory"]).exists()
+    program.tell()
+    assert program.finish() == 0
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("", 0), ("raise KeyError('on purpose')", 1), ("os._exit(7)", 7), ("sys.exit(5)", 5)],
+)
+def test_an_embedded_daemon_ends_with_its_process(
+    run_program: Start, ending: str, code: int
+) -> None:
+    program = run_program(_EMBEDDED + "sys.stderr.close()\n" + ending)
+    started = program.heard()
+    assert program.finish() == code
+    wait_gone(started["daemon"])
+    wait_until(lambda: not Path(started["directory"]).exists(), "the directory is removed")
+
+
+def test_an_embedded_daemon_ends_when_its_client_is_killed(run_program: Start) -> None:
+    program = run_program(
+        _EMBEDDED + "session.create_group('g', mesh_of(), **ARGUMENTS); say(ready=1); hear()"
+    )
+    started = program.heard()
+    program.heard()
+    program.kill()
+    wait_gone(started["daemon"])
+    wait_until(lambda: not Path(started["directory"]).exists(), "the directory is removed")
+
+
+def test_an_embedded_daemon_outlives_the_thread_that_connected(run_program: Start) -> None:
+    program = run_program(
+        "import threading\n"
+        "found = []\n"
+        "thread = threading.Thread(target=lambda: found.append(ep.connect('embedded')))\n"
+        "thread.start(); thread.join()\n"
+        "group = found[0].create_group('g', mesh_of(), **ARGUMENTS)\n"
+        "group.check(); say(state=group.describe()['state']); hear()\n"
+    )
+    assert program.heard() == {"state": "READY"}
+    program.tell()
+    assert program.finish() == 0
+
+
+def test_the_default_is_embedded_without_a_daemon_and_the_daemon_with_one(
+    run_program: Start, directory: Path
+) -> None:
+    text = "session = ep.connect()\nsay(address=session.address, child=session.daemon_pid)\nhear()"
+    alone = run_program(text, RUNTIME_DIRECTORY=str(directory))
+    assert alone.heard()["child"] is not None
+    daemon = children.Child.start(directory, [])
+    daemon.wait_ready(60)
+    try:
+        beside = run_program(text, RUNTIME_DIRECTORY=str(directory))
+        assert beside.heard() == {"address": f"unix://{directory}", "child": None}
+        for program in (alone, beside):
+            program.tell()
+            assert program.finish() == 0
+    finally:
+        assert daemon.stop() == 0
+
+
+def test_a_node_daemon_is_shared_and_ends_after_the_last(
+    run_program: Start, directory: Path
+) -> None:
+    text = "session = ep.connect('node')\nsay(address=session.address, child=session.daemon_pid)\nhear()"
+    programs = [run_program(text, RUNTIME_DIRECTORY=str(directory)) for _ in range(3)]
+    heard = [program.heard() for program in programs]
+    assert {row["address"] for row in heard} == {f"unix://{directory}/node"}
+    started = [row["child"] for row in heard if row["child"] is not None]
+    assert len(started) == 1
+    for program in programs:
+        program.tell()
+        assert program.finish() == 0
+    wait_gone(started[0])
+
+
+_JOIN = """
+session = ep.connect(sys.argv[1] if len(sys.argv) > 1 else None, job="training")
+group = session.create_group("g", mesh_of(), **ARGUMENTS, retain_s=60)
+layer = group.register_layer("moe/0", top_k=2, in_flight=2)
+say(generation=group.generation, reattached=group.reattached, id=layer.id)
+hear()
+"""
+
+
+def test_a_killed_client_comes_back_to_its_windows(
+    run_program: Start, address: str, admin: source.Source
+) -> None:
+    first = run_program(_JOIN, EP_RUNTIME_ADDRESS=address)
+    before = first.heard()
+    assert not before["reattached"]
+    buffers = {(row["buffer_id"], row["bytes"]) for row in admin.buffers()}
+    allocated = [row for row in admin.events(0) if "alloc" in row["kind"]]
+    first.kill()
+    wait_until(lambda: admin.groups()[0]["state"] == "RETAINED", "the group is retained")
+    assert {row["state"] for row in admin.buffers()} == {"RETAINED"}
+    second = run_program(_JOIN, EP_RUNTIME_ADDRESS=address)
+    after = second.heard()
+    assert after["reattached"]
+    assert after["generation"] > before["generation"]
+    assert after["id"] == before["id"]
+    now = admin.buffers()
+    assert len(now) == len(buffers)
+    assert sum(row["bytes"] for row in now) == sum(size for _, size in buffers)
+    assert [row for row in admin.events(0) if "alloc" in row["kind"]] == allocated
+    second.tell()
+    assert second.finish() == 0
+
+
+_BY_NAME = """
+session = ep.connect(job="training")
+group = session.group("g")
+layer = group.layer("moe/0")
+say(generation=group.generation, reattached=group.reattached, id=layer.id, top_k=layer.top_k,
+    in_flight=layer.in_flight, same=layer.group is group, spec=group.spec.fingerprint)
+hear()
+"""
+
+
+def test_attaching_by_name_alone_gives_the_same_layer(
+    run_program: Start, address: str, admin: source.Source
+) -> None:
+    first = run_program(
+        _JOIN.replace("id=layer.id", "id=layer.id, spec=group.spec.fingerprint"),
+        EP_RUNTIME_ADDRESS=address,
+    )
+    before = first.heard()
+    first.kill()
+    wait_until(lambda: admin.groups()[0]["state"] == "RETAINED", "the group is retained")
+    second = run_program(_BY_NAME, EP_RUNTIME_ADDRESS=address)
+    after = second.heard()
+    assert (after["id"], after["spec"]) == (before["id"], before["spec"])
+    assert (after["top_k"], after["in_flight"]) == (2, 2)
+    assert after["reattached"]
+    assert after["same"]
+    second.tell()
+    assert second.finish() == 0
+
+
+def test_a_group_that_lives_names_the_pid_that_holds_it(run_program: Start, address: str) -> None:
+    first = run_program(_JOIN, EP_RUNTIME_ADDRESS=address)
+    first.heard()
+    second = run_program(
+        "session = ep.connect(job='training')\n"
+        "try:\n"
+        "    session.create_group('g', mesh_of(), **ARGUMENTS, retain_s=60)\n"
+        "except ep.GroupBusyError as error:\n"
+        "    say(rank=error.fields['rank'], pid=error.fields['pid'])\n"
+        "try:\n"
+        "    session.create_group('g', mesh_of(), **{**ARGUMENTS, 'hidden_size': 32})\n"
+        "except ep.SpecMismatchError as error:\n"
+        "    say(**error.fields)\n",
+        EP_RUNTIME_ADDRESS=address,
+    )
+    assert second.heard() == {"rank": 0, "pid": first.pid}
+    mismatch = second.heard()
+    assert (mismatch["field"], mismatch["theirs"], mismatch["ours"]) == ("hidden_size", 16, 32)
+    assert second.finish() == 0
+    first.tell()
+    assert first.finish() == 0
+
+
+def test_two_jobs_use_equal_names_side_by_side(
+    run_program: Start, address: str, admin: source.Source
+) -> None:
+    programs = [
+        run_program(_JOIN.replace("training", job), EP_RUNTIME_ADDRESS=address)
+        for job in ("left", "right")
+    ]
+    generations = {program.heard()["generation"] for program in programs}
+    assert len(generations) == 2
+    assert sorted(row["job"] for row in admin.groups()) == ["left", "right"]
+    for program in programs:
+        program.tell()
+        assert program.finish() == 0
+
+
+def test_leaving_without_close_retains_and_leaving_the_with_block_frees(
+    run_program: Start, address: str, admin: source.Source
+) -> None:
+    leaves = run_program(_JOIN, EP_RUNTIME_ADDRESS=address)
+    leaves.heard()
+    leaves.tell()
+    assert leaves.finish() == 0
+    wait_until(
+        lambda: [row["state"] for row in admin.groups()] == ["RETAINED"], "the group is retained"
+    )
+    closes = run_program(_JOIN + "\nsession.close()\n", EP_RUNTIME_ADDRESS=address)
+    assert closes.heard()["reattached"]
+    closes.tell()
+    assert closes.finish() == 0
+    assert admin.groups() == []
+    assert admin.buffers() == []
+
+
+def test_many_killed_clients_leave_nothing_behind(
+    run_program: Start, address: str, admin: source.Source, daemon: children.Child
+) -> None:
+    """A short form of the 200 kills of the fault tests."""
+    text = _JOIN.replace("retain_s=60", "retain_s=0")
+    open_files = None
+    for _ in range(3):
+        program = run_program(text, EP_RUNTIME_ADDRESS=address)
+        program.heard()
+        program.kill()
+        wait_until(lambda: not admin.buffers() and not admin.groups(), "everything is freed")
+        count = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        open_files = open_files if open_files is not None else count
+        assert count <= open_files
+    assert {row["state"] for row in admin.sessions()} == {"DEAD"}
+
+
+_FORK = """
+session = ep.connect(job="parent")
+group = session.create_group("g", mesh_of(), **ARGUMENTS)
+layer = group.register_layer("a", top_k=1)
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    found = []
+    for call in (lambda: session.create_group("h", mesh_of(), **ARGUMENTS),
+                 lambda: group.register_layer("b", top_k=1), lambda: layer.group):
+        try:
+            call()
+            found.append("worked")
+        except ep.EpRuntimeError as error:
+            found.append(type(error).__name__)
+    session.close()
+    with ep.connect("none") as own:
+        found.append(own.job)
+    os.write(writer, json.dumps(found).encode())
+    os._exit(0)
+os.close(writer)
+found = b""
+while part := os.read(reader, 4096):
+    found += part
+_, status = os.waitpid(child, 0)
+group.check()
+again = group.register_layer("b", top_k=1)
+say(child=json.loads(found), status=status, alive=session.alive, same=again.group is group)
+hear()
+"""
+
+
+def test_a_forked_child_drops_the_session_and_the_parent_keeps_it(
+    run_program: Start, address: str, admin: source.Source
+) -> None:
+    program = run_program(_FORK, EP_RUNTIME_ADDRESS=address)
+    heard = program.heard()
+    assert heard["child"] == [
+        "PermissionDeniedError",
+        "PermissionDeniedError",
+        "StaleHandleError",
+        str(heard["child"][3]),
+    ]
+    assert (heard["status"], heard["alive"], heard["same"]) == (0, True, True)
+    assert [row["state"] for row in admin.sessions()] == ["ACTIVE"]
+    assert admin.groups()[0]["state"] == "READY"
+    program.tell()
+    assert program.finish() == 0
+
+
+def test_a_forked_child_that_lives_on_does_not_hold_an_embedded_daemon(
+    run_program: Start,
+) -> None:
+    program = run_program(
+        _EMBEDDED + "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.pause()\n"
+        "say(child=child); hear()\n"
+    )
+    started = program.heard()
+    child = program.heard()["child"]
+    program.kill()
+    try:
+        wait_gone(started["daemon"])
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_daemon_on_the_directory_ends_at_once(daemon: children.Child) -> None:
+    second = children.Child.start(daemon.directory, [])
+    with pytest.raises(ep.RuntimeUnavailableError, match=f"pid {daemon.pid}"):
+        second.wait_ready(60)
+
+
+def test_a_drained_daemon_admits_nobody(daemon: children.Child, admin: source.Source) -> None:
+    from ep_runtime.v1 import admin_service_pb2 as messages
+
+    admin.call("Drain", messages.DrainRequest())
+    with pytest.raises(ep.RuntimeUnavailableError, match="drain"):
+        ep.connect(f"unix://{daemon.directory}")
