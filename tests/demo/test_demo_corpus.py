@@ -43,6 +43,13 @@ def test_without_topics_the_packages_own_documentation_stands_in(
     assert len(found.train) + len(found.held_out) >= 0.8 * corpora.MIN_TEXT_BYTES
 
 
+def test_the_prompt_is_the_start_of_a_held_out_paragraph(corpus: corpora.Corpus) -> None:
+    found = corpora.prompt(corpus, 64)
+    assert 16 < len(found) <= 65
+    assert found.endswith(b" ")
+    assert b"\n\n" + found.rstrip() in corpus.held_out.tobytes()
+
+
 def test_a_text_too_short_to_split_is_refused() -> None:
     with pytest.raises(ValueError, match="10 bytes"):
         corpora.split_text(["ten bytes!"], "a test")

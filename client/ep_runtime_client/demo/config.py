@@ -9,9 +9,9 @@ from ep_runtime.errors import InvalidArgumentError
 
 Transport = Literal["auto", "memfd", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-DEFAULT_STEPS = 300
-# Two models share the machine, so a comparison takes about three times as long per step.
-DEFAULT_COMPARE_STEPS = 60
+DEFAULT_STEPS = 500
+# Two models share the machine, so a step of a comparison takes more than twice as long.
+DEFAULT_COMPARE_STEPS = 200
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 # One chunk in HELD_OUT_EVERY is held out; a chunk is long enough to hold whole windows of text.
 CHUNK_BYTES = 8192
 HELD_OUT_EVERY = 10
-# A model of a few thousand bytes would only learn them by heart.
-MIN_TEXT_BYTES = 64 * 1024
+# Two held-out chunks; a model of a few thousand bytes would only learn them by heart.
+MIN_TEXT_BYTES = 2 * HELD_OUT_EVERY * CHUNK_BYTES
 
 Tokens = npt.NDArray[np.int32]
 
@@ -62,20 +62,29 @@ def _pydoc_topics() -> list[str] | None:
 
 
 def package_documentation() -> list[str]:
-    """Source files of the installed packages: prose and code that is always there.
+    """The sources of the installed packages, whose docstrings and comments are the documentation.
 
-    The package's own come first; NumPy's, a dependency with long docstrings, fill up to
-    MIN_TEXT_BYTES.
+    The runtime's own come first; NumPy's, a dependency, fill up to MIN_TEXT_BYTES.
     """
     documents: list[str] = []
     for package in ("ep_runtime", "ep_runtime_client", "numpy"):
-        found = importlib.import_module(package)
-        root = Path(found.__path__[0])
-        for path in sorted(root.glob("*.py")):
-            documents.append(path.read_text(encoding="utf-8", errors="replace"))
-        if sum(map(len, documents)) >= MIN_TEXT_BYTES:
-            break
+        root = Path(importlib.import_module(package).__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            # Repeated paragraphs are dropped later; half as much again leaves enough.
+            if sum(map(len, documents)) >= 1.5 * MIN_TEXT_BYTES:
+                return documents
+            if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+                documents.append(path.read_text(encoding="utf-8", errors="replace"))
     return documents
+
+
+def prompt(corpus: Corpus, size: int) -> bytes:
+    """The start of a held-out paragraph, at most `size` bytes and cut before a word."""
+    text = corpus.held_out.tobytes()
+    for paragraph in text.split(b"\n\n")[1:]:
+        if len(paragraph) > 2 * size and paragraph[:1].isupper():
+            return paragraph[:size].rsplit(maxsplit=1)[0] + b" "
+    return text[:size]
 
 
 def split_text(documents: list[str], source: str) -> Corpus:
@@ -94,7 +103,9 @@ def split_text(documents: list[str], source: str) -> Corpus:
     held = [c for i, c in enumerate(chunks) if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
     kept = [c for i, c in enumerate(chunks) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
     if not held:
-        raise ValueError(f"the text has {len(text)} bytes, a split needs {CHUNK_BYTES * 10}")
+        raise ValueError(
+            f"the text has {len(text)} bytes, a split needs {CHUNK_BYTES * HELD_OUT_EVERY}"
+        )
     return Corpus(np.concatenate(kept), np.concatenate(held), source, byte_entropy(text))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import ep_runtime as ep
 from ep_runtime_client import cli
 from ep_runtime_client.demo.config import DemoConfig
-from ep_runtime_client.demo.corpus import Corpus, load_corpus, training_batches
+from ep_runtime_client.demo.corpus import Corpus, load_corpus, prompt, training_batches
 from ep_runtime_client.demo.interrupt import StopRequest
 from ep_runtime_client.demo.render import Place, Reporter
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
@@ -85,11 +85,11 @@ def _held_out(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> None:
 def _sample(
     config: DemoConfig, trainer: Trainer, corpus: Corpus, reporter: Reporter, stop: StopRequest
 ) -> None:
-    prompt = corpus.held_out[:PROMPT_BYTES].tobytes()
-    written = itertools.islice(trainer.continuation(prompt), config.sample_bytes)
+    start = prompt(corpus, PROMPT_BYTES)
+    written = itertools.islice(trainer.continuation(start), config.sample_bytes)
     text = bytes(itertools.takewhile(lambda _: not stop.requested, written))
     if text:
-        reporter.continuation(prompt, text)
+        reporter.continuation(start, text)
 
 
 def verdict(
