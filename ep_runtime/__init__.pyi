@@ -37,3 +37,4 @@ from ep_runtime_client.session import Session as Session
 from ep_runtime_client.session import connect as connect
 
 __version__: str
+__all__: list[str]

@@ -21,7 +21,7 @@ from ep_runtime_client import children
 from ep_runtime_client.cli import source
 
 READY_TIMEOUT_S = 60.0
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def package_path() -> str:

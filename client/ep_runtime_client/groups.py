@@ -255,7 +255,7 @@ class Group:
 
     def require_open(self, layer: str | None = None) -> None:
         """Raises StaleHandleError where the group is closed, reclaimed or another process's."""
-        reason = "was closed" if self._closed else self._gone
+        reason = "was closed" if self._closed else self._gone and f"is gone: {self._gone}"
         if reason is not None:
             subject = f"layer {layer!r}: " if layer is not None else ""
             raise StaleHandleError(

@@ -156,7 +156,7 @@ class LayerStack:
     def __getitem__(self, index: int | jax.Array) -> EpLayer | TracedLayer:
         """Layer `index`: an EpLayer for an integer, a TracedLayer for a traced int32 scalar."""
         try:
-            position = operator.index(index)  # type: ignore[arg-type]
+            position = operator.index(index)
         except TypeError:
             return TracedLayer(self, index)
         except Exception as error:  # noqa: BLE001 - a tracer refuses with a JAX error of its own

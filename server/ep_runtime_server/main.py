@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import setproctitle
 
@@ -24,11 +25,17 @@ EXIT_USAGE = 1
 EXIT_CANNOT_SERVE = 2
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse with the command line's exit code for wrong usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `ep-runtime serve`; the command line shows the same help."""
-    parser = argparse.ArgumentParser(
-        prog="ep-runtime serve", description="Runs the daemon in the foreground."
-    )
+    parser = Parser(prog="ep-runtime serve", description="Runs the daemon in the foreground.")
     add = parser.add_argument
     add("--dir", help="socket directory (default: $RUNTIME_DIRECTORY, or by user)")
     add("--allow-uid", type=int, action="append", default=[], metavar="UID", help="serve this user")

@@ -57,7 +57,13 @@ def test_json_starts_with_version_and_kind(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 30, "5.0 GiB"), (1 << 53, "8192.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (5 << 30, "5.0 GiB"),
+        (1 << 53, "8192.0 TiB"),
+    ],
 )
 def test_iec(count: int, text: str) -> None:
     assert units.iec(count) == text
@@ -65,7 +71,14 @@ def test_iec(count: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.04, "0.0s"), (59.9, "59.9s"), (60, "1m0s"), (312, "5m12s"), (7265, "2h1m"), (90000, "1d1h")],
+    [
+        (0.04, "0.0s"),
+        (59.9, "59.9s"),
+        (60, "1m0s"),
+        (312, "5m12s"),
+        (7265, "2h1m"),
+        (90000, "1d1h"),
+    ],
 )
 def test_duration(seconds: float, text: str) -> None:
     assert units.duration(seconds) == text

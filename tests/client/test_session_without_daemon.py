@@ -195,7 +195,7 @@ def test_a_stack_gives_layers_by_position_and_by_name(session: ep.Session, mesh:
     assert len(stack) == 4
     assert group.layer("s[3]") == stack[3] == stack[-1]
     assert group.layer("s") == stack
-    assert len({stack[i].id for i in range(4)}) == 4
+    assert len({group.layer(f"s[{i}]") for i in range(4)}) == 4
     with pytest.raises(ep.StaleHandleError, match=r"no layer 's\[4\]'"):
         group.layer("s[4]")
     with pytest.raises(ep.InvalidArgumentError, match="num_layers must be 1 to 1048576, got 0"):

@@ -10,7 +10,7 @@ import datetime
 from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
 from ep_runtime import wire
@@ -33,17 +33,17 @@ def plain(message: Message) -> dict[str, Any]:
     return row
 
 
-def _is_duration(field: FieldDescriptor) -> bool:
+def _is_duration(field: Any) -> bool:
     return field.message_type is not None and field.message_type.name == "Duration"
 
 
-def _repeated(field: FieldDescriptor, value: Any) -> Any:
+def _repeated(field: Any, value: Any) -> Any:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(sorted(value.items()))
     return [_single(field, item) for item in value]
 
 
-def _single(field: FieldDescriptor, value: Any) -> Any:
+def _single(field: Any, value: Any) -> Any:
     if field.enum_type is not None:
         return enum_name(field.enum_type, value)
     if isinstance(value, duration_pb2.Duration):

@@ -1,0 +1,329 @@
+"""The command against a real daemon: JSON that scripts may rely on, tables, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_fixtures import WAIT_S, wait_until
+
+import ep_runtime as ep
+from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime_client import cli, transport
+from ep_runtime_client.cli import source, status
+
+_NOBODY = 65534
+
+# Keys of one item, in order. A key may be added; one that goes or changes raises schema_version.
+_KEYS = {
+    "sessions": "session_id state uid pid job labels process_index client_version groups "
+    "create_time age_s since_heartbeat_s progress",
+    "groups": "name job uid generation state window_bytes board_bytes create_time retained_left_s "
+    "age_s world_size ep_size mesh_axes pids num_layers num_handles total_bytes poison_reason "
+    "ep_axis outer_axes num_experts hidden_size max_tokens_per_rank recv_capacity_per_rank "
+    "max_top_k max_token_dtype alignment lanes on_overflow combine_precision transport "
+    "partitioning op_timeout_s retain_s members",
+    "layers": "name group job uid generation top_k alignment in_flight num_experts hidden_size "
+    "num_layers base_id handle_base",
+    "handles": "layer handle index group job uid generation pids state last_op epoch lane calls "
+    "rows dropped_rows age_s",
+    "buffers": "buffer_id bytes device kind state group job uid generation world_rank mapped_by "
+    "age_s owner",
+    "events": "sequence time kind session_id group message fields_json",
+}
+
+
+@pytest.fixture
+def group(address: str, mesh: Any) -> Iterator[ep.Group]:
+    with ep.connect(address, job="tests", timeout_s=WAIT_S) as session:
+        group = session.create_group(
+            "moe",
+            mesh,
+            ep_axis="ep",
+            outer_axes="dp",
+            num_experts=8,
+            hidden_size=16,
+            max_tokens_per_rank=8,
+            max_top_k=2,
+            alignment=8,
+        )
+        group.register_layer("first", top_k=2, in_flight=2)
+        group.register_layer_stack("stack", 2, top_k=1)
+        yield group
+
+
+@pytest.fixture
+def ask(address: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in this process: its exit code and what it wrote."""
+
+    def run(*words: str) -> tuple[int, str]:
+        code = cli.main([words[0], "--address", address, *words[1:]])
+        captured = capsys.readouterr()
+        return code, captured.out if code == 0 else captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(_KEYS))
+def test_json_has_these_keys(ask: Any, group: ep.Group, name: str) -> None:
+    code, text = ask(name, "-o", "json")
+    document = json.loads(text)
+    assert code == 0
+    assert (document["schema_version"], document["kind"]) == (1, name)
+    assert document["items"]
+    for item in document["items"]:
+        assert list(item) == _KEYS[name].split()
+
+
+def test_json_values_of_a_group(ask: Any, group: ep.Group) -> None:
+    (item,) = json.loads(ask("groups", "moe", "-o", "json")[1])["items"]
+    wanted = {
+        "name": "moe",
+        "job": "tests",
+        "uid": os.geteuid(),
+        "state": "READY",
+        "generation": group.generation,
+        "world_size": 8,
+        "ep_size": 4,
+        "mesh_axes": {"dp": 2, "ep": 4},
+        "pids": [os.getpid()],
+        "num_layers": 3,
+        "num_handles": 4,
+        "transport": "MEMFD",
+        "on_overflow": "DROP",
+        "poison_reason": "",
+        "retain_s": 60.0,
+    }
+    assert {key: item[key] for key in wanted} == wanted
+    assert item["total_bytes"] == item["board_bytes"] + 8 * item["window_bytes"]
+    assert [member["world_rank"] for member in item["members"]] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "headings"),
+    [
+        ("sessions", "SESSION STATE JOB UID PID GROUPS AGE BEAT"),
+        ("groups", "GROUP JOB STATE GENERATION RANKS EP LAYERS HANDLES BYTES PIDS AGE"),
+        ("layers", "LAYER GROUP JOB TOP-K ALIGNMENT IN-FLIGHT STACK GENERATION"),
+        ("handles", "LAYER HANDLE LANE GENERATION STATE JOB PID AGE LAST-OP EPOCH"),
+        ("buffers", "BUFFER BYTES DEVICE KIND STATE OWNER MAPPED-BY"),
+        ("events", "SEQ TIME KIND SESSION GROUP MESSAGE"),
+    ],
+)
+def test_tables_have_these_columns(ask: Any, group: ep.Group, name: str, headings: str) -> None:
+    code, text = ask(name)
+    assert code == 0
+    assert text.splitlines()[0].split() == headings.split()
+    assert "\x1b" not in text
+    wide = ask(name, "-o", "wide")[1]
+    assert len(wide.splitlines()[0].split()) > len(headings.split())
+
+
+def test_groups_wide_names_transport_nccl_and_retention(ask: Any, group: ep.Group) -> None:
+    lines = ask("groups", "-o", "wide")[1].splitlines()
+    assert {"TRANSPORT", "NCCL", "NCCL-STATE", "RETAIN"} <= set(lines[0].split())
+    assert "MEMFD" in lines[1].split()
+
+
+def test_a_name_describes_one_object(ask: Any, group: ep.Group) -> None:
+    code, text = ask("layers", "stack")
+    assert code == 0
+    pairs = dict(line.split(None, 1) for line in text.splitlines())
+    assert (pairs["name"], pairs["num_layers"], pairs["top_k"]) == ("stack", "2", "1")
+    code, text = ask("handles", "first")
+    assert len(text.splitlines()) == 3  # headings and two handles
+
+
+def test_a_name_that_is_not_there_is_usage_and_lists_what_is(ask: Any, group: ep.Group) -> None:
+    code, text = ask("layers", "second")
+    assert code == 1
+    assert "no layers named 'second'; there are: first, stack" in text
+
+
+def test_status_is_one_screen_and_a_probe(ask: Any, group: ep.Group, address: str) -> None:
+    code, text = ask("status")
+    assert code == 0
+    assert "SERVING" in text
+    assert address in text
+    assert ask("status", "--quiet") == (0, "")
+    document = json.loads(ask("status", "-o", "json")[1])
+    wanted = {"state": "SERVING", "num_sessions": 1, "num_groups": 1, "num_handles": 4}
+    assert {key: document[key] for key in wanted} == wanted
+    assert document["late_ranks"] == []
+
+
+def test_status_of_a_draining_daemon_is_unhealthy(
+    ask: Any, admin: source.Source, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    admin.call("Drain", messages.DrainRequest())
+    assert cli.main(["status", "--address", address]) == 3
+    assert "DRAINING" in capsys.readouterr().out
+
+
+def test_who_everybody_waits_for_is_named() -> None:
+    def rank(number: int, waiting_for: int, since_s: float | None) -> dict[str, Any]:
+        return {
+            "uid": 0,
+            "job": "j",
+            "group": "g",
+            "world_rank": number,
+            "pid": 100 + number,
+            "waiting_for": waiting_for,
+            "since_s": since_s,
+            "layer": "moe/0",
+            "op": "DISPATCH",
+        }
+
+    ranks = [rank(0, 2, 11.0), rank(1, 2, 14.0), rank(2, -1, 20.0), rank(3, 0, 3.0)]
+    (late,) = status.late_ranks(ranks)
+    assert (late["world_rank"], late["pid"], late["waiting_ranks"]) == (2, 102, [0, 1])
+    assert late["waited_s"] == 14.0
+
+
+@pytest.mark.parametrize(
+    ("words", "breaks"),
+    [
+        (["reclaim", "moe"], "group moe of job tests"),
+        (["drain", "--shutdown"], "sessions"),
+    ],
+)
+def test_orders_without_yes_say_what_breaks_and_do_nothing(
+    ask: Any, group: ep.Group, words: list[str], breaks: str
+) -> None:
+    code, text = ask(*words)
+    assert code == 1
+    assert breaks in text
+    assert "--yes" in text
+    group.check()
+    assert ask("status", "--quiet") == (0, "")
+
+
+def test_fence_and_reclaim_report_what_they_did(ask: Any, group: ep.Group) -> None:
+    session_id = group.session.session_id
+    code, text = ask("fence", "nobody", "--yes")
+    assert (code, session_id in text) == (1, True)
+    code, text = ask("fence", session_id, "--yes", "--reason", "too loud", "-o", "json")
+    assert (code, json.loads(text)["groups"]) == (0, ["moe"])
+    wait_until(lambda: not group.session.alive, "the client hears of the fence")
+    with pytest.raises(ep.SessionFencedError, match="too loud"):
+        group.session.group("moe")
+    code, text = ask("reclaim", "moe", "--yes")
+    assert (code, "0 groups are named 'moe'" in text) == (1, True)
+
+
+def test_reclaim_of_a_live_group_counts_its_bytes(ask: Any, group: ep.Group) -> None:
+    code, text = ask("reclaim", "moe", "--job", "tests", "--yes", "-o", "json")
+    document = json.loads(text)
+    assert (code, document["kind"], document["groups"]) == (0, "reclaim", ["moe"])
+    assert document["freed_bytes"] + document["quarantined_bytes"] > 0
+
+
+def test_watch_repeats_until_interrupted(address: str, group: ep.Group) -> None:
+    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "handles", "--watch", "0.05"]
+    process = subprocess.Popen(
+        [*command, "-o", "json", "--address", address], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        documents = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+    assert all(len(document["items"]) == 4 for document in documents)
+
+
+def test_a_closed_pipe_is_no_error(address: str, group: ep.Group) -> None:
+    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "events", "--watch", "0.05"]
+    process = subprocess.Popen(
+        [*command, "-o", "json", "--address", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, errors) == (0, "")
+
+
+def _as_nobody(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that imports as we do and then is another user."""
+    imports = (
+        "import os, sys, grpc, rich.table, rich.console\n"
+        "import ep_runtime as ep, ep_runtime.native, ep_runtime.board\n"
+        "from ep_runtime_client import cli, jax_state, session\n"
+        "jax_state.prepare_cpu_pool()\n"  # reads package metadata, which others may not
+        "from ep_runtime_client.cli import status\n"
+        f"os.setgid({_NOBODY}); os.setuid({_NOBODY})\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-P", "-c", imports + program, *words],
+        timeout=WAIT_S,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_another_user_is_denied(address: str, daemon: Any) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become another user")
+    done = _as_nobody("sys.exit(cli.main(['status', '--address', sys.argv[1]]))", address)
+    assert done.returncode == 4, done.stderr
+    assert "may not open" in done.stderr
+    done = _as_nobody(
+        "try:\n    ep.connect(sys.argv[1])\n"
+        "except ep.PermissionDeniedError as error:\n    print(error.fields['uid'])\n",
+        address,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{_NOBODY}\n"), done.stderr
+
+
+def test_doctor_finds_this_machine_fit(ask: Any, daemon: Any) -> None:
+    code, text = ask("doctor", "-o", "json")
+    document = json.loads(text)
+    states = {item["check"]: item["state"] for item in document["items"]}
+    assert (code, document["healthy"]) == (0, True)
+    assert (states["native library"], states["daemon"]) == ("OK", "OK")
+    assert "CHECK" in ask("doctor")[1]
+
+
+def test_version_asks_the_daemon(ask: Any, daemon: Any) -> None:
+    document = json.loads(ask("version", "-o", "json")[1])
+    assert document["client_version"] == document["server_version"] == ep.__version__
+
+
+def test_serve_becomes_the_daemon_and_ends_on_sigterm(directory: Path) -> None:
+    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "serve"]
+    process = subprocess.Popen(
+        [*command, "--dir", str(directory), "--max-host-bytes", "64M"], stderr=subprocess.PIPE
+    )
+    try:
+        address = f"unix://{directory}"
+        wait_until(
+            lambda: cli.main(["status", "--quiet", "--address", address]) == 0, "the daemon serves"
+        )
+        with source.open_source(address, timeout_s=WAIT_S) as daemon:
+            assert daemon.status()["pid"] == process.pid
+    finally:
+        process.terminate()
+        process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    with pytest.raises(ep.RuntimeUnavailableError), transport.fd_socket(directory, 1.0):
+        pass
+
+
+@pytest.mark.parametrize(
+    "words", [["--nonsense"], ["--max-host-bytes", "some"], ["--dir", "/" + "d" * 101]]
+)
+def test_serve_with_wrong_usage_is_exit_code_1(words: list[str]) -> None:
+    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "serve", *words]
+    done = subprocess.run(command, timeout=WAIT_S, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr

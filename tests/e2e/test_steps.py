@@ -1,0 +1,112 @@
+"""Compiled programs across lives of their group: attach by name, reclaim, close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from daemon_fixtures import Program, wait_until
+
+from ep_runtime_client.cli import source
+
+Start = Callable[..., Program]
+
+_PROGRAM = """
+import hashlib
+import jax.numpy as jnp, numpy as np
+tokens = jnp.arange(32 * 16, dtype=jnp.float32).reshape(32, 16)
+topk_idx = jnp.tile(jnp.array([[0, 5], [3, 2]], jnp.int32), (16, 1))
+
+def make_step(layer):
+    def step(tokens):
+        dispatched = ep.dispatch(layer, tokens, topk_idx)
+        return ep.combine(layer, dispatched, dispatched.tokens * 2)
+    return jax.jit(step)
+
+def digest(step):
+    return hashlib.sha256(step.lower(tokens).as_text().encode()).hexdigest()
+
+def run(step):
+    np.testing.assert_array_equal(step(tokens), tokens * 4)
+
+session = ep.connect(job="training")
+"""
+
+_CREATE = (
+    _PROGRAM
+    + """
+group = session.create_group("g", mesh_of(), **ARGUMENTS, retain_s=60)
+layer = group.register_layer("moe/0", top_k=2)
+step = make_step(layer)
+run(step)
+say(hlo=digest(step), generation=group.generation)
+hear()
+"""
+)
+
+
+def test_attaching_by_name_alone_lowers_the_same_program(
+    run_program: Start, address: str, admin: source.Source
+) -> None:
+    first = run_program(_CREATE, EP_RUNTIME_ADDRESS=address)
+    before = first.heard()
+    first.kill()
+    wait_until(lambda: admin.groups()[0]["state"] == "RETAINED", "the group is retained")
+    second = run_program(
+        _PROGRAM + "group = session.group('g')\nstep = make_step(group.layer('moe/0'))\n"
+        "run(step)\nsay(hlo=digest(step), generation=group.generation)\nhear()",
+        EP_RUNTIME_ADDRESS=address,
+    )
+    after = second.heard()
+    assert after["hlo"] == before["hlo"]
+    assert after["generation"] > before["generation"]
+    second.tell()
+    assert second.finish() == 0
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"), [("group.close()", "is closed"), ("hear()", "was reclaimed")]
+)
+def test_a_compiled_step_of_a_gone_group_is_stale_and_the_process_goes_on(
+    run_program: Start, address: str, admin: source.Source, ending: str, words: str
+) -> None:
+    program = run_program(
+        _CREATE + ending + "\n"
+        "try:\n"
+        "    with ep.translate_errors():\n"
+        "        step(tokens).block_until_ready()\n"
+        "except ep.StaleHandleError as error:\n"
+        "    say(text=str(error), layer=error.fields['layer'])\n"
+        "group = session.create_group('g', mesh_of(), **ARGUMENTS, retain_s=60)\n"
+        "run(make_step(group.register_layer('moe/0', top_k=2)))\n"
+        "run(step)\n"  # the same spec: the compiled program serves the new generation
+        "say(generation=group.generation)\n",
+        EP_RUNTIME_ADDRESS=address,
+    )
+    generation = program.heard()["generation"]
+    program.tell()
+    if ending == "hear()":
+        from ep_runtime.v1 import admin_service_pb2 as messages
+
+        admin.call("Reclaim", messages.ReclaimRequest(name="g"))
+        program.tell()
+    stale = program.heard()
+    assert words in stale["text"]
+    assert f"generation {generation}" in stale["text"]
+    assert stale["layer"] == "moe/0"
+    assert program.heard()["generation"] > generation
+    assert program.finish() == 0
+
+
+def test_the_listing_shows_what_a_handle_did_last(
+    run_program: Start, address: str, admin: source.Source
+) -> None:
+    program = run_program(_CREATE, EP_RUNTIME_ADDRESS=address)
+    program.heard()
+    (row,) = admin.handles()
+    assert (row["layer"], row["last_op"], row["state"]) == ("moe/0", "COMBINE", "IDLE")
+    assert row["pids"] == [program.pid]
+    assert row["calls"] == 3
+    assert row["lane"] in (0, 1)
+    program.tell()
+    assert program.finish() == 0
