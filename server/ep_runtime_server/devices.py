@@ -71,28 +71,32 @@ class HostDevice:
         self.limit_bytes = limit_bytes
 
     def allocate(self, label: str, size_bytes: int) -> HostAllocation:
-        available = available_bytes()
-        if size_bytes > available:
-            # A memfd of more than the host has does not fail: it wakes the OOM killer.
-            raise PoolExhaustedError(
-                f"{label}: asked for {size_bytes} bytes, the host has {available} available",
-                asked_bytes=size_bytes,
-                free_bytes=available,
-                limit_bytes=self.limit_bytes,
-                holders=[],
-            )
         try:
-            fd = os.memfd_create(f"ep-runtime:{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            available = available_bytes()
+            if size_bytes > available:
+                # A memfd of more than the host has does not fail: it wakes the OOM killer.
+                raise PoolExhaustedError(
+                    f"{label}: asked for {size_bytes} bytes, the host has {available} available",
+                    asked_bytes=size_bytes,
+                    free_bytes=available,
+                    limit_bytes=self.limit_bytes,
+                    holders=[],
+                )
+            return _sealed_memfd(label, size_bytes)
         except OSError as error:
             raise _exhausted(label, size_bytes, self.limit_bytes, error) from error
-        try:
-            # Sparse memory would turn a full host into SIGBUS in the middle of a step.
-            os.posix_fallocate(fd, 0, size_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            os.close(fd)
-            raise _exhausted(label, size_bytes, self.limit_bytes, error) from error
-        return HostAllocation(fd, size_bytes)
+
+
+def _sealed_memfd(label: str, size_bytes: int) -> HostAllocation:
+    fd = os.memfd_create(f"ep-runtime:{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # Sparse memory would turn a full host into SIGBUS in the middle of a step.
+        os.posix_fallocate(fd, 0, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return HostAllocation(fd, size_bytes)
 
 
 def _exhausted(label: str, size_bytes: int, limit_bytes: int, error: OSError) -> PoolExhaustedError:

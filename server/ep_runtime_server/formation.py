@@ -127,6 +127,7 @@ class Groups:
                     argument="world_ranks",
                 )
             return group
+        group.check_free(session, ranks)
         if group.can_form_again:
             group.start_over(self._next_generation())
             self._stamp(group)
@@ -137,7 +138,16 @@ class Groups:
             self._pool.drop_holder(session.session_id, group.windows)
         if not group.missing_ranks and (group.formation is None or group.formation.done()):
             group.formation = asyncio.get_running_loop().create_task(self._form(group))
+            group.formation.add_done_callback(lambda task: self._check_formed(group, task))
         return group
+
+    def _check_formed(self, group: Group, task: asyncio.Task[None]) -> None:
+        """A bug in forming ends the wait of its callers instead of letting them sit it out."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and group.state is not State.CLOSED:
+            logging.getLogger(__name__).error("forming %s failed", group.owner, exc_info=error)
+            group.failure = EpRuntimeError(f"the daemon could not form group {group.owner}")
+            self.take_away(group, PoisonReason.CLOSED, "a fault of the daemon")
 
     def _new_group(self, owner: Owner, spec: GroupSpec) -> Group:
         group = Group(owner, spec, self._next_generation())

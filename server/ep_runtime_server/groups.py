@@ -110,7 +110,7 @@ class Group:
         """Set at the next change; take it before looking at what may change."""
         return self._changed
 
-    def claim(self, session: Session, ranks: tuple[int, ...]) -> None:
+    def check_free(self, session: Session, ranks: tuple[int, ...]) -> None:
         """Raises GroupBusyError where another live process has one of the ranks."""
         for member in (*self.members.values(), *self.previous.values()):
             taken = sorted(set(member.ranks).intersection(ranks))
@@ -122,6 +122,9 @@ class Group:
                     rank=taken[0],
                     pid=member.session.pid,
                 )
+
+    def claim(self, session: Session, ranks: tuple[int, ...]) -> None:
+        """Makes the session a member under the current generation."""
         self.previous.pop(session.session_id, None)
         self.members[session.session_id] = Member(session, ranks)
         self.notify()

@@ -28,6 +28,15 @@ class Handle:
     index: int
 
 
+@dataclasses.dataclass
+class _Addition:
+    """What one call adds, until it is known that all of it fits."""
+
+    next_handle: int
+    layers: dict[str, RegisteredLayer] = dataclasses.field(default_factory=dict)
+    ids: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
 class LayerTable:
     """Layers and stacks of a group. Handle indices are dense and never given back singly."""
 
@@ -63,42 +72,41 @@ class LayerTable:
             SpecMismatchError: a name is taken by other settings.
             PoolExhaustedError: the board has not as many handles.
         """
-        added: dict[str, RegisteredLayer] = {}
+        added = _Addition(self._next_handle)
         answer = [self._plan(spec, 0, added) for spec in layers]
         stack_answer = [self._plan(stack.spec, stack.num_layers, added) for stack in stacks]
-        self._layers.update(added)
-        self._ids.update({layer.base_id: name for name, layer in added.items()})
-        self._next_handle += sum(layer.num_handles for layer in added.values())
+        self._layers.update(added.layers)
+        self._ids.update(added.ids)
+        self._next_handle = added.next_handle
         return answer, stack_answer
 
-    def _plan(
-        self, spec: LayerSpec, num_layers: int, added: dict[str, RegisteredLayer]
-    ) -> RegisteredLayer:
+    def _plan(self, spec: LayerSpec, num_layers: int, added: _Addition) -> RegisteredLayer:
         filled = specs.check_layer(self._group, spec)
-        known = self._layers.get(spec.name) or added.get(spec.name)
+        known = self._layers.get(spec.name) or added.layers.get(spec.name)
         if known is not None:
             self._compare(known, filled, num_layers)
             return dataclasses.replace(known, already_registered=True)
         self._check_names(spec.name, num_layers, added)
         make_id = specs.stack_base_id if num_layers else specs.layer_id
         base_id = make_id(self._group.name, spec.name)
-        if base_id in self._ids:
+        taken = self._ids.get(base_id) or added.ids.get(base_id)
+        if taken is not None:
             raise InvalidArgumentError(
-                f"layer {spec.name!r} has the same id as {self._ids[base_id]!r}; rename one",
-                argument="name",
+                f"layer {spec.name!r} has the same id as {taken!r}; rename one", argument="name"
             )
-        last = next(reversed(added.values()), None)
-        base = self._next_handle if last is None else last.handle_base + last.num_handles
-        layer = RegisteredLayer(filled, num_layers, base_id, base)
-        if base + layer.num_handles > board.MAX_HANDLES:
+        layer = RegisteredLayer(filled, num_layers, base_id, added.next_handle)
+        free = board.MAX_HANDLES - added.next_handle
+        if layer.num_handles > free:
             raise PoolExhaustedError(
                 f"layer {spec.name!r} asks for {layer.num_handles} handles, group "
-                f"{self._group.name!r} has {board.MAX_HANDLES - base} of {board.MAX_HANDLES} left",
+                f"{self._group.name!r} has {free} of {board.MAX_HANDLES} left",
                 asked=layer.num_handles,
-                free=board.MAX_HANDLES - base,
+                free=free,
                 limit=board.MAX_HANDLES,
             )
-        added[spec.name] = layer
+        added.layers[spec.name] = layer
+        added.ids[base_id] = spec.name
+        added.next_handle += layer.num_handles
         return layer
 
     def _compare(self, known: RegisteredLayer, spec: LayerSpec, num_layers: int) -> None:
@@ -115,12 +123,12 @@ class LayerTable:
                     ours=ours[field],
                 )
 
-    def _check_names(self, name: str, num_layers: int, added: dict[str, RegisteredLayer]) -> None:
+    def _check_names(self, name: str, num_layers: int, added: _Addition) -> None:
         """A plain layer "s[3]" and layer 3 of a stack "s" would be one name for two layers."""
         member = _STACK_MEMBER.fullmatch(name)
         if member is None:
             return
-        stack = self._layers.get(member["stack"]) or added.get(member["stack"])
+        stack = self._layers.get(member["stack"]) or added.layers.get(member["stack"])
         if num_layers or (stack is not None and stack.num_layers):
             raise InvalidArgumentError(
                 f"layer name {name!r} reads as a layer of stack {member['stack']!r}; "

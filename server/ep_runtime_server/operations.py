@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.errors import InvalidArgumentError, SessionFencedError
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.config import OPERATION_LIFE_S
 
@@ -66,7 +66,12 @@ class Operations:
                 f"op_id {op_id!r} was used for another {request.DESCRIPTOR.name}",
                 argument="op_id",
             )
-        return await asyncio.shield(known.task)
+        try:
+            return await asyncio.shield(known.task)
+        except asyncio.CancelledError:
+            if not known.task.cancelled():
+                raise  # it is the caller that goes away; the work goes on
+            raise SessionFencedError("the session ended while this call ran") from None
 
     def _finished(self, key: tuple[str, str, str], task: asyncio.Task[Any]) -> None:
         # A failure is not kept: the retry is a new attempt.

@@ -1,0 +1,77 @@
+"""Daemons on real sockets in a temporary directory, with a clock that tests set."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from harness import DaemonProcess, FakeClock, Running
+from raw_client import WAIT_S
+
+from ep_runtime_server.config import ServerConfig
+from ep_runtime_server.daemon import Daemon
+
+MAX_HOST_BYTES = 64 << 20
+
+
+@pytest.fixture(scope="session")
+def server_loop():
+    """One event loop for every daemon: grpc.aio supports one per process."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="daemons", daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(WAIT_S)
+    loop.close()
+
+
+@pytest.fixture
+def start_daemon(server_loop, tmp_path_factory):
+    """start_daemon(clock=, peer_of=, **config) -> Running; all are stopped at the end."""
+    running: list[Running] = []
+
+    def start(*, clock=None, peer_of=None, **settings) -> Running:
+        directory = settings.pop("directory", None) or tmp_path_factory.mktemp("d")
+        config = ServerConfig(directory=directory, **{"max_host_bytes": MAX_HOST_BYTES, **settings})
+        more = {"peer_of": peer_of} if peer_of is not None else {}
+
+        async def start_it() -> Daemon:
+            daemon = Daemon(config, clock=clock, **more)
+            await daemon.start()
+            return daemon
+
+        daemon = asyncio.run_coroutine_threadsafe(start_it(), server_loop).result(WAIT_S)
+        running.append(Running(server_loop, directory, daemon, clock))
+        return running[-1]
+
+    yield start
+    for item in reversed(running):
+        item.close()
+
+
+@pytest.fixture
+def daemon(start_daemon) -> Running:
+    return start_daemon()
+
+
+@pytest.fixture
+def clocked(start_daemon) -> Running:
+    """A daemon whose clock is `clocked.clock`."""
+    return start_daemon(clock=FakeClock())
+
+
+@pytest.fixture
+def daemon_process(tmp_path_factory):
+    """daemon_process(*options, directory=) -> DaemonProcess; all are killed at the end."""
+    running: list[DaemonProcess] = []
+
+    def start(*options: str, directory=None, **more) -> DaemonProcess:
+        place = directory or tmp_path_factory.mktemp("d")
+        running.append(DaemonProcess(place, *options, **more))
+        return running[-1]
+
+    yield start
+    for item in reversed(running):
+        item.close()

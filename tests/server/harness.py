@@ -1,0 +1,213 @@
+"""A daemon on real sockets in the tests' event loop, and what tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from raw_client import WAIT_S, Client, Process, Stubs, new_op_id
+
+from ep_runtime import wire
+from ep_runtime.v1 import admin_service_pb2, group_service_pb2, session_service_pb2
+from ep_runtime_server.daemon import Daemon
+
+
+class FakeClock:
+    """Stands still until told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_s(self) -> float:
+        return 1.7e9 + self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def eventually(condition: Callable[[], object], *, within_s: float = 2.0, what: str = "") -> None:
+    """Looks until it is true; the limit is part of what is tested."""
+    deadline = time.monotonic() + within_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what or condition}"
+        pause.wait(0.005)
+
+
+class Served:
+    """A daemon as tests talk to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.admin = Stubs(directory, wire.ADMIN_SOCKET)
+        self._open: list = []
+
+    def client(self, *, process: Process | bool = False, job: str | None = "job") -> Client:
+        if process is True:
+            process = self.process()
+        client = Client(self.directory, process=process or None, job=job)
+        self._open.append(client.close)
+        return client
+
+    def process(self) -> Process:
+        process = Process()
+
+        def end() -> None:
+            with contextlib.suppress(ValueError):  # the test killed it
+                process.kill()
+
+        self._open.append(end)
+        return process
+
+    def ask(self, method: str, **fields):
+        """An admin RPC: ask("ListGroups", name="moe")."""
+        request_type = getattr(admin_service_pb2, f"{method}Request", None) or getattr(
+            admin_service_pb2, f"AdminService{method}Request"
+        )
+        return self.admin.call(getattr(self.admin.admin, method), request_type(**fields))
+
+    def status(self):
+        return self.ask("GetStatus")
+
+    @property
+    def used_bytes(self) -> int:
+        pool = self.status().pools[0]
+        return pool.leased_bytes + pool.retained_bytes + pool.quarantined_bytes
+
+    def group_states(self) -> dict[str, str]:
+        found = self.ask("ListGroups").groups
+        return {
+            item.group.spec.name: type(item.group)
+            .DESCRIPTOR.fields_by_name["state"]
+            .enum_type.values_by_number[item.group.state]
+            .name.removeprefix("GROUP_STATE_")
+            for item in found
+        }
+
+    def session_state(self, session_id: str) -> str:
+        for item in self.ask("ListSessions").sessions:
+            if item.session_id == session_id:
+                name = admin_service_pb2.SessionState.Name(item.state)
+                return name.removeprefix("SESSION_STATE_")
+        return "FORGOTTEN"
+
+    def event_kinds(self) -> list[str]:
+        return [event.kind for event in self.ask("ListEvents").events]
+
+    def close(self) -> None:
+        for close in reversed(self._open):
+            close()
+        self.admin.close()
+
+
+class Running(Served):
+    """A daemon in the tests' event loop."""
+
+    def __init__(self, loop, directory: Path, daemon: Daemon, clock) -> None:
+        super().__init__(directory)
+        self._loop = loop
+        self._daemon = daemon
+        self.clock = clock
+
+    def close(self) -> None:
+        super().close()
+        asyncio.run_coroutine_threadsafe(self._daemon.stop(), self._loop).result(WAIT_S)
+
+
+class DaemonProcess(Served):
+    """`python -m ep_runtime_server` on a directory."""
+
+    def __init__(self, directory: Path, *options: str, pass_fds=(), ready: bool = True) -> None:
+        super().__init__(directory)
+        reader, writer = os.pipe()
+        command = [sys.executable, "-m", "ep_runtime_server", "--dir", str(directory)]
+        self.popen = subprocess.Popen(
+            [*command, "--ready-fd", str(writer), *options],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            pass_fds=(writer, *pass_fds),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(writer)
+        self.pid = self.popen.pid
+        with open(reader) as told:
+            self.ready = json.loads(told.readline() or "null") if ready else None
+
+    def ended(self, within_s: float = WAIT_S) -> tuple[int, str]:
+        """(exit code, stderr)."""
+        _, text = self.popen.communicate(timeout=within_s)
+        return self.popen.returncode, text
+
+    def close(self) -> None:
+        super().close()
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.communicate(timeout=WAIT_S)
+
+
+class Watcher:
+    """Reads a WatchSession stream in a thread."""
+
+    def __init__(self, client: Client) -> None:
+        self.events: list = []
+        self.code = None
+        self._stream = client.sessions.WatchSession(
+            session_service_pb2.WatchSessionRequest(), metadata=client.metadata
+        )
+        next(iter(self._stream))
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            self.events.extend(iter(self._stream))
+            self.code = grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            self.code = error.code()
+
+    def kinds(self):
+        return [event.WhichOneof("event") for event in self.events]
+
+    def ended(self) -> bool:
+        self._thread.join(WAIT_S)
+        return not self._thread.is_alive()
+
+
+def both_ready(first, second, spec):
+    """Two processes, rank 0 and rank 1."""
+    requests = [
+        client.groups.CreateGroup.future(
+            group_service_pb2.CreateGroupRequest(
+                op_id=new_op_id(), spec=wire.group_spec_to_proto(spec), world_ranks=[rank]
+            ),
+            timeout=WAIT_S,
+            metadata=client.metadata,
+        )
+        for rank, client in enumerate((first, second))
+    ]
+    groups = [request.result(WAIT_S).group for request in requests]
+    assert groups[0].generation == groups[1].generation
+    for client, group in zip((first, second), groups, strict=True):
+        client.fetch(group)
+    reports = [
+        client.groups.ReportAttached.future(
+            group_service_pb2.ReportAttachedRequest(name="moe", generation=group.generation),
+            timeout=WAIT_S,
+            metadata=client.metadata,
+        )
+        for client, group in zip((first, second), groups, strict=True)
+    ]
+    assert [report.result(WAIT_S).group.state for report in reports] == [2, 2]
+    return groups[0]

@@ -1,0 +1,180 @@
+"""The daemon as a process: start, second start, signals, parents, systemd."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+from harness import Watcher, eventually
+from raw_client import WAIT_S, Stubs, hello, make_spec
+
+from ep_runtime import errors, wire
+
+
+def test_it_says_when_and_where_it_is_ready(daemon_process):
+    daemon = daemon_process()
+    assert daemon.ready == {"directory": str(daemon.directory), "pid": daemon.pid}
+    with open(f"/proc/{daemon.pid}/cmdline", "rb") as cmdline:
+        assert cmdline.read().rstrip(b"\0 ").startswith(b"ep-runtimed")
+    assert daemon.status().pid == daemon.pid
+
+
+def test_it_loads_no_jax():
+    code = "import sys, ep_runtime_server.main; sys.exit('jax' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0
+
+
+def test_a_second_daemon_on_the_directory_ends_and_harms_nothing(daemon_process):
+    first = daemon_process()
+    client = first.client()
+    before = (first.directory / wire.API_SOCKET).stat().st_ino
+    second = daemon_process(directory=first.directory)
+    assert second.ready is None
+    code, text = second.ended(within_s=5.0)
+    assert code == 2
+    assert f"another daemon (pid {first.pid}) serves {first.directory}" in text
+    assert "Traceback" not in text
+    assert (first.directory / wire.API_SOCKET).stat().st_ino == before
+    client.create(make_spec())
+
+
+def test_sockets_of_a_killed_daemon_do_not_stop_the_next(daemon_process):
+    first = daemon_process()
+    first.popen.kill()
+    first.ended()
+    assert (first.directory / wire.API_SOCKET).exists()
+    second = daemon_process(directory=first.directory)
+    second.client().create(make_spec())
+
+
+def test_sigterm_without_sessions_ends_it_cleanly(daemon_process):
+    daemon = daemon_process()
+    daemon.popen.terminate()
+    code, text = daemon.ended(within_s=5.0)
+    assert code == 0
+    assert [n for n in os.listdir(daemon.directory) if n.endswith(".sock")] == []
+    kinds = [json.loads(line)["event"] for line in text.splitlines()]
+    assert kinds == ["server.serving", "server.draining", "server.stopped"]
+
+
+def test_sigterm_tells_sessions_and_waits_for_them(daemon_process):
+    daemon = daemon_process("--drain-s", "60")
+    client = daemon.client()
+    client.ready(make_spec())
+    watcher = Watcher(client)
+    daemon.popen.terminate()
+    eventually(lambda: watcher.kinds() == ["drain"])
+    assert 55 < watcher.events[0].drain.deadline.ToSeconds() <= 60
+    with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
+        hello(daemon.directory)
+    assert daemon.popen.poll() is None
+    client.goodbye()
+    assert daemon.ended(within_s=5.0)[0] == 0
+    assert watcher.ended()
+    assert watcher.code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
+
+
+@pytest.mark.parametrize("how", ["deadline", "second signal"])
+def test_a_session_that_stays_does_not_hold_it_for_ever(daemon_process, how):
+    daemon = daemon_process("--drain-s", "0.2" if how == "deadline" else "60")
+    client = daemon.client()
+    client.ready(make_spec())
+    daemon.popen.terminate()
+    if how == "second signal":
+        eventually(lambda: daemon.status().state == 2)
+        daemon.popen.send_signal(signal.SIGTERM)
+    assert daemon.ended(within_s=5.0)[0] == 0
+
+
+def test_drain_with_shutdown_ends_it_when_the_sessions_are_gone(daemon_process):
+    daemon = daemon_process()
+    client = daemon.client(process=True)
+    daemon.ask("Drain", shutdown=True)
+    assert daemon.popen.poll() is None
+    client.process.kill()
+    assert daemon.ended(within_s=5.0)[0] == 0
+
+
+def test_it_ends_with_the_process_that_started_it(daemon_process):
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(parent.pid)
+    try:
+        daemon = daemon_process("--parent-pidfd", str(pidfd), pass_fds=(pidfd,))
+        daemon.client().ready(make_spec())  # a session, which would hold it
+        parent.kill()
+        code, text = daemon.ended(within_s=2.0)
+        assert code == 0
+        assert "server.parent_gone" in text
+    finally:
+        parent.communicate(timeout=WAIT_S)
+        os.close(pidfd)
+
+
+def test_it_ends_after_its_last_session(daemon_process):
+    daemon = daemon_process("--idle-exit-s", "0.5")
+    client = daemon.client()
+    with pytest.raises(subprocess.TimeoutExpired):
+        daemon.ended(within_s=1.0)
+    client.goodbye()
+    assert daemon.ended(within_s=5.0)[0] == 0
+
+
+def test_systemd_is_told(daemon_process, tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(str(tmp_path / "notify"))
+        notified.settimeout(WAIT_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        daemon = daemon_process()
+        assert notified.recv(1000).decode().splitlines()[0] == "READY=1"
+        daemon.popen.terminate()
+        assert notified.recv(1000).decode() == "STOPPING=1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-host-bytes", "lots"], "'lots'"),
+        (["--dir", "/" + "x" * 150], "at most"),
+        (["--dir", "/proc/none"], "cannot use"),
+    ],
+)
+def test_what_it_cannot_do_is_said_without_a_traceback(daemon_process, options, message):
+    daemon = daemon_process(*options)
+    code, text = daemon.ended()
+    assert code in (1, 2)
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_a_directory_with_odd_characters_serves(daemon_process, tmp_path):
+    directory = tmp_path / "a b%41"
+    daemon = daemon_process(directory=directory)
+    assert daemon.ready is not None
+    assert (directory / wire.API_SOCKET).exists()
+    hello(directory)
+
+
+def test_sessions_survive_nothing_of_a_killed_daemon_but_the_mappings_do(daemon_process):
+    daemon = daemon_process()
+    client = daemon.client()
+    ((_, fd), *rest) = client.fetch(client.create(make_spec()).group)
+    daemon.popen.kill()
+    daemon.ended()
+    assert os.pread(fd, 8, 0) != b"\0" * 8  # the board's header
+    for held in [fd, *(fd for _, fd in rest)]:
+        os.close(held)
+    with pytest.raises(errors.RuntimeUnavailableError):
+        client.create(make_spec(), wait_s=0.1)
+
+
+def test_limits_of_the_flags_reach_the_pool(daemon_process):
+    daemon = daemon_process("--max-host-bytes", "3MiB", "--max-sessions-per-uid", "1")
+    assert daemon.status().pools[0].limit_bytes == 3 << 20
+    assert isinstance(daemon.admin, Stubs)

@@ -1,0 +1,282 @@
+"""Who may talk to the daemon, and how it knows that a process lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import grpc
+import pytest
+from harness import Watcher, both_ready, eventually
+from raw_client import hello, make_spec, redeem
+
+from ep_runtime import errors, wire
+from ep_runtime.v1 import admin_service_pb2, session_service_pb2
+from ep_runtime_server import credentials
+
+
+def heartbeat(client, progress=0):
+    return client.call(
+        client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest(progress=progress)
+    )
+
+
+def test_hello_names_this_process_by_the_kernels_word(daemon):
+    client = daemon.client(job=None)
+    opened = client.open("job", labels={"run": "7"}, process_index=3)
+    assert (opened.uid, opened.pid) == (os.getuid(), os.getpid())
+    (info,) = daemon.ask("ListSessions").sessions
+    assert (info.job, dict(info.labels), info.process_index) == ("job", {"run": "7"}, 3)
+    assert info.session_id == client.session_id == opened.session_id
+
+
+def test_opening_twice_is_idempotent_and_another_job_is_a_mismatch(daemon):
+    client = daemon.client()
+    client.open("job")
+    with pytest.raises(errors.SpecMismatchError, match="belongs to job 'job'"):
+        client.open("other")
+
+
+def test_server_info_needs_no_token(daemon):
+    client = daemon.client()
+    client.metadata = ()
+    info = client.call(client.sessions.GetServerInfo, session_service_pb2.GetServerInfoRequest())
+    assert info.api_versions == ["v1"]
+    assert info.state == session_service_pb2.SERVER_STATE_SERVING
+
+
+@pytest.mark.parametrize("token", [None, "", "0" * 64, "x" * 5000])
+def test_a_missing_or_unknown_token_is_refused(daemon, token):
+    client = daemon.client()
+    client.metadata = () if token is None else ((wire.TOKEN_KEY, token),)
+    with pytest.raises(errors.SessionFencedError):
+        heartbeat(client)
+
+
+def test_a_token_of_a_dead_process_is_stale(daemon):
+    client = daemon.client(process=True)
+    client.process.kill()
+    eventually(lambda: daemon.session_state(client.session_id) == "DEAD")
+    with pytest.raises(errors.SessionFencedError, match="is over"):
+        heartbeat(client)
+
+
+def test_a_token_in_a_forked_child_is_refused_by_its_pid(daemon):
+    client = daemon.client()
+    client.metadata = ((wire.TOKEN_KEY, client.token), (wire.PID_KEY, str(os.getpid() + 1)))
+    with pytest.raises(errors.PermissionDeniedError, match="forked child must connect"):
+        heartbeat(client)
+    assert "session.foreign_token" in daemon.event_kinds()
+
+
+def test_groups_need_an_opened_session(daemon):
+    client = daemon.client(job=None)
+    with pytest.raises(errors.InvalidArgumentError, match="OpenSession"):
+        client.create(make_spec())
+
+
+def test_a_connection_that_a_forked_child_uses_is_refused(daemon):
+    assert daemon.process().do("hello_on_forked", daemon.directory) == "PermissionDeniedError"
+
+
+def test_another_process_cannot_redeem_a_ticket(daemon):
+    client = daemon.client()
+    ticket = client.ticket(client.create(make_spec()).group).ticket
+    with pytest.raises(errors.PermissionDeniedError, match="belongs to process"):
+        daemon.process().do("redeem", daemon.directory, client.token, ticket)
+
+
+def test_a_ticket_works_once_for_its_session_and_for_ten_seconds(clocked):
+    client, other = clocked.client(), clocked.client()
+    group = client.create(make_spec()).group
+    ticket = client.ticket(group).ticket
+    for _, fd in redeem(clocked.directory, client.token, ticket):
+        os.close(fd)
+    with pytest.raises(errors.PermissionDeniedError, match="used or expired"):
+        redeem(clocked.directory, client.token, ticket)
+    with pytest.raises(errors.PermissionDeniedError, match="another session"):
+        redeem(clocked.directory, other.token, client.ticket(group).ticket)
+    late = client.ticket(group).ticket
+    clocked.clock.advance(10.1)
+    with pytest.raises(errors.PermissionDeniedError, match="used or expired"):
+        redeem(clocked.directory, client.token, late)
+
+
+class TestForeignUsers:
+    @staticmethod
+    def start(start_daemon, uid=4242, gids=frozenset({77}), **settings):
+        def peer_of(connection, **more):
+            peer = credentials.peer_of(connection, **more)
+            peer.uid, peer.gids = uid, gids
+            return peer
+
+        return start_daemon(peer_of=peer_of, **settings)
+
+    def test_are_refused_by_default(self, start_daemon):
+        daemon = self.start(start_daemon)
+        with pytest.raises(errors.PermissionDeniedError, match="--allow-uid 4242"):
+            hello(daemon.directory)
+        assert "fd.denied" in daemon.event_kinds()
+        assert daemon.status().num_sessions == 0
+
+    @pytest.mark.parametrize("allowed", [{"allow_uids": {4242}}, {"allow_gids": {5, 77}}])
+    def test_are_served_when_allowed_but_may_not_administer(self, start_daemon, allowed):
+        daemon = self.start(start_daemon, **{k: frozenset(v) for k, v in allowed.items()})
+        client = daemon.client()
+        heartbeat(client)
+        with pytest.raises(errors.PermissionDeniedError, match="may not administer"):
+            client.call(client.admin.GetStatus, admin_service_pb2.GetStatusRequest())
+        modes = {
+            n: (daemon.directory / n).stat().st_mode & 0o777 for n in os.listdir(daemon.directory)
+        }
+        assert (modes["api.sock"], modes["fd.sock"], modes["admin.sock"]) == (0o666, 0o666, 0o600)
+
+    def test_have_their_own_groups(self, start_daemon):
+        daemon = self.start(start_daemon, allow_uids=frozenset({4242}))
+        theirs = daemon.client().create(make_spec()).group
+        assert theirs.uid == 4242
+
+
+def test_sockets_are_private_by_default(daemon):
+    for name in ("api.sock", "fd.sock", "admin.sock"):
+        assert (daemon.directory / name).stat().st_mode & 0o777 == 0o600
+    assert daemon.directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_daemons_own_user_may_administer_over_api_sock(daemon):
+    client = daemon.client()
+    found = client.call(client.admin.GetStatus, admin_service_pb2.GetStatusRequest())
+    assert found.num_sessions == 1
+
+
+@pytest.mark.parametrize("switches", [set(), {"no-peer-pidfd"}])
+def test_a_killed_process_is_noticed_within_two_seconds(start_daemon, switches):
+    daemon = start_daemon(testing=frozenset(switches))
+    client = daemon.client(process=True)
+    client.process.kill()
+    eventually(lambda: daemon.session_state(client.session_id) == "DEAD", within_s=2.0)
+
+
+def test_a_forked_child_that_keeps_the_sockets_does_not_hide_the_death(daemon):
+    client = daemon.client(process=True)
+    client.ready(make_spec())
+    grandchild = client.process.do("fork", daemon.directory)
+    try:
+        client.process.kill()
+        eventually(lambda: daemon.session_state(client.session_id) == "DEAD")
+        eventually(lambda: daemon.used_bytes == 0)
+        os.kill(grandchild, 0)  # it lives, and holds every descriptor of its parent
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+
+
+def test_the_fallback_refuses_a_recycled_pid():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        peer = credentials.peer_of(ours, accepted_s=credentials.boottime_s(), use_peer_pidfd=False)
+        assert peer.pid == os.getpid()
+        peer.close()
+        with pytest.raises(errors.PermissionDeniedError, match="is gone"):
+            # The process that has the pid now is younger than the connection.
+            credentials.peer_of(ours, accepted_s=0.0, use_peer_pidfd=False)
+        theirs.close()
+        with pytest.raises(errors.PermissionDeniedError, match="is gone"):
+            credentials.peer_of(ours, accepted_s=credentials.boottime_s(), use_peer_pidfd=False)
+
+
+def test_a_late_heartbeat_makes_a_session_suspect_and_frees_nothing(clocked):
+    client = clocked.client()
+    client.ready(make_spec())
+    heartbeat(client, progress=5)
+    used = clocked.used_bytes
+    clocked.clock.advance(11)
+    eventually(lambda: clocked.session_state(client.session_id) == "SUSPECT")
+    assert clocked.used_bytes == used > 0
+    heartbeat(client, progress=6)
+    assert clocked.session_state(client.session_id) == "ACTIVE"
+    (info,) = clocked.ask("ListSessions").sessions
+    assert info.progress == 6
+
+
+def test_goodbye_frees_at_once_and_is_idempotent(daemon):
+    client = daemon.client()
+    client.ready(make_spec(retain_s=60.0))
+    client.goodbye()
+    client.goodbye()
+    eventually(lambda: daemon.used_bytes == 0)
+    assert daemon.session_state(client.session_id) == "CLOSED"
+    with pytest.raises(errors.SessionFencedError):
+        heartbeat(client)
+
+
+def test_ended_sessions_are_forgotten_after_ten_minutes(clocked):
+    client = clocked.client()
+    client.goodbye()
+    clocked.clock.advance(601)
+    eventually(lambda: clocked.session_state(client.session_id) == "FORGOTTEN")
+
+
+def test_sessions_of_one_user_are_limited(start_daemon):
+    daemon = start_daemon(max_sessions_per_uid=2)
+    first = daemon.client()
+    daemon.client()
+    with pytest.raises(errors.PoolExhaustedError, match="the limit is 2"):
+        hello(daemon.directory)
+    first.goodbye()
+    daemon.client()
+
+
+def test_a_client_of_another_protocol_is_told_both_versions(daemon):
+    with pytest.raises(errors.VersionSkewError) as caught:
+        hello(daemon.directory, api_versions=["v2", "v3"])
+    assert caught.value.fields == {"client": ["v2", "v3"], "daemon": ["v1"]}
+
+
+def test_a_fence_reaches_the_stream_and_voids_the_token(daemon):
+    client = daemon.client()
+    client.ready(make_spec())
+    watcher = Watcher(client)
+    answer = daemon.ask("Fence", session_id=client.session_id, reason="drill")
+    assert answer.groups == ["moe"]
+    assert watcher.ended()
+    assert "fence" in watcher.kinds()
+    assert watcher.code is grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(errors.SessionFencedError, match="was fenced"):
+        heartbeat(client)
+    with pytest.raises(errors.InvalidArgumentError):
+        daemon.ask("Fence", session_id="s-none")
+
+
+def test_a_newer_stream_ends_the_older_one(daemon):
+    client = daemon.client()
+    first = Watcher(client)
+    second = Watcher(client)
+    assert first.ended()
+    assert first.code is grpc.StatusCode.ABORTED
+    client.goodbye()
+    assert second.ended()
+    assert second.code is grpc.StatusCode.OK
+
+
+def test_draining_is_told_and_refuses_what_is_new(daemon):
+    client = daemon.client()
+    watcher = Watcher(client)
+    assert daemon.ask("Drain").num_sessions == 1
+    eventually(lambda: watcher.kinds() == ["drain"])
+    assert heartbeat(client).state == session_service_pb2.SERVER_STATE_DRAINING
+    with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
+        client.create(make_spec())
+    with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
+        hello(daemon.directory)
+
+
+def test_a_group_event_tells_a_member_that_another_died(daemon):
+    spec = make_spec()
+    first, second = daemon.client(process=True), daemon.client(process=True)
+    both_ready(first, second, spec)
+    watcher = Watcher(first)
+    second.process.kill()
+    eventually(lambda: "group" in watcher.kinds())
+    event = next(e.group for e in watcher.events if e.WhichOneof("event") == "group")
+    assert (event.group, list(event.lost_ranks)) == ("moe", [1])

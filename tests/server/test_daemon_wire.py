@@ -1,0 +1,181 @@
+"""Whatever arrives on the sockets gets an answer of ours, and hurts nobody else."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness import eventually
+from raw_client import WAIT_S, connect, make_spec, new_op_id, receive
+
+from ep_runtime import errors, wire
+from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, session_service_pb2
+
+
+def raw_call(client, method: str, data: bytes, *, timeout=WAIT_S):
+    call = client.channel.unary_unary(
+        f"/ep_runtime.v1.{method}", request_serializer=None, response_deserializer=None
+    )
+    return client.call(call, data, timeout=timeout)
+
+
+@pytest.mark.parametrize("method", ["GroupService/CreateGroup", "SessionService/OpenSession"])
+def test_bytes_that_are_no_message_are_an_invalid_argument(daemon, method):
+    client = daemon.client()
+    with pytest.raises(errors.InvalidArgumentError, match="not a message of its type"):
+        raw_call(client, method, b"\xff\xff\xff")
+
+
+def test_the_status_code_and_error_info_are_on_the_wire(daemon):
+    client = daemon.client()
+    with pytest.raises(grpc.RpcError) as caught:
+        client.groups.GetGroup(
+            group_service_pb2.GetGroupRequest(name="none"),
+            timeout=WAIT_S,
+            metadata=client.metadata,
+        )
+    from google.rpc import error_details_pb2
+    from grpc_status import rpc_status
+
+    status = rpc_status.from_call(caught.value)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("STALE_HANDLE", "ep-runtime")
+
+
+def test_a_unary_call_without_deadline_is_refused(daemon):
+    client = daemon.client()
+    with pytest.raises(errors.InvalidArgumentError, match="needs a deadline"):
+        client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest(), timeout=None)
+
+
+def test_an_unknown_method_is_version_skew(daemon):
+    with pytest.raises(errors.VersionSkewError):
+        raw_call(daemon.client(), "GroupService/FromTheFuture", b"")
+
+
+def test_an_empty_create_names_the_field(daemon):
+    client = daemon.client()
+    request = group_service_pb2.CreateGroupRequest(op_id=new_op_id())
+    with pytest.raises(errors.InvalidArgumentError, match="group name"):
+        client.call(client.groups.CreateGroup, request)
+
+
+@pytest.mark.parametrize("wait_s", [-1.0, 3601.0])
+def test_a_wait_out_of_range_is_refused(daemon, wait_s):
+    client = daemon.client()
+    request = group_service_pb2.CreateGroupRequest(
+        op_id=new_op_id(),
+        spec=wire.group_spec_to_proto(make_spec()),
+        world_ranks=[0, 1],
+        wait=wire.duration(wait_s),
+    )
+    with pytest.raises(errors.InvalidArgumentError, match="wait must be"):
+        client.call(client.groups.CreateGroup, request)
+
+
+@pytest.mark.parametrize(
+    "labels", [{f"k{i}": "" for i in range(33)}, {"k": "v" * 300}], ids=["many", "long"]
+)
+def test_labels_are_bounded(daemon, labels):
+    with pytest.raises(errors.InvalidArgumentError, match="labels"):
+        daemon.client(job=None).open("job", labels=labels)
+
+
+def test_random_packets_on_fd_sock_get_an_error_or_a_close(daemon):
+    random_bytes = random.Random(7)
+    fds = daemon.status().num_fds
+    for _ in range(300):
+        with connect(daemon.directory) as connection:
+            connection.send(random_bytes.randbytes(random_bytes.randint(1, 200)))
+            with pytest.raises(errors.EpRuntimeError):
+                receive(connection)
+    assert daemon.status().num_sessions == 0
+    eventually(lambda: daemon.status().num_fds <= fds)
+    daemon.client()
+
+
+def test_an_oversized_packet_is_refused(daemon):
+    with connect(daemon.directory) as connection:
+        connection.send(b"x" * (wire.MAX_PACKET_BYTES + 1))
+        with pytest.raises(errors.InvalidArgumentError, match="at most 65536 bytes"):
+            receive(connection)
+
+
+def test_descriptors_sent_to_the_daemon_are_not_kept(daemon):
+    fds = daemon.status().num_fds
+    with connect(daemon.directory) as connection:
+        hello = fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(api_versions=["v1"]))
+        for _ in range(20):
+            socket.send_fds(connection, [hello.SerializeToString()], [0, 1, 2])
+            with pytest.raises(errors.InvalidArgumentError, match="carries no descriptors"):
+                receive(connection)
+        assert daemon.status().num_fds <= fds + 2  # both ends of this connection
+    assert daemon.status().num_sessions == 0
+
+
+def pushed_until_closed(connection) -> bool:
+    """Sends as much as fits; True once the daemon closed the connection."""
+    try:
+        for _ in range(1000):
+            connection.send(b"nonsense")
+    except BlockingIOError:
+        return False
+    except (BrokenPipeError, ConnectionResetError):
+        return True
+    return False
+
+
+def test_a_client_that_reads_no_answers_loses_its_connection(daemon):
+    with connect(daemon.directory) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.setblocking(False)
+        eventually(lambda: pushed_until_closed(connection), within_s=WAIT_S)
+    daemon.client()
+
+
+def test_health_answers_without_a_token_and_follows_draining(daemon):
+    client = daemon.client()
+    health = health_pb2_grpc.HealthStub(client.channel)
+    request = health_pb2.HealthCheckRequest(service="")
+    assert health.Check(request, timeout=WAIT_S).status == health_pb2.HealthCheckResponse.SERVING
+    daemon.ask("Drain")
+    eventually(
+        lambda: (
+            health.Check(request, timeout=WAIT_S).status
+            == health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+    )
+
+
+def test_admin_rpcs_on_admin_sock_need_no_token_and_sessions_do_not_exist_there(daemon):
+    assert daemon.status().pid == os.getpid()
+    with pytest.raises(errors.VersionSkewError):
+        daemon.admin.call(
+            daemon.admin.sessions.GetServerInfo, session_service_pb2.GetServerInfoRequest()
+        )
+
+
+def test_events_are_numbered_timed_and_followed(daemon):
+    daemon.client().create(make_spec())
+    events = daemon.ask("ListEvents").events
+    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+    assert [e.kind for e in events][:3] == ["server.serving", "session.hello", "session.active"]
+    assert all(event.time.seconds > 1.6e9 for event in events)
+    last = events[-1].sequence
+    daemon.client()
+    newer = daemon.ask("ListEvents", after_sequence=last).events
+    assert [event.kind for event in newer] == ["session.hello", "session.active"]
+
+
+def test_no_secret_reaches_the_events(daemon):
+    client = daemon.client()
+    ticket = client.ticket(client.create(make_spec()).group).ticket
+    text = str(daemon.ask("ListEvents")) + str(daemon.ask("ListSessions"))
+    assert client.token not in text
+    assert ticket not in text
