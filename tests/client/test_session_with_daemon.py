@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from daemon_fixtures import WAIT_S, start_daemon, wait_until
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime import board
+from ep_runtime import board, native
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.cli import source
 
@@ -251,3 +252,32 @@ def test_labels_and_job_reach_the_listing(address: str, admin: source.Source) ->
         rows = {row["session_id"]: row for row in admin.sessions()}
         row = rows[session.session_id]
     assert (row["job"], row["labels"], row["state"]) == ("night run", {"team": "moe"}, "ACTIVE")
+
+
+def test_groups_that_come_and_go_leave_no_descriptor_open(session: ep.Session, mesh: Any) -> None:
+    counts = []
+    for _ in range(4):
+        session.create_group("g", mesh, **_ARGUMENTS).close()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] <= counts[0]
+    with pytest.raises(ep.PoolExhaustedError):
+        session.create_group("g", mesh, **{**_ARGUMENTS, "max_tokens_per_rank": 1 << 20})
+    assert len(os.listdir("/proc/self/fd")) <= counts[0]
+
+
+def test_a_failed_mapping_leaves_the_group(
+    session: ep.Session, mesh: Any, admin: source.Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> int:
+        raise ep.EpRuntimeError("no mapping today")
+
+    assert admin.groups() == []
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(native.NativeLibrary, "open_group", refuse)
+        with pytest.raises(ep.EpRuntimeError, match="no mapping today"):
+            session.create_group("g", mesh, **_ARGUMENTS)
+    assert admin.groups() == []
+    assert admin.buffers() == []
+    assert len(os.listdir("/proc/self/fd")) <= before
+    session.create_group("g", mesh, **_ARGUMENTS).check()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import Program, wait_gone, wait_until
+from daemon_fixtures import Program, start_daemon, wait_gone, wait_until
 
 import ep_runtime as ep
 from ep_runtime_client import children
@@ -337,3 +337,49 @@ def test_a_drained_daemon_admits_nobody(daemon: children.Child, admin: source.So
     admin.call("Drain", messages.DrainRequest())
     with pytest.raises(ep.RuntimeUnavailableError, match="drain"):
         ep.connect(f"unix://{daemon.directory}")
+
+
+def test_a_checkout_underfoot_is_not_imported_by_the_child(
+    run_program: Start, tmp_path: Path
+) -> None:
+    """The daemon must come from where the client's packages come from, not from the directory."""
+    for name in ("ep_runtime_server", "ep_runtime", "grpc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported by accident')")
+    program = run_program(f"os.chdir({str(tmp_path)!r})\n" + _EMBEDDED + "hear()")
+    assert program.heard()["daemon"] is not None
+    program.tell()
+    assert program.finish() == 0
+
+
+def test_a_daemon_that_cannot_start_says_why(directory: Path) -> None:
+    child = children.Child.start(directory, ["--max-host-bytes", "no size"])
+    with pytest.raises(ep.RuntimeUnavailableError, match="exit code 1(.|\n)*no size"):
+        child.wait_ready(60)
+
+
+def test_a_killed_daemon_disturbs_no_step_and_no_exit(run_program: Start, directory: Path) -> None:
+    daemon = start_daemon(directory)
+    program = run_program(
+        "import jax.numpy as jnp\n"
+        "session = ep.connect()\n"
+        "group = session.create_group('g', mesh_of(), **ARGUMENTS)\n"
+        "layer = group.register_layer('a', top_k=1)\n"
+        "tokens, idx = jnp.ones((8, 16)), jnp.zeros((8, 1), jnp.int32)\n"
+        "step = jax.jit(lambda t: ep.dispatch(layer, t, idx).tokens)\n"
+        "step(tokens).block_until_ready(); say(ready=1); hear()\n"
+        "step(tokens).block_until_ready(); group.check()\n"
+        "try:\n"
+        "    group.register_layer('b', top_k=1)\n"
+        "except ep.RuntimeUnavailableError as error:\n"
+        "    say(address=error.fields['address'])\n"
+        "session.close(); say(closed=1)\n",
+        EP_RUNTIME_ADDRESS=f"unix://{directory}",
+    )
+    program.heard()
+    os.kill(daemon.pid, signal.SIGKILL)
+    assert daemon.stop() == -signal.SIGKILL
+    program.tell()
+    assert program.heard() == {"address": f"unix://{directory}"}
+    assert program.heard() == {"closed": 1}
+    assert program.finish() == 0
