@@ -13,10 +13,18 @@ import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import ep_runtime
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, VersionSkewError, parse
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
 
-LIBRARY_PATH = Path(__file__).parent / "_native" / "libep_runtime_cpu.so"
+
+def _find_library() -> Path:
+    """Where the library is, or would be. An editable install keeps it apart from the sources."""
+    places = [Path(folder) / "_native" / "libep_runtime_cpu.so" for folder in ep_runtime.__path__]
+    return next((place for place in places if place.exists()), places[-1])
+
+
+LIBRARY_PATH = _find_library()
 ABI = 1
 CLOSE_TIMEOUT_S = 10.0
 _TEXT_BYTES = 4096
