@@ -114,6 +114,15 @@ def find_region(group: GroupSpec) -> Region:
     )
 
 
+def varying(x: jax.Array) -> jax.Array:
+    """`x` typed as varying over every manual axis, where the shard_map around tracks that."""
+    mesh = jax.sharding.get_abstract_mesh()
+    tracked = getattr(jax.typeof(x), "manual_axis_type", None)
+    known = tracked.varying if tracked is not None else frozenset()
+    missing = tuple(axis for axis in mesh.manual_axes if axis not in known)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 def world_rank(group: GroupSpec) -> jax.Array:
     """World rank of this device, int32 [1]: domain * N + ep rank. Needs manual axes."""
     rank: Any = jnp.int32(0)

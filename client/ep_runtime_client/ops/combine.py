@@ -63,9 +63,8 @@ def combine(
         if weights is not None:
             weights = twin.vary(call, twin.place(call, "weights", weights, slab))
             weights = weights.astype(jnp.float32)
-        tokens_out: jax.Array = twin.run(
-            _combine, call, index, expert_out, weights, dispatched.plan.arrays
-        )
+        operands = (index, expert_out, weights, dispatched.plan.arrays)
+        tokens_out: jax.Array = twin.run(_combine_primal, call, *operands, traced=_combine)
     return tokens_out
 
 

@@ -168,7 +168,8 @@ def _dispatch_rows(
             tokens = twin.vary(call, twin.place(call, "tokens", tokens, spec))
             if weights is not None:
                 weights = twin.vary(call, twin.place(call, "topk_weights", weights, spec))
-            rows, recv_weights = twin.run(_dispatch, call, index, tokens, weights, plan.arrays)
+            operands = (index, tokens, weights, plan.arrays)
+            rows, recv_weights = twin.run(_dispatch_primal, call, *operands, traced=_dispatch)
     return Dispatched(
         tokens=checkpoint_name(rows, "ep_recv"),
         weights=checkpoint_name(recv_weights, "ep_recv"),

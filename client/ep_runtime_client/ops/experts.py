@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ep_runtime_client.ops import twin
-from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.calls import Call, varying
 
 MIN_BLOCK_ROWS = 64  # smaller dots spend their time in the loop's own steps
 MAX_BLOCK_ROWS = 256
@@ -90,7 +90,8 @@ def grouped_matmul(
     kernel = twin.vary(call, kernel)
     bias = None if bias is None else twin.vary(call, bias)
     row_weights = None if row_weights is None else twin.vary(call, row_weights)
-    out: jax.Array = twin.run(_matmul, stage, rows, kernel, bias, row_weights, group_sizes)
+    operands = (rows, kernel, bias, row_weights, group_sizes)
+    out: jax.Array = twin.run(_matmul_primal, stage, *operands, traced=_matmul)
     return out
 
 
@@ -177,7 +178,7 @@ def _local_matmul(
             result = result + (added if part is None else added * part[:, None])
         return _write(out, blocks, block, result)
 
-    result: jax.Array = lax.fori_loop(0, blocks.last[-1], step, out)
+    result: jax.Array = lax.fori_loop(0, blocks.last[-1], step, varying(out))
     return result
 
 
@@ -224,7 +225,7 @@ def _local_pullback(
             d_weights = _write(d_weights, blocks, block, d_part)
         return _write(d_rows, blocks, block, d_block), d_kernel, d_bias, d_weights
 
-    return lax.fori_loop(0, blocks.last[-1], step, carry)
+    return lax.fori_loop(0, blocks.last[-1], step, jax.tree.map(varying, carry))
 
 
 def _spread(stage: Stage, operands: tuple[Any, ...], body: Callable[..., Any], out: Any) -> Any:

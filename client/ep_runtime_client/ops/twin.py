@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.calls import Call, varying
 from ep_runtime_client.ops.token_layout import known_spec, say_reshard
 
 
@@ -44,7 +44,7 @@ def per_device(
     """
     operands = [refuse_vmap(x) for x in operands]
     if call.manual:
-        return body(*operands)
+        return jax.tree.map(varying, body(*(varying(x) for x in operands)))
     mesh = _mesh_of(call, operands)
     if mesh is not None and _is_explicit(mesh):
         operands = [
@@ -62,11 +62,19 @@ def per_device(
     return mapped(*operands)
 
 
-def run(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
-    """`function(call, *operands)`, compiled when every operand is concrete."""
+def run(
+    function: Callable[..., Any],
+    call: Hashable,
+    *operands: Any,
+    traced: Callable[..., Any] | None = None,
+) -> Any:
+    """`function(call, *operands)`, compiled when every operand is concrete.
+
+    `traced` is what to call instead under a trace: the same with a gradient of its own.
+    """
     leaves = jax.tree.leaves(operands)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return function(call, *operands)
+        return (traced or function)(call, *operands)
     return _compiled(function, call, *operands)
 
 
@@ -144,16 +152,12 @@ def _auto(mesh: Mesh) -> Mesh:
 
 
 def vary(call: Call, x: jax.Array) -> jax.Array:
-    """`x` typed as varying over every manual axis, where the user's shard_map tracks that.
+    """`x` typed as varying over every axis inside a manual region of the user.
 
-    The transpose of this cast sums the gradient of an operand that was replicated.
+    The transpose of this cast sums the gradient of an operand that was replicated, so it comes
+    before the op and not inside it.
     """
-    if not call.manual:
-        return x
-    mesh = jax.sharding.get_abstract_mesh()
-    varying: frozenset[str] = getattr(jax.typeof(x), "vma", frozenset())
-    missing = tuple(a for a in mesh.manual_axes if a not in varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return varying(x) if call.manual else x
 
 
 @custom_vmap

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops import xla_plan
-from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.calls import Call, varying
 from ep_runtime_client.ops.plan import PlanArrays
-from ep_runtime_client.ops.xla_plan import exchange, exclusive_sum
+from ep_runtime_client.ops.xla_plan import exchange, exclusive_sum, rows_at
 
 prepare = xla_plan.prepare
 
@@ -69,7 +69,7 @@ def _receiver(call: Call, plan: PlanArrays) -> _Receiver:
     source = (number[:, None] >= (first + staged)[None, :]).sum(1, dtype=jnp.int32)
     source = jnp.minimum(source, staged.shape[0] - 1)
     valid = jnp.arange(capacity) < entries
-    lane = jnp.where(valid, source * tokens + number - first[source], 0)
+    lane = jnp.where(valid, source * tokens + number - rows_at(first, source), 0)
     row = jnp.where(valid, plan.staged_row, capacity)
     filled = jnp.zeros(capacity, bool).at[row].set(True, mode="drop")
     row_lane = jnp.zeros(capacity, jnp.int32).at[row].set(lane, mode="drop")
@@ -84,7 +84,7 @@ def _sealed(plan: PlanArrays, body: Callable[..., Any], *operands: Any) -> Any:
     shapes = jax.eval_shape(body, *operands)
 
     def never(*_: Any) -> Any:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.tree.map(lambda s: varying(jnp.zeros(s.shape, s.dtype)), shapes)
 
     return lax.cond(plan.num_recv[0] >= 0, body, never, *operands)
 
@@ -123,8 +123,8 @@ def _round_to(values: jax.Array, dtype: Any) -> jax.Array:
 def _place_rows(call: Call, plan: PlanArrays, tokens: jax.Array) -> jax.Array:
     """tokens [T, H] -> slab [C, H]: each row a copy of its token, zero where none belongs."""
     source, receiver = _source(call, plan), _receiver(call, plan)
-    lanes = _exchange_rows(call, tokens[source.token])
-    rows = lanes.reshape(-1, tokens.shape[1])[receiver.row_lane]
+    lanes = _exchange_rows(call, rows_at(tokens, source.token))
+    rows = rows_at(lanes.reshape(-1, tokens.shape[1]), receiver.row_lane)
     return jnp.where(receiver.filled[:, None], rows, jnp.zeros((), tokens.dtype))
 
 
@@ -144,8 +144,8 @@ def dispatch(
         rows = _place_rows(call, plan, tokens)
         if weights is None:
             return rows, receiver.filled.astype(jnp.float32)
-        lanes = exchange(call, weights[_source(call, plan).token])
-        per_entry = lanes.reshape(-1, weights.shape[1])[receiver.lane, receiver.slot]
+        lanes = exchange(call, rows_at(weights, _source(call, plan).token))
+        per_entry = rows_at(lanes.reshape(-1), receiver.lane * weights.shape[1] + receiver.slot)
         blank = jnp.zeros(call.capacity, jnp.float32)
         return rows, blank.at[receiver.row].set(per_entry, mode="drop")
 
@@ -162,15 +162,17 @@ def _reduce_rows(
     staged = plan.recv_count[:, 0]
     places = jnp.arange(tokens, dtype=jnp.int32)
     number = (exclusive_sum(staged)[:, None] + places).reshape(-1)
-    number = jnp.where((places < staged[:, None]).reshape(-1), number, -1)
-    start = jnp.where(number >= 0, plan.staged_start[number], 0)
-    end = jnp.where(number >= 0, plan.staged_start[number + 1], 0)
+    here = (places < staged[:, None]).reshape(-1)
+    number = jnp.where(here, number, 0)
+    start = jnp.where(here, rows_at(plan.staged_start, number), 0)
+    end = jnp.where(here, rows_at(plan.staged_start, number + 1), 0)
     total = jnp.zeros((number.shape[0], rows.shape[1]), wide)
     for slot in range(top_k):
-        row = plan.staged_row[jnp.minimum(start + slot, call.capacity - 1)]
-        value = rows[row].astype(wide)
+        entry = jnp.minimum(start + slot, call.capacity - 1)
+        row = jnp.maximum(rows_at(plan.staged_row, entry), 0)
+        value = rows_at(rows, row).astype(wide)
         if weights is not None:
-            value = _rounded(value * weights[row][:, None].astype(wide), plan)
+            value = _rounded(value * rows_at(weights, row)[:, None].astype(wide), plan)
         total = total + jnp.where((start + slot < end)[:, None], value, 0)
     if call.group.combine_precision == "fast":
         total = _round_to(total, dtype)
@@ -179,7 +181,7 @@ def _reduce_rows(
     source = _source(call, plan)
     result = jnp.zeros((tokens, rows.shape[1]), wide)
     for peer in range(call.group.ep_size):
-        value = back[peer][source.place[peer]].astype(wide)
+        value = rows_at(back[peer], source.place[peer]).astype(wide)
         result = result + jnp.where(source.has[peer][:, None], value, 0)
     return _round_to(result, dtype)
 
@@ -219,13 +221,15 @@ def dispatch_bwd(
         ranks = call.group.ep_size
         receiver = _receiver(call, plan)
         lane = jnp.where(receiver.row < call.capacity, receiver.lane, ranks * tokens)
-        per_entry = d_weights[jnp.minimum(receiver.row, call.capacity - 1)]
+        per_entry = rows_at(d_weights, jnp.minimum(receiver.row, call.capacity - 1))
         lanes = jnp.zeros((ranks * tokens, top_k), jnp.float32)
         lanes = lanes.at[lane, receiver.slot].set(per_entry, mode="drop")
         back = exchange(call, lanes.reshape(ranks, tokens, top_k))
         peer = jnp.maximum(plan.dst_rank, 0)
-        place = _source(call, plan).place[peer, jnp.arange(tokens)[:, None]]
-        d_topk = back[peer, place, jnp.arange(top_k)[None, :]]
+        places = _source(call, plan).place.reshape(-1)
+        place = rows_at(places, peer * tokens + jnp.arange(tokens, dtype=jnp.int32)[:, None])
+        at = (peer * tokens + place) * top_k + jnp.arange(top_k, dtype=jnp.int32)
+        d_topk = rows_at(back.reshape(-1), at)
         return d_tokens, jnp.where(plan.dst_row >= 0, d_topk, 0.0)
 
     result: tuple[jax.Array, jax.Array] = _sealed(plan, body, d_recv, d_weights, plan)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.calls import Call, varying
 from ep_runtime_client.ops.plan import PlanArrays
 
 
@@ -37,8 +37,19 @@ def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
     return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
 
 
+def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
+    """array[index] along dim 0 where every index is in range: no wrap-around to compile."""
+    rows: jax.Array = array.at[index].get(mode="promise_in_bounds")
+    return rows
+
+
+def _blocks(rows: jax.Array, alignment: int) -> jax.Array:
+    """rows // alignment of numbers that are not negative."""
+    return lax.div(rows, varying(jnp.int32(alignment)))
+
+
 def _up(rows: jax.Array, alignment: int) -> jax.Array:
-    return (rows + alignment - 1) // alignment * alignment
+    return _blocks(rows + (alignment - 1), alignment) * alignment
 
 
 def kept_rows(demand: jax.Array, capacity: int, alignment: int) -> jax.Array:
@@ -52,14 +63,16 @@ def kept_rows(demand: jax.Array, capacity: int, alignment: int) -> jax.Array:
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
-        middle = (low + high) // 2
+        middle = (low + high) >> 1
         ok = zones(middle * alignment) <= capacity
         moving = high - low > 1
         return jnp.where(moving & ok, middle, low), jnp.where(moving & ~ok, middle, high)
 
-    low, _ = lax.fori_loop(0, 31, halve, (jnp.zeros_like(most), most // alignment + 1))
+    low, _ = lax.fori_loop(
+        0, 31, halve, (varying(jnp.zeros_like(most)), _blocks(most, alignment) + 1)
+    )
     level = low * alignment
-    blocks_left = (capacity - zones(level)) // alignment
+    blocks_left = _blocks(capacity - zones(level), alignment)
     wants = demand > level[:, None]
     extra = wants & (exclusive_sum(wants.astype(jnp.int32)) < blocks_left[:, None])
     cut = jnp.minimum(demand, level[:, None] + jnp.where(extra, alignment, 0))
@@ -74,7 +87,9 @@ def _ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, ja
     slots = expert.shape[0]
     counts = jnp.zeros(num_experts + 1, jnp.int32).at[expert].add(1)
     order = jnp.argsort(expert, stable=True)
-    in_order = jnp.arange(slots, dtype=jnp.int32) - exclusive_sum(counts)[expert[order]]
+    in_order = jnp.arange(slots, dtype=jnp.int32) - rows_at(
+        exclusive_sum(counts), rows_at(expert, order)
+    )
     return counts[:num_experts], jnp.zeros(slots, jnp.int32).at[order].set(in_order)
 
 
@@ -97,19 +112,19 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     me = ep_rank(call)
     earlier = jnp.where(jnp.arange(ranks)[:, None] < me, matrix, 0).sum(0, dtype=jnp.int32)
     safe = jnp.minimum(expert, num_experts - 1)
-    position = position + earlier[safe]
-    keep = used & (position < kept.reshape(-1)[safe])
-    dst_rank = jnp.where(keep, safe // local, -1).reshape(topk_idx.shape)
-    dst_row = jnp.where(keep, base[safe] + position, -1).reshape(topk_idx.shape)
+    position = position + rows_at(earlier, safe)
+    keep = used & (position < rows_at(kept.reshape(-1), safe))
+    dst_rank = jnp.where(keep, _blocks(safe, local), -1).reshape(topk_idx.shape)
+    dst_row = jnp.where(keep, rows_at(base, safe) + position, -1).reshape(topk_idx.shape)
     peers = jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
     arriving = exchange(call, jnp.where(dst_rank == peers, dst_row, -1))
     return PlanArrays(
         dst_rank,
         dst_row,
         *_receiver_side(arriving, call.capacity),
-        kept[me],
-        zones[me],
-        _up(demand, alignment)[me].sum(dtype=jnp.int32).reshape(1),
+        rows_at(kept, me),
+        rows_at(zones, me),
+        rows_at(_up(demand, alignment), me).sum(dtype=jnp.int32).reshape(1),
     )
 
 

@@ -1,0 +1,91 @@
+"""memfd and xla give the same bits in f32 with exact partials, gradients included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import fakes
+import jax
+import jax.numpy as jnp
+import movement
+import numpy as np
+import pytest
+from ep_runtime_client.moe import init_moe_params, moe
+
+MakeGroup = Callable[..., fakes.LocalGroup]
+
+EXACT = (
+    cases.Case("many slots per rank", top_k=6, num_experts=8, hidden=33, tokens=12),
+    cases.Case("unweighted", top_k=4, num_experts=8, hidden=40, weighted=False),
+    cases.Case("drops", top_k=4, num_experts=8, capacity=24, hidden=19, **cases.DP_EP),
+)
+
+
+def _bits(tree: Any) -> list[Any]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
+def test_movement_is_bit_equal(make_group: MakeGroup, case: cases.Case) -> None:
+    fakes.require_native()
+    results = []
+    for transport in ("memfd", "xla"):
+        group = make_group(transport=transport, **case.group_settings)
+        layer = group.register_layer("moe", top_k=case.top_k)
+        inputs = movement.inputs_of(case, group.spec, movement.capacity_of(case, layer))
+        got = movement.run_ops(layer, case, movement.placed(inputs, case, group))
+        results.append({name: got[name] for name in ("plan", "out", "d_tokens", "d_weights")})
+    for left, right in zip(_bits(results[0]), _bits(results[1]), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_a_model_around_the_block_is_bit_equal(make_group: MakeGroup) -> None:
+    """Elementwise code beside the ops must not fuse differently: XLA would contract to FMA."""
+    fakes.require_native()
+    results = []
+    for transport in ("memfd", "xla"):
+        group = make_group(
+            transport=transport,
+            axes={"dp": 2, "ep": 4},
+            outer_axes="dp",
+            num_experts=8,
+            combine_precision="exact",
+        )
+        layer = group.register_layer("moe", top_k=3)
+        results.append(_train(layer))
+    for left, right in zip(_bits(results[0]), _bits(results[1]), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def _train(layer: Any) -> Any:
+    """Losses and weights of three steps of two blocks with norms and residuals."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = [init_moe_params(key, layer, 24) for key in keys[:2]]
+    x = jax.random.normal(keys[2], (64, 16))
+    gain = 1 + 0.1 * jax.random.normal(keys[3], (16,))
+
+    def block(x: Any, gain: Any, p: Any) -> Any:
+        normed = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * gain
+        y, aux = moe(layer, normed, p, aux_loss_coeff=0.01)
+        return x * 0.7 + y * gain, aux
+
+    def loss(weights: Any, x: Any) -> Any:
+        params, gain = weights
+        total = 0.0
+        for p in params:
+            x, aux = block(x, gain, p)
+            total = total + aux
+        return (jnp.sin(x) * x).mean() + total
+
+    @jax.jit
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+    weights, losses = (params, gain), []
+    for _ in range(3):
+        value, weights = step(weights, x)
+        losses.append(value)
+    return losses, weights
