@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kLockBudgetNs = 20'000'000'000;
 
 uint32_t HashOf(const CallKey& key) {
-  uint64_t mixed = (key.site ^ (key.run * 0x9E3779B97F4A7C15u)) * 0xD6E8FEB86659FD93u;
+  uint64_t mixed = (key.call ^ (key.run * 0x9E3779B97F4A7C15u)) * 0xD6E8FEB86659FD93u;
   return static_cast<uint32_t>(mixed >> 40) % kMeetingSlots;
 }
 
@@ -44,7 +44,7 @@ MeetingSlot* MeetingPlace::Find(const CallKey& key) {
   uint32_t index = heads_[HashOf(key)];
   while (index != 0) {
     MeetingSlot* slot = &slots_[index - 1];
-    if (slot->key[0] == key.site && slot->key[1] == key.run) return slot;
+    if (slot->key[0] == key.call && slot->key[1] == key.run) return slot;
     index = slot->hash_next;
   }
   return nullptr;
@@ -61,7 +61,7 @@ MeetingSlot* MeetingPlace::Open(const CallTag& tag) {
   }
   MeetingSlot* slot = &slots_[index - 1];
   slot->inside = 0;
-  slot->key[0] = tag.key.site;
+  slot->key[0] = tag.key.call;
   slot->key[1] = tag.key.run;
   slot->layer_id = tag.layer_id;
   slot->op = static_cast<uint32_t>(tag.op);

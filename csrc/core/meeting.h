@@ -15,8 +15,10 @@ namespace ep_runtime {
 
 // Names one call of one program run, the same on every rank.
 struct CallKey {
-  uint64_t site;  // call site and how often it ran before in this run
+  uint64_t call;  // call site, and how often it ran before in this run
   uint64_t run;
+
+  uint64_t site() const { return call >> 32; }
 };
 
 // What a call is; ranks that meet under one key must agree on it.

@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <vector>
 
 #include "core/meeting.h"
 #include "xla/ffi/api/ffi.h"
@@ -18,18 +17,21 @@ namespace ep_runtime {
 class Site {
  public:
   Site();
-  // The key of the next call of this site on `world_rank` in that run. Loops run a site many
-  // times in one run, in the same order on every rank.
-  CallKey NextKey(int64_t run, int64_t world_rank);
+  // The key of the next call of this site on that device in that run. Loops run a site many times
+  // in one run, in the same order on every device. Counted by device and not by rank, so that two
+  // devices that claim one rank meet, and are told.
+  CallKey NextKey(uint64_t run, int32_t device);
 
  private:
-  // More runs than XLA keeps in flight at once (32 per device on the oldest supported jaxlib).
+  // More runs than XLA keeps in flight at once (32 per device on the oldest supported jaxlib); a
+  // run's id is not used again by the same executable.
   static constexpr size_t kMaxRuns = 4096;
 
   const uint64_t id_;
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::vector<uint32_t>> calls_;  // run -> calls per world rank
-  std::deque<int64_t> order_;
+  // Run -> calls per device.
+  std::unordered_map<uint64_t, std::unordered_map<int32_t, uint32_t>> calls_;
+  std::deque<uint64_t> order_;
 };
 
 // What XLA keeps for a call site. Calls copy the pointer: they may outlive the executable.

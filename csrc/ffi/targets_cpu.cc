@@ -26,7 +26,8 @@ struct Pending {
   CallFrame frame;
   Attributes attributes;
   std::shared_ptr<Site> site;
-  int64_t run;
+  uint64_t run;
+  int32_t device;
   OpFn op_fn;
   ffi::Promise promise;
 };
@@ -95,7 +96,7 @@ Status RunInGroup(const Pending& pending, const LayerEntry& layer,
   context.op = pending.frame.op;
   context.world_rank = world_rank;
   context.handle = pending.attributes.handle;
-  context.key = pending.site->NextKey(pending.run, world_rank);
+  context.key = pending.site->NextKey(pending.run, pending.device);
   return pending.op_fn(pending.frame, std::move(context));
 }
 
@@ -120,7 +121,7 @@ Status RunCall(const Pending& pending) {
 // here, so it comes last and with nothing held.
 void Finish(std::unique_ptr<Pending> pending) {
   const Status status = RunCall(*pending);
-  if (!status.ok()) ThisProcess().failed_runs.Add(pending->run, status);
+  if (!status.ok()) ThisProcess().FailRun(pending->run, status);
   ffi::Promise promise = std::move(pending->promise);
   pending.reset();
   if (status.ok()) {
@@ -131,18 +132,19 @@ void Finish(std::unique_ptr<Pending> pending) {
 }
 
 template <OpCode op, OpFn op_fn>
-ffi::Future Execute(ffi::RunId run, SiteState* state, ffi::Dictionary attrs,
+ffi::Future Execute(ffi::RunId run, int32_t device, SiteState* state, ffi::Dictionary attrs,
                     ffi::RemainingArgs args, ffi::RemainingRets rets) {
   auto pending = std::make_unique<Pending>();
   ffi::Future future(pending->promise);
   pending->frame.op = op;
   pending->site = state->site;
-  pending->run = run.run_id;
+  pending->run = static_cast<uint64_t>(run.run_id);
+  pending->device = device;
   pending->op_fn = op_fn;
   Status status = ReadFrame(args, rets, &pending->frame);
   if (status.ok()) status = ReadAttributes(attrs, &pending->attributes);
   if (!status.ok()) {
-    ThisProcess().failed_runs.Add(run.run_id, status);
+    ThisProcess().FailRun(pending->run, status);
     pending->promise.SetError(ToXla(status));
     return future;
   }
@@ -163,6 +165,7 @@ XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().At
   XLA_FFI_DEFINE_HANDLER(symbol, (Execute<op, op_fn>),     \
                          ffi::Ffi::Bind()                  \
                              .Ctx<ffi::RunId>()            \
+                             .Ctx<ffi::DeviceOrdinal>()    \
                              .Ctx<ffi::State<SiteState>>() \
                              .Attrs()                      \
                              .RemainingArgs()              \

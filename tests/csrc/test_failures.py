@@ -1,0 +1,387 @@
+"""How calls of the native library end when something is wrong: in time, on every rank, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from native_group import FINGERPRINT, NativeGroup
+
+from ep_runtime import board, errors, native
+
+TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 16, 2, 16
+SOON_S = 20.0  # far below the 60 s that calls may wait here
+
+
+def open_group(**settings):
+    values = {
+        "num_experts": EXPERTS,
+        "hidden_size": HIDDEN,
+        "max_tokens_per_rank": TOKENS,
+        "max_token_dtype": "float32",
+        "top_k": TOP_K,
+    }
+    return NativeGroup({"ep": 8}, **(values | settings))
+
+
+def inputs(group):
+    rng = np.random.default_rng(0)
+    idx = np.argsort(rng.random((8, TOKENS, EXPERTS)), -1)[..., :TOP_K].astype(np.int32)
+    x = rng.integers(-8, 8, (8, TOKENS, HIDDEN)).astype(np.float32)
+    return group.put(idx), group.put(x)
+
+
+def round_trip(group, idx, x, **options):
+    plan = group.prepare(idx, **options)
+    recv, _ = group.dispatch(x, None, plan, **options)
+    return group.combine(recv, None, plan, **options) / TOP_K
+
+
+def failure_of(run, *args):
+    """Our error out of a launch that must fail, and soon."""
+    started = time.monotonic()
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.block_until_ready(run(*args))
+    assert time.monotonic() - started < SOON_S
+    error = errors.parse(str(caught.value))
+    assert error is not None, caught.value
+    return error
+
+
+def wait_until(condition):
+    """Polls the board, which has no events for us, for at most SOON_S."""
+    deadline = time.monotonic() + SOON_S
+    event = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        event.wait(0.01)
+
+
+def expect(got, want):
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def without_rank(group, missing):
+    """A program in which one rank never runs its call."""
+
+    def program(idx, x):
+        here = jax.lax.axis_index("ep") != missing
+        return jax.lax.cond(here, lambda: round_trip(group, idx, x), lambda: x)
+
+    return group.sharded(program)
+
+
+def test_a_program_compiled_again_after_its_error_runs():
+    with open_group(on_overflow="error", recv_capacity_per_rank=40) as group:
+        idx, x = inputs(group)
+        bad = group.put(np.zeros((8, TOKENS, TOP_K), np.int32))
+        for _ in range(3):
+            run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+            error = failure_of(run, bad, x)
+            assert isinstance(error, errors.CapacityOverflowError)
+            assert error.fields == {"layer": "moe[0]", "rank": 0, "demand": 128, "capacity": 40}
+            again = group.sharded(lambda idx, x: round_trip(group, idx, x))
+            expect(again(idx, x), x)
+        assert "CapacityOverflowError" in native.library().check_group(group.number)
+        assert native.library().check_group(group.number) is None
+
+
+def test_an_overflow_in_one_domain_fails_all_domains():
+    settings = {"num_experts": 16, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
+    with NativeGroup(
+        {"dp": 2, "ep": 4}, on_overflow="error", recv_capacity_per_rank=31, **settings
+    ) as group:
+        idx = np.broadcast_to(np.arange(TOP_K, dtype=np.int32), (8, TOKENS, TOP_K)).copy()
+        idx[:4] = -1
+        idx[4:, :, 0] = np.arange(TOKENS) * 2 % 12
+        idx[4:, :, 1] = 13  # rank 3 of domain 1: 32 rows
+        run = group.sharded(lambda idx: jax.lax.psum(group.prepare(idx)[8], ("dp", "ep")))
+        error = failure_of(run, group.put(idx))
+        assert isinstance(error, errors.CapacityOverflowError)
+        assert error.fields["rank"] == 7
+        assert (error.fields["demand"], error.fields["capacity"]) == (32, 31)
+
+
+def test_closed_groups_and_removed_layers_are_stale():
+    group = open_group(generation=17)
+    idx, x = inputs(group)
+    run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+    expect(run(idx, x), x)
+    native.library().remove_layers(group.number, [group.layer_id])
+    assert isinstance(failure_of(run, idx, x), errors.StaleHandleError)
+    group.add_layers()
+    expect(run(idx, x), x)
+    group.close()
+    error = failure_of(run, idx, x)
+    assert isinstance(error, errors.StaleHandleError)
+    assert error.fields["layer"] == "moe[0]"
+    assert error.fields["generation"] == 17
+
+
+def test_a_program_of_another_spec_is_stale():
+    with open_group() as group:
+        idx, x = inputs(group)
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x, fingerprint=FINGERPRINT + 1))
+        error = failure_of(run, idx, x)
+        assert isinstance(error, errors.StaleHandleError)
+        assert "fingerprint" in str(error)
+        stacked = group.sharded(lambda idx, x: round_trip(group, idx, x, index=3))
+        assert "not registered" in str(failure_of(stacked, idx, x))
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (board.PoisonReason.CLOSED, errors.StaleHandleError),
+        (board.PoisonReason.RECLAIMED, errors.StaleHandleError),
+        (board.PoisonReason.FENCED, errors.SessionFencedError),
+        (board.PoisonReason.PEER_LOST, errors.PeerLostError),
+    ],
+)
+def test_poison_ends_calls_that_wait(reason, kind):
+    with open_group(generation=5) as group:
+        idx, x = inputs(group)
+        out = without_rank(group, 3)(idx, x)
+        waiting = {0, 1, 2, 4, 5, 6, 7}
+        wait_until(
+            lambda: (
+                {r for r, seen in enumerate(board.read_ranks(group.board)) if seen.waiting_for == 3}
+                == waiting
+            )
+        )
+        record = board.read_ranks(group.board)[0]
+        assert record.state is board.RankState.MEETING
+        assert record.op is board.OpCode.PREPARE
+        assert record.layer_id == group.layer_id
+        board.poison(group.board, 4, reason, rank=3)  # an older generation: not ours
+        started = time.monotonic()
+        board.poison(group.board, 5, reason, rank=3)
+        error = failure_of(lambda: out)
+        assert time.monotonic() - started < 2
+        assert type(error) is kind
+        assert error.fields["generation"] == 5
+        if kind is errors.PeerLostError:
+            assert error.fields["rank"] == 3
+        later = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        assert type(failure_of(later, idx, x)) is kind
+
+
+def test_closing_a_group_ends_calls_that_wait():
+    group = open_group()
+    idx, x = inputs(group)
+    out = without_rank(group, 3)(idx, x)
+    wait_until(lambda: board.read_ranks(group.board)[0].waiting_for == 3)
+    started = time.monotonic()
+    group.close()
+    assert time.monotonic() - started < 2
+    assert isinstance(failure_of(lambda: out), errors.StaleHandleError)
+
+
+def test_a_missing_rank_is_named_after_the_time_out_and_later_calls_work():
+    with open_group(op_timeout_s=0.5) as group:
+        idx, x = inputs(group)
+        error = failure_of(without_rank(group, 3), idx, x)
+        assert isinstance(error, errors.OpTimeoutError)
+        assert error.fields["rank"] == 3
+        assert error.fields["layer"] == "moe[0]"
+        assert error.fields["op"] == "prepare"
+        assert error.fields["waited_s"] >= 0.5
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        for _ in range(3):
+            expect(run(idx, x), x)
+
+
+@pytest.mark.parametrize("wrong", [-1, 8, 99])
+def test_an_error_of_one_rank_releases_its_peers(wrong):
+    with open_group() as group:
+        idx, x = inputs(group)
+
+        def program(idx, x):
+            me = jax.lax.axis_index("ep")
+            return round_trip(group, idx, x, rank=jnp.where(me == 5, wrong, me))
+
+        error = failure_of(group.sharded(program), idx, x)
+        assert isinstance(error, errors.InvalidArgumentError)
+        assert "rank must be in [0, 8)" in str(error)
+        good = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        expect(good(idx, x), x)
+
+
+def test_two_devices_of_one_rank_are_refused():
+    with open_group() as group:
+        idx, x = inputs(group)
+
+        def program(idx, x):
+            return round_trip(group, idx, x, rank=jax.lax.axis_index("ep") // 2)
+
+        assert "two devices" in str(failure_of(group.sharded(program), idx, x))
+
+
+def test_an_error_inside_a_call_releases_its_peers():
+    with open_group() as group:
+        idx, x = inputs(group)
+
+        def program(idx, x):
+            plan = list(group.prepare(idx))
+            broken = jnp.where(jax.lax.axis_index("ep") == 5, 10**6, plan[4])
+            plan[4] = broken
+            return group.dispatch(x, None, tuple(plan))[0]
+
+        error = failure_of(group.sharded(program), idx, x)
+        assert isinstance(error, errors.InvalidArgumentError)
+        assert "staged_row" in str(error)
+        good = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        for _ in range(3):
+            expect(good(idx, x), x)
+
+
+@pytest.mark.parametrize("array", range(9))
+def test_plans_that_were_changed_never_reach_memory_beyond_the_buffers(array):
+    with open_group(capacity_factor=None) as group:
+        idx, x = inputs(group)
+        for value in (-(2**31), -2, 2**31 - 1, 1000):
+
+            def program(idx, x, value=value):
+                plan = list(group.prepare(idx))
+                plan[array] = jnp.full_like(plan[array], value)
+                recv, _ = group.dispatch(x, None, tuple(plan))
+                return recv, group.combine(recv, None, tuple(plan))
+
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax.block_until_ready(group.sharded(program)(idx, x))
+        good = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        expect(good(idx, x), x)
+
+
+def test_wrong_operands_are_named():
+    with open_group() as group:
+        idx, x = inputs(group)
+
+        def message(program, *args):
+            return str(failure_of(group.sharded(program), *args))
+
+        assert "tokens of one rank must be at most" in message(
+            lambda i: group.prepare(jnp.concatenate([i, i])), idx
+        )
+        assert "top_k must be 2, got 1" in message(lambda i: group.prepare(i[:, :1]), idx)
+        assert "topk_idx must be S32, got F32" in message(
+            lambda i: group.prepare(i.astype(jnp.float32)), idx
+        )
+        assert "recv_capacity_per_rank" in message(lambda i: group.prepare(i, 10**5), idx)
+        assert "hidden_size must be 16, got 8" in message(
+            lambda i, x: group.dispatch(x[:, :8], None, group.prepare(i)), idx, x
+        )
+        assert "expert_out must be float32" in message(
+            lambda i, x: group.combine(
+                group.dispatch(x, None, group.prepare(i))[0].astype(jnp.int32),
+                None,
+                group.prepare(i),
+            ),
+            idx,
+            x,
+        )
+        assert "handle must be below in_flight=1" in message(
+            lambda i: group.prepare(i, handle=1), idx
+        )
+        assert "of shape [8, 2], got [8, 1]" in message(
+            lambda i, x: group.dispatch(x, jnp.ones((8, 1)), group.prepare(i)), idx, x
+        )
+
+
+def test_debug_mode_checks_expert_indices():
+    with open_group(debug=True) as group:
+        idx, x = inputs(group)
+        bad = np.asarray(idx).copy()
+        bad[2, 3, 1] = EXPERTS
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        error = failure_of(run, group.put(bad), x)
+        assert isinstance(error, errors.InvalidArgumentError)
+        assert "[-1, 16), got 16 at token 3 slot 1" in str(error)
+        expect(run(idx, x), x)
+
+
+def test_a_full_meeting_table_is_an_error_with_advice():
+    with open_group() as group:
+        idx, x = inputs(group)
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        expect(run(idx, x), x)
+        where = board.board_layout(group.spec).domains_offset
+        control = board.ControlStruct.from_buffer(group.board, where)
+        free, used = control.free_slot, control.used_slots
+        control.free_slot, control.used_slots = 0, board.MEETING_SLOTS
+        assert "more than 4096 calls" in str(failure_of(run, idx, x))
+        control.free_slot, control.used_slots = free, used
+        expect(run(idx, x), x)
+        del control
+
+
+def test_calls_outlive_the_executable_they_belong_to():
+    with open_group() as group:
+        idx, x = inputs(group)
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        outs = [run(idx, x) for _ in range(20)]
+        del run
+        jax.clear_caches()
+        gc.collect()
+        for out in outs:
+            expect(out, x)
+
+
+def test_a_forked_child_starts_with_nothing_and_the_parent_goes_on():
+    with open_group() as group:
+        idx, x = inputs(group)
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        expect(run(idx, x), x)
+        child = os.fork()
+        if child == 0:
+            try:
+                native.library().add_layers(group.number, [])
+            except errors.StaleHandleError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        expect(run(idx, x), x)
+
+
+def test_the_board_counts_calls_rows_and_drops():
+    with open_group(recv_capacity_per_rank=10, in_flight=2) as group:
+        idx, x = inputs(group)
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x, handle=1))
+        jax.block_until_ready(run(idx, x))
+        counts = np.bincount(np.asarray(idx).ravel() // 2, minlength=8)
+        kept = np.minimum(counts, 10)
+        first, second = board.read_handles(group.board, [0, 1])
+        assert (first.calls, first.lane) == (0, -1)
+        assert second.calls == 3
+        assert second.last_op is board.OpCode.COMBINE
+        assert second.state is board.HandleState.IDLE
+        assert second.rows == kept.sum()
+        assert second.dropped_rows == (counts - kept).sum() > 0
+        ranks = board.read_ranks(group.board)
+        assert [r.rows for r in ranks] == kept.tolist()
+        assert [r.dropped_rows for r in ranks] == (counts - kept).tolist()
+        assert all(r.state is board.RankState.IDLE and r.calls == 3 for r in ranks)
+        assert all(r.waiting_for == -1 and r.epoch == second.epoch for r in ranks)
+
+
+def test_lanes_are_given_back_after_every_kind_of_error():
+    with open_group(lanes=1, on_overflow="error", recv_capacity_per_rank=40) as group:
+        idx, x = inputs(group)
+        bad = group.put(np.zeros((8, TOKENS, TOP_K), np.int32))
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        for _ in range(3):
+            failure_of(run, bad, x)
+            expect(run(idx, x), x)
+        where = board.board_layout(group.spec)
+        for offset in (where.domains_offset, where.world_offset):
+            control = board.ControlStruct.from_buffer(group.board, offset)
+            assert control.open_meetings == 0
+            assert control.ready_head == 0
+            del control
