@@ -110,6 +110,8 @@ class LayerTable:
         return layer
 
     def _compare(self, known: RegisteredLayer, spec: LayerSpec, num_layers: int) -> None:
+        if known.spec == spec and known.num_layers == num_layers:
+            return
         theirs, ours = dataclasses.asdict(known.spec), dataclasses.asdict(spec)
         theirs["num_layers"], ours["num_layers"] = known.num_layers, num_layers
         for field, value in theirs.items():

@@ -114,8 +114,6 @@ class Runtime:
             )
         self.groups.session_ended(session)
         session.tell(None)
-        if not self.sessions.not_over():
-            self._idle_since_s = self.clock.monotonic_s()
 
     # Orders
 
@@ -192,6 +190,8 @@ class Runtime:
         self.operations.expire()
         self.sessions.mark_suspects()
         self.sessions.prune()
+        if self.sessions.not_over() or self.groups.all():
+            self._idle_since_s = self.clock.monotonic_s()  # retained memory waits for its job
 
     @property
     def should_stop(self) -> bool:

@@ -76,9 +76,9 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
                 session.watcher = None
         if session.state is SessionState.FENCED:
             raise SessionFencedError(f"session {session.session_id} was fenced; connect again")
-        if session.live:
+        if session.watcher is not None:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream watches this session")
-        if self._runtime.should_stop:
+        if session.live:
             raise RuntimeUnavailableError("the daemon ends")
 
     async def CloseSession(  # noqa: N802

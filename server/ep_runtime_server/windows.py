@@ -178,8 +178,11 @@ class WindowPool:
             PoolExhaustedError: over a limit, also after memory being freed came back.
         """
         demand = self._demand(spec)
-        for device, asked in demand.items():
-            await self._wait_for_room(device, asked)
+        while (full := self._first_full(demand)) is not None:
+            if not self.used_bytes(full.name, WindowState.RELEASING):
+                raise self._exhausted(full, demand[full])
+            self._freed.clear()
+            await self._freed.wait()
         for device, asked in demand.items():
             self._reserved[device.name] = self._reserved.get(device.name, 0) + asked
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
@@ -197,12 +200,11 @@ class WindowPool:
         self._sets.append(windows)
         return windows
 
-    async def _wait_for_room(self, device: Device, asked: int) -> None:
-        while asked > device.limit_bytes - self.used_bytes(device.name):
-            if not self.used_bytes(device.name, WindowState.RELEASING):
-                raise self._exhausted(device, asked)
-            self._freed.clear()
-            await self._freed.wait()
+    def _first_full(self, demand: dict[Device, int]) -> Device | None:
+        for device, asked in demand.items():
+            if asked > device.limit_bytes - self.used_bytes(device.name):
+                return device
+        return None
 
     def _exhausted(self, device: Device, asked: int) -> PoolExhaustedError:
         free = max(0, device.limit_bytes - self.used_bytes(device.name))

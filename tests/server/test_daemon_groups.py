@@ -147,22 +147,24 @@ def test_members_that_do_not_attach_are_named(daemon):
         client.attached(group, wait_s=0.05)
 
 
+def claimed_ranks(daemon) -> list[int]:
+    return [m.world_rank for g in daemon.ask("ListGroups").groups for m in g.group.members if m.pid]
+
+
 def test_a_claimant_that_dies_before_forming_frees_its_ranks(daemon):
-    spec = make_spec()
+    spec = make_spec(ranks=3, num_experts=6)
     dying, client, other = daemon.client(process=True), daemon.client(), daemon.client()
     with ThreadPoolExecutor(3) as pool:
-        pool.submit(dying.create, spec, [1])
+        lost = pool.submit(dying.create, spec, [1])
         first = pool.submit(client.create, spec, [0])
-        # Both claim; the group cannot form because the second one dies or formed already.
-        eventually(lambda: "moe" in daemon.group_states())
+        eventually(lambda: claimed_ranks(daemon) == [0, 1])
         dying.process.kill()
-        eventually(lambda: daemon.session_state(dying.session_id) == "DEAD")
-        states = daemon.group_states()
-        if states.get("moe") == "FORMING":
-            second = pool.submit(other.create, spec, [1])
-            assert second.result(WAIT_S).group.generation == first.result(WAIT_S).group.generation
-        else:
-            assert states.get("moe") == "BROKEN"
+        eventually(lambda: claimed_ranks(daemon) == [0])
+        assert daemon.group_states() == {"moe": "FORMING"}
+        second = pool.submit(other.create, spec, [1, 2])
+        assert second.result(WAIT_S).group.generation == first.result(WAIT_S).group.generation
+        with pytest.raises(errors.SessionFencedError):
+            lost.result(WAIT_S)
 
 
 def test_a_peer_that_dies_breaks_the_group_poisons_it_and_can_be_replaced(daemon):

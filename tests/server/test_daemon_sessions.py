@@ -240,7 +240,8 @@ def test_a_fence_reaches_the_stream_and_voids_the_token(daemon):
     answer = daemon.ask("Fence", session_id=client.session_id, reason="drill")
     assert answer.groups == ["moe"]
     assert watcher.ended()
-    assert "fence" in watcher.kinds()
+    (fence,) = [event.fence for event in watcher.events if event.HasField("fence")]
+    assert fence.reason == "drill"
     assert watcher.code is grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(errors.SessionFencedError, match="was fenced"):
         heartbeat(client)

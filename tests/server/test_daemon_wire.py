@@ -139,6 +139,19 @@ def test_a_client_that_reads_no_answers_loses_its_connection(daemon):
     daemon.client()
 
 
+def test_connections_to_api_sock_that_say_nothing_are_dropped(daemon):
+    fds = daemon.status().num_fds
+    idle = []
+    for _ in range(100):
+        idle.append(socket.socket(socket.AF_UNIX))
+        idle[-1].connect(str(daemon.directory / wire.API_SOCKET))
+    eventually(lambda: daemon.status().num_fds >= fds + 150)
+    eventually(lambda: daemon.status().num_fds <= fds + 110, within_s=5.0)  # our own ends stay
+    daemon.client()
+    for connection in idle:
+        connection.close()
+
+
 def test_health_answers_without_a_token_and_follows_draining(daemon):
     client = daemon.client()
     health = health_pb2_grpc.HealthStub(client.channel)
