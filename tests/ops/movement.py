@@ -10,11 +10,12 @@ import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client import ops
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops import reference
-from jax.sharding import NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ep_runtime_client import ops
-from ep_runtime_client.remat import remat_policy
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from ep_runtime_client import ops
+from ep_runtime_client.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

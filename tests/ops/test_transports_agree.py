@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import movement
 import numpy as np
 import pytest
+
 from ep_runtime_client.moe import init_moe_params, moe
 
 MakeGroup = Callable[..., fakes.LocalGroup]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.ops import overflow
 from ep_runtime_client.ops.calls import Call, varying
 from ep_runtime_client.ops.plan import PlanArrays
 
@@ -95,7 +96,6 @@ def _ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, ja
 
 def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
     """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
-    del rank, index
     group, alignment = call.group, call.layer.alignment
     num_experts, ranks, local = group.num_experts, group.ep_size, group.experts_per_rank
     flat = topk_idx.reshape(-1)
@@ -110,6 +110,9 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     base = exclusive_sum(zones).reshape(-1)
 
     me = ep_rank(call)
+    num_recv = rows_at(_up(demand, alignment), me).sum(dtype=jnp.int32)
+    if group.on_overflow == "error":
+        used = used & (overflow.passed(call, rank, index, num_recv) == 0)
     earlier = jnp.where(jnp.arange(ranks)[:, None] < me, matrix, 0).sum(0, dtype=jnp.int32)
     safe = jnp.minimum(expert, num_experts - 1)
     position = position + rows_at(earlier, safe)
@@ -124,7 +127,7 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
         *_receiver_side(arriving, call.capacity),
         rows_at(kept, me),
         rows_at(zones, me),
-        rows_at(_up(demand, alignment), me).sum(dtype=jnp.int32).reshape(1),
+        num_recv.reshape(1),
     )
 
 
