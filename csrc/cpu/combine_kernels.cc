@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/fresh_memory.h"
 #include "cpu/row_exchange.h"
 
 namespace ep_runtime {
@@ -103,6 +104,7 @@ void ReadWeightGrads(const Call& call, const CombineParams& params) {
 
 Status RunCombine(Call& call, const CombineParams& params) {
   EP_RETURN_IF_ERROR(CheckPlan(call, params.sizes, params.plan));
+  PreferHugePages(params.tokens, params.sizes.tokens * params.row_bytes);
   const Passes passes(call, params);
   const SourceOffsets offsets(params.plan, call.ep_size());
   const int64_t tokens = params.sizes.tokens;

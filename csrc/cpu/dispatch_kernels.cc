@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/fresh_memory.h"
 #include "cpu/row_exchange.h"
 
 namespace ep_runtime {
@@ -79,6 +80,7 @@ void ZeroEmptyGrads(const CombineBwdParams& params) {
 
 Status RunDispatch(Call& call, const DispatchParams& params) {
   EP_RETURN_IF_ERROR(CheckPlan(call, params.sizes, params.plan));
+  PreferHugePages(params.recv, params.sizes.capacity * params.row_bytes);
   SendRows(call, params.sizes, params.plan, params.tokens, params.row_bytes, params.weights);
   call.Signal(kRowsWritten);
   FillEmptyRows(call, params);
@@ -95,6 +97,7 @@ Status RunDispatch(Call& call, const DispatchParams& params) {
 
 Status RunCombineBwd(Call& call, const CombineBwdParams& params) {
   EP_RETURN_IF_ERROR(CheckPlan(call, params.sizes, params.plan));
+  PreferHugePages(params.d_expert_out, params.sizes.capacity * params.row_bytes);
   SendRows(call, params.sizes, params.plan, params.grad, params.row_bytes, /*weights=*/nullptr);
   call.Signal(kRowsWritten);
   ZeroEmptyGrads(params);

@@ -64,9 +64,10 @@ def launches(count):
     with open_group() as group:
         idx, x = inputs(group)
         run = group.sharded(lambda idx, x: round_trip(group, idx, x))
-        outs = [run(idx, x) for _ in range(count)]
-        for out in outs:
-            expect(out, x)
+        scaled = [x * float(i) for i in range(count)]
+        outs = [run(idx, each) for each in scaled]
+        for out, each in zip(outs, scaled, strict=True):
+            expect(out, each)
 
 
 def chained_launches(count):
@@ -199,15 +200,21 @@ def train_steps(count):
             expect(grad[0], 256 * np.asarray(x).mean(0))
 
 
-def threads(count):
-    """Two Python threads that launch different programs without waiting."""
+def threads(count, same_program):
+    """Two Python threads that launch one or two programs without waiting."""
     with open_group() as group:
         idx, x = inputs(group)
         failures = []
+        shared = group.sharded(lambda idx, x, scale: round_trip(group, idx, x * scale))
 
         def work(scale):
             try:
-                run = group.sharded(lambda idx, x: round_trip(group, idx, x * scale))
+                own = group.sharded(lambda idx, x: round_trip(group, idx, x * scale))
+                scales = group.put(np.full(8, scale, np.float32))
+
+                def run(idx, x):
+                    return shared(idx, x, scales) if same_program else own(idx, x)
+
                 outs = [run(idx, x) for _ in range(count)]
                 for out in outs:
                     expect(out, np.asarray(x) * scale)
@@ -277,7 +284,8 @@ PROGRAMS = {
     "psum1": lambda: with_psum(1),
     "psum50": lambda: with_psum(50),
     "train60": lambda: train_steps(60),
-    "threads50": lambda: threads(50),
+    "threads50": lambda: threads(50, same_program=False),
+    "threads50_same_program": lambda: threads(50, same_program=True),
     "loops": loops,
     "overflow20": lambda: overflow_errors(20),
 }

@@ -1,0 +1,20 @@
+#include "cpu/fresh_memory.h"
+
+#include <sys/mman.h>
+
+namespace ep_runtime {
+namespace {
+
+constexpr uintptr_t kHugePageBytes = 2 << 20;
+
+}  // namespace
+
+void PreferHugePages(void* data, int64_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = (address + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
+  const uintptr_t last = (address + static_cast<uintptr_t>(bytes)) & ~(kHugePageBytes - 1);
+  // A hint: where the system refuses it, small pages serve as well.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+}  // namespace ep_runtime
