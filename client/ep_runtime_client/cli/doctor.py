@@ -14,8 +14,8 @@ from typing import NamedTuple
 import ep_runtime
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, RuntimeUnavailableError
-from ep_runtime_client import cli, runtime
-from ep_runtime_client.cli import reading, render, source
+from ep_runtime_client import cli
+from ep_runtime_client.cli import reading, render
 
 _COLUMNS = (
     render.Column("check", "CHECK"),
@@ -134,6 +134,9 @@ def _directory() -> Finding:
 
 
 def _daemon(args: argparse.Namespace) -> Finding:
+    from ep_runtime_client import runtime
+    from ep_runtime_client.cli import source
+
     address = f"unix://{runtime.daemon_directory(args.address)}"
     try:
         with source.open_source(args.address, timeout_s=args.timeout) as daemon:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ep_runtime_client.cli import reading, render, source
+from ep_runtime_client.cli import reading, render
 from ep_runtime_client.cli.render import Column
 
 COLUMNS = (
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli import source
+
     after = args.after
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
 

@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.cli import render, source
+from ep_runtime_client.cli import render
+
+if TYPE_CHECKING:
+    from ep_runtime_client.cli import source
 
 Row = Mapping[str, Any]
 
@@ -80,6 +83,8 @@ def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = T
 
 def run(args: argparse.Namespace, view: View) -> int:
     """Runs a listing command."""
+    from ep_runtime_client.cli import source  # brings gRPC, which --help does not need
+
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
 
         def once() -> int:

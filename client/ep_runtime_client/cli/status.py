@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ep_runtime_client import cli
-from ep_runtime_client.cli import reading, render, source
+from ep_runtime_client.cli import reading, render
 
 # A rank that others have waited for this long is shown as late.
 LATE_AFTER_S = 10.0
@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli import source
+
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
 
         def once() -> int:
