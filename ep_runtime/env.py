@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -23,6 +24,8 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 
 # sun_path holds 107 bytes, and "/admin.sock" takes 11 of them.
 MAX_DIRECTORY_BYTES = 96
+
+_PRIVATE_PREFIX = "ep-runtime-"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -126,10 +129,23 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
 
 def private_directory() -> Path:
     """A new directory of mode 0700 with a short name, for an embedded daemon."""
+    return Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=_private_parent()))
+
+
+def private_directories() -> list[Path]:
+    """Directories that `private_directory` made for this user and that are still there."""
+    found = []
+    for path in sorted(_private_parent().glob(f"{_PRIVATE_PREFIX}*")):
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_uid == os.geteuid() and path.is_dir():
+                found.append(path)
+    return found
+
+
+def _private_parent() -> Path:
     parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > MAX_DIRECTORY_BYTES - 30:
-        parent = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="ep-runtime-", dir=parent))
+    too_long = len(os.fsencode(parent)) > MAX_DIRECTORY_BYTES - 30
+    return Path("/tmp") if too_long else Path(parent)
 
 
 def child_environment() -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import ep_runtime as ep
 from ep_runtime import errors
 from ep_runtime_client import cli
 
@@ -71,6 +72,17 @@ def test_the_address_may_come_from_the_environment(
     monkeypatch.setenv("EP_RUNTIME_ADDRESS", f"unix://{directory}")
     assert cli.main(["status"]) == 2
     assert str(directory) in capsys.readouterr().err
+
+
+def test_without_a_default_daemon_the_private_ones_are_named(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(directory))
+    with ep.connect("embedded") as session:
+        assert cli.main(["handles"]) == 2
+        assert session.address in capsys.readouterr().err
+    assert cli.main(["handles"]) == 2
+    assert session.address not in capsys.readouterr().err
 
 
 def test_quiet_says_nothing_at_all(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,11 +38,15 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    reading.add_output_arguments(parser)
     reading.add_daemon_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    return reading.repeat(args, lambda: _once(args))
+
+
+def _once(args: argparse.Namespace) -> int:
     checks: list[Callable[[], Finding]] = [
         _python,
         _kernel,
@@ -57,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
     failed = any(finding.state == "FAIL" for finding in findings)
     rows = [finding._asdict() for finding in findings]
     if args.output == "json":
-        render.write_json("doctor", {"healthy": not failed, "items": rows})
+        render.write_json(
+            "doctor", {"healthy": not failed, "items": rows}, compact=bool(args.watch)
+        )
     else:
         render.write_table(_COLUMNS, rows, wide=True, empty="")
     return cli.PARTIAL if failed else cli.OK

@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 
-from ep_runtime import wire
-from ep_runtime.errors import PermissionDeniedError
+from ep_runtime import env, wire
+from ep_runtime.errors import PermissionDeniedError, RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime.v1 import admin_service_pb2_grpc
-from ep_runtime_client import runtime, transport
+from ep_runtime_client import children, runtime, transport
 from ep_runtime_client.cli.plain import plain
 
 _PAGE_SIZE = 1000
@@ -134,6 +134,12 @@ def _check_reachable(directory: Path, timeout_s: float) -> None:
             raise transport.unavailable(directory, error.strerror or str(error)) from error
 
 
+def private_addresses(timeout_s: float) -> list[str]:
+    """Addresses of the embedded daemons of this user that answer."""
+    found = [path for path in env.private_directories() if children.answers(path, timeout_s)]
+    return [f"unix://{path}" for path in found]
+
+
 @contextlib.contextmanager
 def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
     """The admin service at an address.
@@ -143,6 +149,15 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
         PermissionDeniedError: it is another user's.
     """
     directory = runtime.daemon_directory(address)
-    _check_reachable(directory, timeout_s)
+    try:
+        _check_reachable(directory, timeout_s)
+    except RuntimeUnavailableError as error:
+        if address is None and (private := private_addresses(timeout_s)):
+            raise RuntimeUnavailableError(
+                f"{error}; processes of yours have private daemons: ask one with --address "
+                + " or ".join(private),
+                **error.fields,
+            ) from error
+        raise
     with transport.rpc_channel(directory, wire.ADMIN_SOCKET) as channel:
         yield Source(directory, channel, timeout_s)

@@ -13,18 +13,22 @@ from ep_runtime_client.cli import reading, render
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--client", action="store_true", help="do not ask a daemon")
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    reading.add_output_arguments(parser)
     reading.add_daemon_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    return reading.repeat(args, lambda: _once(args))
+
+
+def _once(args: argparse.Namespace) -> int:
     versions: dict[str, Any] = {
         "client_version": ep_runtime.__version__,
         "python_version": platform.python_version(),
         "server_version": None if args.client else _daemon_version(args),
     }
     if args.output == "json":
-        render.write_json("version", versions)
+        render.write_json("version", versions, compact=bool(args.watch))
     else:
         render.write_pairs(
             [
