@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
+
 from ep_runtime import specs
 from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
-from jax.sharding import Mesh
 
 _generations = itertools.count(1)
 

@@ -69,6 +69,7 @@ def dispatch(
         call = preparing.make_call(
             static, mesh, tokens.shape[:-1], hints, handle=handle, capacity=capacity
         )
+        weights = _as_weights(call, topk_weights)
         plan = preparing.make_plan(call, index, topk_idx)
     else:
         call = call_of_plan(static, mesh, plan)
@@ -79,7 +80,7 @@ def dispatch(
                 f"got {tokens.shape[:-1]}",
                 argument="tokens",
             )
-    weights = _as_weights(call, topk_weights)
+        weights = _as_weights(call, topk_weights)
     return _dispatch_rows(call, index, tokens, weights, plan)
 
 

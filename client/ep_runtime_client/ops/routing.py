@@ -6,6 +6,7 @@ it is. Letters: `ops/__init__.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops import twin
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
@@ -31,6 +33,18 @@ class Routing(NamedTuple):
     topk_idx: jax.Array
     topk_weights: jax.Array
     probs: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteOptions:
+    """The static arguments of `route`."""
+
+    top_k: int
+    score_function: str
+    use_pre_softmax: bool
+    num_groups: int | None
+    group_topk: int | None
+    scaling_factor: float
 
 
 def route(
@@ -64,27 +78,34 @@ def route(
     Raises:
         InvalidArgumentError: an argument does not fit E; names it with both numbers.
     """
-    experts = logits.shape[-1]
-    _check(experts, top_k, score_function, expert_bias, num_groups, group_topk)
-    logits = logits.astype(jnp.float32)
-    if score_function == "sigmoid":
+    options = RouteOptions(
+        top_k, score_function, use_pre_softmax, num_groups, group_topk, scaling_factor
+    )
+    _check(logits.shape[-1], options, expert_bias)
+    routing: Routing = twin.run(_route, options, logits, expert_bias)
+    return routing
+
+
+def _route(options: RouteOptions, logits: jax.Array, expert_bias: jax.Array | None) -> Routing:
+    logits, top_k = logits.astype(jnp.float32), options.top_k
+    if options.score_function == "sigmoid":
         scores = jax.nn.sigmoid(logits)
         probs = scores / (scores.sum(-1, keepdims=True) + 1e-20)
     else:
         probs = jax.nn.softmax(logits, axis=-1)
-        scores = probs if use_pre_softmax else logits
+        scores = probs if options.use_pre_softmax else logits
     choice = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
     choice = lax.stop_gradient(choice)
-    if num_groups is not None and group_topk is not None:
-        choice = _within_best_groups(choice, num_groups, group_topk, top_k)
-    topk_idx = lax.top_k(choice, top_k)[1].astype(jnp.int32)
+    if options.num_groups is not None and options.group_topk is not None:
+        choice = _within_best_groups(choice, options.num_groups, options.group_topk, top_k)
+    topk_idx = _top_k(choice, top_k)[1]
     picked = _pick(scores, topk_idx)
-    if score_function == "sigmoid":
+    if options.score_function == "sigmoid":
         weights = picked / (picked.sum(-1, keepdims=True) + 1e-20) if top_k > 1 else picked
     else:
-        weights = picked if use_pre_softmax else jax.nn.softmax(picked, axis=-1)
-    if scaling_factor != 1.0:
-        weights = weights * scaling_factor
+        weights = picked if options.use_pre_softmax else jax.nn.softmax(picked, axis=-1)
+    if options.scaling_factor != 1.0:
+        weights = weights * options.scaling_factor
     return Routing(topk_idx, weights, probs)
 
 
@@ -95,26 +116,38 @@ def _pick(scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
     return jnp.where(chosen, scores[..., None, :], 0.0).sum(-1)
 
 
+def _top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k` along the last dim as k argmaxes: the partitioner keeps a sharded batch apart,
+    where it gathers the operand of `lax.top_k` on every device (seen on CPU, JAX 0.10 to 0.12).
+    """
+    # A picked entry becomes -inf; one that the caller masked stays above that.
+    left = jnp.maximum(scores, jnp.finfo(scores.dtype).min)
+    entries = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    picked = []
+    for _ in range(k):
+        best = jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32)
+        picked.append(best)
+        left = jnp.where(entries == best, -jnp.inf, left)
+    index = jnp.concatenate(picked, axis=-1)
+    return _pick(scores, index), index
+
+
 def _within_best_groups(
     choice: jax.Array, num_groups: int, group_topk: int, top_k: int
 ) -> jax.Array:
     """`choice` [..., E] with -inf outside the token's best routing groups."""
     lead, experts = choice.shape[:-1], choice.shape[-1]
     grouped = choice.reshape(*lead, num_groups, experts // num_groups)
-    score = lax.top_k(grouped, top_k // group_topk)[0].sum(-1)
-    best = lax.top_k(score, group_topk)[1]
+    score = _top_k(grouped, top_k // group_topk)[0].sum(-1)
+    best = _top_k(score, group_topk)[1]
     allowed = (best[..., None] == jnp.arange(num_groups)).any(-2)
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
-def _check(
-    experts: int,
-    top_k: int,
-    score_function: str,
-    expert_bias: jax.Array | None,
-    num_groups: int | None,
-    group_topk: int | None,
-) -> None:
+def _check(experts: int, options: RouteOptions, expert_bias: jax.Array | None) -> None:
+    top_k, score_function = options.top_k, options.score_function
+    num_groups, group_topk = options.num_groups, options.group_topk
+
     def fail(argument: str, message: str) -> None:
         raise InvalidArgumentError(message, argument=argument)
 

@@ -1,0 +1,146 @@
+"""Calls that do not fit: the right class, with names and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import ep_runtime as ep
+from ep_runtime_client import ops
+from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.moe import init_moe_params, moe
+from ep_runtime_client.remat import remat_policy
+
+MakeGroup = Callable[..., fakes.LocalGroup]
+
+
+@pytest.fixture
+def layer(make_group: MakeGroup) -> EpLayer:
+    fakes.require_native()
+    group = make_group(transport="memfd", max_token_dtype="bfloat16", max_top_k=4, lanes=2)
+    return group.register_layer("moe", top_k=2, in_flight=2)
+
+
+def tokens(count: int = 32, hidden: int = 16, dtype: Any = jnp.bfloat16) -> Any:
+    return jnp.zeros((count, hidden), dtype)
+
+
+def slots(count: int = 32, top_k: int = 2, dtype: Any = jnp.int32) -> Any:
+    return jnp.zeros((count, top_k), dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda d: d(tokens(33), slots(33)), r"\(33,\), which do not divide over the 8 shards"),
+        (lambda d: d(tokens(256), slots(256)), "32 tokens per rank.*max_tokens_per_rank=16"),
+        (lambda d: d(tokens(hidden=8), slots()), r"\[T, 16\].*got \[32, 8\]"),
+        (lambda d: d(tokens()[0], slots()), r"\[T, 16\].*got \[16\]"),
+        (lambda d: d(tokens(dtype=jnp.float32), slots()), r"float32 \(4 bytes\) is wider than"),
+        (lambda d: d(tokens(dtype=jnp.int32), slots()), "a float dtype or a 1-byte one, got int32"),
+        (lambda d: d(tokens(), slots(top_k=3)), r"\[T, 2\].*got \[32, 3\]"),
+        (lambda d: d(tokens(), slots(dtype=jnp.float32)), "int32 .*got float32"),
+        (lambda d: d(tokens(), slots(16)), r"leading dims of tokens \(32,\), got \(16,\)"),
+        (lambda d: d(tokens(), None), "needs topk_idx or plan"),
+        (lambda d: d(tokens(), slots(), jnp.zeros((32, 3))), r"top_k=2, got \[32, 3\]"),
+        (lambda d: d(tokens(), slots(), slots()), "topk_weights must be f32, got int32"),
+        (lambda d: d(tokens(), slots(), handle=2), r"handle must be 0 to 1 .*got 2"),
+        (lambda d: d(tokens(), slots(), capacity=0), "capacity must be 1 to .*got 0"),
+        (lambda d: d(tokens(), None, plan=3), "plan must be what ep.prepare returned, got int"),
+    ],
+)
+def test_dispatch(layer: EpLayer, call: Any, text: str) -> None:
+    with pytest.raises(ep.InvalidArgumentError, match=text):
+        call(lambda *args, **kwargs: ops.dispatch(layer, *args, **kwargs))
+
+
+def test_combine(layer: EpLayer) -> None:
+    sent = ops.dispatch(layer, tokens(), slots())
+    for rows, weights, text in (
+        (sent.tokens[:, :-1], None, r"expert_out must be \[R, C, H\] = \[8, "),
+        (sent.tokens.astype(jnp.float32), None, "expert_out of float32 .* is wider"),
+        (sent.tokens.astype(jnp.int8), None, "expert_out must have a float dtype of 2 bytes"),
+        (sent.tokens, sent.weights[:4], r"weights must be f32 \[R, C\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ops.combine(layer, sent, rows, weights=weights)
+    with pytest.raises(ValueError, match="dispatched must be what ep.dispatch returned"):
+        ops.combine(layer, sent.tokens, sent.tokens)
+
+
+def test_plans_keep_their_own_settings(layer: EpLayer) -> None:
+    plan = ops.prepare(layer, slots(), handle=1, capacity=64)
+    for options, text in (
+        ({"capacity": 32}, "capacity=32 was given with a plan made for 64"),
+        ({"handle": 3}, "handle must be 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ops.dispatch(layer, tokens(), None, plan=plan, **options)
+    with pytest.raises(ValueError, match=r"leading dims \(32,\), got \(16,\)"):
+        ops.dispatch(layer, tokens(16), None, plan=plan)
+    assert ops.dispatch(layer, tokens(), None, plan=plan).plan.handle == 1
+
+
+def test_layers_of_closed_and_of_remade_groups_are_stale(make_group: MakeGroup) -> None:
+    group = make_group(name="again")
+    layer = group.register_layer("moe", top_k=2)
+    group.close()
+    with pytest.raises(ep.StaleHandleError, match="'again'"):
+        ops.prepare(layer, slots())
+    make_group(name="again", alignment=16)
+    with pytest.raises(ep.StaleHandleError, match="'again'"):
+        ops.prepare(layer, slots())
+
+
+def test_a_program_of_a_closed_group_names_layer_and_generation(make_group: MakeGroup) -> None:
+    fakes.require_native()
+    group = make_group(transport="memfd")
+    layer = group.register_layer("moe", top_k=2)
+    run = jax.jit(lambda idx: ops.prepare(layer, idx).arrays.num_recv)
+    jax.block_until_ready(run(slots()))
+    group.close()
+    with pytest.raises(ep.StaleHandleError, match="moe"), ep.translate_errors():
+        jax.block_until_ready(run(slots()))
+
+
+def test_another_ambient_mesh_is_refused(layer: EpLayer) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"'x': 4, 'y': 2.*\{'ep': 8\}"),
+    ):
+        jax.jit(lambda idx: ops.prepare(layer, idx))(slots())
+
+
+def test_a_layer_must_be_a_layer() -> None:
+    with pytest.raises(ValueError, match="layer must be an EpLayer or stack"):
+        ops.prepare("moe", slots())
+
+
+def test_moe_and_remat_policy(layer: EpLayer) -> None:
+    def shapes(source: Any) -> Any:
+        return jax.eval_shape(lambda key: init_moe_params(key, source, 8), jax.random.key(0))
+
+    params = shapes(layer)
+    bad_router = shapes(ep.LayerSpec("x", top_k=2, num_experts=4, hidden_size=16))
+    for arguments, options, text in (
+        ((tokens(), params), {"activation": "swash"}, "activation must be a function or one of"),
+        ((tokens(hidden=8), params), {}, r"x must be \[T, 16\]"),
+        ((tokens(), bad_router), {}, r"router must be \[H, E\] = \[16, 16\], got \[16, 4\]"),
+        ((tokens(), params), {"gated": False}, r"wi must be \[E, H, M\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            moe(layer, *arguments, **options)
+    with pytest.raises(NotImplementedError, match="recipe"):
+        moe(layer, tokens(), params, recipe="fp8")
+    with pytest.raises(ValueError, match="got 'ep_nothing'"):
+        remat_policy(save=("ep_nothing",))
+    with pytest.raises(ValueError, match="both have"):
+        remat_policy(offload=("ep_plan",))
