@@ -248,11 +248,26 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_idle_connections_are_dropped_and_bounded(daemon, monkeypatch):
+def test_idle_connections_are_dropped(daemon, monkeypatch):
     monkeypatch.setattr(config, "FD_CONNECTION_IDLE_S", 0.05)
-    monkeypatch.setattr(config, "MAX_FD_CONNECTIONS", 20)
-    idle = [connect(daemon.directory) for _ in range(40)]
-    for connection in idle:
-        assert connection.recv(1) == b""  # closed by the daemon
-        connection.close()
+    with connect(daemon.directory) as idle:
+        assert idle.recv(1) == b""  # closed by the daemon
     daemon.client()
+
+
+def test_connections_are_bounded(daemon, monkeypatch):
+    monkeypatch.setattr(config, "MAX_FD_CONNECTIONS", 20)
+    held = [connect(daemon.directory) for _ in range(20)]
+    with connect(daemon.directory) as one_more:
+        assert one_more.recv(1) == b""
+    held.pop().close()
+    eventually(lambda: says_hello(daemon))
+    for connection in held:
+        connection.close()
+
+
+def says_hello(daemon) -> bool:
+    try:
+        return bool(hello(daemon.directory).session_token)
+    except ConnectionError:
+        return False
