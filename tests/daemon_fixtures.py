@@ -128,9 +128,9 @@ ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_ran
 class Program:
     """A Python program in a process of its own that says and hears JSON lines."""
 
-    def __init__(self, text: str, **environment: str) -> None:
+    def __init__(self, text: str, *, prologue: str = PROLOGUE, **environment: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROLOGUE + text],
+            [sys.executable, "-P", "-c", prologue + text],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
@@ -158,6 +158,14 @@ class Program:
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
 
+    def ended_within(self, seconds: float) -> bool:
+        """Waits for the program's end, at most that long."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
@@ -184,8 +192,8 @@ def run_program() -> Iterator[Callable[..., Program]]:
     """Starts programs; none outlives the test."""
     started: list[Program] = []
 
-    def start(text: str, **environment: str) -> Program:
-        started.append(Program(text, **environment))
+    def start(text: str, *, prologue: str = PROLOGUE, **environment: str) -> Program:
+        started.append(Program(text, prologue=prologue, **environment))
         return started[-1]
 
     yield start

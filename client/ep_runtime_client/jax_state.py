@@ -7,7 +7,6 @@ nothing, started no backend and is alone.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import os
 import sys
@@ -83,7 +82,10 @@ def _cpu_backend_started() -> bool:
     return bridge is not None and bool(bridge.backends_are_initialized())
 
 
-def _jaxlib_version() -> tuple[int, ...]:
+def jaxlib_version() -> tuple[int, ...]:
+    """(major, minor) of the installed jaxlib; (0,) where there is none."""
+    import importlib.metadata  # costs 20 ms, which the command line does not spend
+
     try:
         text = importlib.metadata.version("jaxlib")
     except importlib.metadata.PackageNotFoundError:
@@ -97,7 +99,7 @@ def prepare_cpu_pool() -> None:
 
     Ends when jaxlib 0.12, which has a pool of its own for launches, is the oldest supported.
     """
-    if _jaxlib_version() >= (0, 12) or (os.cpu_count() or 1) >= _MIN_CPU_THREADS:
+    if jaxlib_version() >= (0, 12) or (os.cpu_count() or 1) >= _MIN_CPU_THREADS:
         return
     if not env.raise_pjrt_nproc(_MIN_CPU_THREADS) or not _cpu_backend_started():
         return

@@ -62,13 +62,13 @@ def test_a_process_without_jax_traces_nothing_and_is_alone() -> None:
 
 def test_connect_gives_the_cpu_backend_its_threads() -> None:
     program = "import ep_runtime as ep, os\nep.connect('none')\nprint(os.environ['PJRT_NPROC'])\n"
-    if jax_state._jaxlib_version() >= (0, 12):
+    if jax_state.jaxlib_version() >= (0, 12):
         pytest.skip("jaxlib 0.12 has a pool of its own")
     assert _run(program, PJRT_NPROC="2").split() == ["32"]
 
 
 def test_connect_warns_where_the_backend_started_with_too_few() -> None:
-    if jax_state._jaxlib_version() >= (0, 12):
+    if jax_state.jaxlib_version() >= (0, 12):
         pytest.skip("jaxlib 0.12 has a pool of its own")
     program = (
         "import jax, logging, sys\n"

@@ -1,0 +1,87 @@
+"""Clients killed anywhere between hello and goodbye leave nothing at the daemon."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from daemon_fixtures import Program, wait_until
+
+from ep_runtime_client import children
+from ep_runtime_client.cli import source
+
+Start = Callable[..., Program]
+
+# No JAX: groups are formed as Session.create_group does it, with every rank ours.
+_PROLOGUE = """
+import json, sys
+import ep_runtime as ep
+from ep_runtime import specs
+from ep_runtime_client import forming, session
+
+def say(step):
+    print(json.dumps(step), flush=True)
+
+spec = specs.make_group_spec(
+    name="g", mesh_axes=(("ep", 4),), ep_axis="ep", num_experts=8, hidden_size=64,
+    max_tokens_per_rank=64, max_top_k=2, retain_s=float(sys.stdin.readline()))
+"""
+_PROGRAM = """
+say("imported")
+with ep.connect(job="kills") as s:
+    say("connected")
+    formed = forming.form(s, spec, range(4), replace=False)
+    say("formed")
+    layers = [specs.check_layer(spec, specs.LayerSpec(f"l{i}", top_k=2)) for i in range(50)]
+    forming.register(s, spec, formed.generation, layers, [])
+    say("registered")
+    forming.leave(s, "g", formed.generation, formed.native_group)
+    say("left")
+say("closed")
+sys.stdin.readline()
+"""
+_STEPS = ("imported", "connected", "formed", "registered", "left", "closed")
+
+
+def _state(admin: source.Source) -> list[Any]:
+    live = [row for row in admin.sessions() if row["state"] not in ("DEAD", "CLOSED")]
+    return [*live, *admin.buffers(), *admin.groups()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [200])
+def test_two_hundred_kills_leak_nothing(
+    run_program: Start,
+    address: str,
+    admin: source.Source,
+    daemon: children.Child,
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+) -> None:
+    chance = random.Random(7)
+    baseline: int | None = None
+    slowest_s = 0.0
+    for index in range(count):
+        program = run_program(_PROGRAM, prologue=_PROLOGUE, EP_RUNTIME_ADDRESS=address)
+        program.tell(0)
+        for step in _STEPS[: 1 + index % len(_STEPS)]:
+            assert program.heard() == step
+        assert not program.ended_within(chance.uniform(0, 0.02))  # and somewhat into the next step
+        program.kill()
+        program.close()
+        killed = time.monotonic()
+        wait_until(lambda: not _state(admin), "sessions, groups and memory are gone")
+        slowest_s = max(slowest_s, time.monotonic() - killed)
+        if index == 2 * len(_STEPS):
+            baseline = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    assert baseline is not None
+    wait_until(
+        lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= baseline, "descriptors are closed"
+    )
+    with capsys.disabled():
+        sys.stdout.write(f"\n{count} kills; everything was free within {slowest_s:.2f} s")
