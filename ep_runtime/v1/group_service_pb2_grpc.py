@@ -82,7 +82,9 @@ class GroupServiceServicer(object):
         ranks missing after `wait`    DEADLINE_EXCEEDED  GroupNotReadyError (missing_ranks): retry
         memory limit reached          RESOURCE_EXHAUSTED PoolExhaustedError (asked_bytes,
         free_bytes, limit_bytes, holders)
+        closed or replaced meanwhile  FAILED_PRECONDITION StaleHandleError: create it again
         spec or ranks not valid       INVALID_ARGUMENT   a bug of the caller
+        op_id of another request      INVALID_ARGUMENT   a bug of the caller
         transport not served here     INVALID_ARGUMENT   name another transport
         daemon drains                 UNAVAILABLE        retry elsewhere or later
         """
@@ -107,6 +109,7 @@ class GroupServiceServicer(object):
 
         no such group, generation     FAILED_PRECONDITION StaleHandleError: create it again
         not a member                  PERMISSION_DENIED   claim a rank first
+        windows never fetched         INVALID_ARGUMENT    redeem a ticket first
         a member died meanwhile       ABORTED             PeerLostError (rank): create it again
         members missing after `wait`  DEADLINE_EXCEEDED   GroupNotReadyError (missing_ranks)
         """

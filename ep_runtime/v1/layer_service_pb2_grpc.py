@@ -67,6 +67,7 @@ class LayerServiceServicer(object):
         does not fit the group        INVALID_ARGUMENT    names argument and both numbers
         more handles than the board   RESOURCE_EXHAUSTED  PoolExhaustedError (asked, free, limit)
         no such group, generation     FAILED_PRECONDITION StaleHandleError: create it
+        not a member                  PERMISSION_DENIED   claim a rank first
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.v1 import admin_service_pb2 as pb
@@ -35,7 +36,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         runtime = self._runtime
         groups = runtime.groups.all()
         return pb.GetStatusResponse(
-            server_version=config.SERVER_VERSION,
+            server_version=ep_runtime.__version__,
             incarnation=runtime.incarnation,
             pid=os.getpid(),
             directory=str(runtime.settings.directory),

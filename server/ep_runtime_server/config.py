@@ -9,8 +9,6 @@ from pathlib import Path
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server.host_memory import available_bytes
 
-SERVER_VERSION = "0.1.0"
-
 HEARTBEAT_INTERVAL_S = 2.0
 SUSPECT_AFTER_S = 10.0
 TICKET_LIFE_S = 10.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ep_runtime import env, wire
-from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, PermissionDeniedError
 
 LOCK_FILE = "lock"
 SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET)
@@ -30,12 +30,11 @@ class SocketDirectory:
 
         Raises:
             DirectoryBusyError: another daemon has it; names its pid.
-            PermissionDeniedError: it belongs to another user.
-            InvalidArgumentError: it cannot be created, or its name is too long.
+            PermissionDeniedError: it belongs to another user, or others can write to it.
+            InvalidArgumentError: it cannot be created or reached, or its name is too long.
         """
         try:
-            self.path = env.make_directory(path)
-            os.chmod(self.path, 0o755 if open_to_others else 0o700)
+            self.path = self._prepare(path, open_to_others=open_to_others)
             self._lock_fd = os.open(
                 self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
@@ -58,6 +57,28 @@ class SocketDirectory:
         for name in SOCKETS:  # of a daemon that was killed
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path / name)
+
+    @staticmethod
+    def _prepare(path: Path, *, open_to_others: bool) -> Path:
+        """A directory that was there keeps its mode: it may be more than ours, /tmp for one."""
+        existed = path.exists()
+        directory = env.make_directory(path, mode=0o755 if open_to_others else 0o700)
+        if not existed:
+            os.chmod(directory, 0o755 if open_to_others else 0o700)  # whatever the umask
+        mode = os.stat(directory).st_mode & 0o777
+        if mode & 0o022:
+            raise PermissionDeniedError(
+                f"{directory} has mode {mode:04o}: who can write to it could put sockets in the "
+                "place of ours; take a directory of the daemon alone",
+                path=str(directory),
+            )
+        if open_to_others and mode & 0o011 != 0o011:
+            raise InvalidArgumentError(
+                f"{directory} has mode {mode:04o}: the users to serve cannot reach it; "
+                f"chmod 0755 {directory}",
+                argument="dir",
+            )
+        return directory
 
     def address(self, name: str) -> str:
         """What gRPC binds: a URI, so odd characters of the path are quoted."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
+import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import (
     EpRuntimeError,
@@ -191,7 +192,7 @@ class FdServer:
             session_token=session.token,
             session_id=session.session_id,
             incarnation=self._runtime.incarnation,
-            server_version=config.SERVER_VERSION,
+            server_version=ep_runtime.__version__,
         )
         self._send(connection, pb.FdReply(welcome=welcome), [])
 

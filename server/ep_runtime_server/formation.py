@@ -301,7 +301,6 @@ class Groups:
         group.advance(event, why)
         group.members = {}
         group.previous = {}
-        group.retained_until_s = None
         if self._groups.get(group.owner) is group:
             del self._groups[group.owner]
         self._log("group.closed", group, why)

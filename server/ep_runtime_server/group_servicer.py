@@ -22,6 +22,7 @@ Context = grpc.aio.ServicerContext
 
 SERVED_TRANSPORTS = ("memfd", "xla")
 MAX_LANES = 64
+MAX_GROUP_BYTES = 1 << 60  # the wire's int64 must hold every sum
 
 
 def _wait_s(message: Any) -> float:
@@ -53,6 +54,12 @@ def check_spec(spec: GroupSpec) -> None:
             f"lanes must be at most {MAX_LANES}, got {spec.lanes}", argument="lanes"
         )
     board.board_layout(spec)  # refuses a mesh of too many devices
+    if spec.world_size * board.window_bytes(spec) > MAX_GROUP_BYTES:
+        raise InvalidArgumentError(
+            f"windows of {board.window_bytes(spec)} bytes on {spec.world_size} ranks are more than "
+            f"any host has; lower max_tokens_per_rank={spec.max_tokens_per_rank} or lanes",
+            argument="max_tokens_per_rank",
+        )
 
 
 def _check_ranks(ranks: tuple[int, ...], spec: GroupSpec) -> tuple[int, ...]:

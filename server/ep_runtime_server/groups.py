@@ -49,7 +49,7 @@ class Group:
         self.formation: asyncio.Task[None] | None = None
         self.failure: EpRuntimeError | None = None
         self.lost_ranks: list[int] = []
-        self.retained_until_s: float | None = None
+        self.retained_until_s: float | None = None  # means something in RETAINED only
         self.created_s = 0.0
         self.created_wall_s = 0.0
         self._changed = asyncio.Event()
@@ -138,7 +138,6 @@ class Group:
         self.left = set()
         self.formed = self.reattached = False
         self.lost_ranks = []
-        self.retained_until_s = None
 
     def member(self, session: Session, generation: int) -> Member:
         """Raises StaleHandleError for another generation, PermissionDeniedError for a stranger."""

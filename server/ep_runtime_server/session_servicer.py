@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import session_service_pb2 as pb
@@ -31,7 +32,7 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
         self, request: pb.GetServerInfoRequest, context: Context[Any, Any]
     ) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
-            server_version=config.SERVER_VERSION,
+            server_version=ep_runtime.__version__,
             incarnation=self._runtime.incarnation,
             api_versions=[wire.API_VERSION],
             features=["memfd", "xla"],

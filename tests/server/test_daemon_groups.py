@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from harness import Watcher, both_ready, eventually
+from harness import both_ready, eventually
 from raw_client import WAIT_S, close_fds, make_spec, new_op_id
 
 from ep_runtime import board, errors, specs
@@ -189,6 +189,29 @@ def test_a_peer_that_dies_breaks_the_group_poisons_it_and_can_be_replaced(daemon
     assert info.poison_reason == ""
 
 
+def test_a_survivor_keeps_its_rank_while_others_form_again(daemon):
+    spec = make_spec(ranks=3, num_experts=6)
+    clients = [daemon.client(process=True) for _ in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        made = [pool.submit(c.create, spec, [rank]) for rank, c in enumerate(clients[:3])]
+        old = [m.result(WAIT_S).group for m in made][0]
+        clients[2].process.kill()
+        eventually(lambda: daemon.group_states() == {"moe": "BROKEN"})
+        newcomer = pool.submit(clients[3].create, spec, [2])
+        eventually(lambda: claimed_ranks(daemon) == [2])
+        with pytest.raises(errors.GroupBusyError) as caught:  # it lives, and may come back
+            clients[4].create(spec, [0], wait_s=0.05)
+        assert caught.value.fields["pid"] == clients[0].pid
+        clients[1].close_group(old)
+        again = [
+            pool.submit(clients[0].create, spec, [0]),
+            pool.submit(clients[4].create, spec, [1]),
+        ]
+        generations = {f.result(WAIT_S).group.generation for f in (newcomer, *again)}
+    assert len(generations) == 1
+    assert generations.pop() > old.generation
+
+
 def test_who_waits_for_attachment_hears_of_a_death(daemon):
     spec = make_spec()
     first, second = daemon.client(), daemon.client(process=True)
@@ -289,70 +312,6 @@ class TestRetention:
         assert clocked.client().create(spec).reattached
 
 
-class TestReclaim:
-    def test_of_a_live_group_poisons_it_and_waits_for_its_process(self, daemon):
-        client = daemon.client(process=True)
-        group = client.ready(make_spec())
-        watcher = Watcher(client)
-        answer = daemon.ask("Reclaim", name="moe")
-        assert (list(answer.groups), answer.freed_bytes) == (["moe"], 0)
-        assert answer.quarantined_bytes == daemon.used_bytes > 0
-        eventually(lambda: watcher.kinds() == ["group"])
-        assert watcher.events[0].group.state == types_pb2.GROUP_STATE_CLOSED
-        with pytest.raises(errors.StaleHandleError):
-            client.register(group, [specs.LayerSpec("a", top_k=1)])
-        client.process.kill()
-        eventually(lambda: daemon.used_bytes == 0)
-
-    def test_poisons_the_board_that_the_client_maps(self, daemon):
-        import mmap
-
-        client = daemon.client()
-        group = client.create(make_spec()).group
-        found = client.fetch(group)
-        with mmap.mmap(found[0][1], found[0][0].bytes) as mapped:
-            daemon.ask("Reclaim", name="moe", job="job", uid=os.getuid())
-            header = board.read_header(mapped)
-            assert header.poison_generation == header.generation == group.generation
-            assert header.poison_reason is board.PoisonReason.RECLAIMED
-        close_fds(found)
-
-    def test_of_retained_groups_frees_at_once(self, daemon):
-        client = daemon.client(process=True)
-        client.ready(make_spec(retain_s=60.0))
-        daemon.client().ready(make_spec("live"))
-        client.process.kill()
-        eventually(lambda: daemon.group_states().get("moe") == "RETAINED")
-        answer = daemon.ask("Reclaim", all_retained=True)
-        assert (list(answer.groups), answer.quarantined_bytes) == (["moe"], 0)
-        assert answer.freed_bytes > 0
-        assert daemon.group_states() == {"live": "READY"}
-        assert list(daemon.ask("Reclaim", all_retained=True).groups) == []
-
-    def test_needs_exactly_one_group(self, daemon):
-        daemon.client().create(make_spec())
-        daemon.client(job="other").create(make_spec())
-        with pytest.raises(errors.InvalidArgumentError, match="2 groups are named 'moe'; give job"):
-            daemon.ask("Reclaim", name="moe")
-        with pytest.raises(errors.InvalidArgumentError, match="0 groups"):
-            daemon.ask("Reclaim", name="none")
-        with pytest.raises(errors.InvalidArgumentError, match="not both"):
-            daemon.ask("Reclaim")
-
-
-def test_a_fence_quarantines_until_the_process_is_gone(daemon):
-    client = daemon.client(process=True)
-    client.ready(make_spec(retain_s=60.0))
-    daemon.ask("Fence", session_id=client.session_id)
-    assert daemon.group_states() == {}
-    (pool,) = daemon.status().pools
-    assert pool.quarantined_bytes > 0
-    (buffer, *_) = daemon.ask("ListBuffers").buffers
-    assert list(buffer.mapped_by) == [client.pid]
-    client.process.kill()
-    eventually(lambda: daemon.used_bytes == 0)
-
-
 def test_attaching_by_name_alone(daemon):
     spec = make_spec()
     client = daemon.client()
@@ -391,6 +350,7 @@ def test_a_group_of_pure_jax_collectives_holds_no_memory(daemon):
     [
         ({"transport": "nvlink"}, None, "transport must be one of"),
         ({"lanes": 65}, None, "lanes must be at most 64"),
+        ({"hidden_size": 1 << 62}, None, "more than any host has"),
         ({"mesh_axes": (("ep", 2), ("ep", 2))}, [0], "unique names"),
         ({"mesh_axes": (("dp", 1 << 40), ("ep", 2))}, [0], "at most"),
         ({}, [], "world_ranks"),

@@ -164,6 +164,25 @@ def test_what_it_cannot_do_is_said_without_a_traceback(daemon_process, options, 
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        (0o777, [], "could put sockets in the place of ours"),
+        (0o700, ["--allow-uid", "4242"], "chmod 0755"),
+    ],
+)
+def test_a_directory_that_is_not_safe_or_not_reachable_is_left_as_it_is(
+    daemon_process, tmp_path, mode, options, message
+):
+    directory = tmp_path / "d"
+    directory.mkdir()
+    directory.chmod(mode)
+    code, text = daemon_process(*options, directory=directory).ended()
+    assert code == 2
+    assert message in text
+    assert directory.stat().st_mode & 0o777 == mode
+
+
 def test_a_directory_with_odd_characters_serves(daemon_process, tmp_path):
     directory = tmp_path / "a b%41"
     daemon = daemon_process(directory=directory)

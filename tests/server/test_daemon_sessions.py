@@ -105,24 +105,25 @@ def test_a_ticket_works_once_for_its_session_and_for_ten_seconds(clocked):
 
 class TestForeignUsers:
     @staticmethod
-    def start(start_daemon, uid=4242, gids=frozenset({77}), **settings):
+    def start(start_daemon, tmp_path, uid=4242, gids=frozenset({77}), **settings):
         def peer_of(connection, **more):
             peer = credentials.peer_of(connection, **more)
             peer.uid, peer.gids = uid, gids
             return peer
 
-        return start_daemon(peer_of=peer_of, **settings)
+        directory = tmp_path / "d"
+        return start_daemon(peer_of=peer_of, directory=directory, **settings)
 
-    def test_are_refused_by_default(self, start_daemon):
-        daemon = self.start(start_daemon)
+    def test_are_refused_by_default(self, start_daemon, tmp_path):
+        daemon = self.start(start_daemon, tmp_path)
         with pytest.raises(errors.PermissionDeniedError, match="--allow-uid 4242"):
             hello(daemon.directory)
         assert "fd.denied" in daemon.event_kinds()
         assert daemon.status().num_sessions == 0
 
     @pytest.mark.parametrize("allowed", [{"allow_uids": {4242}}, {"allow_gids": {5, 77}}])
-    def test_are_served_when_allowed_but_may_not_administer(self, start_daemon, allowed):
-        daemon = self.start(start_daemon, **{k: frozenset(v) for k, v in allowed.items()})
+    def test_are_served_when_allowed_but_may_not_administer(self, start_daemon, tmp_path, allowed):
+        daemon = self.start(start_daemon, tmp_path, **{k: frozenset(v) for k, v in allowed.items()})
         client = daemon.client()
         heartbeat(client)
         with pytest.raises(errors.PermissionDeniedError, match="may not administer"):
@@ -132,8 +133,8 @@ class TestForeignUsers:
         }
         assert (modes["api.sock"], modes["fd.sock"], modes["admin.sock"]) == (0o666, 0o666, 0o600)
 
-    def test_have_their_own_groups(self, start_daemon):
-        daemon = self.start(start_daemon, allow_uids=frozenset({4242}))
+    def test_have_their_own_groups(self, start_daemon, tmp_path):
+        daemon = self.start(start_daemon, tmp_path, allow_uids=frozenset({4242}))
         theirs = daemon.client().create(make_spec()).group
         assert theirs.uid == 4242
 
@@ -261,13 +262,15 @@ def test_a_newer_stream_ends_the_older_one(daemon):
 
 
 def test_draining_is_told_and_refuses_what_is_new(daemon):
-    client = daemon.client()
+    client, greeted = daemon.client(), daemon.client(job=None)
     watcher = Watcher(client)
-    assert daemon.ask("Drain").num_sessions == 1
+    assert daemon.ask("Drain").num_sessions == 2
     eventually(lambda: watcher.kinds() == ["drain"])
     assert heartbeat(client).state == session_service_pb2.SERVER_STATE_DRAINING
     with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
         client.create(make_spec())
+    with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
+        greeted.open("job")
     with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
         hello(daemon.directory)
 

@@ -6,7 +6,6 @@ import asyncio
 import mmap
 import random
 
-import pytest
 from harness import FakeClock
 from raw_client import make_spec
 
@@ -292,10 +291,14 @@ async def live(seed: int) -> dict[str, int]:
     return model.outcomes
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_lives_of_groups_keep_the_rules(seed, server_loop):
-    outcomes = asyncio.run_coroutine_threadsafe(live(seed), server_loop).result(120)
-    # The walk reached what it is about.
+def test_random_lives_of_groups_keep_the_rules(server_loop):
+    total: dict[str, int] = {}
+    for seed in range(4):
+        print(f"seed {seed}")  # noqa: T201 - shown when it fails
+        outcomes = asyncio.run_coroutine_threadsafe(live(seed), server_loop).result(120)
+        for name, count in outcomes.items():
+            total[name] = total.get(name, 0) + count
+    # The walks reached what they are about.
     for outcome in ("created", "reattached", "fetched", "attached", "FENCED", "DEAD"):
-        assert outcomes.get(outcome, 0) > 3, outcomes
-    assert {"GroupBusyError", "PoolExhaustedError", "StaleHandleError"} <= outcomes.keys()
+        assert total.get(outcome, 0) > 3, total
+    assert {"GroupBusyError", "PoolExhaustedError", "StaleHandleError"} <= total.keys()

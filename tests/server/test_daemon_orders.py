@@ -1,0 +1,91 @@
+"""What an operator orders: reclaim and fence. The memory of a live process is never given away."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+from harness import Watcher, both_ready, eventually
+from raw_client import close_fds, make_spec
+
+from ep_runtime import board, errors, specs
+from ep_runtime.v1 import types_pb2
+
+
+class TestReclaim:
+    def test_of_a_live_group_poisons_it_and_waits_for_its_process(self, daemon):
+        client = daemon.client(process=True)
+        group = client.ready(make_spec())
+        watcher = Watcher(client)
+        answer = daemon.ask("Reclaim", name="moe")
+        assert (list(answer.groups), answer.freed_bytes) == (["moe"], 0)
+        assert answer.quarantined_bytes == daemon.used_bytes > 0
+        eventually(lambda: watcher.kinds() == ["group"])
+        assert watcher.events[0].group.state == types_pb2.GROUP_STATE_CLOSED
+        with pytest.raises(errors.StaleHandleError):
+            client.register(group, [specs.LayerSpec("a", top_k=1)])
+        client.process.kill()
+        eventually(lambda: daemon.used_bytes == 0)
+
+    def test_poisons_the_board_that_the_client_maps(self, daemon):
+        client = daemon.client()
+        group = client.create(make_spec()).group
+        found = client.fetch(group)
+        with mmap.mmap(found[0][1], found[0][0].bytes) as mapped:
+            daemon.ask("Reclaim", name="moe", job="job", uid=os.getuid())
+            header = board.read_header(mapped)
+            assert header.poison_generation == header.generation == group.generation
+            assert header.poison_reason is board.PoisonReason.RECLAIMED
+        close_fds(found)
+
+    def test_of_retained_groups_frees_at_once(self, daemon):
+        client = daemon.client(process=True)
+        client.ready(make_spec(retain_s=60.0))
+        daemon.client().ready(make_spec("live"))
+        client.process.kill()
+        eventually(lambda: daemon.group_states().get("moe") == "RETAINED")
+        answer = daemon.ask("Reclaim", all_retained=True)
+        assert (list(answer.groups), answer.quarantined_bytes) == (["moe"], 0)
+        assert answer.freed_bytes > 0
+        assert daemon.group_states() == {"live": "READY"}
+        assert list(daemon.ask("Reclaim", all_retained=True).groups) == []
+
+    def test_needs_exactly_one_group(self, daemon):
+        daemon.client().create(make_spec())
+        daemon.client(job="other").create(make_spec())
+        with pytest.raises(errors.InvalidArgumentError, match="2 groups are named 'moe'; give job"):
+            daemon.ask("Reclaim", name="moe")
+        with pytest.raises(errors.InvalidArgumentError, match="0 groups"):
+            daemon.ask("Reclaim", name="none")
+        with pytest.raises(errors.InvalidArgumentError, match="not both"):
+            daemon.ask("Reclaim")
+
+
+def test_memory_that_a_fenced_process_maps_is_not_used_again(daemon):
+    spec = make_spec(retain_s=60.0)
+    first, fenced, third = (daemon.client(process=True) for _ in range(3))
+    both_ready(first, fenced, spec)
+    daemon.ask("Fence", session_id=fenced.session_id)
+    assert daemon.group_states() == {"moe": "BROKEN"}
+    (info,) = daemon.ask("ListGroups").groups
+    assert info.poison_reason == "FENCED"
+    both_ready(first, third, spec)
+    (pool,) = daemon.status().pools
+    assert pool.quarantined_bytes == pool.leased_bytes > 0
+    fenced.process.kill()
+    eventually(lambda: daemon.status().pools[0].quarantined_bytes == 0)
+    assert daemon.status().pools[0].leased_bytes > 0
+
+
+def test_a_fence_quarantines_until_the_process_is_gone(daemon):
+    client = daemon.client(process=True)
+    client.ready(make_spec(retain_s=60.0))
+    daemon.ask("Fence", session_id=client.session_id)
+    assert daemon.group_states() == {}
+    (pool,) = daemon.status().pools
+    assert pool.quarantined_bytes > 0
+    (buffer, *_) = daemon.ask("ListBuffers").buffers
+    assert list(buffer.mapped_by) == [client.pid]
+    client.process.kill()
+    eventually(lambda: daemon.used_bytes == 0)
