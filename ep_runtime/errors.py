@@ -4,7 +4,7 @@
     └── EpRuntimeError                  base; carries `fields`, a dict of names and numbers
         ├── InvalidArgumentError        (also ValueError) the caller's argument is wrong
         ├── SpecMismatchError           two processes, or two calls, described one name differently
-        ├── CapacityOverflowError       a rank received more rows than its slab holds (on_overflow="error")
+        ├── CapacityOverflowError       more rows for a rank than its slab holds, in error mode
         ├── GroupNotReadyError          members are missing at the deadline; names the ranks
         ├── PeerLostError               a member's process died while others waited for it
         ├── OpTimeoutError              a live member did not arrive within op_timeout_s
@@ -12,7 +12,7 @@
         ├── SessionFencedError          an operator, or the hang policy, cut this session off
         ├── GroupBusyError              a rank is claimed by a process that lives
         ├── RuntimeUnavailableError     no daemon answers at the address
-        ├── PermissionDeniedError       the daemon does not serve this user, or the token is not this process's
+        ├── PermissionDeniedError       not served: the wrong user, or another process's token
         ├── PoolExhaustedError          a memory limit is reached; names asked, free and holders
         └── VersionSkewError            client and daemon speak no common protocol version
 
@@ -87,7 +87,7 @@ class PeerLostError(EpRuntimeError):
 
 
 class OpTimeoutError(EpRuntimeError):
-    """A live member did not arrive within op_timeout_s. `fields`: rank, layer, op, epoch, waited_s."""
+    """A live member did not arrive in op_timeout_s. `fields`: rank, layer, op, epoch, waited_s."""
 
     grpc_code = "DEADLINE_EXCEEDED"
 
@@ -157,7 +157,9 @@ def from_name(class_name: str, message: str, fields: dict[str, Any]) -> EpRuntim
 
 
 # The native library writes one line: EP_RUNTIME/<Class>: <message> {"layer": "moe/0", ...}
-_NATIVE_TEXT = re.compile(r"EP_RUNTIME/(?P<cls>\w+): (?P<message>[^\n]*?) (?P<fields>\{[^\n]*?\})(?=\s|$)")
+_NATIVE_TEXT = re.compile(
+    r"EP_RUNTIME/(?P<cls>\w+): (?P<message>[^\n]*?) (?P<fields>\{[^\n]*?\})(?=\s|$)"
+)
 
 
 def parse(text: str) -> EpRuntimeError | None:
