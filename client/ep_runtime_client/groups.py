@@ -194,15 +194,14 @@ class Group:
         return forming.register(self.session, self.spec, self.generation, layers, stacks)
 
     def adopt(self, registered: Sequence[wire.RegisteredLayer]) -> None:
-        """Makes registrations usable here: ours by name, the native library's by id."""
+        """Makes registrations, defaults filled in, usable: ours by name, the library's by id."""
         new = [item for item in registered if item.spec.name not in self._layers]
         made: list[EpLayer | LayerStack] = []
         for item in new:
-            spec = specs.check_layer(self.spec, item.spec)
             made.append(
-                LayerStack(self.spec, spec, item.num_layers, item.base_id)
+                LayerStack(self.spec, item.spec, item.num_layers, item.base_id)
                 if item.num_layers
-                else EpLayer(self.spec, spec, item.base_id)
+                else EpLayer(self.spec, item.spec, item.base_id)
             )
         if self.native_group is not None and new:
             from ep_runtime import native
