@@ -28,6 +28,7 @@ LIBRARY_PATH = _find_library()
 ABI = 1
 CLOSE_TIMEOUT_S = 10.0
 _TEXT_BYTES = 4096
+_LONGEST_S = 1e9  # in nanoseconds it still fits 64 bits; an endless timeout is cut to it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _options(spec: GroupSpec, generation: int, debug: bool) -> _GroupOptions:
         max_top_k=spec.max_top_k,
         max_token_bytes=DTYPE_BYTES[spec.max_token_dtype],
         lanes=spec.lanes,
-        op_timeout_ns=int(spec.op_timeout_s * 1e9),
+        op_timeout_ns=int(min(spec.op_timeout_s, _LONGEST_S) * 1e9),
         error_on_overflow=spec.on_overflow == "error",
         exact_combine=spec.combine_precision == "exact",
         debug=debug,

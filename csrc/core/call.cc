@@ -31,10 +31,10 @@ std::vector<int64_t> Call::Ring() const {
 
 Status Call::TimedOut(int64_t waited_ns, int64_t waiting_for) const {
   const double waited_s = static_cast<double>(waited_ns) * 1e-9;
+  const std::string peer = waiting_for < 0 ? "a lane" : "rank " + std::to_string(waiting_for);
   return Error(Code::kDeadlineExceeded, "OpTimeoutError")
       .Says("rank " + std::to_string(context_.world_rank) + " waited " + std::to_string(waited_s) +
-            " s in " + OpName(context_.op) + " of layer " + context_.layer.name + " for rank " +
-            std::to_string(waiting_for))
+            " s in " + OpName(context_.op) + " of layer " + context_.layer.name + " for " + peer)
       .With("rank", waiting_for)
       .With("layer", context_.layer.name)
       .With("op", std::string(OpName(context_.op)))
