@@ -248,6 +248,16 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def test_handing_out_descriptors_costs_none(daemon):
+    client = daemon.client()
+    group = client.create(make_spec()).group
+    close_fds(client.fetch(group))
+    fds = daemon.status().num_fds
+    for _ in range(300):
+        close_fds(client.fetch(group))
+    eventually(lambda: daemon.status().num_fds <= fds)
+
+
 def test_idle_connections_are_dropped(daemon, monkeypatch):
     monkeypatch.setattr(config, "FD_CONNECTION_IDLE_S", 0.05)
     with connect(daemon.directory) as idle:
@@ -259,6 +269,7 @@ def test_connections_are_bounded(daemon, monkeypatch):
     monkeypatch.setattr(config, "MAX_FD_CONNECTIONS", 20)
     held = [connect(daemon.directory) for _ in range(20)]
     with connect(daemon.directory) as one_more:
+        one_more.settimeout(config.FD_CONNECTION_IDLE_S / 2)
         assert one_more.recv(1) == b""
     held.pop().close()
     eventually(lambda: says_hello(daemon))
