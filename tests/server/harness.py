@@ -121,6 +121,13 @@ class Running(Served):
         self._daemon = daemon
         self.clock = clock
 
+    def advance(self, seconds: float) -> None:
+        """Advances the daemon's clock by more than ten seconds, and returns once it was seen."""
+        canary = self.client(job="canary")
+        self.clock.advance(seconds)
+        eventually(lambda: self.session_state(canary.session_id) in ("SUSPECT", "FORGOTTEN"))
+        canary.goodbye()
+
     def close(self) -> None:
         super().close()
         asyncio.run_coroutine_threadsafe(self._daemon.stop(), self._loop).result(WAIT_S)

@@ -249,7 +249,7 @@ class TestRetention:
         first.process.kill()
         eventually(lambda: clocked.group_states() == {"moe": "RETAINED"})
         assert clocked.status().pools[0].retained_bytes == used
-        clocked.clock.advance(59)
+        clocked.advance(59)
 
         second = clocked.client(process=True)
         again = second.create(spec)
@@ -261,8 +261,7 @@ class TestRetention:
         ((layer,), _) = second.register(again.group, [specs.LayerSpec("a", top_k=1)])
         assert layer.already_registered
         assert (layer.base_id, layer.handle_base) == (layers[0].base_id, layers[0].handle_base)
-        clocked.clock.advance(1000)  # the retained time ended with the claim
-        clocked.process()
+        clocked.advance(1000)  # the retained time ended with the claim
         assert clocked.group_states() == {"moe": "READY"}
         assert "windows.freed" not in clocked.event_kinds()
 
@@ -271,8 +270,7 @@ class TestRetention:
         client.ready(make_spec(retain_s=60.0))
         client.process.kill()
         eventually(lambda: clocked.group_states() == {"moe": "RETAINED"})
-        clocked.clock.advance(59.9)
-        clocked.process()
+        clocked.advance(59.9)
         (info,) = clocked.ask("ListGroups").groups
         assert 0 < info.group.retained_left.ToMilliseconds() <= 200
         clocked.clock.advance(0.2)

@@ -62,6 +62,17 @@ class TestReclaim:
             daemon.ask("Reclaim")
 
 
+def test_quarantine_ends_with_the_last_of_several_processes(daemon):
+    first, second = daemon.client(process=True), daemon.client(process=True)
+    both_ready(first, second, make_spec())
+    quarantined = daemon.ask("Reclaim", name="moe").quarantined_bytes
+    first.process.kill()
+    eventually(lambda: daemon.session_state(first.session_id) == "DEAD")
+    assert daemon.status().pools[0].quarantined_bytes == quarantined > 0
+    second.process.kill()
+    eventually(lambda: daemon.used_bytes == 0)
+
+
 def test_memory_that_a_fenced_process_maps_is_not_used_again(daemon):
     spec = make_spec(retain_s=60.0)
     first, fenced, third = (daemon.client(process=True) for _ in range(3))

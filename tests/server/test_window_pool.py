@@ -111,6 +111,47 @@ def test_two_groups_at_once_do_not_both_take_the_last_room(run):
     run(work())
 
 
+def session(number: int) -> Session:
+    return Session(
+        f"s{number}", "", 0, number, number, -1, "", 0.0, 0.0, SessionState.ACTIVE, "job"
+    )
+
+
+def test_memory_is_not_freed_while_it_is_being_formatted(run, monkeypatch):
+    async def work():
+        device, clock = SlowDevice(SET_BYTES), FakeClock()
+        device.gate.set()
+        pool = make_pool(device)
+        groups = Groups(pool, clock, EventLog(clock))
+        first, second, spec = session(1), session(2), make_spec(retain_s=60.0)
+        await groups.create(first, spec, (0, 1), replace=False, wait_s=WAIT_S)
+        first.state = SessionState.DEAD
+        groups.session_ended(first)
+
+        gate, entered = threading.Event(), threading.Event()
+
+        def slow_format(*arguments) -> None:
+            entered.set()
+            assert gate.wait(WAIT_S)
+
+        monkeypatch.setattr(board, "format_board", slow_format)
+        again = asyncio.create_task(
+            groups.create(second, spec, (0, 1), replace=False, wait_s=WAIT_S)
+        )
+        assert await asyncio.to_thread(entered.wait, WAIT_S)
+        (group,), (windows,) = groups.all(), pool.sets
+        assert groups.take_away(group, board.PoisonReason.RECLAIMED, "drill") == 0
+        with pytest.raises(errors.StaleHandleError, match="while it formed"):
+            await again
+        assert windows.state is WindowState.LEASED
+        gate.set()
+        await asyncio.wait_for(group.formation, WAIT_S)
+        await pool.settle()
+        assert pool.sets == []
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -123,15 +164,11 @@ def test_a_fault_while_forming_ends_the_wait_of_everybody(run, fault, error):
         clock = FakeClock()
         pool = make_pool(SlowDevice(SET_BYTES, fault))
         groups = Groups(pool, clock, EventLog(clock))
-        sessions = [
-            Session(f"s{i}", "", 0, i, i, -1, "", 0.0, 0.0, SessionState.ACTIVE, "job")
-            for i in range(2)
-        ]
         results = await asyncio.wait_for(
             asyncio.gather(
                 *(
-                    groups.create(session, SPEC, (rank,), replace=False, wait_s=WAIT_S)
-                    for rank, session in enumerate(sessions)
+                    groups.create(session(rank), SPEC, (rank,), replace=False, wait_s=WAIT_S)
+                    for rank in range(2)
                 ),
                 return_exceptions=True,
             ),
