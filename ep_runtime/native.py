@@ -27,6 +27,7 @@ def _find_library() -> Path:
 LIBRARY_PATH = _find_library()
 ABI = 1
 CLOSE_TIMEOUT_S = 10.0
+ROW_OPS = ("baseline", "avx2", "avx512")
 _TEXT_BYTES = 4096
 _LONGEST_S = 1e9  # in nanoseconds it still fits 64 bits; an endless timeout is cut to it
 
@@ -127,6 +128,7 @@ class _Table(ctypes.Structure):
         ("window_bytes", ctypes.CFUNCTYPE(_I64, _OptionsP)),
         ("control_bytes", ctypes.CFUNCTYPE(_I64, _I64, _I64)),
         ("board_layout", ctypes.CFUNCTYPE(ctypes.c_char_p)),
+        ("use_row_ops", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)),
     ]
 
 
@@ -272,6 +274,14 @@ class NativeLibrary:
     def poison_staging(self, group: int, byte: int) -> None:
         """Fills every window of the group; tests prove with it that stale bytes do not leak."""
         self._table.fill_staging(group, byte)
+
+    def use_row_ops(self, level: str) -> bool:
+        """Picks the instruction set of row arithmetic, "best" or one of ROW_OPS; for tests.
+
+        Returns:
+            False where this processor or build does not have it, and nothing changes.
+        """
+        return bool(self._table.use_row_ops(("best", *ROW_OPS).index(level)) == 0)
 
     def window_bytes(self, spec: GroupSpec) -> int:
         """`board.window_bytes` as the library computes it."""

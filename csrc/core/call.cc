@@ -45,7 +45,7 @@ Status Call::TimedOut(int64_t waited_ns, int64_t waiting_for) const {
 // What ends a wait besides its word. A closed group only ends meetings that are not complete:
 // a call with all ranks inside finishes by itself.
 Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const {
-  EP_RETURN_IF_ERROR(ThisProcess().failed_runs.Get(context_.key.run, context_.key.site()));
+  EP_RETURN_IF_ERROR(ThisProcess().failed_runs.Get(context_.key.run));
   EP_RETURN_IF_ERROR(group().Alive(context_.layer.name));
   if (gathering && group().closed()) return group().ClosedError(context_.layer.name);
   const int64_t waited_ns = NowNs() - started_ns;
@@ -55,7 +55,7 @@ Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const
 
 // Records the error for the other calls of this run before anybody is woken to look for it.
 Status Call::Failed(Status error) {
-  ThisProcess().FailRun(context_.key.run, error);
+  ThisProcess().failed_runs.Add(context_.key.run, error);
   group().RecordError(error.text());
   return error;
 }

@@ -17,8 +17,6 @@ namespace ep_runtime {
 struct CallKey {
   uint64_t call;  // call site, and how often it ran before in this run
   uint64_t run;
-
-  uint64_t site() const { return call >> 32; }
 };
 
 // What a call is; ranks that meet under one key must agree on it.

@@ -1,7 +1,6 @@
 #ifndef EP_RUNTIME_CORE_REGISTRY_H_
 #define EP_RUNTIME_CORE_REGISTRY_H_
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <shared_mutex>
@@ -59,12 +58,6 @@ struct Process {
   Registry registry;
   FailedRuns failed_runs;
   CallThreads threads;
-  std::atomic<uint64_t> newest_site{0};
-
-  // Ends the other calls of that run with `error`.
-  void FailRun(uint64_t run, const Status& error) {
-    failed_runs.Add(run, newest_site.load(std::memory_order_relaxed), error);
-  }
 };
 Process& ThisProcess();
 

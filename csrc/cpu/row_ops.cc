@@ -1,29 +1,63 @@
 #include "cpu/row_ops.h"
 
+#include <atomic>
+#include <initializer_list>
+
 namespace ep_runtime {
 namespace {
 
-const RowOps* Pick() {
+bool HasAvx512() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (RowOpsAvx512() != nullptr && __builtin_cpu_supports("avx512f") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd")) {
-    return RowOpsAvx512();
-  }
-  // Every processor with AVX2 has F16C and FMA, which the flags of that file also allow.
-  if (RowOpsAvx2() != nullptr && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return RowOpsAvx2();
-  }
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512cd");
+#else
+  return false;
 #endif
+}
+
+bool HasAvx2() {
+#if defined(__x86_64__)
+  // The flags of that file also allow FMA, BMI2 and F16C, which every processor with the first
+  // two has.
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("bmi2");
+#else
+  return false;
+#endif
+}
+
+// Null where this processor or build does not have that level.
+const RowOps* OfLevel(RowOpsLevel level) {
+  switch (level) {
+    case kAvx512:
+      return HasAvx512() ? RowOpsAvx512() : nullptr;
+    case kAvx2:
+      return HasAvx2() ? RowOpsAvx2() : nullptr;
+    case kBaseline:
+      return RowOpsBaseline();
+    case kBestRowOps:
+      break;
+  }
+  for (RowOpsLevel each : {kAvx512, kAvx2}) {
+    if (OfLevel(each) != nullptr) return OfLevel(each);
+  }
   return RowOpsBaseline();
+}
+
+std::atomic<const RowOps*>& Current() {
+  static std::atomic<const RowOps*> current{OfLevel(kBestRowOps)};
+  return current;
 }
 
 }  // namespace
 
-const RowOps& GetRowOps() {
-  static const RowOps* ops = Pick();
-  return *ops;
+const RowOps& GetRowOps() { return *Current().load(std::memory_order_relaxed); }
+
+bool UseRowOps(RowOpsLevel level) {
+  const RowOps* ops = OfLevel(level);
+  if (ops != nullptr) Current().store(ops, std::memory_order_relaxed);
+  return ops != nullptr;
 }
 
 }  // namespace ep_runtime

@@ -30,8 +30,12 @@ struct RowOps {
   void (*stream)(void* dst, const void* src, int64_t bytes);
 };
 
-// The best table for this processor.
+// The best table for this processor, unless a test chose another.
 const RowOps& GetRowOps();
+
+enum RowOpsLevel : int { kBestRowOps = 0, kBaseline = 1, kAvx2 = 2, kAvx512 = 3 };
+// False where this processor or build does not have that level.
+bool UseRowOps(RowOpsLevel level);
 
 // One per instruction set; the ones this build has no compiler flags for are null.
 const RowOps* RowOpsBaseline();

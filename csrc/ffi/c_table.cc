@@ -13,6 +13,7 @@
 #include "core/group.h"
 #include "core/layout.h"
 #include "core/registry.h"
+#include "cpu/row_ops.h"
 #include "ffi/site.h"
 #include "ffi/targets_cpu.h"
 
@@ -178,6 +179,8 @@ const char* EpBoardLayout() {
   return all.c_str();
 }
 
+int EpUseRowOps(int level) { return UseRowOps(static_cast<RowOpsLevel>(level)) ? 0 : -1; }
+
 struct EpTable {
   uint32_t abi;  // raised when a field changes its meaning
   uint32_t bytes;
@@ -195,6 +198,7 @@ struct EpTable {
   int64_t (*window_bytes)(const EpGroupOptions*);
   int64_t (*control_bytes)(int64_t, int64_t);
   const char* (*board_layout)();
+  int (*use_row_ops)(int);
 };
 
 }  // namespace
@@ -203,10 +207,10 @@ struct EpTable {
 extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
   using namespace ep_runtime;  // NOLINT: the table's fields are all from there
   static const EpTable table = {
-      /*abi=*/1,     sizeof(EpTable), EP_RUNTIME_VERSION, kTargets,
-      kNumTargets,   &SiteState::id,  &SiteState::info,   EpOpenGroup,
-      EpAddLayers,   EpRemoveLayers,  EpCloseGroup,       EpCheckGroup,
-      EpFillStaging, EpWindowBytes,   EpControlBytes,     EpBoardLayout,
+      /*abi=*/1,      sizeof(EpTable),  EP_RUNTIME_VERSION, kTargets,      kNumTargets,
+      &SiteState::id, &SiteState::info, EpOpenGroup,        EpAddLayers,   EpRemoveLayers,
+      EpCloseGroup,   EpCheckGroup,     EpFillStaging,      EpWindowBytes, EpControlBytes,
+      EpBoardLayout,  EpUseRowOps,
   };
   return &table;
 }

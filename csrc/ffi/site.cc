@@ -1,13 +1,18 @@
 #include "ffi/site.h"
 
-#include "core/registry.h"
+#include <atomic>
 
 namespace ep_runtime {
+namespace {
+
+std::atomic<uint64_t> last_site{0};
+
+}  // namespace
 
 xla::ffi::TypeId SiteState::id = {};
 const XLA_FFI_TypeInfo SiteState::info = xla::ffi::MakeTypeInfo<SiteState>();
 
-Site::Site() : id_(++ThisProcess().newest_site) {}
+Site::Site() : id_(++last_site) {}
 
 CallKey Site::NextKey(uint64_t run, int32_t device) {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -10,6 +10,8 @@ import numpy_reference as reference
 import pytest
 from native_group import PLAN_NAMES, NativeGroup
 
+from ep_runtime import native
+
 jax.config.update("jax_enable_x64", False)
 
 
@@ -178,6 +180,23 @@ def test_dtypes_and_precisions(dtype, precision, weighted):
         check_all(group, random_idx(rng, 8, 9, 4, 16), kind, weighted=weighted)
 
 
+@pytest.fixture(params=native.ROW_OPS)
+def row_ops(request):
+    if not native.library().use_row_ops(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield
+    native.library().use_row_ops("best")
+
+
+@pytest.mark.usefixtures("row_ops")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_instruction_set_gives_the_same_bits(dtype):
+    rng = np.random.default_rng(13)
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    with small_group(top_k=4, max_token_dtype=dtype, hidden_size=1030) as group:
+        check_all(group, random_idx(rng, 8, 9, 4, 16), kind)
+
+
 @pytest.mark.parametrize("precision", ["fast", "exact"])
 def test_doubles(precision):
     rng = np.random.default_rng(7)
@@ -231,8 +250,6 @@ def test_debug_mode_shows_undefined_rows_and_gives_the_same_results():
 
 
 def test_results_repeat_bit_for_bit_whatever_the_windows_hold():
-    from ep_runtime import native
-
     rng = np.random.default_rng(11)
     with small_group(top_k=4, alignment=8, max_token_dtype="bfloat16") as group:
         idx = random_idx(rng, 8, 9, 4, 16)
