@@ -109,6 +109,15 @@ def test_an_overflow_in_one_domain_fails_all_domains():
         assert (error.fields["demand"], error.fields["capacity"]) == (32, 31)
 
 
+def test_the_lowest_rank_over_capacity_is_named():
+    with open_group(on_overflow="error", recv_capacity_per_rank=40) as group:
+        _, x = inputs(group)
+        both = np.broadcast_to(np.int32([10, 5]), (8, TOKENS, TOP_K)).copy()  # ranks 5 and 2
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+        for _ in range(5):
+            assert failure_of(run, group.put(both), x).fields["rank"] == 2
+
+
 def test_closed_groups_and_removed_layers_are_stale():
     group = open_group(generation=17)
     idx, x = inputs(group)
@@ -222,6 +231,19 @@ def test_two_devices_of_one_rank_are_refused():
             return round_trip(group, idx, x, rank=jax.lax.axis_index("ep") // 2)
 
         assert "two devices" in str(failure_of(group.sharded(program), idx, x))
+
+
+def test_calls_of_different_layers_never_mix():
+    with open_group(num_layers=8) as group:
+        idx, x = inputs(group)
+        mixed = group.sharded(
+            lambda idx, x: round_trip(group, idx, x, index=jax.lax.axis_index("ep") // 7)
+        )
+        error = failure_of(mixed, idx, x)
+        assert isinstance(error, errors.SpecMismatchError)
+        assert "two calls met" in str(error)
+        good = group.sharded(lambda idx, x: round_trip(group, idx, x, index=1))
+        expect(good(idx, x), x)
 
 
 def test_an_error_inside_a_call_releases_its_peers():
