@@ -69,7 +69,8 @@ def test_a_dead_address_is_exit_code_2(tmp_path: Path) -> None:
     assert "no daemon answers" in done.stderr
 
 
-def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon() -> None:
+def interrupted(line_start: str, signals: int) -> tuple[int, str, str]:
+    """Exit code and output of a long demo that gets SIGINTs once a line starts so."""
     # In a group of its own, and the signal to all of it, as a terminal does.
     with subprocess.Popen(
         [*COMMAND, *SMALL, "--steps", "100000"],
@@ -82,15 +83,29 @@ def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon() -> None:
         seen = ""
         for line in process.stdout:
             seen += line
-            if line.startswith("step "):
+            if line.startswith((line_start, "stopping")):
                 os.killpg(process.pid, signal.SIGINT)
+                signals -= 1
+            if signals == 0:
                 break
         output, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130, errors
+    return process.returncode, seen + output, errors
+
+
+def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon() -> None:
+    code, output, errors = interrupted("step 1/", signals=1)
+    assert code == 130, errors
     assert "stopped after" in output
     assert "held-out loss" in output
     assert "Traceback" not in errors
-    assert not runtime_directory(seen + output).exists()
+    assert not runtime_directory(output).exists()
+
+
+def test_ctrl_c_twice_while_compiling_leaves_no_daemon() -> None:
+    code, output, errors = interrupted("in a second terminal", signals=2)
+    assert code == 130, errors
+    assert "Traceback" not in errors
+    assert not runtime_directory(output).exists()
 
 
 @pytest.mark.parametrize("command", ["demo", "bench"])

@@ -8,6 +8,7 @@ import importlib.util
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.demo import config as defaults
+from ep_runtime_client.demo.interrupt import INTERRUPTED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,5 +86,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             "the demo needs optax: pip install 'ep-runtime[demo]'", argument="demo"
         )
-    job = importlib.import_module("ep_runtime_client.demo.job")
-    return int(job.run(config))
+    try:
+        job = importlib.import_module("ep_runtime_client.demo.job")
+        return int(job.run(config))
+    except KeyboardInterrupt:
+        return INTERRUPTED

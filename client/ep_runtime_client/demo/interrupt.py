@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+# A shell's convention for a program that SIGINT ended.
+INTERRUPTED = 130
+
 
 class StopRequest:
     """Context manager: the first SIGINT sets `requested`, a second one interrupts at once.

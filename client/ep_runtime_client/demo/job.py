@@ -11,15 +11,13 @@ import ep_runtime as ep
 from ep_runtime_client import cli
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.corpus import Corpus, load_corpus, prompt, training_batches
-from ep_runtime_client.demo.interrupt import StopRequest
+from ep_runtime_client.demo.interrupt import INTERRUPTED, StopRequest
 from ep_runtime_client.demo.render import Place, Reporter
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
 from ep_runtime_client.demo.training import TrainingReport, train
 from ep_runtime_client.session import Session
 
 DIFFERENT = 3
-# A shell's convention for a program that SIGINT ended.
-INTERRUPTED = 130
 PROMPT_BYTES = 64
 
 
@@ -53,7 +51,9 @@ def run(config: DemoConfig) -> int:
         if report.steps and not stop.requested:
             _sample(config, trainers[0], corpus, reporter, stop)
         if session.has_daemon:
-            cli.main(["handles", "--address", session.address])
+            # The twin has layers of the same names; wide shows the groups.
+            wide = ["-o", "wide"] if config.compare else []
+            cli.main(["handles", "--address", session.address, *wide])
     return verdict(config, report, reporter, stop)
 
 
