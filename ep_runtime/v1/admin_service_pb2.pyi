@@ -46,7 +46,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag")
+    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,9 @@ class GetStatusResponse(_message.Message):
     MAX_FDS_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_FIELD_NUMBER: _ClassVar[int]
+    LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     incarnation: str
     pid: int
@@ -77,7 +80,66 @@ class GetStatusResponse(_message.Message):
     max_fds: int
     rss_bytes: int
     loop_lag: _duration_pb2.Duration
-    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    journal: JournalStatus
+    recovery: RecoveryStatus
+    late_ranks: _containers.RepeatedCompositeFieldContainer[LateRank]
+    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ...) -> None: ...
+
+class JournalStatus(_message.Message):
+    __slots__ = ("error", "bytes")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    bytes: int
+    def __init__(self, error: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class RecoveryStatus(_message.Message):
+    __slots__ = ("under_way", "left", "num_sessions", "num_awaited", "adopted_bytes", "awaited_bytes", "lost_bytes")
+    UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AWAITED_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    under_way: bool
+    left: _duration_pb2.Duration
+    num_sessions: int
+    num_awaited: int
+    adopted_bytes: int
+    awaited_bytes: int
+    lost_bytes: int
+    def __init__(self, under_way: bool = ..., left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_awaited: _Optional[int] = ..., adopted_bytes: _Optional[int] = ..., awaited_bytes: _Optional[int] = ..., lost_bytes: _Optional[int] = ...) -> None: ...
+
+class LateRank(_message.Message):
+    __slots__ = ("group", "job", "uid", "generation", "world_rank", "pid", "process_index", "since", "waiting_ranks", "layer", "op", "handle", "message")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    job: str
+    uid: int
+    generation: int
+    world_rank: int
+    pid: int
+    process_index: int
+    since: _duration_pb2.Duration
+    waiting_ranks: _containers.RepeatedScalarFieldContainer[int]
+    layer: str
+    op: str
+    handle: int
+    message: str
+    def __init__(self, group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., pid: _Optional[int] = ..., process_index: _Optional[int] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waiting_ranks: _Optional[_Iterable[int]] = ..., layer: _Optional[str] = ..., op: _Optional[str] = ..., handle: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("device", "limit_bytes", "leased_bytes", "retained_bytes", "quarantined_bytes", "num_buffers")
@@ -167,20 +229,24 @@ class ListGroupsResponse(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class GroupInfo(_message.Message):
-    __slots__ = ("group", "num_layers", "num_handles", "total_bytes", "age", "poison_reason")
+    __slots__ = ("group", "num_layers", "num_handles", "total_bytes", "age", "poison_reason", "late_ranks", "wanted_ranks")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_HANDLES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     POISON_REASON_FIELD_NUMBER: _ClassVar[int]
+    LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_RANKS_FIELD_NUMBER: _ClassVar[int]
     group: _types_pb2.Group
     num_layers: int
     num_handles: int
     total_bytes: int
     age: _duration_pb2.Duration
     poison_reason: str
-    def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., total_bytes: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., poison_reason: _Optional[str] = ...) -> None: ...
+    late_ranks: _containers.RepeatedCompositeFieldContainer[LateRank]
+    wanted_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., total_bytes: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., poison_reason: _Optional[str] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., wanted_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdminServiceListLayersRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group")

@@ -68,6 +68,26 @@ class ReportAttachedResponse(_message.Message):
     group: _types_pb2.Group
     def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ...) -> None: ...
 
+class RestoreGroupRequest(_message.Message):
+    __slots__ = ("spec", "generation", "world_ranks", "layers")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    spec: _types_pb2.GroupSpec
+    generation: int
+    world_ranks: _containers.RepeatedScalarFieldContainer[int]
+    layers: _containers.RepeatedCompositeFieldContainer[_types_pb2.RegisteredLayer]
+    def __init__(self, spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., generation: _Optional[int] = ..., world_ranks: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ...) -> None: ...
+
+class RestoreGroupResponse(_message.Message):
+    __slots__ = ("group", "wanted_ranks")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    WANTED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    group: _types_pb2.Group
+    wanted_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., wanted_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class CloseGroupRequest(_message.Message):
     __slots__ = ("name", "generation")
     NAME_FIELD_NUMBER: _ClassVar[int]

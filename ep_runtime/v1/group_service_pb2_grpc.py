@@ -52,6 +52,11 @@ class GroupServiceStub(object):
                 request_serializer=ep__runtime_dot_v1_dot_group__service__pb2.ReportAttachedRequest.SerializeToString,
                 response_deserializer=ep__runtime_dot_v1_dot_group__service__pb2.ReportAttachedResponse.FromString,
                 _registered_method=True)
+        self.RestoreGroup = channel.unary_unary(
+                '/ep_runtime.v1.GroupService/RestoreGroup',
+                request_serializer=ep__runtime_dot_v1_dot_group__service__pb2.RestoreGroupRequest.SerializeToString,
+                response_deserializer=ep__runtime_dot_v1_dot_group__service__pb2.RestoreGroupResponse.FromString,
+                _registered_method=True)
         self.CloseGroup = channel.unary_unary(
                 '/ep_runtime.v1.GroupService/CloseGroup',
                 request_serializer=ep__runtime_dot_v1_dot_group__service__pb2.CloseGroupRequest.SerializeToString,
@@ -87,6 +92,8 @@ class GroupServiceServicer(object):
         op_id of another request      INVALID_ARGUMENT   a bug of the caller
         transport not served here     INVALID_ARGUMENT   name another transport
         daemon drains                 UNAVAILABLE        retry elsewhere or later
+        still recovering at `wait`    UNAVAILABLE        retry
+        journal cannot be written     RESOURCE_EXHAUSTED PoolExhaustedError: free disk space
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +119,21 @@ class GroupServiceServicer(object):
         windows never fetched         INVALID_ARGUMENT    redeem a ticket first
         a member died meanwhile       ABORTED             PeerLostError (rank): create it again
         members missing after `wait`  DEADLINE_EXCEEDED   GroupNotReadyError (missing_ranks)
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreGroup(self, request, context):
+        """Says, after the daemon started again, what this process holds of a group: the group goes on
+        under the same generation, without a failed step. Idempotent; needs no `wait`. The answer names
+        the windows that the daemon wants back (ReturnWindows on fd.sock). A daemon that lost its
+        journal takes the caller's word; it believes the memory's own header in any case.
+
+        another generation, or gone   FAILED_PRECONDITION StaleHandleError: create it again
+        spec or layers differ         ALREADY_EXISTS      SpecMismatchError: create it again
+        rank claimed by a live pid    UNAVAILABLE         GroupBusyError (rank, pid)
+        spec or ranks not valid       INVALID_ARGUMENT    a bug of the caller
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +175,11 @@ def add_GroupServiceServicer_to_server(servicer, server):
                     servicer.ReportAttached,
                     request_deserializer=ep__runtime_dot_v1_dot_group__service__pb2.ReportAttachedRequest.FromString,
                     response_serializer=ep__runtime_dot_v1_dot_group__service__pb2.ReportAttachedResponse.SerializeToString,
+            ),
+            'RestoreGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreGroup,
+                    request_deserializer=ep__runtime_dot_v1_dot_group__service__pb2.RestoreGroupRequest.FromString,
+                    response_serializer=ep__runtime_dot_v1_dot_group__service__pb2.RestoreGroupResponse.SerializeToString,
             ),
             'CloseGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseGroup,
@@ -249,6 +276,33 @@ class GroupService(object):
             '/ep_runtime.v1.GroupService/ReportAttached',
             ep__runtime_dot_v1_dot_group__service__pb2.ReportAttachedRequest.SerializeToString,
             ep__runtime_dot_v1_dot_group__service__pb2.ReportAttachedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_runtime.v1.GroupService/RestoreGroup',
+            ep__runtime_dot_v1_dot_group__service__pb2.RestoreGroupRequest.SerializeToString,
+            ep__runtime_dot_v1_dot_group__service__pb2.RestoreGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,9 +16,11 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_UNSPECIFIED: _ClassVar[ServerState]
     SERVER_STATE_SERVING: _ClassVar[ServerState]
     SERVER_STATE_DRAINING: _ClassVar[ServerState]
+    SERVER_STATE_RECOVERING: _ClassVar[ServerState]
 SERVER_STATE_UNSPECIFIED: ServerState
 SERVER_STATE_SERVING: ServerState
 SERVER_STATE_DRAINING: ServerState
+SERVER_STATE_RECOVERING: ServerState
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -76,10 +78,12 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, progress: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("state",)
+    __slots__ = ("state", "incarnation")
     STATE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class WatchSessionRequest(_message.Message):
     __slots__ = ()
@@ -108,18 +112,20 @@ class FenceEvent(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class GroupEvent(_message.Message):
-    __slots__ = ("group", "generation", "state", "reason", "lost_ranks")
+    __slots__ = ("group", "generation", "state", "reason", "lost_ranks", "lost_members")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LOST_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LOST_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     group: str
     generation: int
     state: _types_pb2.GroupState
     reason: str
     lost_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.GroupState, str]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    lost_members: _containers.RepeatedCompositeFieldContainer[_types_pb2.GroupMember]
+    def __init__(self, group: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.GroupState, str]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., lost_members: _Optional[_Iterable[_Union[_types_pb2.GroupMember, _Mapping]]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ()
