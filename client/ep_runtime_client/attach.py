@@ -100,7 +100,6 @@ def _own_ranks(spec: specs.GroupSpec, mesh: Mesh) -> list[int]:
 
     Raises:
         InvalidArgumentError: none of them.
-        NotImplementedError: windows of several processes.
     """
     import jax
 
@@ -115,13 +114,6 @@ def _own_ranks(spec: specs.GroupSpec, mesh: Mesh) -> list[int]:
             f"mesh has no device of this process ({here}); it spans processes "
             f"{meshes.processes_of(mesh)}",
             argument="mesh",
-        )
-    if spec.transport != "xla" and len(ranks) < spec.world_size:
-        raise NotImplementedError(
-            f"group {spec.name!r} spans processes {meshes.processes_of(mesh)}: "
-            f'transport="{spec.transport}" serves the {spec.world_size} devices of a group from '
-            f"one process in this version (this one drives {len(ranks)}); "
-            'transport="xla" works across processes'
         )
     return ranks
 

@@ -113,6 +113,7 @@ class Groups:
         difference = group.spec.difference(spec) if group is not None else None
         if group is not None and difference is not None:
             if not replace:
+                self._fail_unequal(group, ranks, difference)
                 raise _mismatch(spec.name, *difference)
             self.take_away(group, PoisonReason.CLOSED, "replaced by another spec")
             group = None
@@ -140,6 +141,19 @@ class Groups:
             group.formation = asyncio.get_running_loop().create_task(self._form(group))
             group.formation.add_done_callback(lambda task: self._check_formed(group, task))
         return group
+
+    def _fail_unequal(
+        self, group: Group, ranks: tuple[int, ...], difference: tuple[str, object, object]
+    ) -> None:
+        """Ends the wait of those whose missing ranks come with another spec: nobody else has them.
+
+        The difference is (field, of the group, of the newcomer).
+        """
+        waits = group.state is State.FORMING and group.members
+        if waits and set(ranks).issubset(group.missing_ranks):
+            field, ours, theirs = difference
+            group.failure = _mismatch(group.spec.name, field, theirs, ours)
+            self._close(group, Event.FAILED, str(group.failure))
 
     def _check_formed(self, group: Group, task: asyncio.Task[None]) -> None:
         """A bug in forming ends the wait of its callers instead of letting them sit it out."""

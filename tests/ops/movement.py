@@ -107,9 +107,8 @@ def spec_hint(case: cases.Case) -> PartitionSpec | None:
 
 def run_ops(layer: Any, case: cases.Case, inputs: Inputs, **options: Any) -> dict[str, Any]:
     """Plan, rows, output and gradients through dispatch and combine, in one program."""
-    topk_idx = inputs.topk_idx
 
-    def forward(tokens: Any, weights: Any, factors: Any) -> Any:
+    def forward(tokens: Any, weights: Any, factors: Any, topk_idx: Any) -> Any:
         sent = ops.dispatch(
             layer,
             tokens,
@@ -123,13 +122,16 @@ def run_ops(layer: Any, case: cases.Case, inputs: Inputs, **options: Any) -> dic
         out = ops.combine(layer, sent, rows, weights=sent.weights if case.weighted else None)
         return out, sent
 
-    def loss(tokens: Any, weights: Any, factors: Any, cotangent: Any) -> Any:
-        out, sent = forward(tokens, weights, factors)
+    def loss(tokens: Any, weights: Any, factors: Any, cotangent: Any, topk_idx: Any) -> Any:
+        out, sent = forward(tokens, weights, factors, topk_idx)
         return (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(), (out, sent)
 
     wrt = (0, 1) if case.weighted else (0,)
     both = jax.jit(jax.value_and_grad(loss, argnums=wrt, has_aux=True))
-    (_, (out, sent)), grads = both(inputs.tokens, inputs.weights, inputs.factors, inputs.cotangent)
+    # Arguments, all of them: a program must not close over an array of several processes.
+    (_, (out, sent)), grads = both(
+        inputs.tokens, inputs.weights, inputs.factors, inputs.cotangent, inputs.topk_idx
+    )
     return {
         "plan": sent.plan.arrays._asdict(),
         "rows": sent.tokens,

@@ -1,0 +1,244 @@
+"""Jobs of several processes under jax.distributed, for tests.
+
+A `Job` starts P processes of one script, each with its own CPU devices and gloo between them. It
+owns the coordinator's port, bounds every wait, checks every exit code, kills what is left at its
+end, and shows the end of each process's log where a test fails.
+
+The script talks with the test in JSON lines: `say(...)`, `hear()`. It finds `index`, `jax`, `np`,
+`ep` and `mesh_of` in its scope and jax.distributed initialised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from daemon_fixtures import package_path
+
+WAIT_S = 120.0
+# The processes' own limit: they end even where nobody is left to kill them.
+LIFE_S = 280.0
+TAIL_LINES = 30
+TESTS = str(Path(__file__).resolve().parent.parent)
+
+PROLOGUE = """
+import faulthandler, json, os, signal, sys, time
+faulthandler.enable()
+faulthandler.dump_traceback_later(float(os.environ["TEST_LIFE_S"]), exit=True)
+import jax
+import numpy as np
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", int(os.environ["TEST_DEVICES"]))
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+import ep_runtime as ep
+
+index = int(os.environ["TEST_INDEX"])
+_talk = os.fdopen(int(os.environ["TEST_TALK_FD"]), "w", buffering=1)
+
+def say(**values):
+    print(json.dumps(values), file=_talk, flush=True)
+
+def hear():
+    return json.loads(sys.stdin.readline())
+
+def mesh_of(*sizes, names=("ep",)):
+    sizes = sizes or (len(jax.devices()),)
+    count = int(np.prod(sizes))
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(sizes), names)
+
+jax.distributed.initialize(
+    os.environ["TEST_COORDINATOR"],
+    num_processes=int(os.environ["TEST_PROCESSES"]),
+    process_id=index,
+    initialization_timeout=100,
+)
+"""
+
+
+class Worker:
+    """One process of a job."""
+
+    def __init__(self, index: int, script: str, log: Path, environment: dict[str, str]) -> None:
+        self.index = index
+        self.log = log
+        self._heard = b""
+        self._talk, theirs = os.pipe()
+        with open(log, "wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", script],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment, "TEST_INDEX": str(index), "TEST_TALK_FD": str(theirs)},
+                pass_fds=[theirs],
+            )
+        os.close(theirs)
+        self.pid = self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def heard(self, within_s: float = WAIT_S) -> Any:
+        """The next line that the process says."""
+        deadline = time.monotonic() + within_s
+        poll = select.poll()
+        poll.register(self._talk, select.POLLIN)
+        while b"\n" not in self._heard:
+            left_s = deadline - time.monotonic()
+            ready = left_s > 0 and poll.poll(left_s * 1000)
+            assert ready, f"process {self.index} said nothing within {within_s:g} s"
+            part = os.read(self._talk, 1 << 16)
+            assert part, f"process {self.index} ended with {self._process.wait(WAIT_S)}"
+            self._heard += part
+        line, _, self._heard = self._heard.partition(b"\n")
+        return json.loads(line)
+
+    def tell(self, value: Any = None) -> None:
+        """Sends a line to the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until the process is gone."""
+        self._process.kill()
+        assert self._process.wait(WAIT_S) == -signal.SIGKILL
+
+    def finish(self, within_s: float = WAIT_S) -> int:
+        """Waits for the process's own end; its exit code."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        return self._process.wait(within_s)
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def close(self) -> None:
+        """Ends the process whatever it does."""
+        if not self.ended:
+            self._process.kill()
+            self._process.wait(WAIT_S)
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        os.close(self._talk)
+
+
+class Job:
+    """Context manager: P processes of one script; none outlives it.
+
+    Args:
+        script: what runs after `PROLOGUE`.
+        processes: P.
+        devices: CPU devices of each process.
+        environment: more variables for every process, for example EP_RUNTIME_ADDRESS.
+        prologue: what runs before the script.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        *,
+        processes: int,
+        devices: int,
+        prologue: str = PROLOGUE,
+        life_s: float = LIFE_S,
+        **environment: str,
+    ) -> None:
+        self.processes, self.devices = processes, devices
+        self._script = prologue + script
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([package_path(), TESTS]),
+            "TEST_PROCESSES": str(processes),
+            "TEST_DEVICES": str(devices),
+            "TEST_LIFE_S": str(life_s),
+            **environment,
+        }
+        self._stack = contextlib.ExitStack()
+        self.workers: list[Worker] = []
+
+    def __enter__(self) -> Job:
+        with contextlib.ExitStack() as stack:
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ept-job-")))
+            port = stack.enter_context(reserved_port())
+            environment = {**self._environment, "TEST_COORDINATOR": f"127.0.0.1:{port}"}
+            for index in range(self.processes):
+                worker = Worker(index, self._script, logs / f"{index}.log", environment)
+                stack.callback(worker.close)
+                self.workers.append(worker)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            sys.stderr.write(self.tails())
+        self._stack.close()
+
+    def heard(self, within_s: float = WAIT_S) -> list[Any]:
+        """The next line of every process, in order."""
+        deadline = time.monotonic() + within_s
+        return [worker.heard(max(deadline - time.monotonic(), 0.1)) for worker in self.workers]
+
+    def tell(self, value: Any = None) -> None:
+        """Sends a line to every process."""
+        for worker in self.workers:
+            worker.tell(value)
+
+    def finish(self, within_s: float = WAIT_S) -> None:
+        """Waits for every process's own end; each must end with 0."""
+        deadline = time.monotonic() + within_s
+        codes = [worker.finish(max(deadline - time.monotonic(), 0.1)) for worker in self.workers]
+        assert codes == [0] * self.processes, f"exit codes {codes}"
+
+    def tails(self) -> str:
+        """The end of every process's log."""
+        return "\n".join(
+            f"--- process {worker.index} (pid {worker.pid})\n{worker.tail()}"
+            for worker in self.workers
+        )
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port that nobody else gets while the block runs.
+
+    The socket here never listens; gRPC binds the same port beside it (SO_REUSEPORT).
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
+
+
+def run(script: str, *, processes: int, devices: int, **environment: str) -> list[Any]:
+    """Runs a job to its end; what each process said last."""
+    with Job(script, processes=processes, devices=devices, **environment) as job:
+        said = job.heard()
+        job.finish()
+        return said

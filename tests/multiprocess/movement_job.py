@@ -1,0 +1,79 @@
+"""What every process of a movement test runs: cases through memfd, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import cases
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ops import movement
+
+import ep_runtime as ep
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-2, "float16": 6e-3}
+
+
+def fitted(case: cases.Case, devices: int) -> cases.Case:
+    """The case on that many devices: its longest axis shrinks."""
+    sizes = dict(case.axes)
+    while int(np.prod([*sizes.values()])) > devices:
+        longest = max(sizes, key=lambda axis: sizes[axis])
+        sizes[longest] //= 2
+    return dataclasses.replace(case, axes=tuple(sizes.items()))
+
+
+def run_case(session: Any, case: cases.Case) -> None:
+    """One case in a group of its own; every process sees every value."""
+    case = fitted(case, len(jax.devices()))
+    settings = dict(case.group_settings)
+    axes = settings.pop("axes")
+    count = int(np.prod([*axes.values()]))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape([*axes.values()]), [*axes])
+    group = session.create_group(case.name, mesh, **settings, op_timeout_s=60)
+    assert group.spec.transport == "memfd"
+    layer = group.register_layer("moe", top_k=case.top_k)
+    capacity = movement.capacity_of(case, layer)
+    inputs = movement.inputs_of(case, group.spec, capacity)
+    got = movement.run_ops(layer, case, movement.placed(inputs, case, group))
+    got.pop("sent")
+    got = multihost_utils.process_allgather(got, tiled=True)
+    check(case, group.spec, inputs, capacity, got)
+    group.close()
+
+
+def check(case: cases.Case, spec: Any, inputs: Any, capacity: int, got: dict[str, Any]) -> None:
+    """Integers and rows exactly, sums by the dtype's tolerance."""
+    want = movement.run_reference(case, spec, inputs, capacity)
+    for name, array in want["plan"].items():
+        np.testing.assert_array_equal(got["plan"][name], array, err_msg=name)
+    zone = want["in_zone"]
+    np.testing.assert_array_equal(got["rows"][zone], np.asarray(want["rows"])[zone])
+    np.testing.assert_array_equal(got["row_weights"], want["row_weights"])
+    tolerance = TOLERANCE[case.dtype]
+    for name in ("out", "d_tokens", "d_weights"):
+        if want[name] is not None:
+            np.testing.assert_allclose(
+                np.asarray(got[name], np.float64),
+                np.asarray(want[name], np.float64),
+                rtol=tolerance,
+                atol=tolerance * (case.hidden if name == "d_weights" else case.top_k),
+                err_msg=name,
+            )
+
+
+def main(names: list[str]) -> list[str]:
+    """Runs the named cases; their names."""
+    with ep.connect() as session:
+        for case in cases.CASES:
+            if case.name in names:
+                run_case(session, case)
+    return names
+
+
+def digest(lowered: Any) -> str:
+    """Names a program: equal in every process of a job."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()

@@ -1,0 +1,170 @@
+"""Groups over several processes of a node: how they form, and what is said where they cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from multiprocess.launch import Job
+
+from ep_runtime_client.cli import source
+
+LAYOUTS = [(2, 4), (4, 1)]
+_IDS = ["2x4", "4x1"]
+
+_ARGUMENTS = """
+ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
+                 max_top_k=2, alignment=8, max_token_dtype="float32", op_timeout_s=60)
+"""
+
+_FORM = (
+    _ARGUMENTS
+    + """
+devices = jax.devices()[::-1]  # ranks follow the mesh, not the numbers of devices
+mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+session = ep.connect()
+group = session.create_group("g", mesh, **ARGUMENTS)
+layers = group.register_layers([ep.LayerSpec(f"l{i}", top_k=2) for i in range(3)])
+stack = group.register_layer_stack("s", 4, top_k=1)
+mapped = sum("memfd:" in line for line in open("/proc/self/maps"))
+mine = [r for r, d in enumerate(devices) if d.process_index == index]
+again = session.create_group("g", mesh, **ARGUMENTS)
+say(pid=os.getpid(), mine=mine, mapped=mapped, generation=group.generation,
+    same=again is group, ids=[layer.id for layer in layers] + [stack[3].id])
+hear()
+group.close()
+say(closed=True)
+hear()
+session.close()
+"""
+)
+
+
+@pytest.mark.parametrize(("processes", "devices"), LAYOUTS, ids=_IDS)
+def test_every_process_claims_its_devices_and_maps_every_window(
+    address: str, admin: source.Source, processes: int, devices: int
+) -> None:
+    world = processes * devices
+    with Job(_FORM, processes=processes, devices=devices, EP_RUNTIME_ADDRESS=address) as job:
+        heard = job.heard()
+        assert {row["generation"] for row in heard} == {heard[0]["generation"]}
+        assert all(row["ids"] == heard[0]["ids"] and row["same"] for row in heard)
+        assert [row["mapped"] for row in heard] == [world + 1] * processes
+        (row,) = admin.groups()
+        assert row["state"] == "READY"
+        owners = {rank: said["pid"] for said in heard for rank in said["mine"]}
+        assert [member["pid"] for member in row["members"]] == [owners[r] for r in range(world)]
+        assert len(admin.buffers()) == world + 1
+        assert len(admin.layers()) == 4
+        job.tell()
+        job.heard()
+        assert admin.groups() == []  # the last one to close frees it
+        job.tell()
+        job.finish()
+
+
+_NODE = """
+session = ep.connect("node")
+say(address=session.address, started=session.daemon_pid is not None, job=session.job,
+    coordinator=os.environ["TEST_COORDINATOR"])
+hear()
+"""
+
+
+@pytest.fixture
+def node(directory: Path) -> dict[str, str]:
+    """Environment in which "node" is a directory of this test."""
+    return {"RUNTIME_DIRECTORY": str(directory), "EP_RUNTIME_ADDRESS": "node"}
+
+
+def test_one_process_of_a_job_starts_the_daemon_of_the_node(
+    directory: Path, node: dict[str, str]
+) -> None:
+    with Job(_NODE, processes=4, devices=1, **node) as job:
+        heard = job.heard()
+        assert {row["address"] for row in heard} == {f"unix://{directory}/node"}
+        assert sum(row["started"] for row in heard) == 1
+        assert all(row["job"] == row["coordinator"] for row in heard)
+        job.tell()
+        job.finish()
+
+
+_EMBEDDED = """
+try:
+    ep.connect("embedded")
+except ep.InvalidArgumentError as error:
+    say(text=str(error))
+"""
+
+
+def test_a_private_daemon_is_refused_with_what_to_type() -> None:
+    with Job(_EMBEDDED, processes=2, devices=1) as job:
+        for row in job.heard():
+            assert "this job has 2" in row["text"]
+            assert 'address="node"' in row["text"]
+        job.finish()
+
+
+_MISSING = (
+    _ARGUMENTS
+    + """
+session = ep.connect(timeout_s=2)
+mesh = mesh_of()
+if index == 0:
+    try:
+        session.create_group("g", mesh, **ARGUMENTS)
+    except ep.GroupNotReadyError as error:
+        say(missing=error.fields["missing_ranks"], text=str(error))
+else:
+    say(waits=True)
+hear()
+session.timeout_s = 60
+group = session.create_group("g", mesh, **ARGUMENTS)
+say(state=group.describe()["state"])
+hear()
+session.close()
+"""
+)
+
+
+def test_missing_ranks_are_named_at_the_deadline_and_may_come_later(address: str) -> None:
+    with Job(_MISSING, processes=2, devices=2, EP_RUNTIME_ADDRESS=address) as job:
+        waited, _ = job.heard()
+        assert waited["missing"] == [2, 3]
+        assert "[2, 3]" in waited["text"]
+        job.tell()
+        assert job.heard() == [{"state": "READY"}] * 2
+        job.tell()
+        job.finish()
+
+
+_UNEQUAL = (
+    _ARGUMENTS
+    + """
+session = ep.connect(timeout_s=60)
+def create(**changed):
+    return session.create_group("g", mesh_of(), **{**ARGUMENTS, **changed})
+try:
+    hear()
+    create(hidden_size=16 + 8 * index)
+except ep.SpecMismatchError as error:
+    say(**error.fields)
+hear()
+say(generation=create().generation)
+hear()
+session.close()
+"""
+)
+
+
+def test_unequal_specs_end_every_process_with_field_and_both_values(address: str) -> None:
+    with Job(_UNEQUAL, processes=2, devices=2, EP_RUNTIME_ADDRESS=address) as job:
+        job.tell()
+        for row in job.heard(30):
+            assert row["field"] == "hidden_size"
+            assert {row["ours"], row["theirs"]} == {16, 24}
+        job.tell()
+        first, second = job.heard()
+        assert first == second
+        job.tell()
+        job.finish()
