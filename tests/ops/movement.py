@@ -173,9 +173,8 @@ def run_reference(
 
     given = None if inputs.weights is None else slabs(inputs.weights)
     wrt = (0, 1) if case.weighted else (0,)
-    (_, (rows, row_weights, out)), grads = jax.value_and_grad(loss, argnums=wrt, has_aux=True)(
-        slabs(inputs.tokens), given
-    )
+    both = jax.jit(jax.value_and_grad(loss, argnums=wrt, has_aux=True))
+    (_, (rows, row_weights, out)), grads = both(slabs(inputs.tokens), given)
     return {
         "plan": plan.arrays,
         "rows": rows,

@@ -152,8 +152,9 @@ def combine(
     for peer in range(slabs):
         partial = jnp.zeros_like(total)
         for slot in range(top_k):
-            here = jnp.asarray(plan.slab[:, :, slot] == peer)[..., None]
-            partial = partial + jnp.where(here, rows[:, :, slot], 0)
+            here = plan.slab[:, :, slot] == peer
+            if here.any():
+                partial = partial + jnp.where(here[..., None], rows[:, :, slot], 0)
         if combine_precision == "fast":
             partial = partial.astype(expert_out.dtype).astype(wide)
         total = total + partial

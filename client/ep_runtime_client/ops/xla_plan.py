@@ -57,7 +57,7 @@ def kept_rows(demand: jax.Array, capacity: int, alignment: int) -> jax.Array:
     """`layout.kept_rows` for every rank at once: demand [N, L] int32 -> rows kept [N, L]."""
 
     def zones(level: jax.Array) -> jax.Array:
-        return _up(jnp.minimum(demand, level[:, None]), alignment).sum(1)
+        return _up(jnp.minimum(demand, level[:, None]), alignment).sum(1, dtype=jnp.int32)
 
     most = demand.max(1)
     fits = zones(most) <= capacity
