@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ COLUMNS = (
     Column("gb_per_s", "GB/S", "count"),
     Column("ratio_to_xla", "X XLA", "count"),
     Column("ratio_to_memcpy", "X MEMCPY", "count"),
+    Column("min_ms", "MIN MS", "count", wide=True),
     Column("rows", "ROWS", "count", wide=True),
     Column("bytes", "BYTES", "bytes", wide=True),
 )
@@ -95,16 +96,16 @@ def _measure_size(
             transport: call[op] for transport, call in zip(options.transports, calls, strict=True)
         }
         seconds = in_turn({**subjects, MEMCPY: memcpy}, warmup=WARMUP, repeats=options.repeats)
-        medians = {name: median(samples) for name, samples in seconds.items()}
-        rows += [_row(op, name, size, medians) for name in medians]
+        rows += [_row(op, name, size, seconds) for name in seconds]
     memcpy.close()
     for group in groups:
         group.close()
     return rows
 
 
-def _row(op: str, name: str, size: _Size, medians: Mapping[str, float]) -> dict[str, Any]:
-    seconds, xla = medians[name], medians.get("xla")
+def _row(op: str, name: str, size: _Size, samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    seconds = median(samples[name])
+    xla = median(samples["xla"]) if "xla" in samples else None
     return {
         "op": op,
         "transport": name,
@@ -113,10 +114,11 @@ def _row(op: str, name: str, size: _Size, medians: Mapping[str, float]) -> dict[
         "rows": size.rows,
         "bytes": size.total_bytes,
         "median_ms": round(seconds * 1e3, 3),
+        "min_ms": round(min(samples[name]) * 1e3, 3),
         "tokens_per_s": round(size.tokens / seconds),
         "gb_per_s": round(size.total_bytes / seconds / 1e9, 3),
         "ratio_to_xla": None if xla is None else round(xla / seconds, 2),
-        "ratio_to_memcpy": round(medians[MEMCPY] / seconds, 3),
+        "ratio_to_memcpy": round(median(samples[MEMCPY]) / seconds, 3),
     }
 
 
