@@ -15,39 +15,13 @@ os.environ.setdefault("PJRT_NPROC", "32")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from native_group import NativeGroup
-
-TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 64, 2, 16
+from round_trips import HIDDEN, TOKENS, TOP_K, expect, inputs, round_trip
+from round_trips import open_group as open_any_group
 
 
 def open_group(**settings):
-    values = {
-        "num_experts": EXPERTS,
-        "hidden_size": HIDDEN,
-        "max_tokens_per_rank": TOKENS,
-        "max_token_dtype": "float32",
-        "top_k": TOP_K,
-        "op_timeout_s": 20.0,
-    }
-    return NativeGroup({"ep": 8}, **(values | settings))
-
-
-def inputs(group):
-    rng = np.random.default_rng(0)
-    idx = np.argsort(rng.random((8, TOKENS, EXPERTS)), -1)[..., :TOP_K].astype(np.int32)
-    x = rng.integers(-8, 8, (8, TOKENS, HIDDEN)).astype(np.float32)
-    return group.put(idx), group.put(x)
-
-
-def round_trip(group, idx, x):
-    """Every slot comes back once: x times TOP_K, scaled back to x."""
-    plan = group.prepare(idx)
-    recv, _ = group.dispatch(x, None, plan)
-    return group.combine(recv, None, plan) / TOP_K
-
-
-def expect(got, want):
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    """Waits end long before the process is killed, so that a hang says where it was."""
+    return open_any_group(**({"op_timeout_s": 20.0} | settings))
 
 
 def error_of(launch):

@@ -13,35 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from native_group import FINGERPRINT, NativeGroup
+from round_trips import EXPERTS, HIDDEN, TOKENS, TOP_K, expect, inputs, open_group, round_trip
 
 from ep_runtime import board, errors, native
 
-TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 16, 2, 16
 SOON_S = 20.0  # far below the 60 s that calls may wait here
-
-
-def open_group(**settings):
-    values = {
-        "num_experts": EXPERTS,
-        "hidden_size": HIDDEN,
-        "max_tokens_per_rank": TOKENS,
-        "max_token_dtype": "float32",
-        "top_k": TOP_K,
-    }
-    return NativeGroup({"ep": 8}, **(values | settings))
-
-
-def inputs(group):
-    rng = np.random.default_rng(0)
-    idx = np.argsort(rng.random((8, TOKENS, EXPERTS)), -1)[..., :TOP_K].astype(np.int32)
-    x = rng.integers(-8, 8, (8, TOKENS, HIDDEN)).astype(np.float32)
-    return group.put(idx), group.put(x)
-
-
-def round_trip(group, idx, x, **options):
-    plan = group.prepare(idx, **options)
-    recv, _ = group.dispatch(x, None, plan, **options)
-    return group.combine(recv, None, plan, **options) / TOP_K
 
 
 def failure_of(run, *args):
@@ -62,10 +38,6 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         event.wait(0.01)
-
-
-def expect(got, want):
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
 def without_rank(group, missing):
@@ -297,7 +269,7 @@ def test_wrong_operands_are_named():
             lambda i: group.prepare(i.astype(jnp.float32)), idx
         )
         assert "recv_capacity_per_rank" in message(lambda i: group.prepare(i, 10**5), idx)
-        assert "hidden_size must be 16, got 8" in message(
+        assert "hidden_size must be 64, got 8" in message(
             lambda i, x: group.dispatch(x[:, :8], None, group.prepare(i)), idx, x
         )
         assert "expert_out must be float32" in message(
@@ -370,27 +342,6 @@ def test_a_forked_child_starts_with_nothing_and_the_parent_goes_on():
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         expect(run(idx, x), x)
-
-
-def test_the_board_counts_calls_rows_and_drops():
-    with open_group(recv_capacity_per_rank=10, in_flight=2) as group:
-        idx, x = inputs(group)
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x, handle=1))
-        jax.block_until_ready(run(idx, x))
-        counts = np.bincount(np.asarray(idx).ravel() // 2, minlength=8)
-        kept = np.minimum(counts, 10)
-        first, second = board.read_handles(group.board, [0, 1])
-        assert (first.calls, first.lane) == (0, -1)
-        assert second.calls == 3
-        assert second.last_op is board.OpCode.COMBINE
-        assert second.state is board.HandleState.IDLE
-        assert second.rows == kept.sum()
-        assert second.dropped_rows == (counts - kept).sum() > 0
-        ranks = board.read_ranks(group.board)
-        assert [r.rows for r in ranks] == kept.tolist()
-        assert [r.dropped_rows for r in ranks] == (counts - kept).tolist()
-        assert all(r.state is board.RankState.IDLE and r.calls == 3 for r in ranks)
-        assert all(r.waiting_for == -1 and r.epoch == second.epoch for r in ranks)
 
 
 def test_lanes_are_given_back_after_every_kind_of_error():

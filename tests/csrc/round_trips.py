@@ -1,0 +1,42 @@
+"""A small group of 8 ranks and the program that most tests run: every row goes and comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from native_group import NativeGroup
+
+TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 64, 2, 16
+
+
+def open_group(**settings: Any) -> NativeGroup:
+    values = {
+        "num_experts": EXPERTS,
+        "hidden_size": HIDDEN,
+        "max_tokens_per_rank": TOKENS,
+        "max_token_dtype": "float32",
+        "top_k": TOP_K,
+    }
+    return NativeGroup({"ep": 8}, **(values | settings))
+
+
+def inputs(group: NativeGroup) -> tuple[jax.Array, jax.Array]:
+    """topk_idx of distinct experts, and tokens whose sums are exact in fp32."""
+    rng = np.random.default_rng(0)
+    idx = np.argsort(rng.random((8, TOKENS, EXPERTS)), -1)[..., :TOP_K].astype(np.int32)
+    x = rng.integers(-8, 8, (8, TOKENS, HIDDEN)).astype(np.float32)
+    return group.put(idx), group.put(x)
+
+
+def round_trip(group: NativeGroup, idx: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
+    """Every slot comes back once: x times TOP_K, scaled back to x."""
+    plan = group.prepare(idx, **options)
+    recv, _ = group.dispatch(x, None, plan, **options)
+    back: jax.Array = group.combine(recv, None, plan, **options) / TOP_K
+    return back
+
+
+def expect(got: jax.Array, want: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
