@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import dispatch
 
 import ep_runtime as ep
 from ep_runtime import layout
@@ -126,4 +127,4 @@ def test_overflow_in_error_mode_fails_the_step_and_nothing_else(
     with pytest.raises(jax.errors.JaxRuntimeError) as raw:
         jax.block_until_ready(step(x, crowded))
     assert isinstance(error_of(raw.value), ep.CapacityOverflowError)
-    jax.block_until_ready(step(x, spread))  # leaves no failed effect for JAX to find at exit
+    dispatch.runtime_tokens.clear()  # JAX would print the failed host callback again at exit

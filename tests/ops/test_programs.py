@@ -293,6 +293,20 @@ def test_a_plan_is_reused_and_another_layers_is_refused(group: fakes.LocalGroup)
         ops.dispatch(other, x, None, plan=plan)
 
 
+def test_a_plan_made_outside_serves_inside_a_manual_region(group: fakes.LocalGroup) -> None:
+    layer = group.register_layer("moe", top_k=TOP_K)
+    x, idx, weights = draw()
+    spec = PartitionSpec("ep")
+
+    def local(x: Any, weights: Any, plan: ops.Plan) -> Any:
+        sent = ops.dispatch(layer, x, None, weights, plan=plan)
+        return ops.combine(layer, sent, sent.tokens, weights=sent.weights)
+
+    mapped = jax.shard_map(local, mesh=group.mesh, in_specs=spec, out_specs=spec)
+    out = jax.jit(lambda x, w: mapped(x, w, ops.prepare(layer, idx)))(x, weights)
+    assert_close(out, x * weights.sum(-1, keepdims=True))
+
+
 def test_one_byte_rows_travel_as_they_are(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("moe", top_k=TOP_K)
     x, idx, weights = draw()

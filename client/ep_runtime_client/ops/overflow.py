@@ -1,7 +1,8 @@
 """on_overflow="error" of transport "xla": every device fails in the same prepare.
 
 The verdict is a collective over all EP domains, so that no device goes on to a later collective
-alone; raising is a host callback, which is the one way for plain JAX to fail a program.
+alone; raising is a host callback, which is the one way for plain JAX to fail a program. JAX prints
+a failed callback once more when the process ends, and keeps such programs out of its cache.
 """
 
 from __future__ import annotations
