@@ -50,6 +50,10 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     @classmethod
     def start(
         cls,

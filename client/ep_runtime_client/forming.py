@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ep_runtime import env, specs, wire
-from ep_runtime.errors import EpRuntimeError
+from ep_runtime import board, env, specs, wire
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
 from ep_runtime_client import transport
 
@@ -27,11 +29,39 @@ class Formed:
         generation: the daemon's; 0 without a daemon.
         native_group: the native library's number; None for transport "xla".
         reattached: retained windows were taken over and nothing was allocated.
+        ranks: world ranks that this process claims.
+        memory: descriptors of board and windows; empty for transport "xla".
     """
 
     generation: int
     native_group: int | None
     reattached: bool
+    ranks: tuple[int, ...] = ()
+    memory: Memory = dataclasses.field(default_factory=lambda: Memory([]))
+
+
+class Memory:
+    """Descriptors of a group's board and windows, kept to give them to a restarted daemon."""
+
+    def __init__(self, held: list[tuple[types_pb2.WindowDescriptor, int]]) -> None:
+        self._held = held
+
+    def of(self, ranks: Sequence[int]) -> list[tuple[types_pb2.WindowDescriptor, int]]:
+        """Those of these world ranks; -1 is the board."""
+        wanted = set(ranks)
+        return [(item, fd) for item, fd in self._held if item.world_rank in wanted]
+
+    def poison(self, generation: int) -> board.PoisonReason | None:
+        """Why that generation must be left, as the board itself says; None where it goes on."""
+        for _, fd in self.of([-1]):
+            header = board.read_header(bytearray(os.pread(fd, board.PAGE_BYTES, 0)))
+            if header.poison_generation >= generation:
+                return header.poison_reason
+        return None
+
+    def close(self) -> None:
+        held, self._held = self._held, []
+        transport.close_all([fd for _, fd in held])
 
 
 def form(session: Session, spec: specs.GroupSpec, ranks: Sequence[int], *, replace: bool) -> Formed:
@@ -41,7 +71,17 @@ def form(session: Session, spec: specs.GroupSpec, ranks: Sequence[int], *, repla
         SpecMismatchError, GroupBusyError, GroupNotReadyError, PoolExhaustedError: of the daemon.
     """
     if not session.has_daemon:
-        return Formed(0, None, False)
+        return Formed(0, None, False, tuple(ranks))
+    return session.run(lambda control: _form(session, control, spec, ranks, replace))
+
+
+def _form(
+    session: Session,
+    control: transport.ControlChannel,
+    spec: specs.GroupSpec,
+    ranks: Sequence[int],
+    replace: bool,
+) -> Formed:
     wait_s = session.timeout_s
     request = group_service_pb2.CreateGroupRequest(
         op_id=uuid.uuid4().hex,
@@ -50,69 +90,98 @@ def form(session: Session, spec: specs.GroupSpec, ranks: Sequence[int], *, repla
         replace=replace,
         wait=wire.duration(wait_s),
     )
-    control = session.control
     answer = control.call(control.groups.CreateGroup, request, timeout_s=wait_s + _GRACE_S)
     generation = int(answer.group.generation)
-    native_group = None
+    memory, native_group = Memory([]), None
     try:
         if answer.group.window_bytes:
-            native_group = _map_windows(session, spec, generation)
+            memory = _fetch(session, control, spec.name, generation)
+            native_group = _map(spec, generation, memory)
         report = group_service_pb2.ReportAttachedRequest(
             name=spec.name, generation=generation, wait=wire.duration(wait_s)
         )
         control.call(control.groups.ReportAttached, report, timeout_s=wait_s + _GRACE_S)
     except BaseException:
         leave(session, spec.name, generation, native_group)
+        memory.close()
         raise
-    return Formed(generation, native_group, bool(answer.reattached))
+    return Formed(generation, native_group, bool(answer.reattached), tuple(ranks), memory)
 
 
-def _map_windows(session: Session, spec: specs.GroupSpec, generation: int) -> int:
-    from ep_runtime import native
-
-    control = session.control
+def _fetch(
+    session: Session, control: transport.ControlChannel, name: str, generation: int
+) -> Memory:
+    """The descriptors of the group's board and of every window."""
     ticket = control.call(
         control.groups.AcquireWindows,
-        group_service_pb2.AcquireWindowsRequest(name=spec.name, generation=generation),
-    )
-    found = transport.redeem(
-        session.directory, session.token, ticket.ticket, transport.MUTATE_TIMEOUT_S
+        group_service_pb2.AcquireWindowsRequest(name=name, generation=generation),
     )
     try:
-        boards = [fd for item, fd in found if item.kind == types_pb2.WINDOW_KIND_BOARD]
-        windows = {
-            int(item.world_rank): fd
-            for item, fd in found
-            if item.kind == types_pb2.WINDOW_KIND_WINDOW
-        }
-        if len(boards) != 1 or sorted(windows) != list(range(spec.world_size)):
-            raise EpRuntimeError(
-                f"group {spec.name!r}: the daemon sent {len(boards)} boards and windows of ranks "
-                f"{sorted(windows)}, wanted 1 and 0 to {spec.world_size - 1}"
-            )
-        return int(
-            native.library().open_group(
-                spec,
-                generation=generation,
-                board_fd=boards[0],
-                window_fds=[windows[rank] for rank in range(spec.world_size)],
-                debug=env.debug(),
+        return Memory(
+            transport.redeem(
+                session.directory, session.token, ticket.ticket, transport.MUTATE_TIMEOUT_S
             )
         )
-    finally:
-        transport.close_all([fd for _, fd in found])  # the library keeps duplicates
+    except RuntimeUnavailableError:
+        control.lost = True
+        raise
+
+
+def _map(spec: specs.GroupSpec, generation: int, memory: Memory) -> int:
+    from ep_runtime import native
+
+    found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
+    if sorted(found) != list(range(-1, spec.world_size)):
+        raise EpRuntimeError(
+            f"group {spec.name!r}: the daemon sent a board and windows as {sorted(found)}, wanted "
+            f"-1 (the board) to {spec.world_size - 1}"
+        )
+    return int(
+        native.library().open_group(
+            spec,
+            generation=generation,
+            board_fd=found[-1],
+            window_fds=[found[rank] for rank in range(spec.world_size)],
+            debug=env.debug(),
+        )
+    )
 
 
 def leave(session: Session, name: str, generation: int, native_group: int | None) -> None:
-    """Unmaps the windows and leaves the group. A daemon that is gone has freed it already."""
+    """Unmaps the windows and leaves the group; a daemon that is away hears of it later."""
+    unmap(native_group)
+    if session.has_daemon:
+        session.say_left(name, generation)
+
+
+def unmap(native_group: int | None) -> None:
+    """Unmaps the windows once running calls are over, which is waited for with a bound."""
     if native_group is not None:
         from ep_runtime import native
 
         native.library().close_group(native_group)
-    if not session.has_daemon or not session.alive:
-        return
-    request = group_service_pb2.CloseGroupRequest(name=name, generation=generation)
-    session.call_quietly(session.control.groups.CloseGroup, request)
+
+
+def restore(
+    directory: Path,
+    token: str,
+    control: transport.ControlChannel,
+    request: group_service_pb2.RestoreGroupRequest,
+    memory: Memory,
+) -> types_pb2.Group:
+    """Tells a daemon that was started again what this process holds of a group.
+
+    Raises:
+        RuntimeUnavailableError: it is gone again.
+        EpRuntimeError: it does not have the group any more, and says why.
+    """
+    timeout_s = transport.MUTATE_TIMEOUT_S
+    answer = control.call(control.groups.RestoreGroup, request, timeout_s=timeout_s)
+    if answer.wanted_ranks:
+        held = memory.of(answer.wanted_ranks)
+        transport.return_windows(directory, token, request.spec.name, held, timeout_s)
+    group: types_pb2.Group = answer.group
+    return group
 
 
 def register(
@@ -146,9 +215,10 @@ def register(
         layers=[wire.layer_spec_to_proto(item) for item in layers],
         stacks=[wire.stack_spec_to_proto(item) for item in stacks],
     )
-    control = session.control
-    answer = control.call(
-        control.layers.RegisterLayers, request, timeout_s=transport.MUTATE_TIMEOUT_S
+    answer = session.run(
+        lambda control: control.call(
+            control.layers.RegisterLayers, request, timeout_s=transport.MUTATE_TIMEOUT_S
+        )
     )
     return (
         [wire.registered_from_proto(item) for item in answer.layers],

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import errors, specs, wire
+from ep_runtime import board, errors, specs, wire
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
-from ep_runtime.v1 import layer_service_pb2
-from ep_runtime_client import estimate, forming
+from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
+from ep_runtime_client import estimate, forming, transport
 from ep_runtime_client.jax_state import eager
 from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
 
@@ -46,9 +46,13 @@ class Group:
         self.generation = formed.generation
         self.native_group = formed.native_group
         self.reattached = formed.reattached
+        self._ranks = formed.ranks
+        self._memory = formed.memory
         self._lock = threading.RLock()
         self._layers: dict[str, EpLayer | LayerStack] = {}
+        self._registered: dict[str, wire.RegisteredLayer] = {}
         self._gone: str | None = None
+        self._broken = False
         self._closed = False
 
     @property
@@ -57,7 +61,12 @@ class Group:
 
     @property
     def is_gone(self) -> bool:
-        """True where it was closed here or taken away by the daemon."""
+        """True where it was closed here, taken away by the daemon, or a process of it is gone."""
+        if not self._closed and self._gone is None:
+            reason = self._memory.poison(self.generation)  # is there before the daemon's event
+            if reason is not None:
+                self._broken = reason is board.PoisonReason.PEER_LOST
+                self._gone = f"{reason.name.replace('_', ' ').lower()}, says its board"
         return self._closed or self._gone is not None
 
     @property
@@ -208,8 +217,9 @@ class Group:
 
             rows = [row for pair in zip(made, new, strict=True) for row in _native_layers(*pair)]
             native.library().add_layers(self.native_group, rows)
-        for layer in made:
+        for layer, item in zip(made, new, strict=True):
             self._layers[layer.name] = layer
+            self._registered[layer.name] = item
 
     @eager
     def check(self) -> None:
@@ -266,9 +276,59 @@ class Group:
             )
         self.session.require_alive()
 
-    def mark_gone(self, reason: str) -> None:
-        """The daemon took the group away; layers of it are stale from now on."""
-        self._gone = self._gone or reason
+    def changed(self, state: types_pb2.GroupState, reason: str) -> None:
+        """The daemon says that the group changed; of one that is gone every layer is stale."""
+        if state in (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED):
+            self._broken = state == types_pb2.GROUP_STATE_BROKEN
+            self._gone = self._gone or reason or "was taken away by the daemon"
+
+    def restore(self, control: transport.ControlChannel, token: str) -> None:
+        """Gives the group back to a daemon that was started again.
+
+        Takes no lock: whoever waits for the daemon may hold it.
+
+        Raises:
+            RuntimeUnavailableError: the daemon is gone again.
+            SessionFencedError: of the session.
+        """
+        request = group_service_pb2.RestoreGroupRequest(
+            spec=wire.group_spec_to_proto(self.spec),
+            generation=self.generation,
+            world_ranks=self._ranks,
+            layers=[wire.registered_to_proto(item) for item in [*self._registered.values()]],
+        )
+        try:
+            found = forming.restore(self.session.directory, token, control, request, self._memory)
+        except (errors.RuntimeUnavailableError, errors.SessionFencedError):
+            raise
+        except errors.EpRuntimeError as error:
+            _log.error("group %r did not outlive the daemon's restart: %s", self.name, error)
+            self._gone = self._gone or str(error)
+        else:
+            self.changed(found.state, "lost a process while the daemon was away")
+
+    def step_aside(self) -> None:
+        """Makes room for a group of the same name in this process.
+
+        A broken group keeps its claim: the daemon forms it anew on the same memory. Any other is
+        closed.
+        """
+        if not self._broken:
+            self.close()
+            return
+        if self._shut():
+            forming.unmap(self.native_group)
+            self._memory.close()
+
+    def _shut(self) -> bool:
+        """Refuses further use; False where that has happened."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+        live_groups.remove(self)
+        self.session.forget_group(self)
+        return self.session.is_ours
 
     def close(self) -> None:
         """Unmaps the windows and frees the group at the daemon at once. Idempotent.
@@ -276,14 +336,9 @@ class Group:
         Waits, bounded, for calls under way; programs that use its layers later fail with
         StaleHandleError.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        live_groups.remove(self)
-        self.session.forget_group(self)
-        if self.session.is_ours:
+        if self._shut():
             forming.leave(self.session, self.name, self.generation, self.native_group)
+            self._memory.close()
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} {self._state()} generation={self.generation}>"

@@ -61,6 +61,21 @@ class Runtime:
         """Nothing outlives this process here, so retaining memory has no meaning."""
         return self.address.kind in (EMBEDDED, NONE)
 
+    def revive(self, timeout_s: float) -> None:
+        """Starts a private daemon that crashed, or the node's, again.
+
+        Others start a daemon at an address again: systemd, or whoever ran `ep-runtime serve`.
+
+        Raises:
+            RuntimeUnavailableError: it does not come up.
+        """
+        crashed = self.child is not None and self.child.ended and self.child.stop() != 0
+        if crashed and self.address.kind == EMBEDDED and self.directory is not None:
+            self.child = _start_with_lifeline(self.directory)
+            self.child.wait_ready(timeout_s)
+        if self.address.kind == NODE and self.directory is not None:
+            self.child = _open_node(self.address, self.directory, timeout_s).child or self.child
+
     def stop(self) -> None:
         """Ends a private daemon and removes its directory."""
         if self.child is not None and self.address.kind == EMBEDDED:

@@ -7,9 +7,9 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ep_runtime import env, specs, wire
+from ep_runtime import env, specs
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
@@ -17,16 +17,18 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     SpecMismatchError,
 )
-from ep_runtime.v1 import session_service_pb2
+from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client import attach, jax_state, registry, transport
 from ep_runtime_client import runtime as runtimes
 from ep_runtime_client.groups import Group
-from ep_runtime_client.pulse import Pulse
+from ep_runtime_client.link import Callbacks, Link
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 _log = logging.getLogger("ep_runtime")
+
+_Result = TypeVar("_Result")
 
 
 @jax_state.eager
@@ -83,7 +85,6 @@ class Session:
 
     Attributes:
         job: namespace of the session's groups.
-        session_id: the daemon's public name for it; "" without a daemon.
         timeout_s: how long calls that wait for others wait.
     """
 
@@ -92,8 +93,6 @@ class Session:
     ) -> None:
         self.job = job if job is not None else default_job()
         self.timeout_s = timeout_s
-        self.session_id = ""
-        self.token = ""
         self._runtime = runtime
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -101,31 +100,30 @@ class Session:
         self._groups: dict[str, Group] = {}
         self._ended: EpRuntimeError | None = None
         self._closed = False
-        self._control: transport.ControlChannel | None = None
-        self._pulse: Pulse | None = None
+        self._link: Link | None = None
         if runtime.has_daemon:
+            self._link = Link(runtime, self._callbacks(labels))
             try:
-                self._open(labels)
+                self._link.connect(timeout_s)
             except BaseException:
                 self._shut()
                 raise
 
-    def _open(self, labels: dict[str, str]) -> None:
-        welcome = transport.hello(self.directory, self.timeout_s)
-        self.token = welcome.session_token
-        self._control = transport.ControlChannel(self.directory, self.token)
-        answer = self._control.call(
-            self._control.sessions.OpenSession,
-            session_service_pb2.OpenSessionRequest(
-                job=self.job, labels=labels, process_index=jax_state.process_index()
-            ),
-            timeout_s=self.timeout_s,
+    def _callbacks(self, labels: dict[str, str]) -> Callbacks:
+        request = session_service_pb2.OpenSessionRequest(
+            job=self.job, labels=labels, process_index=jax_state.process_index()
         )
-        self.session_id = answer.session_id
-        self._pulse = Pulse(
-            self._control, wire.seconds(answer.heartbeat_interval), self._end, self._group_event
-        )
-        self._pulse.start()
+        return Callbacks(request, self._restore, self._end, self._group_event)
+
+    @property
+    def session_id(self) -> str:
+        """The daemon's public name for the session; "" without a daemon."""
+        return self._link.session_id if self._link is not None else ""
+
+    @property
+    def token(self) -> str:
+        """The session's secret; "" without a daemon."""
+        return self._link.token if self._link is not None else ""
 
     @property
     def address(self) -> str:
@@ -162,14 +160,23 @@ class Session:
         return self._runtime.child.pid if self._runtime.child is not None else None
 
     @property
-    def control(self) -> transport.ControlChannel:
-        """The daemon's RPCs. Raises where the session is over, forked or has no daemon."""
+    def link(self) -> Link:
+        """The connection. Raises where the session is over, forked or has no daemon."""
         self.require_alive()
-        if self._control is None:
+        if self._link is None:
             raise InvalidArgumentError(
                 'this session was made with address="none" and has no daemon', argument="address"
             )
-        return self._control
+        return self._link
+
+    @property
+    def control(self) -> transport.ControlChannel:
+        """The daemon's RPCs; waits up to `timeout_s` while the daemon is away. Raises as `link`."""
+        return self.link.control(self.timeout_s)
+
+    def run(self, work: Callable[[transport.ControlChannel], _Result]) -> _Result:
+        """`work` with the daemon's RPCs; again from its start where the daemon was restarted."""
+        return self.link.run(work, self.timeout_s)
 
     @jax_state.eager
     def create_group(
@@ -245,7 +252,7 @@ class Session:
             if found is not None and attach.is_same(found, spec, mesh, replace=replace):
                 return found
             if found is not None:
-                found.close()
+                found.step_aside()
             group = attach.make_group(self, spec, mesh, replace=replace)
             with self._lock:
                 self._groups[spec.name] = group
@@ -311,23 +318,31 @@ class Session:
         if self._ended is not None:
             raise type(self._ended)(str(self._ended), **self._ended.fields)
 
-    def call_quietly(self, method: Callable[..., Any], request: Any) -> None:
-        """An RPC of the way out: an error of it is logged, not raised."""
-        try:
-            self.control.call(method, request, timeout_s=transport.MUTATE_TIMEOUT_S)
-        except EpRuntimeError as error:
-            _log.info("on the way out: %s", error)
+    def say_left(self, name: str, generation: int) -> None:
+        """Tells the daemon, now or once it is back, that this process unmapped a group."""
+        if self._link is not None and self.alive:
+            self._link.say_left(
+                group_service_pb2.CloseGroupRequest(name=name, generation=generation)
+            )
+
+    def _restore(self, control: transport.ControlChannel) -> None:
+        """The daemon was started again: says what this process holds."""
+        with self._lock:
+            groups = list(self._groups.values())
+        for group in groups:
+            if not group.is_gone:
+                group.restore(control, self.token)
 
     def _end(self, error: EpRuntimeError) -> None:
         """The daemon ended the session."""
         self._ended = self._ended or error
         _log.error("%s", error)
 
-    def _group_event(self, name: str, generation: int, reason: str) -> None:
+    def _group_event(self, event: session_service_pb2.GroupEvent) -> None:
         with self._lock:
-            group = self._groups.get(name)
-        if group is not None and group.generation == generation:
-            group.mark_gone(reason)
+            group = self._groups.get(event.group)
+        if group is not None and group.generation == event.generation:
+            group.changed(event.state, event.reason)
 
     def close(self) -> None:
         """Ends this `connect()`; the last one frees groups and windows at once. Idempotent."""
@@ -343,10 +358,8 @@ class Session:
             groups = list(self._groups.values())
         for group in groups:
             group.close()
-        if self._control is not None and self.alive:
-            self.call_quietly(
-                self._control.sessions.CloseSession, session_service_pb2.CloseSessionRequest()
-            )
+        if self._link is not None and self.alive:
+            self._link.say_goodbye()
         self._shut()
 
     def _shut(self) -> None:
@@ -354,10 +367,8 @@ class Session:
         self._ended = RuntimeUnavailableError(
             f"the session with {self.address} was closed", address=self.address
         )
-        if self._pulse is not None:
-            self._pulse.stop()
-        if self._control is not None:
-            self._control.close()
+        if self._link is not None:
+            self._link.stop()
         self._runtime.stop()
 
     def at_exit(self) -> None:
@@ -368,15 +379,9 @@ class Session:
 
     def describe(self) -> dict[str, Any]:
         """The session as plain values."""
+        about = {"address": self.address, "job": self.job, "session_id": self.session_id}
         with self._lock:
-            names = sorted(self._groups)
-        return {
-            "address": self.address,
-            "job": self.job,
-            "session_id": self.session_id,
-            "pid": self._pid,
-            "groups": names,
-        }
+            return {**about, "pid": self._pid, "groups": sorted(self._groups)}
 
     def __enter__(self) -> Session:
         return self

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -21,6 +21,7 @@ from ep_runtime.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
     RuntimeUnavailableError,
+    SessionFencedError,
 )
 from ep_runtime.v1 import (
     fd_socket_pb2,
@@ -79,10 +80,16 @@ def fd_socket(directory: Path, timeout_s: float) -> Iterator[socket.socket]:
 
 
 def _ask(
-    connection: socket.socket, directory: Path, request: fd_socket_pb2.FdRequest
+    connection: socket.socket,
+    directory: Path,
+    request: fd_socket_pb2.FdRequest,
+    fds: Sequence[int] = (),
 ) -> tuple[fd_socket_pb2.FdReply, list[int]]:
     try:
-        connection.send(request.SerializeToString())
+        if fds:
+            socket.send_fds(connection, [request.SerializeToString()], list(fds))
+        else:
+            connection.send(request.SerializeToString())
         return _receive(connection, directory)
     except TimeoutError as error:
         raise unavailable(directory, f"{wire.FD_SOCKET} gave no answer in time") from error
@@ -126,18 +133,25 @@ def close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-def hello(directory: Path, timeout_s: float) -> fd_socket_pb2.Welcome:
+def hello(directory: Path, timeout_s: float, *, resume_token: str = "") -> fd_socket_pb2.Welcome:
     """Introduces this process to the daemon, which learns uid and pid from the kernel.
+
+    Args:
+        directory: of the daemon's sockets.
+        timeout_s: of the answer.
+        resume_token: of the session that goes on where the daemon was started again.
 
     Raises:
         RuntimeUnavailableError: no daemon, or it drains.
         PermissionDeniedError: the daemon does not serve this uid.
+        SessionFencedError: the session to resume was fenced.
         VersionSkewError: no common protocol version.
     """
     greeting = fd_socket_pb2.Hello(
         api_versions=[wire.API_VERSION],
         client_version=ep_runtime.__version__,
         pid=os.getpid(),
+        resume_token=resume_token,
     )
     with fd_socket(directory, timeout_s) as connection:
         reply, fds = _ask(connection, directory, fd_socket_pb2.FdRequest(hello=greeting))
@@ -176,14 +190,49 @@ def redeem(
         raise
 
 
+def return_windows(
+    directory: Path,
+    token: str,
+    group: str,
+    held: Sequence[tuple[types_pb2.WindowDescriptor, int]],
+    timeout_s: float,
+) -> list[int]:
+    """Gives a daemon that started again the descriptors it wants; ours stay open.
+
+    Returns:
+        World ranks whose windows it still wants; -1 is the board.
+
+    Raises:
+        StaleHandleError, PermissionDeniedError, InvalidArgumentError: it does not take them.
+    """
+    wanted: list[int] = []
+    with fd_socket(directory, timeout_s) as connection:
+        for first in range(0, len(held), wire.MAX_FDS_PER_PACKET):
+            part = held[first : first + wire.MAX_FDS_PER_PACKET]
+            order = fd_socket_pb2.ReturnWindows(
+                session_token=token, group=group, descriptors=[item for item, _ in part]
+            )
+            request = fd_socket_pb2.FdRequest(return_windows=order)
+            reply, fds = _ask(connection, directory, request, [fd for _, fd in part])
+            close_all(fds)
+            wanted = [int(rank) for rank in reply.windows_returned.wanted_ranks]
+    return wanted
+
+
 class ControlChannel:
-    """The RPCs of one session. Thread-safe."""
+    """The RPCs of one session. Thread-safe.
+
+    Attributes:
+        lost: a call got no answer, or the daemon does not know the session: nothing more will
+            come of this channel.
+    """
 
     def __init__(self, directory: Path, token: str) -> None:
         self._directory = directory
         self._channel = rpc_channel(directory, wire.API_SOCKET)
         self._metadata = ((wire.TOKEN_KEY, token), (wire.PID_KEY, str(os.getpid())))
         self._slots = threading.BoundedSemaphore(_MAX_IN_FLIGHT)
+        self.lost = False
         self.sessions: Any = session_service_pb2_grpc.SessionServiceStub(self._channel)
         self.groups: Any = group_service_pb2_grpc.GroupServiceStub(self._channel)
         self.layers: Any = layer_service_pb2_grpc.LayerServiceStub(self._channel)
@@ -205,8 +254,11 @@ class ControlChannel:
             with self._slots:
                 return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise self.translated(error) from error
+            ours = self.translated(error)
+            self.lost = self.lost or _ends_channel(error, ours)
+            raise ours from error
         except ValueError as error:  # gRPC's own type for a channel that was closed meanwhile
+            self.lost = True
             raise unavailable(self._directory, str(error)) from error
 
     def stream(self, method: Callable[..., Any], request: Any) -> Any:
@@ -223,6 +275,16 @@ class ControlChannel:
     def close(self) -> None:
         """Closes the channel; calls under way end with RuntimeUnavailableError."""
         self._channel.close()
+
+
+def _ends_channel(error: grpc.RpcError, ours: EpRuntimeError) -> bool:
+    """A daemon that answers, or is only slow, keeps the channel; one that drains answers."""
+    if isinstance(ours, SessionFencedError):
+        return True
+    code = error.code() if isinstance(error, grpc.Call) else None
+    unanswered = isinstance(wire.error_from_rpc(error), RuntimeUnavailableError)
+    without_fields = not wire.error_from_rpc(error).fields
+    return unanswered and without_fields and code is not grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def check_timeout(timeout_s: float) -> float:

@@ -362,7 +362,7 @@ def test_a_killed_daemon_disturbs_no_step_and_no_exit(run_program: Start, direct
     daemon = start_daemon(directory)
     program = run_program(
         "import jax.numpy as jnp\n"
-        "session = ep.connect()\n"
+        "session = ep.connect(timeout_s=2)\n"
         "group = session.create_group('g', mesh_of(), **ARGUMENTS)\n"
         "layer = group.register_layer('a', top_k=1)\n"
         "tokens, idx = jnp.ones((8, 16)), jnp.zeros((8, 1), jnp.int32)\n"
