@@ -1,0 +1,150 @@
+"""A process of a job dies: the others' waits end, and a restarted job finds its windows again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_fixtures import wait_until
+from multiprocess.launch import Job
+
+from ep_runtime_client import children
+from ep_runtime_client.cli import source
+
+NOTIFY_S = 2.0
+
+_JOB = """
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+session = ep.connect()
+group = session.create_group(
+    "g", mesh_of(), ep_axis="ep", num_experts=12, hidden_size=16, max_tokens_per_rank=8,
+    max_top_k=2, alignment=8, max_token_dtype="float32", op_timeout_s=600, retain_s=60)
+layer = group.register_layer("moe/0", top_k=1)
+def put(x):
+    sharding = NamedSharding(group.mesh, P("ep"))
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+n = group.spec.world_size
+tokens = put(np.arange(8 * n * 16, dtype="float32").reshape(-1, 16))
+idx = put((np.arange(8 * n, dtype="int32") % 12)[:, None])
+
+@jax.jit
+def step(tokens, idx):
+    sent = ep.dispatch(layer, tokens, idx)
+    return ep.combine(layer, sent, sent.tokens * 2)
+
+def run():
+    out = step(tokens, idx)
+    for got, given in zip(out.addressable_shards, tokens.addressable_shards):
+        np.testing.assert_array_equal(got.data, np.asarray(given.data) * 2)
+
+run()
+say(generation=group.generation, reattached=group.reattached, id=layer.id)
+order = hear()
+if order == "wait":
+    try:
+        with ep.translate_errors():
+            say(waits=True)
+            run()
+    except ep.PeerLostError as error:
+        ended = time.monotonic()
+        say(ended=ended, text=str(error), gone=group.is_gone,
+            **{k: error.fields.get(k) for k in ("rank", "layer", "op", "process")})
+    hear()
+    os._exit(0)  # jax.distributed has no way on without the dead process
+hear()
+session.close()
+"""
+
+
+def _memfds(pid: int) -> set[int]:
+    """Inodes of the anonymous files that a process holds open: new memory is a new inode."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            if os.readlink(entry).startswith("/memfd:"):
+                found.add(entry.stat().st_ino)
+    return found
+
+
+def _lose(job: Job, devices: int, admin: source.Source) -> tuple[float, list[Any]]:
+    """Kills the last process while all others wait for it: seconds until all know."""
+    *others, victim = job.workers
+    for worker in others:
+        worker.tell("wait")
+        assert worker.heard() == {"waits": True}
+    waiting = (job.processes - 1) * devices
+    wait_until(
+        lambda: sum(row["waiting_for"] >= 0 for row in admin.ranks()) == waiting, "all others wait"
+    )
+    killed = time.monotonic()
+    victim.kill()
+    said = [worker.heard(30) for worker in others]
+    first = (job.processes - 1) * devices
+    for row in said:
+        assert row["rank"] in range(first, first + devices), row
+        assert row["layer"] == "moe/0"
+        assert row["process"] == job.processes - 1
+        assert f"process {row['process']}" in row["text"]
+        assert row["gone"]
+    for worker in others:
+        worker.tell()
+        assert worker.finish() == 0
+    return max(row["ended"] for row in said) - killed, said
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (3, 1)], ids=["2x2", "3x1"])
+def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
+    address: str, admin: source.Source, daemon: children.Child, processes: int, devices: int
+) -> None:
+    environment = {"EP_RUNTIME_ADDRESS": address, "EP_RUNTIME_JOB": "training"}
+    with Job(_JOB, processes=processes, devices=devices, **environment) as job:
+        before = job.heard()[0]
+        assert not before["reattached"]
+        memory = _memfds(daemon.pid)
+        assert len(memory) == processes * devices + 1
+        took_s, _ = _lose(job, devices, admin)
+        assert took_s < NOTIFY_S
+    wait_until(lambda: admin.groups()[0]["state"] == "RETAINED", "the group is retained")
+    with Job(_JOB, processes=processes, devices=devices, **environment) as job:
+        for after in job.heard():
+            assert after["reattached"]
+            assert after["generation"] > before["generation"]
+            assert after["id"] == before["id"]
+        assert _memfds(daemon.pid) == memory
+        job.tell("go on")
+        job.tell()
+        job.finish()
+    wait_until(lambda: not admin.groups() and not admin.buffers(), "everything is freed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [50])
+def test_many_lost_processes_leak_nothing(
+    address: str,
+    admin: source.Source,
+    daemon: children.Child,
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+) -> None:
+    environment = {"EP_RUNTIME_ADDRESS": address, "EP_RUNTIME_JOB": "training"}
+    slowest_s, memory, files = 0.0, set[int](), 0
+    for turn in range(count):
+        with Job(_JOB, processes=2, devices=1, **environment) as job:
+            assert {row["reattached"] for row in job.heard()} == {turn > 0}
+            memory = memory or _memfds(daemon.pid)
+            assert _memfds(daemon.pid) == memory
+            slowest_s = max(slowest_s, _lose(job, 1, admin)[0])
+        wait_until(lambda: admin.groups()[0]["state"] == "RETAINED", "the group is retained")
+        open_files = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        files = files or open_files
+        assert open_files <= files
+    assert slowest_s < NOTIFY_S
+    with capsys.disabled():
+        sys.stdout.write(f"\n{count} lost processes; the others knew within {slowest_s:.3f} s")
