@@ -9,6 +9,7 @@
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
 | XDG_RUNTIME_DIR | unset | parent of that directory for a user who is not root |
 | NOTIFY_SOCKET | unset | where systemd wants to hear that the daemon is ready |
+| LISTEN_PID, LISTEN_FDS, LISTEN_FDNAMES | unset | descriptors that systemd kept for the daemon |
 | NO_COLOR | unset | any text: tables of the command line have no colour |
 | PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
 """
@@ -66,6 +67,14 @@ def no_color() -> bool:
 def notify_socket() -> str | None:
     """NOTIFY_SOCKET, or None where systemd did not start us."""
     return _text("NOTIFY_SOCKET")
+
+
+def stored_fds() -> tuple[int, list[str]]:
+    """LISTEN_FDS and LISTEN_FDNAMES where systemd means this process; else (0, [])."""
+    count = _text("LISTEN_FDS")
+    if _text("LISTEN_PID") != str(os.getpid()) or count is None or not count.isdecimal():
+        return 0, []
+    return int(count), (_text("LISTEN_FDNAMES") or "").split(":")
 
 
 def check_directory(path: str | os.PathLike[str]) -> Path:
@@ -150,7 +159,8 @@ def _private_parent() -> Path:
 
 def child_environment() -> dict[str, str]:
     """Environment of a daemon that this process starts: ours, without a parent's systemd wiring."""
-    dropped = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
+    watchdog = ("WATCHDOG_USEC", "WATCHDOG_PID")
+    dropped = ("NOTIFY_SOCKET", *watchdog, "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID")
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 

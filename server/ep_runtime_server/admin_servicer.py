@@ -51,6 +51,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             max_fds=host_memory.max_fds(),
             rss_bytes=host_memory.own_rss_bytes(),
             loop_lag=wire.duration(runtime.loop_lag_s),
+            journal=pb.JournalStatus(error=runtime.journal.error, bytes=runtime.journal.size_bytes),
+            recovery=(views.recovery(runtime.recovery) if runtime.recovery.found_any else None),
+            late_ranks=[views.late_rank(late) for late in runtime.late_ranks.now()],
         )
 
     def _pools(self) -> list[pb.PoolStatus]:

@@ -10,6 +10,7 @@ from ep_runtime.errors import (
     InvalidArgumentError,
     PeerLostError,
     PoolExhaustedError,
+    RuntimeUnavailableError,
     StaleHandleError,
 )
 from ep_runtime_server.formation import wait_until
@@ -73,6 +74,7 @@ def redeem(tickets: TicketBook, session: Session, secret: str) -> list[ExportedF
         PermissionDeniedError: see TicketBook.take.
         StaleHandleError: the group closed or formed again since.
         PoolExhaustedError: the daemon has no descriptors left.
+        RuntimeUnavailableError: it started again and the windows did not come back yet.
     """
     ticket = tickets.take(secret, session)
     group, windows = ticket.group, ticket.group.windows
@@ -83,18 +85,27 @@ def redeem(tickets: TicketBook, session: Session, secret: str) -> list[ExportedF
     exported: list[ExportedFd] = []
     try:
         for rank in ticket.world_ranks:
-            fd = by_rank[rank].allocation.export_fd()
+            allocation = by_rank[rank].allocation
+            if allocation is None:
+                raise RuntimeUnavailableError(
+                    f"the daemon started again and waits for the windows of group "
+                    f"{group.owner.name!r}; retry",
+                    group=group.owner.name,
+                )
+            fd = allocation.export_fd()
             exported.append(ExportedFd(fd, rank, by_rank[rank].size_bytes, ticket.generation))
-    except OSError as error:
+    except (OSError, RuntimeUnavailableError) as error:
         for item in exported:
             os.close(item.fd)
+        if not isinstance(error, OSError):
+            raise
         raise PoolExhaustedError(
             f"the daemon has no file descriptors for {len(ticket.world_ranks)} windows: "
             f"{error.strerror}",
             asked=len(ticket.world_ranks),
         ) from error
     # Before the first byte is sent: a process that dies while receiving may hold a descriptor.
-    windows.holders.add(session.session_id)
+    windows.hold(session.session_id)
     return exported
 
 
@@ -120,6 +131,7 @@ async def report_attached(session: Session, group: Group, generation: int, wait_
             group=group.owner.name,
         )
     member.attached = True
+    group.notify()
     if group.state is State.FORMING and not group.unattached_ranks:
         group.advance(Event.ALL_ATTACHED)
 

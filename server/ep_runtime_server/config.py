@@ -21,6 +21,9 @@ REAPER_INTERVAL_S = 0.25
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 3600.0
 DEFAULT_DRAIN_S = 30.0
+# How long a restarted daemon waits for processes of before; a client reconnects within seconds.
+DEFAULT_RECOVERY_S = 30.0
+LATE_AFTER_S = 10.0
 MAX_LABELS = 32
 MAX_LABEL_BYTES = 256
 MAX_LAYERS_PER_CALL = 100_000
@@ -42,7 +45,8 @@ class ServerConfig:
     idle_exit_s: end after that long without a session; None to stay.
     parent_pidfd: end when this process is gone.
     ready_fd: gets one line of JSON when the sockets answer, then is closed.
-    testing: names of TESTING_SWITCHES.
+    recovery_s: how long a restarted daemon waits for processes of before.
+    testing: names of TESTING_SWITCHES, or failpoints.
     """
 
     directory: Path
@@ -56,6 +60,7 @@ class ServerConfig:
     idle_exit_s: float | None = None
     parent_pidfd: int | None = None
     ready_fd: int | None = None
+    recovery_s: float = DEFAULT_RECOVERY_S
     testing: frozenset[str] = frozenset()
 
     @property

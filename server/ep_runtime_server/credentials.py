@@ -11,6 +11,7 @@ import struct
 import time
 from pathlib import Path
 
+from ep_runtime import wire
 from ep_runtime.errors import PermissionDeniedError
 
 # asm-generic/socket.h; the socket module names none of them in Python 3.11.
@@ -72,9 +73,18 @@ def message_pid(ancillary: list[tuple[int, int, bytes]]) -> int | None:
     return None
 
 
+def message_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a packet; the caller closes them."""
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) // fds.itemsize * fds.itemsize])
+    return list(fds)
+
+
 def ancillary_bytes() -> int:
-    """Room for one credentials message and no descriptor."""
-    return socket.CMSG_SPACE(_UCRED.size)
+    """Room for one credentials message and the descriptors of one packet."""
+    return socket.CMSG_SPACE(_UCRED.size) + socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET)
 
 
 def boottime_s() -> float:
@@ -128,3 +138,18 @@ def process_start_s(pid: int) -> float | None:
         return None
     # The name in parentheses may contain anything; field 22 counts from the last one.
     return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def open_process(pid: int, start_s: float | None) -> int | None:
+    """A pidfd of the process that had this pid and started then; None where it is gone."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (ProcessLookupError, OverflowError):
+        return None
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    # A pid may be another process's by now; the start time may not, and an ended one is no process.
+    if start_s is None or process_start_s(pid) != start_s or poller.poll(0):
+        os.close(pidfd)
+        return None
+    return pidfd

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from ep_runtime import wire
+from ep_runtime import env, wire
 from ep_runtime.v1 import (
     admin_service_pb2_grpc,
     group_service_pb2_grpc,
@@ -24,10 +24,13 @@ from ep_runtime_server.admin_servicer import AdminServicer
 from ep_runtime_server.clock import Clock, SystemClock
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.credentials import Peer
-from ep_runtime_server.directory import SocketDirectory
+from ep_runtime_server.directory import JOURNAL_FILE, SocketDirectory
+from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_server import FdServer
+from ep_runtime_server.fd_store import FdStore
 from ep_runtime_server.group_servicer import GroupServicer, LayerServicer
 from ep_runtime_server.interceptor import RpcPolicy
+from ep_runtime_server.journal import Journal
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.session_servicer import SessionServicer
 
@@ -63,8 +66,10 @@ class Daemon:
         *,
         clock: Clock | None = None,
         peer_of: Callable[..., Peer] = credentials.peer_of,
+        stored_fds: Mapping[str, int] | None = None,
     ) -> None:
-        """`clock` and `peer_of` are for tests."""
+        """`stored_fds` by name are systemd's; `clock` and `peer_of` are for tests."""
+        self._stored_fds = stored_fds or {}
         self._settings = settings
         self._clock = clock or SystemClock()
         self._peer_of = peer_of
@@ -83,7 +88,10 @@ class Daemon:
         self._directory = SocketDirectory(
             settings.directory, open_to_others=settings.open_to_others
         )
-        self.runtime = Runtime(settings, self._clock)
+        journal = Journal(self._directory.path / JOURNAL_FILE, Failpoints(settings.testing))
+        self.runtime = Runtime(settings, self._clock, journal)
+        self.runtime.restore(FdStore(env.notify_socket(), self._stored_fds), self._stored_fds)
+        self.runtime.failpoints.hit("recovery.restored")
         self.runtime.on_drain(self._drained)
         self._health = health.aio.HealthServicer()
         self._api = self._server(self.runtime, sessions_guard=True)
@@ -96,10 +104,10 @@ class Daemon:
         self._directory.sockets_bound()
         await self._api.start()
         await self._admin.start()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._tasks = [
             asyncio.get_running_loop().create_task(work)
-            for work in (self._reap(), self._watch_drain())
+            for work in (self._reap(), self._watch_drain(), self._watch_recovery())
         ]
         self._watch_parent()
         if settings.testing:
@@ -112,7 +120,7 @@ class Daemon:
         )
 
     def _server(self, runtime: Runtime, *, sessions_guard: bool) -> grpc.aio.Server:
-        policy = RpcPolicy(runtime.sessions if sessions_guard else None)
+        policy = RpcPolicy(runtime.sessions if sessions_guard else None, runtime.before_answer)
         server = grpc.aio.server(
             interceptors=[policy],
             options=SERVER_OPTIONS,
@@ -160,6 +168,11 @@ class Daemon:
         await self._drained.wait()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
+    async def _watch_recovery(self) -> None:
+        await self.runtime.recovery.wait_over(None, self._settings.recovery_s + 1.0)
+        if not self.runtime.draining:
+            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
     async def _reap(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -193,8 +206,11 @@ class Daemon:
         for session in self.runtime.sessions.all():
             session.tell(None)
         await asyncio.gather(self._api.stop(STOP_GRACE_S), self._admin.stop(STOP_GRACE_S))
+        self.runtime.recorder.flush()
+        self.runtime.recorder.stop()
         self.runtime.sessions.shut_down()
         await self.runtime.pool.settle()
         self.runtime.pool.close()
+        self.runtime.journal.close()
         self._directory.close(remove=self._settings.parent_pidfd is not None)
         self.runtime.events.add("server.stopped", f"pid {os.getpid()} ends")

@@ -8,7 +8,7 @@ import mmap
 import os
 from typing import Protocol
 
-from ep_runtime.errors import PoolExhaustedError
+from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.host_memory import available_bytes
 
 # Linux fcntl.h; the fcntl module has them from Python 3.8 on, typeshed on Linux only.
@@ -20,6 +20,10 @@ class Allocation(Protocol):
 
     @property
     def size_bytes(self) -> int: ...
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What tells it from every other allocation of the host: device and inode of its file."""
 
     def export_fd(self) -> int:
         """A new descriptor for a client; the caller closes it after sending."""
@@ -44,6 +48,12 @@ class Device(Protocol):
     def allocate(self, label: str, size_bytes: int) -> Allocation:
         """Raises PoolExhaustedError where the memory is not there."""
 
+    def adopt(self, fd: int, size_bytes: int) -> Allocation:
+        """An allocation of a daemon before us, out of a descriptor that it exported.
+
+        Takes the descriptor over where it succeeds. Raises InvalidArgumentError where it is none.
+        """
+
 
 class HostAllocation:
     """A memfd, fully backed and sealed: neither side can shrink it under the other's mapping."""
@@ -51,6 +61,8 @@ class HostAllocation:
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
         self.size_bytes = size_bytes
+        found = os.fstat(fd)
+        self.identity = (found.st_dev, found.st_ino)
 
     def export_fd(self) -> int:
         return os.dup(self._fd)
@@ -85,6 +97,25 @@ class HostDevice:
             return _sealed_memfd(label, size_bytes)
         except OSError as error:
             raise _exhausted(label, size_bytes, self.limit_bytes, error) from error
+
+    def adopt(self, fd: int, size_bytes: int) -> HostAllocation:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:  # EINVAL: no memfd
+            raise _not_ours("it is no memfd") from error
+        found = os.fstat(fd)
+        if seals & _SEALS != _SEALS:
+            raise _not_ours(f"its seals are {seals:#x}, ours {_SEALS:#x}")
+        if found.st_size != size_bytes or found.st_blocks * 512 < size_bytes:
+            raise _not_ours(
+                f"it has {found.st_size} bytes, {found.st_blocks * 512} of them backed, "
+                f"ours {size_bytes}"
+            )
+        return HostAllocation(fd, size_bytes)
+
+
+def _not_ours(why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"the descriptor is not the group's memory: {why}", argument="fd")
 
 
 def _sealed_memfd(label: str, size_bytes: int) -> HostAllocation:

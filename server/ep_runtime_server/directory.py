@@ -13,6 +13,7 @@ from ep_runtime import env, wire
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, PermissionDeniedError
 
 LOCK_FILE = "lock"
+JOURNAL_FILE = "journal"
 SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET)
 
 
@@ -110,7 +111,8 @@ class SocketDirectory:
         self._inodes = {}
         if remove:
             with contextlib.suppress(OSError):
-                os.unlink(self.path / LOCK_FILE)
+                for name in (JOURNAL_FILE, LOCK_FILE):
+                    (self.path / name).unlink(missing_ok=True)
                 os.rmdir(self.path)
         if self._lock_fd >= 0:
             os.close(self._lock_fd)

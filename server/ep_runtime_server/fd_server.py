@@ -25,6 +25,7 @@ from ep_runtime.v1 import fd_socket_pb2 as pb
 from ep_runtime_server import attachment, config, credentials, views
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.sessions import Session
 
 ACCEPT_PAUSE_S = 0.2
 LISTEN_BACKLOG = 512
@@ -122,16 +123,33 @@ class FdServer:
         except OSError:
             self._drop(connection)
             return
-        if not data:
-            self._drop(connection)
-            return
-        self._arm(connection)
+        fds = credentials.message_fds(ancillary)
+        try:
+            if not data:
+                self._drop(connection)
+                return
+            self._arm(connection)
+            self._take(connection, data, flags, credentials.message_pid(ancillary), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _take(
+        self,
+        connection: _Connection,
+        data: bytes,
+        flags: int,
+        sender_pid: int | None,
+        fds: list[int],
+    ) -> None:
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise InvalidArgumentError(
-                    f"a packet is at most {wire.MAX_PACKET_BYTES} bytes and carries no descriptors"
+                    f"a packet is at most {wire.MAX_PACKET_BYTES} bytes and "
+                    f"{wire.MAX_FDS_PER_PACKET} descriptors, and the daemon's limit of open files "
+                    "must have room for them"
                 )
-            self._answer(connection, data, credentials.message_pid(ancillary))
+            self._answer(connection, data, sender_pid, fds)
         except EpRuntimeError as error:
             self._refuse(connection, error)
         except OSError as error:
@@ -145,7 +163,9 @@ class FdServer:
             self._runtime.events.add("fd.denied", str(error), level=logging.WARNING, **error.fields)
         self._send(connection, pb.FdReply(error=wire.error_to_detail(error)), [])
 
-    def _answer(self, connection: _Connection, data: bytes, sender_pid: int | None) -> None:
+    def _answer(
+        self, connection: _Connection, data: bytes, sender_pid: int | None, fds: list[int]
+    ) -> None:
         try:
             request = pb.FdRequest.FromString(data)
         except DecodeError as error:
@@ -163,10 +183,14 @@ class FdServer:
                     pid=sender_pid,
                 )
             kind = request.WhichOneof("request")
+            if fds and kind != "return_windows":
+                raise InvalidArgumentError(f"a packet of {kind} carries no descriptors")
             if kind == "hello":
                 self._hello(connection, peer, request.hello)
             elif kind == "redeem_ticket":
                 self._redeem(connection, peer, request.redeem_ticket)
+            elif kind == "return_windows":
+                self._take_back(connection, peer, request.return_windows, fds)
             else:
                 raise InvalidArgumentError("the packet holds no request that this daemon knows")
         finally:
@@ -186,20 +210,55 @@ class FdServer:
                 client=list(hello.api_versions),
                 daemon=[wire.API_VERSION],
             )
-        self._runtime.check_serving()
-        session = self._runtime.sessions.hello(peer, hello.pid, hello.client_version)
+        session = self._session_before(peer, hello.resume_token)
+        resumed = session is not None
+        if session is None:
+            self._runtime.check_serving()
+            self._runtime.recorder.admit()
+            session = self._runtime.sessions.hello(peer, hello.pid, hello.client_version)
         welcome = pb.Welcome(
             session_token=session.token,
             session_id=session.session_id,
             incarnation=self._runtime.incarnation,
             server_version=ep_runtime.__version__,
+            resumed=resumed,
         )
+        self._runtime.recorder.flush()
         self._send(connection, pb.FdReply(welcome=welcome), [])
+
+    def _session_before(self, peer: Peer, token: str) -> Session | None:
+        return self._runtime.sessions.resume(token, peer) if token else None
+
+    def _take_back(
+        self, connection: _Connection, peer: Peer, request: pb.ReturnWindows, fds: list[int]
+    ) -> None:
+        session = self._runtime.sessions.authenticate_peer(
+            request.session_token, peer.pid, peer.uid
+        )
+        if len(fds) != len(request.descriptors):
+            raise InvalidArgumentError(
+                f"{len(request.descriptors)} descriptors were named and {len(fds)} came",
+                argument="descriptors",
+            )
+        taken, wanted = self._runtime.rejoin.return_windows(
+            session,
+            request.group,
+            [
+                (d.world_rank, d.generation, fd)
+                for d, fd in zip(request.descriptors, fds, strict=True)
+            ],
+        )
+        self._runtime.recorder.flush()
+        self._runtime.failpoints.hit("recovery.adopted")
+        answer = pb.WindowsReturned(num_adopted=taken, wanted_ranks=wanted)
+        self._send(connection, pb.FdReply(windows_returned=answer), [])
 
     def _redeem(self, connection: _Connection, peer: Peer, request: pb.RedeemTicket) -> None:
         sessions = self._runtime.sessions
         session = sessions.authenticate_peer(request.session_token, peer.pid, peer.uid)
         exported = attachment.redeem(self._runtime.tickets, session, request.ticket)
+        self._runtime.recorder.flush()
+        self._runtime.failpoints.hit("fd.before_send")
         try:
             for first in range(0, len(exported), wire.MAX_FDS_PER_PACKET):
                 part = exported[first : first + wire.MAX_FDS_PER_PACKET]
@@ -215,6 +274,7 @@ class FdServer:
         finally:
             for item in exported:
                 os.close(item.fd)
+        self._runtime.failpoints.hit("fd.after_send")
 
     def _send(self, connection: _Connection, reply: pb.FdReply, fds: list[int]) -> None:
         """Never waits: who does not read its answers loses the connection."""

@@ -43,8 +43,30 @@ class Groups:
         self._pool = pool
         self._clock = clock
         self._events = events
+        self.on_change: Callable[[Group], None] = lambda group: None
+        # Called with a generation before anybody hears of it; it may refuse by raising.
+        self.on_generation: Callable[[int], None] = lambda generation: None
         self._groups: dict[Owner, Group] = {}
         self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """The newest one that was given."""
+        return self._generation
+
+    def skip_to(self, generation: int) -> None:
+        """The next generation is larger than this one."""
+        self._generation = max(self._generation, generation)
+
+    def add(self, group: Group) -> None:
+        """A group that was there before this daemon."""
+        self._groups[group.owner] = group
+        self.skip_to(group.generation)
+        group.on_change = self.on_change
+        self.on_change(group)
+
+    def find(self, owner: Owner) -> Group | None:
+        return self._groups.get(owner)
 
     def all(self) -> list[Group]:
         return list(self._groups.values())
@@ -165,9 +187,13 @@ class Groups:
 
     def _new_group(self, owner: Owner, spec: GroupSpec) -> Group:
         group = Group(owner, spec, self._next_generation())
-        self._groups[owner] = group
-        self._stamp(group)
+        self.begin(group)
         return group
+
+    def begin(self, group: Group) -> None:
+        """A group whose claims follow."""
+        self.add(group)
+        self._stamp(group)
 
     def _stamp(self, group: Group) -> None:
         group.created_s = self._clock.monotonic_s()
@@ -175,6 +201,7 @@ class Groups:
         self._log("group.forming", group, f"generation {group.generation} begins to form")
 
     def _next_generation(self) -> int:
+        self.on_generation(self._generation + 1)
         self._generation += 1
         return self._generation
 
@@ -208,7 +235,7 @@ class Groups:
         if not group.has_windows:
             return
         windows = group.windows
-        if windows is not None and not windows.holders:
+        if windows is not None and not windows.holders and not windows.wanted_ranks:
             await self._pool.format_again(windows, group.generation)
             group.reattached = True
             return
@@ -218,6 +245,25 @@ class Groups:
         group.windows = await self._pool.allocate(group.owner, group.spec, group.generation)
 
     # Ends
+
+    def memory_lost(self, group: Group) -> None:
+        """Nobody can give the windows back that a daemon before us allocated."""
+        assert group.windows is not None
+        self._pool.release(group.windows)
+        group.windows = None
+        if group.state in (State.READY, State.FORMING, State.BROKEN) and group.members:
+            why = "its memory was lost when the daemon started again"
+            group.advance(Event.MEMBER_LOST, why)
+            self._log("group.broken", group, why)
+        group.notify()
+
+    def give_up(self, group: Group) -> None:
+        """Not every process of a group came back in time after a restart."""
+        missing = group.missing_ranks or group.unattached_ranks or [-1]
+        group.poison(PoisonReason.PEER_LOST, missing[0])
+        why = f"ranks {missing} did not come back after the daemon started again"
+        group.advance(Event.MEMBER_LOST, why)
+        self._log("group.broken", group, why)
 
     def leave(self, session: Session, group: Group) -> int:
         """The process unmapped the group in good order; bytes on their way back."""
@@ -266,7 +312,7 @@ class Groups:
         group.previous.pop(session.session_id, None)
         alone = not group.members and not group.previous
         if member is not None and group.formed and event is Event.MEMBER_LOST:
-            group.lost_ranks.extend(member.ranks)
+            group.lost.update(dict.fromkeys(member.ranks, session))
             group.poison(PoisonReason.PEER_LOST, member.ranks[0])
         if alone:
             if event is Event.MEMBER_LEFT:

@@ -16,12 +16,15 @@ from ep_runtime.v1 import layer_service_pb2, layer_service_pb2_grpc, types_pb2
 from ep_runtime_server import attachment, config, views
 from ep_runtime_server.interceptor import current_session
 from ep_runtime_server.paging import page
+from ep_runtime_server.rejoin import Claim
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
 
 SERVED_TRANSPORTS = ("memfd", "xla")
 MAX_LANES = 64
+# A layer is some 40 bytes on the wire and some 160 in the journal.
+_JOURNAL_GROWTH = 5
 MAX_GROUP_BYTES = 1 << 60  # the wire's int64 must hold every sum
 
 
@@ -90,6 +93,7 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         wait_s = _wait_s(request)
 
         async def work() -> pb.CreateGroupResponse:
+            await self._runtime.claims_allowed(session, spec.name, wait_s)
             group = await self._runtime.groups.create(
                 session, spec, ranks, replace=request.replace, wait_s=wait_s
             )
@@ -125,6 +129,22 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         group = self._runtime.groups.get(session, request.name)
         await attachment.report_attached(session, group, request.generation, _wait_s(request))
         return pb.ReportAttachedResponse(group=views.group(group, self._runtime.clock))
+
+    async def RestoreGroup(  # noqa: N802
+        self, request: pb.RestoreGroupRequest, context: Context[Any, Any]
+    ) -> pb.RestoreGroupResponse:
+        spec = wire.group_spec_from_proto(request.spec)
+        check_spec(spec)
+        claim = Claim(
+            spec=spec,
+            generation=request.generation,
+            ranks=_check_ranks(tuple(request.world_ranks), spec),
+            layers=tuple(wire.registered_from_proto(layer) for layer in request.layers),
+        )
+        group, wanted = self._runtime.rejoin.restore_group(current_session(), claim)
+        return pb.RestoreGroupResponse(
+            group=views.group(group, self._runtime.clock), wanted_ranks=wanted
+        )
 
     async def CloseGroup(  # noqa: N802
         self, request: pb.CloseGroupRequest, context: Context[Any, Any]
@@ -177,6 +197,7 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
         session = current_session()
         group = self._runtime.groups.get(session, request.group)
         group.member(session, request.generation)
+        self._runtime.recorder.admit(_JOURNAL_GROWTH * request.ByteSize())
         before = len(group.layers)
         layers, stacks = group.layers.register(
             [wire.layer_spec_from_proto(layer) for layer in request.layers],
@@ -184,6 +205,7 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
         )
         added = len(group.layers) - before
         if added:
+            group.notify()
             self._runtime.events.add(
                 "layers.registered",
                 f"group {group.owner}: {added} layers and stacks registered",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
+from collections.abc import Callable
 
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
@@ -13,7 +15,7 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime.specs import GroupSpec
-from ep_runtime.v1 import session_service_pb2
+from ep_runtime.v1 import session_service_pb2, types_pb2
 from ep_runtime_server.group_fsm import Event, State, next_state
 from ep_runtime_server.layers import LayerTable
 from ep_runtime_server.sessions import Session
@@ -29,10 +31,23 @@ class Member:
     attached: bool = False
 
 
+def _nobody(group: Group) -> None:
+    """Who listens where no journal is kept."""
+
+
 class Group:
-    """A group of one owner. Formed when every rank is claimed and the memory is there."""
+    """A group of one owner. Formed when every rank is claimed and the memory is there.
+
+    Attributes:
+        group_id: its name in the journal; never used again.
+        on_change: called after every change.
+        restoring: made of what processes say of it, because the daemon lost its journal.
+    """
 
     def __init__(self, owner: Owner, spec: GroupSpec, generation: int) -> None:
+        self.group_id = f"g-{secrets.token_hex(6)}"
+        self.on_change: Callable[[Group], None] = _nobody
+        self.restoring = False
         self.owner = owner
         self.spec = spec
         self.generation = generation
@@ -48,11 +63,15 @@ class Group:
         self.reattached = False
         self.formation: asyncio.Task[None] | None = None
         self.failure: EpRuntimeError | None = None
-        self.lost_ranks: list[int] = []
+        self.lost: dict[int, Session] = {}  # by world rank: whose process is gone
         self.retained_until_s: float | None = None  # means something in RETAINED only
         self.created_s = 0.0
         self.created_wall_s = 0.0
         self._changed = asyncio.Event()
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        return list(self.lost)
 
     @property
     def has_windows(self) -> bool:
@@ -97,6 +116,10 @@ class Group:
             state=f"GROUP_STATE_{self.state.value}",
             reason=reason,
             lost_ranks=self.lost_ranks,
+            lost_members=[
+                types_pb2.GroupMember(world_rank=rank, session_id=gone.session_id, pid=gone.pid)
+                for rank, gone in self.lost.items()
+            ],
         )
         for member in self.members.values():
             member.session.tell(session_service_pb2.WatchSessionResponse(group=message))
@@ -104,6 +127,7 @@ class Group:
     def notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change(self)
 
     @property
     def changed(self) -> asyncio.Event:
@@ -137,7 +161,7 @@ class Group:
         self.members = {}
         self.left = set()
         self.formed = self.reattached = False
-        self.lost_ranks = []
+        self.lost = {}
 
     def member(self, session: Session, generation: int) -> Member:
         """Raises StaleHandleError for another generation, PermissionDeniedError for a stranger."""

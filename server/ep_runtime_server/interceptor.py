@@ -44,8 +44,10 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
     With `sessions` None (admin.sock, guarded by its mode) no token is asked for.
     """
 
-    def __init__(self, sessions: Sessions | None) -> None:
+    def __init__(self, sessions: Sessions | None, before_answer: Callable[[str], None]) -> None:
+        """`before_answer(method)` runs when a unary call did its work; it may still refuse."""
         self._sessions = sessions
+        self._before_answer = before_answer
 
     async def intercept_service(
         self,
@@ -75,7 +77,9 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 if context.time_remaining() is None:
                     raise InvalidArgumentError(f"{method} needs a deadline", argument="deadline")
                 self._check(method, metadata, request)
-                return await inner(request, context)
+                answer = await inner(request, context)
+                self._before_answer(method)
+                return answer
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
                 return await _abort(context, method, error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ep_runtime import board, specs
 from ep_runtime.errors import (
@@ -79,6 +79,64 @@ class LayerTable:
         self._ids.update(added.ids)
         self._next_handle = added.next_handle
         return answer, stack_answer
+
+    def restore(self, layers: Iterable[RegisteredLayer]) -> None:
+        """Layers as they were registered before; they do not overlap."""
+        for layer in layers:
+            self._layers[layer.spec.name] = layer
+            self._ids[layer.base_id] = layer.spec.name
+            self._next_handle = max(self._next_handle, layer.handle_base + layer.num_handles)
+
+    def rejoin(self, layers: Sequence[RegisteredLayer], *, takes_word: bool) -> None:
+        """Compares with what a process says; with `takes_word` takes over what is unknown here.
+
+        Raises:
+            SpecMismatchError: one is known with other settings, ids or handles.
+            StaleHandleError: one is unknown, and the process's word does not count.
+            InvalidArgumentError: one cannot have been registered so.
+        """
+        new = []
+        for layer in layers:
+            known = self._layers.get(layer.spec.name)
+            if known is None:
+                new.append(layer)
+                continue
+            self._compare(known, layer.spec, layer.num_layers)
+            if (known.base_id, known.handle_base) != (layer.base_id, layer.handle_base):
+                raise SpecMismatchError(
+                    f"layer {layer.spec.name!r} has id {known.base_id} and handles from "
+                    f"{known.handle_base}, this call says {layer.base_id} and {layer.handle_base}",
+                    object=layer.spec.name,
+                    field="handle_base",
+                    theirs=known.handle_base,
+                    ours=layer.handle_base,
+                )
+        if new and not takes_word:
+            raise StaleHandleError(
+                f"layer {new[0].spec.name!r} is not registered in group {self._group.name!r}",
+                layer=new[0].spec.name,
+                group=self._group.name,
+            )
+        self._check_word(new)
+        self.restore(new)
+
+    def _check_word(self, new: Sequence[RegisteredLayer]) -> None:
+        taken = sorted(
+            (layer.handle_base, layer.num_handles) for layer in (*self._layers.values(), *new)
+        )
+        ends = [base + count for base, count in taken]
+        overlap = any(base < end for (base, _), end in zip(taken[1:], ends, strict=False))
+        outside = bool(taken) and (taken[0][0] < 0 or ends[-1] > board.MAX_HANDLES)
+        for layer in new:
+            filled = specs.check_layer(self._group, layer.spec)
+            make_id = specs.stack_base_id if layer.num_layers else specs.layer_id
+            right_id = layer.base_id == make_id(self._group.name, layer.spec.name)
+            if filled != layer.spec or not right_id or overlap or outside or layer.num_layers < 0:
+                raise InvalidArgumentError(
+                    f"layer {layer.spec.name!r} cannot have been registered with id "
+                    f"{layer.base_id} and handles from {layer.handle_base}",
+                    argument="layers",
+                )
 
     def _plan(self, spec: LayerSpec, num_layers: int, added: _Addition) -> RegisteredLayer:
         filled = specs.check_layer(self._group, spec)

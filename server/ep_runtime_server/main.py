@@ -14,7 +14,7 @@ import setproctitle
 
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_server import config, events, host_memory, systemd
+from ep_runtime_server import config, events, failpoints, host_memory, systemd
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
 
@@ -45,6 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-sessions-per-uid", type=int, default=1024, metavar="N", help="default 1024")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--drain-s", type=float, default=config.DEFAULT_DRAIN_S, help="SIGTERM waits that long")
+    add(
+        "--recovery-s",
+        type=float,
+        default=config.DEFAULT_RECOVERY_S,
+        metavar="S",
+        help="after a restart, wait S seconds for processes of before",
+    )
     add("--idle-exit-s", type=float, metavar="S", help="end after S seconds without a session")
     add("--parent-pidfd", type=int, metavar="FD", help="end when the process of this pidfd is gone")
     add("--ready-fd", type=int, metavar="FD", help="write one JSON line here once serving")
@@ -52,10 +59,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--testing",
         action="append",
         default=[],
-        choices=config.TESTING_SWITCHES,
         help=argparse.SUPPRESS,
     )
     return parser
+
+
+def _check_testing(switches: Sequence[str]) -> frozenset[str]:
+    for switch in switches:
+        if switch not in config.TESTING_SWITCHES:
+            failpoints.parse(switch)
+    return frozenset(switches)
 
 
 def make_config(arguments: argparse.Namespace) -> ServerConfig:
@@ -74,7 +87,8 @@ def make_config(arguments: argparse.Namespace) -> ServerConfig:
         idle_exit_s=arguments.idle_exit_s,
         parent_pidfd=arguments.parent_pidfd,
         ready_fd=arguments.ready_fd,
-        testing=frozenset(arguments.testing),
+        recovery_s=arguments.recovery_s,
+        testing=_check_testing(arguments.testing),
     )
 
 
@@ -88,7 +102,7 @@ def _tell_ready(settings: ServerConfig) -> None:
 
 async def serve(settings: ServerConfig) -> None:
     """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
-    daemon = Daemon(settings)
+    daemon = Daemon(settings, stored_fds=systemd.stored_fds(*env.stored_fds()))
     await daemon.start()
     daemon.handle_signals()
     try:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import secrets
+from collections.abc import Mapping
 
 from ep_runtime.board import PoisonReason
-from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError, SpecMismatchError
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    RuntimeUnavailableError,
+    SpecMismatchError,
+)
 from ep_runtime.specs import check_name
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime.wire import duration
@@ -15,21 +23,33 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.devices import HostDevice
 from ep_runtime_server.events import EventLog
+from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.fd_store import FdStore, by_set, stored_name
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
+from ep_runtime_server.journal import Journal
+from ep_runtime_server.lateness import LateRanks
 from ep_runtime_server.operations import Operations
+from ep_runtime_server.recorder import Recorder
+from ep_runtime_server.recovery import Recovery
+from ep_runtime_server.rejoin import Rejoin
 from ep_runtime_server.sessions import Session, Sessions, SessionState
 from ep_runtime_server.tickets import TicketBook
-from ep_runtime_server.windows import WindowPool
+from ep_runtime_server.windows import Owner, WindowPool
+
+# RPCs whose answer promises something that a restarted daemon must know.
+_MAKES_NEW = ("OpenSession", "CreateGroup", "ReportAttached", "RegisterLayers", "RestoreGroup")
 
 
 class Runtime:
     """Sessions, groups, memory, and the orders of an operator."""
 
-    def __init__(self, settings: ServerConfig, clock: Clock) -> None:
+    def __init__(self, settings: ServerConfig, clock: Clock, journal: Journal) -> None:
+        """`restore` comes next."""
         self.settings = settings
         self.clock = clock
+        self.journal = journal
         self.incarnation = secrets.token_hex(8)
         self.started_s = clock.monotonic_s()
         self.events = EventLog(clock)
@@ -43,16 +63,63 @@ class Runtime:
             max_per_uid=settings.max_sessions_per_uid,
             on_end=self._session_ended,
         )
+        self.recovery = Recovery(
+            self.sessions, self.groups, self.pool, self.events, clock, settings.recovery_s
+        )
+        self.rejoin = Rejoin(self.groups, self.pool, self.recovery)
+        self.recorder = Recorder(journal, self.sessions, self.groups, self.pool, self.events, clock)
+        self.late_ranks = LateRanks(self.groups, self.events, clock)
+        self.failpoints = Failpoints(settings.testing)
         self.draining = False
         self.stop_at_s: float | None = None  # set once the daemon is told to end
         self.loop_lag_s = 0.0
         self._idle_since_s = self.started_s
         self._drain_listeners: list[asyncio.Event] = []
 
+    def restore(self, fd_store: FdStore, stored: Mapping[str, int]) -> None:
+        """Takes over what the journal says and what systemd kept, and begins a journal of its own.
+
+        Args:
+            fd_store: gets every descriptor from now on.
+            stored: systemd's descriptors by name; closed here.
+        """
+        journal, recovery = self.journal, self.recovery
+        incomplete = not journal.was_there or journal.cut_bytes > 0
+        if journal.cut_bytes:
+            self.events.add(
+                "journal.cut",
+                f"{journal.cut_bytes} bytes at the end of the journal were no whole record",
+                level=logging.WARNING,
+                cut_bytes=journal.cut_bytes,
+            )
+        recovery.restore(journal.take_facts(), incomplete=incomplete)
+        self._adopt_stored(fd_store, stored)
+        recovery.begin()
+        self.recorder.listen(fd_store.windows_changed)
+        self.recorder.compact()
+
+    def _adopt_stored(self, fd_store: FdStore, stored: Mapping[str, int]) -> None:
+        names = dict(stored)
+        kept = by_set(stored)
+        for windows in self.pool.sets:
+            try:
+                self.rejoin.adopt(windows, kept.get(windows.set_id, {}))
+            except EpRuntimeError as error:
+                self.events.add("windows.refused", f"systemd's store, {windows.owner}: {error}")
+            else:
+                for rank in kept.get(windows.set_id, {}):
+                    names.pop(stored_name(windows.set_id, rank), None)
+        for name in names:  # of sets that are gone
+            fd_store.remove(name)
+        for fd in stored.values():
+            os.close(fd)
+
     @property
     def server_state(self) -> session_service_pb2.ServerState:
         if self.draining:
             return session_service_pb2.SERVER_STATE_DRAINING
+        if self.recovery.under_way:
+            return session_service_pb2.SERVER_STATE_RECOVERING
         return session_service_pb2.SERVER_STATE_SERVING
 
     def check_serving(self) -> None:
@@ -60,6 +127,35 @@ class Runtime:
         if self.draining:
             raise RuntimeUnavailableError(
                 f"the daemon at {self.settings.directory} is draining and admits nothing new",
+                address=f"unix://{self.settings.directory}",
+            )
+
+    def before_answer(self, method: str) -> None:
+        """What an RPC changed is in the journal before anybody hears of it.
+
+        Raises:
+            PoolExhaustedError: it is not, and the call made something new.
+        """
+        self.failpoints.hit("rpc.before_answer")
+        if method.rpartition("/")[2] in _MAKES_NEW:
+            self.recorder.require()
+        else:
+            self.recorder.flush()
+
+    async def claims_allowed(self, session: Session, name: str, wait_s: float) -> None:
+        """Returns when groups may be created.
+
+        Raises:
+            RuntimeUnavailableError: draining, or still recovering after `wait_s`.
+            PoolExhaustedError: the journal cannot be written.
+        """
+        self.check_serving()
+        self.recorder.admit()
+        owner = Owner(session.uid, session.job, name)
+        if not await self.recovery.wait_over(owner, wait_s):
+            raise RuntimeUnavailableError(
+                f"the daemon at {self.settings.directory} started again and waits for processes "
+                f"of before, {self.recovery.left_s:.0f} s at most; retry",
                 address=f"unix://{self.settings.directory}",
             )
 
@@ -72,6 +168,7 @@ class Runtime:
             SpecMismatchError: opened before with another job.
             InvalidArgumentError: a job or label that no session may have.
             RuntimeUnavailableError: draining.
+            PoolExhaustedError: the journal cannot be written.
         """
         check_name("job", job)
         long = [k for k, v in labels.items() if len((k + v).encode()) > config.MAX_LABEL_BYTES]
@@ -82,6 +179,7 @@ class Runtime:
                 argument="labels",
             )
         if session.state is not SessionState.CONNECTED:
+            self.sessions.heard(session)
             if session.job != job:
                 raise SpecMismatchError(
                     f"session {session.session_id} belongs to job {session.job!r}, "
@@ -93,10 +191,12 @@ class Runtime:
                 )
             return
         self.check_serving()
+        self.recorder.admit()
         session.job = job
         session.labels = dict(labels)
         session.process_index = process_index
         session.state = SessionState.ACTIVE
+        self.sessions.on_change(session)
         self.events.add(
             "session.active",
             f"process {session.pid} opened a session in job {job!r}",
@@ -190,6 +290,9 @@ class Runtime:
         self.operations.expire()
         self.sessions.mark_suspects()
         self.sessions.prune()
+        self.recovery.settle()
+        self.recorder.tick()
+        self.late_ranks.look()
         if self.sessions.not_over() or self.groups.all():
             self._idle_since_s = self.clock.monotonic_s()  # retained memory waits for its job
 

@@ -58,7 +58,9 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
         self, request: pb.HeartbeatRequest, context: Context[Any, Any]
     ) -> pb.HeartbeatResponse:
         self._runtime.sessions.beat(current_session(), request.progress)
-        return pb.HeartbeatResponse(state=self._runtime.server_state)
+        return pb.HeartbeatResponse(
+            state=self._runtime.server_state, incarnation=self._runtime.incarnation
+        )
 
     async def WatchSession(  # noqa: N802
         self, request: pb.WatchSessionRequest, context: Context[Any, Any]

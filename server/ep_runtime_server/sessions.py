@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import hashlib
 import logging
 import os
 import secrets
@@ -22,7 +23,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime_server import config
 from ep_runtime_server.clock import Clock
-from ep_runtime_server.credentials import Peer
+from ep_runtime_server.credentials import Peer, open_process, process_start_s
 from ep_runtime_server.events import EventLog
 
 MAX_QUEUED_EVENTS = 1000
@@ -65,6 +66,9 @@ class Session:
     ended_s: float | None = None
     fence_reason: str = ""
     watcher: asyncio.Queue[Any] | None = None
+    token_digest: str = ""  # what the journal keeps of the token
+    start_s: float | None = None  # of the process, on CLOCK_BOOTTIME; with the pid its identity
+    awaited: bool = False  # out of the journal, and not heard since
 
     @property
     def live(self) -> bool:
@@ -83,8 +87,20 @@ class Session:
         self.watcher.put_nowait(event)
 
 
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _nobody(session: Session) -> None:
+    """Who listens where no journal is kept."""
+
+
 class Sessions:
-    """Every session of the daemon. Lives on the event loop's thread."""
+    """Every session of the daemon. Lives on the event loop's thread.
+
+    Attributes:
+        on_change: called after every change that a restarted daemon must know.
+    """
 
     def __init__(
         self,
@@ -100,7 +116,8 @@ class Sessions:
         self._events = events
         self._max_per_uid = max_per_uid
         self._on_end = on_end
-        self._by_token: dict[str, Session] = {}
+        self.on_change: Callable[[Session], None] = _nobody
+        self._by_token: dict[str, Session] = {}  # by the token's digest
         self._by_id: dict[str, Session] = {}
         self.any_ever = False
 
@@ -126,9 +143,12 @@ class Sessions:
                 f"uid {peer.uid} has {held} sessions, the limit is {self._max_per_uid}",
                 limit=self._max_per_uid,
             )
+        token = secrets.token_hex(32)
         session = Session(
             session_id=f"s-{secrets.token_hex(6)}",
-            token=secrets.token_hex(32),
+            token=token,
+            token_digest=digest(token),
+            start_s=process_start_s(peer.pid),
             uid=peer.uid,
             pid=peer.pid,
             own_pid=own_pid,
@@ -137,11 +157,41 @@ class Sessions:
             created_s=self._clock.monotonic_s(),
             created_wall_s=self._clock.wall_s(),
         )
-        self._by_token[session.token] = session
+        self._add(session)
+        self._log("session.hello", f"process {peer.pid} of uid {peer.uid} connected", session)
+        return session
+
+    def _add(self, session: Session) -> None:
+        self._by_token[session.token_digest] = session
         self._by_id[session.session_id] = session
         self.any_ever = True
         asyncio.get_running_loop().add_reader(session.pidfd, self._on_exit, session)
-        self._log("session.hello", f"process {peer.pid} of uid {peer.uid} connected", session)
+        self.on_change(session)
+
+    def restore(self, session: Session) -> bool:
+        """A session out of the journal; False where its process is gone."""
+        pidfd = open_process(session.pid, session.start_s)
+        if pidfd is None:
+            return False
+        session.pidfd = pidfd
+        session.awaited = session.live
+        self._add(session)
+        return True
+
+    def resume(self, token: str, peer: Peer) -> Session | None:
+        """The session that the process had before the daemon started again; None where unknown.
+
+        Raises:
+            SessionFencedError: it was fenced, or is over.
+            PermissionDeniedError: it is another process's.
+        """
+        session = self._by_token.get(digest(token))
+        if session is None:
+            return None
+        self.authenticate_peer(token, peer.pid, peer.uid)
+        session.token = token
+        self.heard(session)
+        self._log("session.resumed", f"process {session.pid} is back", session)
         return session
 
     def authenticate(self, token: str, own_pid: int | None) -> Session:
@@ -151,7 +201,7 @@ class Sessions:
             SessionFencedError: no such token, or the session was fenced.
             PermissionDeniedError: another process uses it.
         """
-        session = self._by_token.get(token)
+        session = self._by_token.get(digest(token))
         if session is None:
             raise SessionFencedError("unknown session token; connect again")
         if own_pid is not None and own_pid != session.own_pid:
@@ -194,8 +244,13 @@ class Sessions:
         )
 
     def beat(self, session: Session, progress: int) -> None:
-        session.last_beat_s = self._clock.monotonic_s()
         session.progress = max(session.progress, progress)
+        self.heard(session)
+
+    def heard(self, session: Session) -> None:
+        """The process said something: it is not SUSPECT."""
+        session.last_beat_s = self._clock.monotonic_s()
+        session.awaited = False
         if session.state is SessionState.SUSPECT:
             session.state = SessionState.ACTIVE
             self._log("session.active", f"process {session.pid} is heard again", session)
@@ -224,6 +279,7 @@ class Sessions:
         if session.live:
             session.state = SessionState.FENCED
             session.fence_reason = reason
+            self.on_change(session)
             self._log(
                 "session.fenced",
                 f"process {session.pid} was fenced: {reason}",
@@ -239,6 +295,7 @@ class Sessions:
         session.state = state
         session.ended_s = self._clock.monotonic_s()
         self._drop_pidfd(session)
+        self.on_change(session)
         what = "ended without goodbye" if state is SessionState.DEAD else "said goodbye"
         self._log(f"session.{state.value.lower()}", f"process {session.pid} {what}", session)
         self._on_end(session)
@@ -258,7 +315,7 @@ class Sessions:
             age = now - (session.ended_s or now)
             if position < surplus or age > config.ENDED_SESSION_LIFE_S:
                 del self._by_id[session.session_id]
-                del self._by_token[session.token]
+                del self._by_token[session.token_digest]
 
     def shut_down(self) -> None:
         for session in self._by_id.values():

@@ -1,12 +1,26 @@
-"""sd_notify, the part of it that a foreground daemon needs."""
+"""What a foreground daemon says to systemd, and the descriptors that systemd kept for it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+from collections.abc import Sequence
+
+FIRST_FD = 3  # SD_LISTEN_FDS_START
 
 
-def notify(address: str | None, *assignments: str) -> None:
+def stored_fds(count: int, names: Sequence[str]) -> dict[str, int]:
+    """{name: fd} of the `count` descriptors that systemd passed; marked close-on-exec."""
+    found = {}
+    for position in range(count):
+        os.set_inheritable(FIRST_FD + position, False)
+        name = names[position] if position < len(names) else f"unknown-{position}"
+        found[name] = FIRST_FD + position
+    return found
+
+
+def notify(address: str | None, *assignments: str, fds: Sequence[int] = ()) -> None:
     """Sends `READY=1` and the like to systemd; nothing without `$NOTIFY_SOCKET`."""
     if not address:
         return
@@ -16,4 +30,9 @@ def notify(address: str | None, *assignments: str) -> None:
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
     ):
-        sender.sendto("\n".join(assignments).encode(), target)
+        sender.connect(target)
+        message = "\n".join(assignments).encode()
+        if fds:
+            socket.send_fds(sender, [message], list(fds))
+        else:
+            sender.send(message)

@@ -16,6 +16,8 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import Event
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
+from ep_runtime_server.lateness import LateRank, late_ranks, rank_records
+from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import Session
 from ep_runtime_server.windows import WindowSet, WindowState
@@ -98,6 +100,8 @@ def group_info(item: Group, clock: Clock) -> pb.GroupInfo:
         total_bytes=item.windows.size_bytes if item.windows is not None else 0,
         age=wire.duration(clock.monotonic_s() - item.created_s),
         poison_reason=_poison_reason(item),
+        late_ranks=[late_rank(late) for late in late_ranks([item], clock.monotonic_s())],
+        wanted_ranks=item.windows.wanted_ranks if item.windows is not None else [],
     )
 
 
@@ -211,7 +215,7 @@ def events(items: Iterable[Event]) -> Iterator[pb.EventInfo]:
 def ranks(groups: Iterable[Group], clock: Clock) -> Iterator[pb.RankInfo]:
     for item in groups:
         claims = item.claims
-        records = _rank_records(item)
+        records = rank_records(item)
         for rank in range(item.spec.world_size):
             member = claims.get(rank)
             message = pb.RankInfo(
@@ -229,14 +233,37 @@ def ranks(groups: Iterable[Group], clock: Clock) -> Iterator[pb.RankInfo]:
             yield message
 
 
-def _rank_records(group: Group) -> list[RankRecord]:
-    windows = group.windows
-    if windows is None or windows.board is None:
-        return []
-    try:
-        return board.read_ranks(windows.board)
-    except (EpRuntimeError, ValueError):
-        return []
+def late_rank(late: LateRank) -> pb.LateRank:
+    owner = late.group.owner
+    return pb.LateRank(
+        group=owner.name,
+        job=owner.job,
+        uid=owner.uid,
+        generation=late.group.generation,
+        world_rank=late.world_rank,
+        pid=late.pid,
+        process_index=late.process_index,
+        since=wire.duration(late.since_s),
+        waiting_ranks=late.waiting_ranks,
+        layer=late.layer,
+        op=late.op,
+        handle=late.handle,
+        message=late.message,
+    )
+
+
+def recovery(found: Recovery) -> pb.RecoveryStatus:
+    message = pb.RecoveryStatus(
+        under_way=found.under_way,
+        num_sessions=found.num_sessions,
+        num_awaited=found.num_awaited,
+        adopted_bytes=found.adopted_bytes,
+        awaited_bytes=found.awaited_bytes,
+        lost_bytes=found.lost_bytes,
+    )
+    if found.under_way:
+        message.left.CopyFrom(wire.duration(found.left_s))
+    return message
 
 
 def _add_progress(message: pb.RankInfo, record: RankRecord, group: Group, clock: Clock) -> None:

@@ -13,7 +13,8 @@ import dataclasses
 import enum
 import logging
 import mmap
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ep_runtime import board
@@ -45,22 +46,37 @@ class Owner:
         return f"{self.name} (uid {self.uid}, job {self.job})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Buffer:
-    """One allocation; world_rank -1 is the board."""
+    """One allocation; world_rank -1 is the board.
+
+    After a restart `allocation` is None until a descriptor of it came back; `identity` is None
+    too where nobody remembers it.
+    """
 
     buffer_id: str
     device: str
     world_rank: int
-    allocation: Allocation
+    size_bytes: int
+    identity: tuple[int, int] | None = None
+    allocation: Allocation | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        return self.allocation.size_bytes
+
+def _label(owner: Owner, generation: int, world_rank: int) -> str:
+    return f"{owner.name}@{generation}/{'board' if world_rank < 0 else world_rank}"
+
+
+def _nobody(windows: WindowSet) -> None:
+    """Who listens where no journal is kept."""
 
 
 class WindowSet:
-    """The memory of one group under one generation at a time."""
+    """The memory of one group under one generation at a time.
+
+    Attributes:
+        set_id: its name in the journal; never used again.
+        on_change: called after every change that a restarted daemon must know.
+    """
 
     def __init__(self, owner: Owner, spec: GroupSpec, generation: int, created_s: float) -> None:
         self.owner = owner
@@ -71,6 +87,31 @@ class WindowSet:
         self.buffers: list[Buffer] = []
         self.board: mmap.mmap | None = None
         self.holders: set[str] = set()
+        self.set_id = f"w-{secrets.token_hex(6)}"
+        self.on_change: Callable[[WindowSet], None] = _nobody
+        self._poison: tuple[board.PoisonReason, int] | None = None
+
+    @property
+    def wanted_ranks(self) -> list[int]:
+        """World ranks, -1 for the board, of which no descriptor came back yet."""
+        return [buffer.world_rank for buffer in self.buffers if buffer.allocation is None]
+
+    def hold(self, session_id: str) -> None:
+        """The session has descriptors from now on."""
+        self.holders.add(session_id)
+        self.on_change(self)
+
+    def adopt(self, found: dict[int, Allocation], mapped: mmap.mmap | None) -> None:
+        """Takes checked allocations by world rank, and the board's mapping where it is there."""
+        for buffer in self.buffers:
+            if buffer.world_rank in found:
+                buffer.allocation = found[buffer.world_rank]
+                buffer.identity = buffer.allocation.identity
+        if mapped is not None:
+            self.board = mapped
+            if self._poison is not None:
+                self.poison(*self._poison)
+        self.on_change(self)
 
     @property
     def size_bytes(self) -> int:
@@ -80,26 +121,29 @@ class WindowSet:
         return sum(buffer.size_bytes for buffer in self.buffers if buffer.device == device)
 
     def poison(self, reason: board.PoisonReason, rank: int = -1) -> None:
-        """Ends the waits and calls of this generation. A board that a client wrecked stays so."""
-        if self.board is not None:
+        """Ends the waits and calls of this generation. A board that a client wrecked stays so;
+        one that did not come back yet is poisoned as soon as it does."""
+        if self.board is None:
+            self._poison = self._poison or (reason, rank)
+        else:
             try:
                 board.poison(self.board, self.generation, reason, rank)
             except (EpRuntimeError, ValueError):
                 logging.getLogger(__name__).warning("board of %s is not readable", self.owner)
 
-    def allocate(self, device_of: Callable[[int], Device], host: Device) -> None:
-        """Blocking. Raises PoolExhaustedError, and then holds nothing."""
-        spec, name = self.spec, self.owner.name
-        wanted = [(-1, host, board.board_bytes(spec))] + [
-            (rank, device_of(rank), board.window_bytes(spec)) for rank in range(spec.world_size)
-        ]
+    def allocate(self, parts: Sequence[tuple[int, Device, int]]) -> None:
+        """Blocking; `parts` as of WindowPool. Raises PoolExhaustedError, and then holds nothing."""
         try:
-            for rank, device, size_bytes in wanted:
-                allocation = device.allocate(f"{name}/{rank}", size_bytes)
-                label = f"{name}@{self.generation}/{'board' if rank < 0 else rank}"
-                self.buffers.append(Buffer(label, device.name, rank, allocation))
-            self.board = self.buffers[0].allocation.map()
-            board.format_board(self.board, spec, self.generation)
+            for rank, device, size_bytes in parts:
+                allocation = device.allocate(f"{self.owner.name}/{rank}", size_bytes)
+                label, identity = _label(self.owner, self.generation, rank), allocation.identity
+                self.buffers.append(
+                    Buffer(label, device.name, rank, size_bytes, identity, allocation)
+                )
+                if rank < 0:
+                    self.board = allocation.map()
+            assert self.board is not None
+            board.format_board(self.board, self.spec, self.generation)
         except BaseException:
             self.free()
             raise
@@ -110,6 +154,7 @@ class WindowSet:
         assert self.board is not None
         board.format_board(self.board, self.spec, generation)
         self.generation = generation
+        self._poison = None
 
     def free(self) -> None:
         """Blocking: unmapping and closing returns the pages, about 0.1 s per GiB."""
@@ -117,7 +162,8 @@ class WindowSet:
             self.board.close()
             self.board = None
         for buffer in self.buffers:
-            buffer.allocation.free()
+            if buffer.allocation is not None:
+                buffer.allocation.free()
         self.buffers = []
 
 
@@ -136,6 +182,7 @@ class WindowPool:
         self._device_of = device_of or (lambda spec, rank: host)
         self._clock = clock
         self._events = events
+        self.on_change: Callable[[WindowSet], None] = _nobody
         self._sets: list[WindowSet] = []
         self._reserved: dict[str, int] = {}
         self._freed = asyncio.Event()
@@ -165,10 +212,9 @@ class WindowPool:
         return used if states else used + self._reserved.get(device, 0)
 
     def _demand(self, spec: GroupSpec) -> dict[Device, int]:
-        demand = {self._host: board.board_bytes(spec)}
-        for rank in range(spec.world_size):
-            device = self._device_of(spec, rank)
-            demand[device] = demand.get(device, 0) + board.window_bytes(spec)
+        demand: dict[Device, int] = {}
+        for _, device, size_bytes in self._parts(spec):
+            demand[device] = demand.get(device, 0) + size_bytes
         return demand
 
     async def allocate(self, owner: Owner, spec: GroupSpec, generation: int) -> WindowSet:
@@ -188,17 +234,39 @@ class WindowPool:
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(
-                self._admit,
-                windows.allocate,
-                lambda rank: self._device_of(spec, rank),
-                self._host,
-            )
+            await loop.run_in_executor(self._admit, windows.allocate, self._parts(spec))
         finally:
             for device, asked in demand.items():
                 self._reserved[device.name] -= asked
-        self._sets.append(windows)
+        self.add(windows)
         return windows
+
+    def add(self, windows: WindowSet) -> None:
+        """Counts a set that is there already: allocated, or restored."""
+        windows.on_change = self.on_change
+        self._sets.append(windows)
+        self.on_change(windows)
+
+    def expect(self, owner: Owner, spec: GroupSpec, generation: int) -> WindowSet:
+        """A set of a daemon before us, known from its processes; its descriptors follow."""
+        windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
+        for rank, device, size_bytes in self._parts(spec):
+            windows.buffers.append(
+                Buffer(_label(owner, generation, rank), device.name, rank, size_bytes)
+            )
+        self.add(windows)
+        return windows
+
+    def _parts(self, spec: GroupSpec) -> list[tuple[int, Device, int]]:
+        """(world rank, device, bytes); the board, -1, first."""
+        window_bytes = board.window_bytes(spec)
+        return [(-1, self._host, board.board_bytes(spec))] + [
+            (rank, self.device(spec, rank), window_bytes) for rank in range(spec.world_size)
+        ]
+
+    def device(self, spec: GroupSpec, world_rank: int) -> Device:
+        """Where a window lives; -1 is the board."""
+        return self._host if world_rank < 0 else self._device_of(spec, world_rank)
 
     def _first_full(self, demand: dict[Device, int]) -> Device | None:
         for device, asked in demand.items():
@@ -225,12 +293,15 @@ class WindowPool:
     async def format_again(self, windows: WindowSet, generation: int) -> None:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._admit, windows.format_again, generation)
+        self.on_change(windows)
 
     def retain(self, windows: WindowSet) -> None:
         windows.state = WindowState.RETAINED
+        self.on_change(windows)
 
     def lease(self, windows: WindowSet) -> None:
         windows.state = WindowState.LEASED
+        self.on_change(windows)
 
     def release(self, windows: WindowSet) -> int:
         """Frees the set, or quarantines it while it has holders; bytes on their way back now."""
@@ -239,6 +310,7 @@ class WindowPool:
         if windows.holders:
             if windows.state is not WindowState.QUARANTINED:
                 windows.state = WindowState.QUARANTINED
+                self.on_change(windows)
                 self._events.add(
                     "windows.quarantined",
                     f"{windows.size_bytes} bytes of {windows.owner} wait for their holders",
@@ -248,6 +320,7 @@ class WindowPool:
                 )
             return 0
         windows.state = WindowState.RELEASING
+        self.on_change(windows)
         size_bytes = windows.size_bytes
         task = asyncio.get_running_loop().create_task(self._free(windows, size_bytes))
         self._tasks.add(task)
@@ -275,6 +348,7 @@ class WindowPool:
         for windows in [only] if only is not None else self.sets:
             if session_id in windows.holders:
                 windows.holders.discard(session_id)
+                self.on_change(windows)
                 if windows.state is WindowState.QUARANTINED:
                     freed += self.release(windows)
         return freed

@@ -38,6 +38,7 @@ class FakeAllocation:
     def __init__(self, device: FakeDevice, size_bytes: int) -> None:
         self._device = device
         self.size_bytes = size_bytes
+        self.identity = (0, id(self))
         self.writers: set[str] = set()
         self.freed = False
 

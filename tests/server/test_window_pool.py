@@ -25,6 +25,7 @@ class SlowAllocation:
     def __init__(self, gate: threading.Event, size_bytes: int) -> None:
         self._gate = gate
         self.size_bytes = size_bytes
+        self.identity = (0, id(self))
 
     def export_fd(self) -> int:
         return -1

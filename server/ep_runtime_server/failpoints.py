@@ -1,0 +1,89 @@
+"""Named points at which tests make the daemon fail. Off unless `--testing failpoint:...` is given.
+
+failpoint:NAME=kill[:N]      SIGKILL ourselves at the N-th time (default 1) the point is reached
+failpoint:NAME=enospc[:N]    raise ENOSPC there, N times; without N always
+failpoint:NAME=eio[:N]       the same with EIO
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+from collections.abc import Iterable
+
+from ep_runtime.errors import InvalidArgumentError
+
+PREFIX = "failpoint:"
+NAMES = (
+    "fd.before_send",
+    "fd.after_send",
+    "groups.generation",
+    "journal.after_write",
+    "journal.before_rename",
+    "journal.before_write",
+    "journal.reserve",
+    "journal.torn_write",
+    "recovery.adopted",
+    "recovery.restored",
+    "rpc.before_answer",
+    "rpc.before_work",
+)
+_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+
+
+@dataclasses.dataclass
+class _Point:
+    action: str
+    count: int
+
+
+def parse(text: str) -> tuple[str, str, int]:
+    """(name, action, count) of `failpoint:NAME=ACTION[:N]`; count 0 where none is given.
+
+    Raises:
+        InvalidArgumentError: no such point or action.
+    """
+    name, _, rest = text.removeprefix(PREFIX).partition("=")
+    action, _, count = rest.partition(":")
+    known = name in NAMES and action in ("kill", *_ERRORS)
+    if not text.startswith(PREFIX) or not known or (count and not count.isdecimal()):
+        raise InvalidArgumentError(
+            f"a failpoint is {PREFIX}NAME=kill|enospc|eio[:N] with NAME of {NAMES}, got {text!r}",
+            argument="testing",
+        )
+    return name, action, int(count or 0)
+
+
+class Failpoints:
+    """The points of one daemon."""
+
+    def __init__(self, switches: Iterable[str] = ()) -> None:
+        """`switches` that do not begin with `failpoint:` are somebody else's."""
+        self._armed: dict[str, _Point] = {}
+        for text in switches:
+            if text.startswith(PREFIX):
+                name, action, count = parse(text)
+                self._armed[name] = _Point(action, count or (1 if action == "kill" else -1))
+
+    def acts_next(self, name: str) -> bool:
+        """Whether the next `hit(name)` does something."""
+        point = self._armed.get(name)
+        return point is not None and (point.count == 1 or point.action != "kill")
+
+    def hit(self, name: str) -> None:
+        """Does what the point is armed with; nothing in a daemon that nobody tests.
+
+        Raises:
+            OSError: of an armed error.
+        """
+        point = self._armed.get(name)
+        if point is None or point.count == 0:
+            return
+        point.count -= 1
+        if point.action == "kill":
+            if point.count == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return
+        raise OSError(_ERRORS[point.action], os.strerror(_ERRORS[point.action]))

@@ -1,0 +1,64 @@
+"""systemd's file descriptor store: memory that outlives the daemon without any client's help.
+
+Without systemd, or with a unit that has no FileDescriptorStoreMax, nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ep_runtime_server import systemd
+from ep_runtime_server.windows import WindowSet, WindowState
+
+_PREFIX = "ep-"
+_BOARD = "board"
+
+
+def stored_name(set_id: str, world_rank: int) -> str:
+    """The name of a descriptor in the store."""
+    return f"{_PREFIX}{set_id}-{_BOARD if world_rank < 0 else world_rank}"
+
+
+def by_set(stored: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    """Descriptors by name as {set id: {world rank: fd}}; names of others are left out."""
+    found: dict[str, dict[int, int]] = {}
+    for name, fd in stored.items():
+        set_id, _, rank = name.removeprefix(_PREFIX).rpartition("-")
+        if name.startswith(_PREFIX) and (rank == _BOARD or rank.isdecimal()):
+            found.setdefault(set_id, {})[-1 if rank == _BOARD else int(rank)] = fd
+    return found
+
+
+class FdStore:
+    """Keeps the store equal to the sets that the daemon has."""
+
+    def __init__(self, address: str | None, stored: Mapping[str, int]) -> None:
+        """`address` of systemd's socket, or None; `stored` is what systemd gave at the start."""
+        self._address = address
+        self._stored = set(stored)
+
+    def windows_changed(self, windows: WindowSet) -> None:
+        """Gives new descriptors to the store and takes those of freed sets out."""
+        if self._address is None:
+            return
+        gone = windows.state is WindowState.RELEASING
+        for buffer in windows.buffers:
+            name = stored_name(windows.set_id, buffer.world_rank)
+            if gone and name in self._stored:
+                self.remove(name)
+            elif not gone and name not in self._stored and buffer.allocation is not None:
+                self._add(name, buffer.allocation.export_fd())
+
+    def _add(self, name: str, fd: int) -> None:
+        try:
+            # A memfd cannot be polled; systemd would refuse it without FDPOLL=0.
+            systemd.notify(self._address, "FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=[fd])
+            self._stored.add(name)
+        finally:
+            os.close(fd)
+
+    def remove(self, name: str) -> None:
+        """Takes one descriptor out of the store."""
+        systemd.notify(self._address, "FDSTOREREMOVE=1", f"FDNAME={name}")
+        self._stored.discard(name)

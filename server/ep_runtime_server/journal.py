@@ -1,0 +1,211 @@
+"""An append-only file of facts, for a daemon that is killed and starts again.
+
+A fact is a key with a JSON value; the last record of a key counts, and a record without a value
+forgets the key. The file is a magic number and records {length u32, crc32 u32, sequence u64,
+payload}; it is read up to the first record that is not whole. Space for the next records is
+allocated ahead, so that a full disk is noticed before anything is promised.
+
+Nothing is synced to the disk: what a host crash takes from the page cache concerned processes and
+memory that the crash took too. A killed daemon loses nothing that `write` took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ep_runtime.errors import PoolExhaustedError
+from ep_runtime_server.failpoints import Failpoints
+
+MAGIC = b"EPRTJ001"
+RESERVE_BYTES = 256 << 10
+MAX_RECORD_BYTES = 64 << 20
+COMPACT_AT_BYTES = 1 << 20
+COMPACT_AT_GROWTH = 4
+
+_HEAD = struct.Struct("<IIQ")  # length of the payload, crc of sequence and payload, sequence
+
+Record = tuple[str, Any]  # key, value; None forgets the key
+
+
+def _crc(sequence: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(sequence.to_bytes(8, "little")))
+
+
+def _encode(sequence: int, record: Record) -> bytes:
+    payload = json.dumps(record, separators=(",", ":")).encode()
+    return _HEAD.pack(len(payload), _crc(sequence, payload), sequence) + payload
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+class Journal:
+    """The facts of one directory; one process at a time, the directory's lock sees to it.
+
+    Attributes:
+        was_there: a journal was found.
+        cut_bytes: bytes behind the first record that was not whole; 0 for a clean end.
+        error: why the last write failed; empty when the file holds everything.
+    """
+
+    def __init__(self, path: Path, failpoints: Failpoints) -> None:
+        """Raises PoolExhaustedError where the file cannot be made."""
+        self._path = path
+        self._failpoints = failpoints
+        self._fd = -1
+        self._sequence = 0
+        self._end = 0  # where the next record goes
+        self._allocated = 0
+        self._compacted_bytes = 0
+        self._facts: dict[str, Any] = {}
+        self.was_there = False
+        self.cut_bytes = 0
+        self.error = ""
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self._path, flags, 0o600)
+            self._read()
+        except OSError as error:
+            self.close()
+            raise PoolExhaustedError(
+                f"cannot use the journal {self._path}: {error.strerror}", path=str(self._path)
+            ) from error
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its records."""
+        return self._end
+
+    def _read(self) -> None:
+        data = self._path.read_bytes()
+        self.was_there = data.startswith(MAGIC)
+        good = len(MAGIC) if self.was_there else 0
+        while self.was_there and (record := self._record_at(data, good)) is not None:
+            key, value, good = record
+            self._facts.pop(key, None)
+            if value is not None:
+                self._facts[key] = value
+        rest = data[good:].rstrip(b"\0")
+        self.cut_bytes = len(rest)
+        # Old bytes behind the end must not be taken for records once the end grows towards them.
+        os.ftruncate(self._fd, good)
+        self._end = self._allocated = good
+
+    def _record_at(self, data: bytes, offset: int) -> tuple[str, Any, int] | None:
+        if offset + _HEAD.size > len(data):
+            return None
+        length, crc, sequence = _HEAD.unpack_from(data, offset)
+        start = offset + _HEAD.size
+        payload = data[start : start + length]
+        whole = 0 < length <= MAX_RECORD_BYTES and len(payload) == length
+        if not whole or sequence != self._sequence + 1 or _crc(sequence, payload) != crc:
+            return None
+        self._sequence = sequence
+        key, value = json.loads(payload)
+        return key, value, start + length
+
+    def take_facts(self) -> dict[str, Any]:
+        """What was read at the start, once: the daemon's state takes its place."""
+        facts, self._facts = self._facts, {}
+        return facts
+
+    def admit(self, more_bytes: int = 0) -> None:
+        """Makes sure that the next changes can be written. Raises PoolExhaustedError."""
+        if not self.error:
+            try:
+                self._reserve(RESERVE_BYTES // 4 + more_bytes)
+            except OSError as error:
+                self.error = error.strerror or str(error)
+        if self.error:
+            raise PoolExhaustedError(
+                f"the daemon cannot write its journal {self._path}: {self.error}; "
+                "what runs goes on, nothing new is admitted",
+                path=str(self._path),
+                reason=self.error,
+            )
+
+    def _reserve(self, needed_bytes: int) -> None:
+        if self._allocated - self._end >= needed_bytes:
+            return
+        self._failpoints.hit("journal.reserve")
+        allocated = self._end + max(needed_bytes, RESERVE_BYTES)
+        os.posix_fallocate(self._fd, self._end, allocated - self._end)
+        self._allocated = allocated
+
+    def append(self, records: Iterable[Record]) -> bool:
+        """Writes the records, all or none; False, and `error`, where they are not in the file."""
+        if self.error:
+            return False
+        sequence, chunks = self._sequence, []
+        for record in records:
+            sequence += 1
+            chunks.append(_encode(sequence, record))
+        data = b"".join(chunks)
+        try:
+            if not self._end:
+                data = MAGIC + data
+            self._reserve(len(data))
+            self._failpoints.hit("journal.before_write")
+            self._write(data)
+        except OSError as error:
+            self.error = error.strerror or str(error)
+            return False
+        self._sequence = sequence
+        self._failpoints.hit("journal.after_write")
+        return True
+
+    def _write(self, data: bytes) -> None:
+        if self._failpoints.acts_next("journal.torn_write"):
+            os.pwrite(self._fd, data[: len(data) // 2], self._end)
+            self._failpoints.hit("journal.torn_write")
+        _write_all(self._fd, data, self._end)
+        self._end += len(data)
+
+    @property
+    def wants_compaction(self) -> bool:
+        """Whether the file is much longer than its facts, or failed."""
+        grown = self._end > max(COMPACT_AT_BYTES, COMPACT_AT_GROWTH * self._compacted_bytes)
+        return grown or bool(self.error)
+
+    def compact(self, facts: Mapping[str, Any]) -> bool:
+        """Puts a file of these facts alone in the place of the old one; False where that fails."""
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        records = [_encode(number, fact) for number, fact in enumerate(facts.items(), start=1)]
+        data = MAGIC + b"".join(records)
+        fd = -1
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(fresh, flags, 0o600)
+            self._failpoints.hit("journal.reserve")
+            os.posix_fallocate(fd, 0, len(data) + RESERVE_BYTES)
+            _write_all(fd, data, 0)
+            self._failpoints.hit("journal.before_rename")
+            os.rename(fresh, self._path)
+        except OSError as error:
+            self.error = error.strerror or str(error)
+            if fd >= 0:
+                os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(fresh)
+            return False
+        os.close(self._fd)
+        self._fd, self._sequence = fd, len(records)
+        self._end = self._compacted_bytes = len(data)
+        self._allocated = len(data) + RESERVE_BYTES
+        self.error = ""
+        return True
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,164 @@
+"""Ranks that let others wait, as the boards tell it. Shown, never punished: a process may compile.
+
+A waiting rank names whom it waits for. Whoever waits for a rank that waits itself waits for the
+end of that chain: the rank that nobody else holds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+
+from ep_runtime import board
+from ep_runtime.board import OpCode, RankRecord, RankState
+from ep_runtime.errors import EpRuntimeError
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.config import LATE_AFTER_S
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.formation import Groups
+from ep_runtime_server.groups import Group
+
+LOOK_EVERY_S = 1.0
+MAX_NAMED_WAITERS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class LateRank:
+    """One rank for which others wait; op, layer and handle are of the first who waited."""
+
+    group: Group
+    world_rank: int
+    pid: int
+    process_index: int
+    since_s: float
+    waiting_ranks: tuple[int, ...]
+    layer: str
+    op: str
+    handle: int
+
+    @property
+    def message(self) -> str:
+        named = ", ".join(map(str, self.waiting_ranks[:MAX_NAMED_WAITERS]))
+        more = len(self.waiting_ranks) - MAX_NAMED_WAITERS
+        ranks = f"{named} and {more} more" if more > 0 else named
+        where = f"{self.op.lower()} of layer {self.layer!r}" if self.layer else self.op.lower()
+        return (
+            f"ranks {ranks} of group {self.group.owner.name!r} wait for rank {self.world_rank} "
+            f"(process {self.pid}, index {self.process_index}) in {where} for {self.since_s:.0f} s"
+        )
+
+
+def rank_records(group: Group) -> list[RankRecord]:
+    """What the board says of every rank; nothing where it is not there, or not readable."""
+    windows = group.windows
+    if windows is None or windows.board is None:
+        return []
+    try:
+        return board.read_ranks(windows.board)
+    except (EpRuntimeError, ValueError):
+        return []
+
+
+def _last_in_chain(rank: int, waits_for: Mapping[int, int]) -> int:
+    """Whom `rank` waits for in the end; its direct one where they wait for each other."""
+    first, seen = waits_for[rank], {rank}
+    current = first
+    while current in waits_for:
+        if current in seen:
+            return first
+        seen.add(current)
+        current = waits_for[current]
+    return current
+
+
+def late_ranks(groups: Iterable[Group], now_s: float) -> list[LateRank]:
+    """Every rank for which another has waited for more than LATE_AFTER_S; the latest first."""
+    found = []
+    for group in groups:
+        found += _late_in(group, rank_records(group), now_s)
+    return sorted(found, key=lambda late: -late.since_s)
+
+
+def _late_in(group: Group, records: list[RankRecord], now_s: float) -> list[LateRank]:
+    waiting = {
+        rank: record
+        for rank, record in enumerate(records)
+        if record.state in (RankState.MEETING, RankState.WAITING)
+        and 0 <= record.waiting_for < len(records)
+        and record.waiting_for != rank
+    }
+    waits_for = {rank: record.waiting_for for rank, record in waiting.items()}
+    by_late: dict[int, list[int]] = {}
+    for rank in waiting:
+        by_late.setdefault(_last_in_chain(rank, waits_for), []).append(rank)
+    found = []
+    for late, waiters in by_late.items():
+        first = min(waiters, key=lambda rank: waiting[rank].since_ns)
+        since_s = now_s - waiting[first].since_ns / 1e9
+        if since_s > LATE_AFTER_S:
+            found.append(_describe(group, late, tuple(sorted(waiters)), waiting[first], since_s))
+    return found
+
+
+def _describe(
+    group: Group, late: int, waiters: tuple[int, ...], record: RankRecord, since_s: float
+) -> LateRank:
+    member = group.claims.get(late)
+    return LateRank(
+        group=group,
+        world_rank=late,
+        pid=member.session.pid if member is not None else 0,
+        process_index=member.session.process_index if member is not None else 0,
+        since_s=since_s,
+        waiting_ranks=waiters,
+        layer=group.layers.name_of_id(record.layer_id),
+        op=OpCode(record.op).name,
+        handle=record.handle,
+    )
+
+
+class LateRanks:
+    """Says once that a rank is late, and once that it came."""
+
+    def __init__(self, groups: Groups, events: EventLog, clock: Clock) -> None:
+        self._groups = groups
+        self._events = events
+        self._clock = clock
+        self._looked_s = 0.0
+        self._known: dict[tuple[str, int, int], LateRank] = {}
+
+    def now(self) -> list[LateRank]:
+        """The ranks that are late now, the latest first."""
+        return late_ranks(self._groups.all(), self._clock.monotonic_s())
+
+    def look(self) -> None:
+        """Looks once a second; what became late or came since then becomes an event."""
+        now_s = self._clock.monotonic_s()
+        if now_s - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        found = {(x.group.group_id, x.group.generation, x.world_rank): x for x in self.now()}
+        for key, late in found.items():
+            if key not in self._known:
+                self._say("rank.late", late, late.message, logging.WARNING)
+        for key, late in self._known.items():
+            if key not in found:
+                text = (
+                    f"rank {late.world_rank} of group {late.group.owner.name!r} is not waited for"
+                )
+                self._say("rank.arrived", late, text, logging.INFO)
+        self._known = found
+
+    def _say(self, kind: str, late: LateRank, message: str, level: int) -> None:
+        self._events.add(
+            kind,
+            message,
+            group=late.group.owner.name,
+            level=level,
+            generation=late.group.generation,
+            rank=late.world_rank,
+            client_pid=late.pid,
+            layer=late.layer,
+            op=late.op,
+        )

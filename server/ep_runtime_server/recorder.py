@@ -1,0 +1,188 @@
+"""Keeps the journal equal to what the daemon knows: notes what changed, writes before anybody is
+told of it, starts a new file when the old one is long or could not be written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ep_runtime.errors import PoolExhaustedError
+from ep_runtime_server import records
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.formation import Groups
+from ep_runtime_server.groups import Group
+from ep_runtime_server.journal import Journal, Record
+from ep_runtime_server.sessions import Session, Sessions
+from ep_runtime_server.windows import WindowPool, WindowSet
+
+BOOT, GENERATION = "boot", "generation"
+SESSION, GROUP, LAYERS, WINDOWS = "session/", "group/", "layers/", "windows/"
+RETRY_S = 1.0
+
+
+def boot_id() -> str:
+    """New with every start of the host: processes and memory of another one are gone."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class Recorder:
+    """Listens to sessions, groups and memory. Lives on the event loop's thread."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        sessions: Sessions,
+        groups: Groups,
+        pool: WindowPool,
+        events: EventLog,
+        clock: Clock,
+    ) -> None:
+        self._journal = journal
+        self._sessions = sessions
+        self._groups = groups
+        self._pool = pool
+        self._events = events
+        self._clock = clock
+        self._changed: dict[str, Session | Group | WindowSet] = {}
+        self._layers_written: dict[str, int] = {}  # by group id
+        self._generation_written = 0
+        self._flush_scheduled = False
+        self._failed = False
+        self._tried_s = 0.0
+        self._stopped = False
+
+    def listen(self, windows_changed: Callable[[WindowSet], None]) -> None:
+        """From now on every change is written; `windows_changed` hears of memory too."""
+
+        def both(windows: WindowSet) -> None:
+            self._mark(f"{WINDOWS}{windows.set_id}", windows)
+            windows_changed(windows)
+
+        self._sessions.on_change = self._session_changed
+        self._groups.on_change = self._group_changed
+        self._groups.on_generation = self.generation
+        self._pool.on_change = both
+        for group in self._groups.all():
+            group.on_change = self._group_changed
+        for windows in self._pool.sets:
+            windows.on_change = both
+            both(windows)
+
+    def _session_changed(self, session: Session) -> None:
+        self._mark(f"{SESSION}{session.session_id}", session)
+
+    def _group_changed(self, group: Group) -> None:
+        self._mark(f"{GROUP}{group.group_id}", group)
+
+    def _mark(self, key: str, item: Session | Group | WindowSet) -> None:
+        self._changed[key] = item
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            # What no RPC waits for (a process ended, time passed) is written soon all the same.
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def generation(self, generation: int) -> None:
+        """Writes a generation that is about to be given. Raises PoolExhaustedError."""
+        self.admit()
+        if self._journal.append([(GENERATION, generation)]):
+            self._generation_written = generation
+        self.admit()
+
+    def admit(self, more_bytes: int = 0) -> None:
+        """Raises PoolExhaustedError where something new could not be written."""
+        try:
+            self._journal.admit(more_bytes)
+        finally:
+            self._tell()
+
+    def flush(self) -> bool:
+        """Writes what changed; False where the journal does not hold it."""
+        self._flush_scheduled = False
+        if not self._changed or self._stopped:
+            return not self._journal.error
+        changed, self._changed = self._changed, {}
+        done = self._journal.append(
+            record for key, item in changed.items() for record in self._records(key, item)
+        )
+        # What could not be written need not be kept: the file that takes its place has it all.
+        self._tell()
+        return done
+
+    def _records(self, key: str, item: Session | Group | WindowSet) -> Iterator[Record]:
+        if isinstance(item, Session):
+            yield key, records.of_session(item)
+        elif isinstance(item, WindowSet):
+            yield key, records.of_windows(item)
+        else:
+            value = records.of_group(item)
+            yield key, value
+            if value is None:
+                self._layers_written.pop(item.group_id, None)
+            else:
+                yield from self._layer_records(item)
+
+    def _layer_records(self, group: Group) -> Iterator[Record]:
+        written = self._layers_written.get(group.group_id, 0)
+        if len(group.layers) > written:
+            added = [records.of_layer(layer) for layer in group.layers.all()[written:]]
+            self._layers_written[group.group_id] = len(group.layers)
+            yield f"{LAYERS}{group.group_id}/{written}", added
+
+    def tick(self) -> None:
+        """Starts a new file where that is due; a failed one is tried again every second."""
+        now = self._clock.monotonic_s()
+        if self._journal.wants_compaction and (
+            not self._journal.error or now - self._tried_s >= RETRY_S
+        ):
+            self._tried_s = now
+            self.compact()
+
+    def compact(self) -> None:
+        """Puts a file of what is known now in the place of the journal."""
+        self._layers_written = {}
+        facts = dict(self._facts())
+        if self._journal.compact(facts):
+            self._changed = {}
+        self._tell()
+
+    def _facts(self) -> Iterator[tuple[str, Any]]:
+        yield BOOT, boot_id()
+        yield GENERATION, max(self._groups.generation, self._generation_written)
+        items: list[tuple[str, Session | Group | WindowSet]] = [
+            *((f"{SESSION}{s.session_id}", s) for s in self._sessions.not_over()),
+            *((f"{WINDOWS}{w.set_id}", w) for w in self._pool.sets),
+            *((f"{GROUP}{g.group_id}", g) for g in self._groups.all()),
+        ]
+        for key, item in items:
+            yield from (record for record in self._records(key, item) if record[1] is not None)
+
+    def _tell(self) -> None:
+        """One event where the journal begins to fail, and one where it works again."""
+        failed = bool(self._journal.error)
+        if failed == self._failed:
+            return
+        self._failed = failed
+        if failed:
+            self._events.add(
+                "journal.failed",
+                f"the journal cannot be written: {self._journal.error}; nothing new is admitted",
+                level=logging.ERROR,
+            )
+        else:
+            self._events.add("journal.written", "the journal is written again")
+
+    def stop(self) -> None:
+        """Nothing is written any more: the end of the daemon is not the end of its groups."""
+        self._stopped = True
+
+    def require(self) -> None:
+        """Raises PoolExhaustedError where what was just done is not in the journal."""
+        if not self.flush():
+            raise PoolExhaustedError(
+                f"done, but the daemon cannot write its journal: {self._journal.error}; retry",
+                reason=self._journal.error,
+            )

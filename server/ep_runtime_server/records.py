@@ -1,0 +1,150 @@
+"""Sessions, groups and window sets as JSON values of the journal, and back. Knows no file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
+from ep_runtime.wire import RegisteredLayer
+from ep_runtime_server.group_fsm import State
+from ep_runtime_server.groups import Group, Member
+from ep_runtime_server.sessions import LIVE, Session, SessionState
+from ep_runtime_server.windows import Buffer, Owner, WindowSet, WindowState
+
+
+def of_session(session: Session) -> dict[str, Any] | None:
+    """None for a session that is over: a restarted daemon need not know it."""
+    if session.over:
+        return None
+    return {
+        "token_digest": session.token_digest,
+        "uid": session.uid,
+        "pid": session.pid,
+        "own_pid": session.own_pid,
+        "start_s": session.start_s,
+        "client_version": session.client_version,
+        "created_s": session.created_s,
+        "created_wall_s": session.created_wall_s,
+        "state": session.state.value,
+        "job": session.job,
+        "labels": session.labels,
+        "process_index": session.process_index,
+        "fence_reason": session.fence_reason,
+    }
+
+
+def to_session(session_id: str, value: Mapping[str, Any]) -> Session:
+    """A session that was opened is SUSPECT until its process says something."""
+    fields = dict(value)
+    state = SessionState(fields.pop("state"))
+    suspect = state in LIVE and state is not SessionState.CONNECTED
+    return Session(
+        session_id=session_id,
+        token="",
+        pidfd=-1,
+        state=SessionState.SUSPECT if suspect else state,
+        **fields,
+    )
+
+
+def _of_owner(owner: Owner) -> list[Any]:
+    return [owner.uid, owner.job, owner.name]
+
+
+def _of_spec(spec: GroupSpec) -> dict[str, Any]:
+    return spec.to_dict()
+
+
+def _to_spec(value: Mapping[str, Any]) -> GroupSpec:
+    fields = dict(value)
+    fields["mesh_axes"] = tuple((name, size) for name, size in fields["mesh_axes"])
+    for name in ("ep_axis", "outer_axes"):
+        fields[name] = tuple(fields[name])
+    return make_group_spec(**fields)
+
+
+def of_windows(windows: WindowSet) -> dict[str, Any] | None:
+    """None for a set that is being freed."""
+    if windows.state is WindowState.RELEASING:
+        return None
+    return {
+        "owner": _of_owner(windows.owner),
+        "spec": _of_spec(windows.spec),
+        "generation": windows.generation,
+        "created_s": windows.created_s,
+        "state": windows.state.value,
+        "buffers": [
+            [b.buffer_id, b.device, b.world_rank, b.size_bytes, b.identity] for b in windows.buffers
+        ],
+        "holders": sorted(windows.holders),
+    }
+
+
+def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
+    """A set whose descriptors all are still to come back."""
+    windows = WindowSet(
+        Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"], value["created_s"]
+    )
+    windows.set_id = set_id
+    windows.state = WindowState(value["state"])
+    windows.holders = set(value["holders"])
+    for buffer_id, device, world_rank, size_bytes, identity in value["buffers"]:
+        known = (identity[0], identity[1]) if identity is not None else None
+        windows.buffers.append(Buffer(buffer_id, device, world_rank, size_bytes, known))
+    return windows
+
+
+def of_group(group: Group) -> dict[str, Any] | None:
+    """Without its layers. None for a group that is gone, or that had nothing but claims."""
+    if group.state is State.CLOSED:
+        return None
+    return {
+        "owner": _of_owner(group.owner),
+        "spec": _of_spec(group.spec),
+        "generation": group.generation,
+        "state": group.state.value,
+        "formed": group.formed,
+        "members": [[m.session.session_id, m.ranks, m.attached] for m in group.members.values()],
+        "previous": [[m.session.session_id, m.ranks, m.attached] for m in group.previous.values()],
+        "left": sorted(group.left),
+        "windows": group.windows.set_id if group.windows is not None else None,
+        "reattached": group.reattached,
+        "retained_until_s": group.retained_until_s,
+        "created_s": group.created_s,
+        "created_wall_s": group.created_wall_s,
+    }
+
+
+def to_group(
+    group_id: str,
+    value: Mapping[str, Any],
+    sessions: Mapping[str, Session],
+    sets: Mapping[str, WindowSet],
+) -> Group:
+    """A group with the members among `sessions`, and the set among `sets`, that it names."""
+    group = Group(Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"])
+    group.group_id = group_id
+    group.state = State(value["state"])
+    for name in ("members", "previous"):
+        found = {
+            session_id: Member(sessions[session_id], tuple(ranks), attached)
+            for session_id, ranks, attached in value[name]
+            if session_id in sessions
+        }
+        setattr(group, name, found)
+    group.left = set(value["left"])
+    group.windows = sets.get(value["windows"] or "")
+    for name in ("formed", "reattached", "retained_until_s", "created_s", "created_wall_s"):
+        setattr(group, name, value[name])
+    return group
+
+
+def of_layer(layer: RegisteredLayer) -> list[Any]:
+    return [dataclasses.asdict(layer.spec), layer.num_layers, layer.base_id, layer.handle_base]
+
+
+def to_layer(value: list[Any]) -> RegisteredLayer:
+    spec, num_layers, base_id, handle_base = value
+    return RegisteredLayer(LayerSpec(**spec), num_layers, base_id, handle_base)

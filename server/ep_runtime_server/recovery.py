@@ -1,0 +1,221 @@
+"""After a restart: what the journal says is built again, and processes of before are awaited.
+
+Restored window sets have no descriptors yet. They count against the limits all the same, so that
+nobody else gets their bytes; they come back from their holders (`rejoin.py`) or from systemd's
+store, and are lost once no holder is left that could give them back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from ep_runtime_server import records
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.formation import Groups
+from ep_runtime_server.group_fsm import State
+from ep_runtime_server.groups import Group
+from ep_runtime_server.recorder import BOOT, GENERATION, GROUP, LAYERS, SESSION, WINDOWS, boot_id
+from ep_runtime_server.sessions import Session, Sessions, SessionState
+from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
+
+
+class Recovery:
+    """What was found at the start, and what is still to come back.
+
+    Attributes:
+        found_any: the journal named sessions, groups or memory.
+        num_sessions: sessions of the journal whose processes live.
+        adopted_bytes, lost_bytes: of windows and boards that came back, or never will.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        groups: Groups,
+        pool: WindowPool,
+        events: EventLog,
+        clock: Clock,
+        window_s: float,
+    ) -> None:
+        self._sessions = sessions
+        self._groups = groups
+        self._pool = pool
+        self._events = events
+        self._clock = clock
+        self._until_s = clock.monotonic_s() + window_s
+        self._incomplete_journal = False
+        self._waits = False
+        self._dead: list[Session] = []
+        self._changed = asyncio.Event()
+        self.found_any = False
+        self.num_sessions = 0
+        self.adopted_bytes = 0
+        self.lost_bytes = 0
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._until_s - self._clock.monotonic_s())
+
+    @property
+    def under_way(self) -> bool:
+        """Whether processes of before are awaited before anything new is admitted."""
+        return self._waits
+
+    @property
+    def takes_word(self) -> bool:
+        """Whether a process may tell us of a group that the journal does not know."""
+        return self._incomplete_journal and self.left_s > 0
+
+    @property
+    def awaited_bytes(self) -> int:
+        return sum(_missing_bytes(windows) for windows in self._pool.sets)
+
+    @property
+    def num_awaited(self) -> int:
+        return sum(session.awaited for session in self._sessions.not_over())
+
+    # At the start
+
+    def restore(self, facts: Mapping[str, Any], *, incomplete: bool) -> None:
+        """Builds sessions, sets and groups. `incomplete`: the journal is new, or its end is cut."""
+        self._incomplete_journal = incomplete
+        self._groups.skip_to(int(facts.get(GENERATION, 0)))
+        if facts.get(BOOT) != boot_id():
+            return
+        sessions, self._dead = self._restore_sessions(_under(facts, SESSION))
+        sets = {key: records.to_windows(key, v) for key, v in _under(facts, WINDOWS).items()}
+        for windows in sets.values():
+            self._pool.add(windows)
+        for group_id, value in _under(facts, GROUP).items():
+            group = records.to_group(group_id, value, sessions, sets)
+            for part in _layer_parts(facts, group_id):
+                group.layers.restore([records.to_layer(item) for item in part])
+            self._restore_group(group)
+        self.found_any = bool(sessions or sets or self._groups.all())
+
+    def _restore_sessions(
+        self, values: Mapping[str, Any]
+    ) -> tuple[dict[str, Session], list[Session]]:
+        found = {key: records.to_session(key, value) for key, value in values.items()}
+        dead = [session for session in found.values() if not self._sessions.restore(session)]
+        self.num_sessions = len(found) - len(dead)
+        return found, dead
+
+    def _restore_group(self, group: Group) -> None:
+        """A formation that was under way is over: its callers ask again."""
+        if not group.formed:
+            group.members = {}
+            if group.windows is None and not group.previous and not len(group.layers):
+                return
+            group.state = State.BROKEN if group.previous else State.RETAINED
+            if group.retained_until_s is None:
+                group.retained_until_s = self._clock.monotonic_s() + group.spec.retain_s
+        self._groups.add(group)
+
+    def begin(self) -> None:
+        """After systemd's descriptors were adopted: buries the dead, and waits for the others."""
+        for session in self._dead:
+            session.state = SessionState.DEAD
+            self._groups.session_ended(session)
+        used = {group.windows for group in self._groups.all()}
+        known = {session.session_id for session in self._sessions.not_over()}
+        for windows in self._pool.sets:
+            for holder in windows.holders - known:
+                self._pool.drop_holder(holder, windows)
+            if windows not in used and windows.state is not WindowState.RELEASING:
+                self._pool.release(windows)
+        self._dead = []
+        self.drop_lost()
+        self._waits = self.awaited_bytes > 0
+        if self.found_any:
+            self._events.add(
+                "server.recovering" if self._waits else "server.recovered",
+                f"the journal named {self.num_sessions} live sessions and "
+                f"{len(self._groups.all())} groups; {self.awaited_bytes} bytes are awaited",
+                generation=self._groups.generation,
+                sessions=self.num_sessions,
+                awaited_bytes=self.awaited_bytes,
+                lost_bytes=self.lost_bytes,
+            )
+
+    # While it lasts
+
+    def adopted(self, size_bytes: int) -> None:
+        """Descriptors of that many bytes came back."""
+        self.adopted_bytes += size_bytes
+        self.settle()
+
+    def drop_lost(self) -> None:
+        """Gives up memory that nobody is left to give back."""
+        by_set = {group.windows: group for group in self._groups.all() if group.windows}
+        for windows in self._pool.sets:
+            missing = _missing_bytes(windows)
+            if not missing or windows.holders or windows.state is WindowState.RELEASING:
+                continue
+            self.lost_bytes += missing
+            self._events.add(
+                "windows.lost",
+                f"{missing} bytes of {windows.owner}: nobody is left to give them back",
+                group=windows.owner.name,
+                generation=windows.generation,
+            )
+            group = by_set.get(windows)
+            if group is not None:
+                self._groups.memory_lost(group)
+            else:
+                self._pool.release(windows)
+
+    def settle(self) -> None:
+        """Looks whether anything is still awaited; called after every return and every tick."""
+        self.drop_lost()
+        over = not self.left_s
+        for group in self._groups.all():
+            if group.restoring and (over or group.state is not State.FORMING):
+                group.restoring = False
+                if group.state is State.FORMING:
+                    self._groups.give_up(group)
+        if self._waits and (over or not self.awaited_bytes):
+            self._waits = False
+            self._events.add(
+                "server.recovered",
+                f"{self.adopted_bytes} bytes came back, {self.awaited_bytes} are still awaited, "
+                f"{self.lost_bytes} are lost",
+                adopted_bytes=self.adopted_bytes,
+                awaited_bytes=self.awaited_bytes,
+                lost_bytes=self.lost_bytes,
+            )
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_over(self, owner: Owner | None, wait_s: float) -> bool:
+        """Waits until new claims (of `owner`'s group) may be taken; False at the deadline."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while self._waits or self._restoring(owner):
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+            except TimeoutError:
+                return not (self._waits or self._restoring(owner))
+        return True
+
+    def _restoring(self, owner: Owner | None) -> bool:
+        group = self._groups.find(owner) if owner is not None else None
+        return group is not None and group.restoring
+
+
+def _missing_bytes(windows: WindowSet) -> int:
+    if windows.state is WindowState.RELEASING:
+        return 0
+    return sum(buffer.size_bytes for buffer in windows.buffers if buffer.allocation is None)
+
+
+def _under(facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in facts.items() if k.startswith(prefix)}
+
+
+def _layer_parts(facts: Mapping[str, Any], group_id: str) -> list[list[Any]]:
+    parts = _under(facts, f"{LAYERS}{group_id}/")
+    return [parts[start] for start in sorted(parts, key=int)]

@@ -1,0 +1,228 @@
+"""A process that comes back after the daemon started again: its groups, and its descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+
+from ep_runtime import board
+from ep_runtime.board import PoisonReason
+from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
+from ep_runtime.specs import GroupSpec
+from ep_runtime.wire import RegisteredLayer
+from ep_runtime_server.devices import Allocation
+from ep_runtime_server.formation import Groups
+from ep_runtime_server.group_fsm import Event, State
+from ep_runtime_server.groups import Group
+from ep_runtime_server.recovery import Recovery
+from ep_runtime_server.sessions import Session
+from ep_runtime_server.windows import Buffer, Owner, WindowPool, WindowSet
+
+MAX_GENERATION = 1 << 62  # a client's word must not use the counter up
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a process says that it holds."""
+
+    spec: GroupSpec
+    generation: int
+    ranks: tuple[int, ...]
+    layers: tuple[RegisteredLayer, ...]
+
+
+class Rejoin:
+    """RestoreGroup and ReturnWindows."""
+
+    def __init__(self, groups: Groups, pool: WindowPool, recovery: Recovery) -> None:
+        self._groups = groups
+        self._pool = pool
+        self._recovery = recovery
+
+    def restore_group(self, session: Session, claim: Claim) -> tuple[Group, list[int]]:
+        """The group that goes on, and the world ranks whose windows are wanted; -1 is the board.
+
+        Raises:
+            StaleHandleError: the group is gone, or at another generation.
+            SpecMismatchError: spec or layers differ.
+            GroupBusyError: another process has one of the ranks.
+            InvalidArgumentError: the process claims other ranks than before.
+        """
+        group = self._group_of(session, claim)
+        member = group.members.get(session.session_id)
+        if member is None:
+            if not group.restoring:
+                raise StaleHandleError(
+                    f"process {session.pid} is no member of group {claim.spec.name!r} at "
+                    f"generation {claim.generation}; create it again",
+                    group=claim.spec.name,
+                )
+            group.check_free(session, claim.ranks)
+            group.claim(session, claim.ranks)
+            member = group.members[session.session_id]
+        if member.ranks != claim.ranks:
+            raise InvalidArgumentError(
+                f"world_ranks must be {list(member.ranks)} as before, got {list(claim.ranks)}",
+                argument="world_ranks",
+            )
+        group.layers.rejoin(claim.layers, takes_word=self._recovery.takes_word)
+        member.attached = True
+        if group.restoring and group.windows is not None:
+            group.windows.hold(session.session_id)
+        self._settle(group)
+        return group, self._wanted(group)
+
+    def _wanted(self, group: Group) -> list[int]:
+        if group.has_windows and group.windows is None:
+            raise StaleHandleError(
+                f"the memory of group {group.owner.name!r} is gone; create the group again",
+                group=group.owner.name,
+            )
+        return group.windows.wanted_ranks if group.windows is not None else []
+
+    def _group_of(self, session: Session, claim: Claim) -> Group:
+        group = self._groups.find(Owner(session.uid, session.job, claim.spec.name))
+        known = group.generation if group is not None else 0
+        if self._recovery.takes_word and known < claim.generation <= MAX_GENERATION:
+            if group is not None:
+                self._groups.take_away(group, PoisonReason.CLOSED, "a newer generation came back")
+            group = self._make(session, claim)
+        if group is None:
+            raise StaleHandleError(
+                f"no group {claim.spec.name!r} in job {session.job!r}; create it again",
+                group=claim.spec.name,
+            )
+        difference = group.spec.difference(claim.spec)
+        if difference is not None:
+            field, theirs, ours = difference
+            raise SpecMismatchError(
+                f"group {claim.spec.name!r} has {field}={theirs}, this call says {ours}",
+                object=claim.spec.name,
+                field=field,
+                theirs=theirs,
+                ours=ours,
+            )
+        group.check_generation(claim.generation)
+        return group
+
+    def _make(self, session: Session, claim: Claim) -> Group:
+        """A group that we know from its processes alone; it is READY once all of it is back."""
+        owner = Owner(session.uid, session.job, claim.spec.name)
+        group = Group(owner, claim.spec, claim.generation)
+        group.restoring = group.formed = group.reattached = True
+        if group.has_windows:
+            group.windows = self._pool.expect(owner, claim.spec, claim.generation)
+        self._groups.begin(group)
+        return group
+
+    def _settle(self, group: Group) -> None:
+        complete = group.windows is None or not group.windows.wanted_ranks
+        if group.state is State.FORMING and complete and not group.unattached_ranks:
+            group.advance(Event.ALL_ATTACHED)
+        group.notify()
+        self._recovery.settle()
+
+    # Descriptors
+
+    def return_windows(
+        self, session: Session, name: str, found: Sequence[tuple[int, int, int]]
+    ) -> tuple[int, list[int]]:
+        """Adopts (world rank, generation, fd); (how many were taken, ranks still wanted).
+
+        The descriptors stay the caller's. Either all of the wanted ones are taken or none.
+
+        Raises:
+            StaleHandleError: no such group or generation.
+            PermissionDeniedError: not a member.
+            InvalidArgumentError: a descriptor is not the group's memory.
+        """
+        group = self._groups.get(session, name)
+        for _, generation, _ in found:
+            group.member(session, generation)
+        self._wanted(group)
+        windows = group.windows
+        if windows is None:
+            return 0, []
+        taken = self.adopt(windows, {rank: fd for rank, _, fd in found})
+        self._settle(group)
+        return taken, windows.wanted_ranks
+
+    def adopt(self, windows: WindowSet, fds: Mapping[int, int]) -> int:
+        """Takes duplicates of the wanted descriptors; how many. Raises InvalidArgumentError."""
+        by_rank = {buffer.world_rank: buffer for buffer in windows.buffers}
+        unknown = sorted(set(fds) - set(by_rank))
+        if unknown:
+            raise InvalidArgumentError(
+                f"world_rank must be in -1..{len(by_rank) - 2}, got {unknown[0]}",
+                argument="world_rank",
+            )
+        allocations: dict[int, Allocation] = {}
+        mapped: mmap.mmap | None = None
+        try:
+            for rank, fd in fds.items():
+                if by_rank[rank].allocation is None:
+                    allocations[rank] = self._checked(windows, by_rank[rank], fd)
+            self._check_distinct(allocations)
+            if -1 in allocations:
+                mapped = _checked_board(allocations[-1], windows)
+        except BaseException:
+            for allocation in allocations.values():
+                allocation.free()
+            raise
+        windows.adopt(allocations, mapped)
+        self._recovery.adopted(sum(item.size_bytes for item in allocations.values()))
+        return len(allocations)
+
+    def _checked(self, windows: WindowSet, buffer: Buffer, fd: int) -> Allocation:
+        device = self._pool.device(windows.spec, buffer.world_rank)
+        ours = os.dup(fd)
+        try:
+            allocation = device.adopt(ours, buffer.size_bytes)
+        except BaseException:
+            os.close(ours)
+            raise
+        if buffer.identity not in (None, allocation.identity):
+            allocation.free()
+            raise InvalidArgumentError(
+                f"the descriptor of rank {buffer.world_rank} is another file than the group's: "
+                f"device and inode {allocation.identity}, wanted {buffer.identity}",
+                argument="fd",
+            )
+        return allocation
+
+    def _check_distinct(self, allocations: Mapping[int, Allocation]) -> None:
+        """One file is one window of one group."""
+        taken = {
+            buffer.identity
+            for windows in self._pool.sets
+            for buffer in windows.buffers
+            if buffer.allocation is not None
+        }
+        for rank, allocation in allocations.items():
+            if allocation.identity in taken:
+                raise InvalidArgumentError(
+                    f"the descriptor of rank {rank} is another window's", argument="fd"
+                )
+            taken.add(allocation.identity)
+
+
+def _checked_board(allocation: Allocation, windows: WindowSet) -> mmap.mmap:
+    mapped = allocation.map()
+    try:
+        header = board.read_header(mapped)
+        # A board that nobody maps is formatted before it is used, so its header does not matter.
+        wanted = windows.generation if windows.holders else header.generation
+        if (header.generation, header.board_bytes) != (wanted, allocation.size_bytes):
+            raise InvalidArgumentError(
+                f"the board is of generation {header.generation} and {header.board_bytes} bytes, "
+                f"wanted {wanted} and {allocation.size_bytes}",
+                argument="fd",
+            )
+    except BaseException:
+        with contextlib.suppress(BufferError):  # the traceback may hold a view; it goes with it
+            mapped.close()
+        raise
+    return mapped
