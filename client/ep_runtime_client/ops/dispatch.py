@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import prepare as preparing
 from ep_runtime_client.ops import twin
 from ep_runtime_client.ops.calls import Call, check_handle, find_region, open_layer, world_rank
 from ep_runtime_client.ops.plan import Dispatched, Plan, PlanArrays, check_plan
+from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
 from ep_runtime_client.ops.transports import per_device_ops
 
 
@@ -63,14 +63,12 @@ def dispatch(
     if plan is None:
         if topk_idx is None:
             raise InvalidArgumentError("dispatch needs topk_idx or plan", argument="topk_idx")
-        preparing.check_idx(static, topk_idx)
+        check_idx(static, topk_idx)
         _check_lead("topk_idx", topk_idx, tokens.shape[:-1])
-        hints = preparing.known_specs(tokens_spec, tokens, topk_idx, topk_weights)
-        call = preparing.make_call(
-            static, mesh, tokens.shape[:-1], hints, handle=handle, capacity=capacity
-        )
+        hints = known_specs(tokens_spec, tokens, topk_idx, topk_weights)
+        call = make_call(static, mesh, tokens.shape[:-1], hints, handle=handle, capacity=capacity)
         weights = _as_weights(call, topk_weights)
-        plan = preparing.make_plan(call, index, topk_idx)
+        plan = make_plan(call, index, topk_idx)
     else:
         call = call_of_plan(static, mesh, plan)
         _check_reuse(call, handle, capacity)
