@@ -1,4 +1,4 @@
-"""The fixtures around a real daemon."""
+"""The fixtures around a real daemon, and daemons that are killed and started again."""
 
 from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     _children_import_what_we_import,
@@ -8,3 +8,4 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     directory,
     run_program,
 )
+from harness import daemon_process, restarted  # noqa: F401 - the same

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from harness import DaemonProcess, FakeClock, Running
+from harness import FakeClock, Running, daemon_process  # noqa: F401 - found by name
 from raw_client import WAIT_S
 
 from ep_runtime_server.config import ServerConfig
@@ -60,18 +60,3 @@ def daemon(start_daemon) -> Running:
 def clocked(start_daemon) -> Running:
     """A daemon whose clock is `clocked.clock`."""
     return start_daemon(clock=FakeClock())
-
-
-@pytest.fixture
-def daemon_process(tmp_path_factory):
-    """daemon_process(*options, directory=) -> DaemonProcess; all are killed at the end."""
-    running: list[DaemonProcess] = []
-
-    def start(*options: str, directory=None, **more) -> DaemonProcess:
-        place = directory or tmp_path_factory.mktemp("d")
-        running.append(DaemonProcess(place, *options, **more))
-        return running[-1]
-
-    yield start
-    for item in reversed(running):
-        item.close()

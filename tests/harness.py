@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_client import WAIT_S, Client, Process, Stubs, new_op_id
 
 from ep_runtime import wire
@@ -78,6 +80,13 @@ class Served:
         )
         return self.admin.call(getattr(self.admin.admin, method), request_type(**fields))
 
+    def healthy(self) -> bool:
+        """The health service's word on api.sock."""
+        with grpc.insecure_channel(f"unix:{self.directory}/{wire.API_SOCKET}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
     def status(self):
         return self.ask("GetStatus")
 
@@ -140,6 +149,7 @@ class DaemonProcess(Served):
         super().__init__(directory)
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "ep_runtime_server", "--dir", str(directory)]
+        self.told_s = time.monotonic()
         self.popen = subprocess.Popen(
             [*command, "--ready-fd", str(writer), *options],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -152,6 +162,11 @@ class DaemonProcess(Served):
         with open(reader) as told:
             self.ready = json.loads(told.readline() or "null") if ready else None
 
+    def kill(self) -> None:
+        """SIGKILL, and reaped; the directory stays as it is."""
+        self.popen.kill()
+        self.popen.communicate(timeout=WAIT_S)
+
     def ended(self, within_s: float = WAIT_S) -> tuple[int, str]:
         """(exit code, stderr)."""
         _, text = self.popen.communicate(timeout=within_s)
@@ -161,7 +176,8 @@ class DaemonProcess(Served):
         super().close()
         if self.popen.poll() is None:
             self.popen.kill()
-        self.popen.communicate(timeout=WAIT_S)
+        if self.popen.stderr is not None and not self.popen.stderr.closed:
+            self.popen.communicate(timeout=WAIT_S)
 
 
 class Watcher:
@@ -218,3 +234,43 @@ def both_ready(first, second, spec):
     ]
     assert [report.result(WAIT_S).group.state for report in reports] == [2, 2]
     return groups[0]
+
+
+@pytest.fixture
+def daemon_process(tmp_path_factory):
+    """daemon_process(*options, directory=) -> DaemonProcess; all are killed at the end."""
+    running: list[DaemonProcess] = []
+
+    def start(*options: str, directory=None, **more) -> DaemonProcess:
+        place = directory or tmp_path_factory.mktemp("d")
+        running.append(DaemonProcess(place, *options, **more))
+        return running[-1]
+
+    yield start
+    for item in reversed(running):
+        item.close()
+
+
+@pytest.fixture
+def restarted(daemon_process):
+    """restarted(daemon, *options) -> DaemonProcess on the same directory; kills the old one."""
+
+    def start(daemon: DaemonProcess, *options: str) -> DaemonProcess:
+        if daemon.popen.poll() is None:
+            daemon.kill()
+        return daemon_process(*options, directory=daemon.directory)
+
+    return start
+
+
+def memfds_of(pid: int) -> set[int]:
+    """Inodes of our memfds that a process has open, by the kernel's word."""
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        try:
+            if os.readlink(path).startswith("/memfd:ep-runtime:"):
+                found.add(os.stat(path).st_ino)
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return found

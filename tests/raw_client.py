@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from ep_runtime import specs, wire
+from ep_runtime import board, specs, wire
 from ep_runtime.v1 import (
     admin_service_pb2_grpc,
     fd_socket_pb2,
@@ -95,6 +95,21 @@ def redeem(directory: Path, token: str, ticket: str):
                 return found
 
 
+def give_back(directory: Path, token: str, group: str, found) -> fd_socket_pb2.WindowsReturned:
+    """Returns [(descriptor, fd)] to a daemon that started again; the caller keeps the fds."""
+    answer = fd_socket_pb2.WindowsReturned()
+    with connect(directory) as connection:
+        for first in range(0, len(found), wire.MAX_FDS_PER_PACKET):
+            part = found[first : first + wire.MAX_FDS_PER_PACKET]
+            request = fd_socket_pb2.ReturnWindows(
+                session_token=token, group=group, descriptors=[item for item, _ in part]
+            )
+            packet = fd_socket_pb2.FdRequest(return_windows=request).SerializeToString()
+            socket.send_fds(connection, [packet], [fd for _, fd in part])
+            answer = receive(connection)[0].windows_returned
+    return answer
+
+
 # Processes
 
 
@@ -106,6 +121,29 @@ def _child_hello(state, directory):
 def _child_redeem(state, directory, token, ticket):
     state["fds"] = redeem(directory, token, ticket)
     return [(d.world_rank, d.bytes, d.generation, os.fstat(fd).st_ino) for d, fd in state["fds"]]
+
+
+def _child_resume(state, directory, token):
+    welcome = hello(directory, resume_token=token)
+    return welcome.session_token, welcome.session_id, welcome.resumed
+
+
+def _child_give_back(state, directory, token, group):
+    answer = give_back(directory, token, group, state["fds"])
+    return answer.num_adopted, list(answer.wanted_ranks)
+
+
+def _child_board(state):
+    """What the board of the fetched windows says: (generation, poison generation, reason, rank)."""
+    (item, fd), *_ = state["fds"]
+    with mmap.mmap(fd, item.bytes) as mapped:
+        header = board.read_header(mapped)
+    return (
+        header.generation,
+        header.poison_generation,
+        header.poison_reason.name,
+        header.poison_rank,
+    )
 
 
 def _child_map(state):
@@ -149,10 +187,18 @@ def _child_hello_on_forked(state, directory):
     return answer
 
 
+def _child_window_bytes(state):
+    return [mapped[0] for mapped in state["maps"][1:]]
+
+
 _COMMANDS = {
+    "window_bytes": _child_window_bytes,
     "hello": _child_hello,
     "redeem": _child_redeem,
     "map": _child_map,
+    "resume": _child_resume,
+    "give_back": _child_give_back,
+    "board": _child_board,
     "fork": _child_fork,
     "hello_on_forked": _child_hello_on_forked,
 }
@@ -245,19 +291,54 @@ class Client(Stubs):
         if job is not None:
             self.open(job)
 
+    def resume(self) -> bool:
+        """Says hello again after the daemon started again; whether it knew the session."""
+        if self.process is None:
+            welcome = hello(self.directory, resume_token=self.token)
+            answer = welcome.session_token, welcome.session_id, welcome.resumed
+        else:
+            answer = self.process.do("resume", self.directory, self.token)
+        self.channel.close()
+        self.token, self.session_id, resumed = answer
+        metadata = ((wire.TOKEN_KEY, self.token), (wire.PID_KEY, str(self.pid)))
+        super().__init__(self.directory, wire.API_SOCKET, metadata)
+        self.open("job")
+        return resumed
+
+    def restore(self, group, ranks=None, layers=()):
+        """RestoreGroup; the answer."""
+        request = group_service_pb2.RestoreGroupRequest(
+            spec=group.spec,
+            generation=group.generation,
+            world_ranks=range(len(group.members)) if ranks is None else ranks,
+            layers=[wire.registered_to_proto(layer) for layer in layers],
+        )
+        return self.call(self.groups.RestoreGroup, request)
+
+    def give_back(self, group):
+        """(descriptors that the daemon took, ranks still wanted); what `fetch` fetched there."""
+        return self.process.do("give_back", self.directory, self.token, group.spec.name)
+
     def open(self, job: str, **more) -> session_service_pb2.OpenSessionResponse:
         return self.call(
             self.sessions.OpenSession, session_service_pb2.OpenSessionRequest(job=job, **more)
         )
 
-    def create(self, spec, ranks=None, *, wait_s=WAIT_S, op_id=None, replace=False):
-        request = group_service_pb2.CreateGroupRequest(
+    def how(self) -> dict:
+        """Arguments of a call that is not waited for."""
+        return {"timeout": 2 * WAIT_S, "metadata": self.metadata}
+
+    def create_request(self, spec, ranks=None, *, wait_s=WAIT_S, op_id=None, replace=False):
+        return group_service_pb2.CreateGroupRequest(
             op_id=op_id or new_op_id(),
             spec=wire.group_spec_to_proto(spec),
             world_ranks=range(spec.world_size) if ranks is None else ranks,
             replace=replace,
             wait=wire.duration(wait_s),
         )
+
+    def create(self, spec, ranks=None, *, wait_s=WAIT_S, **more):
+        request = self.create_request(spec, ranks, wait_s=wait_s, **more)
         return self.call(self.groups.CreateGroup, request, timeout=wait_s + WAIT_S)
 
     def ticket(self, group, ranks=()):
@@ -275,10 +356,13 @@ class Client(Stubs):
             return self.process.do("redeem", self.directory, self.token, ticket)
         return redeem(self.directory, self.token, ticket)
 
-    def attached(self, group, *, wait_s=WAIT_S):
-        request = group_service_pb2.ReportAttachedRequest(
+    def attached_request(self, group, *, wait_s=WAIT_S):
+        return group_service_pb2.ReportAttachedRequest(
             name=group.spec.name, generation=group.generation, wait=wire.duration(wait_s)
         )
+
+    def attached(self, group, *, wait_s=WAIT_S):
+        request = self.attached_request(group, wait_s=wait_s)
         return self.call(self.groups.ReportAttached, request, timeout=wait_s + WAIT_S).group
 
     def ready(self, spec, **more):
