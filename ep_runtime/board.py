@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ep_runtime.board_abi import (
+    FAILURE_RECORDS,
     LINE_BYTES,
     MAGIC,
     MAX_HANDLES,
@@ -29,6 +30,7 @@ from ep_runtime.board_abi import (
     VERSION,
     BoardHeaderStruct,
     ControlStruct,
+    FailureRecordStruct,
     HandleRecordStruct,
     HandleState,
     LaneStruct,
@@ -47,6 +49,8 @@ __all__ = [
     "BoardHeaderStruct",
     "BoardLayout",
     "ControlStruct",
+    "FAILURE_RECORDS",
+    "FailureRecordStruct",
     "HandleRecord",
     "HandleRecordStruct",
     "HandleState",
@@ -109,7 +113,10 @@ class HandleRecord:
 
 @dataclasses.dataclass(frozen=True)
 class RankRecord:
-    """One world rank. Times are CLOCK_MONOTONIC ns; waiting_for is a world rank or -1."""
+    """One world rank. Times are CLOCK_MONOTONIC ns; waiting_for is a world rank or -1.
+
+    pid is that of the process that drives the rank, as it sees itself; 0 before it has mapped.
+    """
 
     state: RankState
     op: OpCode
@@ -124,6 +131,7 @@ class RankRecord:
     rows: int
     dropped_rows: int
     open_calls: int
+    pid: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +140,7 @@ class BoardLayout:
 
     ranks_offset: int
     handles_offset: int
+    failures_offset: int
     world_offset: int
     domains_offset: int
     domain_bytes: int
@@ -164,10 +173,12 @@ def board_layout(spec: GroupSpec) -> BoardLayout:
         )
     ranks = align_up(ctypes.sizeof(BoardHeaderStruct), LINE_BYTES)
     handles = ranks + spec.world_size * ctypes.sizeof(RankRecordStruct)
-    world = align_up(handles + MAX_HANDLES * ctypes.sizeof(HandleRecordStruct), PAGE_BYTES)
+    failures = align_up(handles + MAX_HANDLES * ctypes.sizeof(HandleRecordStruct), PAGE_BYTES)
+    world = failures + FAILURE_RECORDS * ctypes.sizeof(FailureRecordStruct)
     domains = world + control_bytes(spec.world_size, 0)
     domain = control_bytes(spec.ep_size, spec.lanes)
-    return BoardLayout(ranks, handles, world, domains, domain, domains + spec.num_domains * domain)
+    end = domains + spec.num_domains * domain
+    return BoardLayout(ranks, handles, failures, world, domains, domain, end)
 
 
 def board_bytes(spec: GroupSpec) -> int:
@@ -234,6 +245,7 @@ def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
     header.board_bytes = where.board_bytes
     header.ranks_offset = where.ranks_offset
     header.handles_offset = where.handles_offset
+    header.failures_offset = where.failures_offset
     header.world_offset = where.world_offset
     header.domains_offset = where.domains_offset
     header.domain_bytes = where.domain_bytes
@@ -351,6 +363,7 @@ def read_ranks(buf: Any) -> list[RankRecord]:
                 rows=raw.rows,
                 dropped_rows=raw.dropped_rows,
                 open_calls=raw.open_calls,
+                pid=raw.pid,
             )
         )
     return records

@@ -10,10 +10,11 @@ import ctypes
 import enum
 
 MAGIC = int.from_bytes(b"EPBOARD1", "little")
-VERSION = 1
+VERSION = 2
 MAX_HANDLES = 16384
 MEETING_SLOTS = 4096
 MAX_MEETING_RANKS = 1024
+FAILURE_RECORDS = 128
 LINE_BYTES = 64
 PAGE_BYTES = 4096
 
@@ -78,7 +79,9 @@ class BoardHeaderStruct(ctypes.Structure):
         ("world_offset", ctypes.c_uint64),
         ("domains_offset", ctypes.c_uint64),
         ("domain_bytes", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint8 * 136),
+        ("failures_offset", ctypes.c_uint64),
+        ("failures", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * 120),
     ]
 
 
@@ -98,7 +101,7 @@ class RankRecordStruct(ctypes.Structure):
         ("rows", ctypes.c_uint64),
         ("dropped_rows", ctypes.c_uint64),
         ("open_calls", ctypes.c_uint32),
-        ("reserved0", ctypes.c_uint32),
+        ("pid", ctypes.c_uint32),
         ("reserved", ctypes.c_uint8 * 40),
     ]
 
@@ -115,6 +118,16 @@ class HandleRecordStruct(ctypes.Structure):
         ("dropped_rows", ctypes.c_uint64),
         ("updated_ns", ctypes.c_uint64),
         ("reserved", ctypes.c_uint8 * 8),
+    ]
+
+
+class FailureRecordStruct(ctypes.Structure):
+    _fields_ = [
+        ("ticket", ctypes.c_uint64),
+        ("run", ctypes.c_uint64),
+        ("code", ctypes.c_uint32),
+        ("bytes", ctypes.c_uint32),
+        ("text", ctypes.c_uint8 * 1000),
     ]
 
 
@@ -135,7 +148,8 @@ class ControlStruct(ctypes.Structure):
         ("free_slot", ctypes.c_uint32),
         ("used_slots", ctypes.c_uint32),
         ("next_epoch", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint8 * 24),
+        ("owner", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint8 * 20),
     ]
 
 
@@ -166,5 +180,9 @@ class MeetingSlotStruct(ctypes.Structure):
         ("verdict_demand", ctypes.c_int64),
         ("verdict_capacity", ctypes.c_int64),
         ("arrived", ctypes.c_uint64 * (MAX_MEETING_RANKS // 64)),
-        ("reserved", ctypes.c_uint8 * 40),
+        ("changed_ns", ctypes.c_uint64),
+        ("site_name", ctypes.c_uint64),
+        ("site_ordinal", ctypes.c_uint32),
+        ("repetition", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint8 * 16),
     ]

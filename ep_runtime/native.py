@@ -25,7 +25,7 @@ def _find_library() -> Path:
 
 
 LIBRARY_PATH = _find_library()
-ABI = 1
+ABI = 2
 CLOSE_TIMEOUT_S = 10.0
 ROW_OPS = ("baseline", "avx2", "avx512")
 _TEXT_BYTES = 4096
@@ -75,6 +75,8 @@ class _GroupOptions(ctypes.Structure):
         ("error_on_overflow", ctypes.c_int32),
         ("exact_combine", ctypes.c_int32),
         ("debug", ctypes.c_int32),
+        ("local_ranks", ctypes.POINTER(ctypes.c_int64)),
+        ("num_local_ranks", ctypes.c_int64),
     ]
 
 
@@ -132,7 +134,9 @@ class _Table(ctypes.Structure):
     ]
 
 
-def _options(spec: GroupSpec, generation: int, debug: bool) -> _GroupOptions:
+def _options(
+    spec: GroupSpec, generation: int, debug: bool, local_ranks: Sequence[int] = ()
+) -> _GroupOptions:
     return _GroupOptions(
         name=spec.name.encode(),
         generation=generation,
@@ -149,6 +153,8 @@ def _options(spec: GroupSpec, generation: int, debug: bool) -> _GroupOptions:
         error_on_overflow=spec.on_overflow == "error",
         exact_combine=spec.combine_precision == "exact",
         debug=debug,
+        local_ranks=(ctypes.c_int64 * len(local_ranks))(*local_ranks),
+        num_local_ranks=len(local_ranks),
     )
 
 
@@ -204,6 +210,7 @@ class NativeLibrary:
         board_fd: int,
         window_fds: Sequence[int],
         debug: bool,
+        local_ranks: Sequence[int] | None = None,
     ) -> int:
         """Maps a group's board and windows. The caller may close the fds afterwards.
 
@@ -213,16 +220,20 @@ class NativeLibrary:
             board_fd: memfd of `board.board_bytes(spec)` bytes, formatted.
             window_fds: one memfd of `board.window_bytes(spec)` bytes per world rank.
             debug: check indices and fill undefined memory with 0xFF.
+            local_ranks: world ranks that this process drives; None for all. Where there are
+                others, calls meet by names that all processes give alike.
 
         Returns:
             The group's number in this process.
 
         Raises:
-            InvalidArgumentError: a file is missing or too small.
+            InvalidArgumentError: a file is missing or too small, or a local rank is not one of
+                the group.
             SpecMismatchError, StaleHandleError, VersionSkewError: the board is another group's.
         """
         fds = (ctypes.c_int * len(window_fds))(*window_fds)
-        options = _options(spec, generation, debug)
+        ours = range(spec.world_size) if local_ranks is None else local_ranks
+        options = _options(spec, generation, debug, ours)
         text = ctypes.create_string_buffer(_TEXT_BYTES)
         group = self._table.open_group(
             ctypes.byref(options), board_fd, fds, len(window_fds), _text_of(text)

@@ -96,7 +96,7 @@ def _form(
     try:
         if answer.group.window_bytes:
             memory = _fetch(session, control, spec.name, generation)
-            native_group = _map(spec, generation, memory)
+            native_group = _map(spec, generation, memory, ranks)
         report = group_service_pb2.ReportAttachedRequest(
             name=spec.name, generation=generation, wait=wire.duration(wait_s)
         )
@@ -127,7 +127,7 @@ def _fetch(
         raise
 
 
-def _map(spec: specs.GroupSpec, generation: int, memory: Memory) -> int:
+def _map(spec: specs.GroupSpec, generation: int, memory: Memory, local_ranks: Sequence[int]) -> int:
     from ep_runtime import native
 
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
@@ -143,6 +143,7 @@ def _map(spec: specs.GroupSpec, generation: int, memory: Memory) -> int:
             board_fd=found[-1],
             window_fds=[found[rank] for rank in range(spec.world_size)],
             debug=env.debug(),
+            local_ranks=local_ranks,
         )
     )
 

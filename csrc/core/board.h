@@ -11,10 +11,11 @@
 namespace ep_runtime {
 
 constexpr uint64_t kBoardMagic = 0x3144'5241'4F42'5045;  // "EPBOARD1" in memory
-constexpr uint32_t kBoardVersion = 1;
+constexpr uint32_t kBoardVersion = 2;
 constexpr uint32_t kMaxHandles = 16384;
 constexpr uint32_t kMeetingSlots = 4096;
 constexpr int64_t kMaxMeetingRanks = 1024;
+constexpr uint32_t kFailureRecords = 128;
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kPageBytes = 4096;
 
@@ -69,7 +70,9 @@ struct BoardHeader {
   uint64_t world_offset;
   uint64_t domains_offset;
   uint64_t domain_bytes;
-  uint8_t reserved[136];
+  uint64_t failures_offset;
+  Word64 failures;  // failure records claimed so far
+  uint8_t reserved[120];
 };
 static_assert(sizeof(BoardHeader) == 256);
 
@@ -89,7 +92,7 @@ struct RankRecord {
   uint64_t rows;
   uint64_t dropped_rows;
   uint32_t open_calls;
-  uint32_t reserved0;
+  uint32_t pid;  // of the process that drives the rank, as it sees itself
   uint8_t reserved[40];
 };
 static_assert(sizeof(RankRecord) == 128);
@@ -109,6 +112,16 @@ struct HandleRecord {
 };
 static_assert(sizeof(HandleRecord) == 64);
 
+// One failed run, told to the other processes. A ring: record n lies at n mod kFailureRecords.
+struct FailureRecord {
+  Word64 ticket;  // n + 1 once the rest is written
+  uint64_t run;
+  uint32_t code;
+  uint32_t bytes;
+  char text[1000];
+};
+static_assert(sizeof(FailureRecord) == 1024);
+
 // Head of a meeting place; lanes, phase words, hash heads and slots follow. Indices into slots
 // are stored plus one, so that a zeroed board is an empty one.
 struct Control {
@@ -121,7 +134,8 @@ struct Control {
   uint32_t free_slot;
   uint32_t used_slots;
   uint64_t next_epoch;
-  uint8_t reserved[24];
+  Word owner;  // pid of the lock's last holder
+  uint8_t reserved[20];
 };
 static_assert(sizeof(Control) == 64);
 
@@ -165,7 +179,11 @@ struct MeetingSlot {
   int64_t verdict_demand;
   int64_t verdict_capacity;
   Word64 arrived[kMaxMeetingRanks / 64];
-  uint8_t reserved[40];
+  uint64_t changed_ns;  // the last arrival
+  uint64_t site_name;   // the same in every process, 0 where one process drives all ranks
+  uint32_t site_ordinal;
+  uint32_t repetition;
+  uint8_t reserved[16];
 };
 static_assert(sizeof(MeetingSlot) == 256);
 

@@ -1,5 +1,6 @@
 #include "core/call.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -45,50 +46,85 @@ Status Call::TimedOut(int64_t waited_ns, int64_t waiting_for) const {
 // What ends a wait besides its word. A closed group only ends meetings that are not complete:
 // a call with all ranks inside finishes by itself.
 Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const {
-  EP_RETURN_IF_ERROR(ThisProcess().failed_runs.Get(context_.key.run));
-  EP_RETURN_IF_ERROR(group().Alive(context_.layer.name));
+  EP_RETURN_IF_ERROR(group().RunFailure(context_.key.run));
+  EP_RETURN_IF_ERROR(
+      group().Alive(context_.layer.name, context_.op, static_cast<int64_t>(record_.epoch)));
   if (gathering && group().closed()) return group().ClosedError(context_.layer.name);
   const int64_t waited_ns = NowNs() - started_ns;
   if (waited_ns < group().options().op_timeout_ns) return Status();
   return TimedOut(waited_ns, waiting_for);
 }
 
+// Sleeps end at the budget, and often enough to see a poison or a failed run.
+int64_t Call::SliceNs(int64_t started_ns) const {
+  const int64_t left_ns = started_ns + group().options().op_timeout_ns - NowNs();
+  return std::clamp(left_ns, int64_t{100'000}, kWaitSliceNs);
+}
+
+// Ranks of one process cannot miss each other; those of several can, by name.
+Status Call::LookForMisfit(MeetingPlace& place, const MeetingSlot& slot, int64_t started_ns) const {
+  if (!group().several_processes() || NowNs() - started_ns < MeetingPlace::kMisfitNs) {
+    return Status();
+  }
+  const std::string misfit = place.DescribeMisfit(slot);
+  if (misfit.empty()) return Status();
+  return Error(Code::kFailedPrecondition, "SpecMismatchError")
+      .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name + " handle " +
+            std::to_string(context_.handle) +
+            ": ranks wait for each other in different calls: " + misfit +
+            "; the processes compiled or ran different programs. Compile the same programs in "
+            "the same order everywhere, use different handles for calls that do not depend on "
+            "each other, or restart all processes together")
+      .With("object", std::string("call"))
+      .With("rank", context_.world_rank)
+      .With("layer", context_.layer.name)
+      .With("op", std::string(OpName(context_.op)))
+      .With("calls", misfit);
+}
+
+Status Call::FailedOnPeer(int64_t rank) const {
+  return Error(Code::kAborted, "PeerLostError")
+      .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name +
+            " failed on a peer")
+      .With("rank", rank)
+      .With("layer", context_.layer.name)
+      .With("op", std::string(OpName(context_.op)))
+      .With("epoch", static_cast<int64_t>(record_.epoch));
+}
+
 // Records the error for the other calls of this run before anybody is woken to look for it.
 Status Call::Failed(Status error) {
-  ThisProcess().failed_runs.Add(context_.key.run, error);
-  group().RecordError(error.text());
+  group().FailRun(context_.key.run, error);
   return error;
 }
 
 Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
                   MeetingSlot** out) {
-  const CallTag tag{context_.key, context_.op, context_.layer.id, context_.handle};
+  const CallTag tag{context_.key, context_.site, context_.op, context_.layer.id, context_.handle};
   const int64_t started_ns = NowNs();
   // A run that failed on another device must not open meetings that nobody else will join.
   EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));
   MeetingSlot* slot = nullptr;
-  EP_RETURN_IF_ERROR(place.Join(tag, rank, verdict, &slot));
+  Status joined = place.Join(tag, rank, verdict, &slot);
+  if (!joined.ok()) {
+    EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));  // a poison says more
+    return joined;
+  }
   for (;;) {
     const uint32_t state = slot->state.load(std::memory_order_acquire);
     if (state == kSlotGranted) break;
     const int missing = place.FirstMissing(*slot);
     const int64_t waiting_for = missing < 0 ? -1 : first_rank + missing;
     Status error = Look(started_ns, state == kSlotGathering, waiting_for);
-    if (error.ok() && state == kSlotFailed) {
-      error = Error(Code::kAborted, "PeerLostError")
-                  .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name +
-                        " failed on a peer before all ranks arrived")
-                  .With("rank", waiting_for)
-                  .With("layer", context_.layer.name)
-                  .With("op", std::string(OpName(context_.op)));
-    }
+    if (error.ok() && state == kSlotFailed) error = FailedOnPeer(waiting_for);
+    if (error.ok() && state == kSlotGathering) error = LookForMisfit(place, *slot, started_ns);
     if (!error.ok()) {
       error = Failed(std::move(error));
       place.Leave(slot, /*failed=*/true);
       return error;
     }
     telemetry_.Update(&record_, RankState::kMeeting, static_cast<int32_t>(waiting_for));
-    FutexWait(&slot->state, state, kWaitSliceNs);
+    FutexWait(&slot->state, state, SliceNs(started_ns));
   }
   *out = slot;
   return Status();
@@ -148,16 +184,9 @@ Status Call::Await(int64_t source, uint32_t phase) {
     const uint32_t seen = word.load(std::memory_order_acquire);
     if (seen >= phase) break;
     EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/false, first_rank_ + source));
-    if (failed.load(std::memory_order_acquire)) {
-      return Error(Code::kAborted, "PeerLostError")
-          .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name +
-                " failed on a peer")
-          .With("rank", first_rank_ + source)
-          .With("layer", context_.layer.name)
-          .With("op", std::string(OpName(context_.op)));
-    }
+    if (failed.load(std::memory_order_acquire)) return FailedOnPeer(first_rank_ + source);
     telemetry_.Update(&record_, RankState::kWaiting, static_cast<int32_t>(first_rank_ + source));
-    FutexWait(&word, seen, kWaitSliceNs);
+    FutexWait(&word, seen, SliceNs(started_ns));
   }
   if (record_.state != RankState::kRunning) {
     telemetry_.Update(&record_, RankState::kRunning, -1);

@@ -20,6 +20,7 @@ struct CallContext {
   int64_t world_rank = 0;
   uint32_t handle = 0;
   CallKey key{};
+  CallSite site{};
 };
 
 // One rank's part of one call. Between Run's meeting and its end the ranks of the domain share a
@@ -76,6 +77,9 @@ class Call {
   Status Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
               MeetingSlot** slot);
   Status Look(int64_t started_ns, bool gathering, int64_t waiting_for) const;
+  Status LookForMisfit(MeetingPlace& place, const MeetingSlot& slot, int64_t started_ns) const;
+  Status FailedOnPeer(int64_t rank) const;
+  int64_t SliceNs(int64_t started_ns) const;
   Status TimedOut(int64_t waited_ns, int64_t waiting_for) const;
   Status Failed(Status error);
   void WriteHandle(bool running);

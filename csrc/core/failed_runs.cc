@@ -2,15 +2,16 @@
 
 namespace ep_runtime {
 
-void FailedRuns::Add(uint64_t run, const Status& error) {
+bool FailedRuns::Add(uint64_t run, const Status& error) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!errors_.emplace(run, error).second) return;
+  if (!errors_.emplace(run, error).second) return false;
   order_.push_back(run);
   if (order_.size() > kMaxRuns) {
     errors_.erase(order_.front());
     order_.pop_front();
   }
   any_.store(true, std::memory_order_release);
+  return true;
 }
 
 Status FailedRuns::Get(uint64_t run) const {

@@ -17,7 +17,8 @@ namespace ep_runtime {
 // back while it is remembered. Bounded: the oldest are forgotten, long after their last call.
 class FailedRuns {
  public:
-  void Add(uint64_t run, const Status& error);
+  // False where the run is known to have failed; its first error stays.
+  bool Add(uint64_t run, const Status& error);
   // The error of that run, or success.
   Status Get(uint64_t run) const;
 

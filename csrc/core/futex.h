@@ -44,13 +44,15 @@ class SharedLock {
  public:
   explicit SharedLock(Word* word) : word_(word) {}
 
-  // False when the lock stayed taken for `timeout_ns`: its holder is stopped or dead.
-  bool Lock(int64_t timeout_ns) {
+  // False when the lock stayed taken for `timeout_ns`, or `abandoned()` says that nobody needs
+  // it any more: its holder is stopped or dead.
+  template <typename Abandoned>
+  bool Lock(int64_t timeout_ns, Abandoned abandoned) {
     uint32_t free = 0;
     if (word_->compare_exchange_strong(free, 1, std::memory_order_acquire)) return true;
     const int64_t deadline = NowNs() + timeout_ns;
     while (word_->exchange(2, std::memory_order_acquire) != 0) {
-      if (NowNs() > deadline) return false;
+      if (NowNs() > deadline || abandoned()) return false;
       FutexWait(word_, 2, kWaitSliceNs);
     }
     return true;

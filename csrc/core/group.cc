@@ -1,8 +1,12 @@
 #include "core/group.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <cstring>
 #include <utility>
+
+#include "core/registry.h"
 
 namespace ep_runtime {
 namespace {
@@ -32,6 +36,7 @@ Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& w
                            std::to_string(window_fds.size()));
   }
   std::shared_ptr<Group> group(new Group(std::move(options)));
+  EP_RETURN_IF_ERROR(group->CheckLocalRanks());
   Mapping header;
   EP_RETURN_IF_ERROR(Mapping::Map(board_fd, sizeof(BoardHeader), "board", &header));
   const auto& board = *reinterpret_cast<const BoardHeader*>(header.data());
@@ -44,6 +49,20 @@ Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& w
   }
   group->BindBoard();
   *out = std::move(group);
+  return Status();
+}
+
+Status Group::CheckLocalRanks() {
+  local_.assign(sizes().world_size, false);
+  for (int64_t rank : options_.local_ranks) {
+    if (rank < 0 || rank >= sizes().world_size || local_[rank]) {
+      return InvalidArgument("local_ranks must be distinct and in [0, " +
+                             std::to_string(sizes().world_size) + "), got " + std::to_string(rank))
+          .With("argument", std::string("local_ranks"));
+    }
+    local_[rank] = true;
+    ++num_local_;
+  }
   return Status();
 }
 
@@ -80,13 +99,18 @@ Status Group::CheckBoard(const BoardHeader& header) const {
 void Group::BindBoard() {
   header_ = reinterpret_cast<BoardHeader*>(board_.data());
   handles_ = reinterpret_cast<HandleRecord*>(board_.data() + header_->handles_offset);
-  world_ = MeetingPlace(board_.data() + header_->world_offset);
-  auto* ranks = reinterpret_cast<RankRecord*>(board_.data() + header_->ranks_offset);
+  failures_.Bind(header_,
+                 reinterpret_cast<FailureRecord*>(board_.data() + header_->failures_offset));
+  const PoisonWatch poison{&header_->poison_generation, options_.generation};
+  world_ = MeetingPlace(board_.data() + header_->world_offset, poison);
+  ranks_ = reinterpret_cast<RankRecord*>(board_.data() + header_->ranks_offset);
   for (int64_t rank = 0; rank < sizes().world_size; ++rank) {
-    telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks[rank]));
+    if (local_[rank]) ranks_[rank].pid = static_cast<uint32_t>(getpid());
+    telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks_[rank]));
   }
   for (int64_t domain = 0; domain < sizes().num_domains(); ++domain) {
-    domains_.emplace_back(board_.data() + header_->domains_offset + domain * header_->domain_bytes);
+    domains_.emplace_back(board_.data() + header_->domains_offset + domain * header_->domain_bytes,
+                          poison);
     if (!options_.debug) continue;
     domains_.back().on_grant = [this, domain](int lane) {
       for (int64_t rank = 0; rank < sizes().ep_size; ++rank) {
@@ -105,23 +129,32 @@ Status Group::ClosedError(const std::string& layer_name) const {
       .With("generation", static_cast<int64_t>(options_.generation));
 }
 
-Status Group::Alive(const std::string& layer_name) const {
+Status Group::PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) const {
+  const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
+  const bool known = rank >= 0 && rank < sizes().world_size;
+  const int64_t pid = known ? ranks_[rank].pid : 0;
+  return Error(Code::kAborted, "PeerLostError")
+      .Says(std::string(OpName(op)) + " of layer " + layer_name + ": process " +
+            std::to_string(pid) + " of rank " + std::to_string(rank) + " in group " +
+            options_.name + " generation " + std::to_string(options_.generation) + " is gone")
+      .With("rank", rank)
+      .With("process", pid)
+      .With("layer", layer_name)
+      .With("op", std::string(OpName(op)))
+      .With("epoch", epoch)
+      .With("group", options_.name)
+      .With("generation", static_cast<int64_t>(options_.generation));
+}
+
+Status Group::Alive(const std::string& layer_name, OpCode op, int64_t epoch) const {
   if (header_->poison_generation.load(std::memory_order_acquire) < options_.generation) {
     return Status();
   }
   const auto generation = static_cast<int64_t>(options_.generation);
   const std::string where = "group " + options_.name + " generation " + std::to_string(generation);
   switch (static_cast<PoisonReason>(header_->poison_reason.load(std::memory_order_relaxed))) {
-    case PoisonReason::kPeerLost: {
-      const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
-      return Error(Code::kAborted, "PeerLostError")
-          .Says("layer " + layer_name + ": the process of rank " + std::to_string(rank) + " of " +
-                where + " is gone")
-          .With("rank", rank)
-          .With("layer", layer_name)
-          .With("group", options_.name)
-          .With("generation", generation);
-    }
+    case PoisonReason::kPeerLost:
+      return PeerLost(layer_name, op, epoch);
     case PoisonReason::kFenced:
       return Error(Code::kUnauthenticated, "SessionFencedError")
           .Says(where + ": its session was fenced; connect again and create the group anew")
@@ -155,6 +188,18 @@ void Group::Close(int64_t timeout_ns) {
   closed_.store(true, std::memory_order_release);
   no_calls_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
                      [&] { return running_calls_ == 0; });
+}
+
+Status Group::RunFailure(uint64_t run) {
+  FailedRuns& runs = ThisProcess().failed_runs;
+  if (several_processes()) failures_.Import(&runs);
+  return runs.Get(run);
+}
+
+void Group::FailRun(uint64_t run, const Status& error) {
+  const bool is_new = ThisProcess().failed_runs.Add(run, error);
+  if (is_new && several_processes()) failures_.Publish(run, error);
+  RecordError(error.text());
 }
 
 void Group::RecordError(const std::string& text) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/board.h"
+#include "core/failure_ring.h"
 #include "core/layout.h"
 #include "core/mapping.h"
 #include "core/meeting.h"
@@ -24,7 +25,8 @@ struct GroupOptions {
   int64_t op_timeout_ns;
   bool error_on_overflow;
   bool exact_combine;
-  bool debug;  // checks indices, fills undefined memory with 0xFF
+  bool debug;                        // checks indices, fills undefined memory with 0xFF
+  std::vector<int64_t> local_ranks;  // world ranks that this process drives
 };
 
 // One open group of this process: its board and every window it may write. Calls hold it by
@@ -57,8 +59,12 @@ class Group {
                                       source * lane_layout_.source_counts_bytes);
   }
 
+  // True where other processes drive some of the ranks.
+  bool several_processes() const { return num_local_ < sizes().world_size; }
+  bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
+
   // Success while the generation may be used; else the error by which every call leaves it.
-  Status Alive(const std::string& layer_name) const;
+  Status Alive(const std::string& layer_name, OpCode op, int64_t epoch) const;
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   Status ClosedError(const std::string& layer_name) const;
 
@@ -67,6 +73,11 @@ class Group {
   void EndCall();
   // Refuses further calls and waits, at most `timeout_ns`, for the running ones.
   void Close(int64_t timeout_ns);
+
+  // The error of a failed run, also where it failed in another process.
+  Status RunFailure(uint64_t run);
+  // Ends that run everywhere with `error`, unless it has failed already.
+  void FailRun(uint64_t run, const Status& error);
 
   void RecordError(const std::string& text);
   // The first error since the last time this was asked, or "".
@@ -79,7 +90,9 @@ class Group {
   explicit Group(GroupOptions options)
       : options_(std::move(options)), lane_layout_(options_.sizes) {}
 
+  Status CheckLocalRanks();
   Status CheckBoard(const BoardHeader& header) const;
+  Status PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) const;
   void BindBoard();
   uint8_t* LaneStart(int64_t world_rank, int lane) const {
     return windows_[world_rank].data() + lane * lane_layout_.lane_bytes;
@@ -90,7 +103,11 @@ class Group {
   Mapping board_;
   std::vector<Mapping> windows_;
   BoardHeader* header_ = nullptr;
+  RankRecord* ranks_ = nullptr;
   HandleRecord* handles_ = nullptr;
+  FailureRing failures_;
+  std::vector<bool> local_;
+  int64_t num_local_ = 0;
   std::vector<MeetingPlace> domains_;
   MeetingPlace world_;
   std::vector<std::unique_ptr<RankTelemetry>> telemetry_;

@@ -1,5 +1,7 @@
 #include "core/meeting.h"
 
+#include <unistd.h>
+
 #include <string>
 
 namespace ep_runtime {
@@ -15,7 +17,11 @@ uint32_t HashOf(const CallKey& key) {
 
 class Locked {
  public:
-  explicit Locked(Control* control) : lock_(&control->lock), held_(lock_.Lock(kLockBudgetNs)) {}
+  // A dead holder's lock is never taken again: its peers leave with the poison of its death.
+  Locked(Control* control, const PoisonWatch& poison)
+      : lock_(&control->lock), held_(lock_.Lock(kLockBudgetNs, [&] { return poison.poisoned(); })) {
+    if (held_) control->owner.store(static_cast<uint32_t>(getpid()), std::memory_order_relaxed);
+  }
   ~Locked() {
     if (held_) lock_.Unlock();
   }
@@ -28,8 +34,8 @@ class Locked {
 
 }  // namespace
 
-MeetingPlace::MeetingPlace(uint8_t* control)
-    : control_(reinterpret_cast<Control*>(control)), ranks_(control_->ranks) {
+MeetingPlace::MeetingPlace(uint8_t* control, PoisonWatch poison)
+    : poison_(poison), control_(reinterpret_cast<Control*>(control)), ranks_(control_->ranks) {
   uint8_t* next = control + sizeof(Control);
   lanes_ = reinterpret_cast<Lane*>(next);
   next += control_->lanes * sizeof(Lane);
@@ -70,7 +76,10 @@ MeetingSlot* MeetingPlace::Open(const CallTag& tag) {
   slot->ready_next = 0;
   slot->verdict_rank = -1;
   slot->epoch = 0;
-  slot->opened_ns = NowNs();
+  slot->opened_ns = static_cast<uint64_t>(NowNs());
+  slot->site_name = tag.site.name;
+  slot->site_ordinal = tag.site.ordinal;
+  slot->repetition = tag.site.repetition;
   for (Word64& mask : slot->arrived) mask.store(0, std::memory_order_relaxed);
   uint32_t& head = heads_[HashOf(tag.key)];
   slot->hash_next = head;
@@ -92,9 +101,11 @@ void MeetingPlace::Free(MeetingSlot* slot) {
 }
 
 Status MeetingPlace::Join(const CallTag& tag, int rank, const Verdict& verdict, MeetingSlot** out) {
-  Locked lock(control_);
+  Locked lock(control_, poison_);
   if (!lock.held()) {
-    return Internal("the meeting lock stayed taken for 20 s: a process of the group is stopped");
+    return Internal("the meeting lock stayed taken: process " +
+                    std::to_string(control_->owner.load(std::memory_order_relaxed)) +
+                    " of the group is stopped or dead");
   }
   MeetingSlot* slot = Find(tag.key);
   if (slot == nullptr) slot = Open(tag);
@@ -123,6 +134,7 @@ Status MeetingPlace::Join(const CallTag& tag, int rank, const Verdict& verdict, 
         .With("rank", int64_t{rank});
   }
   ++slot->inside;
+  slot->changed_ns = static_cast<uint64_t>(NowNs());
   if (verdict.rank >= 0 && (slot->verdict_rank < 0 || verdict.rank < slot->verdict_rank)) {
     slot->verdict_rank = verdict.rank;
     slot->verdict_demand = verdict.demand;
@@ -185,7 +197,7 @@ void MeetingPlace::RemoveFromReady(MeetingSlot* slot) {
 }
 
 void MeetingPlace::Leave(MeetingSlot* slot, bool failed) {
-  Locked lock(control_);
+  Locked lock(control_, poison_);
   if (!lock.held()) return;  // the generation is dead; its board is formatted before reuse
   const uint32_t state = slot->state.load(std::memory_order_relaxed);
   if (failed && (state == kSlotGathering || state == kSlotQueued)) {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "core/board.h"
 #include "core/status.h"
@@ -19,9 +20,17 @@ struct CallKey {
   uint64_t run;
 };
 
+// The call site behind a key, as all processes name it; zeros where one process drives all ranks.
+struct CallSite {
+  uint64_t name;
+  uint32_t ordinal;     // among this process's sites of one layer, handle and op
+  uint32_t repetition;  // in this run
+};
+
 // What a call is; ranks that meet under one key must agree on it.
 struct CallTag {
   CallKey key;
+  CallSite site;
   OpCode op;
   uint64_t layer_id;
   uint32_t handle;
@@ -33,12 +42,22 @@ struct Verdict {
   int64_t capacity = 0;
 };
 
+// The word that ends every wait of a generation.
+struct PoisonWatch {
+  const Word64* word;
+  uint64_t generation;
+  bool poisoned() const { return word->load(std::memory_order_acquire) >= generation; }
+};
+
 // A meeting place on the board: a domain's, whose grants carry a lane, or the group's, which has
 // no lanes and gathers a verdict. Pointers stay valid as long as the board is mapped.
 class MeetingPlace {
  public:
+  // Calls of one launch that wait this long for each other have not the same program behind them.
+  static constexpr int64_t kMisfitNs = 4'000'000'000;
+
   MeetingPlace() = default;
-  explicit MeetingPlace(uint8_t* control);
+  MeetingPlace(uint8_t* control, PoisonWatch poison);
 
   // Joins the meeting of `tag.key` as `rank`, without waiting. The slot is held until Leave.
   // Verdicts of the ranks are merged: the lowest rank with one wins.
@@ -54,6 +73,11 @@ class MeetingPlace {
   // The lowest rank that has not joined, or -1.
   int FirstMissing(const MeetingSlot& slot) const;
 
+  // What shows that the ranks missing in `slot` will not come: other meetings of the same layer,
+  // handle and op that this rank will not join. "" where there are none, or something moved in
+  // the last kMisfitNs.
+  std::string DescribeMisfit(const MeetingSlot& slot);
+
   // Runs under the lock each time a lane is granted; debug mode poisons the lane here.
   std::function<void(int lane)> on_grant;
 
@@ -68,6 +92,10 @@ class MeetingPlace {
     return static_cast<uint32_t>(slot - slots_) + 1;
   }
 
+  bool SameOp(const MeetingSlot& one, const MeetingSlot& other) const;
+  std::string Describe(const MeetingSlot& slot) const;
+
+  PoisonWatch poison_{};
   Control* control_ = nullptr;
   Lane* lanes_ = nullptr;
   PhaseWord* phases_ = nullptr;

@@ -11,6 +11,7 @@
 #include "core/call_threads.h"
 #include "core/failed_runs.h"
 #include "core/group.h"
+#include "core/site_names.h"
 
 namespace ep_runtime {
 
@@ -57,6 +58,7 @@ class Registry {
 struct Process {
   Registry registry;
   FailedRuns failed_runs;
+  SiteNames site_names;
   CallThreads threads;
 };
 Process& ThisProcess();

@@ -49,6 +49,8 @@ struct EpGroupOptions {
   int32_t error_on_overflow;
   int32_t exact_combine;
   int32_t debug;
+  const int64_t* local_ranks;
+  int64_t num_local_ranks;
 };
 
 struct EpLayer {
@@ -81,7 +83,8 @@ int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* wind
                     options->op_timeout_ns,
                     options->error_on_overflow != 0,
                     options->exact_combine != 0,
-                    options->debug != 0};
+                    options->debug != 0,
+                    {options->local_ranks, options->local_ranks + options->num_local_ranks}};
   std::shared_ptr<Group> group;
   const std::vector<int> fds(window_fds, window_fds + num_windows);
   const Status status = Group::Open(std::move(made), board_fd, fds, &group);
@@ -144,7 +147,8 @@ std::string HeaderLayout() {
          EP_AT(BoardHeader, window_bytes) + EP_AT(BoardHeader, board_bytes) +
          EP_AT(BoardHeader, ranks_offset) + EP_AT(BoardHeader, handles_offset) +
          EP_AT(BoardHeader, world_offset) + EP_AT(BoardHeader, domains_offset) +
-         EP_AT(BoardHeader, domain_bytes);
+         EP_AT(BoardHeader, domain_bytes) + EP_AT(BoardHeader, failures_offset) +
+         EP_AT(BoardHeader, failures);
 }
 
 std::string RecordLayout() {
@@ -153,6 +157,8 @@ std::string RecordLayout() {
          EP_AT(RankRecord, handle) + EP_AT(RankRecord, lane) + EP_AT(RankRecord, epoch) +
          EP_AT(RankRecord, since_ns) + EP_AT(RankRecord, progress_ns) + EP_AT(RankRecord, calls) +
          EP_AT(RankRecord, rows) + EP_AT(RankRecord, dropped_rows) + EP_AT(RankRecord, open_calls) +
+         EP_AT(RankRecord, pid) + EP_SIZE(FailureRecord) + EP_AT(FailureRecord, run) +
+         EP_AT(FailureRecord, code) + EP_AT(FailureRecord, bytes) + EP_AT(FailureRecord, text) +
          EP_SIZE(HandleRecord) + EP_AT(HandleRecord, state) + EP_AT(HandleRecord, last_op) +
          EP_AT(HandleRecord, lane) + EP_AT(HandleRecord, epoch) + EP_AT(HandleRecord, calls) +
          EP_AT(HandleRecord, rows) + EP_AT(HandleRecord, dropped_rows) +
@@ -162,11 +168,14 @@ std::string RecordLayout() {
 std::string MeetingLayout() {
   return EP_SIZE(Control) + EP_AT(Control, lock) + EP_AT(Control, ranks) + EP_AT(Control, lanes) +
          EP_AT(Control, open_meetings) + EP_AT(Control, ready_head) + EP_AT(Control, free_slot) +
-         EP_AT(Control, used_slots) + EP_AT(Control, next_epoch) + EP_SIZE(Lane) +
-         EP_AT(Lane, busy) + EP_AT(Lane, slot) + EP_AT(Lane, epoch) + EP_AT(Lane, failed) +
-         EP_SIZE(MeetingSlot) + EP_AT(MeetingSlot, state) + EP_AT(MeetingSlot, inside) +
-         EP_AT(MeetingSlot, key) + EP_AT(MeetingSlot, layer_id) + EP_AT(MeetingSlot, lane) +
-         EP_AT(MeetingSlot, verdict_rank) + EP_AT(MeetingSlot, epoch) + EP_AT(MeetingSlot, arrived);
+         EP_AT(Control, used_slots) + EP_AT(Control, next_epoch) + EP_AT(Control, owner) +
+         EP_SIZE(Lane) + EP_AT(Lane, busy) + EP_AT(Lane, slot) + EP_AT(Lane, epoch) +
+         EP_AT(Lane, failed) + EP_SIZE(MeetingSlot) + EP_AT(MeetingSlot, state) +
+         EP_AT(MeetingSlot, inside) + EP_AT(MeetingSlot, key) + EP_AT(MeetingSlot, layer_id) +
+         EP_AT(MeetingSlot, lane) + EP_AT(MeetingSlot, verdict_rank) + EP_AT(MeetingSlot, epoch) +
+         EP_AT(MeetingSlot, arrived) + EP_AT(MeetingSlot, changed_ns) +
+         EP_AT(MeetingSlot, site_name) + EP_AT(MeetingSlot, site_ordinal) +
+         EP_AT(MeetingSlot, repetition);
 }
 
 #undef EP_SIZE
@@ -207,7 +216,7 @@ struct EpTable {
 extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
   using namespace ep_runtime;  // NOLINT: the table's fields are all from there
   static const EpTable table = {
-      /*abi=*/1,      sizeof(EpTable),  EP_RUNTIME_VERSION, kTargets,      kNumTargets,
+      /*abi=*/2,      sizeof(EpTable),  EP_RUNTIME_VERSION, kTargets,      kNumTargets,
       &SiteState::id, &SiteState::info, EpOpenGroup,        EpAddLayers,   EpRemoveLayers,
       EpCloseGroup,   EpCheckGroup,     EpFillStaging,      EpWindowBytes, EpControlBytes,
       EpBoardLayout,  EpUseRowOps,

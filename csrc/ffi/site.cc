@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "core/registry.h"
+
 namespace ep_runtime {
 namespace {
 
@@ -12,9 +14,9 @@ std::atomic<uint64_t> last_site{0};
 xla::ffi::TypeId SiteState::id = {};
 const XLA_FFI_TypeInfo SiteState::info = xla::ffi::MakeTypeInfo<SiteState>();
 
-Site::Site() : id_(++last_site) {}
+Site::Site(const SiteKind& kind) : id_(++last_site), name_(ThisProcess().site_names.Next(kind)) {}
 
-CallKey Site::NextKey(uint64_t run, int32_t device) {
+uint32_t Site::NextRepetition(uint64_t run, int32_t device) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto [found, is_new] = calls_.try_emplace(run);
   if (is_new) {
@@ -24,8 +26,7 @@ CallKey Site::NextKey(uint64_t run, int32_t device) {
       order_.pop_front();
     }
   }
-  const uint64_t number = found->second[device]++;
-  return {id_ << 32 | number, run};
+  return found->second[device]++;
 }
 
 }  // namespace ep_runtime

@@ -8,19 +8,26 @@
 #include <unordered_map>
 
 #include "core/meeting.h"
+#include "core/site_names.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ep_runtime {
 
 // One call site of one executable: XLA instantiates each once, shared by all devices, so its
-// number and the run's name a call exactly within a process.
+// number and the run's name a call exactly within a process. Between processes its name does.
 class Site {
  public:
-  Site();
-  // The key of the next call of this site on that device in that run. Loops run a site many times
-  // in one run, in the same order on every device. Counted by device and not by rank, so that two
+  explicit Site(const SiteKind& kind);
+  // How often this site ran before on that device in that run. Loops run a site many times in one
+  // run, in the same order on every device. Counted by device and not by rank, so that two
   // devices that claim one rank meet, and are told.
-  CallKey NextKey(uint64_t run, int32_t device);
+  uint32_t NextRepetition(uint64_t run, int32_t device);
+
+  CallKey KeyHere(uint64_t run, uint32_t repetition) const { return {id_ << 32 | repetition, run}; }
+  CallKey KeyEverywhere(uint64_t run, uint32_t repetition) const {
+    return {Mixed(name_.name, repetition), run};
+  }
+  CallSite Named(uint32_t repetition) const { return {name_.name, name_.ordinal, repetition}; }
 
  private:
   // More runs than XLA keeps in flight at once (32 per device on the oldest supported jaxlib); a
@@ -28,6 +35,7 @@ class Site {
   static constexpr size_t kMaxRuns = 4096;
 
   const uint64_t id_;
+  const SiteNames::Name name_;
   std::mutex mutex_;
   // Run -> calls per device.
   std::unordered_map<uint64_t, std::unordered_map<int32_t, uint32_t>> calls_;
@@ -38,7 +46,7 @@ class Site {
 struct SiteState {
   static xla::ffi::TypeId id;
   static const XLA_FFI_TypeInfo info;
-  std::shared_ptr<Site> site = std::make_shared<Site>();
+  std::shared_ptr<Site> site;
 };
 
 }  // namespace ep_runtime

@@ -78,10 +78,16 @@ Status ReadScalar(const CallFrame& frame, size_t index, const char* name, int64_
 
 Status RunInGroup(const Pending& pending, const LayerEntry& layer,
                   const std::shared_ptr<Group>& group, int64_t world_rank) {
-  EP_RETURN_IF_ERROR(group->Alive(layer.name));
+  EP_RETURN_IF_ERROR(group->Alive(layer.name, pending.frame.op, /*epoch=*/0));
   if (world_rank < 0 || world_rank >= group->sizes().world_size) {
     return InvalidArgument("rank must be in [0, " + std::to_string(group->sizes().world_size) +
                            "), got " + std::to_string(world_rank))
+        .With("rank", world_rank);
+  }
+  if (!group->IsLocal(world_rank)) {
+    return InvalidArgument("rank " + std::to_string(world_rank) +
+                           " is driven by another process; group " + group->options().name +
+                           " was made with another mesh")
         .With("rank", world_rank);
   }
   if (static_cast<int64_t>(pending.attributes.handle) >= layer.in_flight) {
@@ -96,7 +102,14 @@ Status RunInGroup(const Pending& pending, const LayerEntry& layer,
   context.op = pending.frame.op;
   context.world_rank = world_rank;
   context.handle = pending.attributes.handle;
-  context.key = pending.site->NextKey(pending.run, pending.device);
+  const Site& site = *pending.site;
+  const uint32_t repetition = pending.site->NextRepetition(pending.run, pending.device);
+  if (group->several_processes()) {
+    context.key = site.KeyEverywhere(pending.run, repetition);
+    context.site = site.Named(repetition);
+  } else {
+    context.key = site.KeyHere(pending.run, repetition);
+  }
   return pending.op_fn(pending.frame, std::move(context));
 }
 
@@ -110,9 +123,13 @@ Status RunCall(const Pending& pending) {
   EP_RETURN_IF_ERROR(ThisProcess().registry.Resolve(
       pending.attributes.layer_id + static_cast<uint64_t>(layer_index),
       pending.attributes.fingerprint, &layer, &group));
-  if (!group->BeginCall()) return group->ClosedError(layer.name);
+  if (!group->BeginCall()) {
+    Status closed = group->ClosedError(layer.name);
+    group->FailRun(pending.run, closed);
+    return closed;
+  }
   Status status = RunInGroup(pending, layer, group, world_rank);
-  if (!status.ok()) group->RecordError(status.text());
+  if (!status.ok()) group->FailRun(pending.run, status);
   group->EndCall();
   return status;
 }
@@ -152,23 +169,25 @@ ffi::Future Execute(ffi::RunId run, int32_t device, SiteState* state, ffi::Dicti
   return future;
 }
 
+template <OpCode op>
 ffi::ErrorOr<std::unique_ptr<SiteState>> Instantiate(ffi::Dictionary attrs) {
   Attributes attributes;
   const Status status = ReadAttributes(attrs, &attributes);
   if (!status.ok()) return ffi::Unexpected(ToXla(status));
-  return std::make_unique<SiteState>();
+  const SiteKind kind{op, attributes.layer_id, attributes.fingerprint, attributes.handle};
+  return std::make_unique<SiteState>(SiteState{std::make_shared<Site>(kind)});
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
-
-#define EP_RUNTIME_TARGET(symbol, op, op_fn)               \
-  XLA_FFI_DEFINE_HANDLER(symbol, (Execute<op, op_fn>),     \
-                         ffi::Ffi::Bind()                  \
-                             .Ctx<ffi::RunId>()            \
-                             .Ctx<ffi::DeviceOrdinal>()    \
-                             .Ctx<ffi::State<SiteState>>() \
-                             .Attrs()                      \
-                             .RemainingArgs()              \
+#define EP_RUNTIME_TARGET(symbol, op, op_fn)                   \
+  XLA_FFI_DEFINE_HANDLER(symbol##Instantiate, Instantiate<op>, \
+                         ffi::Ffi::BindInstantiate().Attrs()); \
+  XLA_FFI_DEFINE_HANDLER(symbol, (Execute<op, op_fn>),         \
+                         ffi::Ffi::Bind()                      \
+                             .Ctx<ffi::RunId>()                \
+                             .Ctx<ffi::DeviceOrdinal>()        \
+                             .Ctx<ffi::State<SiteState>>()     \
+                             .Attrs()                          \
+                             .RemainingArgs()                  \
                              .RemainingRets())
 
 EP_RUNTIME_TARGET(kPrepareV1, OpCode::kPrepare, CallPrepare);
@@ -180,11 +199,11 @@ EP_RUNTIME_TARGET(kCombineBwdV1, OpCode::kCombineBwd, CallCombineBwd);
 }  // namespace
 
 const Target kTargets[] = {
-    {"ep_prepare_v1", kInstantiate, kPrepareV1},
-    {"ep_dispatch_v1", kInstantiate, kDispatchV1},
-    {"ep_combine_v1", kInstantiate, kCombineV1},
-    {"ep_dispatch_bwd_v1", kInstantiate, kDispatchBwdV1},
-    {"ep_combine_bwd_v1", kInstantiate, kCombineBwdV1},
+    {"ep_prepare_v1", kPrepareV1Instantiate, kPrepareV1},
+    {"ep_dispatch_v1", kDispatchV1Instantiate, kDispatchV1},
+    {"ep_combine_v1", kCombineV1Instantiate, kCombineV1},
+    {"ep_dispatch_bwd_v1", kDispatchBwdV1Instantiate, kDispatchBwdV1},
+    {"ep_combine_bwd_v1", kCombineBwdV1Instantiate, kCombineBwdV1},
 };
 const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
 

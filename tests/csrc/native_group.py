@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from native_memory import Memory, make_memory, make_spec
 
-from ep_runtime import board, native, specs
+from ep_runtime import native, specs
 from ep_runtime_client.ops._ffi import ensure_registered
 
 _names = itertools.count()
@@ -37,6 +38,8 @@ class NativeGroup:
         axes: mesh axes and sizes, "ep" last.
         layer: settings of the layer: top_k, alignment, in_flight.
         num_layers: more than 1 registers layer ids base .. base + num_layers - 1.
+        memory: made by another process; None to make it here.
+        local_ranks: world ranks of this process; None for all.
         settings: of make_group_spec.
     """
 
@@ -50,36 +53,34 @@ class NativeGroup:
         num_layers: int = 1,
         generation: int = 1,
         debug: bool = False,
+        memory: Memory | None = None,
+        local_ranks: list[int] | None = None,
         **settings: Any,
     ) -> None:
-        self.spec = specs.make_group_spec(
-            name=settings.pop("name", f"native{next(_names)}"),
-            mesh_axes=tuple(axes.items()),
-            ep_axis="ep",
-            outer_axes=tuple(a for a in axes if a != "ep"),
-            max_top_k=top_k,
-            alignment=alignment,
-            **({"op_timeout_s": 60.0} | settings),
-        )
+        settings.setdefault("name", f"native{next(_names)}")
+        self.spec = make_spec(axes, max_top_k=top_k, alignment=alignment, **settings)
         self.axes, self.top_k, self.alignment = axes, top_k, alignment
         devices = np.array(jax.devices("cpu")[: self.spec.world_size])
         self.mesh = Mesh(devices.reshape([*axes.values()]), [*axes])
         self.layer_id = specs.layer_id(self.spec.name, "moe")
         ensure_registered()
-        self._map(generation, debug)
+        self._map(generation, debug, memory or make_memory(self.spec, generation), local_ranks)
         self.add_layers(in_flight, num_layers)
 
-    def _map(self, generation: int, debug: bool) -> None:
-        sizes = [board.window_bytes(self.spec)] * self.spec.world_size
-        fds = [os.memfd_create("ep-test") for _ in range(1 + len(sizes))]
-        for fd, size in zip(fds, [board.board_bytes(self.spec), *sizes], strict=True):
-            os.truncate(fd, size)
-        self.board = mmap.mmap(fds[0], 0)
-        board.format_board(self.board, self.spec, generation)
+    def _map(
+        self, generation: int, debug: bool, memory: Memory, local_ranks: list[int] | None
+    ) -> None:
+        board_fd, window_fds = memory
+        self.board = mmap.mmap(board_fd, 0)
         self.number = native.library().open_group(
-            self.spec, generation=generation, board_fd=fds[0], window_fds=fds[1:], debug=debug
+            self.spec,
+            generation=generation,
+            board_fd=board_fd,
+            window_fds=window_fds,
+            debug=debug,
+            local_ranks=local_ranks,
         )
-        for fd in fds:
+        for fd in (board_fd, *window_fds):
             os.close(fd)
 
     def add_layers(self, in_flight: int = 1, num_layers: int = 1) -> None:
@@ -128,7 +129,9 @@ class NativeGroup:
 
     def put(self, array: Any) -> jax.Array:
         """A host array with a leading world dim, one block per device."""
-        return jax.device_put(array, jax.sharding.NamedSharding(self.mesh, self.partition))
+        array = np.asarray(array)
+        sharding = jax.sharding.NamedSharding(self.mesh, self.partition)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def call(
         self,

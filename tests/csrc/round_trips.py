@@ -22,11 +22,17 @@ def open_group(**settings: Any) -> NativeGroup:
     return NativeGroup({"ep": 8}, **(values | settings))
 
 
-def inputs(group: NativeGroup) -> tuple[jax.Array, jax.Array]:
+def host_inputs(world_size: int = 8) -> tuple[Any, Any]:
     """topk_idx of distinct experts, and tokens whose sums are exact in fp32."""
     rng = np.random.default_rng(0)
-    idx = np.argsort(rng.random((8, TOKENS, EXPERTS)), -1)[..., :TOP_K].astype(np.int32)
-    x = rng.integers(-8, 8, (8, TOKENS, HIDDEN)).astype(np.float32)
+    idx = np.argsort(rng.random((world_size, TOKENS, EXPERTS)), -1)[..., :TOP_K]
+    x = rng.integers(-8, 8, (world_size, TOKENS, HIDDEN)).astype(np.float32)
+    return idx.astype(np.int32), x
+
+
+def inputs(group: NativeGroup) -> tuple[jax.Array, jax.Array]:
+    """`host_inputs` on the group's devices."""
+    idx, x = host_inputs(group.spec.world_size)
     return group.put(idx), group.put(x)
 
 
@@ -39,4 +45,7 @@ def round_trip(group: NativeGroup, idx: jax.Array, x: jax.Array, **options: Any)
 
 
 def expect(got: jax.Array, want: Any) -> None:
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    """Equal values, of the devices that this process has."""
+    want = np.asarray(want)
+    for shard in got.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])

@@ -1,0 +1,170 @@
+"""The native calls over several processes: right values in every order, and clear misfits."""
+
+from __future__ import annotations
+
+import pytest
+from multiprocess.launch import Job
+from native_memory import shared_groups
+
+LAYOUTS = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)], ids=["2x4", "4x1"])
+
+START = """
+sys.path.append(os.environ["TEST_NATIVE"])
+from multiprocess import native_job
+"""
+NATIVE = __file__.replace("multiprocess/test_native_calls.py", "csrc")
+
+_VALUES = (
+    START
+    + """
+with native_job.open_groups(num_layers=30, in_flight=2) as (group,):
+    native_job.loops(group)
+    native_job.inner_jits(group)
+    native_job.microbatches(group, 10)
+    native_job.launches(group, 20)
+    native_job.twins(group, 50)
+    say(done=True)
+    hear()
+"""
+)
+
+
+@LAYOUTS
+def test_programs_end_with_the_right_values(processes: int, devices: int) -> None:
+    with (
+        shared_groups(processes * devices, "values") as (_, groups),
+        Job(
+            _VALUES, processes=processes, devices=devices, TEST_GROUPS=groups, TEST_NATIVE=NATIVE
+        ) as job,
+    ):
+        assert job.heard(200) == [{"done": True}] * processes
+        job.tell()
+        job.finish()
+
+
+_MISFIT = (
+    START
+    + """
+with native_job.open_groups() as (group,):
+    idx, x = native_job.inputs(group)
+    program = group.sharded(lambda idx, x: native_job.round_trip(group, idx, x))
+    if index == 0:
+        other = group.sharded(lambda idx, x: native_job.round_trip(group, idx, x * 3))
+        other.lower(idx, x).compile()
+    say(**native_job.failure_of(lambda: program(idx, x)))
+    hear()
+os._exit(0)
+"""
+)
+
+
+def test_processes_with_other_programs_are_told_which_calls_met() -> None:
+    with (
+        shared_groups(4, "misfit") as (_, groups),
+        Job(_MISFIT, processes=2, devices=2, TEST_GROUPS=groups, TEST_NATIVE=NATIVE) as job,
+    ):
+        for said in job.heard():
+            assert said["kind"] == "SpecMismatchError", said
+            assert "EP ranks [0, 1] at call 1 repetition 0" in said["text"]
+            assert "EP ranks [2, 3] at call 0 repetition 0" in said["text"]
+            assert "different handles" in said["text"]
+            assert said["fields"]["op"] == "prepare"
+            assert said["seconds"] < 15
+        job.tell()
+        job.finish()
+
+
+_FAILED = (
+    START
+    + """
+with native_job.open_groups(debug=True) as (group,):
+    idx, x = native_job.inputs(group)
+    host, want = native_job.host_inputs(group.spec.world_size)
+    host[-1, 3, 1] = 16
+    run = group.sharded(lambda idx, x: native_job.round_trip(group, idx, x))
+    for _ in range(3):
+        failed = native_job.failure_of(lambda: run(group.put(host), x))
+        native_job.expect(run(idx, x), want)
+    say(**failed)
+    hear()
+"""
+)
+
+
+@LAYOUTS
+def test_an_error_in_one_process_ends_the_run_in_all_and_later_runs_work(
+    processes: int, devices: int
+) -> None:
+    with (
+        shared_groups(processes * devices, "failed") as (_, groups),
+        Job(
+            _FAILED, processes=processes, devices=devices, TEST_GROUPS=groups, TEST_NATIVE=NATIVE
+        ) as job,
+    ):
+        for said in job.heard():
+            assert said["kind"] == "InvalidArgumentError", said
+            assert "got 16 at token 3 slot 1" in said["text"]
+            assert said["seconds"] < 5
+        job.tell()
+        job.finish()
+
+
+_OVERFLOW = (
+    START
+    + """
+with native_job.open_groups() as (group,):
+    idx, x = native_job.inputs(group)
+    host, want = native_job.host_inputs(group.spec.world_size)
+    run = group.sharded(lambda idx, x: native_job.round_trip(group, idx, x))
+    for _ in range(5):
+        failed = native_job.failure_of(lambda: run(group.put(host * 0), x))
+        native_job.expect(run(idx, x), want)
+    say(**failed)
+    hear()
+"""
+)
+
+
+def test_an_overflow_fails_all_processes_alike() -> None:
+    with (
+        shared_groups(8, "overflow", on_overflow="error", recv_capacity_per_rank=40) as (_, groups),
+        Job(_OVERFLOW, processes=2, devices=4, TEST_GROUPS=groups, TEST_NATIVE=NATIVE) as job,
+    ):
+        for said in job.heard():
+            assert said["kind"] == "CapacityOverflowError", said
+            want = {"layer": "moe[0]", "rank": 0, "demand": 128, "capacity": 40}
+            assert said["fields"] == want
+        job.tell()
+        job.finish()
+
+
+_SOAK = (
+    START
+    + """
+with native_job.open_groups() as groups:
+    native_job.soak(groups, int(os.environ["TEST_STEPS"]), index)
+    say(done=True)
+    hear()
+"""
+)
+
+
+@LAYOUTS
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("steps", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_two_groups_stay_right_with_random_delays(processes: int, devices: int, steps: int) -> None:
+    with (
+        shared_groups(processes * devices, "one", "two") as (_, groups),
+        Job(
+            _SOAK,
+            processes=processes,
+            devices=devices,
+            life_s=1150.0,
+            TEST_GROUPS=groups,
+            TEST_NATIVE=NATIVE,
+            TEST_STEPS=str(steps),
+        ) as job,
+    ):
+        assert job.heard(1100) == [{"done": True}] * processes
+        job.tell()
+        job.finish()

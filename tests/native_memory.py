@@ -1,0 +1,83 @@
+"""Boards and windows for tests without a daemon, made by this process or another one. No JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ep_runtime import board, specs
+
+Memory = tuple[int, list[int]]  # fds of a board and of every window
+
+# The group that most tests of the native calls run on.
+SIZES: dict[str, Any] = {
+    "num_experts": 16,
+    "hidden_size": 64,
+    "max_tokens_per_rank": 8,
+    "max_token_dtype": "float32",
+    "max_top_k": 2,
+}
+
+
+def make_spec(axes: dict[str, int], **settings: Any) -> specs.GroupSpec:
+    """The group's spec; axes end with "ep"."""
+    return specs.make_group_spec(
+        mesh_axes=tuple(axes.items()),
+        ep_axis="ep",
+        outer_axes=tuple(a for a in axes if a != "ep"),
+        **({"op_timeout_s": 60.0} | settings),
+    )
+
+
+def make_memory(spec: specs.GroupSpec, generation: int) -> Memory:
+    """A formatted board and empty windows."""
+    sizes = [board.window_bytes(spec)] * spec.world_size
+    fds = [os.memfd_create("ep-test") for _ in range(1 + len(sizes))]
+    for fd, size in zip(fds, [board.board_bytes(spec), *sizes], strict=True):
+        os.truncate(fd, size)
+    with mmap.mmap(fds[0], 0) as pages:
+        board.format_board(pages, spec, generation)
+    return fds[0], fds[1:]
+
+
+class SharedGroup:
+    """Memory of a group that other processes of this user open; this one watches its board."""
+
+    def __init__(self, name: str, world_size: int, **settings: Any) -> None:
+        self.settings = {**SIZES, **settings}
+        self.spec = make_spec({"ep": world_size}, name=name, alignment=1, **self.settings)
+        self._memory = make_memory(self.spec, generation=1)
+        self.board = mmap.mmap(self._memory[0], 0)
+
+    def ticket(self) -> dict[str, Any]:
+        """What `open_memory` needs in another process."""
+        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (self._memory[0], *self._memory[1])]
+        return {"name": self.spec.name, "settings": self.settings, "paths": paths}
+
+    def close(self) -> None:
+        self.board.close()
+        for fd in (self._memory[0], *self._memory[1]):
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def shared_groups(
+    world_size: int, *names: str, **settings: Any
+) -> Iterator[tuple[list[SharedGroup], str]]:
+    """Groups of `world_size` ranks, and the text that tells other processes of them."""
+    groups = [SharedGroup(name, world_size, **settings) for name in names]
+    try:
+        yield groups, json.dumps([group.ticket() for group in groups])
+    finally:
+        for group in groups:
+            group.close()
+
+
+def open_memory(ticket: dict[str, Any]) -> Memory:
+    """The memory behind `SharedGroup.ticket()`."""
+    first, *rest = (os.open(path, os.O_RDWR) for path in ticket["paths"])
+    return first, rest
