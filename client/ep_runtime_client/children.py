@@ -22,15 +22,15 @@ _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10
 
 
-def daemon_command(options: Sequence[str]) -> list[str]:
-    """The command line of a daemon.
+def python_command(module: str, options: Sequence[str]) -> list[str]:
+    """The command line of a module of ours in a process of its own.
 
     `-P` keeps the current directory off the child's path: a checkout that the user happens to
     stand in must not take the place of the installed package. PYTHONPATH still counts, and so
     does isolated mode.
     """
     flags = ["-I"] if sys.flags.isolated else ["-P"]
-    return [sys.executable, *flags, "-m", "ep_runtime_server", *options]
+    return [sys.executable, *flags, "-m", module, *options]
 
 
 class Child:
@@ -74,7 +74,9 @@ class Child:
             log_path: file of its log; None keeps the log in a file without a name.
         """
         ready, told = os.pipe()
-        command = daemon_command(["--dir", str(directory), "--ready-fd", str(told), *options])
+        command = python_command(
+            "ep_runtime_server", ["--dir", str(directory), "--ready-fd", str(told), *options]
+        )
         log = open(log_path, "a+b") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         try:
             process = subprocess.Popen(

@@ -341,8 +341,11 @@ class Session:
     def _group_event(self, event: session_service_pb2.GroupEvent) -> None:
         with self._lock:
             group = self._groups.get(event.group)
-        if group is not None and group.generation == event.generation:
-            group.changed(event.state, event.reason)
+        if group is None or group.generation != event.generation:
+            return
+        group.changed(event.state, event.reason)
+        if event.lost_ranks:
+            _log.error("%r lost ranks %s: %s", group, list(event.lost_ranks), event.reason)
 
     def close(self) -> None:
         """Ends this `connect()`; the last one frees groups and windows at once. Idempotent."""

@@ -14,5 +14,5 @@ def run_words(words: Sequence[str]) -> NoReturn:
     """Replaces this process by the daemon, so that signals and systemd's READY reach it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    command = children.daemon_command(list(words))
+    command = children.python_command("ep_runtime_server", list(words))
     os.execv(command[0], command)

@@ -25,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", type=int, default=default.devices, metavar="D", help="CPU devices; default 8"
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        default=default.processes,
+        metavar="P",
+        help="processes that share the devices, D/P each, under jax.distributed; default 1",
+    )
+    parser.add_argument(
         "--ep",
         type=int,
         metavar="N",
@@ -51,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         help="runtime to use: unix:///DIR, embedded, node or none; default $EP_RUNTIME_ADDRESS, "
-        "else the node's daemon, else an embedded one",
+        "else the node's daemon, else an embedded one, with --processes the shared one of node",
     )
 
 
@@ -65,6 +72,7 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
     return defaults.DemoConfig(
         steps=steps if args.steps is None else args.steps,
         devices=args.devices,
+        processes=args.processes,
         ep_size=defaults.default_ep_size(args.devices) if args.ep is None else args.ep,
         transport=args.transport,
         compare=args.compare,
@@ -86,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             "the demo needs optax: pip install 'ep-runtime[demo]'", argument="demo"
         )
+    if config.processes > 1:
+        from ep_runtime_client.demo import processes
+
+        return processes.run(config)
     try:
         job = importlib.import_module("ep_runtime_client.demo.job")
         return int(job.run(config))

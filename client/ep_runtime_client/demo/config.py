@@ -21,6 +21,7 @@ class DemoConfig:
     Attributes:
         steps: optimizer steps.
         devices: D, CPU devices of the mesh (dp x ep).
+        processes: P, each with D / P of the devices.
         ep_size: ranks of one EP group; D / ep_size groups work beside each other.
         transport: "auto", "memfd" or "xla".
         compare: train a twin on transport "xla" and compare every step's loss bit by bit.
@@ -32,6 +33,7 @@ class DemoConfig:
 
     steps: int = DEFAULT_STEPS
     devices: int = 8
+    processes: int = 1
     ep_size: int = 4
     transport: Transport = "auto"
     compare: bool = False
@@ -50,9 +52,11 @@ class DemoConfig:
 
     def checked(self) -> DemoConfig:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
-        for argument in ("steps", "devices", "ep_size", "batch", "num_layers"):
+        for argument in ("steps", "devices", "processes", "ep_size", "batch", "num_layers"):
             if getattr(self, argument) < 1:
                 _refuse(argument, "at least 1", getattr(self, argument))
+        if self.devices % self.processes:
+            _refuse("processes", f"a divisor of devices={self.devices}", self.processes)
         if self.devices % self.ep_size:
             _refuse("ep_size", f"a divisor of devices={self.devices}", self.ep_size)
         if self.num_experts % self.ep_size:

@@ -13,16 +13,19 @@ from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.corpus import Corpus, load_corpus, prompt, training_batches
 from ep_runtime_client.demo.interrupt import INTERRUPTED, StopRequest
 from ep_runtime_client.demo.render import Place, Reporter
+from ep_runtime_client.demo.together import AgreedStop, Member, Stop
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
 from ep_runtime_client.demo.training import TrainingReport, train
 from ep_runtime_client.session import Session
 
 DIFFERENT = 3
 PROMPT_BYTES = 64
+# Also how long create_group waits for the demo's other processes, which may still import JAX.
+CONNECT_TIMEOUT_S = 120.0
 
 
-def run(config: DemoConfig) -> int:
-    """Runs the demo.
+def run(config: DemoConfig, member: Member | None = None) -> int:
+    """Runs the demo, or one process's part of it.
 
     Returns:
         Exit code. 0: done. 3: --compare found a step whose loss differs. 130: Ctrl-C, what was
@@ -31,16 +34,17 @@ def run(config: DemoConfig) -> int:
     Raises:
         EpRuntimeError: of the runtime, by its own class.
     """
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", config.devices)
+    member = member or Member()
+    _start_jax(config, member)
     corpus = load_corpus()
     reporter = Reporter(config)
     reporter.announce(corpus)
     with (
-        StopRequest(reporter.stopping) as stop,
-        ep.connect(config.address) as session,
+        StopRequest(reporter.stopping) as interrupted,
+        ep.connect(config.address, timeout_s=CONNECT_TIMEOUT_S) as session,
         ep.translate_errors(),
     ):
+        stop = AgreedStop(interrupted, member)
         trainers = _start(config, session, reporter)
         batches = training_batches(corpus, batch=config.batch, seq=config.seq, seed=config.seed)
         with reporter:
@@ -50,11 +54,21 @@ def run(config: DemoConfig) -> int:
             _held_out(trainers[0], corpus, reporter)
         if report.steps and not stop.requested:
             _sample(config, trainers[0], corpus, reporter, stop)
-        if session.has_daemon:
+        if session.has_daemon and member.index == 0:
             # The twin has layers of the same names; wide shows the groups.
             wide = ["-o", "wide"] if config.compare else []
             cli.main(["handles", "--address", session.address, *wide])
-    return verdict(config, report, reporter, stop)
+    return verdict(config, report, reporter, interrupted)
+
+
+def _start_jax(config: DemoConfig, member: Member) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", config.devices // member.processes)
+    if member.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            member.coordinator, num_processes=member.processes, process_id=member.index
+        )
 
 
 def _start(config: DemoConfig, session: Session, reporter: Reporter) -> list[Trainer]:
@@ -83,7 +97,7 @@ def _held_out(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> None:
 
 
 def _sample(
-    config: DemoConfig, trainer: Trainer, corpus: Corpus, reporter: Reporter, stop: StopRequest
+    config: DemoConfig, trainer: Trainer, corpus: Corpus, reporter: Reporter, stop: Stop
 ) -> None:
     start = prompt(corpus, PROMPT_BYTES)
     written = itertools.islice(trainer.continuation(start), config.sample_bytes)
@@ -92,9 +106,7 @@ def _sample(
         reporter.continuation(start, text)
 
 
-def verdict(
-    config: DemoConfig, report: TrainingReport, reporter: Reporter, stop: StopRequest
-) -> int:
+def verdict(config: DemoConfig, report: TrainingReport, reporter: Reporter, stop: Stop) -> int:
     """Says how the comparison ended; gives the exit code of `run`."""
     if report.difference is not None:
         reporter.different(report.difference)

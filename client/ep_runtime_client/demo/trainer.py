@@ -117,7 +117,7 @@ class Trainer:
     def step(self, window: Array) -> StepResult:
         """One optimizer step on `window`, [batch, seq + 1] int32; waits for it."""
         started = time.perf_counter()
-        self._state, metrics = self._step(self._state, jax.device_put(window, self._rows))
+        self._state, metrics = self._step(self._state, self._placed(window))
         loss, loads, dropped = jax.device_get(metrics)
         self.group.check()
         return StepResult(
@@ -127,7 +127,7 @@ class Trainer:
     def held_out_losses(self, corpus: Corpus) -> Iterator[float]:
         """Loss in nats per byte of each held-out batch."""
         for window in held_out_batches(corpus, batch=self._config.batch, seq=self._config.seq):
-            yield float(self._evaluate(self._state[0], jax.device_put(window, self._rows)))
+            yield float(self._evaluate(self._state[0], self._placed(window)))
 
     def continuation(self, prompt: bytes) -> Iterator[int]:
         """Endless bytes that the model writes after the prompt's last `seq` bytes.
@@ -144,7 +144,7 @@ class Trainer:
             window[:, : len(recent)] = recent
             picked = self._next_byte(
                 self._state[0],
-                jax.device_put(window, self._rows),
+                self._placed(window),
                 np.int32(len(recent) - 1),
                 jax.random.fold_in(key, len(text)),
             )
@@ -153,6 +153,10 @@ class Trainer:
 
     def close(self) -> None:
         self.group.close()
+
+    def _placed(self, window: Array) -> jax.Array:
+        """The rows of this process's devices; every process has the whole window."""
+        return jax.make_array_from_callback(window.shape, self._rows, lambda part: window[part])
 
     def _init(self, key: jax.Array) -> tuple[model.Params, Any]:
         params = model.init_params(key, self._model, self._layers)

@@ -1,0 +1,112 @@
+"""`ep-runtime demo --processes P`: one job, one report, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from daemon_fixtures import directory, package_path, wait_gone  # noqa: F401 - a fixture by name
+
+from ep_runtime_client.demo.together import AgreedStop, Member
+
+COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
+SMALL = ["--devices", "4", "--batch", "4", "--seq", "32", "--layers", "1", "--sample", "4"]
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture
+def environment(directory: Path) -> dict[str, str]:  # noqa: F811 - the fixture
+    given = {name: value for name, value in os.environ.items() if name != "EP_RUNTIME_ADDRESS"}
+    return {**given, "PYTHONPATH": package_path(), "RUNTIME_DIRECTORY": str(directory)}
+
+
+def test_two_processes_train_together_and_one_reports(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [*COMMAND, *SMALL, "--processes", "2", "--steps", "3", "--compare"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("step 3/3  loss ") == 1
+    assert "every step's loss is bit-equal to transport xla: 3 of 3" in done.stdout
+    assert "/node, transport memfd" in done.stdout
+    assert "Gloo" not in done.stdout
+    assert "block0/moe" in done.stdout.split("sample continuation")[1]
+
+
+@pytest.fixture
+def endless(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A demo of two processes after its first step."""
+    with subprocess.Popen(
+        [*COMMAND, *SMALL, "--processes", "2", "--steps", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        yield process
+        process.kill()
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [
+        int(pid) for pid in children if "demo.worker" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+
+
+def test_ctrl_c_ends_every_process_after_the_same_step(endless: subprocess.Popen[str]) -> None:
+    workers = workers_of(endless)
+    assert len(workers) == 2
+    os.killpg(endless.pid, signal.SIGINT)  # to the whole group, as a terminal does
+    output, errors = endless.communicate(timeout=TIMEOUT_S)
+    assert endless.returncode == 130, output + errors
+    assert "stopped after" in output
+    assert "held-out loss" in output
+    assert "Traceback" not in errors
+    for pid in workers:
+        wait_gone(pid)
+
+
+def test_a_killed_process_ends_the_demo_with_its_code(endless: subprocess.Popen[str]) -> None:
+    workers = workers_of(endless)
+    os.kill(workers[1], signal.SIGKILL)
+    output, errors = endless.communicate(timeout=TIMEOUT_S)
+    assert endless.returncode == 128 + signal.SIGKILL, output + errors
+    assert "process 1 ended with -9" in errors
+    assert "lost ranks [2, 3]" in errors
+    for pid in workers:
+        wait_gone(pid)
+
+
+def test_workers_end_with_a_killed_parent(endless: subprocess.Popen[str]) -> None:
+    workers = workers_of(endless)
+    endless.kill()
+    for pid in workers:
+        wait_gone(pid)
+
+
+def test_a_stop_is_agreed_before_anybody_gets_there(tmp_path: Path) -> None:
+    asked = SimpleNamespace(requested=False)
+    never = SimpleNamespace(requested=False)
+    first = AgreedStop(asked, Member(0, 2, "", str(tmp_path)))
+    second = AgreedStop(never, Member(1, 2, "", str(tmp_path)))
+    assert not first.requested
+    asked.requested = True
+    assert not first.requested  # does one more step, and says so before
+    assert [second.requested for _ in range(4)] == [False, False, True, True]
+    assert [first.requested for _ in range(2)] == [True, True]
