@@ -79,7 +79,8 @@ class GroupServiceServicer(object):
         """Claims ranks of a group and waits until every world rank is claimed. Collective over the
         processes of the mesh. A group that is RETAINED under the same uid, job, name and spec comes
         back with its windows and layers under a new generation. Repeating an op_id joins the same
-        attempt.
+        attempt. After a restart of the daemon a process restores (RestoreGroup) what it has mapped; one
+        that calls this instead says that it has nothing of the group.
 
         spec differs from the group's ALREADY_EXISTS     SpecMismatchError (field, theirs, ours):
         make them equal, or pass replace

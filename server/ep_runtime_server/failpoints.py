@@ -19,7 +19,6 @@ PREFIX = "failpoint:"
 NAMES = (
     "fd.before_send",
     "fd.after_send",
-    "groups.generation",
     "journal.after_write",
     "journal.before_rename",
     "journal.before_write",
@@ -28,7 +27,6 @@ NAMES = (
     "recovery.adopted",
     "recovery.restored",
     "rpc.before_answer",
-    "rpc.before_work",
 )
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
@@ -67,10 +65,15 @@ class Failpoints:
                 name, action, count = parse(text)
                 self._armed[name] = _Point(action, count or (1 if action == "kill" else -1))
 
-    def acts_next(self, name: str) -> bool:
-        """Whether the next `hit(name)` does something."""
+    def due(self, name: str) -> bool:
+        """Counts the point; True where a kill is due now. Raises OSError of an armed error."""
         point = self._armed.get(name)
-        return point is not None and (point.count == 1 or point.action != "kill")
+        if point is None or point.count == 0:
+            return False
+        point.count -= 1
+        if point.action == "kill":
+            return point.count == 0
+        raise OSError(_ERRORS[point.action], os.strerror(_ERRORS[point.action]))
 
     def hit(self, name: str) -> None:
         """Does what the point is armed with; nothing in a daemon that nobody tests.
@@ -78,12 +81,5 @@ class Failpoints:
         Raises:
             OSError: of an armed error.
         """
-        point = self._armed.get(name)
-        if point is None or point.count == 0:
-            return
-        point.count -= 1
-        if point.action == "kill":
-            if point.count == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return
-        raise OSError(_ERRORS[point.action], os.strerror(_ERRORS[point.action]))
+        if self.due(name):
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -165,9 +166,9 @@ class Journal:
         return True
 
     def _write(self, data: bytes) -> None:
-        if self._failpoints.acts_next("journal.torn_write"):
+        if self._failpoints.due("journal.torn_write"):
             os.pwrite(self._fd, data[: len(data) // 2], self._end)
-            self._failpoints.hit("journal.torn_write")
+            os.kill(os.getpid(), signal.SIGKILL)
         _write_all(self._fd, data, self._end)
         self._end += len(data)
 

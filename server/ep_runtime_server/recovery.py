@@ -111,7 +111,7 @@ class Recovery:
             if group.windows is None and not group.previous and not len(group.layers):
                 return
             group.state = State.BROKEN if group.previous else State.RETAINED
-            if group.retained_until_s is None:
+            if group.state is State.RETAINED:
                 group.retained_until_s = self._clock.monotonic_s() + group.spec.retain_s
         self._groups.add(group)
 
@@ -146,6 +146,14 @@ class Recovery:
     def adopted(self, size_bytes: int) -> None:
         """Descriptors of that many bytes came back."""
         self.adopted_bytes += size_bytes
+        self.settle()
+
+    def holds_nothing(self, session: Session, owner: Owner) -> None:
+        """Who creates a group instead of restoring it has nothing of it to give back: it was about
+        to fetch, or to receive, the windows when the daemon was killed."""
+        for windows in self._pool.sets:
+            if windows.owner == owner and windows.wanted_ranks:
+                self._pool.drop_holder(session.session_id, windows)
         self.settle()
 
     def drop_lost(self) -> None:

@@ -1,261 +1,165 @@
-"""A daemon that is killed and started again goes on where it was."""
+"""The daemon dies in mid-training and starts again: no step fails, and everything is there."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import Watcher, eventually, memfds_of
-from raw_client import make_spec
+from daemon_fixtures import Program, start_daemon, wait_until
+from multiprocess.launch import Job
 
-from ep_runtime import errors, specs, wire
-from ep_runtime.v1 import session_service_pb2
+from ep_runtime_client import children
+from ep_runtime_client.cli import source
 
-SPEC = make_spec(ranks=2, retain_s=60.0)
-LAYERS = [specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
-STACKS = [wire.LayerStackSpec(specs.LayerSpec("blocks", top_k=1), 4)]
+Start = Callable[..., Program]
 
+BACK_S = 10.0  # on a busy machine; the figure itself is printed
 
-def ready_pair(daemon, spec=SPEC):
-    """Two processes with one rank each, the group READY, layers registered."""
-    clients = [daemon.client(process=True) for _ in range(2)]
-    requests = [
-        client.groups.CreateGroup.future(client.create_request(spec, [rank]), **client.how())
-        for rank, client in enumerate(clients)
-    ]
-    groups = [request.result().group for request in requests]
-    for client, group in zip(clients, groups, strict=True):
-        client.fetch(group)
-    reports = [
-        client.groups.ReportAttached.future(client.attached_request(group), **client.how())
-        for client, group in zip(clients, groups, strict=True)
-    ]
-    (group, _) = [report.result().group for report in reports]
-    layers, stacks = clients[0].register(group, LAYERS, STACKS)
-    return clients, group, [*layers, *stacks]
+_TRAIN = """
+import threading
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+session = ep.connect(timeout_s=60)
+SETTINGS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8, max_top_k=2,
+                alignment=8, max_token_dtype="float32", op_timeout_s=600, retain_s=60)
+group = session.create_group("g", mesh_of(), **SETTINGS)
+layer = group.register_layer("moe/0", top_k=1)
+stack = group.register_layer_stack("s", 3, top_k=2)
+def put(x):
+    sharding = NamedSharding(group.mesh, P("ep"))
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+n = group.spec.world_size
+tokens = put(np.arange(8 * n * 16, dtype="float32").reshape(-1, 16))
+idx = put((np.arange(8 * n, dtype="int32") % 8)[:, None])
 
+@jax.jit
+def step(tokens, idx):
+    sent = ep.dispatch(layer, tokens, idx)
+    return ep.combine(layer, sent, sent.tokens * 2)
 
-def come_back(clients, group, layers):
-    """Every process resumes, restores and gives its windows back; the last answer."""
-    for rank, client in enumerate(clients):
-        assert client.resume()
-        answer = client.restore(group, [rank], layers)
-        if answer.wanted_ranks:
-            assert client.give_back(group)[1] == []
-    return clients[-1].restore(group, [len(clients) - 1], layers)
+def run():
+    out = step(tokens, idx)
+    for got, given in zip(out.addressable_shards, tokens.addressable_shards):
+        np.testing.assert_array_equal(got.data, np.asarray(given.data) * 2)
+    group.check()
 
+run()
+say(generation=group.generation, session=session.session_id, ids=[layer.id, stack[2].id])
+orders, steps = [], 0
+def listen():
+    for line in sys.stdin:
+        orders.append(json.loads(line))
+threading.Thread(target=listen, daemon=True).start()
+# Stops after a step that every process can name: `orders` says which.
+while not orders or (orders[-1] != "stop" and steps < orders[-1]):
+    run()
+    steps += 1
+    if steps % 50 == 0:
+        say(steps=steps)
+"""
 
-def test_groups_layers_handles_and_memory_come_back_as_they_were(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, layers = ready_pair(daemon)
-    inodes, before = memfds_of(daemon.pid), daemon.status()
-    again = restarted(daemon)
-    assert again.status().incarnation != before.incarnation
-    answer = come_back(clients, group, layers)
-    assert list(answer.wanted_ranks) == []
-    assert answer.group.generation == group.generation
-    assert answer.group.state == group.state
-    assert [m.pid for m in answer.group.members] == [c.pid for c in clients]
-    assert memfds_of(again.pid) == inodes
-    status = again.status()
-    assert (status.num_layers, status.num_handles) == (before.num_layers, before.num_handles)
-    assert status.pools[0].leased_bytes == before.pools[0].leased_bytes
-    assert status.recovery.adopted_bytes == before.pools[0].leased_bytes
-    assert (status.recovery.under_way, status.recovery.lost_bytes) == (False, 0)
-    found, _ = clients[1].register(group, LAYERS)
-    assert [layer.already_registered for layer in found] == [True] * 3
-    assert [layer.handle_base for layer in found] == [layer.handle_base for layer in layers[:3]]
-
-
-def test_what_is_registered_later_gets_other_handles(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, layers = ready_pair(daemon)
-    restarted(daemon)
-    come_back(clients, group, layers)
-    (more,), _ = clients[0].register(group, [specs.LayerSpec("later", top_k=1)])
-    taken = max(layer.handle_base + layer.num_handles for layer in layers)
-    assert more.handle_base == taken
+_AFTER = """
+started = time.monotonic()
+again = group.register_layer(f"late/{index}", top_k=2)  # waits for the daemon
+say(took_s=time.monotonic() - started, ended=time.monotonic(), steps=steps,
+    generation=group.generation, session=session.session_id,
+    state=group.describe()["state"], same=group.register_layer("moe/0", top_k=1) == layer)
+group.close()
+session.close()
+say(closed=True)
+"""
 
 
-def test_generations_grow_over_restarts(daemon_process, restarted):
-    daemon = daemon_process()
-    generations = []
-    for _ in range(3):
-        client = daemon.client(process=True)
-        spec = make_spec(f"moe{len(generations)}", ranks=1)
-        generations.append(client.create(spec).group.generation)
-        daemon = restarted(daemon)
-    assert generations == sorted(set(generations))
+def _memory(pid: int) -> set[int]:
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(entry).startswith("/memfd:"):
+                found.add(entry.stat().st_ino)
+    return found
 
 
-def test_a_second_restart_finds_the_same(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, layers = ready_pair(daemon)
-    again = restarted(daemon)
-    come_back(clients, group, layers)
-    third = restarted(again)
-    assert come_back(clients, group, layers).group.generation == group.generation
-    assert third.group_states() == {"moe": "READY"}
+@pytest.fixture
+def daemons(directory: Path) -> Iterator[list[children.Child]]:
+    """Daemons on one directory, the last of them alive; it must end well after the test."""
+    started = [start_daemon(directory)]
+    yield started
+    for child in started[:-1]:
+        child.stop()
+    assert started[-1].stop() == 0, started[-1].log_tail(50)
 
 
-def test_windows_keep_their_contents(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, layers = ready_pair(daemon)
-    assert clients[0].process.do("map") == 3
-    written = clients[0].process.do("window_bytes")
-    restarted(daemon)
-    come_back(clients, group, layers)
-    assert clients[0].process.do("window_bytes") == written == [7, 7]
-    assert clients[1].process.do("board")[:2] == (group.generation, 0)
+def _steps(job: Job, more: int) -> int:
+    """Waits for that many more steps of every process; the largest number heard."""
+    return max(worker.heard()["steps"] for _ in range(more) for worker in job.workers)
 
 
-def test_a_session_is_suspect_until_its_process_says_something(daemon_process, restarted):
-    daemon = daemon_process()
-    client = daemon.client(process=True)
-    again = restarted(daemon)
-    assert again.session_state(client.session_id) == "SUSPECT"
-    beat = client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
-    assert beat.incarnation == again.status().incarnation
-    assert again.session_state(client.session_id) == "ACTIVE"
-    assert client.resume()
+@pytest.mark.parametrize(("processes", "devices"), [(1, 4), (2, 2)], ids=["1x4", "2x2"])
+def test_a_killed_daemon_costs_no_step_and_comes_back_with_everything(
+    directory: Path,
+    daemons: list[children.Child],
+    capsys: pytest.CaptureFixture[str],
+    processes: int,
+    devices: int,
+) -> None:
+    address = f"unix://{directory}"
+    with Job(
+        _TRAIN + _AFTER, processes=processes, devices=devices, EP_RUNTIME_ADDRESS=address
+    ) as job:
+        before = job.heard()
+        memory = _memory(daemons[0].pid)
+        assert len(memory) == processes * devices + 1
+        _steps(job, 1)
+        os.kill(daemons[0].pid, signal.SIGKILL)
+        assert daemons[0].stop() == -signal.SIGKILL
+        _steps(job, 4)  # nobody serves, and the steps go on
+        begun = time.monotonic()
+        daemons.append(start_daemon(directory))
+        ready_s = time.monotonic() - begun
+        with source.open_source(address, timeout_s=60) as admin:
+            wait_until(lambda: _all_back(admin, processes), "the sessions are back")
+            back_s = time.monotonic() - begun
+            assert _memory(daemons[1].pid) == memory
+            job.tell(_steps(job, 1) + 200)
+            after = _said_after(job)
+            for was, now in zip(before, after, strict=True):
+                assert now["state"] == "READY"
+                assert now["same"]
+                assert now["generation"] == was["generation"]
+                assert now["session"] == was["session"]
+            assert len({row["steps"] for row in after}) == 1
+            job.finish()
+            assert admin.groups() == []
+            wait_until(lambda: not admin.buffers(), "the memory is freed")
+    assert back_s < BACK_S
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n{processes}x{devices}: no failed step of {after[0]['steps']}; the new daemon "
+            f"answered after {ready_s:.2f} s and had everything after {back_s:.2f} s"
+        )
 
 
-def test_a_peer_that_died_meanwhile_poisons_the_board_that_comes_back(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, layers = ready_pair(daemon)
-    daemon.kill()
-    clients[1].process.kill()
-    again = restarted(daemon)
-    assert clients[0].resume()
-    assert clients[0].restore(group, [0], layers).group.state != group.state
-    clients[0].give_back(group)
-    assert clients[0].process.do("board") == (
-        group.generation,
-        group.generation,
-        "PEER_LOST",
-        1,
-    )
-    assert again.group_states() == {"moe": "BROKEN"}
+def _all_back(admin: source.Source, processes: int) -> bool:
+    active = [row for row in admin.sessions() if row["state"] == "ACTIVE"]
+    groups = admin.groups()
+    ready = bool(groups) and groups[0]["state"] == "READY" and not groups[0]["wanted_ranks"]
+    return len(active) == processes and ready
 
 
-def test_survivor_and_newcomer_form_again_with_the_same_windows(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, layers = ready_pair(daemon)
-    inodes = memfds_of(daemon.pid)
-    again = restarted(daemon)
-    come_back(clients, group, layers)
-    clients[1].process.kill()
-    eventually(lambda: again.group_states() == {"moe": "BROKEN"})
-    newcomer = again.client(process=True)
-    requests = [
-        client.groups.CreateGroup.future(client.create_request(SPEC, [rank]), **client.how())
-        for rank, client in enumerate((clients[0], newcomer))
-    ]
-    answers = [request.result() for request in requests]
-    assert [answer.reattached for answer in answers] == [True, True]
-    assert answers[0].group.generation > group.generation
-    assert memfds_of(again.pid) == inodes
-
-
-def test_memory_that_nobody_holds_is_lost_and_its_group_starts_anew(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, _ = ready_pair(daemon)
-    daemon.kill()
-    for client in clients:
-        client.process.kill()
-    again = restarted(daemon)
-    eventually(lambda: again.used_bytes == 0)
-    status = again.status()
-    assert status.recovery.lost_bytes == group.board_bytes + 2 * group.window_bytes
-    assert not status.recovery.under_way
-    assert status.num_layers == 7  # the group is retained; its memory is not
-    client = again.client()
-    answer = client.create(SPEC)
-    assert not answer.reattached
-    assert answer.group.generation > group.generation
-
-
-def test_bytes_of_a_silent_process_are_not_given_to_others(daemon_process, restarted):
-    daemon = daemon_process("--max-host-bytes", str(64 << 20))
-    clients, group, _ = ready_pair(daemon)
-    held = daemon.used_bytes
-    again = restarted(daemon, "--max-host-bytes", str(held + 4096), "--recovery-s", "0.3")
-    eventually(lambda: not again.status().recovery.under_way, what="the window ends")
-    assert again.used_bytes == held
-    other = again.client()
-    with pytest.raises(errors.PoolExhaustedError):
-        other.create(make_spec("other", ranks=1))
-    with pytest.raises(errors.GroupBusyError):
-        other.create(SPEC)
-    assert clients[0].resume()  # late, and yet its memory is there
-    clients[0].restore(group, [0])
-    assert clients[0].give_back(group)[1] == []
-    clients[0].process.kill()
-    clients[1].process.kill()
-    eventually(lambda: again.status().num_sessions == 1)
-    assert again.status().pools[0].quarantined_bytes == 0
-
-
-def test_claims_wait_while_the_daemon_recovers_and_reading_does_not(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, layers = ready_pair(daemon)
-    again = restarted(daemon)
-    status = again.status()
-    assert status.state == session_service_pb2.SERVER_STATE_RECOVERING
-    assert status.recovery.num_awaited == 2
-    assert not again.healthy()
-    other = again.client()
-    with pytest.raises(errors.RuntimeUnavailableError, match="started again"):
-        other.create(make_spec("other", ranks=1), wait_s=0.1)
-    (listed,) = again.ask("ListGroups").groups
-    assert list(listed.wanted_ranks) == [-1, 0, 1]
-    waiting = other.groups.CreateGroup.future(
-        other.create_request(make_spec("other", ranks=1)), **other.how()
-    )
-    come_back(clients, group, layers)
-    assert waiting.result().group.generation > group.generation
-    eventually(again.healthy)
-
-
-def test_survivors_hear_who_was_lost(daemon_process, restarted):
-    daemon = daemon_process()
-    clients, group, layers = ready_pair(daemon)
-    restarted(daemon)
-    come_back(clients, group, layers)
-    watcher = Watcher(clients[0])
-    started = time.monotonic()
-    clients[1].process.kill()
-    eventually(lambda: "group" in watcher.kinds(), within_s=1.0)
-    assert time.monotonic() - started < 1.0
-    (event,) = [e.group for e in watcher.events if e.WhichOneof("event") == "group"]
-    assert [(m.world_rank, m.pid) for m in event.lost_members] == [(1, clients[1].pid)]
-    assert clients[0].process.do("board")[1:] == (group.generation, "PEER_LOST", 1)
-
-
-def test_a_fenced_session_stays_fenced(daemon_process, restarted):
-    daemon = daemon_process()
-    client = daemon.client(process=True)
-    client.fetch(client.create(make_spec(ranks=1)).group)
-    daemon.ask("Fence", session_id=client.session_id)
-    restarted(daemon)
-    with pytest.raises(errors.SessionFencedError):
-        client.resume()
-
-
-def test_a_token_is_no_use_to_another_process(daemon_process, restarted):
-    daemon = daemon_process()
-    client = daemon.client(process=True)
-    again = restarted(daemon)
-    thief = again.process()
-    with pytest.raises(errors.PermissionDeniedError):
-        thief.do("resume", again.directory, client.token)
-
-
-def test_the_journal_holds_no_token_and_is_ours_alone(daemon_process):
-    daemon = daemon_process()
-    client = daemon.client()
-    path = daemon.directory / "journal"
-    assert client.session_id.encode() in path.read_bytes()
-    assert client.token.encode() not in path.read_bytes()
-    assert os.stat(path).st_mode & 0o777 == 0o600
+def _said_after(job: Job) -> list[Any]:
+    """What every process says after its last step."""
+    found = []
+    for worker in job.workers:
+        row = worker.heard()
+        while "took_s" not in row:
+            row = worker.heard()
+        assert worker.heard() == {"closed": True}
+        found.append(row)
+    return found

@@ -1,0 +1,156 @@
+"""Client processes of their own that do what they are told, until they are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing
+import os
+import signal
+
+from raw_packets import WAIT_S, close_fds, connect, give_back, hello, receive, redeem
+
+from ep_runtime import board
+from ep_runtime.v1 import fd_socket_pb2
+
+
+def _child_hello(state, directory):
+    welcome = hello(directory)
+    return welcome.session_token, welcome.session_id
+
+
+def _child_redeem(state, directory, token, ticket):
+    close_fds(state.pop("fds", ()))
+    state["fds"] = redeem(directory, token, ticket)
+    return [(d.world_rank, d.bytes, d.generation, os.fstat(fd).st_ino) for d, fd in state["fds"]]
+
+
+def _child_resume(state, directory, token):
+    welcome = hello(directory, resume_token=token)
+    return welcome.session_token, welcome.session_id, welcome.resumed
+
+
+def _child_give_back(state, directory, token, group):
+    answer = give_back(directory, token, group, state["fds"])
+    return answer.num_adopted, list(answer.wanted_ranks)
+
+
+def _child_board(state):
+    """What the board of the fetched windows says: (generation, poison generation, reason, rank)."""
+    (item, fd), *_ = state["fds"]
+    with mmap.mmap(fd, item.bytes) as mapped:
+        header = board.read_header(mapped)
+    return (
+        header.generation,
+        header.poison_generation,
+        header.poison_reason.name,
+        header.poison_rank,
+    )
+
+
+def _child_map(state):
+    state["maps"] = [mmap.mmap(fd, d.bytes) for d, fd in state["fds"]]
+    for mapped in state["maps"][1:]:
+        mapped[0] = 7
+    return len(state["maps"])
+
+
+def _child_fork(state, directory):
+    """Leaves a child of ours behind that keeps every descriptor open; returns its pid."""
+    state["connection"] = connect(directory)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        signal.alarm(60)
+        signal.pause()
+        os._exit(0)
+    os.close(reader)
+    return pid
+
+
+def _child_hello_on_forked(state, directory):
+    """Connects, then lets a forked child say hello on that connection; its answer's class."""
+    connection = connect(directory)
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            request = fd_socket_pb2.Hello(api_versions=["v1"], pid=os.getpid())
+            connection.send(fd_socket_pb2.FdRequest(hello=request).SerializeToString())
+            receive(connection)
+            os.write(writer, b"welcome")
+        except Exception as error:  # noqa: BLE001 - its class is the result
+            os.write(writer, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    answer = os.read(reader, 100).decode()
+    os.wait()
+    return answer
+
+
+def _child_inodes(state):
+    return [os.fstat(fd).st_ino for _, fd in state["fds"]]
+
+
+def _child_close(state):
+    close_fds(state.pop("fds"))
+
+
+def _child_window_bytes(state):
+    return [mapped[0] for mapped in state["maps"][1:]]
+
+
+_COMMANDS = {
+    "window_bytes": _child_window_bytes,
+    "inodes": _child_inodes,
+    "close": _child_close,
+    "hello": _child_hello,
+    "redeem": _child_redeem,
+    "map": _child_map,
+    "resume": _child_resume,
+    "give_back": _child_give_back,
+    "board": _child_board,
+    "fork": _child_fork,
+    "hello_on_forked": _child_hello_on_forked,
+}
+
+
+def _child_main(pipe) -> None:
+    state: dict = {}
+    with contextlib.suppress(EOFError):
+        while True:
+            name, arguments = pipe.recv()
+            try:
+                pipe.send((True, _COMMANDS[name](state, *arguments)))
+            except Exception as error:  # noqa: BLE001 - the test raises it
+                pipe.send((False, error))
+
+
+class Process:
+    """A process of its own that does what it is told, until it is killed."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["raw_process"])
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_child_main, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+        self.pid = self._process.pid
+
+    def do(self, name: str, *arguments):
+        self._pipe.send((name, arguments))
+        if not self._pipe.poll(WAIT_S):
+            raise TimeoutError(name)
+        ok, value = self._pipe.recv()
+        if not ok:
+            raise value
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL, and reaped."""
+        self._process.kill()
+        self._process.join(WAIT_S)
+        self._process.close()
+        self._pipe.close()

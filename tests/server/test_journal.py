@@ -1,0 +1,150 @@
+"""The journal keeps facts, whatever cuts it off."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ep_runtime import errors
+from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.journal import Journal
+
+NO_FAILPOINTS = Failpoints()
+
+
+def opened(path, *switches: str) -> Journal:
+    return Journal(path, Failpoints(switches) if switches else NO_FAILPOINTS)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "journal"
+
+
+def facts_of(path) -> dict:
+    journal = opened(path)
+    try:
+        return journal.take_facts()
+    finally:
+        journal.close()
+
+
+def write(path, *records) -> None:
+    journal = opened(path)
+    assert journal.append(records)
+    journal.close()
+
+
+def test_a_new_journal_knows_nothing(path):
+    journal = opened(path)
+    assert (journal.take_facts(), journal.was_there, journal.cut_bytes) == ({}, False, 0)
+
+
+def test_the_last_value_of_a_key_counts_and_none_forgets_it(path):
+    write(path, ("a", 1), ("b", {"x": [1]}), ("a", 2), ("c", 3))
+    write(path, ("c", None))
+    assert facts_of(path) == {"b": {"x": [1]}, "a": 2}
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 9, 20, 40, 60])
+def test_a_journal_cut_anywhere_gives_whole_records_only(path, kept):
+    write(path, *((f"key{i}", i) for i in range(4)))
+    os.truncate(path, kept)
+    journal = opened(path)
+    facts = journal.take_facts()
+    assert list(facts.items()) == [(f"key{i}", i) for i in range(len(facts))]
+    assert journal.append([("more", 1)])
+    journal.close()
+    assert facts_of(path) == {**facts, "more": 1}
+
+
+def test_a_wrong_byte_ends_the_journal_there(path):
+    write(path, *((f"key{i}", i) for i in range(4)))
+    data = bytearray(path.read_bytes())
+    data[data.index(b"key2")] ^= 1
+    path.write_bytes(data)
+    journal = opened(path)
+    assert journal.take_facts() == {"key0": 0, "key1": 1}
+    assert journal.cut_bytes > 0
+
+
+def test_records_behind_a_cut_never_come_back(path):
+    write(path, ("a", 1), ("b", 2), ("c", 3))
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"b"')] ^= 1
+    path.write_bytes(data)
+    write(path, ("b", 9))
+    assert facts_of(path) == {"a": 1, "b": 9}
+
+
+def test_a_record_of_another_place_is_none(path):
+    write(path, ("a", 1), ("b", 2))
+    data = path.read_bytes().rstrip(b"\0")
+    record = data[8 : 8 + (len(data) - 8) // 2]
+    path.write_bytes(data + record)  # the crc is right, the sequence is not
+    journal = opened(path)
+    assert journal.take_facts() == {"a": 1, "b": 2}
+    assert journal.cut_bytes > 0
+
+
+def test_compaction_leaves_the_facts_alone(path):
+    journal = opened(path)
+    for number in range(1000):
+        journal.append([("counter", number)])
+    long = journal.size_bytes
+    assert journal.compact({"counter": 999, "other": "x"})
+    assert journal.size_bytes < long / 100
+    assert journal.append([("counter", 1000)])
+    journal.close()
+    assert facts_of(path) == {"counter": 1000, "other": "x"}
+
+
+@pytest.mark.parametrize("fault", ["enospc", "eio"])
+def test_a_full_disk_refuses_what_is_new_and_a_new_file_heals_it(path, fault):
+    journal = opened(path, f"failpoint:journal.reserve={fault}:2")
+    with pytest.raises(errors.PoolExhaustedError, match="cannot write its journal") as caught:
+        journal.admit()
+    assert caught.value.fields["reason"] == journal.error != ""
+    assert not journal.append([("a", 1)])
+    assert not journal.compact({"a": 1})
+    assert journal.wants_compaction
+    assert journal.compact({"a": 1})
+    journal.admit()
+    assert journal.append([("b", 2)])
+    journal.close()
+    assert facts_of(path) == {"a": 1, "b": 2}
+
+
+def test_room_for_the_next_records_is_there_before_they_are_promised(path):
+    journal = opened(path, "failpoint:journal.reserve=enospc")
+    journal.close()
+    journal = opened(path)
+    journal.admit(more_bytes=1 << 20)
+    assert os.stat(path).st_blocks * 512 >= 1 << 20
+
+
+def test_an_error_while_writing_is_kept_until_a_new_file_took_its_place(path):
+    journal = opened(path, "failpoint:journal.before_write=eio:1")
+    assert not journal.append([("a", 1)])
+    assert journal.error == os.strerror(5)
+    assert not journal.append([("b", 2)])
+    assert journal.compact({"b": 2})
+    assert journal.error == ""
+    journal.close()
+    assert facts_of(path) == {"b": 2}
+
+
+def test_a_directory_that_cannot_be_written_is_said(tmp_path):
+    with pytest.raises(errors.PoolExhaustedError, match="journal"):
+        opened(tmp_path / "missing" / "journal")
+
+
+@pytest.mark.parametrize(
+    "text", ["failpoint:nowhere=kill", "failpoint:rpc.before_answer=explode", "no-peer"]
+)
+def test_a_failpoint_that_does_not_exist_is_refused(text):
+    from ep_runtime_server import failpoints
+
+    with pytest.raises(errors.InvalidArgumentError, match="failpoint"):
+        failpoints.parse(text)
