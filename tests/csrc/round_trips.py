@@ -22,17 +22,17 @@ def open_group(**settings: Any) -> NativeGroup:
     return NativeGroup({"ep": 8}, **(values | settings))
 
 
-def host_inputs(world_size: int = 8) -> tuple[Any, Any]:
+def host_inputs(world_size: int = 8, hidden: int = HIDDEN) -> tuple[Any, Any]:
     """topk_idx of distinct experts, and tokens whose sums are exact in fp32."""
     rng = np.random.default_rng(0)
     idx = np.argsort(rng.random((world_size, TOKENS, EXPERTS)), -1)[..., :TOP_K]
-    x = rng.integers(-8, 8, (world_size, TOKENS, HIDDEN)).astype(np.float32)
+    x = rng.integers(-8, 8, (world_size, TOKENS, hidden)).astype(np.float32)
     return idx.astype(np.int32), x
 
 
 def inputs(group: NativeGroup) -> tuple[jax.Array, jax.Array]:
     """`host_inputs` on the group's devices."""
-    idx, x = host_inputs(group.spec.world_size)
+    idx, x = host_inputs(group.spec.world_size, group.spec.hidden_size)
     return group.put(idx), group.put(x)
 
 

@@ -1,0 +1,176 @@
+"""Processes that die, stop or stay away while others wait for them in a native call."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from multiprocess.launch import Job
+from multiprocess.test_native_calls import NATIVE, START
+from native_memory import SharedGroup, shared_groups
+
+from ep_runtime import board
+
+SOON_S = 2.0
+_tick = threading.Event()  # never set: sleeps between looks at a board, which has no events
+
+_STEPS = (
+    START
+    + """
+with native_job.open_groups() as (group,):
+    idx, x = native_job.inputs(group)
+    want = native_job.host_inputs(4, group.spec.hidden_size)[1]
+    run = group.sharded(lambda idx, x: native_job.round_trip(group, idx, x))
+    native_job.expect(run(idx, x), want)
+    say(ready=True)
+    while (order := hear()) != "end":
+        if order == "launch":
+            failed = native_job.failure_of(lambda: run(idx, x))
+            say(**failed, now=time.monotonic())
+        if order == "many":
+            count = 0
+            while (failed := native_job.failure_of(lambda: run(idx, x)))["kind"] == "none":
+                count += 1
+            say(**failed, now=time.monotonic(), count=count)
+        if order == "steps":
+            for _ in range(300):
+                native_job.expect(run(idx, x), want)
+            say(done=True)
+        if order == "check":
+            native_job.expect(run(idx, x), want)
+            say(done=True)
+os._exit(0)
+"""
+)
+
+
+class Faulty:
+    """Two processes of two ranks each, on one group."""
+
+    def __init__(self, job: Job, group: SharedGroup) -> None:
+        self.job, self.group = job, group
+        self.first, self.second = job.workers
+
+    def until(self, condition: Callable[[list[board.RankRecord]], bool]) -> None:
+        """Waits until the board shows it."""
+        deadline = time.monotonic() + 30
+        while not condition(board.read_ranks(self.group.board)):
+            assert time.monotonic() < deadline
+            _tick.wait(0.005)
+
+    def until_first_waits_for(self, rank: int) -> None:
+        self.until(
+            lambda ranks: all(
+                record.state is board.RankState.MEETING and record.waiting_for == rank
+                for record in ranks[:2]
+            )
+        )
+
+    def lose_second(self) -> float:
+        """What the daemon does about a dead process; when it did it."""
+        board.poison(self.group.board, 1, board.PoisonReason.PEER_LOST, rank=2)
+        return time.monotonic()
+
+    def expect_lost(self, said: dict[str, Any], since: float) -> None:
+        assert said["kind"] == "PeerLostError", said
+        fields = said["fields"]
+        assert (fields["rank"], fields["process"]) == (2, self.second.pid)
+        assert fields["layer"] == "moe[0]"
+        assert fields["op"] in ("prepare", "dispatch", "combine")
+        assert fields["epoch"] >= 0
+        assert said["now"] - since < SOON_S
+
+
+@pytest.fixture
+def faulty(request: pytest.FixtureRequest) -> Iterator[Faulty]:
+    """Both processes have run once; parameters are settings of the group."""
+    settings = getattr(request, "param", {})
+    with (
+        shared_groups(4, "faulty", **settings) as ((group,), text),
+        Job(_STEPS, processes=2, devices=2, TEST_GROUPS=text, TEST_NATIVE=NATIVE) as job,
+    ):
+        assert job.heard() == [{"ready": True}] * 2
+        yield Faulty(job, group)
+
+
+def test_a_process_killed_while_others_wait_ends_their_waits(faulty: Faulty) -> None:
+    pids = [record.pid for record in board.read_ranks(faulty.group.board)]
+    assert pids == [faulty.first.pid] * 2 + [faulty.second.pid] * 2
+    faulty.first.tell("launch")
+    faulty.until_first_waits_for(2)
+    faulty.second.kill()
+    since = faulty.lose_second()
+    said = faulty.first.heard()
+    faulty.expect_lost(said, since)
+    assert said["fields"]["op"] == "prepare"
+    faulty.first.tell("launch")  # later calls of that generation end at once
+    faulty.expect_lost(faulty.first.heard(), time.monotonic())
+
+
+_BIG = {"hidden_size": 16384, "max_tokens_per_rank": 8}
+
+
+@pytest.mark.parametrize("faulty", [_BIG], indirect=True, ids=["big rows"])
+@pytest.mark.parametrize(
+    "after_s",
+    [0.05, *(pytest.param(0.2 + i * 0.013, marks=pytest.mark.slow) for i in range(10))],
+)
+def test_a_process_killed_in_the_middle_of_its_work_ends_the_others(
+    faulty: Faulty, after_s: float
+) -> None:
+    before = board.read_ranks(faulty.group.board)[2].calls
+    faulty.job.tell("many")
+    faulty.until(lambda ranks: ranks[2].calls > before + 20)
+    _tick.wait(after_s)
+    faulty.second.kill()
+    since = faulty.lose_second()
+    faulty.expect_lost(faulty.first.heard(), since)
+
+
+def test_a_lock_that_dies_with_its_holder_is_not_waited_for(faulty: Faulty) -> None:
+    faulty.second.kill()
+    where = board.board_layout(faulty.group.spec).domains_offset
+    control = board.ControlStruct.from_buffer(faulty.group.board, where)
+    control.lock, control.owner = 1, faulty.second.pid
+    faulty.first.tell("launch")
+    deadline = time.monotonic() + 30
+    while control.lock != 2:  # somebody sleeps on it
+        assert time.monotonic() < deadline
+        _tick.wait(0.005)
+    del control
+    since = faulty.lose_second()
+    faulty.expect_lost(faulty.first.heard(), since)
+
+
+def test_a_stopped_process_is_late_and_then_goes_on(faulty: Faulty) -> None:
+    faulty.job.tell("steps")
+    for _ in range(3):
+        faulty.second.send(signal.SIGSTOP)
+        faulty.until(lambda ranks: any(record.waiting_for in (2, 3) for record in ranks[:2]))
+        _tick.wait(0.5)
+        faulty.second.send(signal.SIGCONT)
+    assert faulty.job.heard() == [{"done": True}] * 2
+    faulty.job.tell("end")
+    faulty.job.finish()
+
+
+@pytest.mark.parametrize("faulty", [{"op_timeout_s": 2.0}], indirect=True, ids=["2 s"])
+def test_a_rank_that_stays_away_is_named_at_the_budget_and_may_come_later(faulty: Faulty) -> None:
+    faulty.first.tell("launch")
+    said = faulty.first.heard()
+    assert said["kind"] == "OpTimeoutError", said
+    assert said["fields"]["rank"] == 2
+    assert said["fields"]["op"] == "prepare"
+    assert 2.0 <= said["fields"]["waited_s"] < 2.3
+    faulty.second.tell("launch")  # its run is over for the others
+    late = faulty.second.heard()
+    assert (late["kind"], late["fields"]) == (said["kind"], said["fields"])
+    assert late["seconds"] < SOON_S
+    faulty.job.tell("check")
+    assert faulty.job.heard() == [{"done": True}] * 2
+    faulty.job.tell("end")
+    faulty.job.finish()
