@@ -145,10 +145,13 @@ class Running(Served):
 class DaemonProcess(Served):
     """`python -m ep_runtime_server` on a directory."""
 
-    def __init__(self, directory: Path, *options: str, pass_fds=(), ready: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *options: str, pass_fds=(), ready: bool = True, launcher=()
+    ) -> None:
+        """`launcher` is a command that ends in running its arguments."""
         super().__init__(directory)
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "ep_runtime_server", "--dir", str(directory)]
+        command = [*launcher, sys.executable, "-m", "ep_runtime_server", "--dir", str(directory)]
         self.told_s = time.monotonic()
         self.popen = subprocess.Popen(
             [*command, "--ready-fd", str(writer), *options],

@@ -109,6 +109,10 @@ class Client(Stubs):
         """(descriptors that the daemon took, ranks still wanted); what `fetch` fetched there."""
         return self.process.do("give_back", self.directory, self.token, group.spec.name)
 
+    def return_windows(self, group, found):
+        """ReturnWindows of [(descriptor, fd)]; the answer."""
+        return give_back(self.directory, self.token, group.spec.name, found)
+
     def open(self, job: str, **more) -> session_service_pb2.OpenSessionResponse:
         return self.call(
             self.sessions.OpenSession, session_service_pb2.OpenSessionRequest(job=job, **more)

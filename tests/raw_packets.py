@@ -86,7 +86,7 @@ def give_back(directory: Path, token: str, group: str, found) -> fd_socket_pb2.W
                 session_token=token, group=group, descriptors=[item for item, _ in part]
             )
             packet = fd_socket_pb2.FdRequest(return_windows=request).SerializeToString()
-            socket.send_fds(connection, [packet], [fd for _, fd in part])
+            socket.send_fds(connection, [packet], [fd for _, fd in part if fd is not None])
             answer = receive(connection)[0].windows_returned
     return answer
 

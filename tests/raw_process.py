@@ -11,7 +11,8 @@ import signal
 from raw_packets import WAIT_S, close_fds, connect, give_back, hello, receive, redeem
 
 from ep_runtime import board
-from ep_runtime.v1 import fd_socket_pb2
+from ep_runtime.board_abi import BoardHeaderStruct
+from ep_runtime.v1 import fd_socket_pb2, types_pb2
 
 
 def _child_hello(state, directory):
@@ -33,6 +34,18 @@ def _child_resume(state, directory, token):
 def _child_give_back(state, directory, token, group):
     answer = give_back(directory, token, group, state["fds"])
     return answer.num_adopted, list(answer.wanted_ranks)
+
+
+def _child_give_back_none(state, directory, token, group, generation):
+    item = types_pb2.WindowDescriptor(world_rank=0, bytes=4096, generation=generation)
+    with open("/dev/null") as file:
+        give_back(directory, token, group, [(item, file.fileno())])
+
+
+def _child_spoil_board(state, generation):
+    (item, fd), *_ = state["fds"]
+    with mmap.mmap(fd, item.bytes) as mapped:
+        BoardHeaderStruct.from_buffer(mapped).generation = generation
 
 
 def _child_board(state):
@@ -110,6 +123,8 @@ _COMMANDS = {
     "map": _child_map,
     "resume": _child_resume,
     "give_back": _child_give_back,
+    "give_back_none": _child_give_back_none,
+    "spoil_board": _child_spoil_board,
     "board": _child_board,
     "fork": _child_fork,
     "hello_on_forked": _child_hello_on_forked,

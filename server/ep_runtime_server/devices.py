@@ -12,7 +12,7 @@ from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.host_memory import available_bytes
 
 # Linux fcntl.h; the fcntl module has them from Python 3.8 on, typeshed on Linux only.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Allocation(Protocol):
@@ -104,8 +104,8 @@ class HostDevice:
         except OSError as error:  # EINVAL: no memfd
             raise _not_ours("it is no memfd") from error
         found = os.fstat(fd)
-        if seals & _SEALS != _SEALS:
-            raise _not_ours(f"its seals are {seals:#x}, ours {_SEALS:#x}")
+        if seals & SEALS != SEALS:
+            raise _not_ours(f"its seals are {seals:#x}, ours {SEALS:#x}")
         if found.st_size != size_bytes or found.st_blocks * 512 < size_bytes:
             raise _not_ours(
                 f"it has {found.st_size} bytes, {found.st_blocks * 512} of them backed, "
@@ -123,7 +123,7 @@ def _sealed_memfd(label: str, size_bytes: int) -> HostAllocation:
     try:
         # Sparse memory would turn a full host into SIGBUS in the middle of a step.
         os.posix_fallocate(fd, 0, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:
         os.close(fd)
         raise

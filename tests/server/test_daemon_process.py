@@ -191,7 +191,7 @@ def test_a_directory_with_odd_characters_serves(daemon_process, tmp_path):
     hello(directory)
 
 
-def test_sessions_survive_nothing_of_a_killed_daemon_but_the_mappings_do(daemon_process):
+def test_mappings_outlive_a_killed_daemon(daemon_process):
     daemon = daemon_process()
     client = daemon.client()
     ((_, fd), *rest) = client.fetch(client.create(make_spec()).group)

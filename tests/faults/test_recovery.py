@@ -1,0 +1,229 @@
+"""A daemon that is killed and started again goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from harness import Watcher, eventually, memfds_of
+from raw_client import make_spec
+from raw_jobs import LAYERS, SPEC, come_back, ready_pair
+
+from ep_runtime import errors, specs
+from ep_runtime.v1 import session_service_pb2
+
+
+def test_groups_layers_handles_and_memory_come_back_as_they_were(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    inodes, before = memfds_of(daemon.pid), daemon.status()
+    again = restarted(daemon)
+    assert again.status().incarnation != before.incarnation
+    answer = come_back(clients, group, layers)
+    assert list(answer.wanted_ranks) == []
+    assert answer.group.generation == group.generation
+    assert answer.group.state == group.state
+    assert [m.pid for m in answer.group.members] == [c.pid for c in clients]
+    assert memfds_of(again.pid) == inodes
+    status = again.status()
+    assert (status.num_layers, status.num_handles) == (before.num_layers, before.num_handles)
+    assert status.pools[0].leased_bytes == before.pools[0].leased_bytes
+    assert status.recovery.adopted_bytes == before.pools[0].leased_bytes
+    assert (status.recovery.under_way, status.recovery.lost_bytes) == (False, 0)
+    found, _ = clients[1].register(group, LAYERS)
+    assert [layer.already_registered for layer in found] == [True] * 3
+    assert [layer.handle_base for layer in found] == [layer.handle_base for layer in layers[:3]]
+
+
+def test_what_is_registered_later_gets_other_handles(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    restarted(daemon)
+    come_back(clients, group, layers)
+    (more,), _ = clients[0].register(group, [specs.LayerSpec("later", top_k=1)])
+    taken = max(layer.handle_base + layer.num_handles for layer in layers)
+    assert more.handle_base == taken
+
+
+def test_generations_grow_over_restarts(daemon_process, restarted):
+    daemon = daemon_process()
+    generations = []
+    for _ in range(3):
+        client = daemon.client(process=True)
+        spec = make_spec(f"moe{len(generations)}", ranks=1)
+        generations.append(client.create(spec).group.generation)
+        daemon = restarted(daemon)
+    assert generations == sorted(set(generations))
+
+
+def test_a_second_restart_finds_the_same(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    again = restarted(daemon)
+    come_back(clients, group, layers)
+    third = restarted(again)
+    assert come_back(clients, group, layers).group.generation == group.generation
+    assert third.group_states() == {"moe": "READY"}
+
+
+def test_windows_keep_their_contents(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    assert clients[0].process.do("map") == 3
+    written = clients[0].process.do("window_bytes")
+    restarted(daemon)
+    come_back(clients, group, layers)
+    assert clients[0].process.do("window_bytes") == written == [7, 7]
+    assert clients[1].process.do("board")[:2] == (group.generation, 0)
+
+
+def test_a_session_is_suspect_until_its_process_says_something(daemon_process, restarted):
+    daemon = daemon_process()
+    client = daemon.client(process=True)
+    again = restarted(daemon)
+    assert again.session_state(client.session_id) == "SUSPECT"
+    beat = client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+    assert beat.incarnation == again.status().incarnation
+    assert again.session_state(client.session_id) == "ACTIVE"
+    assert client.resume()
+
+
+def test_a_peer_that_died_meanwhile_poisons_the_board_that_comes_back(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    daemon.kill()
+    clients[1].process.kill()
+    again = restarted(daemon)
+    assert clients[0].resume()
+    assert clients[0].restore(group, [0], layers).group.state != group.state
+    clients[0].give_back(group)
+    assert clients[0].process.do("board") == (
+        group.generation,
+        group.generation,
+        "PEER_LOST",
+        1,
+    )
+    assert again.group_states() == {"moe": "BROKEN"}
+
+
+def test_survivor_and_newcomer_form_again_with_the_same_windows(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    inodes = memfds_of(daemon.pid)
+    again = restarted(daemon)
+    come_back(clients, group, layers)
+    clients[1].process.kill()
+    eventually(lambda: again.group_states() == {"moe": "BROKEN"})
+    newcomer = again.client(process=True)
+    requests = [
+        client.groups.CreateGroup.future(client.create_request(SPEC, [rank]), **client.how())
+        for rank, client in enumerate((clients[0], newcomer))
+    ]
+    answers = [request.result() for request in requests]
+    assert [answer.reattached for answer in answers] == [True, True]
+    assert answers[0].group.generation > group.generation
+    assert memfds_of(again.pid) == inodes
+
+
+def test_memory_that_nobody_holds_is_lost_and_its_group_starts_anew(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, _ = ready_pair(daemon)
+    daemon.kill()
+    for client in clients:
+        client.process.kill()
+    again = restarted(daemon)
+    eventually(lambda: again.used_bytes == 0)
+    status = again.status()
+    assert status.recovery.lost_bytes == group.board_bytes + 2 * group.window_bytes
+    assert not status.recovery.under_way
+    assert status.num_layers == 7  # the group is retained; its memory is not
+    client = again.client()
+    answer = client.create(SPEC)
+    assert not answer.reattached
+    assert answer.group.generation > group.generation
+
+
+def test_bytes_of_a_silent_process_are_not_given_to_others(daemon_process, restarted):
+    daemon = daemon_process("--max-host-bytes", str(64 << 20))
+    clients, group, _ = ready_pair(daemon)
+    held = daemon.used_bytes
+    again = restarted(daemon, "--max-host-bytes", str(held + 4096), "--recovery-s", "0.3")
+    eventually(lambda: not again.status().recovery.under_way, what="the window ends")
+    assert again.used_bytes == held
+    other = again.client()
+    with pytest.raises(errors.PoolExhaustedError):
+        other.create(make_spec("other", ranks=1))
+    with pytest.raises(errors.GroupBusyError):
+        other.create(SPEC)
+    assert clients[0].resume()  # late, and yet its memory is there
+    clients[0].restore(group, [0])
+    assert clients[0].give_back(group)[1] == []
+    clients[0].process.kill()
+    clients[1].process.kill()
+    eventually(lambda: again.status().num_sessions == 1)
+    assert again.status().pools[0].quarantined_bytes == 0
+
+
+def test_claims_wait_while_the_daemon_recovers_and_reading_does_not(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    again = restarted(daemon)
+    status = again.status()
+    assert status.state == session_service_pb2.SERVER_STATE_RECOVERING
+    assert status.recovery.num_awaited == 2
+    assert not again.healthy()
+    other = again.client()
+    with pytest.raises(errors.RuntimeUnavailableError, match="started again"):
+        other.create(make_spec("other", ranks=1), wait_s=0.1)
+    (listed,) = again.ask("ListGroups").groups
+    assert list(listed.wanted_ranks) == [-1, 0, 1]
+    waiting = other.groups.CreateGroup.future(
+        other.create_request(make_spec("other", ranks=1)), **other.how()
+    )
+    come_back(clients, group, layers)
+    assert waiting.result().group.generation > group.generation
+    eventually(again.healthy)
+
+
+def test_survivors_hear_who_was_lost(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    restarted(daemon)
+    come_back(clients, group, layers)
+    watcher = Watcher(clients[0])
+    started = time.monotonic()
+    clients[1].process.kill()
+    eventually(lambda: "group" in watcher.kinds(), within_s=1.0)
+    assert time.monotonic() - started < 1.0
+    (event,) = [e.group for e in watcher.events if e.WhichOneof("event") == "group"]
+    assert [(m.world_rank, m.pid) for m in event.lost_members] == [(1, clients[1].pid)]
+    assert clients[0].process.do("board")[1:] == (group.generation, "PEER_LOST", 1)
+
+
+def test_a_fenced_session_stays_fenced(daemon_process, restarted):
+    daemon = daemon_process()
+    client = daemon.client(process=True)
+    client.fetch(client.create(make_spec(ranks=1)).group)
+    daemon.ask("Fence", session_id=client.session_id)
+    restarted(daemon)
+    with pytest.raises(errors.SessionFencedError):
+        client.resume()
+
+
+def test_a_token_is_no_use_to_another_process(daemon_process, restarted):
+    daemon = daemon_process()
+    client = daemon.client(process=True)
+    again = restarted(daemon)
+    thief = again.process()
+    with pytest.raises(errors.PermissionDeniedError):
+        thief.do("resume", again.directory, client.token)
+
+
+def test_the_journal_holds_no_token_and_is_ours_alone(daemon_process):
+    daemon = daemon_process()
+    client = daemon.client()
+    path = daemon.directory / "journal"
+    assert client.session_id.encode() in path.read_bytes()
+    assert client.token.encode() not in path.read_bytes()
+    assert os.stat(path).st_mode & 0o777 == 0o600

@@ -1,0 +1,40 @@
+"""Jobs of two raw client processes, and how they come back after a restart of the daemon."""
+
+from __future__ import annotations
+
+from raw_client import make_spec
+
+from ep_runtime import specs, wire
+
+SPEC = make_spec(ranks=2, retain_s=60.0)
+LAYERS = [specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
+STACKS = [wire.LayerStackSpec(specs.LayerSpec("blocks", top_k=1), 4)]
+
+
+def ready_pair(daemon, spec=SPEC):
+    """Two processes with one rank each, the group READY, layers registered."""
+    clients = [daemon.client(process=True) for _ in range(2)]
+    requests = [
+        client.groups.CreateGroup.future(client.create_request(spec, [rank]), **client.how())
+        for rank, client in enumerate(clients)
+    ]
+    groups = [request.result().group for request in requests]
+    for client, group in zip(clients, groups, strict=True):
+        client.fetch(group)
+    reports = [
+        client.groups.ReportAttached.future(client.attached_request(group), **client.how())
+        for client, group in zip(clients, groups, strict=True)
+    ]
+    (group, _) = [report.result().group for report in reports]
+    layers, stacks = clients[0].register(group, LAYERS, STACKS)
+    return clients, group, [*layers, *stacks]
+
+
+def come_back(clients, group, layers):
+    """Every process resumes, restores and gives its windows back; the last answer."""
+    for rank, client in enumerate(clients):
+        assert client.resume()
+        answer = client.restore(group, [rank], layers)
+        if answer.wanted_ranks:
+            assert client.give_back(group)[1] == []
+    return clients[-1].restore(group, [len(clients) - 1], layers)
