@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_fixtures import Program, start_daemon, wait_until
+from daemon_fixtures import Program, start_daemon, wait_gone, wait_until
 from multiprocess.launch import Job
 
 from ep_runtime_client import children
@@ -75,6 +75,23 @@ group.close()
 session.close()
 say(closed=True)
 """
+
+
+_ALONE = (
+    _TRAIN.split("say(generation")[0]
+    + """
+say(ready=True)
+hear()
+say(waits=True)
+try:
+    with ep.translate_errors():
+        run()
+except ep.PeerLostError as error:
+    say(rank=error.fields["rank"], gone=group.is_gone)
+hear()
+os._exit(0)
+"""
+)
 
 
 def _memory(pid: int) -> set[int]:
@@ -163,3 +180,101 @@ def _said_after(job: Job) -> list[Any]:
         assert worker.heard() == {"closed": True}
         found.append(row)
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [50])
+def test_many_killed_daemons_cost_no_step_and_leak_nothing(
+    directory: Path, daemons: list[children.Child], capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    address = f"unix://{directory}"
+    slowest_s, files = 0.0, 0
+    with Job(_TRAIN + _AFTER, processes=2, devices=1, EP_RUNTIME_ADDRESS=address) as job:
+        job.heard()
+        memory = _memory(daemons[0].pid)
+        for _ in range(count):
+            _steps(job, 1)
+            os.kill(daemons[-1].pid, signal.SIGKILL)
+            assert daemons[-1].stop() == -signal.SIGKILL
+            begun = time.monotonic()
+            daemons.append(start_daemon(directory))
+            with source.open_source(address, timeout_s=60) as admin:
+                wait_until(lambda admin=admin: _all_back(admin, 2), "the sessions are back")
+            slowest_s = max(slowest_s, time.monotonic() - begun)
+            assert _memory(daemons[-1].pid) == memory
+            held = sum(len(os.listdir(f"/proc/{worker.pid}/fd")) for worker in job.workers)
+            files = files or held
+            assert held <= files + 2  # a connection may be on its way
+        job.tell(_steps(job, 1) + 200)
+        _said_after(job)
+        job.finish()
+    with capsys.disabled():
+        sys.stdout.write(f"\n{count} killed daemons; everything was back within {slowest_s:.2f} s")
+
+
+def test_a_daemon_without_its_journal_takes_the_clients_word(
+    directory: Path, daemons: list[children.Child]
+) -> None:
+    address = f"unix://{directory}"
+    with Job(_TRAIN + _AFTER, processes=2, devices=1, EP_RUNTIME_ADDRESS=address) as job:
+        before = job.heard()
+        memory = _memory(daemons[0].pid)
+        os.kill(daemons[0].pid, signal.SIGKILL)
+        daemons[0].stop()
+        for path in directory.iterdir():
+            path.unlink()
+        daemons.append(start_daemon(directory))
+        with source.open_source(address, timeout_s=60) as admin:
+            wait_until(lambda: _all_back(admin, 2), "the sessions are back")
+            assert _memory(daemons[1].pid) == memory
+        job.tell(_steps(job, 1) + 200)
+        assert {row["generation"] for row in _said_after(job)} == {before[0]["generation"]}
+        job.finish()
+
+
+_REVIVED = """
+session = ep.connect(timeout_s=60)
+group = session.create_group("g", mesh_of(), **ARGUMENTS)
+say(daemon=session.daemon_pid)
+hear()
+layer = group.register_layer("a", top_k=1)  # waits for the new daemon
+say(daemon=session.daemon_pid, state=group.describe()["state"])
+hear()
+session.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["embedded", "node"])
+def test_who_started_a_daemon_starts_it_again(
+    run_program: Start, directory: Path, kind: str
+) -> None:
+    program = run_program(_REVIVED, EP_RUNTIME_ADDRESS=kind, RUNTIME_DIRECTORY=str(directory))
+    first = program.heard()["daemon"]
+    os.kill(first, signal.SIGKILL)
+    program.tell()
+    second = program.heard()
+    assert second["daemon"] != first
+    assert second["state"] == "READY"
+    program.tell()
+    assert program.finish() == 0
+    wait_gone(second["daemon"])
+
+
+def test_a_process_that_dies_while_the_daemon_is_away_is_lost_when_it_is_back(
+    directory: Path, daemons: list[children.Child]
+) -> None:
+    address = f"unix://{directory}"
+    with Job(_ALONE, processes=2, devices=1, EP_RUNTIME_ADDRESS=address) as job:
+        job.heard()
+        os.kill(daemons[0].pid, signal.SIGKILL)
+        daemons[0].stop()
+        job.workers[1].kill()
+        job.workers[0].tell()
+        assert job.workers[0].heard() == {"waits": True}
+        daemons.append(start_daemon(directory))
+        said = job.workers[0].heard(60)
+        assert said["rank"] == 1
+        assert said["gone"]
+        job.workers[0].tell()
+        assert job.workers[0].finish() == 0
