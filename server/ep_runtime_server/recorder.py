@@ -179,9 +179,13 @@ class Recorder:
         """Nothing is written any more: the end of the daemon is not the end of its groups."""
         self._stopped = True
 
-    def require(self) -> None:
-        """Raises PoolExhaustedError where what was just done is not in the journal."""
-        if not self.flush():
+    def require(self, *, all_of_it: bool) -> None:
+        """Raises PoolExhaustedError where what was just done is not in the journal.
+
+        With `all_of_it` also where something of it was done earlier, while a caller waited.
+        """
+        new = bool(self._changed)
+        if not self.flush() and (new or all_of_it):
             raise PoolExhaustedError(
                 f"done, but the daemon cannot write its journal: {self._journal.error}; retry",
                 reason=self._journal.error,

@@ -140,8 +140,9 @@ class Runtime:
         """
         if _ADMIN not in method:
             self.failpoints.hit("rpc.before_answer")
-        if method.rpartition("/")[2] in _MAKES_NEW:
-            self.recorder.require()
+        name = method.rpartition("/")[2]
+        if name in _MAKES_NEW:
+            self.recorder.require(all_of_it=name != "OpenSession")
         else:
             self.recorder.flush()
 
