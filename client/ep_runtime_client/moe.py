@@ -114,7 +114,7 @@ def moe(
     Raises:
         InvalidArgumentError: shapes, dtypes or names do not fit the layer.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: a recipe, vmap, or a shard_map over some of the group's axes only.
+        NotImplementedError: a recipe, or vmap.
 
     Cost: one dispatch and one combine forward, the same backward; router logits in f32.
     """
@@ -203,9 +203,9 @@ def _run_experts(
 
 
 def _batch_axes(call: Call) -> tuple[str, ...]:
-    """The axes that a sum over the global batch crosses here: none outside manual regions."""
+    """The axes that a sum over the global batch crosses here: the manual ones."""
     sizes = call.group.axis_sizes
-    return tuple(a for a in call.group.token_axes if call.manual and sizes[a] > 1)
+    return tuple(a for a in call.group.token_axes if a in call.manual and sizes[a] > 1)
 
 
 def _aux_loss(call: Call, routed: routing.Routing, coeff: float) -> jax.Array:

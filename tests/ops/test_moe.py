@@ -185,7 +185,7 @@ def test_grouped_matmul_masks_rows_past_each_zone(group: fakes.LocalGroup) -> No
     layer = group.register_layer("moe", top_k=TOP_K)
     x, idx = draw(64), np.tile(np.int32([[0, 3, 5]]), (64, 1))
     sent = ops.dispatch(layer, x, idx)
-    call = Call(sent.plan.meta, group.mesh, False)
+    call = Call(sent.plan.meta, group.mesh)
     kernel = jax.random.normal(jax.random.key(2), (EXPERTS, HIDDEN, INNER))
     stage = experts.Stage(call, None, jnp.dtype(jnp.float32))
     zone = np.zeros(sent.tokens.shape[:2], bool)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import jax
@@ -14,7 +16,8 @@ from ep_runtime import layout as sizes
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops.token_layout import TokenLayout
+from ep_runtime_client.ops.token_layout import Axes, TokenLayout
+from ep_runtime_client.ops.varying import settled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,15 @@ class Call:
     Attributes:
         meta: what the plan was made for.
         mesh: the layer's mesh.
-        manual: the call is inside a shard_map of the user; operands are local blocks.
+        manual: the group's mesh axes over which a shard_map of the user around the call is
+            manual, mesh order; operands are local along them.
+        varying: those of them that operands and results are typed to vary over.
     """
 
     meta: PlanMeta
     mesh: Mesh
-    manual: bool
+    manual: Axes = ()
+    varying: Axes = ()
 
     @property
     def layer(self) -> EpLayer:
@@ -66,21 +72,40 @@ class Call:
         return self.meta.capacity
 
     @property
+    def is_local(self) -> bool:
+        """Whether operands are this device's blocks already: nothing is left to spread."""
+        missing = [axis for axis, size in self.group.mesh_axes if size > 1]
+        return bool(self.manual) and {*missing, *self.group.token_axes} <= {*self.manual}
+
+    @property
+    def free_axes(self) -> Axes:
+        """Mesh axes that the op's own shard_map makes manual."""
+        return tuple(axis for axis, _ in self.group.mesh_axes if axis not in self.manual)
+
+    @property
+    def slab_axes(self) -> Axes:
+        """Token axes on dim 0 of slabs here: those that are not manual yet."""
+        return tuple(axis for axis in self.group.token_axes if axis not in self.manual)
+
+    @property
+    def ep_axes(self) -> Axes:
+        """Ep axes on dim 0 of the experts' weights here."""
+        return tuple(axis for axis in self.group.ep_axis if axis not in self.manual)
+
+    @property
     def num_slabs(self) -> int:
-        """Slabs on dim 0 of arrays here: R, or 1 inside a shard_map of the user."""
-        return 1 if self.manual else self.group.num_slabs
+        """Slabs on dim 0 of arrays here: R over the axes that are not manual."""
+        return prod(self.group.axis_sizes[axis] for axis in self.slab_axes)
+
+    @property
+    def layout(self) -> TokenLayout:
+        """How the tokens lie on the axes that are not manual."""
+        return self.meta.layout.within(self.group, self.manual)
 
     @property
     def lead(self) -> tuple[int, ...]:
         """Leading dims of token arrays here."""
-        return self.meta.layout.local if self.manual else self.meta.layout.lead
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """Where an op is traced: at top level, or inside a fully manual shard_map."""
-
-    manual: bool
+        return self.layout.lead
 
 
 def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
@@ -94,33 +119,28 @@ def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
     return static, jnp.asarray(index, jnp.int32).reshape(1), static.group.mesh
 
 
-def find_region(group: GroupSpec) -> Region:
-    """Whether the op is at top level or inside a shard_map that is manual over all token axes.
+def manual_axes(group: GroupSpec) -> Axes:
+    """The group's mesh axes over which a shard_map around this point is manual, mesh order.
 
     Raises:
-        NotImplementedError: some axes of the group are manual and some are not.
+        InvalidArgumentError: that shard_map has another mesh than the group.
     """
-    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    sharded = {axis for axis, size in group.mesh_axes if size > 1}
-    taken = sharded & manual
-    if not taken:
-        return Region(manual=bool(manual) and manual >= set(group.token_axes))
-    if taken == sharded:
-        return Region(manual=True)
-    # The seam for a nested shard_map over exactly the missing axes.
-    raise NotImplementedError(
-        f"group {group.name!r} is used inside a shard_map that is manual over {sorted(taken)} "
-        f"but not over {sorted(sharded - taken)}; make all of them manual, or none"
-    )
+    ambient = jax.sharding.get_abstract_mesh()
+    taken = frozenset(ambient.manual_axes)
+    if taken:
+        check_ambient(group, ambient.shape)
+    return tuple(axis for axis, _ in group.mesh_axes if axis in taken)
 
 
-def varying(x: jax.Array) -> jax.Array:
-    """`x` typed as varying over every manual axis, where the shard_map around tracks that."""
-    mesh = jax.sharding.get_abstract_mesh()
-    tracked = getattr(jax.typeof(x), "manual_axis_type", None)
-    known = tracked.varying if tracked is not None else frozenset()
-    missing = tuple(axis for axis in mesh.manual_axes if axis not in known)
-    return lax.pcast(x, missing, to="varying") if missing else x
+def check_ambient(group: GroupSpec, shape: Mapping[str, int]) -> None:
+    """Raises InvalidArgumentError unless a mesh of this shape is the group's."""
+    wanted = dict(group.mesh_axes)
+    if dict(shape) != wanted:
+        raise InvalidArgumentError(
+            f"group {group.name!r} is used under a mesh with the axes {dict(shape)}, "
+            f"its own has {wanted}",
+            argument="mesh",
+        )
 
 
 def world_rank(group: GroupSpec) -> jax.Array:
@@ -128,8 +148,8 @@ def world_rank(group: GroupSpec) -> jax.Array:
     rank: Any = jnp.int32(0)
     for axis in group.domain_axes + group.ep_axis:
         rank = rank * group.axis_sizes[axis] + _axis_index(group, axis)
-    flat: jax.Array = rank.reshape(1)
-    return flat
+    others = tuple(axis for axis in group.domain_axes if axis not in group.token_axes)
+    return settled(rank.reshape(1), others)
 
 
 def _axis_index(group: GroupSpec, axis: str) -> Any:

@@ -43,7 +43,7 @@ def combine(
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the plan is another layer's.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap, or in a shard_map over some of the group's axes only.
+        NotImplementedError: under vmap.
 
     Cost: one row per (token, distinct rank) back; no host sync.
     """
@@ -55,10 +55,11 @@ def combine(
         )
     call = call_of_plan(static, mesh, dispatched.plan)
     _check_rows(call, expert_out, weights)
-    if call.meta.layout.tokens_per_rank == 0:
+    if call.layout.tokens_per_rank == 0:
         return jnp.zeros((*call.lead, expert_out.shape[-1]), expert_out.dtype)
     slab = twin.slab_spec(call)
     with jax.named_scope(f"ep_combine/{call.layer.name}"):
+        call = twin.varied(call, index, expert_out, weights, dispatched.plan.arrays)
         expert_out = twin.vary(call, twin.place(call, "expert_out", expert_out, slab))
         if weights is not None:
             weights = twin.vary(call, twin.place(call, "weights", weights, slab))
@@ -108,11 +109,11 @@ def _combine_primal(
             local[1] if len(given) > 1 else None,
             PlanArrays(*local[len(given) :]),
         )
-        return tokens_out.reshape(*call.meta.layout.local, -1)
+        return tokens_out.reshape(*call.layout.local, -1)
 
     operands = (index, *given, *arrays)
     specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: jax.Array = twin.per_device(call, body, operands, specs, call.meta.layout.spec())
+    result: jax.Array = twin.per_device(call, body, operands, specs, call.layout.spec())
     return result
 
 
@@ -146,7 +147,7 @@ def _combine_pullback(
     arrays: PlanArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
     """grad [..., H] -> d_expert_out [R, C, H], d_weights [R, C] or None."""
-    spec, slab = call.meta.layout.spec(), twin.slab_spec(call)
+    spec, slab = call.layout.spec(), twin.slab_spec(call)
     rows = () if weights is None else (expert_out, weights)
 
     def body(index: jax.Array, grad: jax.Array, *operands: jax.Array) -> Any:

@@ -13,7 +13,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops import twin
-from ep_runtime_client.ops.calls import Call, check_handle, find_region, open_layer, world_rank
+from ep_runtime_client.ops.calls import Call, check_handle, manual_axes, open_layer, world_rank
 from ep_runtime_client.ops.plan import Dispatched, Plan, PlanArrays, check_plan
 from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
 from ep_runtime_client.ops.transports import per_device_ops
@@ -53,8 +53,10 @@ def dispatch(
         InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer.
         CapacityOverflowError: out of the compiled program, in a group with on_overflow="error".
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap, in a shard_map over some of the group's axes only, or
-            the gradient of 1-byte tokens.
+        NotImplementedError: under vmap, or the gradient of 1-byte tokens.
+
+    Inside a shard_map of the user R counts only the axes that are not manual, and so do the leading
+    dims of every array.
 
     Cost: each token once per distinct rank that keeps a row of it; no host sync.
     """
@@ -84,7 +86,7 @@ def dispatch(
 
 def call_of_plan(layer: EpLayer, mesh: jax.sharding.Mesh, plan: Plan) -> Call:
     """The call that a plan stands for in the region where it is used."""
-    return Call(check_plan(plan, layer), mesh, find_region(layer.group_spec).manual)
+    return Call(check_plan(plan, layer), mesh, manual_axes(layer.group_spec))
 
 
 def _check_tokens(layer: EpLayer, tokens: jax.Array) -> None:
@@ -157,13 +159,14 @@ def _as_weights(call: Call, weights: jax.Array | None) -> jax.Array | None:
 def _dispatch_rows(
     call: Call, index: jax.Array, tokens: jax.Array, weights: jax.Array | None, plan: Plan
 ) -> Dispatched:
-    spec = call.meta.layout.spec()
-    if call.meta.layout.tokens_per_rank == 0:
+    spec = call.layout.spec()
+    if call.layout.tokens_per_rank == 0:
         shape = (call.num_slabs, call.capacity)
         rows = jnp.zeros((*shape, tokens.shape[-1]), tokens.dtype)
         recv_weights = jnp.zeros(shape, jnp.float32)
     else:
         with jax.named_scope(f"ep_dispatch/{call.layer.name}"):
+            call = twin.varied(call, index, tokens, weights, plan.arrays)
             tokens = twin.vary(call, twin.place(call, "tokens", tokens, spec))
             if weights is not None:
                 weights = twin.vary(call, twin.place(call, "topk_weights", weights, spec))
@@ -186,7 +189,7 @@ def _dispatch_primal(
     arrays: PlanArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """tokens [..., H], weights [..., K] or None -> recv [R, C, H], recv_weights [R, C]."""
-    spec, slab = call.meta.layout.spec(), twin.slab_spec(call)
+    spec, slab = call.layout.spec(), twin.slab_spec(call)
     given = (tokens,) if weights is None else (tokens, weights)
 
     def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -236,8 +239,8 @@ def _dispatch_pullback(
     call: Call, index: jax.Array, d_recv: jax.Array, d_weights: jax.Array, arrays: PlanArrays
 ) -> tuple[jax.Array, jax.Array]:
     """d_recv [R, C, H], d_weights [R, C] -> d_tokens [..., H], d_topk_weights [..., K]."""
-    spec, slab = call.meta.layout.spec(), twin.slab_spec(call)
-    block = call.meta.layout.local
+    spec, slab = call.layout.spec(), twin.slab_spec(call)
+    block = call.layout.local
 
     def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         d_rows, d_row_weights, *plan = (x[0] for x in operands)

@@ -9,6 +9,7 @@ matmul (activation, weights) happens per block inside the loop, in backward too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ep_runtime_client.ops import twin
-from ep_runtime_client.ops.calls import Call, varying
+from ep_runtime_client.ops.calls import Call
 
 MIN_BLOCK_ROWS = 64  # smaller dots spend their time in the loop's own steps
 MAX_BLOCK_ROWS = 256
@@ -76,7 +77,7 @@ def grouped_matmul(
     Args:
         stage: what is computed, and on which slabs.
         rows: [R, C, W], as dispatch laid them out; rows past the last zone are never trusted.
-        kernel: [E, K', N'], dim 0 over the ep axes ([L, K', N'] inside a manual shard_map).
+        kernel: [E, K', N'], dim 0 over the ep axes that are not manual.
         bias: [E, N'] or None.
         row_weights: [R, C] f32 or None.
         group_sizes: [R, L] int32, aligned rows per expert.
@@ -85,7 +86,8 @@ def grouped_matmul(
         [R, C, N'] in the stage's dtype; zero past the last zone. Differentiable in rows, kernel,
         bias and row_weights.
     """
-    call = stage.call
+    call = twin.varied(stage.call, rows, kernel, bias, row_weights, group_sizes)
+    stage = dataclasses.replace(stage, call=call)
     rows = twin.vary(call, twin.place(call, "rows", rows, twin.slab_spec(call)))
     kernel = twin.vary(call, kernel)
     bias = None if bias is None else twin.vary(call, bias)
@@ -178,7 +180,7 @@ def _local_matmul(
             result = result + (added if part is None else added * part[:, None])
         return _write(out, blocks, block, result)
 
-    result: jax.Array = lax.fori_loop(0, blocks.last[-1], step, varying(out))
+    result: jax.Array = lax.fori_loop(0, blocks.last[-1], step, twin.vary(stage.call, out))
     return result
 
 
@@ -225,13 +227,14 @@ def _local_pullback(
             d_weights = _write(d_weights, blocks, block, d_part)
         return _write(d_rows, blocks, block, d_block), d_kernel, d_bias, d_weights
 
-    return lax.fori_loop(0, blocks.last[-1], step, jax.tree.map(varying, carry))
+    carry = jax.tree.map(functools.partial(twin.vary, stage.call), carry)
+    return lax.fori_loop(0, blocks.last[-1], step, carry)
 
 
 def _spread(stage: Stage, operands: tuple[Any, ...], body: Callable[..., Any], out: Any) -> Any:
     """`body` per device on (rows, kernel, bias, row_weights, group_sizes, *grads), with Nones."""
     call = stage.call
-    slab, ep = twin.slab_spec(call), PartitionSpec(call.group.ep_axis)
+    slab, ep = twin.slab_spec(call), PartitionSpec(call.ep_axes)
     specs = [ep if place in (1, 2) else slab for place in range(len(operands))]
     given = [place for place, x in enumerate(operands) if x is not None]
 
@@ -264,12 +267,13 @@ def _pullback(stage: Stage, operands: Any, grad: jax.Array) -> Any:
     """Gradients of the operands; the experts' are summed over the ranks that share them."""
     call = stage.call
     sizes = call.group.axis_sizes
-    shared = tuple(axis for axis in call.group.outer_axes if sizes[axis] > 1)
+    # Over manual axes the user's shard_map sums, where the kernel is replicated.
+    shared = tuple(a for a in call.slab_axes if a not in call.group.ep_axis and sizes[a] > 1)
     present = [operands[place] is not None for place in range(4)]
 
     def body(*args: Any) -> Any:
         d_rows, d_kernel, d_bias, d_weights = _local_pullback(stage, *args)
-        if shared and not call.manual:
+        if shared:
             d_kernel = lax.psum(d_kernel, shared)
             d_bias = None if d_bias is None else lax.psum(d_bias, shared)
         d_kernel = d_kernel.astype(operands[1].dtype)
@@ -277,7 +281,7 @@ def _pullback(stage: Stage, operands: Any, grad: jax.Array) -> Any:
         grads = (d_rows[None], d_kernel, d_bias, None if d_weights is None else d_weights[None])
         return tuple(g for g, here in zip(grads, present, strict=True) if here)
 
-    slab, ep = twin.slab_spec(call), PartitionSpec(call.group.ep_axis)
+    slab, ep = twin.slab_spec(call), PartitionSpec(call.ep_axes)
     out = tuple(s for s, here in zip((slab, ep, ep, slab), present, strict=True) if here)
     found = iter(_spread(stage, (*operands, grad), body, out))
     return tuple(next(found) if here else None for here in present)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ep_runtime_client.ops.calls import Call, varying
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.varying import like
 
 
 def passed(call: Call, rank: jax.Array, index: jax.Array, demand: jax.Array) -> jax.Array:
@@ -36,7 +37,7 @@ def passed(call: Call, rank: jax.Array, index: jax.Array, demand: jax.Array) -> 
     asked = lax.pmax(asked, axes) if axes else asked
     verdict = jax.ShapeDtypeStruct((), jnp.int32)
     refuse = functools.partial(_refuse, call.layer.name, call.capacity, world)
-    return varying(jax.pure_callback(refuse, verdict, lowest, asked, index[0]))
+    return like(jax.pure_callback(refuse, verdict, lowest, asked, index[0]), demand)
 
 
 def _refuse(name: str, capacity: int, world: int, rank: Any, demand: Any, index: Any) -> Any:

@@ -15,7 +15,7 @@ from ep_runtime_client.ops.calls import (
     Call,
     PlanMeta,
     check_handle,
-    find_region,
+    manual_axes,
     open_layer,
     resolve_capacity,
     world_rank,
@@ -50,7 +50,7 @@ def prepare(
     Raises:
         InvalidArgumentError: shapes, dtype, capacity or handle do not fit the layer.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap, or in a shard_map over some of the group's axes only.
+        NotImplementedError: under vmap.
 
     Cost: one exchange of E counts per rank and one of row numbers; no host sync.
     """
@@ -82,9 +82,8 @@ def make_call(
 ) -> Call:
     """The static side of a call on tokens with the leading dims `lead`."""
     group = layer.group_spec
-    region = find_region(group)
-    manual = region.manual
-    layout = token_layout.local(lead) if manual else token_layout.choose(group, lead, hints)
+    manual = manual_axes(group)
+    layout = token_layout.choose(group, lead, hints, manual)
     if layout.tokens_per_rank > group.max_tokens_per_rank:
         raise InvalidArgumentError(
             f"the call has {layout.tokens_per_rank} tokens per rank, group {group.name!r} has "
@@ -99,10 +98,11 @@ def make_call(
 def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
     """The plan of a checked call."""
     top_k = topk_idx.shape[-1]
-    if call.meta.layout.tokens_per_rank == 0:
+    if call.layout.tokens_per_rank == 0:
         return Plan(_empty_plan(call, top_k), call.meta)
     with jax.named_scope(f"ep_prepare/{call.layer.name}"):
-        idx = twin.place(call, "topk_idx", topk_idx, call.meta.layout.spec())
+        call = twin.varied(call, topk_idx, index)
+        idx = twin.place(call, "topk_idx", topk_idx, call.layout.spec())
         arrays = twin.run(_prepare, call, index, twin.vary(call, idx))
     return Plan(PlanArrays(*(checkpoint_name(x, "ep_plan") for x in arrays)), call.meta)
 
@@ -139,7 +139,7 @@ def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
         call,
         body,
         (index, topk_idx),
-        (jax.sharding.PartitionSpec(), call.meta.layout.spec()),
+        (jax.sharding.PartitionSpec(), call.layout.spec()),
         PlanArrays(*([slab] * len(PlanArrays._fields))),
     )
     return result

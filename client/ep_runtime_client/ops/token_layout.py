@@ -47,6 +47,17 @@ class TokenLayout:
         """PartitionSpec of an array with these leading dims and `trailing` dims after them."""
         return PartitionSpec(*(axes or None for axes in self.axes), *([None] * trailing))
 
+    def within(self, group: GroupSpec, manual: Axes) -> TokenLayout:
+        """The same layout as seen where `manual` axes are manual: they divide the dims no more."""
+        sizes = group.axis_sizes
+        taken = [tuple(a for a in axes if a in manual) for axes in self.axes]
+        lead = tuple(
+            size // prod(sizes[a] for a in axes)
+            for size, axes in zip(self.lead, taken, strict=True)
+        )
+        free = tuple(tuple(a for a in axes if a not in manual) for axes in self.axes)
+        return TokenLayout(lead, free, self.local)
+
 
 def entry_axes(entry: Any) -> Axes:
     """The axis names of one entry of a PartitionSpec."""
@@ -72,13 +83,15 @@ def choose(
     group: GroupSpec,
     lead: tuple[int, ...],
     hints: tuple[PartitionSpec, ...] = (),
+    manual: Axes = (),
 ) -> TokenLayout:
-    """The layout of arrays with the global leading dims `lead`.
+    """The layout of arrays with the leading dims `lead`.
 
     Args:
         group: the group; its token axes must each land on one leading dim.
-        lead: (T,) or (B, S).
+        lead: (T,) or (B, S), global but for the manual axes.
         hints: known specs of the operands, the most trusted first.
+        manual: axes of a shard_map around; `lead` is local along them already.
 
     Returns:
         The layout of the first hint that has every token axis on the leading dims and divides
@@ -88,8 +101,9 @@ def choose(
         InvalidArgumentError: no way divides the dims; names both sizes.
     """
     sizes = group.axis_sizes
-    hint = _strongest_hint(group, len(lead), hints)
-    for places in _assignments(group.token_axes, len(lead), hint):
+    free = tuple(axis for axis in group.token_axes if axis not in manual)
+    hint = _strongest_hint(free, len(lead), hints)
+    for places in _assignments(free, len(lead), hint):
         if all(
             size % prod(sizes[axis] for axis in axes) == 0
             for size, axes in zip(lead, places, strict=True)
@@ -99,30 +113,26 @@ def choose(
                 for size, axes in zip(lead, places, strict=True)
             )
             return TokenLayout(lead, places, local)
-    named = {axis: sizes[axis] for axis in group.token_axes}
+    named = {axis: sizes[axis] for axis in free}
+    shards = prod(named.values())
     raise InvalidArgumentError(
-        f"tokens have the leading dims {lead}, which do not divide over the {group.num_slabs} "
+        f"tokens have the leading dims {lead}, which do not divide over the {shards} "
         f"shards of the token axes {named}; ep.pad_tokens pads with unused slots",
         argument="tokens",
         tokens=prod(lead),
-        shards=group.num_slabs,
+        shards=shards,
     )
 
 
-def local(lead: tuple[int, ...]) -> TokenLayout:
-    """The layout of arrays that are one shard's block already (inside a manual shard_map)."""
-    return TokenLayout(lead, ((),) * len(lead), lead)
-
-
 def _strongest_hint(
-    group: GroupSpec, dims: int, hints: tuple[PartitionSpec, ...]
+    token_axes: Axes, dims: int, hints: tuple[PartitionSpec, ...]
 ) -> tuple[Axes, ...]:
     """Token axes that the hints place on each leading dim; the hint that names most wins."""
     best: tuple[Axes, ...] = ((),) * dims
     for spec in hints:
         entries = [entry_axes(entry) for entry in tuple(spec)[:dims]]
         entries += [()] * (dims - len(entries))
-        found = tuple(tuple(a for a in axes if a in group.token_axes) for axes in entries)
+        found = tuple(tuple(a for a in axes if a in token_axes) for axes in entries)
         if sum(map(len, found)) > sum(map(len, best)):
             best = found
     return best

@@ -1,26 +1,29 @@
 """The shard_map that an op writes around its per-device function.
 
 Users never write it: the mesh and the specs come from the layer. Inside a shard_map of the user
-that is manual over every axis of the group, the per-device function is called as it is.
+it is nested, over exactly the axes that are not manual yet; where none is missing, the per-device
+function is called as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.calls import Call, varying
-from ep_runtime_client.ops.token_layout import known_spec, say_reshard
+from ep_runtime_client.ops.calls import Call, check_ambient
+from ep_runtime_client.ops.token_layout import entry_axes, known_spec, say_reshard
+from ep_runtime_client.ops.varying import spread_over, varied_axes
 
 
 def slab_spec(call: Call) -> PartitionSpec:
     """Spec of an array with the slab dim R in front."""
-    return PartitionSpec(call.group.token_axes)
+    return PartitionSpec(call.slab_axes)
 
 
 def per_device(
@@ -35,31 +38,63 @@ def per_device(
     Args:
         call: gives the mesh, and whether the operands are local already.
         body: takes as many arrays as there are operands; collectives over mesh axes work in it.
-        operands: global arrays, or local blocks inside a manual shard_map.
-        in_specs: one per operand.
+        operands: arrays that are global but for the manual axes.
+        in_specs: one per operand, without manual axes.
         out_specs: a prefix of what `body` returns.
 
     Returns:
-        What `body` returns, as global arrays (or local ones).
+        What `body` returns, spread like the operands.
     """
     operands = [refuse_vmap(x) for x in operands]
-    if call.manual:
-        return jax.tree.map(varying, body(*(varying(x) for x in operands)))
+    cast = functools.partial(vary, call)
+    if call.is_local:
+        return jax.tree.map(cast, body(*map(cast, operands)))
     mesh = _mesh_of(call, operands)
-    if mesh is not None and _is_explicit(mesh):
-        operands = [
-            jax.sharding.reshard(x, NamedSharding(mesh, spec))
-            for x, spec in zip(operands, in_specs, strict=True)
-        ]
+    if _is_explicit(mesh):
+        operands = [_typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
     ambient = jax.sharding.get_abstract_mesh()
     mapped = jax.shard_map(
         body,
         mesh=mesh if ambient.empty else None,
+        axis_names=set(call.free_axes),
         in_specs=tuple(in_specs),
         out_specs=out_specs,
         check_vma=False,
     )
-    return mapped(*operands)
+    # A shard_map that checks nothing forgets over which of the user's axes its results vary.
+    return jax.tree.map(cast, mapped(*operands))
+
+
+def _typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """`x` with the type that `spec` asks for on an explicit mesh.
+
+    One that has it stays as it is: beside Auto axes a reshard would also fix the order of axes.
+    """
+    typed = _explicit_axes(mesh)
+    known = getattr(jax.typeof(x), "sharding", None)
+    if (
+        known is not None
+        and not known.mesh.empty
+        and _placed(known.spec, typed) == _placed(spec, typed)
+    ):
+        return x
+    entries = (tuple(a for a in entry_axes(e) if a in typed) or None for e in spec)
+    moved: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    return moved
+
+
+def _explicit_axes(mesh: Any) -> frozenset[str]:
+    """The axes of a mesh that types of arrays name."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def _placed(spec: PartitionSpec, axes: Collection[str]) -> list[tuple[str, ...]]:
+    """Which of `axes` lie on each dim, without the dims behind the last of them."""
+    entries = [tuple(a for a in entry_axes(entry) if a in axes) for entry in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
 
 
 def run(
@@ -70,10 +105,12 @@ def run(
 ) -> Any:
     """`function(call, *operands)`, compiled when every operand is concrete.
 
-    `traced` is what to call instead under a trace: the same with a gradient of its own.
+    `traced` is what to call instead under a trace, and inside a shard_map of the user, where
+    constants are concrete too: the same with a gradient of its own.
     """
     leaves = jax.tree.leaves(operands)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    inside = jax.sharding.get_abstract_mesh().manual_axes
+    if inside or any(isinstance(x, jax.core.Tracer) for x in leaves):
         return (traced or function)(call, *operands)
     return _compiled(function, call, *operands)
 
@@ -93,6 +130,9 @@ def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.A
     if call.manual:
         return array
     known = known_spec(array)
+    if isinstance(array, jax.core.Tracer) and known is not None:
+        typed = _explicit_axes(jax.typeof(array).sharding.mesh)
+        spec = PartitionSpec(*(tuple(a for a in entry_axes(e) if a in typed) for e in spec))
     if known is not None and not _same(known, spec, call):
         say_reshard(name, call.layer.name, str(known), str(spec))
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
@@ -105,19 +145,11 @@ def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.A
 
 
 def _same(known: PartitionSpec, wanted: PartitionSpec, call: Call) -> bool:
-    """Whether two specs agree once axes of size 1 and trailing Nones are left out."""
+    """Whether two specs agree on every axis that divides anything."""
     sizes = call.group.axis_sizes
-
-    def canonical(spec: PartitionSpec) -> list[tuple[str, ...]]:
-        entries = [
-            tuple(a for a in ((e,) if isinstance(e, str) else (e or ())) if sizes.get(a, 2) > 1)
-            for e in spec
-        ]
-        while entries and not entries[-1]:
-            entries.pop()
-        return entries
-
-    return canonical(known) == canonical(wanted)
+    named = {axis for spec in (known, wanted) for entry in spec for axis in entry_axes(entry)}
+    axes = {axis for axis in named if sizes.get(axis, 2) > 1}
+    return _placed(known, axes) == _placed(wanted, axes)
 
 
 def _is_explicit(mesh: Any) -> bool:
@@ -131,14 +163,8 @@ def _mesh_of(call: Call, operands: Sequence[jax.Array]) -> Any:
         InvalidArgumentError: the ambient mesh is not the layer's.
     """
     ambient = jax.sharding.get_abstract_mesh()
-    wanted = dict(call.group.mesh_axes)
     if not ambient.empty:
-        if dict(ambient.shape) != wanted:
-            raise InvalidArgumentError(
-                f"layer {call.layer.name!r} is used under a mesh with the axes "
-                f"{dict(ambient.shape)}, its group {call.group.name!r} has {wanted}",
-                argument="mesh",
-            )
+        check_ambient(call.group, ambient.shape)
         return ambient
     for x in operands:
         mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
@@ -151,13 +177,24 @@ def _auto(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
+def varied(call: Call, *operands: Any) -> Call:
+    """`call` with the manual axes that its operands and results vary over.
+
+    They are those of the tokens, and whatever else an operand varies over.
+    """
+    if not call.manual:
+        return call
+    axes = varied_axes(*operands) | {a for a in call.manual if a in call.group.token_axes}
+    return dataclasses.replace(call, varying=tuple(sorted(axes)))
+
+
 def vary(call: Call, x: jax.Array) -> jax.Array:
-    """`x` typed as varying over every axis inside a manual region of the user.
+    """`x` typed as varying over the call's axes.
 
     The transpose of this cast sums the gradient of an operand that was replicated, so it comes
     before the op and not inside it.
     """
-    return varying(x) if call.manual else x
+    return spread_over(x, call.varying)
 
 
 @custom_vmap

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops import xla_plan
-from ep_runtime_client.ops.calls import Call, varying
+from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import PlanArrays
+from ep_runtime_client.ops.varying import like
 from ep_runtime_client.ops.xla_plan import exchange, exclusive_sum, rows_at
 
 prepare = xla_plan.prepare
@@ -84,7 +85,7 @@ def _sealed(plan: PlanArrays, body: Callable[..., Any], *operands: Any) -> Any:
     shapes = jax.eval_shape(body, *operands)
 
     def never(*_: Any) -> Any:
-        return jax.tree.map(lambda s: varying(jnp.zeros(s.shape, s.dtype)), shapes)
+        return jax.tree.map(lambda s: like(jnp.zeros(s.shape, s.dtype), plan.num_recv), shapes)
 
     return lax.cond(plan.num_recv[0] >= 0, body, never, *operands)
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops import overflow
-from ep_runtime_client.ops.calls import Call, varying
+from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import PlanArrays
+from ep_runtime_client.ops.varying import like
 
 
 def ep_axes(call: Call) -> tuple[str, ...]:
@@ -46,7 +47,7 @@ def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
 
 def _blocks(rows: jax.Array, alignment: int) -> jax.Array:
     """rows // alignment of numbers that are not negative."""
-    return lax.div(rows, varying(jnp.int32(alignment)))
+    return lax.div(rows, like(jnp.int32(alignment), rows))
 
 
 def _up(rows: jax.Array, alignment: int) -> jax.Array:
@@ -70,7 +71,7 @@ def kept_rows(demand: jax.Array, capacity: int, alignment: int) -> jax.Array:
         return jnp.where(moving & ok, middle, low), jnp.where(moving & ~ok, middle, high)
 
     low, _ = lax.fori_loop(
-        0, 31, halve, (varying(jnp.zeros_like(most)), _blocks(most, alignment) + 1)
+        0, 31, halve, (like(jnp.zeros_like(most), most), _blocks(most, alignment) + 1)
     )
     level = low * alignment
     blocks_left = _blocks(capacity - zones(level), alignment)

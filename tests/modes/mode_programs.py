@@ -1,0 +1,69 @@
+"""The same small block of experts for every mode, and what it must cause in a program."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import cases
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ep_runtime_client import ops
+
+TOP_K, EXPERTS, HIDDEN = 2, 8, 16
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def draw(tokens: int = 32, seed: int = 0) -> tuple[Any, Any, Any]:
+    """tokens [T, H], topk_idx [T, K], topk_weights [T, K] as NumPy arrays."""
+    rng = np.random.default_rng(seed)
+    case = cases.Case("", tokens=tokens, num_experts=EXPERTS, top_k=TOP_K)
+    idx = cases.routing(case, 1, seed)[0]
+    weights = rng.uniform(0.2, 1, (tokens, TOP_K)).astype(np.float32)
+    return rng.standard_normal((tokens, HIDDEN)).astype(np.float32), idx, weights
+
+
+def block(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:
+    """A stand-in for experts: tanh of the rows, weighted."""
+    sent = ops.dispatch(layer, x, idx, weights, **options)
+    return ops.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
+
+
+def loss(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:
+    """Sums per token, so that only its own sum crosses shards."""
+    return jnp.sin(block(layer, x, idx, weights, **options))
+
+
+def meant(x: Any, weights: Any) -> Any:
+    return jnp.tanh(x) * weights.sum(-1, keepdims=True)
+
+
+def meant_grads(x: Any, weights: Any) -> Any:
+    """Of the sum of `loss`, in x and weights."""
+    total = jax.grad(lambda x, w: jnp.sin(meant(x, w)).sum(), argnums=(0, 1))
+    return total(jnp.asarray(x), jnp.asarray(weights))
+
+
+def put(group: fakes.LocalGroup, spec: PartitionSpec, *arrays: Any) -> list[Any]:
+    return [jax.device_put(x, NamedSharding(group.mesh, spec)) for x in arrays]
+
+
+def collectives(compiled: Any) -> list[str]:
+    """Collectives of a compiled program, by name."""
+    return COLLECTIVE.findall(compiled.as_text())
+
+
+def assert_close(got: Any, want: Any) -> None:
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(left, right, rtol=2e-5, atol=2e-5)
+
+
+def grads_of(function: Any) -> Any:
+    """Compilable gradient of sum(function(x, idx, weights)) in x and weights."""
+    return jax.jit(jax.grad(lambda x, idx, w: function(x, idx, w).sum(), argnums=(0, 2)))
