@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import uuid
 from pathlib import Path
@@ -108,6 +109,15 @@ class Client(Stubs):
     def give_back(self, group):
         """(descriptors that the daemon took, ranks still wanted); what `fetch` fetched there."""
         return self.process.do("give_back", self.directory, self.token, group.spec.name)
+
+    def in_parent(self, group) -> mmap.mmap:
+        """The board of a process's group, mapped in this one (a child's descriptors are ours)."""
+        number = self.process.do("board_fd")
+        fd = os.open(f"/proc/{self.pid}/fd/{number}", os.O_RDWR)
+        try:
+            return mmap.mmap(fd, group.board_bytes)
+        finally:
+            os.close(fd)
 
     def return_windows(self, group, found):
         """ReturnWindows of [(descriptor, fd)]; the answer."""

@@ -102,6 +102,10 @@ def _child_hello_on_forked(state, directory):
     return answer
 
 
+def _child_board_fd(state):
+    return state["fds"][0][1]
+
+
 def _child_inodes(state):
     return [os.fstat(fd).st_ino for _, fd in state["fds"]]
 
@@ -116,6 +120,7 @@ def _child_window_bytes(state):
 
 _COMMANDS = {
     "window_bytes": _child_window_bytes,
+    "board_fd": _child_board_fd,
     "inodes": _child_inodes,
     "close": _child_close,
     "hello": _child_hello,

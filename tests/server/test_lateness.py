@@ -1,0 +1,128 @@
+"""Whom others wait for, as the boards tell it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+
+import pytest
+from harness import eventually
+from raw_client import make_spec
+
+from ep_runtime import board, specs
+from ep_runtime.board_abi import OpCode, RankRecordStruct, RankState
+
+
+class Board:
+    """A client's view of a board, where it writes what its ranks do."""
+
+    def __init__(self, client, spec) -> None:
+        self.group = client.create(spec).group
+        (item, fd), *rest = client.fetch(self.group)
+        self.map = mmap.mmap(fd, item.bytes)
+        for held in [fd, *(fd for _, fd in rest)]:
+            os.close(held)
+        client.attached(self.group)
+        self._ranks_offset = board.board_layout(spec).ranks_offset
+
+    def waits(self, rank: int, waiting_for: int, *, for_s: float, layer_id: int = 0) -> None:
+        """The rank has waited that long; at an infinite time ago for a rank that is idle."""
+        record = RankRecordStruct.from_buffer(
+            self.map, self._ranks_offset + ctypes.sizeof(RankRecordStruct) * rank
+        )
+        record.state = RankState.IDLE if waiting_for < 0 else RankState.WAITING
+        record.op = OpCode.COMBINE
+        record.layer_id = layer_id
+        record.handle = 1
+        record.waiting_for = waiting_for
+        record.since_ns = time.monotonic_ns() - int(for_s * 1e9)
+
+
+@pytest.fixture
+def job(daemon):
+    """(client, board of four ranks, id of the layer "moe/0")."""
+    client = daemon.client()
+    shown = Board(client, make_spec(ranks=4))
+    (layer,), _ = client.register(shown.group, [specs.LayerSpec("moe/0", top_k=2)])
+    yield client, shown, layer.base_id
+    with contextlib.suppress(BufferError):
+        shown.map.close()
+
+
+def late(daemon):
+    return [(x.world_rank, list(x.waiting_ranks)) for x in daemon.status().late_ranks]
+
+
+def test_a_rank_that_others_wait_for_is_named_with_layer_op_and_time(daemon, job):
+    client, shown, layer_id = job
+    shown.waits(0, 2, for_s=11.0, layer_id=layer_id)
+    shown.waits(1, 2, for_s=30.0, layer_id=layer_id)
+    shown.waits(3, 2, for_s=1.0, layer_id=layer_id)
+    (found,) = daemon.status().late_ranks
+    assert (found.world_rank, list(found.waiting_ranks)) == (2, [0, 1, 3])
+    assert (found.layer, found.op, found.handle) == ("moe/0", "COMBINE", 1)
+    assert (found.group, found.job, found.pid) == ("moe", "job", client.pid)
+    assert 30 <= found.since.seconds <= 40
+    assert "wait for rank 2" in found.message
+    assert "combine of layer 'moe/0'" in found.message
+    (group,) = daemon.ask("ListGroups").groups
+    assert [x.world_rank for x in group.late_ranks] == [2]
+
+
+def test_ten_seconds_are_not_late(daemon, job):
+    _, shown, _ = job
+    shown.waits(0, 2, for_s=8.0)
+    assert late(daemon) == []
+
+
+def test_it_is_no_error(daemon, job):
+    client, shown, _ = job
+    shown.waits(0, 2, for_s=120.0)
+    assert late(daemon) == [(2, [0])]
+    assert daemon.session_state(client.session_id) == "ACTIVE"
+    assert daemon.group_states() == {"moe": "READY"}
+    assert board.read_header(shown.map).poison_generation == 0
+
+
+def test_a_chain_of_waits_ends_at_the_rank_that_nobody_holds_up(daemon, job):
+    _, shown, _ = job
+    shown.waits(0, 1, for_s=20.0)
+    shown.waits(1, 3, for_s=20.0)
+    shown.waits(2, 3, for_s=20.0)
+    assert late(daemon) == [(3, [0, 1, 2])]
+
+
+def test_ranks_that_wait_for_each_other_are_both_shown(daemon, job):
+    _, shown, _ = job
+    shown.waits(0, 1, for_s=20.0)
+    shown.waits(1, 0, for_s=20.0)
+    assert sorted(late(daemon)) == [(0, [1]), (1, [0])]
+
+
+def test_becoming_late_and_arriving_are_events(daemon, job):
+    _, shown, _ = job
+    shown.waits(0, 1, for_s=20.0)
+    eventually(lambda: "rank.late" in daemon.event_kinds(), within_s=3.0)
+    shown.waits(0, -1, for_s=0.0)
+    eventually(lambda: "rank.arrived" in daemon.event_kinds(), within_s=3.0)
+    assert daemon.event_kinds().count("rank.late") == 1
+
+
+@pytest.mark.parametrize("waiting_for", [-7, 0, 4, 1 << 30])
+def test_a_record_that_cannot_be_is_not_believed(daemon, job, waiting_for):
+    _, shown, _ = job
+    shown.waits(0, waiting_for, for_s=20.0)
+    assert late(daemon) == []
+
+
+def test_a_state_that_nobody_knows_does_not_hide_the_daemon(daemon, job):
+    _, shown, _ = job
+    shown.waits(0, 1, for_s=20.0)
+    RankRecordStruct.from_buffer(
+        shown.map, board.board_layout(make_spec(ranks=4)).ranks_offset
+    ).op = 77
+    assert late(daemon) == []
+    assert len(daemon.ask("ListRanks").ranks) == 4
