@@ -1,0 +1,123 @@
+"""Programs of several processes that one call's name must keep apart. Run by every process."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+
+SETTINGS: dict[str, Any] = {
+    "num_experts": 8,
+    "hidden_size": 16,
+    "max_tokens_per_rank": 8,
+    "max_top_k": 2,
+    "alignment": 8,
+    "max_token_dtype": "float32",
+    "op_timeout_s": 60,
+}
+
+
+class World:
+    """A group over every device of the job, and inputs that lie on it."""
+
+    def __init__(self, session: Any, name: str = "g", **settings: Any) -> None:
+        self.mesh = Mesh(np.array(jax.devices()), ("ep",))
+        self.group = session.create_group(name, self.mesh, ep_axis="ep", **{**SETTINGS, **settings})
+        self.ranks = len(jax.devices())
+
+    def put(self, array: Any) -> jax.Array:
+        sharding = NamedSharding(self.mesh, PartitionSpec("ep"))
+        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+    def tokens(self, seed: int) -> jax.Array:
+        rng = np.random.default_rng(seed)
+        return self.put(rng.standard_normal((8 * self.ranks, 16)).astype(np.float32))
+
+    def routing(self, seed: int, top_k: int = 2) -> jax.Array:
+        rng = np.random.default_rng(seed)
+        rows = [rng.choice(8, top_k, replace=False) for _ in range(8 * self.ranks)]
+        return self.put(np.array(rows, np.int32))
+
+
+def round_trip(layer: Any, tokens: Any, idx: Any, factor: float, **options: Any) -> Any:
+    """top_k * factor * tokens, through every rank."""
+    sent = ep.dispatch(layer, tokens, idx, **options)
+    return ep.combine(layer, sent, sent.tokens * factor)
+
+
+def check(got: Any, tokens: Any, factor: float) -> None:
+    """Exactly: the factors are small integers, and two equal partials are added."""
+    for mine, given in zip(got.addressable_shards, tokens.addressable_shards, strict=True):
+        np.testing.assert_array_equal(mine.data, np.asarray(given.data) * np.float32(factor))
+
+
+def twins(layers: int, runs: int) -> dict[str, Any]:
+    """Independent calls of many layers alike, more than there are lanes."""
+    with ep.connect() as session:
+        world = World(session)
+        found = world.group.register_layers([ep.LayerSpec(f"l{i}", top_k=2) for i in range(layers)])
+
+        @jax.jit
+        def step(tokens: Any, idx: Any) -> Any:
+            return [round_trip(layer, tokens, idx, i + 1) for i, layer in enumerate(found)]
+
+        tokens, idx = world.tokens(0), world.routing(0)
+        lowered = step.lower(tokens, idx).as_text()
+        for _ in range(runs):
+            for i, got in enumerate(step(tokens, idx)):
+                check(got, tokens, 2 * (i + 1))
+        return {"hlo": hashlib.sha256(lowered.encode()).hexdigest()}
+
+
+def microbatches(runs: int, handles: int) -> dict[str, Any]:
+    """Four independent microbatches of one layer, each through two calls of it."""
+    with ep.connect() as session:
+        world = World(session)
+        layer = world.group.register_layer("moe", top_k=2, in_flight=handles)
+        batches = [(world.tokens(i), world.routing(i)) for i in range(4)]
+
+        @jax.jit
+        def step(batches: Any) -> Any:
+            found = []
+            for i, (tokens, idx) in enumerate(batches):
+                once = round_trip(layer, tokens, idx, 1.0 + i, handle=i % handles)
+                found.append(round_trip(layer, jnp.copy(once), idx, 0.5, handle=i % handles))
+            return found
+
+        for _ in range(runs):
+            for i, got in enumerate(step(batches)):
+                check(got, batches[i][0], 2 * (1.0 + i))
+        return {"steps": runs}
+
+
+def soak(steps: int, index: int) -> dict[str, Any]:
+    """Two groups, random pauses of every process, checks now and then."""
+    pause, chance = threading.Event(), random.Random(index)
+    with ep.connect() as session:
+        worlds = [World(session, "left"), World(session, "right", lanes=1)]
+        layers = [world.group.register_layer("moe", top_k=2) for world in worlds]
+
+        @jax.jit
+        def step(tokens: Any, idx: Any) -> Any:
+            return [round_trip(layer, tokens, idx, i + 1.0) for i, layer in enumerate(layers)]
+
+        tokens, idx = worlds[0].tokens(0), worlds[0].routing(0)
+        for number in range(steps):
+            got = step(tokens, idx)
+            if number % 50 == 0:
+                for i, out in enumerate(got):
+                    check(out, tokens, 2 * (i + 1))
+            if chance.random() < 0.01:
+                pause.wait(chance.uniform(0, 0.02))
+        jax.block_until_ready(got)
+        for world in worlds:
+            world.group.check()
+        return {"steps": steps}
