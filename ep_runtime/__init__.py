@@ -37,11 +37,15 @@ _NAMES_OF = {
     "ep_runtime_client.layers": ("EpLayer", "LayerStack"),
     "ep_runtime_client.moe": (
         "MoEParams",
+        "MoEStats",
         "init_moe_params",
         "moe",
         "update_expert_bias",
     ),
     "ep_runtime_client.ops": (
+        "Dispatched",
+        "Plan",
+        "Routing",
         "aux_loss",
         "combine",
         "dispatch",
@@ -49,6 +53,7 @@ _NAMES_OF = {
         "prepare",
         "route",
     ),
+    "ep_runtime_client.ops.exporting": ("export_checks",),
     "ep_runtime_client.remat": ("remat_policy",),
     "ep_runtime_client.session": ("Session", "connect"),
 }

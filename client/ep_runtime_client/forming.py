@@ -129,7 +129,10 @@ def _fetch(
 
 def _map(spec: specs.GroupSpec, generation: int, memory: Memory, local_ranks: Sequence[int]) -> int:
     from ep_runtime import native
+    from ep_runtime_client.ops import _ffi
 
+    # Now, not when an op is first traced: exported programs and stored executables run untraced.
+    _ffi.ensure_registered()
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
     if sorted(found) != list(range(-1, spec.world_size)):
         raise EpRuntimeError(

@@ -150,7 +150,8 @@ def test_explicit_and_auto_axes_in_one_mesh(make_group: MakeGroup) -> None:
             assert_close(run(*operands), np.sin(meant(x, weights)))
             grads = grads_of(lambda *args, layer=layer: loss(layer, *args))
             assert_close(grads(*operands), meant_grads(x, weights))
-        assert collectives(run) == []
+        # What is typed with the minor axis alone, JAX itself moves: the rows' tanh, for one.
+        assert kinds[0] == AxisType.Auto or collectives(run) == []
 
 
 def test_replicated_operands_are_typed_as_the_layer_lays_them(

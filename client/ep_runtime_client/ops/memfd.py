@@ -18,6 +18,14 @@ from ep_runtime_client.ops._ffi import ensure_registered
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import PlanArrays
 
+TARGETS = (
+    "ep_prepare_v1",
+    "ep_dispatch_v1",
+    "ep_combine_v1",
+    "ep_dispatch_bwd_v1",
+    "ep_combine_bwd_v1",
+)
+
 
 def _call(call: Call, target: str, results: Any, *operands: jax.Array) -> Any:
     ensure_registered()

@@ -1,0 +1,25 @@
+"""What `jax.export` must be told about programs that use our ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.export import DisabledSafetyCheck
+
+from ep_runtime_client.ops import memfd
+
+
+def export_checks() -> Sequence[DisabledSafetyCheck]:
+    """The `disabled_checks` of `jax.export.export` for programs with our custom calls.
+
+    JAX exports unknown custom calls only where it is told that they stay compatible. Ours do:
+    their names carry a version, their attributes hold names and sizes, and a program made for
+    other settings of group or layer ends with StaleHandleError where it runs.
+
+    Where an exported program or a serialized executable is loaded, the group must be open and its
+    layers registered before it runs; nothing of it is traced there.
+
+    Returns:
+        One check per custom call; other checks stay on.
+    """
+    return [DisabledSafetyCheck.custom_call(name) for name in memfd.TARGETS]

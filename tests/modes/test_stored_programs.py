@@ -1,0 +1,124 @@
+"""Programs that leave the process that traced them: export, serialized executables, the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakes
+import jax
+import numpy as np
+import pytest
+from daemon_fixtures import package_path
+from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding
+from mode_programs import assert_close, draw, grads_of, loss, meant, meant_grads, put
+from stored_child import SPEC, open_group
+
+import ep_runtime as ep
+from ep_runtime import native
+from ep_runtime_client.ops import memfd
+
+CHILD_TIMEOUT_S = 120.0
+
+
+def child(task: str, *arguments: str) -> Any:
+    """What stored_child.py prints for a task, in a process of its own."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([package_path(), str(here), str(here.parent)])
+    done = subprocess.run(
+        [sys.executable, "-P", str(here / "stored_child.py"), task, *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def layer() -> Any:
+    fakes.require_native()
+    group, layer = open_group()
+    yield layer
+    group.close()
+
+
+def operands_of(layer: Any) -> list[Any]:
+    return put(layer.group, SPEC, *draw())
+
+
+def exported(layer: Any, function: Callable[..., Any]) -> Any:
+    """An export for the mesh's devices, as a user would write it."""
+    checks = ep.export_checks()
+    return jax.export.export(jax.jit(function), disabled_checks=checks)(*operands_of(layer))
+
+
+def test_export_checks_name_every_custom_call() -> None:
+    fakes.require_native()
+    assert {target.name for target in native.library().targets()} == {*memfd.TARGETS}
+    assert [check.is_custom_call() for check in ep.export_checks()] == [*memfd.TARGETS]
+
+
+def test_without_the_checks_an_export_is_refused(layer: Any) -> None:
+    with pytest.raises(ValueError, match="ep_prepare_v1"):
+        jax.export.export(jax.jit(lambda *args: loss(layer, *args)))(*operands_of(layer))
+
+
+def test_an_exported_program_and_its_gradient(layer: Any) -> None:
+    operands = operands_of(layer)
+    x, _, weights = draw()
+    blob = exported(layer, lambda *args: loss(layer, *args)).serialize(vjp_order=1)
+    again = jax.export.deserialize(blob)
+    assert_close(jax.jit(again.call)(*operands), np.sin(meant(x, weights)))
+    assert_close(grads_of(again.call)(*operands), meant_grads(x, weights))
+
+
+def test_ahead_of_time_from_shapes_alone(layer: Any) -> None:
+    sharding = NamedSharding(layer.mesh, SPEC)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in draw()]
+    run = grads_of(lambda *args: loss(layer, *args)).lower(*shapes).compile()
+    assert_close(run(*operands_of(layer)), meant_grads(*draw()[::2]))
+    traced = jax.jit(lambda *args: loss(layer, *args)).trace(*shapes)
+    assert traced.out_info.shape == draw()[0].shape
+    assert jax.eval_shape(lambda *args: loss(layer, *args), *shapes).shape == draw()[0].shape
+
+
+def test_stored_programs_run_in_a_process_that_never_traced_them(
+    layer: Any, tmp_path: Path
+) -> None:
+    """They end with StaleHandleError before their layer is registered, and for another spec."""
+    program = grads_of(lambda *args: loss(layer, *args))
+    export = jax.export.export(program, disabled_checks=ep.export_checks())
+    (tmp_path / "export").write_bytes(export(*operands_of(layer)).serialize())
+    compiled = program.lower(*operands_of(layer)).compile()
+    (tmp_path / "executable").write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    said = child("load", str(tmp_path))
+    for kind in ("export", "executable"):
+        assert "EP_RUNTIME/StaleHandleError" in said[kind]["no layer"]
+        assert said[kind]["layer"] == "right"
+        assert said[kind]["again"] == "right"
+        assert "EP_RUNTIME/StaleHandleError" in said[kind]["other alignment"]
+        assert "EP_RUNTIME/StaleHandleError" in said[kind]["closed"]
+
+
+def test_the_persistent_cache_hits_for_the_same_spec_alone(tmp_path: Path) -> None:
+    """Programs of equal shapes but of other specs are compiled anew, and all values are right."""
+    fakes.require_native()
+    first, second = (child("cache", str(tmp_path / "cache")) for _ in range(2))
+    assert [run["name"] for run in first] == [run["name"] for run in second]
+    texts = [run["text"] for run in first]
+    assert len({*texts}) == len(texts), "every spec must make a program of its own"
+    for once, twice in zip(first, second, strict=True):
+        assert (once["hits"], once["misses"]) == (0, 2), once
+        assert (twice["hits"], twice["misses"]) == (2, 0), twice
+        assert once["text"] == twice["text"]
+        assert once["right"]
+        assert twice["right"]
