@@ -10,8 +10,6 @@ import contextlib
 from collections.abc import Iterator
 
 from ep_runtime import errors
-from ep_runtime_client import meshes
-from ep_runtime_client.layers import live_groups
 
 
 def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
@@ -24,20 +22,9 @@ def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
             return current
         found = errors.parse(str(current))
         if found is not None:
-            return _with_process(found)
+            return found
         current = current.__cause__  # not __context__: that error may have been dealt with
     return None
-
-
-def _with_process(error: errors.EpRuntimeError) -> errors.EpRuntimeError:
-    """A lost or late rank's `jax.process_index`, which only the mesh here knows, as a field."""
-    named = isinstance(error, errors.PeerLostError | errors.OpTimeoutError)
-    group = live_groups.get(str(error.fields.get("group"))) if named else None
-    rank = error.fields.get("rank", -1)
-    if group is None or not 0 <= rank < group.spec.world_size or "process" in error.fields:
-        return error
-    process = int(meshes.rank_devices(group.mesh, group.spec)[rank].process_index)
-    return type(error)(f"{error} (process {process})", **error.fields, process=process)
 
 
 @contextlib.contextmanager

@@ -88,9 +88,9 @@ def _lose(job: Job, devices: int, admin: source.Source) -> tuple[float, list[Any
     first = (job.processes - 1) * devices
     for row in said:
         assert row["rank"] in range(first, first + devices), row
-        assert row["layer"] == "moe/0"
-        assert row["process"] == job.processes - 1
-        assert f"process {row['process']}" in row["text"]
+        assert (row["layer"], row["op"]) == ("moe/0", "prepare")
+        assert row["process"] == victim.pid
+        assert str(victim.pid) in row["text"]
         assert row["gone"]
     for worker in others:
         worker.tell()
