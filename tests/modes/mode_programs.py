@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ep_runtime_client import ops
 
 TOP_K, EXPERTS, HIDDEN = 2, 8, 16
+SPLIT = PartitionSpec(("dp", "ep"))
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )

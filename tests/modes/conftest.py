@@ -1,0 +1,9 @@
+"""The fixtures around a real daemon."""
+
+from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
+    _children_import_what_we_import,
+    address,
+    daemon,
+    directory,
+    run_program,
+)

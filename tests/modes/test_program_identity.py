@@ -1,0 +1,120 @@
+"""Every process of a job, a restarted job and a client that attached by name: one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_fixtures import Program
+from multiprocess.launch import Job
+
+# Traces and compiles the same program with the cache on, and runs it.
+BODY = """
+import hashlib
+from mode_programs import SPLIT, draw, grads_of, loss, meant_grads
+from jax.experimental import multihost_utils
+
+jax.config.update("jax_compilation_cache_dir", os.environ["TEST_CACHE"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+
+def report(layer):
+    sharding = jax.sharding.NamedSharding(layer.mesh, SPLIT)
+    operands = [
+        jax.make_array_from_callback(a.shape, sharding, lambda at, a=a: a[at]) for a in draw()
+    ]
+    region = jax.shard_map(
+        lambda *args: loss(layer, *args), mesh=layer.mesh, axis_names={"dp"},
+        in_specs=jax.P("dp"), out_specs=jax.P("dp"),
+    )
+    said = {"text": "", "hits": 0, "misses": 0, "right": True}
+    for function in (lambda *args: loss(layer, *args), region):
+        lowered = grads_of(function).lower(*operands)
+        said["text"] += hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        del events[:]
+        program = lowered.compile()
+        said["hits"] += events.count("/jax/compilation_cache/cache_hits")
+        said["misses"] += events.count("/jax/compilation_cache/cache_misses")
+        got = multihost_utils.process_allgather(program(*operands), tiled=True)
+        want = meant_grads(*draw()[::2])
+        said["right"] &= all(np.allclose(a, b, atol=2e-5) for a, b in zip(got, want, strict=True))
+    say(**said)
+
+settings = dict(ep_axis="ep", outer_axes="dp", num_experts=8, hidden_size=16,
+                max_tokens_per_rank=8, max_top_k=2, alignment=8, max_token_dtype="float32")
+"""
+CREATE = """
+session = ep.connect()
+group = session.create_group("g", mesh_of(2, 4, names=("dp", "ep")), **settings)
+report(group.register_layer("moe", top_k=2))
+hear()
+"""
+ATTACH = """
+session = ep.connect()
+report(session.group("g").layer("moe"))
+"""
+# Without jax.distributed: one process of eight devices.
+ALONE = """
+import json, os, sys
+os.environ["PJRT_NPROC"] = "32"
+import jax
+import numpy as np
+jax.config.update("jax_num_cpu_devices", 8)
+import ep_runtime as ep
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+def hear():
+    return json.loads(sys.stdin.readline())
+
+def mesh_of(*sizes, names):
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(sizes), names)
+"""
+
+
+@pytest.fixture
+def environment(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    here = Path(__file__).parent
+    for path in (here, here.parent):
+        monkeypatch.setenv("PYTHONPATH", str(path), prepend=":")
+    return {"EP_RUNTIME_ADDRESS": address, "TEST_CACHE": str(tmp_path / "cache")}
+
+
+def test_a_client_that_attached_by_name_runs_the_cached_program(
+    run_program: Callable[..., Program], environment: dict[str, str]
+) -> None:
+    """The first client dies; its windows are kept, and another program attaches to them."""
+    environment |= {"EP_RUNTIME_JOB": "identity"}
+    creator = run_program(BODY + CREATE, prologue=ALONE, **environment)
+    created = creator.heard()
+    creator.kill()
+    attached = run_program(BODY + ATTACH, prologue=ALONE, **environment).heard()
+    assert created == {"text": created["text"], "hits": 0, "misses": 2, "right": True}
+    assert attached == {"text": created["text"], "hits": 2, "misses": 0, "right": True}
+
+
+def test_processes_of_a_job_trace_one_program_and_a_restarted_job_hits_the_cache(
+    environment: dict[str, str],
+) -> None:
+    here = str(Path(__file__).parent)
+    script = f"sys.path.insert(0, {here!r})\n" + BODY + CREATE
+    jobs: list[list[Any]] = []
+    for _ in range(2):
+        with Job(script, processes=2, devices=4, **environment) as job:
+            jobs.append(job.heard())
+            for worker in job.workers:
+                worker.tell()
+            job.finish()
+    (left, right), again = jobs
+    assert left["text"] == right["text"]
+    assert [said["right"] for said in (left, right, *again)] == [True] * 4
+    assert [said["text"] for said in again] == [left["text"]] * 2
+    # JAX writes from process 0 alone, and on CPU its keys name the process: of any program, ours
+    # or not, the others have no entry.
+    assert (left["hits"], left["misses"]) == (0, 2)
+    assert (again[0]["hits"], again[0]["misses"]) == (2, 0)
