@@ -17,7 +17,7 @@ from daemon_fixtures import WAIT_S, wait_until
 import ep_runtime as ep
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client import cli, transport
-from ep_runtime_client.cli import source, status
+from ep_runtime_client.cli import source
 
 _NOBODY = 65534
 
@@ -152,6 +152,7 @@ def test_status_is_one_screen_and_a_probe(ask: Any, group: ep.Group, address: st
     assert code == 0
     assert "SERVING" in text
     assert address in text
+    assert "journal" in text
     assert ask("status", "--quiet") == (0, "")
     document = json.loads(ask("status", "-o", "json")[1])
     wanted = {"state": "SERVING", "num_sessions": 1, "num_groups": 1, "num_handles": 4}
@@ -165,26 +166,6 @@ def test_status_of_a_draining_daemon_is_unhealthy(
     admin.call("Drain", messages.DrainRequest())
     assert cli.main(["status", "--address", address]) == 3
     assert "DRAINING" in capsys.readouterr().out
-
-
-def test_who_everybody_waits_for_is_named() -> None:
-    def rank(number: int, waiting_for: int, since_s: float | None) -> dict[str, Any]:
-        return {
-            "uid": 0,
-            "job": "j",
-            "group": "g",
-            "world_rank": number,
-            "pid": 100 + number,
-            "waiting_for": waiting_for,
-            "since_s": since_s,
-            "layer": "moe/0",
-            "op": "DISPATCH",
-        }
-
-    ranks = [rank(0, 2, 11.0), rank(1, 2, 14.0), rank(2, -1, 20.0), rank(3, 0, 3.0)]
-    (late,) = status.late_ranks(ranks)
-    assert (late["world_rank"], late["pid"], late["waiting_ranks"]) == (2, 102, [0, 1])
-    assert late["waited_s"] == 14.0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,6 @@ from typing import Any
 from ep_runtime_client import cli
 from ep_runtime_client.cli import reading, render
 
-# A rank that others have waited for this long is shown as late.
-LATE_AFTER_S = 10.0
-
 _POOLS = (
     render.Column("device", "DEVICE"),
     render.Column("limit_bytes", "LIMIT", "bytes"),
@@ -36,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
 
         def once() -> int:
             status = daemon.status()
-            code = cli.OK if status["state"] == "SERVING" else cli.PARTIAL
+            healthy = status["state"] == "SERVING" and not (status["journal"] or {}).get("error")
+            code = cli.OK if healthy else cli.PARTIAL
             if args.quiet:
                 return code
-            status["late_ranks"] = late_ranks(daemon.ranks())
             if args.output == "json":
                 render.write_json("status", status, compact=bool(args.watch))
             else:
@@ -47,29 +44,6 @@ def run(args: argparse.Namespace) -> int:
             return code
 
         return reading.repeat(args, once)
-
-
-def late_ranks(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whom others have waited for more than ten seconds, with how many wait."""
-    waits: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in ranks:
-        if row["waiting_for"] >= 0 and (row["since_s"] or 0) > LATE_AFTER_S:
-            key = (row["uid"], row["job"], row["group"], row["waiting_for"])
-            waits.setdefault(key, []).append(row)
-    pids = {(r["uid"], r["job"], r["group"], r["world_rank"]): r["pid"] for r in ranks}
-    return [
-        {
-            "group": key[2],
-            "job": key[1],
-            "world_rank": key[3],
-            "pid": pids.get(key, 0),
-            "waiting_ranks": [row["world_rank"] for row in rows],
-            "waited_s": max(row["since_s"] for row in rows),
-            "layer": rows[0]["layer"],
-            "op": rows[0]["op"],
-        }
-        for key, rows in sorted(waits.items())
-    ]
 
 
 def _write(status: dict[str, Any]) -> None:
@@ -85,13 +59,30 @@ def _write(status: dict[str, Any]) -> None:
             ("descriptors", f"{status['num_fds']} of {status['max_fds']}"),
             ("memory", f"{render.cell(status['rss_bytes'], 'bytes')} without windows"),
             ("loop lag", f"{(status['loop_lag_s'] or 0) * 1e3:.1f} ms at most in a minute"),
+            *_restarts(status),
         ]
     )
     render.out("")
     render.write_table(_POOLS, status["pools"], wide=False, empty="no memory pools")
     for rank in status["late_ranks"]:
-        render.out(
-            f"LATE: rank {rank['world_rank']} of group {rank['group']} (pid {rank['pid']}); "
-            f"{len(rank['waiting_ranks'])} ranks have waited for it for "
-            f"{render.cell(rank['waited_s'], 'seconds')} in {rank['op']} of layer {rank['layer']}"
-        )
+        render.out(f"LATE: {rank['message']}")
+
+
+def _restarts(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """What lets a restarted daemon go on, and what this one found at its start."""
+    journal, found = status["journal"], status["recovery"]
+    rows = []
+    if journal is not None:
+        text = journal["error"] or f"{render.cell(journal['bytes'], 'bytes')}"
+        rows.append(("journal", f"CANNOT BE WRITTEN: {text}" if journal["error"] else text))
+    if found is not None:
+        text = f"{render.cell(found['adopted_bytes'], 'bytes')} of before are back"
+        if found["under_way"]:
+            text += (
+                f", {found['num_awaited']} of {found['num_sessions']} sessions are awaited for "
+                f"{render.cell(found['left_s'], 'seconds')}"
+            )
+        if found["lost_bytes"]:
+            text += f", {render.cell(found['lost_bytes'], 'bytes')} are lost"
+        rows.append(("restarted", text))
+    return rows
