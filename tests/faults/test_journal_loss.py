@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import random
@@ -11,7 +12,7 @@ from harness import eventually, memfds_of
 from raw_client import make_spec
 from raw_jobs import SPEC, come_back, ready_pair
 
-from ep_runtime import errors, specs
+from ep_runtime import board, errors, specs
 from ep_runtime_server import devices
 
 
@@ -58,6 +59,24 @@ def test_who_does_not_come_back_in_time_is_lost_to_the_others(daemon_process, re
     assert again.group_states() == {"moe": "FORMING"}
     eventually(lambda: again.group_states() == {"moe": "BROKEN"})
     assert clients[0].process.do("board")[1:] == (group.generation, "PEER_LOST", 1)
+
+
+@pytest.mark.parametrize("change", ["overlap", "id", "outside"])
+def test_layers_that_cannot_have_been_registered_so_are_refused(daemon_process, restarted, change):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    wiped(daemon)
+    restarted(daemon)
+    clients[0].resume()
+    first, second = layers[:2]
+    changed = {
+        "overlap": {"handle_base": first.handle_base + 1},
+        "id": {"base_id": second.base_id + 1},
+        "outside": {"handle_base": board.MAX_HANDLES - 1},
+    }[change]
+    with pytest.raises(errors.InvalidArgumentError, match="cannot have been registered"):
+        clients[0].restore(group, [0], [first, dataclasses.replace(second, **changed)])
+    assert list(clients[0].restore(group, [0], layers).wanted_ranks) == [-1, 0, 1]
 
 
 def test_after_the_recovery_window_nobodys_word_counts(daemon_process, restarted):

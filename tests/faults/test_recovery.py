@@ -57,6 +57,42 @@ def test_generations_grow_over_restarts(daemon_process, restarted):
     assert generations == sorted(set(generations))
 
 
+def test_a_generation_is_not_given_twice_though_its_group_is_gone(daemon_process, restarted):
+    daemon = daemon_process()
+    client = daemon.client(process=True)
+    group = client.create(make_spec(ranks=1)).group
+    client.close_group(group)
+    again = restarted(daemon)
+    newer = again.client(process=True).create(make_spec(ranks=1)).group
+    assert newer.generation > group.generation
+
+
+def test_a_long_journal_is_written_anew_and_knows_the_same(daemon_process, restarted):
+    daemon = daemon_process("--log-level", "error")  # nobody reads the pipe of its log
+    clients, group, layers = ready_pair(daemon)
+    labels = {str(number): "x" * 250 for number in range(32)}
+    for _ in range(150):
+        short = daemon.client(job=None)
+        short.open("job", labels=labels)
+        short.goodbye()
+    eventually(lambda: daemon.status().journal.bytes < 1 << 18, what="it is written anew")
+    again = restarted(daemon)
+    come_back(clients, group, layers)
+    assert (again.status().num_layers, again.status().num_handles) == (7, 10)
+
+
+def test_registering_one_by_one_does_not_write_all_of_it_again(daemon_process):
+    daemon = daemon_process()
+    client = daemon.client(process=True)
+    group = client.create(make_spec(ranks=1)).group
+    sizes = []
+    for number in range(60):
+        client.register(group, [specs.LayerSpec(f"moe/{number}", top_k=1)])
+        sizes.append(daemon.status().journal.bytes)
+    first, last = sizes[10] - sizes[9], sizes[59] - sizes[58]
+    assert last < 1.1 * first
+
+
 def test_a_second_restart_finds_the_same(daemon_process, restarted):
     daemon = daemon_process()
     clients, group, layers = ready_pair(daemon)

@@ -186,6 +186,13 @@ def test_the_fallback_refuses_a_recycled_pid():
             credentials.peer_of(ours, accepted_s=credentials.boottime_s(), use_peer_pidfd=False)
 
 
+def test_a_pid_is_the_same_process_only_with_its_start_time():
+    started = credentials.process_start_s(os.getpid())
+    for other in (started + 1, None):
+        assert credentials.open_process(os.getpid(), other) is None
+    os.close(credentials.open_process(os.getpid(), started))
+
+
 def test_a_late_heartbeat_makes_a_session_suspect_and_frees_nothing(clocked):
     client = clocked.client()
     client.ready(make_spec())
