@@ -76,6 +76,15 @@ def test_control_registers_layers_and_times_calls() -> None:
     assert all(row["p99_ms"] >= row["p50_ms"] > 0 for row in found["control"])
 
 
+def test_compile_compares_a_model_with_stock_collectives() -> None:
+    sizes = ["--devices", "2", "--experts", "4", "--model-layers", "1", "--repeats", "1"]
+    found = figures("compile", "--transports", "memfd", *sizes)
+    rows = {row["model"]: row for row in found["compile"]}
+    assert list(rows) == ["memfd", "stock"]
+    assert rows["stock"]["ratio_to_stock"] == 1.0
+    assert all(row["trace_s"] > 0 and row["compile_s"] > 0 for row in rows.values())
+
+
 def test_wrong_names_are_exit_code_1() -> None:
     done = bench("dispatsch")
     assert done.returncode == 1

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--experts", default.num_experts, "experts"),
         ("--repeats", default.repeats, "timed calls of each"),
         ("--layers", default.num_layers, "layers that `control` registers in one call"),
+        ("--model-layers", default.model_layers, "layers of the model that `compile` compiles"),
     ):
         parser.add_argument(flag, type=int, default=value, metavar="N", help=f"{text}; {value}")
     parser.add_argument("-o", "--output", choices=render.OUTPUTS, default="table")
@@ -70,6 +71,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         num_experts=args.experts,
         repeats=args.repeats,
         num_layers=args.layers,
+        model_layers=args.model_layers,
     ).checked()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli.render import Column
 
-BENCHES = ("dispatch", "combine", "connect", "control")
+BENCHES = ("dispatch", "combine", "connect", "control", "compile")
 Transport = Literal["memfd", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ROW_ITEM_BYTES = 2  # bf16
@@ -32,6 +32,7 @@ class BenchOptions:
         num_experts: E.
         repeats: timed calls of each subject.
         num_layers: that `control` registers in one call.
+        model_layers: of the model that `compile` compiles.
     """
 
     benches: tuple[str, ...] = ("dispatch", "combine")
@@ -43,6 +44,7 @@ class BenchOptions:
     num_experts: int = 64
     repeats: int = 15
     num_layers: int = 10_000
+    model_layers: int = 24
 
     def checked(self) -> BenchOptions:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
@@ -56,7 +58,8 @@ class BenchOptions:
                 raise InvalidArgumentError(
                     f"{argument} must be of {choices}, got {values}", argument=argument
                 )
-        for argument in ("devices", "top_k", "num_experts", "repeats", "num_layers"):
+        counts = ("devices", "top_k", "num_experts", "repeats", "num_layers", "model_layers")
+        for argument in counts:
             if getattr(self, argument) < 1:
                 raise InvalidArgumentError(
                     f"{argument} must be at least 1, got {getattr(self, argument)}",
