@@ -1,0 +1,217 @@
+// Kernels against the reference, failing waits, and times beside the link's ceiling.
+//   kernels_main check|small|time [ranks]
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "case_runner.h"
+#include "timing.h"
+
+namespace gpu_test {
+namespace {
+
+GroupSizes SizesOf(const Case& c) {
+  const int bytes = ElementBytes(c.type);
+  return {c.ranks, c.ranks, c.experts, c.width, c.tokens, c.capacity, c.top_k, bytes, 2};
+}
+
+// Holds a stream up for a while, so that ranks start in another order every time.
+__global__ void Delay(uint64_t ns) {
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - start < ns);
+}
+
+std::vector<Case> Cases(int n) {
+  using T = RowType;
+  return {
+      {"bf16", n, 96, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, false},
+      {"bf16 exact, two passes", n, 97, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, true},
+      {"f16 unweighted", n, 64, 64, 6, 16 * n, 8, 4096, T::kF16, 0, false, false},
+      {"f16 exact", n, 33, 8, 2, 4 * n, 1, 512, T::kF16, 1, true, true},
+      {"f32 odd width", n, 50, 100, 3, 4 * n, 4, 1024, T::kF32, 1, true, false},
+      {"f32 wide rows", n, 40, 16384, 2, 4 * n, 8, 512, T::kF32, 0, true, false},
+      {"bf16 wide rows", n, 40, 16384, 2, 4 * n, 8, 512, T::kBF16, 0, true, true},
+      {"bytes", n, 200, 48, 8, 8 * n, 16, 8192, T::kBytes, 1, true, false},
+      {"drops", n, 128, 128, 8, 8 * n, 16, 256, T::kBF16, 1, true, false},
+      {"drops, skewed", n, 300, 64, 4, 32 * n, 4, 400, T::kF32, 4, true, false},
+      {"all to one expert", n, 100, 64, 4, 8 * n, 16, 2048, T::kBF16, 2, true, false},
+      {"all to one expert, drops", n, 100, 64, 4, 8 * n, 16, 160, T::kBF16, 2, true, false},
+      {"a rank without rows", n, 77, 64, 4, 8 * n, 16, 2048, T::kBF16, 3, true, false},
+      {"no tokens", n, 0, 64, 4, 8 * n, 16, 128, T::kBF16, 0, true, false},
+      {"one token", n, 1, 8, 1, n, 1, 16, T::kBF16, 0, true, false},
+      {"K 32", n, 65, 32, 32, 64 * n, 2, 16384, T::kBF16, 0, true, false},
+      {"K 32 repeats", n, 65, 32, 32, 8 * n, 2, 16384, T::kF16, 1, true, true},
+      {"many experts", n, 500, 16, 8, 512 * n / 4 * 4, 8, 65536, T::kBF16, 0, false, false},
+      {"tokens of several steps", n, 3000, 32, 2, 8 * n, 128, 16384, T::kBF16, 1, true, false},
+  };
+}
+
+// Several epochs of two inputs in turn, ranks delayed at random, no sync in between.
+int RunCase(const Case& c, int gpus, const Grids& grids, int rounds) {
+  World world(SizesOf(c), gpus);
+  CaseRunner first(world, c, 7, grids);
+  CaseRunner second(world, c, 8, grids);
+  std::mt19937 random(c.tokens);
+  world.Synchronize();
+  for (int i = 0; i < rounds; ++i) {
+    for (int r = 0; r < c.ranks; ++r) {
+      world.Use(r);
+      Delay<<<1, 1, 0, world.stream(r)>>>(random() % 100000);
+      first.Enqueue(r);
+      second.Enqueue(r);
+    }
+  }
+  world.Synchronize();
+  const int wrong = first.Compare() + second.Compare();
+  for (int r = 0; r < c.ranks; ++r) {
+    if (world.record(r).valid != 0) {
+      std::printf("  %s: rank %d failed: reason %u op %u waiting for %d seen %x expected %x\n",
+                  c.name, r, world.record(r).reason, world.record(r).op,
+                  world.record(r).waiting_for, world.record(r).seen, world.record(r).expected);
+    }
+  }
+  std::printf("%s %s\n", wrong == 0 ? "ok  " : "FAIL", c.name);
+  std::fflush(stdout);
+  return wrong;
+}
+
+// The same program, captured once on every rank and replayed.
+int RunGraphs(const Case& c, int gpus, const Grids& grids) {
+  World world(SizesOf(c), gpus);
+  CaseRunner runner(world, c, 9, grids);
+  std::vector<cudaGraphExec_t> graphs(c.ranks);
+  for (int r = 0; r < c.ranks; ++r) {
+    world.Use(r);
+    cudaGraph_t graph;
+    CHECK_CUDA(cudaStreamBeginCapture(world.stream(r), cudaStreamCaptureModeThreadLocal));
+    runner.Enqueue(r);
+    CHECK_CUDA(cudaStreamEndCapture(world.stream(r), &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&graphs[r], graph, 0));
+    CHECK_CUDA(cudaGraphUpload(graphs[r], world.stream(r)));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+  }
+  world.Synchronize();
+  for (int i = 0; i < 20; ++i) {
+    for (int r = 0; r < c.ranks; ++r) {
+      world.Use(r);
+      CHECK_CUDA(cudaGraphLaunch(graphs[r], world.stream(r)));
+    }
+  }
+  world.Synchronize();
+  int wrong = runner.Compare();
+  world.Close();
+  for (int r = 0; r < c.ranks; ++r) {
+    world.Use(r);
+    CHECK_CUDA(cudaGraphLaunch(graphs[r], world.stream(r)));
+  }
+  world.Synchronize();
+  for (int r = 0; r < c.ranks; ++r) {
+    wrong += world.record(r).reason != static_cast<uint32_t>(ec::FailReason::kClosed);
+  }
+  std::printf("%s graphs replayed, and after close\n", wrong == 0 ? "ok  " : "FAIL");
+  return wrong;
+}
+
+bool AllNan(const Buffer& buffer) {
+  for (uint16_t x : buffer->read<uint16_t>()) {
+    if (x != 0x7FC0) return false;
+  }
+  return true;
+}
+
+// The last rank stays away (or comes with another handle); the others must end in time with
+// the reason, NaN in floats and 0 in integers.
+int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
+  const Case c{"failure", n, 96, 256, 4, 8 * n, 16, 1024, RowType::kBF16, 0, true, false};
+  const bool poison = reason == ec::FailReason::kPoisoned;
+  World world(SizesOf(c), gpus, poison ? 60'000'000'000ull : 50'000'000ull);
+  CaseRunner runner(world, c, 3, grids);
+  const auto started = std::chrono::steady_clock::now();
+  for (int r = 0; r < n - 1; ++r) runner.Enqueue(r);
+  if (reason == ec::FailReason::kMismatch) {
+    world.Use(n - 1);
+    const ec::CallSizes sizes{c.tokens, c.top_k, c.capacity, c.experts / n, c.width};
+    const RankData& d = runner.data(n - 1);
+    CHECK_CUDA(ec::LaunchPrepare(world.stream(n - 1), {world.group(n - 1),
+                                                       {0x1234, nullptr, 1},
+                                                       sizes,
+                                                       c.experts,
+                                                       c.alignment,
+                                                       d.idx->as<int32_t>(),
+                                                       d.plan->buffers<int32_t>(),
+                                                       nullptr,
+                                                       grids.prepare}));
+  }
+  if (poison) {
+    usleep(20'000);
+    *world.poison() = 1;
+  }
+  world.Synchronize();
+  const double ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - started).count();
+  int wrong = 0;
+  for (int r = 0; r < n - 1; ++r) {
+    world.Use(r);
+    const auto& record = world.record(r);
+    const RankData& d = runner.data(r);
+    if (record.valid != 1 || record.reason != static_cast<uint32_t>(reason)) {
+      std::printf("  rank %d: valid %u reason %u\n", r, record.valid, record.reason);
+      ++wrong;
+    }
+    if (!AllNan(d.recv) || !AllNan(d.out) || !AllNan(d.d_tokens) || !AllNan(d.d_expert_out)) {
+      std::printf("  rank %d: outputs are not all NaN\n", r);
+      ++wrong;
+    }
+    for (int32_t x : d.plan->staged_row->read<int32_t>()) wrong += x != 0;
+  }
+  // The context and the next generation work.
+  *world.poison() = 0;
+  world.Form(2, 20'000'000'000ull);
+  CaseRunner again(world, c, 4, grids);
+  for (int r = 0; r < n; ++r) again.Enqueue(r);
+  world.Synchronize();
+  wrong += again.Compare();
+  std::printf("%s failing wait, reason %u, left after %.1f ms; next generation works\n",
+              wrong == 0 ? "ok  " : "FAIL", static_cast<unsigned>(reason), ms);
+  std::fflush(stdout);
+  return wrong;
+}
+
+}  // namespace
+
+int Main(const std::string& what, int ranks, int gpus) {
+  Grids grids;
+  if (gpus < ranks) grids = {3, {3, 3, 7, 2}, {3, 3}};
+  int wrong = 0;
+  if (what == "check" || what == "small") {
+    for (const Case& c : Cases(ranks)) wrong += RunCase(c, gpus, grids, what == "small" ? 1 : 3);
+    wrong += RunGraphs(Cases(ranks)[0], gpus, grids);
+  }
+  if (what == "check" && ranks > 1) {
+    for (auto reason :
+         {ec::FailReason::kTimeout, ec::FailReason::kPoisoned, ec::FailReason::kMismatch}) {
+      wrong += RunFailure(ranks, gpus, grids, reason);
+    }
+  }
+  if (what == "time") wrong += TimeAll(ranks, gpus);
+  std::printf("%s: %d arrays wrong, %d ranks on %d GPUs\n", wrong == 0 ? "passed" : "FAILED", wrong,
+              ranks, gpus);
+  return wrong == 0 ? 0 : 1;
+}
+
+}  // namespace gpu_test
+
+int main(int argc, char** argv) {
+  // A lazy module load waits for kernels that wait for peers.
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+  int gpus = 0;
+  CHECK_CUDA(cudaGetDeviceCount(&gpus));
+  const std::string what = argc > 1 ? argv[1] : "check";
+  const int ranks = argc > 2 ? std::atoi(argv[2]) : gpus;
+  if (gpus > ranks) gpus = ranks;
+  return gpu_test::Main(what, ranks, gpus);
+}

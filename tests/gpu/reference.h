@@ -1,0 +1,208 @@
+// What the kernels must give, for all ranks at once, in plain loops. Sums as in csrc/cpu: fp32,
+// slot order, then ranks in order, every product rounded.
+#ifndef EP_RUNTIME_TESTS_GPU_REFERENCE_H_
+#define EP_RUNTIME_TESTS_GPU_REFERENCE_H_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/plan.h"
+#include "cuda/device_group.h"
+
+namespace gpu_test {
+
+using ep_runtime::cuda::RowType;
+using Bytes = std::vector<uint8_t>;
+using Ints = std::vector<int32_t>;
+using Floats = std::vector<float>;
+
+struct Case {
+  const char* name;
+  int ranks, tokens, width, top_k, experts, alignment, capacity;
+  RowType type;
+  int routing;  // 0 random distinct, 1 with repeats and unused, 2 all to one expert, 3 rank 1 has
+                // nothing, 4 skewed
+  bool weighted;
+  bool exact;
+};
+
+inline int ElementBytes(RowType type) {
+  return type == RowType::kF32 ? 4 : type == RowType::kBytes ? 1 : 2;
+}
+
+inline float Widen(RowType type, const uint8_t* p) {
+  if (type == RowType::kF32) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return x;
+  }
+  if (type == RowType::kBF16) {
+    __nv_bfloat16 x;
+    std::memcpy(&x, p, 2);
+    return __bfloat162float(x);
+  }
+  __half x;
+  std::memcpy(&x, p, 2);
+  return __half2float(x);
+}
+
+inline void Narrow(RowType type, float x, uint8_t* p) {
+  if (type == RowType::kF32) {
+    std::memcpy(p, &x, 4);
+  } else if (type == RowType::kBF16) {
+    const __nv_bfloat16 y = __float2bfloat16_rn(x);
+    std::memcpy(p, &y, 2);
+  } else {
+    const __half y = __float2half_rn(x);
+    std::memcpy(p, &y, 2);
+  }
+}
+
+inline float Rounded(RowType type, float x) {
+  uint8_t bytes[4];
+  Narrow(type, x, bytes);
+  return Widen(type, bytes);
+}
+
+// The nine arrays of one rank.
+struct RankPlan {
+  Ints dst_rank, dst_row, recv_count, staged_start, staged_row, staged_slot, kept, group_sizes,
+      num_recv;
+};
+
+struct Row {
+  int source = -1;
+  int token = 0;
+  int slot = 0;
+};
+
+struct Routed {
+  std::vector<RankPlan> plans;
+  std::vector<std::vector<Row>> rows;  // [N][C] whose row it is
+  std::vector<int> zones;              // [N] end of the last zone
+};
+
+inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
+  const int local = c.experts / c.ranks;
+  Ints counts(c.ranks * c.experts, 0);
+  for (int r = 0; r < c.ranks; ++r) {
+    for (int e : idx[r]) {
+      if (e >= 0 && e < c.experts) ++counts[r * c.experts + e];
+    }
+  }
+  const auto layout = ep_runtime::LayOutRows(counts.data(), c.experts, c.ranks, c.experts, local,
+                                             c.capacity, c.alignment);
+  Routed out;
+  out.plans.resize(c.ranks);
+  out.rows.assign(c.ranks, std::vector<Row>(c.capacity));
+  out.zones.assign(c.ranks, 0);
+  std::vector<int64_t> next(c.experts, 0);
+  for (int r = 0; r < c.ranks; ++r) {
+    RankPlan& plan = out.plans[r];
+    plan.dst_rank.assign(c.tokens * c.top_k, -1);
+    plan.dst_row.assign(c.tokens * c.top_k, -1);
+    for (int i = 0; i < c.tokens * c.top_k; ++i) {
+      const int e = idx[r][i];
+      if (e < 0 || e >= c.experts) continue;
+      const int64_t position = next[e]++;
+      if (position >= layout.kept[e]) continue;
+      plan.dst_rank[i] = e / local;
+      plan.dst_row[i] = static_cast<int32_t>(layout.base[e] + position);
+      out.rows[e / local][plan.dst_row[i]] = {r, i / c.top_k, i % c.top_k};
+    }
+  }
+  for (int r = 0; r < c.ranks; ++r) {
+    RankPlan& plan = out.plans[r];
+    plan.recv_count.assign(c.ranks * 4, 0);
+    plan.staged_row.assign(c.capacity, -1);
+    plan.staged_slot.assign(c.capacity, -1);
+    int entries = 0;
+    for (int source = 0; source < c.ranks; ++source) {
+      const RankPlan& from = out.plans[source];
+      int32_t* count = &plan.recv_count[source * 4];
+      for (int t = 0; t < c.tokens; ++t) {
+        bool first = true;
+        for (int k = 0; k < c.top_k; ++k) {
+          if (from.dst_rank[t * c.top_k + k] != r) continue;
+          if (first) {
+            plan.staged_start.push_back(entries);
+            ++count[0];
+            count[2] += t < (c.tokens + 1) / 2;
+          }
+          first = false;
+          plan.staged_row[entries] = from.dst_row[t * c.top_k + k];
+          plan.staged_slot[entries++] = k;
+          ++count[1];
+        }
+      }
+    }
+    plan.staged_start.resize(c.ranks * c.tokens + 1, entries);
+    int64_t demand = 0;
+    for (int e = r * local; e < (r + 1) * local; ++e) {
+      plan.kept.push_back(static_cast<int32_t>(layout.kept[e]));
+      const auto zone = ep_runtime::AlignUp(layout.kept[e], c.alignment);
+      plan.group_sizes.push_back(static_cast<int32_t>(zone));
+      out.zones[r] += static_cast<int>(zone);
+      demand += ep_runtime::AlignUp(layout.demand[e], c.alignment);
+    }
+    plan.num_recv = {static_cast<int32_t>(demand)};
+  }
+  return out;
+}
+
+// What every rank's combine of `rows` [N][C, H] gives.
+inline Bytes Combine(const Case& c, const Routed& routed, const std::vector<Bytes>& rows,
+                     const std::vector<Floats>* weights, bool exact, int rank) {
+  const int size = ElementBytes(c.type);
+  const RankPlan& plan = routed.plans[rank];
+  Bytes out(static_cast<size_t>(c.tokens) * c.width * size);
+  Floats sum(c.width), part(c.width);
+  for (int t = 0; t < c.tokens; ++t) {
+    std::fill(sum.begin(), sum.end(), 0.0f);
+    for (int r = 0; r < c.ranks; ++r) {
+      std::fill(part.begin(), part.end(), 0.0f);
+      bool any = false;
+      for (int k = 0; k < c.top_k; ++k) {
+        if (plan.dst_rank[t * c.top_k + k] != r) continue;
+        any = true;
+        const int64_t row = plan.dst_row[t * c.top_k + k];
+        const float w = weights != nullptr ? (*weights)[r][row] : 1.0f;
+        for (int h = 0; h < c.width; ++h) {
+          const float x = Widen(c.type, &rows[r][(row * c.width + h) * size]);
+          volatile float product = weights != nullptr ? w * x : x;
+          part[h] += product;
+        }
+      }
+      if (!any) continue;
+      for (int h = 0; h < c.width; ++h) sum[h] += exact ? part[h] : Rounded(c.type, part[h]);
+    }
+    for (int h = 0; h < c.width; ++h) {
+      Narrow(c.type, sum[h], &out[(static_cast<size_t>(t) * c.width + h) * size]);
+    }
+  }
+  return out;
+}
+
+inline float HalvingDot(const Case& c, const uint8_t* a, const uint8_t* b) {
+  const int size = ElementBytes(c.type);
+  Floats sum(c.width);
+  for (int h = 0; h < c.width; ++h) {
+    volatile float product = Widen(c.type, a + h * size) * Widen(c.type, b + h * size);
+    sum[h] = product;
+  }
+  for (int width = c.width; width > 1;) {
+    const int half = (width + 1) / 2;
+    for (int i = 0; i < width - half; ++i) sum[i] += sum[half + i];
+    width = half;
+  }
+  return sum[0];
+}
+
+}  // namespace gpu_test
+
+#endif  // EP_RUNTIME_TESTS_GPU_REFERENCE_H_

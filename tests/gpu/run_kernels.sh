@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Builds the kernels with their harness, checks them against the reference and times them.
+#   tests/gpu/run_kernels.sh build            compile only (no GPU needed)
+#   tests/gpu/run_kernels.sh [check|time|sanitize|all] [ranks]
+# Without ranks: one per GPU; more ranks than GPUs share them. NVCC and BUILD_DIR may be set.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+what=${1:-all}
+ranks=${2:-}
+nvcc=${NVCC:-nvcc}
+build=${BUILD_DIR:-build/gpu}
+program=$build/kernels_main
+
+build_all() {
+  mkdir -p "$build"
+  local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo -Icsrc -Itests/gpu)
+  local source objects=()
+  for source in csrc/cuda/*_kernels.cu csrc/core/plan.cc tests/gpu/kernels_main.cu \
+      tests/gpu/timing.cu; do
+    local object
+    object=$build/$(basename "${source%.*}").o
+    objects+=("$object")
+    if [ ! "$object" -nt "$source" ] || [ -n "$(find csrc/core csrc/cuda tests/gpu \
+        -name '*.*h' -newer "$object" -print -quit)" ]; then
+      "$nvcc" "${flags[@]}" -c "$source" -o "$object"
+    fi
+  done
+  "$nvcc" -cudart static "${objects[@]}" -o "$program"
+}
+
+# A binary that travelled with the tree is used as it is, where it runs.
+if [ "$what" = build ] || ! [ -x "$program" ]; then build_all; fi
+case $what in
+  build) ;;
+  check | time) "$program" "$what" $ranks ;;
+  sanitize) compute-sanitizer --tool memcheck --error-exitcode 3 "$program" small "${ranks:-2}" ;;
+  all)
+    "$program" check $ranks
+    "$program" time $ranks
+    ;;
+  *)
+    echo "unknown: $what (build, check, time, sanitize or all)" >&2
+    exit 2
+    ;;
+esac
