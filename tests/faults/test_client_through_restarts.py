@@ -1,0 +1,76 @@
+"""A client whose daemon dies at any point between connect and close notices nothing but time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from daemon_fixtures import Program, start_daemon, wait_until
+
+from ep_runtime_client.cli import source
+
+Start = Callable[..., Program]
+
+# No JAX: groups are formed as Session.create_group does it, with every rank ours.
+_PROLOGUE = """
+import json, sys
+import ep_runtime as ep
+from ep_runtime import specs
+from ep_runtime_client import forming
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+spec = specs.make_group_spec(
+    name="g", mesh_axes=(("ep", 4),), ep_axis="ep", num_experts=8, hidden_size=64,
+    max_tokens_per_rank=64, max_top_k=2, retain_s=60.0)
+"""
+_PROGRAM = """
+session = ep.connect(job="kills", timeout_s=60)
+formed = forming.form(session, spec, range(4), replace=False)
+layers = [specs.check_layer(spec, specs.LayerSpec(f"l{i}", top_k=2)) for i in range(3)]
+found, _ = forming.register(session, spec, formed.generation, layers, [])
+again, _ = forming.register(session, spec, formed.generation, layers, [])
+say(generation=formed.generation, bases=[item.handle_base for item in found],
+    same=[item.base_id for item in found] == [item.base_id for item in again])
+sys.stdin.readline()
+forming.leave(session, "g", formed.generation, formed.native_group)
+session.close()
+say(closed=True)
+sys.stdin.readline()
+"""
+_POINTS = [
+    *(("journal.before_write", times) for times in (3, 4, 5)),
+    *(("journal.after_write", times) for times in (3, 4, 5)),
+    *(("rpc.before_answer", times) for times in (2, 3, 4, 5, 6)),
+    ("fd.before_send", 1),
+    ("fd.after_send", 1),
+]
+
+
+@pytest.mark.parametrize(("point", "times"), _POINTS)
+def test_a_daemon_killed_at_a_change_is_not_noticed(
+    run_program: Start, directory: Path, point: str, times: int
+) -> None:
+    # Kills from the first group on: connect() itself does not wait for a daemon that is gone.
+    daemon = start_daemon(directory, "--testing", f"failpoint:{point}=kill:{times}")
+    program = run_program(_PROGRAM, prologue=_PROLOGUE, EP_RUNTIME_ADDRESS=f"unix://{directory}")
+    wait_until(lambda: daemon.ended, "the daemon is killed")
+    assert daemon.stop() == -signal.SIGKILL
+    daemon = start_daemon(directory)
+    said = program.heard()
+    assert said["same"]
+    assert said["bases"] == [0, 1, 2]
+    with source.open_source(f"unix://{directory}", timeout_s=60) as admin:
+        (group,) = admin.groups()
+        assert (group["state"], group["generation"]) == ("READY", said["generation"])
+        assert len(admin.buffers()) == 5
+        program.tell()
+        assert program.heard() == {"closed": True}
+        assert admin.groups() == []
+        wait_until(lambda: not admin.buffers(), "the memory is freed")
+        program.tell()
+        assert program.finish() == 0
+    assert daemon.stop() == 0, daemon.log_tail(50)
