@@ -251,7 +251,7 @@ class Groups:
         assert group.windows is not None
         self._pool.release(group.windows)
         group.windows = None
-        if group.state in (State.READY, State.FORMING, State.BROKEN) and group.members:
+        if group.formed and group.members:  # else the next formation allocates
             why = "its memory was lost when the daemon started again"
             group.advance(Event.MEMBER_LOST, why)
             self._log("group.broken", group, why)

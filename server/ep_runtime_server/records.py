@@ -123,7 +123,8 @@ def to_group(
     sessions: Mapping[str, Session],
     sets: Mapping[str, WindowSet],
 ) -> Group:
-    """A group with the members among `sessions`, and the set among `sets`, that it names."""
+    """The group with its members and its set. Raises LookupError where one is not there: then the
+    processes know better than what is left of the journal."""
     group = Group(Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"])
     group.group_id = group_id
     group.state = State(value["state"])
@@ -131,11 +132,10 @@ def to_group(
         found = {
             session_id: Member(sessions[session_id], tuple(ranks), attached)
             for session_id, ranks, attached in value[name]
-            if session_id in sessions
         }
         setattr(group, name, found)
     group.left = set(value["left"])
-    group.windows = sets.get(value["windows"] or "")
+    group.windows = sets[value["windows"]] if value["windows"] is not None else None
     for name in ("formed", "reattached", "retained_until_s", "created_s", "created_wall_s"):
         setattr(group, name, value[name])
     return group

@@ -8,9 +8,11 @@ store, and are lost once no holder is left that could give them back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+from ep_runtime.errors import EpRuntimeError
 from ep_runtime_server import records
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
@@ -20,6 +22,8 @@ from ep_runtime_server.groups import Group
 from ep_runtime_server.recorder import BOOT, GENERATION, GROUP, LAYERS, SESSION, WINDOWS, boot_id
 from ep_runtime_server.sessions import Session, Sessions, SessionState
 from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
+
+_Item = TypeVar("_Item")
 
 
 class Recovery:
@@ -48,6 +52,7 @@ class Recovery:
         self._until_s = clock.monotonic_s() + window_s
         self._incomplete_journal = False
         self._waits = False
+        self._begun = False
         self._dead: list[Session] = []
         self._changed = asyncio.Event()
         self.found_any = False
@@ -85,24 +90,43 @@ class Recovery:
         self._groups.skip_to(int(facts.get(GENERATION, 0)))
         if facts.get(BOOT) != boot_id():
             return
-        sessions, self._dead = self._restore_sessions(_under(facts, SESSION))
-        sets = {key: records.to_windows(key, v) for key, v in _under(facts, WINDOWS).items()}
+        sessions = self._restore_sessions(_under(facts, SESSION))
+        sets = self._readable(_under(facts, WINDOWS), records.to_windows)
         for windows in sets.values():
             self._pool.add(windows)
-        for group_id, value in _under(facts, GROUP).items():
+
+        def to_group(group_id: str, value: Mapping[str, Any]) -> Group:
             group = records.to_group(group_id, value, sessions, sets)
             for part in _layer_parts(facts, group_id):
                 group.layers.restore([records.to_layer(item) for item in part])
+            return group
+
+        for group in self._readable(_under(facts, GROUP), to_group).values():
             self._restore_group(group)
         self.found_any = bool(sessions or sets or self._groups.all())
 
-    def _restore_sessions(
-        self, values: Mapping[str, Any]
-    ) -> tuple[dict[str, Session], list[Session]]:
-        found = {key: records.to_session(key, value) for key, value in values.items()}
-        dead = [session for session in found.values() if not self._sessions.restore(session)]
-        self.num_sessions = len(found) - len(dead)
-        return found, dead
+    def _readable(
+        self, values: Mapping[str, Any], make: Callable[[str, Any], _Item]
+    ) -> dict[str, _Item]:
+        """The items of a kind. What another version wrote and we cannot read is left out."""
+        found = {}
+        for key, value in values.items():
+            try:
+                found[key] = make(key, value)
+            except (EpRuntimeError, AttributeError, LookupError, TypeError, ValueError) as error:
+                self._incomplete_journal = True
+                self._events.add(
+                    "journal.unreadable",
+                    f"{key}: {type(error).__name__}: {error}",
+                    level=logging.WARNING,
+                )
+        return found
+
+    def _restore_sessions(self, values: Mapping[str, Any]) -> dict[str, Session]:
+        found = self._readable(values, records.to_session)
+        self._dead = [session for session in found.values() if not self._sessions.restore(session)]
+        self.num_sessions = len(found) - len(self._dead)
+        return found
 
     def _restore_group(self, group: Group) -> None:
         """A formation that was under way is over: its callers ask again."""
@@ -128,6 +152,7 @@ class Recovery:
             if windows not in used and windows.state is not WindowState.RELEASING:
                 self._pool.release(windows)
         self._dead = []
+        self._begun = True
         self.drop_lost()
         self._waits = self.awaited_bytes > 0
         if self.found_any:
@@ -158,6 +183,8 @@ class Recovery:
 
     def drop_lost(self) -> None:
         """Gives up memory that nobody is left to give back."""
+        if not self._begun:  # systemd may still have it
+            return
         by_set = {group.windows: group for group in self._groups.all() if group.windows}
         for windows in self._pool.sets:
             missing = _missing_bytes(windows)

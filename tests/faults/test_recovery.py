@@ -12,6 +12,8 @@ from raw_jobs import LAYERS, SPEC, come_back, ready_pair
 
 from ep_runtime import errors, specs
 from ep_runtime.v1 import session_service_pb2
+from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.journal import Journal
 
 
 def test_groups_layers_handles_and_memory_come_back_as_they_were(daemon_process, restarted):
@@ -235,6 +237,39 @@ def test_survivors_hear_who_was_lost(daemon_process, restarted):
     (event,) = [e.group for e in watcher.events if e.WhichOneof("event") == "group"]
     assert [(m.world_rank, m.pid) for m in event.lost_members] == [(1, clients[1].pid)]
     assert clients[0].process.do("board")[1:] == (group.generation, "PEER_LOST", 1)
+
+
+def test_a_daemon_that_is_replaced_in_good_order_costs_no_more_than_a_kill(
+    daemon_process, restarted
+):
+    daemon = daemon_process("--drain-s", "0")
+    clients, group, layers = ready_pair(daemon)
+    daemon.popen.terminate()
+    assert daemon.ended()[0] == 0
+    again = restarted(daemon)
+    assert come_back(clients, group, layers).group.generation == group.generation
+    assert again.group_states() == {"moe": "READY"}
+    assert clients[0].process.do("board")[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["session/", "windows/", "group/", "layers/"])
+def test_facts_that_cannot_be_read_do_not_stop_the_daemon(daemon_process, restarted, kind):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    daemon.kill()
+    journal = Journal(daemon.directory / "journal", Failpoints())
+    facts = journal.take_facts()
+    assert any(key.startswith(kind) for key in facts)
+    journal.compact({k: {"new": 1} if k.startswith(kind) else v for k, v in facts.items()})
+    journal.close()
+    again = restarted(daemon)
+    assert "journal.unreadable" in again.event_kinds()
+    for rank, client in enumerate(clients):  # what it does not know, the processes tell
+        client.resume()
+        if client.restore(group, [rank], layers).wanted_ranks:
+            client.give_back(group)
+    assert again.group_states() == {"moe": "READY"}
+    assert again.status().num_handles == 10
 
 
 def test_a_fenced_session_stays_fenced(daemon_process, restarted):

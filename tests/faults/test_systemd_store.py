@@ -77,14 +77,15 @@ def store(tmp_path, monkeypatch):
 
 def test_retained_memory_outlives_daemon_and_clients(daemon_process, store):
     daemon = daemon_process()
-    spec = make_spec(retain_s=60.0)
+    spec, other = (make_spec(name, retain_s=60.0) for name in ("moe", "other"))
     clients, group, _ = ready_pair(daemon, spec)
+    clients += ready_pair(daemon, other)[0]
     for client in clients:
         client.process.kill()
-    eventually(lambda: daemon.group_states() == {"moe": "RETAINED"})
+    eventually(lambda: set(daemon.group_states().values()) == {"RETAINED"})
     inodes = memfds_of(daemon.pid)
     assert store.inodes() == inodes
-    assert len(inodes) == 3
+    assert len(inodes) == 6
     daemon.kill()
     again = daemon_process(
         directory=daemon.directory,
@@ -97,6 +98,7 @@ def test_retained_memory_outlives_daemon_and_clients(daemon_process, store):
     answer = again.client().create(spec)
     assert answer.reattached
     assert answer.group.generation > group.generation
+    assert again.client().create(other).reattached
     assert memfds_of(again.pid) == inodes
 
 
