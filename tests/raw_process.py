@@ -106,6 +106,16 @@ def _child_board_fd(state):
     return state["fds"][0][1]
 
 
+def _child_become(state, uid):
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def _child_open(state, path):
+    os.close(os.open(path, os.O_RDWR))
+
+
 def _child_inodes(state):
     return [os.fstat(fd).st_ino for _, fd in state["fds"]]
 
@@ -121,6 +131,8 @@ def _child_window_bytes(state):
 _COMMANDS = {
     "window_bytes": _child_window_bytes,
     "board_fd": _child_board_fd,
+    "become": _child_become,
+    "open": _child_open,
     "inodes": _child_inodes,
     "close": _child_close,
     "hello": _child_hello,

@@ -151,7 +151,12 @@ class Rejoin:
         return taken, windows.wanted_ranks
 
     def adopt(self, windows: WindowSet, fds: Mapping[int, int]) -> int:
-        """Takes duplicates of the wanted descriptors; how many. Raises InvalidArgumentError."""
+        """Takes duplicates of the wanted descriptors; how many.
+
+        Raises:
+            InvalidArgumentError: one is not the set's memory.
+            PoolExhaustedError: the journal did not know of it, and it is over the limit.
+        """
         by_rank = {buffer.world_rank: buffer for buffer in windows.buffers}
         unknown = sorted(set(fds) - set(by_rank))
         if unknown:
@@ -159,6 +164,9 @@ class Rejoin:
                 f"world_rank must be in -1..{len(by_rank) - 2}, got {unknown[0]}",
                 argument="world_rank",
             )
+        for device in {buffer.device for buffer in windows.buffers}:
+            new = [b for b in windows.buffers if b.world_rank in fds and not b.counted]
+            self._pool.check_room(device, sum(b.size_bytes for b in new if b.device == device))
         allocations: dict[int, Allocation] = {}
         mapped: mmap.mmap | None = None
         try:

@@ -61,6 +61,11 @@ class Buffer:
     identity: tuple[int, int] | None = None
     allocation: Allocation | None = None
 
+    @property
+    def counted(self) -> bool:
+        """Whether it counts against the limit; what a process merely says of memory does not."""
+        return self.allocation is not None or self.identity is not None
+
 
 def _label(owner: Owner, generation: int, world_rank: int) -> str:
     return f"{owner.name}@{generation}/{'board' if world_rank < 0 else world_rank}"
@@ -118,7 +123,7 @@ class WindowSet:
         return sum(buffer.size_bytes for buffer in self.buffers)
 
     def bytes_on(self, device: str) -> int:
-        return sum(buffer.size_bytes for buffer in self.buffers if buffer.device == device)
+        return sum(b.size_bytes for b in self.buffers if b.device == device and b.counted)
 
     def poison(self, reason: board.PoisonReason, rank: int = -1) -> None:
         """Ends the waits and calls of this generation. A board that a client wrecked stays so;
@@ -263,6 +268,13 @@ class WindowPool:
         return [(-1, self._host, board.board_bytes(spec))] + [
             (rank, self.device(spec, rank), window_bytes) for rank in range(spec.world_size)
         ]
+
+    def check_room(self, device: str, asked: int) -> None:
+        """Raises PoolExhaustedError where the device has no room for memory that comes back."""
+        for found in self.devices():
+            room = found.limit_bytes - self.used_bytes(device)
+            if found.name == device and asked and asked > room:
+                raise self._exhausted(found, asked)
 
     def device(self, spec: GroupSpec, world_rank: int) -> Device:
         """Where a window lives; -1 is the board."""

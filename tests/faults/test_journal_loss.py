@@ -61,6 +61,22 @@ def test_who_does_not_come_back_in_time_is_lost_to_the_others(daemon_process, re
     assert clients[0].process.do("board")[1:] == (group.generation, "PEER_LOST", 1)
 
 
+def test_a_word_alone_takes_no_memory_from_others(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    held = daemon.used_bytes
+    wiped(daemon)
+    again = restarted(daemon, "--max-host-bytes", str(held + 4096))
+    clients[0].resume()
+    clients[0].restore(group, [0], layers)
+    assert again.used_bytes == 0
+    other = again.client(process=True, job="other")
+    other.create(make_spec())
+    with pytest.raises(errors.PoolExhaustedError):
+        clients[0].give_back(group)
+    assert again.used_bytes == held
+
+
 @pytest.mark.parametrize("change", ["overlap", "id", "outside"])
 def test_layers_that_cannot_have_been_registered_so_are_refused(daemon_process, restarted, change):
     daemon = daemon_process()

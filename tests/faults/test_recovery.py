@@ -203,6 +203,15 @@ def test_bytes_of_a_silent_process_are_not_given_to_others(daemon_process, resta
     assert again.status().pools[0].quarantined_bytes == 0
 
 
+def test_a_lower_limit_takes_nothing_from_who_has_it(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    held = daemon.used_bytes
+    again = restarted(daemon, "--max-host-bytes", str(held // 2))
+    assert come_back(clients, group, layers).group.state == group.state
+    assert again.used_bytes == held
+
+
 def test_claims_wait_while_the_daemon_recovers_and_reading_does_not(daemon_process, restarted):
     daemon = daemon_process()
     clients, group, layers = ready_pair(daemon)

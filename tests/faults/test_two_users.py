@@ -1,0 +1,73 @@
+"""Users of one daemon who do not meet."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from raw_client import make_spec
+
+from ep_runtime import errors, wire
+from ep_runtime.v1 import admin_service_pb2, group_service_pb2
+
+NOBODY = 65534
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+
+
+@pytest.fixture
+def served(daemon_process):
+    """A daemon that serves another user too, and a client of that user."""
+    with tempfile.TemporaryDirectory(prefix="epu-") as name:
+        os.chmod(name, 0o755)
+        daemon = daemon_process("--allow-uid", str(NOBODY), directory=Path(name) / "d")
+        process = daemon.process()
+        process.do("become", NOBODY)
+        yield daemon, daemon.client(process=process)
+
+
+def test_equal_names_of_two_users_are_two_groups(served):
+    daemon, theirs = served
+    ours = daemon.client(process=True)
+    groups = [client.create(make_spec()).group for client in (ours, theirs)]
+    assert [group.uid for group in groups] == [0, NOBODY]
+    assert groups[0].generation != groups[1].generation
+    inodes = [{row[3] for row in c.fetch(g)} for c, g in zip((ours, theirs), groups, strict=True)]
+    assert inodes[0].isdisjoint(inodes[1])
+
+
+def test_a_user_reaches_nothing_of_another(served):
+    daemon, theirs = served
+    ours = daemon.client(process=True)
+    group = ours.create(make_spec()).group
+    with pytest.raises(errors.StaleHandleError, match="no group"):
+        theirs.call(theirs.groups.GetGroup, group_service_pb2.GetGroupRequest(name="moe"))
+    ticket = ours.ticket(group).ticket
+    with pytest.raises(errors.PermissionDeniedError):
+        theirs.process.do("redeem", daemon.directory, ours.token, ticket)
+    with pytest.raises(errors.PermissionDeniedError):
+        theirs.call(theirs.admin.GetStatus, admin_service_pb2.GetStatusRequest())
+    with pytest.raises(OSError, match="denied"):
+        theirs.process.do("open", str(daemon.directory / "journal"))
+    with pytest.raises(OSError, match="denied"):
+        theirs.process.do("open", str(daemon.directory / wire.ADMIN_SOCKET))
+
+
+def test_a_restart_gives_each_user_what_was_theirs(served, restarted):
+    daemon, theirs = served
+    ours = daemon.client(process=True)
+    groups = []
+    for client in (ours, theirs):
+        group = client.create(make_spec()).group
+        client.fetch(group)
+        groups.append(client.attached(group))
+    again = restarted(daemon, "--allow-uid", str(NOBODY))
+    with pytest.raises(errors.PermissionDeniedError):
+        theirs.process.do("resume", daemon.directory, ours.token)
+    for client, group in zip((ours, theirs), groups, strict=True):
+        assert client.resume()
+        assert client.restore(group).group.uid == group.uid
+        assert client.give_back(group) == (3, [])
+    assert not again.status().recovery.under_way
