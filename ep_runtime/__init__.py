@@ -32,6 +32,7 @@ _NAMES_OF = {
     "ep_runtime.layout": ("recv_capacity",),
     "ep_runtime.specs": ("GroupSpec", "LayerSpec"),
     "ep_runtime_client.estimate": ("MemoryEstimate", "estimate_memory"),
+    "ep_runtime_client.explain": ("Collective", "Explanation", "explain"),
     "ep_runtime_client.failures": ("error_of", "translate_errors"),
     "ep_runtime_client.groups": ("Group",),
     "ep_runtime_client.layers": ("EpLayer", "LayerStack"),

@@ -17,6 +17,9 @@ from ep_runtime.specs import GroupSpec as GroupSpec
 from ep_runtime.specs import LayerSpec as LayerSpec
 from ep_runtime_client.estimate import MemoryEstimate as MemoryEstimate
 from ep_runtime_client.estimate import estimate_memory as estimate_memory
+from ep_runtime_client.explain import Collective as Collective
+from ep_runtime_client.explain import Explanation as Explanation
+from ep_runtime_client.explain import explain as explain
 from ep_runtime_client.failures import error_of as error_of
 from ep_runtime_client.failures import translate_errors as translate_errors
 from ep_runtime_client.groups import Group as Group

@@ -20,6 +20,7 @@ from ep_runtime_client.ops.combine import combine
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
+from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.params import MoEParams as MoEParams
 from ep_runtime_client.params import init_moe_params as init_moe_params
 
@@ -120,17 +121,17 @@ def moe(
     """
     static = resolve(layer)[0]
     _check(static, x, params, activation, recipe, gated)
-    logits = _logits(x, params)
-    routed = routing.route(
-        logits,
-        static.top_k,
-        score_function=score_function,
-        use_pre_softmax=use_pre_softmax,
-        expert_bias=expert_bias,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        scaling_factor=scaling_factor,
-    )
+    with scope("router", static):
+        routed = routing.route(
+            _logits(x, params),
+            static.top_k,
+            score_function=score_function,
+            use_pre_softmax=use_pre_softmax,
+            expert_bias=expert_bias,
+            num_groups=num_groups,
+            group_topk=group_topk,
+            scaling_factor=scaling_factor,
+        )
     dtype = jnp.dtype(x.dtype if compute_dtype is None else compute_dtype)
     dispatched = dispatch(
         layer,
@@ -191,7 +192,7 @@ def _run_experts(
         return None if array is None else array.reshape(*array.shape[:dims], -1)
 
     sizes = dispatched.group_sizes
-    with jax.named_scope(f"ep_experts/{call.layer.name}"):
+    with scope("experts", call.layer):
         wi, wi_bias = params.wi.reshape(*params.wi.shape[:2], -1), flat(params.wi_bias, 1)
         first = experts.Stage(call, None, dtype)
         hidden = experts.grouped_matmul(first, dispatched.tokens, wi, wi_bias, None, sizes)
@@ -211,16 +212,18 @@ def _batch_axes(call: Call) -> tuple[str, ...]:
 def _aux_loss(call: Call, routed: routing.Routing, coeff: float) -> jax.Array:
     if coeff == 0.0:
         return jnp.zeros((), jnp.float32)
-    return routing.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
+    with scope("aux_loss", call.layer):
+        return routing.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
 
 
 def _stats(call: Call, routed: routing.Routing, dispatched: Dispatched) -> MoEStats:
-    counts = routing.tokens_per_expert(routed.topk_idx, call.group.num_experts)
-    kept = dispatched.plan.arrays.kept.sum(dtype=jnp.int32)
-    axes = _batch_axes(call)
-    if axes:
-        counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)
-    return MoEStats(counts, counts.sum(dtype=jnp.int32) - kept, dispatched.num_recv)
+    with scope("stats", call.layer):
+        counts = routing.tokens_per_expert(routed.topk_idx, call.group.num_experts)
+        kept = dispatched.plan.arrays.kept.sum(dtype=jnp.int32)
+        axes = _batch_axes(call)
+        if axes:
+            counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)
+        return MoEStats(counts, counts.sum(dtype=jnp.int32) - kept, dispatched.num_recv)
 
 
 def _check(

@@ -14,6 +14,7 @@ from ep_runtime_client.ops import twin
 from ep_runtime_client.ops.calls import Call, open_layer, world_rank
 from ep_runtime_client.ops.dispatch import call_of_plan, check_width
 from ep_runtime_client.ops.plan import Dispatched, PlanArrays
+from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
 
 
@@ -58,7 +59,7 @@ def combine(
     if call.layout.tokens_per_rank == 0:
         return jnp.zeros((*call.lead, expert_out.shape[-1]), expert_out.dtype)
     slab = twin.slab_spec(call)
-    with jax.named_scope(f"ep_combine/{call.layer.name}"):
+    with scope("combine", call.layer):
         call = twin.varied(call, index, expert_out, weights, dispatched.plan.arrays)
         expert_out = twin.vary(call, twin.place(call, "expert_out", expert_out, slab))
         if weights is not None:
@@ -131,7 +132,7 @@ def _combine_fwd(
 
 def _combine_bwd(call: Call, saved: Any, grad: jax.Array) -> Any:
     index, expert_out, weights, arrays = saved
-    with jax.named_scope(f"ep_combine_bwd/{call.layer.name}"):
+    with scope("combine_bwd", call.layer):
         d_expert_out, d_weights = twin.run(
             _combine_pullback, call, index, grad, expert_out, weights, arrays
         )

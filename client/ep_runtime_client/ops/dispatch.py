@@ -16,6 +16,7 @@ from ep_runtime_client.ops import twin
 from ep_runtime_client.ops.calls import Call, check_handle, manual_axes, open_layer, world_rank
 from ep_runtime_client.ops.plan import Dispatched, Plan, PlanArrays, check_plan
 from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
+from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
 
 
@@ -165,7 +166,7 @@ def _dispatch_rows(
         rows = jnp.zeros((*shape, tokens.shape[-1]), tokens.dtype)
         recv_weights = jnp.zeros(shape, jnp.float32)
     else:
-        with jax.named_scope(f"ep_dispatch/{call.layer.name}"):
+        with scope("dispatch", call.layer):
             call = twin.varied(call, index, tokens, weights, plan.arrays)
             tokens = twin.vary(call, twin.place(call, "tokens", tokens, spec))
             if weights is not None:
@@ -230,7 +231,7 @@ def _dispatch_fwd(
 
 def _dispatch_bwd(call: Call, saved: Any, grads: tuple[jax.Array, jax.Array]) -> Any:
     index, arrays, weighted = saved
-    with jax.named_scope(f"ep_dispatch_bwd/{call.layer.name}"):
+    with scope("dispatch_bwd", call.layer):
         d_tokens, d_weights = twin.run(_dispatch_pullback, call, index, *grads, arrays)
     return None, d_tokens, d_weights if weighted else None, None
 

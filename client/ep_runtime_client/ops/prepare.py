@@ -21,6 +21,7 @@ from ep_runtime_client.ops.calls import (
     world_rank,
 )
 from ep_runtime_client.ops.plan import Plan, PlanArrays
+from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
 
 
@@ -100,7 +101,7 @@ def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
     top_k = topk_idx.shape[-1]
     if call.layout.tokens_per_rank == 0:
         return Plan(_empty_plan(call, top_k), call.meta)
-    with jax.named_scope(f"ep_prepare/{call.layer.name}"):
+    with scope("prepare", call.layer):
         call = twin.varied(call, topk_idx, index)
         idx = twin.place(call, "topk_idx", topk_idx, call.layout.spec())
         arrays = twin.run(_prepare, call, index, twin.vary(call, idx))

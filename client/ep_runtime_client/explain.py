@@ -1,0 +1,248 @@
+"""Which collectives of a compiled program our ops cause, and why.
+
+The compiled HLO is read, not the traced program: the partitioner adds collectives where operands
+do not lie as an op wants them. A collective is ours when its metadata names one of our scopes, or
+when what it returns goes into one of our ops with nothing but elementwise work in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from ep_runtime_client.ops import scopes
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_SUMS = ("all-reduce", "reduce-scatter")
+# JAX's own collectives end an op name with their name; the partitioner's end with anything else.
+_WRITTEN = re.compile(
+    r"/(psum\w*|pmax|pmin|all_to_all|all_gather\w*|ppermute|pbroadcast|reduce_scatter)$"
+)
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) "
+    r"(?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+)
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+# Work that is more than moving or mapping elements ends the way to one of our ops.
+_ENDS = frozenset(
+    {
+        "dot",
+        "convolution",
+        "reduce",
+        "sort",
+        "scatter",
+        "gather",
+        "custom-call",
+        "while",
+        "conditional",
+        "call",
+        *_SUMS,
+    }
+)
+
+_OWN = {
+    "experts": "the experts' gradients are summed over the outer axes that share the weights",
+    "router": "the router's weights are replicated: their gradient is summed over the tokens' "
+    "shards",
+    "aux_loss": "the balancing loss sums over the global batch",
+    "stats": "the statistics sum over the global batch",
+}
+_RESHARD = {
+    "experts": "an expert weight, its gradient, or the rows do not lie on dim 0 over the ep axes",
+    "router": "logits or the router's weights are resharded",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective that our ops cause.
+
+    Attributes:
+        kind: of KINDS.
+        op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, experts, router, aux_loss, stats.
+        layer: the layer's name (of a stack: of its layer 0), "/" as ".".
+        cause: "own": the op is made of it. "sum": partial results are added up. "reshard": an
+            operand or a result does not lie as the op wants it, or as its user does.
+        why: the cause in words.
+        bytes: of its result on one device.
+        instruction: its name in the compiled program.
+    """
+
+    kind: str
+    op: str
+    layer: str
+    cause: str
+    why: str
+    bytes: int
+    instruction: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.bytes:,} bytes at ep.{self.op} of {self.layer!r}: {self.why}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str` of it is a report.
+
+    Attributes:
+        collectives: those that our ops cause, in program order.
+        num_others: the program's other collectives.
+    """
+
+    collectives: tuple[Collective, ...]
+    num_others: int
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.collectives)} collectives by ep ops, {self.num_others} others"]
+        return "\n".join([*lines, *(f"  {each}" for each in self.collectives)])
+
+
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """The collectives that our ops cause in `f(*args, **kwargs)`, and why.
+
+    Args:
+        f: a function of arrays, jitted or not; give jax.jit's own result where it has static
+            arguments or shardings. It is compiled, not run.
+        *args, **kwargs: its arguments: arrays with the shardings of the real call, or
+            jax.ShapeDtypeStructs with them.
+
+    Returns:
+        An Explanation. On transport "memfd" a program whose tokens lie as the group wants them
+        has none in forward; a gradient adds up the weights that are replicated.
+
+    Cost: one trace and one compilation.
+    """
+    lower = f.lower if hasattr(f, "lower") else jax.jit(f).lower
+    return explain_text(lower(*args, **kwargs).compile().as_text() or "")
+
+
+def explain_text(text: str) -> Explanation:
+    """`explain` of the text of a compiled program."""
+    program = _Program(text)
+    ours, others = [], 0
+    for item in program.instructions.values():
+        kind = item.op.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        found = _attribute(program, item, kind)
+        if found is None:
+            others += 1
+        else:
+            ours.append(found)
+    return Explanation(tuple(ours), others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    op: str
+    shape: str
+    rest: str  # operands and attributes
+
+    @property
+    def op_name(self) -> str:
+        found = _OP_NAME.search(self.rest)
+        return found.group(1) if found else ""
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
+
+    @property
+    def place(self) -> tuple[str, str] | None:
+        """(op, layer) where the instruction is one of ours."""
+        return scopes.innermost(self.op_name)
+
+
+class _Program:
+    """The instructions of a compiled program by name, and who uses what."""
+
+    def __init__(self, text: str) -> None:
+        self.instructions: dict[str, _Instruction] = {}
+        self.users: dict[str, list[_Instruction]] = {}
+        self._inside: dict[str, set[str]] = {}
+        for computation, item in _read(text):
+            self.instructions[item.name] = item
+            self._inside.setdefault(computation, set()).add(item.op)
+            for operand in item.operands:
+                self.users.setdefault(operand, []).append(item)
+
+    def maps_elements(self, item: _Instruction) -> bool:
+        """Whether an instruction only moves or maps elements."""
+        called = _CALLS.search(item.rest)
+        inside: Mapping[str, set[str]] = self._inside
+        ops = {item.op} | (inside.get(called.group(1), set()) if called else set())
+        return not ops & _ENDS
+
+    def reached(self, start: _Instruction) -> tuple[str, str] | None:
+        """(op, layer) of the first of our ops that the result of `start` goes into."""
+        queue, seen = deque([start]), {start.name}
+        while queue:
+            for user in self.users.get(queue.popleft().name, []):
+                if user.place is not None:
+                    return user.place
+                if user.name not in seen and self.maps_elements(user):
+                    seen.add(user.name)
+                    queue.append(user)
+        return None
+
+
+def _read(text: str) -> Iterator[tuple[str, _Instruction]]:
+    """(computation, instruction) of every line of HLO text."""
+    computation = ""
+    for line in text.splitlines():
+        found = _INSTRUCTION.match(line)
+        if found:
+            yield computation, _Instruction(*found.group("name", "op", "shape", "rest"))
+        elif line.rstrip().endswith("{"):
+            computation = line.split("(")[0].replace("ENTRY", "").strip().lstrip("%")
+
+
+def _attribute(program: _Program, item: _Instruction, kind: str) -> Collective | None:
+    place = item.place
+    written = _WRITTEN.search(item.op_name) is not None
+    if place is None:
+        if written or kind in _SUMS:
+            return None
+        place = program.reached(item)
+    if place is None:
+        return None
+    op, layer = place
+    cause, why = _why(op, kind, written)
+    return Collective(kind, op, layer, cause, why, _bytes(item.shape), item.name)
+
+
+def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
+    if op in _OWN and (written or kind in _SUMS):
+        return "sum", _OWN[op]
+    if written:
+        return "own", 'transport "xla" moves rows with JAX collectives'
+    wanted = "an operand or a result does not lie as the group wants it: the token axes on its "
+    return "reshard", _RESHARD.get(op, wanted + "leading dims, every other dim whole")
+
+
+def _bytes(shape: str) -> int:
+    total = 0
+    for dtype, dims in _ARRAY.findall(shape):
+        digits = re.search(r"\d+", dtype)
+        bits = 8 if digits is None else int(digits.group())
+        count = 1
+        for size in dims.split(","):
+            count *= int(size) if size else 1
+        total += count * bits // 8
+    return total

@@ -1,0 +1,29 @@
+"""Named scopes: where an op shows in profiles and in the metadata of compiled programs."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from ep_runtime_client.layers import EpLayer
+
+# What separates the parts of a scope in op names.
+_SEPARATORS = str.maketrans({"/": ".", "(": "[", ")": "]"})
+_SCOPE = re.compile(
+    r"\bep_(prepare|dispatch|combine|dispatch_bwd|combine_bwd|experts|router|aux_loss|stats)"
+    r"/([^/()]+)"
+)
+
+
+def scope(op: str, layer: EpLayer) -> AbstractContextManager[Any]:
+    """The scope of an op of a layer: ep_OP/LAYER."""
+    return jax.named_scope(f"ep_{op}/{layer.name.translate(_SEPARATORS)}")
+
+
+def innermost(op_name: str) -> tuple[str, str] | None:
+    """(op, layer) of the innermost of our scopes in the op name of an HLO instruction."""
+    found = _SCOPE.findall(op_name)
+    return found[-1] if found else None
