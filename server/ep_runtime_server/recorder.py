@@ -19,7 +19,7 @@ from ep_runtime_server.journal import Journal, Record
 from ep_runtime_server.sessions import Session, Sessions
 from ep_runtime_server.windows import WindowPool, WindowSet
 
-BOOT, GENERATION = "boot", "generation"
+BOOT, GENERATION, WORD_COUNTS_UNTIL = "boot", "generation", "word_counts_until_s"
 SESSION, GROUP, LAYERS, WINDOWS = "session/", "group/", "layers/", "windows/"
 RETRY_S = 1.0
 
@@ -57,9 +57,15 @@ class Recorder:
         self._failed = False
         self._tried_s = 0.0
         self._stopped = False
+        self._word_counts_until_s: Callable[[], float | None] = lambda: None
 
-    def listen(self, windows_changed: Callable[[WindowSet], None]) -> None:
+    def listen(
+        self,
+        windows_changed: Callable[[WindowSet], None],
+        word_counts_until_s: Callable[[], float | None],
+    ) -> None:
         """From now on every change is written; `windows_changed` hears of memory too."""
+        self._word_counts_until_s = word_counts_until_s
 
         def both(windows: WindowSet) -> None:
             self._mark(f"{WINDOWS}{windows.set_id}", windows)
@@ -155,6 +161,9 @@ class Recorder:
     def _facts(self) -> Iterator[tuple[str, Any]]:
         yield BOOT, boot_id()
         yield GENERATION, max(self._groups.generation, self._generation_written)
+        until_s = self._word_counts_until_s()
+        if until_s is not None:
+            yield WORD_COUNTS_UNTIL, until_s
         items: list[tuple[str, Session | Group | WindowSet]] = [
             *((f"{SESSION}{s.session_id}", s) for s in self._sessions.not_over()),
             *((f"{WINDOWS}{w.set_id}", w) for w in self._pool.sets),

@@ -19,7 +19,16 @@ from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
-from ep_runtime_server.recorder import BOOT, GENERATION, GROUP, LAYERS, SESSION, WINDOWS, boot_id
+from ep_runtime_server.recorder import (
+    BOOT,
+    GENERATION,
+    GROUP,
+    LAYERS,
+    SESSION,
+    WINDOWS,
+    WORD_COUNTS_UNTIL,
+    boot_id,
+)
 from ep_runtime_server.sessions import Session, Sessions, SessionState
 from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
 
@@ -75,6 +84,11 @@ class Recovery:
         return self._incomplete_journal and self.left_s > 0
 
     @property
+    def word_counts_until_s(self) -> float | None:
+        """For the journal: a daemon killed in the meantime still takes what processes say."""
+        return self._until_s if self.takes_word else None
+
+    @property
     def awaited_bytes(self) -> int:
         return sum(_missing_bytes(windows) for windows in self._pool.sets)
 
@@ -86,7 +100,8 @@ class Recovery:
 
     def restore(self, facts: Mapping[str, Any], *, incomplete: bool) -> None:
         """Builds sessions, sets and groups. `incomplete`: the journal is new, or its end is cut."""
-        self._incomplete_journal = incomplete
+        until_s = float(facts.get(WORD_COUNTS_UNTIL, 0.0))
+        self._incomplete_journal = incomplete or until_s > self._clock.monotonic_s()
         self._groups.skip_to(int(facts.get(GENERATION, 0)))
         if facts.get(BOOT) != boot_id():
             return
@@ -137,6 +152,8 @@ class Recovery:
             group.state = State.BROKEN if group.previous else State.RETAINED
             if group.state is State.RETAINED:
                 group.retained_until_s = self._clock.monotonic_s() + group.spec.retain_s
+        elif self._incomplete_journal and group.missing_ranks:
+            group.restoring = True  # the cut took the rest of its members
         self._groups.add(group)
 
     def begin(self) -> None:

@@ -97,7 +97,7 @@ class Runtime:
         recovery.restore(journal.take_facts(), incomplete=incomplete)
         self._adopt_stored(fd_store, stored)
         recovery.begin()
-        self.recorder.listen(fd_store.windows_changed)
+        self.recorder.listen(fd_store.windows_changed, lambda: recovery.word_counts_until_s)
         self.recorder.compact()
 
     def _adopt_stored(self, fd_store: FdStore, stored: Mapping[str, int]) -> None:

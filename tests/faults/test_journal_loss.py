@@ -61,6 +61,23 @@ def test_who_does_not_come_back_in_time_is_lost_to_the_others(daemon_process, re
     assert clients[0].process.do("board")[1:] == (group.generation, "PEER_LOST", 1)
 
 
+def test_a_second_kill_before_everybody_is_back_loses_nobody(daemon_process, restarted):
+    daemon = daemon_process()
+    jobs = [ready_pair(daemon, make_spec(f"moe{i}")) for i in range(2)]
+    wiped(daemon)
+    daemon = restarted(daemon)
+    clients, group, layers = jobs[0]
+    clients[0].resume()
+    clients[0].restore(group, [0], layers)
+    again = restarted(daemon)
+    for clients, group, layers in jobs:
+        for rank, client in enumerate(clients):
+            client.resume()
+            if client.restore(group, [rank], layers).wanted_ranks:
+                client.give_back(group)
+    assert again.group_states() == {"moe0": "READY", "moe1": "READY"}
+
+
 def test_a_word_alone_takes_no_memory_from_others(daemon_process, restarted):
     daemon = daemon_process()
     clients, group, layers = ready_pair(daemon)

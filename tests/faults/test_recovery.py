@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 
 import pytest
@@ -201,6 +203,27 @@ def test_bytes_of_a_silent_process_are_not_given_to_others(daemon_process, resta
     clients[1].process.kill()
     eventually(lambda: again.status().num_sessions == 1)
     assert again.status().pools[0].quarantined_bytes == 0
+
+
+@pytest.mark.parametrize("stopped_s", [0.0, pytest.param(12.0, marks=pytest.mark.slow)])
+def test_a_stopped_process_finds_its_memory_when_it_goes_on(daemon_process, restarted, stopped_s):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    os.kill(clients[0].pid, signal.SIGSTOP)
+    try:
+        again = restarted(daemon, "--recovery-s", "0.2")
+        clients[1].resume()
+        clients[1].restore(group, [1], layers)
+        eventually(lambda: not again.status().recovery.under_way)
+        threading.Event().wait(stopped_s)
+        assert again.session_state(clients[0].session_id) == "SUSPECT"
+        assert again.group_states() == {"moe": "READY"}
+        with pytest.raises(errors.GroupBusyError):
+            again.client().create(SPEC)
+    finally:
+        os.kill(clients[0].pid, signal.SIGCONT)
+    assert come_back(clients, group, layers).group.generation == group.generation
+    assert again.session_state(clients[0].session_id) == "ACTIVE"
 
 
 def test_a_lower_limit_takes_nothing_from_who_has_it(daemon_process, restarted):
