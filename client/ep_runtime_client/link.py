@@ -79,10 +79,20 @@ class Link:
     def connect(self, timeout_s: float) -> None:
         """Opens the session and starts the threads.
 
+        The caller has found the daemon alive: one that is gone since is being started again.
+
         Raises:
             EpRuntimeError: as `ep.connect`.
         """
-        self._open(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._open(timeout_s)
+                break
+            except errors.RuntimeUnavailableError as error:
+                if error.fields.get("answered", True) or time.monotonic() >= deadline:
+                    raise
+                self._stopped.wait(_LONGEST_PAUSE_S / 10)
         for thread in self._threads:
             thread.start()
 
@@ -176,12 +186,12 @@ class Link:
 
     def _open(self, timeout_s: float) -> None:
         welcome = transport.hello(self.directory, timeout_s, resume_token=self.token)
+        before, self.token = self.token, welcome.session_token
         control = transport.ControlChannel(self.directory, welcome.session_token)
         try:
             answer = control.call(
                 control.sessions.OpenSession, self._callbacks.open_request, timeout_s=timeout_s
             )
-            before, self.token = self.token, welcome.session_token
             self.session_id = answer.session_id
             self._incarnation = welcome.incarnation
             self._interval_s = wire.seconds(answer.heartbeat_interval)

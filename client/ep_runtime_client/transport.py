@@ -47,6 +47,7 @@ def unavailable(directory: Path, reason: str) -> RuntimeUnavailableError:
         f"no daemon answers at {address}: {reason}; start one with "
         f"`ep-runtime serve --dir {directory}`",
         address=address,
+        answered=False,
     )
 
 

@@ -41,13 +41,22 @@ session.close()
 say(closed=True)
 sys.stdin.readline()
 """
-_POINTS = [
-    *(("journal.before_write", times) for times in (3, 4, 5)),
-    *(("journal.after_write", times) for times in (3, 4, 5)),
-    *(("rpc.before_answer", times) for times in (2, 3, 4, 5, 6)),
-    ("fd.before_send", 1),
-    ("fd.after_send", 1),
-]
+
+
+def _points(often: list[tuple[str, int]], rarely: list[tuple[str, int]]) -> list[object]:
+    """(failpoint, how often it is passed before it kills); the second list is for long runs."""
+    return [*often, *(pytest.param(*point, marks=pytest.mark.slow) for point in rarely)]
+
+
+_POINTS = _points(
+    [("journal.after_write", 4), ("rpc.before_answer", 3), ("fd.after_send", 1)],
+    [
+        *(("journal.before_write", times) for times in (3, 4, 5)),
+        *(("journal.after_write", times) for times in (3, 5)),
+        *(("rpc.before_answer", times) for times in (2, 4, 5, 6)),
+        ("fd.before_send", 1),
+    ],
+)
 
 
 @pytest.mark.parametrize(("point", "times"), _POINTS)
@@ -71,6 +80,54 @@ def test_a_daemon_killed_at_a_change_is_not_noticed(
         assert program.heard() == {"closed": True}
         assert admin.groups() == []
         wait_until(lambda: not admin.buffers(), "the memory is freed")
+        program.tell()
+        assert program.finish() == 0
+    assert daemon.stop() == 0, daemon.log_tail(50)
+
+
+_TOGETHER = _points(
+    [("journal.after_write", 5), ("rpc.before_answer", 4)],
+    [
+        ("journal.after_write", 6),
+        *(("rpc.before_answer", times) for times in (3, 6, 8)),
+        ("fd.after_send", 2),
+    ],
+)
+
+
+@pytest.mark.parametrize(("point", "times"), _TOGETHER)
+def test_processes_that_form_a_group_meet_again_after_a_kill(
+    run_program: Start, directory: Path, point: str, times: int
+) -> None:
+    daemon = start_daemon(directory, "--testing", f"failpoint:{point}=kill:{times}")
+    program = _PROGRAM.replace("range(4)", "RANKS").replace(
+        "formed = ", "say(connected=True)\nsys.stdin.readline()\nformed = "
+    )
+    programs = [
+        run_program(
+            program,
+            prologue=_PROLOGUE + f"RANKS = range({first}, {first + 2})\n",
+            EP_RUNTIME_ADDRESS=f"unix://{directory}",
+        )
+        for first in (0, 2)
+    ]
+    assert [program.heard() for program in programs] == [{"connected": True}] * 2
+    for program in programs:
+        program.tell()
+    wait_until(lambda: daemon.ended, "the daemon is killed")
+    assert daemon.stop() == -signal.SIGKILL
+    daemon = start_daemon(directory)
+    said = [program.heard() for program in programs]
+    assert said[0] == said[1]
+    assert said[0]["bases"] == [0, 1, 2]
+    with source.open_source(f"unix://{directory}", timeout_s=60) as admin:
+        (group,) = admin.groups()
+        assert (group["state"], group["generation"]) == ("READY", said[0]["generation"])
+        for program in programs:
+            program.tell()
+        assert [program.heard() for program in programs] == [{"closed": True}] * 2
+        wait_until(lambda: not admin.groups() and not admin.buffers(), "the memory is freed")
+    for program in programs:
         program.tell()
         assert program.finish() == 0
     assert daemon.stop() == 0, daemon.log_tail(50)
