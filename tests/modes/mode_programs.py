@@ -16,6 +16,23 @@ from ep_runtime_client import ops
 
 TOP_K, EXPERTS, HIDDEN = 2, 8, 16
 SPLIT = PartitionSpec(("dp", "ep"))
+# Mesh and axes of the group, and the spec of its tokens.
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any], PartitionSpec]] = {
+    "ep": ({"ep": 8}, {}, PartitionSpec("ep")),
+    "dp x ep": ({"dp": 2, "ep": 4}, {"outer_axes": "dp"}, PartitionSpec(("dp", "ep"))),
+    "two outer axes": (
+        {"dp": 2, "fsdp": 2, "ep": 2},
+        {"outer_axes": ("dp", "fsdp")},
+        PartitionSpec(("dp", "fsdp", "ep")),
+    ),
+    "ep is a tuple": (
+        {"a": 2, "dp": 2, "b": 2},
+        {"outer_axes": "dp", "ep_axis": ("a", "b")},
+        PartitionSpec(("dp", "a", "b")),
+    ),
+    "tp beside": ({"dp": 2, "ep": 2, "tp": 2}, {"outer_axes": "dp"}, PartitionSpec(("dp", "ep"))),
+    "one device": ({"dp": 1, "ep": 1}, {"outer_axes": "dp"}, PartitionSpec(("dp", "ep"))),
+}
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mode_programs import (
     EXPERTS,
+    MESHES,
     assert_close,
     block,
     collectives,
@@ -30,23 +31,6 @@ from ep_runtime_client.moe import init_moe_params, moe
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
-# Mesh and axes of the group, and the spec of its tokens.
-MESHES: dict[str, tuple[dict[str, int], dict[str, Any], P]] = {
-    "ep": ({"ep": 8}, {}, P("ep")),
-    "dp x ep": ({"dp": 2, "ep": 4}, {"outer_axes": "dp"}, P(("dp", "ep"))),
-    "two outer axes": (
-        {"dp": 2, "fsdp": 2, "ep": 2},
-        {"outer_axes": ("dp", "fsdp")},
-        P(("dp", "fsdp", "ep")),
-    ),
-    "ep is a tuple": (
-        {"a": 2, "dp": 2, "b": 2},
-        {"outer_axes": "dp", "ep_axis": ("a", "b")},
-        P(("dp", "a", "b")),
-    ),
-    "tp beside": ({"dp": 2, "ep": 2, "tp": 2}, {"outer_axes": "dp"}, P(("dp", "ep"))),
-    "one device": ({"dp": 1, "ep": 1}, {"outer_axes": "dp"}, P(("dp", "ep"))),
-}
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -184,8 +168,8 @@ def test_inside_a_region_of_an_explicit_mesh(
         run = jax.jit(mapped).lower(*operands).compile()
         assert_close(run(*operands), np.sin(meant(x, weights)))
         assert_close(grads_of(mapped)(*operands), meant_grads(x, weights))
-    # JAX gathers three operands and a result at the borders of any such region, ours or not.
-    assert collectives(run) == ["all-gather"] * 4
+    # Below 0.12 JAX gathers operands and result at the borders of any such region, ours or not.
+    assert collectives(run) in ([], ["all-gather"] * 4)
 
 
 def test_the_moe_block_on_explicit_weights(

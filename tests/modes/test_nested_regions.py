@@ -34,6 +34,7 @@ MakeGroup = Callable[..., fakes.LocalGroup]
 DP_EP = {"axes": {"dp": 2, "ep": 4}, "outer_axes": "dp"}
 THREE = {"axes": {"dp": 2, "fsdp": 2, "ep": 2}, "outer_axes": ("dp", "fsdp")}
 TP = {"axes": {"dp": 2, "ep": 2, "tp": 2}, "outer_axes": "dp"}
+ONE = {"axes": {"dp": 1, "ep": 1}, "outer_axes": "dp", "max_tokens_per_rank": 32}
 PAIR = {"axes": {"dp": 2, "a": 2, "b": 2}, "outer_axes": "dp", "ep_axis": ("a", "b")}
 
 # Group settings, manual axes, how the user's specs and the whole batch lie, R inside.
@@ -53,6 +54,8 @@ REGIONS = {
     "tp manual alone": (TP, {"tp"}, P(), P(("dp", "ep")), 4),
     "only tp left": (TP, {"dp", "ep"}, P(("dp", "ep")), P(("dp", "ep")), 1),
     "all manual, tp replicated": (TP, {"dp", "ep", "tp"}, P(("dp", "ep")), P(("dp", "ep")), 1),
+    "one device, dp manual": (ONE, {"dp"}, P("dp"), P(("dp", "ep")), 1),
+    "one device, all manual": (ONE, {"dp", "ep"}, P(("dp", "ep")), P(("dp", "ep")), 1),
     "ep of two axes": (PAIR, {"dp"}, P("dp"), P(("dp", "a", "b")), 4),
     "half of ep manual": (PAIR, {"dp", "a"}, P(("dp", "a")), P(("dp", "a", "b")), 2),
 }
@@ -181,6 +184,17 @@ def test_loops_and_remat_inside_a_region(make_group: MakeGroup) -> None:
     for manual, spec in (({"dp"}, P("dp")), ({"dp", "ep", "tp"}, P(("dp", "ep")))):
         run = grads_of(region(group, manual, spec, True, local))
         assert_close(run(*put(group, P(("dp", "ep")), x, idx, weights)), want)
+
+
+def test_a_fully_manual_region_without_jit(make_group: MakeGroup) -> None:
+    """A partly manual one needs jit: JAX 0.10 nests no shard_map outside of it."""
+    fakes.require_native()
+    group = make_group(transport="memfd", num_experts=EXPERTS, **TP)
+    layer = group.register_layer("moe", top_k=2)
+    x, idx, weights = draw()
+    _, manual, spec, whole, _ = REGIONS["all manual, tp replicated"]
+    mapped = region(group, manual, spec, True, lambda *args: block(layer, *args))
+    assert_close(mapped(*put(group, whole, x, idx, weights)), meant(x, weights))
 
 
 def test_a_region_of_another_mesh_is_refused(make_group: MakeGroup) -> None:

@@ -18,7 +18,19 @@ import pytest
 from daemon_fixtures import package_path
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
-from mode_programs import assert_close, draw, grads_of, loss, meant, meant_grads, put
+from mode_programs import (
+    EXPERTS,
+    MESHES,
+    TOP_K,
+    assert_close,
+    collectives,
+    draw,
+    grads_of,
+    loss,
+    meant,
+    meant_grads,
+    put,
+)
 from stored_child import SPEC, open_group
 
 import ep_runtime as ep
@@ -79,6 +91,24 @@ def test_an_exported_program_and_its_gradient(layer: Any) -> None:
     again = jax.export.deserialize(blob)
     assert_close(jax.jit(again.call)(*operands), np.sin(meant(x, weights)))
     assert_close(grads_of(again.call)(*operands), meant_grads(x, weights))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_mesh_exports(make_group: Callable[..., fakes.LocalGroup], name: str) -> None:
+    fakes.require_native()
+    axes, settings, spec = MESHES[name]
+    group = make_group(
+        axes=axes, transport="memfd", num_experts=EXPERTS, max_tokens_per_rank=32, **settings
+    )
+    layer = group.register_layer("moe", top_k=TOP_K)
+    operands = put(group, spec, *draw())
+    program = grads_of(lambda *args: loss(layer, *args))
+    export = jax.export.export(program, disabled_checks=ep.export_checks())(*operands)
+    assert export.nr_devices == group.mesh.size
+    again = jax.export.deserialize(export.serialize())
+    compiled = jax.jit(again.call).lower(*operands).compile()
+    assert_close(compiled(*operands), meant_grads(*draw()[::2]))
+    assert collectives(compiled) == []
 
 
 def test_ahead_of_time_from_shapes_alone(layer: Any) -> None:
