@@ -19,10 +19,14 @@ struct EpCudaSizes {
 };
 
 GroupSizes ToSizes(const EpCudaSizes& s) {
-  return {s.world_size,          s.ep_size,
-          s.num_experts,         s.hidden_size,
-          s.max_tokens_per_rank, s.recv_capacity_per_rank,
-          s.max_top_k,           s.max_token_bytes,
+  return {s.world_size,
+          s.ep_size,
+          s.num_experts,
+          s.hidden_size,
+          s.max_tokens_per_rank,
+          s.recv_capacity_per_rank,
+          s.max_top_k,
+          s.max_token_bytes,
           s.lanes};
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the kernels with their harness, checks them against the reference and times them.
 #   tests/gpu/run_kernels.sh build            compile only (no GPU needed)
-#   tests/gpu/run_kernels.sh [check|time|sanitize|all] [ranks]
+#   tests/gpu/run_kernels.sh [check|time|quick|sanitize|all] [ranks]
 # Without ranks: one per GPU; more ranks than GPUs share them. NVCC and BUILD_DIR may be set.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -32,14 +32,14 @@ build_all() {
 if [ "$what" = build ] || ! [ -x "$program" ]; then build_all; fi
 case $what in
   build) ;;
-  check | time) "$program" "$what" $ranks ;;
+  check | time | quick) "$program" "$what" $ranks ;;
   sanitize) compute-sanitizer --tool memcheck --error-exitcode 3 "$program" small "${ranks:-2}" ;;
   all)
     "$program" check $ranks
     "$program" time $ranks
     ;;
   *)
-    echo "unknown: $what (build, check, time, sanitize or all)" >&2
+    echo "unknown: $what (build, check, time, quick, sanitize or all)" >&2
     exit 2
     ;;
 esac

@@ -341,11 +341,34 @@ int TimeTokens(World& world, int tokens, bool sweep) {
   return bench.Check();
 }
 
+// A short look for work on one kernel.
+int TimeDefaults(World& world, int tokens) {
+  Bench bench(world, tokens);
+  bench.Time([&](int r) { bench.Prepare(r, 32); });
+  const auto print = [&](const char* what, int a, int b, double us) {
+    std::printf("%s %d+%d: %.1f us %.1f GB/s\n", what, a, b, us, bench.RemoteBytes() / us / 1e3);
+  };
+  for (int blocks : {20, 40, 48}) {
+    print("ceiling", blocks, 0, bench.Time([&](int r) { bench.Ceiling(r, blocks, 15); }));
+  }
+  for (const auto& g :
+       {std::pair<int, int>{10, 24}, {12, 20}, {12, 28}, {16, 24}, {16, 32}, {20, 20}, {24, 24}}) {
+    const ec::DispatchGrid grid{g.first, g.second, 7, 2};
+    print("dispatch", g.first, g.second, bench.Time([&](int r) { bench.Dispatch(r, grid); }));
+  }
+  for (const auto& g : {std::pair<int, int>{16, 12}, {20, 12}, {20, 20}, {24, 16}, {28, 20}}) {
+    print("combine", g.first, g.second,
+          bench.Time([&](int r) { bench.Combine(r, {g.first, g.second}, false, false); }));
+  }
+  return bench.Check();
+}
+
 }  // namespace
 
-int TimeAll(int ranks, int gpus) {
+int TimeAll(int ranks, int gpus, bool quick) {
   const GroupSizes sizes{ranks, ranks, kExperts, kWidth, 8192, 1, kTopK, 2, 2};
   World world(sizes, gpus);
+  if (quick) return TimeDefaults(world, 8192);
   return TimeTokens(world, 128, false) + TimeTokens(world, 4096, true) +
          TimeTokens(world, 8192, true);
 }

@@ -5,7 +5,7 @@ namespace gpu_test {
 
 // Times prepare, dispatch and combine beside the link's ceiling; returns how many sampled rows are
 // wrong.
-int TimeAll(int ranks, int gpus);
+int TimeAll(int ranks, int gpus, bool quick);
 
 }  // namespace gpu_test
 
