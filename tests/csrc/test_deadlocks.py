@@ -20,7 +20,7 @@ ON_ONE_CORE = ("launches200", "independent30", "microbatches4", "psum50", "overf
 
 def run(name: str, *prefix: str) -> None:
     """Runs a program; fails with its output unless it ends well in time."""
-    roots = [ROOT, ROOT / "server", ROOT / "client"]
+    roots = [ROOT, ROOT / "server", ROOT / "client", ROOT / "tests"]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, roots)))
     done = subprocess.run(
         [*prefix, sys.executable, "programs.py", name],
