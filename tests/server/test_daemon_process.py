@@ -127,13 +127,13 @@ def test_it_ends_after_its_last_session(daemon_process):
 
 
 def test_it_is_not_idle_while_it_retains_memory(daemon_process):
-    daemon = daemon_process("--idle-exit-s", "0.3")
+    daemon = daemon_process("--idle-exit-s", "1")
     client = daemon.client(process=True)
-    client.ready(make_spec(retain_s=2.0))
+    client.ready(make_spec(retain_s=4.0))
     client.process.kill()
     eventually(lambda: daemon.group_states() == {"moe": "RETAINED"})
     with pytest.raises(subprocess.TimeoutExpired):
-        daemon.ended(within_s=1.0)
+        daemon.ended(within_s=2.0)
     assert daemon.ended(within_s=10.0)[0] == 0
 
 
