@@ -45,7 +45,7 @@ def per_device(
     Returns:
         What `body` returns, spread like the operands.
     """
-    operands = [refuse_vmap(x) for x in operands]
+    operands = _not_batched(*operands)
     cast = functools.partial(vary, call)
     if call.is_local:
         return jax.tree.map(cast, body(*map(cast, operands)))
@@ -198,19 +198,14 @@ def vary(call: Call, x: jax.Array) -> jax.Array:
 
 
 @custom_vmap
-def _not_batched(x: jax.Array) -> jax.Array:
-    return x
+def _not_batched(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """`operands`, with a NotImplementedError that gives the reason should vmap batch any."""
+    return operands
 
 
 @_not_batched.def_vmap
-def _refuse(axis_size: int, in_batched: Any, x: jax.Array) -> Any:
+def _refuse(axis_size: int, in_batched: Any, *operands: jax.Array) -> Any:
     raise NotImplementedError(
         "ep ops cannot run under vmap: one call moves the tokens of all ranks at once, and its "
         "buffers have one capacity. Put the batch into the token dims ([B, S, H]) instead."
     )
-
-
-def refuse_vmap(x: jax.Array) -> jax.Array:
-    """`x`, with a NotImplementedError that gives the reason should it be batched by vmap."""
-    result: jax.Array = _not_batched(x)
-    return result
