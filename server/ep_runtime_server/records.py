@@ -141,8 +141,12 @@ def to_group(
     return group
 
 
+_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerSpec))
+
+
 def of_layer(layer: RegisteredLayer) -> list[Any]:
-    return [dataclasses.asdict(layer.spec), layer.num_layers, layer.base_id, layer.handle_base]
+    spec = {name: getattr(layer.spec, name) for name in _LAYER_FIELDS}  # asdict takes 8 times that
+    return [spec, layer.num_layers, layer.base_id, layer.handle_base]
 
 
 def to_layer(value: list[Any]) -> RegisteredLayer:

@@ -19,7 +19,7 @@ from ep_runtime_server.group_fsm import Event, State
 from ep_runtime_server.groups import Group
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.sessions import Session
-from ep_runtime_server.windows import Buffer, Owner, WindowPool, WindowSet
+from ep_runtime_server.windows import Buffer, Owner, WindowPool, WindowSet, WindowState
 
 MAX_GENERATION = 1 << 62  # a client's word must not use the counter up
 
@@ -181,8 +181,23 @@ class Rejoin:
                 allocation.free()
             raise
         windows.adopt(allocations, mapped)
+        self._forget_elsewhere(windows)
         self._recovery.adopted(sum(item.size_bytes for item in allocations.values()))
         return len(allocations)
+
+    def _forget_elsewhere(self, windows: WindowSet) -> None:
+        """Memory that came back for a group is not awaited for a set without one as well: a torn
+        journal may know the set and not the group."""
+        ours = {buffer.identity for buffer in windows.buffers if buffer.allocation is not None}
+        for other in self._pool.sets:
+            if other is windows or other.state is not WindowState.QUARANTINED:
+                continue
+            other.buffers = [
+                b for b in other.buffers if b.allocation is not None or b.identity not in ours
+            ]
+            if not other.buffers:
+                for holder in sorted(other.holders):
+                    self._pool.drop_holder(holder, other)
 
     def _checked(self, windows: WindowSet, buffer: Buffer, fd: int) -> Allocation:
         device = self._pool.device(windows.spec, buffer.world_rank)

@@ -288,6 +288,7 @@ def test_a_daemon_that_is_replaced_in_good_order_costs_no_more_than_a_kill(
 def test_facts_that_cannot_be_read_do_not_stop_the_daemon(daemon_process, restarted, kind):
     daemon = daemon_process()
     clients, group, layers = ready_pair(daemon)
+    held = daemon.used_bytes
     daemon.kill()
     journal = Journal(daemon.directory / "journal", Failpoints())
     facts = journal.take_facts()
@@ -302,6 +303,7 @@ def test_facts_that_cannot_be_read_do_not_stop_the_daemon(daemon_process, restar
             client.give_back(group)
     assert again.group_states() == {"moe": "READY"}
     assert again.status().num_handles == 10
+    eventually(lambda: again.used_bytes == held)
 
 
 def test_a_fenced_session_stays_fenced(daemon_process, restarted):
