@@ -61,16 +61,6 @@ __device__ __forceinline__ void BulkStore(void* global, const void* shared, uint
                "r"(SharedAddress(shared)), "r"(bytes)
                : "memory");
 }
-// The same, for bytes that are not read again soon: they leave the L2 cache before others.
-__device__ __forceinline__ void BulkStoreOnce(void* global, const void* shared, uint32_t bytes) {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
-          global),
-      "r"(SharedAddress(shared)), "r"(bytes), "l"(policy)
-      : "memory");
-}
 __device__ __forceinline__ void CommitStores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -11,9 +11,6 @@ namespace cuda {
 
 constexpr int kPieceBytes = 16384;  // most that one buffer holds of a row
 constexpr int kMaxBuffers = 4;
-// Tokens whose copies may be on their way before the oldest is published: waiting for each one
-// would leave the link idle.
-constexpr int kLag = 1;
 
 // The buffers of one warp.
 struct Ring {
@@ -110,9 +107,7 @@ __device__ void PushRows(const Call& call, const PushJob& job, const Ring& ring,
   };
   if (lane == 0 && total > 0) load(0);
   TokenSlots next = count > 0 ? ReadSlots(call, job, warp) : TokenSlots{-1, -1, -1, 1.0f};
-  int32_t sent[kLag];
-#pragma unroll
-  for (int j = 0; j < kLag; ++j) sent[j] = -1;
+  int32_t sent = -1;
   for (int i = 0; i < count; ++i) {
     const int64_t token = warp + int64_t{i} * warps;
     const TokenSlots slots = next;
@@ -143,15 +138,12 @@ __device__ void PushRows(const Call& call, const PushJob& job, const Ring& ring,
       if (mine != 0) keep(token, slots, mine, buffer, offset, bytes);
       if (lane == 0) CommitStores();
     }
-    if (lane == 0) WaitStores<kLag>();
-    PublishRow(call, sent[0]);
-#pragma unroll
-    for (int j = 0; j + 1 < kLag; ++j) sent[j] = sent[j + 1];
-    sent[kLag - 1] = slots.staged;
+    if (lane == 0) WaitStores<1>();
+    PublishRow(call, sent);
+    sent = slots.staged;
   }
   if (lane == 0) WaitStores<0>();
-#pragma unroll
-  for (int j = 0; j < kLag; ++j) PublishRow(call, sent[j]);
+  PublishRow(call, sent);
 }
 
 }  // namespace cuda
