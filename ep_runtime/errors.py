@@ -112,7 +112,10 @@ class GroupBusyError(EpRuntimeError):
 
 
 class RuntimeUnavailableError(EpRuntimeError):
-    """No daemon answers at the address, or it is draining. `fields`: address."""
+    """No daemon answers at the address, or it is draining.
+
+    `fields`: address; answered, False where nobody spoke at all.
+    """
 
     grpc_code = "UNAVAILABLE"
     retryable = True

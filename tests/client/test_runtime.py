@@ -61,7 +61,7 @@ def test_a_dead_environment_address_is_never_replaced(
     monkeypatch.setenv("EP_RUNTIME_ADDRESS", f"unix://{directory}")
     with pytest.raises(ep.RuntimeUnavailableError) as caught:
         ep.connect()
-    assert caught.value.fields == {"address": f"unix://{directory}"}
+    assert caught.value.fields == {"address": f"unix://{directory}", "answered": False}
 
 
 def test_a_socket_file_that_nobody_serves_is_unavailable(directory: Path) -> None:
