@@ -30,14 +30,6 @@ std::vector<int64_t> Call::Ring() const {
   return ring;
 }
 
-std::vector<int64_t> Call::Remote() const {
-  std::vector<int64_t> remote;
-  for (int64_t rank : Ring()) {
-    if (!place_.IsLocal(static_cast<int>(rank))) remote.push_back(rank);
-  }
-  return remote;
-}
-
 Status Call::TimedOut(int64_t waited_ns, int64_t waiting_for) const {
   const double waited_s = static_cast<double>(waited_ns) * 1e-9;
   const std::string peer = waiting_for < 0 ? "a lane" : "rank " + std::to_string(waiting_for);
@@ -107,13 +99,13 @@ Status Call::Failed(Status error) {
 }
 
 Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
-                  const void* operands, MeetingSlot** out) {
+                  MeetingSlot** out) {
   const CallTag tag{context_.key, context_.site, context_.op, context_.layer.id, context_.handle};
   const int64_t started_ns = NowNs();
   // A run that failed on another device must not open meetings that nobody else will join.
   EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));
   MeetingSlot* slot = nullptr;
-  Status joined = place.Join(tag, rank, verdict, operands, &slot);
+  Status joined = place.Join(tag, rank, verdict, &slot);
   if (!joined.ok()) {
     EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));  // a poison says more
     return joined;
@@ -128,7 +120,6 @@ Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdi
     if (error.ok() && state == kSlotGathering) error = LookForMisfit(place, *slot, started_ns);
     if (!error.ok()) {
       error = Failed(std::move(error));
-      place.Finish(*slot, /*failed=*/true);
       place.Leave(slot, /*failed=*/true);
       return error;
     }
@@ -139,12 +130,12 @@ Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdi
   return Status();
 }
 
-Status Call::Run(const void* operands, const std::function<Status(Call&)>& body) {
-  Status status =
-      Meet(place_, static_cast<int>(ep_rank_), first_rank_, Verdict(), operands, &slot_);
+Status Call::Run(const std::function<Status(Call&)>& body) {
+  MeetingSlot* slot = nullptr;
+  Status status = Meet(place_, static_cast<int>(ep_rank_), first_rank_, Verdict(), &slot);
   if (!status.ok()) return Failed(std::move(status));
-  record_.lane = slot_->lane;
-  record_.epoch = slot_->epoch;
+  record_.lane = slot->lane;
+  record_.epoch = slot->epoch;
   telemetry_.Update(&record_, RankState::kRunning, -1);
   WriteHandle(/*running=*/true);
   status = body(*this);
@@ -155,12 +146,7 @@ Status Call::Run(const void* operands, const std::function<Status(Call&)>& body)
       FutexWakeAll(&place_.phase(record_.lane, rank));
     }
   }
-  place_.Finish(*slot_, !status.ok());
-  if (operands != nullptr && !place_.AwaitFinished(*slot_) && status.ok()) {
-    status = group().RunFailure(context_.key.run);
-    if (status.ok()) status = Failed(FailedOnPeer(-1));
-  }
-  place_.Leave(slot_, !status.ok());
+  place_.Leave(slot, !status.ok());
   return status;
 }
 
@@ -169,7 +155,7 @@ Status Call::GatherVerdict(int64_t demand, int64_t capacity) {
   if (demand > capacity) mine = {static_cast<int32_t>(context_.world_rank), demand, capacity};
   MeetingPlace& world = group().world();
   MeetingSlot* slot = nullptr;
-  Status status = Meet(world, static_cast<int>(context_.world_rank), 0, mine, nullptr, &slot);
+  Status status = Meet(world, static_cast<int>(context_.world_rank), 0, mine, &slot);
   if (!status.ok()) return Failed(std::move(status));
   const Verdict all{slot->verdict_rank, slot->verdict_demand, slot->verdict_capacity};
   world.Leave(slot, /*failed=*/false);

@@ -35,25 +35,8 @@ class Call {
   Call& operator=(const Call&) = delete;
 
   // Meets the peers, runs `body` with the lane, and gives the lane back. An error of any rank
-  // ends the call on all of them. `operands`, unless null, is for Peers; it stays valid, and what
-  // it points to, until all ranks of this process are through.
-  Status Run(const void* operands, const std::function<Status(Call&)>& body);
-
-  // The operands of a rank that this process drives, or null: that one is reached through
-  // windows. All ranks of a call give the same type.
-  template <typename Operands>
-  const Operands* Peer(int64_t rank) const {
-    if (!place_.IsLocal(static_cast<int>(rank))) return nullptr;
-    return static_cast<const Operands*>(place_.OperandsOf(*slot_, static_cast<int>(rank)));
-  }
-  template <typename Operands>
-  std::vector<const Operands*> Peers() const {
-    std::vector<const Operands*> peers(ep_size_);
-    for (int64_t rank = 0; rank < ep_size_; ++rank) peers[rank] = Peer<Operands>(rank);
-    return peers;
-  }
-  // Ranks that other processes drive, in the order of Ring.
-  std::vector<int64_t> Remote() const;
+  // ends the call on all of them.
+  Status Run(const std::function<Status(Call&)>& body);
 
   // After Run, in a group with on_overflow="error": tells every rank of the world what this one
   // demanded. All of them return the same CapacityOverflowError, or none does.
@@ -92,7 +75,7 @@ class Call {
 
  private:
   Status Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
-              const void* operands, MeetingSlot** slot);
+              MeetingSlot** slot);
   Status Look(int64_t started_ns, bool gathering, int64_t waiting_for) const;
   Status LookForMisfit(MeetingPlace& place, const MeetingSlot& slot, int64_t started_ns) const;
   Status FailedOnPeer(int64_t rank) const;
@@ -106,7 +89,6 @@ class Call {
   int64_t ep_size_;
   int64_t first_rank_;  // world rank of EP rank 0 of this domain
   MeetingPlace& place_;
-  MeetingSlot* slot_ = nullptr;
   RankTelemetry& telemetry_;
   CallRecord record_;
   int64_t rows_ = 0;

@@ -102,16 +102,15 @@ void Group::BindBoard() {
   failures_.Bind(header_,
                  reinterpret_cast<FailureRecord*>(board_.data() + header_->failures_offset));
   const PoisonWatch poison{&header_->poison_generation, options_.generation};
-  world_ = MeetingPlace(board_.data() + header_->world_offset, poison, local_);
+  world_ = MeetingPlace(board_.data() + header_->world_offset, poison);
   ranks_ = reinterpret_cast<RankRecord*>(board_.data() + header_->ranks_offset);
   for (int64_t rank = 0; rank < sizes().world_size; ++rank) {
     if (local_[rank]) ranks_[rank].pid = static_cast<uint32_t>(getpid());
     telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks_[rank]));
   }
   for (int64_t domain = 0; domain < sizes().num_domains(); ++domain) {
-    const auto first = local_.begin() + domain * sizes().ep_size;
     domains_.emplace_back(board_.data() + header_->domains_offset + domain * header_->domain_bytes,
-                          poison, std::vector<bool>(first, first + sizes().ep_size));
+                          poison);
     if (!options_.debug) continue;
     domains_.back().on_grant = [this, domain](int lane) {
       for (int64_t rank = 0; rank < sizes().ep_size; ++rank) {

@@ -2,9 +2,7 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <string>
-#include <utility>
 
 namespace ep_runtime {
 namespace {
@@ -36,13 +34,8 @@ class Locked {
 
 }  // namespace
 
-MeetingPlace::MeetingPlace(uint8_t* control, PoisonWatch poison, std::vector<bool> local)
-    : poison_(poison),
-      control_(reinterpret_cast<Control*>(control)),
-      ranks_(control_->ranks),
-      local_(std::move(local)),
-      num_local_(static_cast<int>(std::count(local_.begin(), local_.end(), true))),
-      local_calls_(new LocalCall[kMeetingSlots]) {
+MeetingPlace::MeetingPlace(uint8_t* control, PoisonWatch poison)
+    : poison_(poison), control_(reinterpret_cast<Control*>(control)), ranks_(control_->ranks) {
   uint8_t* next = control + sizeof(Control);
   lanes_ = reinterpret_cast<Lane*>(next);
   next += control_->lanes * sizeof(Lane);
@@ -107,8 +100,7 @@ void MeetingPlace::Free(MeetingSlot* slot) {
   slot->state.store(kSlotFree, std::memory_order_release);
 }
 
-Status MeetingPlace::Join(const CallTag& tag, int rank, const Verdict& verdict,
-                          const void* operands, MeetingSlot** out) {
+Status MeetingPlace::Join(const CallTag& tag, int rank, const Verdict& verdict, MeetingSlot** out) {
   Locked lock(control_, poison_);
   if (!lock.held()) {
     return Internal("the meeting lock stayed taken: process " +
@@ -149,36 +141,12 @@ Status MeetingPlace::Join(const CallTag& tag, int rank, const Verdict& verdict,
     slot->verdict_capacity = verdict.capacity;
   }
   mask.fetch_or(bit, std::memory_order_release);
-  LocalCall& here = LocalOf(*slot);
-  if (here.joined++ == 0) {
-    here.failed.store(false, std::memory_order_relaxed);
-    here.finished.store(0, std::memory_order_relaxed);
-    if (here.operands == nullptr) here.operands.reset(new const void*[ranks_]);
-  }
-  here.operands[rank] = operands;
   // In a failed meeting ranks only leave; who joins late sees the state and leaves too.
   if (slot->state.load(std::memory_order_relaxed) == kSlotGathering && slot->inside == ranks_) {
     GrantOrQueue(slot);
   }
   *out = slot;
   return Status();
-}
-
-void MeetingPlace::Finish(const MeetingSlot& slot, bool failed) {
-  LocalCall& here = LocalOf(slot);
-  if (failed) here.failed.store(true, std::memory_order_relaxed);
-  const uint32_t done = here.finished.fetch_add(1, std::memory_order_acq_rel) + 1;
-  if (done == static_cast<uint32_t>(num_local_)) FutexWakeAll(&here.finished);
-}
-
-bool MeetingPlace::AwaitFinished(const MeetingSlot& slot) {
-  LocalCall& here = LocalOf(slot);
-  for (;;) {
-    const uint32_t done = here.finished.load(std::memory_order_acquire);
-    if (done == static_cast<uint32_t>(num_local_)) break;
-    FutexWait(&here.finished, done, kWaitSliceNs);
-  }
-  return !here.failed.load(std::memory_order_relaxed);
 }
 
 void MeetingPlace::GrantOrQueue(MeetingSlot* slot) {
@@ -237,7 +205,6 @@ void MeetingPlace::Leave(MeetingSlot* slot, bool failed) {
     slot->state.store(kSlotFailed, std::memory_order_release);
     FutexWakeAll(&slot->state);
   }
-  --LocalOf(*slot).joined;
   if (--slot->inside > 0) return;
   const int32_t lane = slot->lane;
   Free(slot);

@@ -7,9 +7,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
-#include <vector>
 
 #include "core/board.h"
 #include "core/status.h"
@@ -51,14 +49,6 @@ struct PoisonWatch {
   bool poisoned() const { return word->load(std::memory_order_acquire) >= generation; }
 };
 
-// What the ranks of this process know of each other while they are inside one meeting.
-struct LocalCall {
-  uint32_t joined = 0;                      // under the meeting lock
-  std::atomic<bool> failed{false};          // one of them did not do its part
-  Word finished{0};                         // ranks that touch no peer's operands any more
-  std::unique_ptr<const void*[]> operands;  // [ranks] as given to Join
-};
-
 // A meeting place on the board: a domain's, whose grants carry a lane, or the group's, which has
 // no lanes and gathers a verdict. Pointers stay valid as long as the board is mapped.
 class MeetingPlace {
@@ -67,26 +57,11 @@ class MeetingPlace {
   static constexpr int64_t kMisfitNs = 4'000'000'000;
 
   MeetingPlace() = default;
-  // `local[rank]`: ranks that this process drives.
-  MeetingPlace(uint8_t* control, PoisonWatch poison, std::vector<bool> local);
+  MeetingPlace(uint8_t* control, PoisonWatch poison);
 
   // Joins the meeting of `tag.key` as `rank`, without waiting. The slot is held until Leave.
-  // Verdicts of the ranks are merged: the lowest rank with one wins. Once the meeting is granted
-  // the other ranks of this process see `operands`, until this rank has left.
-  Status Join(const CallTag& tag, int rank, const Verdict& verdict, const void* operands,
-              MeetingSlot** slot);
-
-  bool IsLocal(int rank) const { return local_[rank]; }
-  int num_local() const { return num_local_; }
-  // What that rank of this process gave to Join; only in a granted meeting.
-  const void* OperandsOf(const MeetingSlot& slot, int rank) const {
-    return LocalOf(slot).operands[rank];
-  }
-  // Every rank that joined says once that it touches no peer's operands any more.
-  void Finish(const MeetingSlot& slot, bool failed);
-  // Waits until all ranks of this process have said so; false where one has failed. Without a
-  // limit of its own: all that they wait for themselves has one.
-  bool AwaitFinished(const MeetingSlot& slot);
+  // Verdicts of the ranks are merged: the lowest rank with one wins.
+  Status Join(const CallTag& tag, int rank, const Verdict& verdict, MeetingSlot** slot);
 
   // Leaves a joined slot; the last one out frees the lane and grants the next meeting.
   void Leave(MeetingSlot* slot, bool failed);
@@ -117,7 +92,6 @@ class MeetingPlace {
     return static_cast<uint32_t>(slot - slots_) + 1;
   }
 
-  LocalCall& LocalOf(const MeetingSlot& slot) const { return local_calls_[&slot - slots_]; }
   bool SameOp(const MeetingSlot& one, const MeetingSlot& other) const;
   std::string Describe(const MeetingSlot& slot) const;
 
@@ -128,9 +102,6 @@ class MeetingPlace {
   uint32_t* heads_ = nullptr;
   MeetingSlot* slots_ = nullptr;
   uint32_t ranks_ = 0;
-  std::vector<bool> local_;
-  int num_local_ = 0;
-  std::unique_ptr<LocalCall[]> local_calls_;  // [kMeetingSlots]
 };
 
 }  // namespace ep_runtime

@@ -20,9 +20,6 @@ struct CombineParams {
   float* d_topk_weights;  // [T, K] zeros for unused and dropped slots; null with d_weights
 };
 
-// Whether ranks of one process read each other's rows where they lie; from sizes alone.
-bool ReadsInPlace(const CombineParams& params);
-
 // Sums each staged row's rows in slot order, sends the sum to its source, and there sums over
 // ranks in order. Partial sums travel in the row type ("fast") or wide ("exact"), the latter in
 // two passes of half the tokens where a lane does not hold all of them.

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/fresh_memory.h"
 #include "cpu/row_exchange.h"
 
 namespace ep_runtime {
@@ -27,23 +28,6 @@ void PlaceRows(const Call& call, const DispatchParams& params, const SourceOffse
   }
 }
 
-// Writes the rows of this rank's tokens into the slabs of the ranks of this process.
-void PushRows(const DispatchParams& params, const std::vector<const DispatchParams*>& peers) {
-  const Plan& plan = params.plan;
-  const auto* token = static_cast<const uint8_t*>(params.tokens);
-  int64_t i = 0;
-  for (int64_t t = 0; t < params.sizes.tokens; ++t, token += params.row_bytes) {
-    for (int64_t k = 0; k < params.sizes.top_k; ++k, ++i) {
-      if (plan.dst_rank[i] < 0 || peers[plan.dst_rank[i]] == nullptr) continue;
-      const DispatchParams& peer = *peers[plan.dst_rank[i]];
-      const int64_t to = plan.dst_row[i];
-      std::memcpy(static_cast<uint8_t*>(peer.recv) + to * params.row_bytes, token,
-                  params.row_bytes);
-      peer.recv_weights[to] = params.weights != nullptr ? params.weights[i] : 1.0f;
-    }
-  }
-}
-
 void FillEmptyRows(const Call& call, const DispatchParams& params) {
   auto* recv = static_cast<uint8_t*>(params.recv);
   VisitEmptyRows(
@@ -59,44 +43,27 @@ void FillEmptyRows(const Call& call, const DispatchParams& params) {
       });
 }
 
-void PlaceGrad(const CombineBwdParams& params, const RowOps& ops, int64_t to, const uint8_t* grad,
-               void* scratch) {
-  uint8_t* out_row = static_cast<uint8_t*>(params.d_expert_out) + to * params.row_bytes;
-  if (params.weights != nullptr) {
-    ops.scale[params.type](out_row, grad, params.weights[to], params.sizes.width);
-  } else {
-    std::memcpy(out_row, grad, params.row_bytes);
-  }
-  if (params.expert_out == nullptr) return;
-  const auto* expert_out = static_cast<const uint8_t*>(params.expert_out);
-  params.d_weights[to] =
-      ops.dot[params.type](grad, expert_out + to * params.row_bytes, scratch, params.sizes.width);
-}
-
 void PlaceGrads(const Call& call, const CombineBwdParams& params, const SourceOffsets& offsets,
                 int64_t source, void* scratch) {
   const Plan& plan = params.plan;
   const RowOps& ops = GetRowOps();
   const uint8_t* grad = call.Rows(call.ep_rank(), source);
+  auto* out = static_cast<uint8_t*>(params.d_expert_out);
+  const auto* expert_out = static_cast<const uint8_t*>(params.expert_out);
   for (int64_t s = offsets.staged[source]; s < offsets.staged[source + 1]; ++s) {
     for (int64_t i = plan.staged_start[s]; i < plan.staged_start[s + 1]; ++i) {
-      PlaceGrad(params, ops, plan.staged_row[i], grad, scratch);
+      const int64_t to = plan.staged_row[i];
+      uint8_t* out_row = out + to * params.row_bytes;
+      if (params.weights != nullptr) {
+        ops.scale[params.type](out_row, grad, params.weights[to], params.sizes.width);
+      } else {
+        std::memcpy(out_row, grad, params.row_bytes);
+      }
+      if (expert_out == nullptr) continue;
+      params.d_weights[to] = ops.dot[params.type](grad, expert_out + to * params.row_bytes, scratch,
+                                                  params.sizes.width);
     }
     grad += params.row_bytes;
-  }
-}
-
-void PushGrads(const CombineBwdParams& params, const std::vector<const CombineBwdParams*>& peers,
-               void* scratch) {
-  const Plan& plan = params.plan;
-  const RowOps& ops = GetRowOps();
-  const auto* grad = static_cast<const uint8_t*>(params.grad);
-  int64_t i = 0;
-  for (int64_t t = 0; t < params.sizes.tokens; ++t, grad += params.row_bytes) {
-    for (int64_t k = 0; k < params.sizes.top_k; ++k, ++i) {
-      if (plan.dst_rank[i] < 0 || peers[plan.dst_rank[i]] == nullptr) continue;
-      PlaceGrad(*peers[plan.dst_rank[i]], ops, plan.dst_row[i], grad, scratch);
-    }
   }
 }
 
@@ -113,14 +80,12 @@ void ZeroEmptyGrads(const CombineBwdParams& params) {
 
 Status RunDispatch(Call& call, const DispatchParams& params) {
   EP_RETURN_IF_ERROR(CheckPlan(call, params.sizes, params.plan));
-  const std::vector<const DispatchParams*> peers = call.Peers<DispatchParams>();
-  EP_RETURN_IF_ERROR(CheckPeers(call, params, peers));
-  std::vector<int64_t> pending = call.Remote();
+  PreferHugePages(params.recv, params.sizes.capacity * params.row_bytes);
   SendRows(call, params.sizes, params.plan, params.tokens, params.row_bytes, params.weights);
-  if (!pending.empty()) call.Signal(kRowsWritten);
-  PushRows(params, peers);
+  call.Signal(kRowsWritten);
   FillEmptyRows(call, params);
   const SourceOffsets offsets(params.plan, call.ep_size());
+  std::vector<int64_t> pending = call.Ring();
   while (!pending.empty()) {
     int64_t source;
     EP_RETURN_IF_ERROR(call.NextReady(&pending, kRowsWritten, &source));
@@ -132,15 +97,13 @@ Status RunDispatch(Call& call, const DispatchParams& params) {
 
 Status RunCombineBwd(Call& call, const CombineBwdParams& params) {
   EP_RETURN_IF_ERROR(CheckPlan(call, params.sizes, params.plan));
-  const std::vector<const CombineBwdParams*> peers = call.Peers<CombineBwdParams>();
-  EP_RETURN_IF_ERROR(CheckPeers(call, params, peers));
-  std::vector<int64_t> pending = call.Remote();
+  PreferHugePages(params.d_expert_out, params.sizes.capacity * params.row_bytes);
   SendRows(call, params.sizes, params.plan, params.grad, params.row_bytes, /*weights=*/nullptr);
-  if (!pending.empty()) call.Signal(kRowsWritten);
-  std::vector<double> scratch((params.sizes.width + 1) / 2);
-  PushGrads(params, peers, scratch.data());
+  call.Signal(kRowsWritten);
   ZeroEmptyGrads(params);
   const SourceOffsets offsets(params.plan, call.ep_size());
+  std::vector<double> scratch((params.sizes.width + 1) / 2);
+  std::vector<int64_t> pending = call.Ring();
   while (!pending.empty()) {
     int64_t source;
     EP_RETURN_IF_ERROR(call.NextReady(&pending, kRowsWritten, &source));

@@ -33,11 +33,6 @@ struct Sizes {
   int64_t capacity;  // C
   int64_t experts;   // L
   int64_t width;     // H
-
-  bool operator==(const Sizes& other) const {
-    return tokens == other.tokens && top_k == other.top_k && capacity == other.capacity &&
-           experts == other.experts && width == other.width;
-  }
 };
 
 }  // namespace ep_runtime

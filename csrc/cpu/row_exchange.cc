@@ -11,6 +11,12 @@ namespace {
 // Above this, what one call sends leaves the caches before its receiver reads it.
 constexpr int64_t kStreamBytes = 64 << 20;
 
+Status BadPlan(const Call& call, const char* what) {
+  return InvalidArgument("layer " + call.layer().name + ": the plan's " + what +
+                         " is not what prepare made for these sizes")
+      .With("argument", std::string("plan"));
+}
+
 Status CheckReceived(const Call& call, const Sizes& sizes, const Plan& plan) {
   int64_t staged = 0;
   int64_t entries = 0;
@@ -43,19 +49,10 @@ Status CheckReceived(const Call& call, const Sizes& sizes, const Plan& plan) {
 
 }  // namespace
 
-Status BadPlan(const Call& call, const char* what) {
-  return InvalidArgument("layer " + call.layer().name + ": the plan's " + what +
-                         " is not what prepare made for these sizes")
-      .With("argument", std::string("plan"));
-}
-
 Status CheckPlan(const Call& call, const Sizes& sizes, const Plan& plan) {
   for (int64_t i = 0; i < sizes.tokens * sizes.top_k; ++i) {
     if (plan.dst_rank[i] < -1 || plan.dst_rank[i] >= call.ep_size()) {
       return BadPlan(call, "dst_rank");
-    }
-    if (plan.dst_rank[i] >= 0 && (plan.dst_row[i] < 0 || plan.dst_row[i] >= sizes.capacity)) {
-      return BadPlan(call, "dst_row");
     }
   }
   int64_t zones = 0;
@@ -82,20 +79,18 @@ void SendRows(const Call& call, const Sizes& sizes, const Plan& plan, const void
               int64_t row_bytes, const float* weights) {
   const bool stream = sizes.tokens * row_bytes >= kStreamBytes;
   const auto copy = GetRowOps().stream;
-  const std::vector<int64_t> remote = call.Remote();
-  if (remote.empty()) return;
   const auto* row = static_cast<const uint8_t*>(rows);
   std::vector<uint8_t*> next_row(call.ep_size());
   std::vector<float*> next_weight(call.ep_size());
   std::vector<int64_t> last_token(call.ep_size(), -1);
-  for (int64_t dest : remote) {
+  for (int64_t dest = 0; dest < call.ep_size(); ++dest) {
     next_row[dest] = call.Rows(dest, call.ep_rank());
     next_weight[dest] = reinterpret_cast<float*>(call.Entries(dest, call.ep_rank()));
   }
   for (int64_t token = 0; token < sizes.tokens; ++token, row += row_bytes) {
     for (int64_t i = token * sizes.top_k; i < (token + 1) * sizes.top_k; ++i) {
       const int32_t dest = plan.dst_rank[i];
-      if (dest < 0 || next_row[dest] == nullptr) continue;
+      if (dest < 0) continue;
       if (weights != nullptr) *next_weight[dest]++ = weights[i];
       if (last_token[dest] == token) continue;
       last_token[dest] = token;

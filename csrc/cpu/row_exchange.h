@@ -13,19 +13,6 @@ namespace ep_runtime {
 // before this has looked at them.
 Status CheckPlan(const Call& call, const Sizes& sizes, const Plan& plan);
 
-// The error of a plan whose array `what` holds a number that no plan of these sizes holds.
-Status BadPlan(const Call& call, const char* what);
-
-// The operands of ranks of this process, whose memory the kernels use in place, must have this
-// rank's sizes; null stands for the others.
-template <typename Params>
-Status CheckPeers(const Call& call, const Params& params, const std::vector<const Params*>& peers) {
-  for (const Params* peer : peers) {
-    if (peer != nullptr && !(peer->sizes == params.sizes)) return BadPlan(call, "size");
-  }
-  return Status();
-}
-
 // Staged rows and entries of all sources before each one: [N + 1] prefix sums.
 struct SourceOffsets {
   std::vector<int64_t> staged;
@@ -33,8 +20,8 @@ struct SourceOffsets {
   SourceOffsets(const Plan& plan, int64_t sources);
 };
 
-// Sends rows [T, row_bytes] once to every rank of another process that keeps a row of them and,
-// where `weights` [T, K] is given, the weight of each entry.
+// Sends rows [T, row_bytes] once to every rank that keeps a row of them and, where `weights`
+// [T, K] is given, the weight of each entry.
 void SendRows(const Call& call, const Sizes& sizes, const Plan& plan, const void* rows,
               int64_t row_bytes, const float* weights);
 

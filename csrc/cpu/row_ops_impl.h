@@ -64,16 +64,6 @@ struct WideOf {
 // Columns that are summed at a time: the accumulators stay in the first-level cache.
 constexpr int64_t kBlock = 512;
 
-// Rows are walked side by side, a block of each at a time, which hides them from the processor's
-// own prefetching.
-template <typename Storage>
-void Prefetch(const Storage* block, int64_t columns) {
-  const int64_t bytes = (columns < kBlock ? columns : kBlock) * int64_t{sizeof(Storage)};
-  for (int64_t at = 0; at < bytes; at += 64) {
-    __builtin_prefetch(reinterpret_cast<const char*>(block) + at);
-  }
-}
-
 template <typename In, typename Out>
 void Reduce(void* dst, const void* const* rows, const float* weights, int64_t count,
             int64_t width) {
@@ -85,7 +75,6 @@ void Reduce(void* dst, const void* const* rows, const float* weights, int64_t co
     for (int64_t i = 0; i < columns; ++i) sum[i] = 0;
     for (int64_t r = 0; r < count; ++r) {
       const auto* row = static_cast<const typename In::Storage*>(rows[r]) + start;
-      if (start + kBlock < width) Prefetch(row + kBlock, width - start - kBlock);
       if (weights == nullptr) {
         for (int64_t i = 0; i < columns; ++i) sum[i] += In::Load(row[i]);
       } else {

@@ -31,8 +31,7 @@ Status ReadRows(const CallFrame& frame, const CallContext& context, const char* 
 
 Status RunWith(CallContext context, const CombineParams& params) {
   Call call(std::move(context));
-  return call.Run(ReadsInPlace(params) ? &params : nullptr,
-                  [&](Call& running) { return RunCombine(running, params); });
+  return call.Run([&](Call& running) { return RunCombine(running, params); });
 }
 
 }  // namespace

@@ -1,22 +1,10 @@
-#include <algorithm>
-
 #include "cpu/dispatch_kernels.h"
-#include "cpu/fresh_memory.h"
 #include "ffi/call_frame.h"
 
 namespace ep_runtime {
 namespace {
 
 using xla::ffi::DataType;
-
-// Makes a slab ready for what peers write there as soon as all have arrived.
-void Receive(void* rows, const Plan& plan, const Sizes& sizes, int64_t row_bytes) {
-  int64_t used = 0;
-  for (int64_t e = 0; e < sizes.experts; ++e) used += plan.group_sizes[e];
-  used = std::clamp<int64_t>(used, 0, sizes.capacity);  // the plan is checked later
-  PreferHugePages(rows, sizes.capacity * row_bytes);
-  BringIn(rows, used * row_bytes);
-}
 
 }  // namespace
 
@@ -50,9 +38,8 @@ Status CallDispatch(const CallFrame& frame, CallContext context) {
   params.plan = Const(plan);
   params.recv = frame.rets[0].data;
   params.recv_weights = static_cast<float*>(frame.rets[1].data);
-  Receive(params.recv, params.plan, sizes, params.row_bytes);
   Call call(std::move(context));
-  return call.Run(&params, [&](Call& running) { return RunDispatch(running, params); });
+  return call.Run([&](Call& running) { return RunDispatch(running, params); });
 }
 
 // ep_combine_bwd_v1(rank, layer_index, g [T, H], expert_out [C, H] or [0, 0],
@@ -91,9 +78,8 @@ Status CallCombineBwd(const CallFrame& frame, CallContext context) {
   params.plan = Const(plan);
   params.d_expert_out = frame.rets[0].data;
   if (with_weight_grads) params.d_weights = static_cast<float*>(frame.rets[1].data);
-  Receive(params.d_expert_out, params.plan, sizes, params.row_bytes);
   Call call(std::move(context));
-  return call.Run(&params, [&](Call& running) { return RunCombineBwd(running, params); });
+  return call.Run([&](Call& running) { return RunCombineBwd(running, params); });
 }
 
 }  // namespace ep_runtime

@@ -18,7 +18,7 @@ Status CallPrepare(const CallFrame& frame, CallContext context) {
   params.topk_idx = static_cast<const int32_t*>(topk_idx.data);
   const bool error_on_overflow = context.group->options().error_on_overflow;
   Call call(std::move(context));
-  EP_RETURN_IF_ERROR(call.Run(nullptr, [&](Call& running) { return RunPrepare(running, params); }));
+  EP_RETURN_IF_ERROR(call.Run([&](Call& running) { return RunPrepare(running, params); }));
   if (!error_on_overflow) return Status();
   return call.GatherVerdict(params.plan.num_recv[0], sizes.capacity);
 }

@@ -107,24 +107,6 @@ def test_random_routing(top_k, alignment):
         check_all(group, random_idx(rng, 8, 9, top_k, 16))
 
 
-@pytest.mark.parametrize("weighted", [True, False], ids=["weights", "no weights"])
-@pytest.mark.parametrize("precision", ["fast", "exact"])
-@pytest.mark.parametrize(
-    ("dtype", "hidden"),
-    [("float32", 1027), ("bfloat16", 2051), ("float16", 2048)],
-    ids=["f32", "bf16", "f16"],
-)
-def test_rows_that_ranks_of_one_process_read_in_place(dtype, hidden, precision, weighted):
-    settings = {"hidden_size": hidden, "max_token_dtype": dtype, "combine_precision": precision}
-    rng = np.random.default_rng(hidden)
-    with small_group(top_k=5, alignment=8, **settings) as group:
-        idx = random_idx(rng, 8, 9, 5, 16, duplicates=True)
-        kind = getattr(ml_dtypes, dtype, None) or np.dtype(dtype)
-        capacity = group.spec.recv_capacity_per_rank - 17 * 8
-        check_all(group, idx, kind, weighted=weighted)
-        check_all(group, idx, kind, capacity=capacity, weighted=weighted, seed=1)
-
-
 @pytest.mark.parametrize("capacity_cut", [0, 1, 17])
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_rows_over_capacity_are_dropped(alignment, capacity_cut):
