@@ -282,10 +282,9 @@ class Bench {
 
 void TimeDispatch(Bench& bench) {
   const int grids[][4] = {{4, 4, 7, 2},   {8, 8, 7, 2},   {10, 10, 7, 2}, {12, 12, 7, 2},
-                          {16, 16, 7, 2}, {20, 20, 7, 2}, {24, 24, 7, 2}, {32, 32, 7, 2},
-                          {12, 8, 7, 2},  {16, 8, 7, 2},  {8, 16, 7, 2},  {12, 20, 7, 2},
-                          {16, 24, 7, 2}, {24, 16, 7, 2}, {16, 32, 7, 2}, {20, 20, 5, 3},
-                          {20, 20, 4, 3}, {20, 20, 3, 4}};
+                          {12, 20, 7, 2}, {16, 16, 7, 2}, {12, 28, 7, 2}, {16, 24, 7, 2},
+                          {20, 20, 7, 2}, {24, 24, 7, 2}, {24, 40, 7, 2}, {32, 32, 7, 2},
+                          {24, 24, 5, 3}};
   for (const auto& g : grids) {
     const ec::DispatchGrid grid{g[0], g[1], g[2], g[3]};
     const double us = bench.Time([&](int r) { bench.Dispatch(r, grid); });
@@ -295,8 +294,8 @@ void TimeDispatch(Bench& bench) {
 }
 
 void TimeCombine(Bench& bench) {
-  const int grids[][2] = {{8, 8},   {12, 8},  {16, 8},  {16, 16}, {20, 12}, {20, 20}, {24, 16},
-                          {28, 12}, {32, 16}, {28, 20}, {32, 32}, {40, 24}, {48, 32}};
+  const int grids[][2] = {{4, 4},   {8, 8},   {12, 12}, {16, 12}, {20, 12}, {20, 20},
+                          {24, 16}, {28, 12}, {28, 20}, {32, 16}, {40, 24}, {32, 32}};
   for (const auto& g : grids) {
     const double us = bench.Time([&](int r) { bench.Combine(r, {g[0], g[1]}, false, false); });
     std::printf("combine reduce %2d sum %2d (%d): %7.1f us %6.1f GB/s\n", g[0], g[1], g[0] + g[1],
