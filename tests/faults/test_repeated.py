@@ -16,7 +16,7 @@ from raw_jobs import SPEC, come_back, ready_pair
 from ep_runtime import errors, specs
 
 pytestmark = [pytest.mark.timeout(900)]
-TIMES = [3, pytest.param(50, marks=pytest.mark.slow)]
+TIMES = [2, pytest.param(50, marks=pytest.mark.slow)]
 
 
 class Footprint:
