@@ -358,3 +358,17 @@ def test_lanes_are_given_back_after_every_kind_of_error():
             assert control.open_meetings == 0
             assert control.ready_head == 0
             del control
+
+
+def test_ranks_of_other_processes_are_refused_here():
+    with open_group(local_ranks=[0, 1, 2, 3, 4, 5, 6]) as group:
+        idx, x = inputs(group)
+        error = failure_of(group.sharded(lambda idx, x: round_trip(group, idx, x)), idx, x)
+        assert isinstance(error, errors.InvalidArgumentError)
+        assert "rank 7 is driven by another process" in str(error)
+
+
+@pytest.mark.parametrize("ranks", [[0, 8], [-1], [3, 3]])
+def test_local_ranks_are_checked(ranks):
+    with pytest.raises(errors.InvalidArgumentError, match="local_ranks must be distinct"):
+        open_group(local_ranks=ranks)
