@@ -71,6 +71,13 @@ class Call:
     def capacity(self) -> int:
         return self.meta.capacity
 
+    def anonymous(self) -> Call:
+        """The same for every layer with these settings: for work that no layer's id enters."""
+        layer = self.layer
+        spec = dataclasses.replace(layer.spec, name="layer", in_flight=1)
+        layer = dataclasses.replace(layer, spec=spec, base_id=0, index=0)
+        return dataclasses.replace(self, meta=dataclasses.replace(self.meta, layer=layer, handle=0))
+
     @property
     def is_local(self) -> bool:
         """Whether operands are this device's blocks already: nothing is left to spread."""

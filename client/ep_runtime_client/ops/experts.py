@@ -87,12 +87,12 @@ def grouped_matmul(
         bias and row_weights.
     """
     call = twin.varied(stage.call, rows, kernel, bias, row_weights, group_sizes)
-    stage = dataclasses.replace(stage, call=call)
     rows = twin.vary(call, twin.place(call, "rows", rows, twin.slab_spec(call)))
     kernel = twin.vary(call, kernel)
     bias = None if bias is None else twin.vary(call, bias)
     row_weights = None if row_weights is None else twin.vary(call, row_weights)
     operands = (rows, kernel, bias, row_weights, group_sizes)
+    stage = dataclasses.replace(stage, call=call.anonymous())
     out: jax.Array = twin.run(_matmul_primal, stage, *operands, traced=_matmul)
     return out
 
@@ -260,7 +260,7 @@ def _matmul_primal(stage: Stage, *operands: Any) -> jax.Array:
 
 
 def _matmul_fwd(stage: Stage, *operands: Any) -> Any:
-    return twin.run(_matmul_primal, stage, *operands), operands
+    return twin.shared(_matmul_primal, stage, *operands), operands
 
 
 def _pullback(stage: Stage, operands: Any, grad: jax.Array) -> Any:
@@ -288,7 +288,7 @@ def _pullback(stage: Stage, operands: Any, grad: jax.Array) -> Any:
 
 
 def _matmul_bwd(stage: Stage, operands: Any, grad: jax.Array) -> Any:
-    return (*twin.run(_pullback, stage, operands, grad), None)
+    return (*twin.shared(_pullback, stage, operands, grad), None)
 
 
 _matmul = jax.custom_vjp(_matmul_primal, nondiff_argnums=(0,))

@@ -115,6 +115,11 @@ def run(
     return _compiled(function, call, *operands)
 
 
+def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
+    """`function(call, *operands)` as a function of its own, traced once for all equal calls."""
+    return _compiled(function, call, *operands)
+
+
 def _call_function(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
     return function(call, *operands)
 
