@@ -76,6 +76,14 @@ void ZeroEmptyGrads(const CombineBwdParams& params) {
   VisitEmptyRows(params.sizes, params.plan, zero, zero);
 }
 
+// Brings in the part of a slab that will be written, while the peers push their rows: one system
+// call instead of a page fault for every page.
+void BringInSlab(void* rows, const Sizes& sizes, const Plan& plan, int64_t row_bytes) {
+  int64_t used = 0;
+  for (int64_t e = 0; e < sizes.experts; ++e) used += plan.group_sizes[e];
+  BringIn(rows, used * row_bytes);
+}
+
 }  // namespace
 
 Status RunDispatch(Call& call, const DispatchParams& params) {
@@ -83,6 +91,7 @@ Status RunDispatch(Call& call, const DispatchParams& params) {
   PreferHugePages(params.recv, params.sizes.capacity * params.row_bytes);
   SendRows(call, params.sizes, params.plan, params.tokens, params.row_bytes, params.weights);
   call.Signal(kRowsWritten);
+  BringInSlab(params.recv, params.sizes, params.plan, params.row_bytes);
   FillEmptyRows(call, params);
   const SourceOffsets offsets(params.plan, call.ep_size());
   std::vector<int64_t> pending = call.Ring();

@@ -6,6 +6,7 @@ namespace ep_runtime {
 namespace {
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;
+constexpr uintptr_t kPageBytes = 4096;
 
 }  // namespace
 
@@ -15,6 +16,18 @@ void PreferHugePages(void* data, int64_t bytes) {
   const uintptr_t last = (address + static_cast<uintptr_t>(bytes)) & ~(kHugePageBytes - 1);
   // A hint: where the system refuses it, small pages serve as well.
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+void BringIn(void* data, int64_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+  if (bytes < static_cast<int64_t>(kHugePageBytes)) return;
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = address & ~(kPageBytes - 1);
+  // A hint too: what it leaves out is brought in by the first write.
+  madvise(reinterpret_cast<void*>(first), address + bytes - first, MADV_POPULATE_WRITE);
+#else
+  (void)data, (void)bytes;
+#endif
 }
 
 }  // namespace ep_runtime

@@ -9,6 +9,10 @@ namespace ep_runtime {
 // faulting them in by 4 KiB pages costs several times the copy itself.
 void PreferHugePages(void* data, int64_t bytes);
 
+// Brings a large result in before other threads write to it: two that meet on a missing page both
+// clear one.
+void BringIn(void* data, int64_t bytes);
+
 }  // namespace ep_runtime
 
 #endif  // EP_RUNTIME_CPU_FRESH_MEMORY_H_
