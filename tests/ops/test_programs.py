@@ -177,21 +177,6 @@ def test_replicated_operands_of_a_manual_region_get_the_sum_of_gradients(
     assert_close(got, want)
 
 
-def test_a_partly_manual_region_is_refused_with_the_axes(make_group: MakeGroup) -> None:
-    group = make_group(axes={"dp": 2, "ep": 4}, outer_axes="dp")
-    layer = group.register_layer("moe", top_k=TOP_K)
-    x, idx, weights = draw()
-    mapped = jax.shard_map(
-        lambda x: block(layer, x, jnp.asarray(idx[:32]), jnp.asarray(weights[:32])),
-        mesh=group.mesh,
-        in_specs=PartitionSpec("dp"),
-        out_specs=PartitionSpec("dp"),
-        axis_names={"dp"},
-    )
-    with pytest.raises(NotImplementedError, match=r"manual over \['dp'\] but not over \['ep'\]"):
-        jax.jit(mapped)(x)
-
-
 def test_vmap_is_refused_with_the_reason(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("moe", top_k=TOP_K)
     x, idx, weights = draw()
