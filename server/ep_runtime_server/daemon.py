@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -182,8 +183,16 @@ class Daemon:
             # Decays by half in about ten seconds, so that a stall stays visible for a while.
             self.runtime.loop_lag_s = max(lag, self.runtime.loop_lag_s * 0.98)
             self.runtime.tick()
-            if self.runtime.should_stop:
+            if self.runtime.should_stop or self._parent_is_gone():
                 self._stop_now.set()
+
+    def _parent_is_gone(self) -> bool:
+        """Looked at beside the reader: nobody would end a private daemon that missed its client."""
+        if self._settings.parent_pidfd is None:
+            return False
+        poll = select.poll()
+        poll.register(self._settings.parent_pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     async def run_until_stopped(self) -> None:
         """Returns when told to end: signal, drained, idle, or the parent gone."""
