@@ -9,7 +9,9 @@
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
 | XDG_RUNTIME_DIR | unset | parent of that directory for a user who is not root |
 | NOTIFY_SOCKET | unset | where systemd wants to hear that the daemon is ready |
-| LISTEN_PID, LISTEN_FDS, LISTEN_FDNAMES | unset | descriptors that systemd kept for the daemon |
+| LISTEN_PID | unset | the process that systemd kept descriptors for |
+| LISTEN_FDS | unset | how many descriptors systemd kept for the daemon |
+| LISTEN_FDNAMES | unset | their names |
 | NO_COLOR | unset | any text: tables of the command line have no colour |
 | PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
 """
