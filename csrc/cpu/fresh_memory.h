@@ -9,8 +9,7 @@ namespace ep_runtime {
 // faulting them in by 4 KiB pages costs several times the copy itself.
 void PreferHugePages(void* data, int64_t bytes);
 
-// Brings a large result in before other threads write to it: two that meet on a missing page both
-// clear one.
+// Brings a large result in with one system call, instead of a fault for each page as rows arrive.
 void BringIn(void* data, int64_t bytes);
 
 }  // namespace ep_runtime
