@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import signal
@@ -119,6 +120,36 @@ def test_the_first_sigint_asks_and_the_second_interrupts() -> None:
         twice()
     assert asked == [True]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+class InterruptedDevice(io.RawIOBase):
+    """A device during whose first write Ctrl-C is typed."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.written.append(bytes(data))
+        if len(self.written) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(data)
+
+
+def test_a_sigint_in_the_middle_of_a_write_is_reported_on_the_same_stream() -> None:
+    device = InterruptedDevice()
+    stream = io.BufferedWriter(device)
+
+    def say(text: bytes) -> None:
+        stream.write(text)
+        stream.flush()
+
+    with StopRequest(lambda: say(b"stopping")) as stop:
+        say(b"step 1")
+        assert stop.requested
+    assert device.written == [b"step 1", b"stopping"]
 
 
 @pytest.mark.parametrize(

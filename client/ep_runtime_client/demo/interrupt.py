@@ -10,6 +10,9 @@ from types import FrameType, TracebackType
 # A shell's convention for a program that SIGINT ended.
 INTERRUPTED = 130
 
+# A terminal that takes no more text must not hold the end of the program up.
+TELL_TIMEOUT_S = 2.0
+
 
 class StopRequest:
     """Context manager: the first SIGINT sets `requested`, a second one interrupts at once.
@@ -17,17 +20,22 @@ class StopRequest:
     Outside the main thread, where Python delivers no signals, it changes nothing.
 
     Args:
-        on_request: called once, at the first SIGINT, to tell the user.
+        on_request: called once, after the first SIGINT, to tell the user. It runs on a thread of
+            its own: the signal may have come in the middle of a write to the same stream, and a
+            stream cannot be entered twice by one thread.
     """
 
     def __init__(self, on_request: Callable[[], None]) -> None:
         self.requested = False
         self._on_request = on_request
+        self._wake = threading.Event()
+        self._teller = threading.Thread(target=self._tell, name="ep-stop-request", daemon=True)
         self._previous: signal.Handlers | Callable[[int, FrameType | None], object] | int | None
         self._previous = None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
+            self._teller.start()
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
@@ -39,9 +47,16 @@ class StopRequest:
     ) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
+            self._wake.set()
+            self._teller.join(TELL_TIMEOUT_S)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self._on_request()
+        self._wake.set()
+
+    def _tell(self) -> None:
+        self._wake.wait()
+        if self.requested:
+            self._on_request()
