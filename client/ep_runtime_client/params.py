@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,17 @@ import jax.numpy as jnp
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
 from ep_runtime_client.layers import EpLayer, LayerStack, TracedLayer
+
+# Logical names of the dims of a gated block's parameters, as sharding rules know them: exp experts,
+# embed H, gate the pair (gate, up), mlp M. `logical_axes` gives those of other forms.
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {
+    "router": ("embed", "exp"),
+    "wi": ("exp", "embed", "gate", "mlp"),
+    "wo": ("exp", "mlp", "embed"),
+    "wi_bias": ("exp", "gate", "mlp"),
+    "wo_bias": ("exp", "embed"),
+    "router_bias": ("exp",),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +61,14 @@ class MoEParams:
         """From checkpoints that keep gate and up apart: wi_0, wi_1 [E, H, M], biases [E, M].
 
         wi_1=None makes ungated parameters.
+
+        Raises:
+            InvalidArgumentError: some biases of the experts but not all; names the missing ones.
         """
+        biases = {"wi_0_bias": wi_0_bias, "wo_bias": wo_bias}
+        if wi_1 is not None:
+            biases["wi_1_bias"] = wi_1_bias
+        check_all_or_none(biases)
         if wi_1 is None:
             return cls(router, wi_0, wo, wi_0_bias, wo_bias, router_bias)
         bias = None
@@ -58,19 +77,64 @@ class MoEParams:
         return cls(router, jnp.stack([wi_0, wi_1], axis=2), wo, bias, wo_bias, router_bias)
 
     def to_separate(self) -> dict[str, jax.Array | None]:
-        """The arguments of `from_separate`, by name; wi [E, H, 2, M] or ungated [E, H, M]."""
-        gated = self.wi.ndim == 4
-        bias = self.wi_bias
+        """The arguments of `from_separate`, by name; wi_1 is None for ungated parameters."""
+        inner = self.wo.shape[1]
+        experts, hidden = self.wi.shape[:2]
+        gated = self.wi.size == 2 * experts * hidden * inner
+        wi, bias = self.wi, self.wi_bias
+        if gated:
+            wi = wi.reshape(experts, hidden, 2, inner)
+            bias = None if bias is None else bias.reshape(experts, 2, inner)
         return {
             "router": self.router,
-            "wi_0": self.wi[:, :, 0] if gated else self.wi,
-            "wi_1": self.wi[:, :, 1] if gated else None,
+            "wi_0": wi[:, :, 0] if gated else wi,
+            "wi_1": wi[:, :, 1] if gated else None,
             "wo": self.wo,
             "wi_0_bias": bias[:, 0] if gated and bias is not None else bias,
             "wi_1_bias": bias[:, 1] if gated and bias is not None else None,
             "wo_bias": self.wo_bias,
             "router_bias": self.router_bias,
         }
+
+
+def check_all_or_none(biases: Mapping[str, jax.Array | None]) -> None:
+    """Raises InvalidArgumentError that names the missing ones where only some biases are given."""
+    missing = sorted(name for name, bias in biases.items() if bias is None)
+    if missing and len(missing) < len(biases):
+        given = sorted(set(biases) - set(missing))
+        raise InvalidArgumentError(
+            f"biases of the experts come all or none: got {', '.join(given)} without "
+            f"{', '.join(missing)}",
+            argument=missing[0],
+        )
+
+
+def logical_axes(name: str, ndim: int) -> tuple[str, ...]:
+    """Logical names of the dims of one parameter of the block.
+
+    Args:
+        name: a field of MoEParams.
+        ndim: of the array. Without the gate dim, wi [E, H, M] and wi_bias [E, M] have no "gate";
+            wi [E, H, 2M] (gate then up) looks the same, and no axis may lie on its last dim.
+
+    Returns:
+        One name per dim, for `ep.sharding`, flax's logical partitioning or rules of the user.
+
+    Raises:
+        InvalidArgumentError: no such parameter, or it cannot have so many dims.
+    """
+    names = LOGICAL_AXES.get(name)
+    if names is None:
+        raise InvalidArgumentError(
+            f"name must be one of {sorted(LOGICAL_AXES)}, got {name!r}", argument="name"
+        )
+    if ndim < len(names):
+        names = tuple(each for each in names if each != "gate")
+    if ndim != len(names):
+        raise InvalidArgumentError(
+            f"{name} has the dims {LOGICAL_AXES[name]}, got {ndim} dims", argument="ndim"
+        )
+    return names
 
 
 def init_moe_params(

@@ -1,0 +1,58 @@
+"""Parameters of the MoE block: forms, names of their dims, and fresh values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ep_runtime import specs
+from ep_runtime_client.params import LOGICAL_AXES, MoEParams, init_moe_params, logical_axes
+
+SPEC = specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
+
+
+def test_every_parameter_has_one_name_per_dim() -> None:
+    for gated in (True, False):
+        params = init_moe_params(jax.random.key(0), SPEC, 5, gated=gated, use_bias=True)
+        for field in dataclasses.fields(params):
+            value = getattr(params, field.name)
+            if value is not None:
+                assert len(logical_axes(field.name, value.ndim)) == value.ndim
+    assert set(LOGICAL_AXES) == {field.name for field in dataclasses.fields(MoEParams)}
+    assert logical_axes("wi", 4) == ("exp", "embed", "gate", "mlp")
+    assert logical_axes("wi", 3) == ("exp", "embed", "mlp")
+    assert logical_axes("wi_bias", 2) == ("exp", "mlp")
+    assert logical_axes("wo", 3) == ("exp", "mlp", "embed")
+
+
+@pytest.mark.parametrize(("name", "ndim"), [("wi", 5), ("wo", 2), ("gate", 2)])
+def test_a_parameter_that_is_none_of_the_blocks_has_no_names(name: str, ndim: int) -> None:
+    with pytest.raises(ValueError, match=name):
+        logical_axes(name, ndim)
+
+
+def test_separate_kernels_come_back_as_they_were() -> None:
+    for gated in (True, False):
+        params = init_moe_params(jax.random.key(0), SPEC, 5, gated=gated, use_bias=True)
+        again = MoEParams.from_separate(**params.to_separate())
+        jax.tree.map(np.testing.assert_array_equal, params, again)
+
+
+def test_gate_then_up_in_one_dim_is_taken_apart_too() -> None:
+    params = init_moe_params(jax.random.key(0), SPEC, 5, use_bias=True)
+    params = dataclasses.replace(params, wi_bias=jax.random.normal(jax.random.key(1), (4, 2, 5)))
+    fused = dataclasses.replace(
+        params, wi=params.wi.reshape(4, 6, 10), wi_bias=params.wi_bias.reshape(4, 10)
+    )
+    jax.tree.map(np.testing.assert_array_equal, fused.to_separate(), params.to_separate())
+
+
+def test_some_biases_without_the_others_are_refused_by_name() -> None:
+    parts = init_moe_params(jax.random.key(0), SPEC, 5, use_bias=True).to_separate()
+    with pytest.raises(ValueError, match="without wi_1_bias$"):
+        MoEParams.from_separate(**{**parts, "wi_1_bias": None})
+    with pytest.raises(ValueError, match="without wi_0_bias, wi_1_bias$"):
+        MoEParams.from_separate(**{**parts, "wi_0_bias": None, "wi_1_bias": None})
