@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,15 +15,19 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
 from ep_runtime_client.layers import EpLayer, LayerStack, TracedLayer
 
+KernelInit = Callable[..., jax.Array]
+
 # Logical names of the dims of a gated block's parameters, as sharding rules know them: exp experts,
-# embed H, gate the pair (gate, up), mlp M. `logical_axes` gives those of other forms.
-LOGICAL_AXES: dict[str, tuple[str, ...]] = {
-    "router": ("embed", "exp"),
-    "wi": ("exp", "embed", "gate", "mlp"),
-    "wo": ("exp", "mlp", "embed"),
-    "wi_bias": ("exp", "gate", "mlp"),
-    "wo_bias": ("exp", "embed"),
-    "router_bias": ("exp",),
+# embed_moe H, mlp_moe M of the experts, embed H elsewhere. None: a dim that nothing is spread over
+# (gate and up; the router's experts, whose logits every rank needs whole). `logical_axes` gives
+# those of other forms.
+LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
+    "router": ("embed", None),
+    "wi": ("exp", "embed_moe", None, "mlp_moe"),
+    "wo": ("exp", "mlp_moe", "embed_moe"),
+    "wi_bias": ("exp", None, "mlp_moe"),
+    "wo_bias": ("exp", "embed_moe"),
+    "router_bias": (None,),
 }
 
 
@@ -109,16 +115,16 @@ def check_all_or_none(biases: Mapping[str, jax.Array | None]) -> None:
         )
 
 
-def logical_axes(name: str, ndim: int) -> tuple[str, ...]:
+def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
     """Logical names of the dims of one parameter of the block.
 
     Args:
         name: a field of MoEParams.
-        ndim: of the array. Without the gate dim, wi [E, H, M] and wi_bias [E, M] have no "gate";
+        ndim: of the array. wi [E, H, M] and wi_bias [E, M] lack the dim of gate and up;
             wi [E, H, 2M] (gate then up) looks the same, and no axis may lie on its last dim.
 
     Returns:
-        One name per dim, for `ep.sharding`, flax's logical partitioning or rules of the user.
+        A name or None per dim, for `ep.sharding`, flax's partitioning or rules of the user.
 
     Raises:
         InvalidArgumentError: no such parameter, or it cannot have so many dims.
@@ -128,8 +134,8 @@ def logical_axes(name: str, ndim: int) -> tuple[str, ...]:
         raise InvalidArgumentError(
             f"name must be one of {sorted(LOGICAL_AXES)}, got {name!r}", argument="name"
         )
-    if ndim < len(names):
-        names = tuple(each for each in names if each != "gate")
+    if ndim < len(names) and name in ("wi", "wi_bias"):
+        names = tuple(each for each in names if each is not None)
     if ndim != len(names):
         raise InvalidArgumentError(
             f"{name} has the dims {LOGICAL_AXES[name]}, got {ndim} dims", argument="ndim"
@@ -145,6 +151,7 @@ def init_moe_params(
     gated: bool = True,
     use_bias: bool = False,
     param_dtype: Any = jnp.float32,
+    kernel_init: KernelInit | None = None,
 ) -> MoEParams:
     """Fresh parameters: normal with variance 1 / fan-in, biases zero.
 
@@ -155,29 +162,72 @@ def init_moe_params(
         gated: wi [E, H, 2, M] instead of [E, H, M].
         use_bias: with biases of the experts.
         param_dtype: of the experts; the router is float32 unless this is wider.
+        kernel_init: an initializer of JAX, f(key, shape, dtype), called for each matrix by itself
+            (the router, every expert's gate, up and wo), so that it sees the right fan-in.
 
     Raises:
         InvalidArgumentError: a spec without num_experts or hidden_size, or mlp_dim below 1.
     """
+    makers = initializers(
+        layer_or_spec,
+        mlp_dim,
+        gated=gated,
+        use_bias=use_bias,
+        param_dtype=param_dtype,
+        kernel_init=kernel_init,
+    )
+    # Three keys whatever there is beside them: a bias does not change the other values.
+    keys = [*jax.random.split(key, 3), key, key]
+    return MoEParams(
+        **{name: make(one) for (name, make), one in zip(makers.items(), keys, strict=False)}
+    )
+
+
+def initializers(
+    layer_or_spec: EpLayer | LayerStack | TracedLayer | LayerSpec,
+    mlp_dim: int,
+    *,
+    gated: bool,
+    use_bias: bool,
+    param_dtype: Any,
+    kernel_init: KernelInit | None,
+) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """What makes each parameter out of a key, by its name; arguments as in `init_moe_params`."""
     experts, hidden = _sizes(layer_or_spec)
     if mlp_dim < 1:
         raise InvalidArgumentError(f"mlp_dim must be at least 1, got {mlp_dim}", argument="mlp_dim")
     inner = (2, mlp_dim) if gated else (mlp_dim,)
-    keys = jax.random.split(key, 3)
 
-    def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
-        values: jax.Array = jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5
-        return values.astype(dtype)
+    def kernel(shape: tuple[int, ...], fan_in: int, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+        if kernel_init is None:
+            return functools.partial(_normal, shape=shape, fan_in=fan_in, dtype=dtype)
+        return functools.partial(_matrices, kernel_init, shape=shape, fan_in=fan_in, dtype=dtype)
 
-    return MoEParams(
-        router=normal(
-            keys[0], (hidden, experts), hidden, jnp.promote_types(param_dtype, "float32")
-        ),
-        wi=normal(keys[1], (experts, hidden, *inner), hidden, param_dtype),
-        wo=normal(keys[2], (experts, mlp_dim, hidden), mlp_dim, param_dtype),
-        wi_bias=jnp.zeros((experts, *inner), param_dtype) if use_bias else None,
-        wo_bias=jnp.zeros((experts, hidden), param_dtype) if use_bias else None,
-    )
+    made = {
+        "router": kernel((hidden, experts), hidden, jnp.promote_types(param_dtype, "float32")),
+        "wi": kernel((experts, hidden, *inner), hidden, param_dtype),
+        "wo": kernel((experts, mlp_dim, hidden), mlp_dim, param_dtype),
+    }
+    if use_bias:
+        made["wi_bias"] = lambda key: jnp.zeros((experts, *inner), param_dtype)
+        made["wo_bias"] = lambda key: jnp.zeros((experts, hidden), param_dtype)
+    return made
+
+
+def _normal(key: jax.Array, *, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
+    values: jax.Array = jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5
+    return values.astype(dtype)
+
+
+def _matrices(
+    kernel_init: KernelInit, key: jax.Array, *, shape: tuple[int, ...], fan_in: int, dtype: Any
+) -> jax.Array:
+    """Calls `kernel_init` for every [fan_in, columns] matrix of `shape`."""
+    row_dim = 0 if len(shape) == 2 else 1
+    rest = shape[:row_dim] + shape[row_dim + 1 : -1]
+    keys = jax.random.split(key, math.prod(rest))
+    drawn = jax.vmap(lambda one: kernel_init(one, (fan_in, shape[-1]), dtype))(keys)
+    return jnp.moveaxis(drawn.reshape(*rest, fan_in, shape[-1]), -2, row_dim)
 
 
 def _sizes(source: EpLayer | LayerStack | TracedLayer | LayerSpec) -> tuple[int, int]:
