@@ -1,0 +1,156 @@
+"""Loops over the rows that are there: row blocks of every group, and nothing else.
+
+Rows lie group after group from row 0 of a slab on; what comes after the last group is slack. Each
+group is cut into ceil(size / block) blocks, and one loop with a dynamic trip count runs over all
+blocks of all groups. Nothing is computed for empty groups or for the slack, rows of other groups
+are masked before anything reads them, and the traced program is the same for any number of groups.
+
+Group sizes live on the device and need no alignment. Several slabs on one device are one loop too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops.varying import spread_over, varied_axes
+
+MIN_BLOCK_ROWS = 64  # smaller dots spend their time in the loop's own steps
+MAX_BLOCK_ROWS = 256
+
+Carry = TypeVar("Carry")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One row block inside the loop.
+
+    Attributes:
+        group: int32 number of its group; slab-major where there are several slabs.
+        start: int32 first row of the slice that is read and written. A slice never leaves the
+            array, so it may begin before the block's own first row.
+        valid: [rows] which rows of the slice belong to the block.
+    """
+
+    group: jax.Array
+    start: jax.Array
+    valid: jax.Array
+
+    @property
+    def row(self) -> jax.Array:
+        """[rows] int32 numbers of the slice's rows."""
+        return self.start + jnp.arange(self.valid.shape[0], dtype=jnp.int32)
+
+    def mask(self, part: jax.Array) -> jax.Array:
+        """`part` [rows, ...] with zeros where a row is not the block's."""
+        valid = self.valid.reshape(-1, *([1] * (part.ndim - 1)))
+        return jnp.where(valid, part, jnp.zeros((), part.dtype))
+
+    def read(self, array: jax.Array) -> jax.Array:
+        """The block's rows of `array` [all rows, ...], zeros where a row is not the block's."""
+        return self.mask(lax.dynamic_slice_in_dim(array, self.start, self.valid.shape[0]))
+
+    def write(self, array: jax.Array, values: jax.Array) -> jax.Array:
+        """`array` with the block's rows replaced by `values`; every other row stays."""
+        before = lax.dynamic_slice_in_dim(array, self.start, self.valid.shape[0])
+        valid = self.valid.reshape(-1, *([1] * (before.ndim - 1)))
+        merged = jnp.where(valid, values.astype(array.dtype), before)
+        return lax.dynamic_update_slice_in_dim(array, merged, self.start, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Every row block of every group.
+
+    Attributes:
+        rows: rows of a block, static.
+        num_rows: rows of the arrays that the blocks are slices of, all slabs together; static.
+        last: [G] int32 number of the block after a group's last one.
+        first: [G] int32 number of a group's first block.
+        offset: [G] int32 first row of each group.
+        end: [G] int32 row after each group's last one.
+    """
+
+    rows: int
+    num_rows: int
+    last: jax.Array
+    first: jax.Array
+    offset: jax.Array
+    end: jax.Array
+
+    def at(self, number: jax.Array) -> Block:
+        """The block with this number."""
+        group = (number >= self.last).sum(dtype=jnp.int32)
+        first = self.offset[group] + (number - self.first[group]) * self.rows
+        start = jnp.minimum(first, self.num_rows - self.rows)
+        row = start + jnp.arange(self.rows, dtype=jnp.int32)
+        return Block(group, start, (row >= first) & (row < self.end[group]))
+
+
+def cut(capacity: int, group_sizes: jax.Array, alignment: int = 1) -> Blocks:
+    """Cuts the groups of slabs of `capacity` rows into blocks.
+
+    Args:
+        capacity: rows C of one slab.
+        group_sizes: [G] int32 of one slab, or [S, L] of S slabs that lie one after another in
+            arrays of S * C rows. What goes past a slab's end is left out.
+        alignment: what group sizes are a multiple of, where the caller knows: blocks of that many
+            rows, within 64 and 256, leave no tail. Any other value is right too.
+    """
+    slabs = group_sizes.reshape(-1, group_sizes.shape[-1]).astype(jnp.int32)
+    num_rows = capacity * slabs.shape[0]
+    rows = min(num_rows, max(MIN_BLOCK_ROWS, min(alignment, MAX_BLOCK_ROWS)))
+    end = jnp.cumsum(slabs, axis=-1, dtype=jnp.int32)
+    base = capacity * jnp.arange(slabs.shape[0], dtype=jnp.int32)[:, None]
+    offset = (base + jnp.minimum(end - slabs, capacity)).reshape(-1)
+    end = (base + jnp.minimum(end, capacity)).reshape(-1)
+    count = (end - offset + rows - 1) // max(rows, 1)
+    last = jnp.cumsum(count, dtype=jnp.int32)
+    return Blocks(rows, num_rows, last, last - count, offset, end)
+
+
+def loop(blocks: Blocks, step: Callable[[Block, Carry], Carry], carry: Carry, *reads: Any) -> Carry:
+    """`step(block, carry) -> carry` for every block, in order.
+
+    Args:
+        blocks: from `cut`.
+        step: reads and writes rows through the block.
+        carry: what the loop starts from.
+        reads: whatever arrays `step` reads beside its carry. Inside a shard_map that tracks over
+            which manual axes values vary, the carry varies over those of everything it is made of.
+
+    Cost: sum(ceil(group_size / rows)) steps; each is serial.
+    """
+    if blocks.num_rows == 0 or blocks.last.shape[0] == 0:
+        return carry
+    axes = tuple(sorted(varied_axes(carry, reads, blocks.last)))
+    carry = jax.tree.map(lambda x: spread_over(x, axes), carry)
+    result: Carry = lax.fori_loop(
+        0, blocks.last[-1], lambda number, carry: step(blocks.at(number), carry), carry
+    )
+    return result
+
+
+def pick(array: jax.Array, group: jax.Array) -> jax.Array:
+    """`array[group]` for a group number that is known to be in range."""
+    picked: jax.Array = lax.dynamic_index_in_dim(array, group, 0, keepdims=False)
+    return picked
+
+
+def add_at(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
+    """`array` with `values` added at `group`."""
+    total = pick(array, group) + values.astype(array.dtype)
+    added: jax.Array = lax.dynamic_update_index_in_dim(array, total, group, 0)
+    return added
+
+
+def max_at(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
+    """`array` with the larger of its values and `values` at `group`."""
+    larger = jnp.maximum(pick(array, group), values.astype(array.dtype))
+    taken: jax.Array = lax.dynamic_update_index_in_dim(array, larger, group, 0)
+    return taken
