@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.bench import timing
+from ep_runtime_client.bench import movement, timing
 from ep_runtime_client.bench.memcpy import Memcpy
-from ep_runtime_client.bench.options import BenchOptions
+from ep_runtime_client.bench.options import BenchOptions, Sample
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "bench"]
 TIMEOUT_S = 240.0
@@ -45,6 +45,27 @@ def test_movement_compares_transports_and_memcpy_in_one_run() -> None:
     ]
     assert all(row["bytes"] == 2 * 8 * 2 * row["row_bytes"] for row in rows)
     assert all(row["median_ms"] >= 0 and row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (3, 3)], ids=["2x2", "3x1"])
+def test_several_processes_compare_transports_and_memcpy(processes: int, devices: int) -> None:
+    sizes = ["--processes", str(processes), "--devices", str(devices), "--experts", "12"]
+    more = ["--top-k", "2", "--tokens", "8", "--row-bytes", "64", "--repeats", "2"]
+    rows = figures("dispatch", "combine", *sizes, *more)["movement"]
+    subjects = [(row["op"], row["transport"]) for row in rows]
+    assert subjects == [
+        (op, transport)
+        for op in ("dispatch", "combine")
+        for transport in ("memfd", "xla", "memcpy")
+    ]
+    assert all(row["bytes"] == devices * 8 * 2 * 64 for row in rows)
+    assert all(row["ratio_to_xla"] > 0 and row["ratio_to_memcpy"] > 0 for row in rows)
+
+
+def test_a_call_of_several_processes_took_as_long_as_the_slowest() -> None:
+    one = [Sample("dispatch", "memfd", 64, [1.0, 5.0]), Sample("dispatch", "xla", 64, [2.0, 2.0])]
+    two = [Sample("dispatch", "memfd", 64, [3.0, 4.0]), Sample("dispatch", "xla", 64, [1.0, 6.0])]
+    assert [sample.seconds for sample in movement.slowest([one, two])] == [[3.0, 5.0], [2.0, 6.0]]
 
 
 def test_one_transport_alone_has_no_ratio_to_xla() -> None:
@@ -94,6 +115,18 @@ def test_wrong_names_are_exit_code_1() -> None:
 def test_odd_row_sizes_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="multiples of 2"):
         BenchOptions(row_bytes=(3,)).checked()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"processes": 3}, "--processes must divide --devices=8, got 3"),
+        ({"processes": 2, "benches": ("dispatch", "compile")}, "got it with compile"),
+    ],
+)
+def test_processes_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        BenchOptions(**options).checked()
 
 
 def test_subjects_take_turns_after_their_warm_up() -> None:

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 from daemon_fixtures import directory, package_path, wait_gone  # noqa: F401 - a fixture by name
 
-from ep_runtime_client.demo.together import AgreedStop, Member
+from ep_runtime_client.demo.together import AgreedStop
+from ep_runtime_client.members import Member
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
 SMALL = ["--devices", "4", "--batch", "4", "--seq", "32", "--layers", "1", "--sample", "4"]

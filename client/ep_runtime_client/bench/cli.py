@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"default {','.join(map(str, default.row_bytes))}",
     )
     for flag, value, text in (
-        ("--devices", default.devices, "CPU devices, all in one EP group"),
+        ("--devices", default.devices, "CPU devices D, all in one EP group"),
+        (
+            "--processes",
+            default.processes,
+            "processes P under jax.distributed with D / P devices each, for dispatch and combine",
+        ),
         ("--tokens", default.tokens_per_rank, "tokens per device; 0 = about 16 MiB of rows"),
         ("--top-k", default.top_k, "experts per token"),
         ("--experts", default.num_experts, "experts"),
@@ -66,6 +71,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         transports=args.transports,
         row_bytes=args.row_bytes,
         devices=args.devices,
+        processes=args.processes,
         tokens_per_rank=args.tokens,
         top_k=args.top_k,
         num_experts=args.experts,

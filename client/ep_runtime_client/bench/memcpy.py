@@ -9,10 +9,16 @@ import numpy as np
 
 
 class Memcpy:
-    """Copies `size` bytes between two warm buffers, one thread per usable CPU."""
+    """Copies `size` bytes between two warm buffers, one thread per usable CPU.
 
-    def __init__(self, size: int) -> None:
-        threads = len(os.sched_getaffinity(0))
+    Args:
+        size: bytes that all processes copy together.
+        processes: how many do so at the same time, each its part.
+    """
+
+    def __init__(self, size: int, processes: int = 1) -> None:
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        size = -(-size // processes)
         # Written, not only allocated: an untouched page would cost a fault in the first copy.
         source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
         cuts = [size * part // threads for part in range(threads + 1)]

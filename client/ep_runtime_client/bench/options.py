@@ -26,7 +26,8 @@ class BenchOptions:
         benches: of BENCHES.
         transports: of TRANSPORTS; ratios compare with "xla" where it is there.
         row_bytes: sizes of a token row.
-        devices: CPU devices, one EP group.
+        devices: D, CPU devices, one EP group.
+        processes: P, each with D / P of the devices; for dispatch and combine.
         tokens_per_rank: 0 chooses about TARGET_BYTES_PER_RANK of rows.
         top_k: K.
         num_experts: E.
@@ -39,6 +40,7 @@ class BenchOptions:
     transports: tuple[Transport, ...] = TRANSPORTS
     row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
     devices: int = 8
+    processes: int = 1
     tokens_per_rank: int = 0
     top_k: int = 8
     num_experts: int = 64
@@ -58,13 +60,32 @@ class BenchOptions:
                 raise InvalidArgumentError(
                     f"{argument} must be of {choices}, got {values}", argument=argument
                 )
-        counts = ("devices", "top_k", "num_experts", "repeats", "num_layers", "model_layers")
+        counts = (
+            "devices",
+            "processes",
+            "top_k",
+            "num_experts",
+            "repeats",
+            "num_layers",
+            "model_layers",
+        )
         for argument in counts:
             if getattr(self, argument) < 1:
                 raise InvalidArgumentError(
                     f"{argument} must be at least 1, got {getattr(self, argument)}",
                     argument=argument,
                 )
+        if self.devices % self.processes:
+            raise InvalidArgumentError(
+                f"--processes must divide --devices={self.devices}, got {self.processes}",
+                argument="processes",
+            )
+        alone = [name for name in self.benches if name not in ("dispatch", "combine")]
+        if self.processes > 1 and alone:
+            raise InvalidArgumentError(
+                f"--processes is of dispatch and combine, got it with {', '.join(alone)}",
+                argument="processes",
+            )
         if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
             raise InvalidArgumentError(
                 f"--row-bytes must be multiples of {ROW_ITEM_BYTES}, got {self.row_bytes}",
@@ -79,8 +100,22 @@ class BenchOptions:
         fitting = TARGET_BYTES_PER_RANK // (self.top_k * row_bytes)
         return max(1, min(MAX_TOKENS_PER_RANK, fitting))
 
+    def rows_for(self, row_bytes: int) -> int:
+        """Rows that all tokens of all ranks become."""
+        return self.tokens_for(row_bytes) * self.devices * self.top_k
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Seconds of every timed call of one subject (a transport or memcpy) of one op and row size."""
+
+    op: str
+    subject: str
+    row_bytes: int
+    seconds: Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True)

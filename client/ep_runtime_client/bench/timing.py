@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 def in_turn(
-    subjects: Mapping[str, Callable[[], object]], *, warmup: int, repeats: int
+    subjects: Mapping[str, Callable[[], object]],
+    *,
+    warmup: int,
+    repeats: int,
+    before: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every call of every subject.
 
@@ -19,6 +23,7 @@ def in_turn(
         subjects: name -> what to time; returns when the work is done.
         warmup: untimed calls of each.
         repeats: timed calls of each.
+        before: called ahead of every timed call, untimed.
     """
     for subject in subjects.values():
         for _ in range(warmup):
@@ -26,6 +31,8 @@ def in_turn(
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(repeats):
         for name, subject in subjects.items():
+            if before is not None:
+                before()
             started = time.perf_counter()
             subject()
             seconds[name].append(time.perf_counter() - started)

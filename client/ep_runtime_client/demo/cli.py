@@ -8,7 +8,7 @@ import importlib.util
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.demo import config as defaults
-from ep_runtime_client.demo.interrupt import INTERRUPTED
+from ep_runtime_client.members import INTERRUPTED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-# A shell's convention for a program that SIGINT ended.
-INTERRUPTED = 130
-
 # A terminal that takes no more text must not hold the end of the program up.
 TELL_TIMEOUT_S = 2.0
 

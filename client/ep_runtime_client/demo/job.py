@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 
-import jax
 import numpy as np
 
 import ep_runtime as ep
 from ep_runtime_client import cli
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.corpus import Corpus, load_corpus, prompt, training_batches
-from ep_runtime_client.demo.interrupt import INTERRUPTED, StopRequest
+from ep_runtime_client.demo.interrupt import StopRequest
 from ep_runtime_client.demo.render import Place, Reporter
-from ep_runtime_client.demo.together import AgreedStop, Member, Stop
+from ep_runtime_client.demo.together import AgreedStop, Stop
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
 from ep_runtime_client.demo.training import TrainingReport, train
+from ep_runtime_client.members import INTERRUPTED, Member, start_jax
 from ep_runtime_client.session import Session
 
 DIFFERENT = 3
@@ -35,7 +35,7 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
         EpRuntimeError: of the runtime, by its own class.
     """
     member = member or Member()
-    _start_jax(config, member)
+    start_jax(config.devices, member)
     corpus = load_corpus()
     reporter = Reporter(config)
     reporter.announce(corpus)
@@ -59,16 +59,6 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
             wide = ["-o", "wide"] if config.compare else []
             cli.main(["handles", "--address", session.address, *wide])
     return verdict(config, report, reporter, interrupted)
-
-
-def _start_jax(config: DemoConfig, member: Member) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", config.devices // member.processes)
-    if member.processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            member.coordinator, num_processes=member.processes, process_id=member.index
-        )
 
 
 def _start(config: DemoConfig, session: Session, reporter: Reporter) -> list[Trainer]:

@@ -1,27 +1,11 @@
-"""What the processes of one demo agree on: who they are, and after which step they stop."""
+"""What the processes of one demo agree on: after which step they stop."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Protocol
 
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """One process of a demo.
-
-    Attributes:
-        index: 0 writes to the terminal.
-        processes: how many there are.
-        coordinator: of jax.distributed.
-        directory: of the parent; where process 0 leaves word.
-    """
-
-    index: int = 0
-    processes: int = 1
-    coordinator: str = ""
-    directory: str = ""
+from ep_runtime_client.members import Member
 
 
 class Stop(Protocol):

@@ -1,0 +1,28 @@
+"""One process of `ep-runtime bench dispatch combine --processes P`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ep_runtime_client.bench.options import BenchOptions
+from ep_runtime_client.members import Member, run_member
+
+
+def work(order: dict[str, Any], member: Member) -> int:
+    """Measures, and leaves the samples for the parent."""
+    calls = importlib.import_module("ep_runtime_client.bench.movement_calls")
+    said: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in order["options"].items()
+    }
+    samples = calls.measure(BenchOptions(**said), order["address"], member)
+    found = json.dumps([dataclasses.asdict(sample) for sample in samples])
+    (Path(member.directory) / f"{member.index}.json").write_text(found)
+    return 0
+
+
+if __name__ == "__main__":
+    run_member(work, "ep-runtime bench")
