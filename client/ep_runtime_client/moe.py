@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,27 +12,17 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops import experts, routing
+from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.calls import Call, open_layer
 from ep_runtime_client.ops.combine import combine
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
+from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation, Function
 from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
 from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.params import MoEParams as MoEParams
+from ep_runtime_client.params import check_all_or_none
 from ep_runtime_client.params import init_moe_params as init_moe_params
-
-Activation = str | Callable[..., jax.Array]
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "linear": lambda x: x,
-}
 
 
 class MoEStats(NamedTuple):
@@ -52,28 +39,12 @@ class MoEStats(NamedTuple):
     num_recv: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class _Activate:
-    """Prologue of the second matmul: [block, 2M] or [block, M] -> [block, M]. Hashable."""
-
-    activation: Activation
-    gated: bool
-
-    def __call__(self, hidden: jax.Array) -> jax.Array:
-        given = self.activation
-        function: Callable[..., jax.Array] = ACTIVATIONS[given] if isinstance(given, str) else given
-        if not self.gated:
-            return function(hidden)
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        return function(gate, up) if _takes_two(function) else function(gate) * up
-
-
 def moe(
     layer: EpLayer | TracedLayer,
     x: jax.Array,
     params: MoEParams,
     *,
-    activation: Activation = "silu",
+    activation: Function = "silu",
     recipe: None = None,
     score_function: str = "softmax",
     use_pre_softmax: bool = False,
@@ -102,7 +73,8 @@ def moe(
             in `route`.
         aux_loss_coeff: as in `aux_loss`.
         apply_topk_weights_early: multiply the weights into the activations before wo, instead of
-            into the experts' outputs inside combine.
+            into the experts' outputs inside combine; the same result. With a wo_bias, which is to
+            be weighted too, they are multiplied in combine all the same.
         gated: whether wi holds gate and up.
         compute_dtype: of dispatched rows and matmuls; None is x's.
         capacity, handle, tokens_spec: as in `dispatch`.
@@ -143,27 +115,15 @@ def moe(
         tokens_spec=tokens_spec,
     )
     call = call_of_plan(static, open_layer(layer)[2], dispatched.plan)
-    early = dispatched.weights if apply_topk_weights_early else None
-    activate = _Activate(activation, gated)
-    expert_out = _run_experts(call, dispatched, params, activate, dtype, early)
-    late = None if apply_topk_weights_early else dispatched.weights
+    inside = Activation(activation, gated, dtype)
+    # A bias of wo is weighted too, so that beside one the weights wait for combine.
+    early = apply_topk_weights_early and params.wo_bias is None
+    weights = dispatched.weights
+    expert_out = _run_experts(call, dispatched, params, inside, weights if early else None)
+    late = None if early else weights
     y = combine(layer, dispatched, expert_out, weights=late).astype(x.dtype)
     aux = _aux_loss(call, routed, aux_loss_coeff)
     return (y, aux, _stats(call, routed, dispatched)) if return_stats else (y, aux)
-
-
-def _takes_two(function: Callable[..., jax.Array]) -> bool:
-    """Whether `function` wants (gate, up) instead of (gate)."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    required = [
-        p
-        for p in parameters
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    return len(required) == 2
 
 
 def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
@@ -182,23 +142,21 @@ def _run_experts(
     call: Call,
     dispatched: Dispatched,
     params: MoEParams,
-    activate: _Activate,
-    dtype: Any,
-    early: jax.Array | None,
+    activation: Activation,
+    row_weights: jax.Array | None,
 ) -> jax.Array:
     """The two matmuls of every expert: [R, C, H] -> [R, C, H]."""
 
     def flat(array: jax.Array | None, dims: int) -> jax.Array | None:
         return None if array is None else array.reshape(*array.shape[:dims], -1)
 
-    sizes = dispatched.group_sizes
+    sizes, matmul = dispatched.group_sizes, experts.Stage(call, None, activation.dtype)
     with scope("experts", call.layer):
         wi, wi_bias = params.wi.reshape(*params.wi.shape[:2], -1), flat(params.wi_bias, 1)
-        first = experts.Stage(call, None, dtype)
-        hidden = experts.grouped_matmul(first, dispatched.tokens, wi, wi_bias, None, sizes)
+        hidden = experts.grouped_matmul(matmul, dispatched.tokens, wi, wi_bias, None, sizes)
         hidden = checkpoint_name(hidden, "ep_wi")
-        second = experts.Stage(call, activate, dtype)
-        out = experts.grouped_matmul(second, hidden, params.wo, params.wo_bias, early, sizes)
+        inner = activate(call, activation, hidden, row_weights, sizes)
+        out = experts.grouped_matmul(matmul, inner, params.wo, params.wo_bias, None, sizes)
         tagged: jax.Array = checkpoint_name(out, "ep_wo")
         return tagged
 
@@ -230,7 +188,7 @@ def _check(
     layer: EpLayer,
     x: jax.Array,
     params: MoEParams,
-    activation: Activation,
+    activation: Function,
     recipe: None,
     gated: bool,
 ) -> None:
@@ -269,7 +227,4 @@ def _check_experts(params: MoEParams, hidden: int, gated: bool) -> None:
             f"[E, M, H] with H={hidden}, got {list(wi.shape)} and {list(wo.shape)}",
             argument="params.wi",
         )
-    if (params.wi_bias is None) != (params.wo_bias is None):
-        raise InvalidArgumentError(
-            "give both wi_bias and wo_bias, or neither", argument="params.wi_bias"
-        )
+    check_all_or_none({"wi_bias": params.wi_bias, "wo_bias": params.wo_bias})

@@ -22,10 +22,10 @@ def test_every_parameter_has_one_name_per_dim() -> None:
             if value is not None:
                 assert len(logical_axes(field.name, value.ndim)) == value.ndim
     assert set(LOGICAL_AXES) == {field.name for field in dataclasses.fields(MoEParams)}
-    assert logical_axes("wi", 4) == ("exp", "embed", "gate", "mlp")
-    assert logical_axes("wi", 3) == ("exp", "embed", "mlp")
-    assert logical_axes("wi_bias", 2) == ("exp", "mlp")
-    assert logical_axes("wo", 3) == ("exp", "mlp", "embed")
+    assert logical_axes("wi", 4) == ("exp", "embed_moe", None, "mlp_moe")
+    assert logical_axes("wi", 3) == ("exp", "embed_moe", "mlp_moe")
+    assert logical_axes("wi_bias", 2) == ("exp", "mlp_moe")
+    assert logical_axes("wo", 3) == ("exp", "mlp_moe", "embed_moe")
 
 
 @pytest.mark.parametrize(("name", "ndim"), [("wi", 5), ("wo", 2), ("gate", 2)])

@@ -32,6 +32,8 @@ def per_device(
     operands: Sequence[jax.Array],
     in_specs: Sequence[PartitionSpec],
     out_specs: Any,
+    *,
+    leave: Collection[str] = (),
 ) -> Any:
     """Runs `body` once per device on the local blocks of `operands`.
 
@@ -41,13 +43,16 @@ def per_device(
         operands: arrays that are global but for the manual axes.
         in_specs: one per operand, without manual axes.
         out_specs: a prefix of what `body` returns.
+        leave: mesh axes that stay as they are around the call, for a body without collectives
+            over them whose operands the partitioner may keep sharded along them.
 
     Returns:
         What `body` returns, spread like the operands.
     """
     operands = _not_batched(*operands)
     cast = functools.partial(vary, call)
-    if call.is_local:
+    axes = {*call.free_axes} - {*leave}
+    if call.is_local or not axes:
         return jax.tree.map(cast, body(*map(cast, operands)))
     mesh = _mesh_of(call, operands)
     if _is_explicit(mesh):
@@ -56,7 +61,7 @@ def per_device(
     mapped = jax.shard_map(
         body,
         mesh=mesh if ambient.empty else None,
-        axis_names=set(call.free_axes),
+        axis_names=axes,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
         check_vma=False,

@@ -1,0 +1,172 @@
+"""The experts' activation on one device, over the rows that are there.
+
+Zones follow each other from row 0, so the rows of all experts are a prefix of the slab: one loop
+with a dynamic trip count walks it in blocks, forward and backward. Nothing past the last zone is
+read, and what is returned there is zero. One fused kernel can stand in for either function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops import varying
+
+Function = str | Callable[..., jax.Array]
+
+BLOCK_ROWS = 256  # a block of [256, 2, 2048] f32 and its result stay in a core's L2 cache
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "linear": lambda x: x,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """What is computed of a row. Hashable: a static argument.
+
+    Attributes:
+        function: a name of ACTIVATIONS, f(gate), f(gate, up), or f(h) where not gated.
+        gated: whether rows hold gate and up.
+        dtype: of the result; computed in f32, or in f64 where that is the dtype.
+    """
+
+    function: Function
+    gated: bool
+    dtype: Any
+
+    @property
+    def wide(self) -> Any:
+        return jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+
+    def rows(self, hidden: jax.Array) -> jax.Array:
+        """[block, 2, M], [block, 2M] or, not gated, [block, M] -> [block, M], wide."""
+        given = self.function
+        function: Callable[..., jax.Array] = ACTIVATIONS[given] if isinstance(given, str) else given
+        hidden = hidden.astype(self.wide)
+        if not self.gated:
+            return function(hidden)
+        gate, up = jnp.split(hidden, 2, axis=1)
+        gate, up = (x.reshape(x.shape[0], -1) for x in (gate, up))
+        return function(gate, up) if takes_two(function) else function(gate) * up
+
+
+def takes_two(function: Callable[..., jax.Array]) -> bool:
+    """Whether `function` wants (gate, up) instead of (gate)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    return len(required) == 2
+
+
+def forward(
+    static: Activation,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """Activated rows, times their weights.
+
+    Args:
+        static: what is computed.
+        hidden: [C, 2, M] (0 gate, 1 up), [C, 2M] (gate then up) or [C, M].
+        row_weights: [C] f32 or None.
+        group_sizes: [L] int32, rows of each expert's zone.
+
+    Returns:
+        [C, M] in static.dtype; zero past the last zone.
+    """
+
+    def block(hidden: jax.Array, weights: jax.Array | None) -> tuple[jax.Array]:
+        return (_weighted(static, hidden, weights).astype(static.dtype),)
+
+    width = hidden[0].size // (2 if static.gated else 1)
+    out = jnp.zeros((hidden.shape[0], width), static.dtype)
+    return _walk((hidden, row_weights), (out,), group_sizes, block)[0]
+
+
+def pullback(
+    static: Activation,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+    grad: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gradients of hidden (its shape and dtype) and of row_weights ([C] f32, or None).
+
+    `grad`: [C, M]; what it holds past the last zone is not read. Both results are zero there. The
+    gradient of a weight sums over the M that are here.
+    """
+    arrays = (hidden, row_weights)
+
+    def block(hidden: jax.Array, weights: jax.Array | None, grad: jax.Array) -> Any:
+        given = (hidden,) if weights is None else (hidden, weights)
+        _, pull = jax.vjp(lambda h, w=None: _weighted(static, h, w), *given)
+        return pull(grad.astype(static.wide))
+
+    outs = tuple(jnp.zeros_like(x) for x in arrays if x is not None)
+    grads = _walk((*arrays, grad), outs, group_sizes, block)
+    return grads[0], None if row_weights is None else grads[1]
+
+
+def _weighted(static: Activation, hidden: jax.Array, weights: jax.Array | None) -> jax.Array:
+    values = static.rows(hidden)
+    return values if weights is None else values * weights[:, None].astype(values.dtype)
+
+
+def _walk(
+    inputs: tuple[jax.Array | None, ...],
+    outs: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    block: Callable[..., Any],
+) -> tuple[jax.Array, ...]:
+    """`outs` with `block` of the inputs' rows written over the rows that the zones cover.
+
+    `block` maps rows to rows one by one, so a row that two blocks share comes out the same twice.
+    """
+    capacity = outs[0].shape[0]
+    if capacity == 0:
+        return outs
+    rows = min(BLOCK_ROWS, capacity)
+    total = group_sizes.sum(dtype=jnp.int32)
+
+    def step(number: jax.Array, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        start = jnp.minimum(number * rows, capacity - rows)
+        there = start + jnp.arange(rows, dtype=jnp.int32) < total
+
+        def masked(x: jax.Array) -> jax.Array:
+            mask = there.reshape(-1, *([1] * (x.ndim - 1)))
+            return jnp.where(mask, x, jnp.zeros((), x.dtype))
+
+        parts = [
+            None if x is None else masked(lax.dynamic_slice_in_dim(x, start, rows)) for x in inputs
+        ]
+        results = zip(outs, block(*parts), strict=True)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(out, masked(part.astype(out.dtype)), start, 0)
+            for out, part in results
+        )
+
+    axes = tuple(sorted(varying.varied_axes(inputs, group_sizes)))
+    outs = tuple(varying.spread_over(out, axes) for out in outs)
+    walked: tuple[jax.Array, ...] = lax.fori_loop(0, (total + rows - 1) // rows, step, outs)
+    return walked

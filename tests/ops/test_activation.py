@@ -1,0 +1,185 @@
+"""What stands between the experts' matmuls: values, gradients, missing rows, sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fakes
+import hlo_scan
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ep_runtime_client import ops
+from ep_runtime_client.explain import explain
+from ep_runtime_client.ops import local_activation
+from ep_runtime_client.ops.activation import activate
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.local_activation import Activation
+
+MakeGroup = Callable[..., fakes.LocalGroup]
+
+F32, INNER = jnp.dtype(jnp.float32), 6
+FORMS = {
+    "pair of halves": ((2, INNER), "silu", lambda h: jax.nn.silu(h[:, 0]) * h[:, 1]),
+    "halves in one dim": (
+        (2 * INNER,),
+        "gelu",
+        lambda h: jax.nn.gelu(h[:, :INNER]) * h[:, INNER:],
+    ),
+    "two arguments": (
+        (2, INNER),
+        lambda gate, up: jnp.tanh(gate) * (up + 1),
+        lambda h: jnp.tanh(h[:, 0]) * (h[:, 1] + 1),
+    ),
+    "ungated": ((INNER,), "squared_relu", lambda h: jnp.square(jax.nn.relu(h))),
+    "not zero at zero": ((INNER,), "sigmoid", jax.nn.sigmoid),
+}
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def graded(function: Callable[..., Any], *args: Any) -> Any:
+    """The result and the gradients of the arguments, with NaN where the result is no row."""
+    out, pull = jax.vjp(function, *args)
+    return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [8, 0, 296], [16, 296, 288], [0, 600, 0]])
+def test_rows_that_are_there_and_no_others(form: str, sizes: list[int]) -> None:
+    """Blocks of 256 rows: none, more than one, a cut last one, all rows; slack holds NaN."""
+    shape, function, meant = FORMS[form]
+    static = Activation(function, len(shape) == 2 or shape[0] != INNER, F32)
+    total = sum(sizes)
+    there = jnp.arange(600) < total
+
+    def keep(x: jax.Array, other: float) -> jax.Array:
+        return jnp.where(there.reshape(-1, *([1] * (x.ndim - 1))), x, other)
+
+    hidden, weights, grad = keep(draw(600, *shape), jnp.nan), draw(600), draw(600, INNER)
+    got = jax.jit(local_activation.forward, static_argnums=0)(
+        static, hidden, weights, jnp.int32(sizes)
+    )
+    found = jax.jit(local_activation.pullback, static_argnums=0)(
+        static, hidden, weights, jnp.int32(sizes), keep(grad, jnp.nan)
+    )
+    want, pull = jax.vjp(lambda h, w: meant(h) * w[:, None], keep(hidden, 0.0), weights)
+    np.testing.assert_allclose(got, keep(want, 0.0), rtol=1e-6, atol=1e-6)
+    for left, right in zip(found, pull(keep(grad, 0.0)), strict=True):
+        np.testing.assert_allclose(left, keep(right, 0.0), rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_is_rounded_once() -> None:
+    static = Activation("silu", True, jnp.dtype(jnp.bfloat16))
+    hidden, weights, sizes = draw(64, 2, INNER).astype(jnp.bfloat16), draw(64), jnp.int32([64])
+    got = jax.jit(local_activation.forward, static_argnums=0)(static, hidden, weights, sizes)
+    wide = np.asarray(hidden, np.float64)
+    meant = wide[:, 0] / (1 + np.exp(-wide[:, 0])) * wide[:, 1] * np.asarray(weights)[:, None]
+    assert got.dtype == jnp.bfloat16
+    # Half a unit of the last of 8 bits, and what f32 loses.
+    np.testing.assert_allclose(np.asarray(got, np.float64), meant, rtol=2**-8 * 1.01)
+    d_hidden, _ = local_activation.pullback(static, hidden, None, sizes, got)
+    assert d_hidden.dtype == jnp.bfloat16
+
+
+def test_cost_follows_the_rows_and_not_the_capacity() -> None:
+    """Work is in loops whose trip counts come from the sizes; nothing else maps slabs."""
+    static = Activation("silu", True, F32)
+    text = (
+        jax.jit(local_activation.pullback, static_argnums=0)
+        .lower(static, draw(4096, 2, 8), draw(4096), jnp.int32([8, 8]), draw(4096, 8))
+        .compile()
+        .as_text()
+    )
+    assert " while(" in text
+    assert hlo_scan.maps_of(text, 4096) == []
+    mapped = jax.jit(lambda x: x * 2).lower(draw(4096, 8)).compile().as_text()
+    assert len(hlo_scan.maps_of(mapped, 4096)) == 1
+
+
+@pytest.fixture
+def group(make_group: MakeGroup) -> fakes.LocalGroup:
+    return make_group(axes={"ep": 4, "tp": 2}, num_experts=8)
+
+
+def slabs(group: fakes.LocalGroup) -> tuple[Call, jax.Array, jax.Array, jax.Array]:
+    """(call, hidden with M over tp and NaN in its slack, weights, sizes)."""
+    layer = group.register_layer("moe", top_k=2)
+    idx = np.tile(np.int32([[0, 3], [5, 6], [5, 5], [1, 2]]), (16, 1))
+    sent = ops.dispatch(layer, np.ones((64, 16), np.float32), idx)
+    rows, capacity = sent.weights.shape
+    there = jnp.arange(capacity) < sent.group_sizes.sum(1, keepdims=True)
+    hidden = jnp.where(there[..., None, None], draw(rows, capacity, 2, INNER), jnp.nan)
+    spread = NamedSharding(group.mesh, PartitionSpec("ep", None, None, "tp"))
+    weights = jnp.where(there, draw(rows, capacity, seed=1), jnp.nan)
+    call = Call(sent.plan.meta, group.mesh)
+    return call, jax.device_put(hidden, spread), weights, sent.group_sizes
+
+
+def meant(hidden: Any, weights: Any, sizes: Any) -> Any:
+    there = jnp.arange(hidden.shape[1]) < sizes.sum(1, keepdims=True)
+    hidden = jnp.where(there[..., None, None], hidden, 0.0)
+    weights = jnp.where(there, weights, 0.0)
+    return jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1] * weights[..., None]
+
+
+@pytest.mark.parametrize("inner", [None, ("tp",)], ids=["unknown axes", "told axes"])
+def test_axes_on_the_inner_dim_stay_and_rows_do_not_move(
+    group: fakes.LocalGroup, inner: tuple[str, ...] | None
+) -> None:
+    call, hidden, weights, sizes = slabs(group)
+    static = Activation("silu", True, F32)
+
+    def run(hidden: Any, weights: Any) -> Any:
+        return activate(call, static, hidden, weights, sizes, inner_axes=inner)
+
+    def plain(hidden: Any) -> Any:
+        return graded(lambda h: activate(call, static, h, None, sizes, inner_axes=inner), hidden)
+
+    got = jax.jit(lambda *args: graded(run, *args))(hidden, weights)
+    want = graded(lambda *args: meant(*args, sizes), hidden, weights)
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(left, np.nan_to_num(right), rtol=1e-5, atol=1e-5)
+    out, (d_hidden, _) = got
+    assert tuple(out.sharding.spec) == ("ep", None, "tp")
+    assert tuple(d_hidden.sharding.spec) == ("ep", None, None, "tp")
+    found = explain(plain, hidden)
+    assert (found.collectives, found.num_others) == ((), 0)
+
+
+def test_explicit_axes_and_concrete_arrays(make_group: MakeGroup) -> None:
+    group = make_group(mesh=fakes.mesh_of({"ep": 4, "tp": 2}, explicit=True), num_experts=8)
+    call, hidden, weights, sizes = slabs(group)
+    static = Activation("silu", True, F32)
+    want = np.asarray(meant(*(np.asarray(x) for x in (hidden, weights, sizes))))
+    out = activate(call, static, hidden, weights, sizes)
+    np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
+    assert tuple(out.sharding.spec) == ("ep", None, "tp")
+    typed = jax.jit(lambda *args: activate(call, static, *args))(hidden, weights, sizes)
+    np.testing.assert_allclose(typed, want, rtol=1e-6, atol=1e-6)
+    assert tuple(jax.typeof(typed).sharding.spec) == ("ep", None, "tp")
+
+
+def test_inside_a_shard_map_of_the_user(group: fakes.LocalGroup) -> None:
+    call, hidden, weights, sizes = slabs(group)
+    static = Activation("silu", True, F32)
+    want = jax.jit(lambda *args: activate(call, static, *args))(hidden, weights, sizes)
+
+    def local(*args: Any) -> Any:
+        inside = Call(call.meta, call.mesh, manual=("ep", "tp"))
+        return activate(inside, static, *args)
+
+    rows = PartitionSpec("ep")
+    mapped = jax.shard_map(
+        local,
+        mesh=group.mesh,
+        in_specs=(PartitionSpec("ep", None, None, "tp"), rows, rows),
+        out_specs=PartitionSpec("ep", None, "tp"),
+    )
+    np.testing.assert_array_equal(jax.jit(mapped)(hidden, weights, sizes), want)
