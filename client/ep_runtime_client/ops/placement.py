@@ -1,0 +1,424 @@
+"""Which mesh axes do what in a matmul: the sharding rules as algebra on axis names.
+
+Nothing here touches arrays. From how operands arrive it follows how an op takes them, which axes
+it gathers off a weight, over which it sums, and how results lie. Both partitionings of an op (the
+rule and the shard_map) ask here, so they agree.
+
+Roles need no names of their own. The ep axes are the group's. An outer axis (one that shards
+tokens) on a weight is FSDP there: the weight is gathered over it. An axis that shards no tokens is
+tensor parallelism: it stays on N', and a sum follows where it lies on the contracted K'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from math import prod
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError
+
+_log = logging.getLogger("ep_runtime")
+
+Axes = tuple[str, ...]
+Entries = tuple[Axes, ...]  # the axes on each dim of an array, major first
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Logs a warning the first time."""
+    _log.warning("%s", text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What the axes of a mesh are for. Hashable.
+
+    Attributes:
+        sizes: (axis, size) of every axis that can shard an operand here, mesh order.
+        outer: axes that shard tokens and not experts, major first.
+        ep: axes that shard experts, major first; they shard tokens too, after the outer ones.
+        owner: for messages: whose axes they are.
+    """
+
+    sizes: tuple[tuple[str, int], ...] = ()
+    outer: Axes = ()
+    ep: Axes = ()
+    owner: str = "the operands"
+
+    @property
+    def slab(self) -> Axes:
+        """Axes on dim 0 of slabs."""
+        return self.outer + self.ep
+
+    def size(self, axes: Iterable[str]) -> int:
+        sizes = dict(self.sizes)
+        return prod(sizes[axis] for axis in axes)
+
+    def real(self, axes: Iterable[str]) -> Axes:
+        """Those of `axes` that divide anything here."""
+        sizes = dict(self.sizes)
+        return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+
+    def without(self, axes: Collection[str]) -> Roles:
+        """The roles where `axes` are manual: they shard the operands no more."""
+
+        def rest(given: Axes) -> Axes:
+            return tuple(axis for axis in given if axis not in axes)
+
+        sizes = tuple((axis, size) for axis, size in self.sizes if axis not in axes)
+        return Roles(sizes, rest(self.outer), rest(self.ep), self.owner)
+
+    def named(self, axes: Iterable[str]) -> str:
+        """The axes with their sizes, for messages."""
+        sizes = dict(self.sizes)
+        return ", ".join(f"{axis}={sizes.get(axis, '?')}" for axis in axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """How an op takes a weight.
+
+    Attributes:
+        entries: axes on each dim as the op takes it.
+        gathered: on each dim, the axes that the op gathers; the minor end of its entry.
+    """
+
+    entries: Entries
+    gathered: Entries
+
+    @property
+    def kept(self) -> Entries:
+        """Axes on each dim after the gather."""
+        pairs = zip(self.entries, self.gathered, strict=True)
+        return tuple(entry[: len(entry) - len(gone)] for entry, gone in pairs)
+
+    @property
+    def gathered_axes(self) -> Axes:
+        return flat(self.gathered)
+
+    def amax_axes(self) -> Axes:
+        """Axes that split what one expert's amax runs over: all but those on dim 0."""
+        return flat(self.entries[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """How grouped_gemm's operands and results lie.
+
+    Attributes:
+        roles: what the axes are for.
+        weight: how rhs is taken.
+        bias: how the bias is taken, [E, *N'].
+    """
+
+    roles: Roles
+    weight: Weight
+    bias: Weight
+
+    @property
+    def contracted(self) -> Axes:
+        """Axes on K' of both operands: the output is summed over them."""
+        return self.weight.kept[1]
+
+    @property
+    def columns(self) -> Axes:
+        """Axes on N': the rows' gradient is summed over them."""
+        return flat(self.weight.kept[2:])
+
+    @property
+    def lhs(self) -> Entries:
+        return (self.roles.slab, (), self.contracted)
+
+    @property
+    def out(self) -> Entries:
+        return (self.roles.slab, (), *self.weight.kept[2:])
+
+    @property
+    def sizes(self) -> Entries:
+        """Of group_sizes."""
+        return (self.roles.slab, ())
+
+
+def flat(entries: Iterable[Axes]) -> Axes:
+    """All axes of some dims."""
+    return tuple(axis for entry in entries for axis in entry)
+
+
+def padded(entries: Sequence[Axes], ndim: int) -> Entries:
+    """Entries for every dim of an array."""
+    return (*(tuple(entry) for entry in entries[:ndim]), *([()] * (ndim - len(entries))))
+
+
+def grouped(
+    roles: Roles,
+    lhs: Sequence[Axes],
+    rhs: Sequence[Axes],
+    rhs_shape: tuple[int, ...],
+    *,
+    blocks: tuple[int, ...] | None = None,
+) -> Grouped:
+    """The placement of one grouped matmul.
+
+    Args:
+        roles: what the axes are for.
+        lhs: entries of the rows [R, C, K'] as they arrive.
+        rhs: entries of the weight [E, K', *N'] as it arrives.
+        rhs_shape: its global shape.
+        blocks: per dim of rhs, what its local size must be a multiple of (block scales).
+
+    Raises:
+        InvalidArgumentError: an ep axis on another dim than the experts', or experts that the ep
+            and fsdp axes do not divide; names axes and sizes.
+    """
+    weight = expert_weight(roles, rhs, rhs_shape, blocks=blocks)
+    rows = padded(lhs, 3)
+    stray = [axis for axis in roles.real(rows[1]) if axis not in roles.slab]
+    if stray:
+        say_once(f"lhs: {roles.named(stray)} on the rows of slabs is not known: replicated")
+    wanted = [a for a in roles.real(rows[2]) if a not in roles.slab]
+    contracted = tuple(a for a in wanted if a not in flat(weight.entries))
+    if contracted and not weight.kept[1] and _divides(roles, rhs_shape[1], contracted, blocks, 1):
+        entries = list(weight.entries)
+        entries[1] = contracted + entries[1]
+        weight = Weight(tuple(entries), weight.gathered)
+    elif wanted and tuple(wanted) != weight.kept[1]:
+        say_once(
+            f"lhs: {roles.named(wanted)} on K' is not how rhs lies there "
+            f"({weight.kept[1] or 'whole'}): resharded"
+        )
+    bias = Weight(
+        (weight.entries[0], *weight.entries[2:]), (weight.gathered[0], *weight.gathered[2:])
+    )
+    return Grouped(roles, weight, bias)
+
+
+def expert_weight(
+    roles: Roles,
+    entries: Sequence[Axes],
+    shape: tuple[int, ...],
+    *,
+    blocks: tuple[int, ...] | None = None,
+) -> Weight:
+    """How a weight [E, K', *N'] is taken; `grouped` says what is raised."""
+    given = padded(entries, len(shape))
+    taken, gathered = [], []
+    for dim, axes in enumerate(given):
+        kept, gone = _experts(roles, axes, shape[0]) if dim == 0 else _inner(roles, axes, dim)
+        if dim > 0:
+            kept, gone = _fitting(roles, kept, gone, shape[dim], blocks, dim)
+        taken.append(kept + gone)
+        gathered.append(gone)
+        if roles.real(axes) and kept + gone != roles.real(axes):
+            say_once(
+                f"rhs: dim {dim} lies over {axes} and is taken over {kept + gone or 'nothing'}: "
+                "resharded"
+            )
+    return Weight(tuple(taken), tuple(gathered))
+
+
+def _experts(roles: Roles, axes: Axes, num_experts: int) -> tuple[Axes, Axes]:
+    """(kept, gathered) axes of the expert dim: ep in front, whatever was there."""
+    unknown = [axis for axis in roles.real(axes) if axis not in roles.slab]
+    if unknown:
+        say_once(
+            f"rhs: {roles.named(unknown)} on the expert dim shards neither experts nor tokens of "
+            f"{roles.owner}: replicated"
+        )
+    ep = roles.real(roles.ep)
+    fsdp = tuple(axis for axis in roles.real(axes) if axis in roles.outer)
+    if num_experts % roles.size(ep + fsdp):
+        raise InvalidArgumentError(
+            f"{num_experts} experts do not divide over the axes {roles.named(ep + fsdp)} of the "
+            f"expert dim ({roles.size(ep + fsdp)} shards)",
+            argument="rhs",
+        )
+    return ep, fsdp
+
+
+def _inner(roles: Roles, axes: Axes, dim: int) -> tuple[Axes, Axes]:
+    """(kept, gathered) axes of another dim."""
+    real = roles.real(axes)
+    misplaced = [axis for axis in real if axis in roles.ep]
+    if misplaced:
+        raise InvalidArgumentError(
+            f"rhs has the ep axis {roles.named(misplaced)} on dim {dim}; the ep axes "
+            f"{roles.named(roles.ep)} of {roles.owner} shard experts, which are dim 0",
+            argument="rhs",
+        )
+    gone = tuple(axis for axis in real if axis in roles.outer)
+    return tuple(axis for axis in real if axis not in gone), gone
+
+
+def _fitting(
+    roles: Roles,
+    kept: Axes,
+    gone: Axes,
+    size: int,
+    blocks: tuple[int, ...] | None,
+    dim: int,
+) -> tuple[Axes, Axes]:
+    """Those axes that leave whole blocks on every shard; the others are gathered before the op."""
+    before = kept + gone
+    while (kept or gone) and not _divides(roles, size, kept + gone, blocks, dim):
+        kept, gone = (kept, gone[:-1]) if gone else (kept[:-1], gone)
+    lost = before[len(kept + gone) :]
+    if lost:
+        unit = 1 if blocks is None else blocks[dim]
+        what = f"multiples of {unit} on every shard" if unit > 1 else "equal shards"
+        say_once(
+            f"rhs: dim {dim} of size {size} over {roles.named(before)} does not leave {what}: "
+            f"{roles.named(lost)} is gathered before the op"
+        )
+    return kept, gone
+
+
+def _divides(roles: Roles, size: int, axes: Axes, blocks: tuple[int, ...] | None, dim: int) -> bool:
+    """Whether `axes` cut a dim into equal shards of whole blocks."""
+    unit = 1 if blocks is None else blocks[dim]
+    return not axes or size % (roles.size(axes) * unit) == 0
+
+
+def read_off(
+    sizes: Iterable[tuple[str, int]],
+    slabs: Axes,
+    *,
+    num_slabs: int,
+    num_groups: int,
+    num_experts: int,
+) -> Roles:
+    """Roles without a layer, from the axes on dim 0 of the slabs.
+
+    Slab r holds groups r * num_groups and on, modulo num_experts: the minor axes are ep.
+
+    Args:
+        sizes: every axis of the mesh.
+        slabs: axes on dim 0 of the rows, major first.
+        num_slabs: R.
+        num_groups: L, groups of one slab.
+        num_experts: E.
+
+    Raises:
+        InvalidArgumentError: no split of the axes gives every device its experts.
+    """
+    found = Roles(tuple(sizes))
+    axes = found.real(slabs)
+    here = num_slabs // max(found.size(axes), 1)  # slabs on one device
+    ranks, rest = divmod(num_experts, max(num_groups, 1))
+    for first in range(len(axes) + 1):
+        ep = axes[first:]
+        whole = here * found.size(ep) == ranks if ep else here % max(ranks, 1) == 0
+        if whole and not rest:
+            return dataclasses.replace(found, outer=axes[:first], ep=ep)
+    raise InvalidArgumentError(
+        f"{num_slabs} slabs over the axes {found.named(axes)} do not put the {num_experts} experts "
+        f"in groups of {num_groups} on devices; pass layer=",
+        argument="lhs",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """How dense's operands and results lie.
+
+    Attributes:
+        lead: axes on each leading dim of x and of the output.
+        kernel: how the kernel [K', N'] is taken.
+        summed: axes that split the rows: the kernel's gradient is summed over them.
+        scatter: leading dim of the output that takes the contracted axes: the sum over them is a
+            reduce-scatter there. None is a plain sum.
+    """
+
+    lead: Entries
+    kernel: Weight
+    summed: Axes
+    scatter: int | None = None
+
+    @property
+    def contracted(self) -> Axes:
+        return self.kernel.kept[0]
+
+    @property
+    def columns(self) -> Axes:
+        return self.kernel.kept[1]
+
+    @property
+    def x(self) -> Entries:
+        return (*self.lead, self.contracted)
+
+    @property
+    def out(self) -> Entries:
+        lead = [
+            axes + (self.contracted if dim == self.scatter else ())
+            for dim, axes in enumerate(self.lead)
+        ]
+        return (*lead, self.columns)
+
+
+def dense(
+    roles: Roles,
+    x: Sequence[Axes],
+    kernel: Sequence[Axes],
+    kernel_shape: tuple[int, int],
+    *,
+    wanted: Sequence[Axes] | None = None,
+    lead_shape: Sequence[int] = (),
+    blocks: tuple[int, ...] | None = None,
+) -> Dense:
+    """The placement of y = x @ kernel.
+
+    Args:
+        roles: the mesh's axes; outer and ep do not matter here.
+        x: entries of x [..., K'] as it arrives.
+        kernel: entries of the kernel [K', N'] as it arrives.
+        kernel_shape: its global shape.
+        wanted: entries of the output where they are known.
+        lead_shape: x's leading dims.
+        blocks: per dim of the kernel, what its local size must be a multiple of.
+
+    An axis of x's leading dims that is also on the kernel is gathered off the kernel, and with it
+    whatever lies inside it in a tuple. Any other axis stays: on N', or on K' of both sides.
+    """
+    lead = tuple(roles.real(axes) for axes in x[:-1])
+    if lead_shape:
+        lead = tuple(
+            axes if size % roles.size(axes) == 0 else ()
+            for axes, size in zip(lead, lead_shape, strict=True)
+        )
+    rows = set(flat(lead))
+    on_k = tuple(axis for axis in roles.real(x[-1]) if axis not in rows)
+    entries, gathered = [], []
+    for dim, axes in enumerate(padded(kernel, 2)):
+        free = tuple(axis for axis in roles.real(axes) if axis not in on_k)
+        first = next((i for i, axis in enumerate(free) if axis in rows), len(free))
+        kept, gone = (on_k if dim == 0 else ()) + free[:first], free[first:]
+        kept, gone = _fitting(roles, kept, gone, kernel_shape[dim], blocks, dim)
+        entries.append(kept + gone)
+        gathered.append(gone)
+    taken = Weight(tuple(entries), tuple(gathered))
+    found = Dense(lead, taken, flat(lead))
+    return dataclasses.replace(found, scatter=_scattered(roles, found, wanted, lead_shape))
+
+
+def _scattered(
+    roles: Roles, found: Dense, wanted: Sequence[Axes] | None, lead_shape: Sequence[int]
+) -> int | None:
+    if wanted is None or not found.contracted:
+        return None
+    for dim, size in enumerate(lead_shape):
+        over = found.lead[dim] + found.contracted
+        if roles.real(wanted[dim]) == over and size % roles.size(over) == 0:
+            return dim
+    return None
+
+
+def entries_of(spec: Any, ndim: int) -> Entries:
+    """The entries of a PartitionSpec, for every dim."""
+    given = [] if spec is None else list(spec)
+    named = [
+        (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()
+        for entry in given
+    ]
+    return padded(named, ndim)
