@@ -3,6 +3,9 @@
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the weights on
 this device, K' contracted, N' the kernel's trailing dims (one, or more such as [2, M]).
 
+Operands are arrays or QuantizedTensors, in any mix. Quantized ones are widened block by block, the
+dot itself is f32.
+
 Every function takes rows [C, ...] with group_sizes [L], or [S, C, ...] with [S, L]; group l of
 slab s uses expert (s * L + l) % G. Rows past sum(group_sizes) are neither read nor trusted and
 come out as zeros. Nothing here is differentiable: the ops around it define their gradients by
@@ -20,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops import row_blocks
+from ep_runtime_client.ops.operands import Part, kernel_reader, row_reader
 from ep_runtime_client.ops.row_blocks import Block, Blocks
 
 
@@ -30,10 +34,12 @@ class Gemm:
     Attributes:
         out_dtype: dtype of the rows that `forward` and `data_grad` return.
         alignment: what group sizes are known to be multiples of; chooses the block's rows only.
+        compute_dtype: what arrays are cast to, block by block; None multiplies them as they are.
     """
 
     out_dtype: Any
     alignment: int = 1
+    compute_dtype: Any = None
 
 
 def forward(
@@ -43,8 +49,8 @@ def forward(
 
     Args:
         gemm: static description.
-        lhs: [C, K'] rows.
-        rhs: [G, K', *N'] kernels.
+        lhs: [C, K'] rows, an array or a QuantizedTensor.
+        rhs: [G, K', *N'] kernels, likewise.
         bias: [G, *N'] or None; added in the dtype of sums.
         group_sizes: [L] int32, on the device, any counts.
 
@@ -53,32 +59,36 @@ def forward(
 
     Cost: sum(ceil(group_size / block)) dots, and C * N' zeros.
     """
-    shape = (*lhs.shape[:-1], *rhs.shape[2:])
+    lead = group_sizes.ndim
     blocks = _cut(gemm, lhs, group_sizes)
-    rows = _flat_rows(lhs, group_sizes)
+    rows = row_reader(lhs, lead, dtype=gemm.compute_dtype)
+    kernels = kernel_reader(rhs, dtype=gemm.compute_dtype)
     out = jnp.zeros((blocks.num_rows, *rhs.shape[2:]), gemm.out_dtype)
 
     def step(block: Block, out: jax.Array) -> jax.Array:
         expert = block.group % rhs.shape[0]
-        result = _dot(_read(rows, block), _matrix(rhs, expert), (1, 0))
-        result = result.reshape(-1, *rhs.shape[2:])
+        result = _dot(rows(block), kernels(expert), (1, 0)).reshape(-1, *rhs.shape[2:])
         if bias is not None:
             result = result + row_blocks.pick(bias, expert).astype(result.dtype)
         return block.write(out, result)
 
-    return row_blocks.loop(blocks, step, out, lhs, rhs, bias).reshape(shape)
+    out = row_blocks.loop(blocks, step, out, lhs, rhs, bias)
+    return out.reshape(*lhs.shape[:lead], *rhs.shape[2:])
 
 
 def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Array:
-    """Gradient of the rows: grad [C, *N'], rhs [G, K', *N'] -> [C, K'] in gemm.out_dtype."""
+    """Gradient of the rows: grad [C, *N'], rhs [G, K', *N'] -> [C, K'] in gemm.out_dtype.
+
+    Both may be QuantizedTensors; MXFP8 kernels are read by their column-wise copy.
+    """
     lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes)
-    rows = _flat_rows(grad, group_sizes)
+    rows = row_reader(grad, lead, dtype=gemm.compute_dtype)
+    kernels = kernel_reader(rhs, columns=True, dtype=gemm.compute_dtype)
     out = jnp.zeros((blocks.num_rows, rhs.shape[1]), gemm.out_dtype)
 
     def step(block: Block, out: jax.Array) -> jax.Array:
-        matrix = _matrix(rhs, block.group % rhs.shape[0])
-        return block.write(out, _dot(_read(rows, block), matrix, (1, 1)))
+        return block.write(out, _dot(rows(block), kernels(block.group % rhs.shape[0]), (1, 1)))
 
     out = row_blocks.loop(blocks, step, out, grad, rhs)
     return out.reshape(*grad.shape[:lead], rhs.shape[1])
@@ -91,22 +101,25 @@ def weight_grad(
 
     Args:
         gemm: static description.
-        lhs: [C, K'] rows of the forward pass.
-        grad: [C, *N'].
+        lhs: [C, K'] rows of the forward pass, an array or a QuantizedTensor; MXFP8 is read by its
+            column-wise copy, here and in `grad`.
+        grad: [C, *N'], likewise.
         group_sizes: [L] int32.
         num_experts: G; None is as many as there are groups.
 
     Returns:
         [G, K', *N'] in f32 (f64 where an operand is f64), zeros for experts without rows.
     """
-    trailing = grad.shape[group_sizes.ndim :]
+    lead = group_sizes.ndim
     blocks = _cut(gemm, lhs, group_sizes)
-    rows, grads = _flat_rows(lhs, group_sizes), _flat_rows(grad, group_sizes)
+    rows = row_reader(lhs, lead, columns=True, dtype=gemm.compute_dtype)
+    grads = row_reader(grad, lead, columns=True, dtype=gemm.compute_dtype)
+    trailing = grad.shape[lead:]
     experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
     out = jnp.zeros((experts, lhs.shape[-1], math.prod(trailing)), _wide(lhs, grad))
 
     def step(block: Block, out: jax.Array) -> jax.Array:
-        product = _dot(_read(rows, block), _read(grads, block), (0, 0))
+        product = _dot(rows(block), grads(block), (0, 0))
         return row_blocks.add_at(out, block.group % experts, product)
 
     out = row_blocks.loop(blocks, step, out, lhs, grad)
@@ -117,14 +130,16 @@ def bias_grad(
     gemm: Gemm, grad: Any, group_sizes: jax.Array, num_experts: int | None = None
 ) -> jax.Array:
     """Gradient of the bias: grad [C, *N'] -> [G, *N'] in f32 (f64 for f64), summed over rows."""
-    trailing = grad.shape[group_sizes.ndim :]
+    lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes)
-    grads = _flat_rows(grad, group_sizes)
+    grads = row_reader(grad, lead, dtype=gemm.compute_dtype)
+    trailing = grad.shape[lead:]
     experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
     out = jnp.zeros((experts, math.prod(trailing)), _wide(grad))
 
     def step(block: Block, out: jax.Array) -> jax.Array:
-        total = _read(grads, block).astype(out.dtype).sum(0)
+        part = grads(block)
+        total = _scaled(part.values.astype(out.dtype).sum(0), part)
         return row_blocks.add_at(out, block.group % experts, total)
 
     return row_blocks.loop(blocks, step, out, grad).reshape(experts, *trailing)
@@ -139,27 +154,18 @@ def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array) -> Blocks:
     return row_blocks.cut(rows.shape[group_sizes.ndim - 1], group_sizes, gemm.alignment)
 
 
-def _flat_rows(array: Any, group_sizes: jax.Array) -> Any:
-    """All slabs' rows as one dim 0."""
-    lead = group_sizes.ndim
-    return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
-
-
-def _read(rows: Any, block: Block) -> jax.Array:
-    """[rows of a block, everything else]."""
-    part = block.read(rows)
-    return part.reshape(part.shape[0], -1)
-
-
-def _matrix(kernels: Any, expert: jax.Array) -> jax.Array:
-    """[K', everything else]."""
-    part = row_blocks.pick(kernels, expert)
-    return part.reshape(part.shape[0], -1)
-
-
-def _dot(lhs: jax.Array, rhs: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+def _dot(lhs: Part, rhs: Part, contract: tuple[int, int]) -> jax.Array:
+    dtype = jnp.promote_types(lhs.values.dtype, rhs.values.dtype)
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(
-        lhs.astype(dtype), rhs.astype(dtype), dims, preferred_element_type=_wide(lhs, rhs)
+    product = lax.dot_general(
+        lhs.values.astype(dtype),
+        rhs.values.astype(dtype),
+        dims,
+        preferred_element_type=_wide(lhs.values, rhs.values),
     )
+    return _scaled(_scaled(product, lhs), rhs)
+
+
+def _scaled(result: jax.Array, part: Part) -> jax.Array:
+    # One scale after the other: the product of two small scales is no f32.
+    return result if part.scale is None else result * part.scale

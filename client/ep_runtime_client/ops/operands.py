@@ -1,0 +1,128 @@
+"""Operands of a matmul op as the flat, unsigned leaves that cross partitioners and collectives.
+
+8-bit data and e8m0 scales travel as uint8: XLA widens an all-gather of them on CPU otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from ep_runtime_client.ops.placement import Entries
+from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
+from ep_runtime_client.recipes import MX_TILE, MXFP8, TILE, BlockScaling, Recipe, TensorScaling
+
+Matrix = jax.Array | QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How leaves make up an operand. Hashable.
+
+    Attributes:
+        names: the QuantizedTensor's field of each leaf; one "" for a plain array.
+        dtypes: of each leaf, before it became uint8.
+        recipe: None for a plain array.
+        ndim: dims of the values.
+        rows: whether these are rows of groups, and not kernels.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[Any, ...]
+    recipe: Recipe | None
+    ndim: int
+    rows: bool
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def tile(self) -> int:
+        """Values that share a scale along a blocked dim; 1 where there are no blocks."""
+        if isinstance(self.recipe, BlockScaling):
+            return TILE
+        return MX_TILE if isinstance(self.recipe, MXFP8) else 1
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Per dim of a kernel [E, K', *mid, N'], what shards must be multiples of."""
+        return tuple(self.tile if dim in (1, self.ndim - 1) else 1 for dim in range(self.ndim))
+
+    def spread(self, entries: Entries) -> list[Entries]:
+        """Entries of every leaf from those of the values."""
+        return [entries[: self.leaf_ndim(name)] for name in self.names]
+
+    def leaf_ndim(self, name: str) -> int:
+        """Dims of a leaf: tensor scales have those of the groups alone."""
+        if name in ("scale", "amax") and isinstance(self.recipe, TensorScaling):
+            return 2 if self.rows else 1
+        return self.ndim
+
+    def factors(self, values: Sequence[str]) -> list[str]:
+        """Factors of every leaf in a Shardy rule, from those of the values."""
+        found = []
+        for name in self.names:
+            if self.rows and self.leaf_ndim(name) == 2:
+                found.append(f"{values[0]} l")
+            elif self.rows and name == "scale_columns":
+                found.append(" ".join([values[0], "c32", *values[2:]]))
+            else:
+                found.append(" ".join(values[: self.leaf_ndim(name)]))
+        return found
+
+
+def pack(x: Matrix, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:
+    """The leaves that one direction of a GEMM reads.
+
+    Args:
+        x: an array or a QuantizedTensor; rows have the slab dim in front.
+        rows: whether these are rows of groups.
+        columns: take MXFP8's column-wise copy, which backward reads, instead of the row-wise one.
+    """
+    if not isinstance(x, QuantizedTensor):
+        return [bits(x)], Packing(("",), (x.dtype,), None, x.ndim, rows)
+    names = ["data", "scale"]
+    if columns and x.data_columns is not None:
+        names = ["data_columns", "scale_columns"]
+    return pack_fields(x, names, rows=rows)
+
+
+def pack_fields(
+    x: QuantizedTensor, names: Sequence[str], *, rows: bool
+) -> tuple[list[jax.Array], Packing]:
+    """The named leaves, those that are None left out."""
+    leaves = {name: getattr(x, name) for name in names if getattr(x, name) is not None}
+    dtypes = tuple(leaf.dtype for leaf in leaves.values())
+    packing = Packing(tuple(leaves), dtypes, x.recipe, x.ndim, rows)
+    return [bits(leaf) for leaf in leaves.values()], packing
+
+
+def unpack(
+    packing: Packing, leaves: Sequence[jax.Array], group_sizes: jax.Array | None = None
+) -> Matrix:
+    """The operand that leaves stand for; rows take the group sizes that they lie by."""
+    raw = zip(leaves, packing.dtypes, strict=True)
+    values = [from_bits(leaf, dtype) for leaf, dtype in raw]
+    if packing.recipe is None:
+        return values[0]
+    fields: dict[str, Any] = dict.fromkeys(
+        ("data", "scale", "amax", "data_columns", "scale_columns", "group_sizes", "origin")
+    )
+    fields |= dict(zip(packing.names, values, strict=True))
+    if fields["data"] is None:  # the column-wise copy alone: it has the shape, and is what is read
+        fields["data"] = fields["data_columns"]
+    if packing.rows:
+        fields["group_sizes"] = group_sizes
+    return QuantizedTensor(recipe=packing.recipe, **fields)
+
+
+def gather(leaf: jax.Array, gathered: Entries) -> jax.Array:
+    """All shards of `leaf` over the axes that each dim is gathered over."""
+    for dim, axes in enumerate(gathered[: leaf.ndim]):
+        if axes:
+            leaf = lax.all_gather(leaf, axes, axis=dim, tiled=True)
+    return leaf

@@ -1,0 +1,185 @@
+"""Quantized tensors: what grouped_quantize returns and grouped_gemm takes in place of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.recipes import MX_TILE, MXFP8, TILE, BlockScaling, Recipe, TensorScaling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """Values x ~= data * scale, with one scale for many values.
+
+    Rows have group_sizes, kernels have none. Rows past sum(group_sizes) hold zeros with scales of
+    1. Scales, where *mid are dims between the first of a row or kernel and the last:
+
+    | recipe | rows [R, C, *mid, K'] | kernels [E, K', *mid, N'] |
+    |---|---|---|
+    | BF16 | None | None |
+    | TensorScaling | f32 [R, L] | f32 [E] |
+    | BlockScaling | f32 [R, C, *mid, ceil(K'/128)] | f32 [E, ceil(K'/128), *mid, ceil(N'/128)] |
+    | MXFP8 | e8m0 [R, C, *mid, K'/32] | e8m0 [E, K'/32, *mid, N'] |
+    | MXFP8, scale_columns | e8m0 [R, C/32, *mid, K'] | e8m0 [E, K', *mid, N'/32] |
+
+    Rows may also be [rows, *mid, K'] with group_sizes [E]: then R is missing everywhere.
+
+    Attributes:
+        data: the values, 1 byte each (bf16 with BF16), in the shape of what was quantized.
+        scale: as the table says.
+        amax: f32 like scale with TensorScaling, else None. The largest finite absolute values.
+        data_columns: MXFP8 alone: the same values quantized with scale_columns, for the GEMM that
+            contracts the other dim.
+        scale_columns: as the table says.
+        group_sizes: int32 [R, L] or [E] of rows, None for kernels.
+        origin: what was quantized, where gradients go; None in a tensor that takes none. It costs
+            no memory in a compiled program that neither returns nor differentiates past it.
+        recipe: static.
+    """
+
+    data: jax.Array
+    scale: jax.Array | None
+    amax: jax.Array | None
+    data_columns: jax.Array | None
+    scale_columns: jax.Array | None
+    group_sizes: jax.Array | None
+    origin: jax.Array | None
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        return tuple(self.data.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the values."""
+        return len(self.data.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the data."""
+        return self.data.dtype
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether these are rows of groups, and not kernels."""
+        return self.group_sizes is not None
+
+    def detached(self) -> QuantizedTensor:
+        """The same without `origin`: 8-bit data and scales alone. No gradient goes through it."""
+        return dataclasses.replace(self, origin=None)
+
+    def dequantize(self, dtype: Any = jnp.float32, *, columns: bool = False) -> jax.Array:
+        """data * scale, multiplied in f32.
+
+        Args:
+            dtype: of the result.
+            columns: MXFP8 alone: from the column-wise copy.
+
+        Returns:
+            The shape of the data; rows past sum(group_sizes) are zeros. Its gradient goes to what
+            was quantized as it is, as if nothing had been rounded.
+        """
+        data = self.data_columns if columns else self.data
+        scale = self.scale_columns if columns else self.scale
+        assert data is not None, f"{self.recipe} has no column-wise copy"
+        values = widen(data)
+        if scale is not None:
+            values = values * self._spread(scale, columns)
+        values = values.astype(dtype)
+        return values if self.origin is None else straight_through(self.origin, values)
+
+    def _spread(self, scale: jax.Array, columns: bool) -> jax.Array:
+        """`scale` in f32, of a shape that broadcasts to the data's."""
+        scale = scale.astype(jnp.float32)
+        if isinstance(self.recipe, TensorScaling):
+            if self.group_sizes is None:
+                return scale.reshape(-1, *([1] * (self.ndim - 1)))
+            lead = self.group_sizes.ndim
+            groups = row_groups(self.shape[lead - 1], self.group_sizes)
+            # Rows of no group have zeros for data: any scale will do.
+            padded = jnp.concatenate([scale, jnp.ones_like(scale[..., :1])], axis=-1)
+            scale = jnp.take_along_axis(padded, groups, axis=-1)
+            return scale.reshape(*scale.shape, *([1] * (self.ndim - lead)))
+        for axis, tile in self._tiles(columns):
+            scale = spread_tiles(scale, axis, tile, self.shape[axis])
+        return scale
+
+    def _tiles(self, columns: bool) -> list[tuple[int, int]]:
+        """(axis, values per scale) of the axes that have fewer scales than values."""
+        last = self.ndim - 1
+        if isinstance(self.recipe, BlockScaling):
+            return [(last, TILE)] if self.is_rows else [(1, TILE), (last, TILE)]
+        assert isinstance(self.recipe, MXFP8)
+        if self.group_sizes is not None:
+            return [(self.group_sizes.ndim - 1 if columns else last, MX_TILE)]
+        return [(last if columns else 1, MX_TILE)]
+
+
+def widen(data: jax.Array) -> jax.Array:
+    """8-bit or bf16 data in f32, exactly."""
+    return data.astype(jnp.float32)
+
+
+def spread_tiles(scale: jax.Array, axis: int, tile: int, length: int) -> jax.Array:
+    """Each scale repeated `tile` times along `axis`, cut to `length`."""
+    shape = scale.shape
+    wide = jnp.broadcast_to(
+        jnp.expand_dims(scale, axis + 1), (*shape[: axis + 1], tile, *shape[axis + 1 :])
+    )
+    wide = wide.reshape(*shape[:axis], shape[axis] * tile, *shape[axis + 1 :])
+    return jax.lax.slice_in_dim(wide, 0, length, axis=axis)
+
+
+def row_groups(capacity: int, group_sizes: jax.Array) -> jax.Array:
+    """[..., L] sizes -> [..., capacity] int32 group of each row, L past the last one."""
+    ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)
+    rows = jnp.arange(capacity, dtype=jnp.int32)
+    slabs = ends.reshape(-1, ends.shape[-1])
+    groups = jax.vmap(lambda e: jnp.searchsorted(e, rows, side="right"))(slabs)
+    return groups.astype(jnp.int32).reshape(*ends.shape[:-1], capacity)
+
+
+@jax.custom_vjp
+def straight_through(origin: jax.Array, values: jax.Array) -> jax.Array:
+    """`values`, whose gradient goes to `origin` as it is."""
+    return values
+
+
+def _straight_through_fwd(origin: jax.Array, values: jax.Array) -> Any:
+    return values, jnp.zeros((0,), origin.dtype)
+
+
+def _straight_through_bwd(like: jax.Array, grad: jax.Array) -> Any:
+    return grad.astype(like.dtype), None
+
+
+straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
+
+
+def bits(data: jax.Array) -> jax.Array:
+    """1-byte floats as uint8, which every collective and slice moves as bytes."""
+    if data.dtype.itemsize != 1 or data.dtype == jnp.uint8:
+        return data
+    raw: jax.Array = jax.lax.bitcast_convert_type(data, jnp.uint8)
+    return raw
+
+
+def from_bits(raw: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `bits`."""
+    if raw.dtype == dtype:
+        return raw
+    data: jax.Array = jax.lax.bitcast_convert_type(raw, dtype)
+    return data
+
+
+def num_tiles(length: int, tile: int) -> int:
+    """Scales along a dim of `length` values."""
+    return math.ceil(length / tile)
