@@ -59,18 +59,24 @@ _NAMES_OF = {
     "ep_runtime_client.session": ("Session", "connect"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+_SUBMODULES = {"sharding": "ep_runtime_client.sharding"}
+# With the extra flax; `from ep_runtime import *` works without it.
+_OPTIONAL_SUBMODULES = {"linen": "ep_runtime_client.linen", "nnx": "ep_runtime_client.nnx"}
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]
+__all__ = ["__version__", *sorted([*_MODULE_OF, *_SUBMODULES])]
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
+    value: Any
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name in _SUBMODULES or name in _OPTIONAL_SUBMODULES:
+        value = importlib.import_module((_SUBMODULES | _OPTIONAL_SUBMODULES)[name])
+    else:
         raise AttributeError(f"module 'ep_runtime' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_OPTIONAL_SUBMODULES})

@@ -15,6 +15,9 @@ from ep_runtime.errors import VersionSkewError as VersionSkewError
 from ep_runtime.layout import recv_capacity as recv_capacity
 from ep_runtime.specs import GroupSpec as GroupSpec
 from ep_runtime.specs import LayerSpec as LayerSpec
+from ep_runtime_client import linen as linen
+from ep_runtime_client import nnx as nnx
+from ep_runtime_client import sharding as sharding
 from ep_runtime_client.estimate import MemoryEstimate as MemoryEstimate
 from ep_runtime_client.estimate import estimate_memory as estimate_memory
 from ep_runtime_client.explain import Collective as Collective

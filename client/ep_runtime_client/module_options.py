@@ -1,0 +1,76 @@
+"""What the flax modules `ep.nnx.MoEBlock` and `ep.linen.MoEBlock` share; needs no flax."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client.layers import EpLayer, LayerStack, TracedLayer
+from ep_runtime_client.moe import moe
+
+EXTRA = "pip install 'ep-runtime[flax]'"
+
+
+def check_source(source: Any) -> None:
+    """Raises InvalidArgumentError where `source` cannot be a module's layer_or_spec."""
+    if not isinstance(source, (EpLayer, LayerStack, LayerSpec)):
+        raise InvalidArgumentError(
+            "layer_or_spec must be a registered layer, a layer stack (its layer comes with each "
+            f"call as layer_index) or a LayerSpec, got {type(source).__name__}",
+            argument="layer_or_spec",
+        )
+
+
+def option_names() -> list[str]:
+    """The options of `moe` that a module passes on; expert_bias is a variable of the module."""
+    known = inspect.signature(moe).parameters
+    return [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY and n != "expert_bias"]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError for an option that `moe` does not have."""
+    names = option_names()
+    for name in options:
+        if name == "expert_bias":
+            raise InvalidArgumentError(
+                "expert_bias is a variable of the module: pass use_expert_bias=True", argument=name
+            )
+        if name not in names:
+            raise InvalidArgumentError(
+                f"{name} is no option of moe; it has {', '.join(names)}", argument=name
+            )
+
+
+def layer_for_call(
+    source: EpLayer | LayerStack | LayerSpec, layer_index: int | jax.Array | None
+) -> EpLayer | TracedLayer:
+    """The layer that one call of a module uses.
+
+    Raises:
+        InvalidArgumentError: a LayerSpec, a stack without an index, or an index without a stack.
+    """
+    if isinstance(source, LayerSpec):
+        raise InvalidArgumentError(
+            f"the module was made from LayerSpec {source.name!r}, which moves no tokens: set its "
+            "attribute layer to a registered layer before calling it",
+            argument="layer_or_spec",
+        )
+    if isinstance(source, LayerStack):
+        if layer_index is None:
+            raise InvalidArgumentError(
+                f"layer_index must say which of the {source.num_layers} layers of stack "
+                f"{source.name!r} this call is, got None",
+                argument="layer_index",
+            )
+        return source[layer_index]
+    if layer_index is not None:
+        raise InvalidArgumentError(
+            f"layer_index goes with a layer stack; {source.name!r} is one layer",
+            argument="layer_index",
+        )
+    return source

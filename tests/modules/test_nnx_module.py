@@ -1,0 +1,215 @@
+"""`ep.nnx.MoEBlock`: the values of `ep.moe`, static layers, logical names, flax's transforms."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ep_runtime as ep
+from ep_runtime.errors import InvalidArgumentError
+
+MakeGroup = Callable[..., fakes.LocalGroup]
+HIDDEN, EXPERTS, MLP = 16, 4, 8
+SPEC = ep.LayerSpec("block", top_k=2, num_experts=EXPERTS, hidden_size=HIDDEN)
+RULES = ep.sharding.rules("fsdp+ep", tp=None, dp=None).logical
+
+
+@pytest.fixture
+def group(make_group: MakeGroup) -> fakes.LocalGroup:
+    fakes.require_native()
+    return make_group(axes={"ep": 2}, transport="memfd", num_experts=EXPERTS)
+
+
+def tokens(group: fakes.LocalGroup) -> jax.Array:
+    x = jax.random.normal(jax.random.key(1), (16, HIDDEN))
+    return jax.device_put(x, NamedSharding(group.mesh, P("ep")))
+
+
+def test_the_block_is_ep_moe_with_its_parameters(group: fakes.LocalGroup) -> None:
+    layer = group.register_layer("block", top_k=2)
+    options = {"aux_loss_coeff": 0.1, "activation": "gelu", "apply_topk_weights_early": True}
+    block = ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), use_bias=True, **options)
+    x = tokens(group)
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def of_module(block: Any, x: jax.Array) -> jax.Array:
+        y, aux = block(x)
+        return jnp.sin(y).sum() + aux
+
+    @jax.jit
+    @jax.value_and_grad
+    def of_function(params: ep.MoEParams, x: jax.Array) -> jax.Array:
+        y, aux = ep.moe(layer, x, params, **options)
+        return jnp.sin(y).sum() + aux
+
+    value, grads = of_module(block, x)
+    meant, meant_grads = of_function(block.params, x)
+    np.testing.assert_array_equal(value, meant)
+    for name in ("router", "wi", "wo", "wi_bias", "wo_bias"):
+        np.testing.assert_array_equal(grads[name][...], getattr(meant_grads, name))
+
+
+def test_the_same_key_gives_the_parameters_of_init_moe_params() -> None:
+    block = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(3), param_dtype=jnp.bfloat16)
+    meant = ep.init_moe_params(nnx.Rngs(3).params(), SPEC, MLP, param_dtype=jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, block.params, meant)
+    assert block.wi.dtype == jnp.bfloat16
+
+
+def test_an_initializer_sees_one_matrix_at_a_time() -> None:
+    seen = []
+
+    def ones(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        seen.append(shape)
+        return jnp.ones(shape, dtype)
+
+    block = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(0), kernel_init=ones)
+    assert seen == [(HIDDEN, EXPERTS), (HIDDEN, MLP), (MLP, HIDDEN)]
+    assert block.wi.shape == (EXPERTS, HIDDEN, 2, MLP)
+
+
+def test_a_layer_is_no_leaf_and_reaches_no_checkpoint(
+    group: fakes.LocalGroup, tmp_path: Path
+) -> None:
+    layer = group.register_layer("block", top_k=2)
+    block = ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), use_expert_bias=True)
+    state = nnx.state(block)
+    assert set(nnx.to_pure_dict(state)) == {"router", "wi", "wo", "expert_bias"}
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", nnx.to_pure_dict(state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved")
+    assert set(restored) == {"router", "wi", "wo", "expert_bias"}
+    # Restored where no daemon is: the module is made from a spec.
+    other = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(1), use_expert_bias=True)
+    nnx.update(other, jax.tree.map(np.asarray, restored))  # restored arrays sit on one device
+    np.testing.assert_array_equal(other.wi[...], block.wi[...])
+    other.layer = pickle.loads(pickle.dumps(layer))
+    np.testing.assert_array_equal(other(tokens(group))[0], block(tokens(group))[0])
+
+
+def test_shapes_need_neither_daemon_nor_mesh() -> None:
+    abstract = nnx.eval_shape(lambda: ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(0), use_bias=True))
+    assert abstract.wi.shape == (EXPERTS, HIDDEN, 2, MLP)
+    names = {name: tuple(v.out_sharding) for name, v in nnx.state(abstract).items()}
+    assert names == {
+        "router": ("embed", None),
+        "wi": ("exp", "embed_moe", None, "mlp_moe"),
+        "wo": ("exp", "mlp_moe", "embed_moe"),
+        "wi_bias": ("exp", None, "mlp_moe"),
+        "wo_bias": ("exp", "embed_moe"),
+    }
+    with pytest.raises(InvalidArgumentError, match="set its attribute layer"):
+        abstract(jnp.zeros((4, HIDDEN)))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_rules_and_a_mesh_place_parameters_when_they_are_made(explicit: bool) -> None:
+    mesh = fakes.mesh_of({"fsdp": 2, "ep": 2}, explicit=explicit)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        block = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(0))
+    expected = NamedSharding(mesh, P("ep", "fsdp"))
+    assert block.wi.sharding.is_equivalent_to(expected, 4)
+    assert block.wo.sharding.is_equivalent_to(NamedSharding(mesh, P("ep", None, "fsdp")), 3)
+    whole = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(whole.wi[...], block.wi[...])
+
+
+def test_a_mesh_without_rules_leaves_parameters_alone() -> None:
+    with jax.set_mesh(fakes.mesh_of({"fsdp": 2, "ep": 2})):
+        block = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(0))
+    assert block.wi.out_sharding == ("exp", "embed_moe", None, "mlp_moe")
+
+
+def test_a_stack_of_blocks_scans_with_remat_like_a_loop(group: fakes.LocalGroup) -> None:
+    depth = 3
+    stack = group.register_layer_stack("stack", depth, top_k=2)
+
+    @nnx.split_rngs(splits=depth)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs: Any) -> Any:
+        return ep.nnx.MoEBlock(stack, MLP, rngs=rngs, aux_loss_coeff=0.1)
+
+    @nnx.scan(
+        in_axes=(0, 0, nnx.Carry),
+        out_axes=(nnx.Carry, 0),
+        transform_metadata={nnx.PARTITION_NAME: "layers"},
+    )
+    @nnx.remat(policy=ep.remat_policy())
+    def scanned(block: Any, index: jax.Array, x: jax.Array) -> Any:
+        y, aux = block(x, index)
+        return x + y, aux
+
+    def loss(blocks: Any, x: jax.Array) -> jax.Array:
+        y, aux = scanned(blocks, jnp.arange(depth), x)
+        return jnp.sin(y).sum() + aux.sum()
+
+    def looped(params: ep.MoEParams, x: jax.Array) -> jax.Array:
+        total = jnp.zeros(())
+        for i in range(depth):
+            one = jax.tree.map(lambda a, i=i: a[i], params)
+            y, aux = ep.moe(stack[i], x, one, aux_loss_coeff=0.1)
+            x, total = x + y, total + aux
+        return jnp.sin(x).sum() + total
+
+    blocks, x = make(nnx.Rngs(0)), tokens(group)
+    assert blocks.wi.out_sharding == ("layers", "exp", "embed_moe", None, "mlp_moe")
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(blocks, x)
+    meant, meant_grads = jax.jit(jax.value_and_grad(looped))(blocks.params, x)
+    np.testing.assert_allclose(value, meant, rtol=1e-5)
+    for name in ("router", "wi", "wo"):
+        np.testing.assert_allclose(
+            grads[name][...], getattr(meant_grads, name), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_the_expert_bias_is_state_that_no_optimizer_meets(group: fakes.LocalGroup) -> None:
+    layer = group.register_layer("block", top_k=2)
+    block = ep.nnx.MoEBlock(
+        layer,
+        MLP,
+        rngs=nnx.Rngs(0),
+        use_expert_bias=True,
+        score_function="sigmoid",
+        return_stats=True,
+    )
+    assert "expert_bias" not in nnx.state(block, nnx.Param)
+    _, _, stats = block(tokens(group))
+    load = stats.tokens_per_expert
+    block.update_expert_bias(load, 0.5)
+    np.testing.assert_array_equal(block.expert_bias[...], 0.5 * np.sign(load.mean() - load))
+    block.expert_bias[...] = jnp.array([9.0, 9.0, -9.0, -9.0])
+    _, _, biased = block(tokens(group))
+    np.testing.assert_array_equal(biased.tokens_per_expert, [16, 16, 0, 0])
+
+
+def test_what_cannot_be_called_says_why(group: fakes.LocalGroup) -> None:
+    layer = group.register_layer("block", top_k=2)
+    stack = group.register_layer_stack("stack", 2, top_k=2)
+    rngs, x = nnx.Rngs(0), tokens(group)
+    with pytest.raises(InvalidArgumentError, match="which of the 2 layers of stack 'stack'"):
+        ep.nnx.MoEBlock(stack, MLP, rngs=rngs)(x)
+    with pytest.raises(InvalidArgumentError, match="'block' is one layer"):
+        ep.nnx.MoEBlock(layer, MLP, rngs=rngs)(x, layer_index=0)
+    with pytest.raises(InvalidArgumentError, match="topk is no option of moe; it has activation"):
+        ep.nnx.MoEBlock(layer, MLP, rngs=rngs, topk=2)
+    with pytest.raises(InvalidArgumentError, match="use_expert_bias=True"):
+        ep.nnx.MoEBlock(layer, MLP, rngs=rngs, expert_bias=x)
+    with pytest.raises(InvalidArgumentError, match="got str"):
+        ep.nnx.MoEBlock("block", MLP, rngs=rngs)
+    with pytest.raises(InvalidArgumentError, match="needs num_experts and hidden_size"):
+        ep.nnx.MoEBlock(ep.LayerSpec("block", top_k=2), MLP, rngs=rngs)

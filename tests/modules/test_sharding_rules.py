@@ -1,0 +1,151 @@
+"""`ep.sharding.rules`: specs by logical names, of every kind of tree; clear errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fakes
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ep_runtime as ep
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.params import LOGICAL_AXES
+
+SPEC = ep.LayerSpec("block", top_k=2, num_experts=8, hidden_size=16)
+PLAIN, SHARDED = "fsdp+ep", "shard-exp-on-fsdp"
+
+
+def params_of(**settings: Any) -> ep.MoEParams:
+    key = jax.random.key(0)
+    return jax.eval_shape(lambda: ep.init_moe_params(key, SPEC, 8, use_bias=True, **settings))
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("kind", "wi", "wo", "bias"),
+    [
+        (PLAIN, P("ep", "fsdp"), P("ep", None, "fsdp"), P("ep", "fsdp")),
+        (SHARDED, P(("ep", "fsdp")), P(("ep", "fsdp")), P(("ep", "fsdp"))),
+    ],
+)
+def test_parameters_and_their_optimizer_state_lie_alike(
+    kind: str, wi: P, wo: P, bias: P, explicit: bool
+) -> None:
+    mesh = fakes.mesh_of({"dp": 2, "fsdp": 2, "ep": 2}, explicit=explicit)
+    params = params_of()
+    state = jax.eval_shape(optax.adamw(1e-3).init, params)
+    placed, moments = ep.sharding.rules(kind).shardings((params, state), mesh)
+    for found in (placed, moments[0].mu, moments[0].nu):
+        for name, meant in (("wi", wi), ("wo", wo), ("wo_bias", bias), ("router", P("fsdp"))):
+            shape = getattr(params, name).shape
+            sharding = getattr(found, name)
+            assert sharding.is_equivalent_to(NamedSharding(mesh, meant), len(shape))
+    assert moments[0].count == NamedSharding(mesh, P())
+    arrays = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), (params, state))
+    put = jax.device_put(arrays, (placed, moments))
+    assert put[0].wi.sharding == placed.wi
+
+
+def test_ep_is_major_whatever_the_order_of_the_mesh() -> None:
+    rules = ep.sharding.rules(SHARDED, dp="data", ep=("context", "expert"))
+    assert rules.spec(LOGICAL_AXES["wi"]) == P(("context", "expert", "fsdp"), None, None, "tp")
+    mesh = fakes.mesh_of({"fsdp": 2, "context": 2, "expert": 2})
+    here = rules.on(mesh)
+    assert here.spec(LOGICAL_AXES["wi"]) == P(("context", "expert", "fsdp"), None, None, None)
+    assert here.spec(("activation_batch", None)) == P(("fsdp", "context", "expert"), None)
+    assert rules.group_axes(mesh) == {"ep_axis": ("context", "expert"), "outer_axes": ("fsdp",)}
+
+
+def test_axes_that_the_mesh_lacks_are_left_out() -> None:
+    mesh = fakes.mesh_of({"ep": 4, "tp": 2})
+    placed = ep.sharding.rules(PLAIN).shardings(params_of(), mesh)
+    assert placed.wi.spec == P("ep", None, None, "tp")
+    assert placed.router.spec == P(None, None)
+
+
+def test_an_axis_that_an_earlier_dim_took_is_left_out() -> None:
+    rules = ep.sharding.rules(PLAIN, logical={"exp": ("fsdp", "ep")})
+    assert rules.spec(LOGICAL_AXES["wo"]) == P(("fsdp", "ep"), "tp", None)
+
+
+def test_a_stack_of_layers_keeps_its_leading_dim_whole() -> None:
+    mesh = fakes.mesh_of({"fsdp": 2, "ep": 2})
+    for gated in (True, False):
+        one = params_of(gated=gated)
+        stack = jax.tree.map(lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype), one)
+        placed = ep.sharding.rules(SHARDED).shardings(stack, mesh)
+        assert placed.wi.spec[:2] == (None, ("ep", "fsdp"))
+        assert placed.router.spec == P(None, "fsdp", None)
+
+
+def test_masked_parameters_keep_their_masks() -> None:
+    mesh = fakes.mesh_of({"fsdp": 2, "ep": 2})
+    rules = ep.sharding.rules(SHARDED)
+    masked = jax.tree.map(lambda a: optax.MaskedNode() if a.ndim < 3 else a, params_of())
+    placed = rules.shardings(masked, mesh)
+    assert placed.router == optax.MaskedNode()
+    assert placed.wi.spec == P(("ep", "fsdp"), None, None, None)
+    only_wi = ep.MoEParams(optax.MaskedNode(), params_of().wi, optax.MaskedNode())
+    assert rules.shardings(only_wi, mesh).wi.spec == P(("ep", "fsdp"), None, None, None)
+
+
+def test_flax_modules_are_placed_by_their_metadata() -> None:
+    mesh = fakes.mesh_of({"fsdp": 2, "ep": 2})
+    rules = ep.sharding.rules(SHARDED)
+    state = nnx.state(
+        nnx.eval_shape(lambda: ep.nnx.MoEBlock(SPEC, 8, rngs=nnx.Rngs(0), use_expert_bias=True))
+    )
+    placed = rules.shardings(state, mesh)
+    assert placed.wi.get_value().spec == P(("ep", "fsdp"), None, None, None)
+    assert placed.expert_bias.get_value().is_fully_replicated
+    assert jax.tree.structure(placed) == jax.tree.structure(state)
+
+    linen = ep.linen.MoEBlock(SPEC, 8)
+    x = jnp.zeros((4, 16))
+    boxed = jax.eval_shape(linen.init, jax.random.key(0), x)
+    shardings = rules.shardings(boxed, mesh)
+    variables = jax.jit(linen.init, out_shardings=shardings)(jax.random.key(0), x)
+    wi = nn.meta.unbox(variables)["params"]["wi"]
+    assert wi.sharding.is_equivalent_to(placed.wi.get_value(), 4)
+    own = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules.on(mesh).logical)
+    assert own["params"]["wi"] == P(("ep", "fsdp"), None, None, None)
+
+
+def test_names_stand_for_arrays() -> None:
+    mesh = fakes.mesh_of({"fsdp": 2, "ep": 2})
+    tree = {"out": ("embed", "vocab"), "x": P("activation_batch"), "count": np.zeros(3)}
+    placed = ep.sharding.rules(PLAIN).shardings(tree, mesh)
+    assert {name: sharding.spec for name, sharding in placed.items()} == {
+        "out": P("fsdp", None),
+        "x": P(("fsdp", "ep")),
+        "count": P(),
+    }
+
+
+def test_wrong_rules_say_what_is_wrong() -> None:
+    mesh = fakes.mesh_of({"fsdp": 2, "expert": 4})
+    six = ep.LayerSpec("block", top_k=2, num_experts=12, hidden_size=16)
+    params = jax.eval_shape(lambda: ep.init_moe_params(jax.random.key(0), six, 8))
+    rules = ep.sharding.rules(SHARDED, ep="expert")
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"\['moe'\].wi: dim 0 \(exp\) of size 12 must be a multiple of 8, "
+        r"the size of expert=4 x fsdp=2; the array is \[12, 16, 2, 8\]",
+    ):
+        rules.shardings({"moe": params}, mesh)
+    with pytest.raises(InvalidArgumentError, match="kind must be one of"):
+        ep.sharding.rules("fsdp")
+    with pytest.raises(InvalidArgumentError, match="axis 'fsdp' must have one role, got it as"):
+        ep.sharding.rules(PLAIN, ep="fsdp")
+    with pytest.raises(InvalidArgumentError, match="got 'embde'"):
+        rules.spec(("embde",))
+    with pytest.raises(InvalidArgumentError, match="an axis of ep=\\('expert',\\), got \\('dp',"):
+        rules.group_axes(fakes.mesh_of({"dp": 2}))
