@@ -40,6 +40,7 @@ from ep_runtime.board_abi import (
     RankRecordStruct,
     RankState,
 )
+from ep_runtime.device_layout import flag_bytes
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
@@ -197,8 +198,9 @@ def lane_bytes(spec: GroupSpec) -> int:
 
 
 def window_bytes(spec: GroupSpec) -> int:
-    """Bytes of one world rank's window memfd."""
-    return spec.lanes * lane_bytes(spec)
+    """Bytes of one world rank's window: lanes, and on a device its flags behind them."""
+    on_device = spec.transport == "nvlink"
+    return spec.lanes * lane_bytes(spec) + (flag_bytes(spec) if on_device else 0)
 
 
 def _at(buf: Any, kind: type[ctypes.Structure], offset: int) -> Any:

@@ -1,8 +1,7 @@
-"""The native library: finds it, reads its table of C functions, and wraps them. No JAX.
+"""The native libraries: finds them, reads their tables of C functions, and wraps them. No JAX.
 
-One table serves everything: `EpRuntimeTable()` in `csrc/ffi/c_table.cc`. The structs below repeat
-that file; its first fields never change, so a library of another version is refused with a clear
-error and not with a crash.
+One library per platform, "cpu" and "cuda", and one table in each: `EpRuntimeTable()`, whose structs
+`native_abi.py` repeats.
 """
 
 from __future__ import annotations
@@ -14,18 +13,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import ep_runtime
+from ep_runtime import native_abi
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, VersionSkewError, parse
+from ep_runtime.native_abi import ABI
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
 
 
-def _find_library() -> Path:
-    """Where the library is, or would be. An editable install keeps it apart from the sources."""
-    places = [Path(folder) / "_native" / "libep_runtime_cpu.so" for folder in ep_runtime.__path__]
+def library_path(platform: str = "cpu") -> Path:
+    """Where that library is, or would be. An editable install keeps it apart from the sources."""
+    name = f"libep_runtime_{platform}.so"
+    places = [Path(folder) / "_native" / name for folder in ep_runtime.__path__]
     return next((place for place in places if place.exists()), places[-1])
 
 
-LIBRARY_PATH = _find_library()
-ABI = 2
+LIBRARY_PATH = library_path()
 CLOSE_TIMEOUT_S = 10.0
 ROW_OPS = ("baseline", "avx2", "avx512")
 _TEXT_BYTES = 4096
@@ -54,90 +55,15 @@ class NativeLayer:
     handle_base: int
 
 
-class _Text(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_char_p), ("size", ctypes.c_int64)]
-
-
-class _GroupOptions(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("generation", ctypes.c_uint64),
-        ("world_size", ctypes.c_int64),
-        ("ep_size", ctypes.c_int64),
-        ("num_experts", ctypes.c_int64),
-        ("hidden_size", ctypes.c_int64),
-        ("max_tokens_per_rank", ctypes.c_int64),
-        ("recv_capacity_per_rank", ctypes.c_int64),
-        ("max_top_k", ctypes.c_int64),
-        ("max_token_bytes", ctypes.c_int64),
-        ("lanes", ctypes.c_int64),
-        ("op_timeout_ns", ctypes.c_int64),
-        ("error_on_overflow", ctypes.c_int32),
-        ("exact_combine", ctypes.c_int32),
-        ("debug", ctypes.c_int32),
-        ("local_ranks", ctypes.POINTER(ctypes.c_int64)),
-        ("num_local_ranks", ctypes.c_int64),
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        ("id", ctypes.c_uint64),
-        ("name", ctypes.c_char_p),
-        ("fingerprint", ctypes.c_uint64),
-        ("top_k", ctypes.c_int64),
-        ("alignment", ctypes.c_int64),
-        ("in_flight", ctypes.c_int64),
-        ("handle_base", ctypes.c_uint32),
-    ]
-
-
-class _Target(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("instantiate", ctypes.c_void_p),
-        ("execute", ctypes.c_void_p),
-    ]
-
-
-_I64 = ctypes.c_int64
-_OptionsP = ctypes.POINTER(_GroupOptions)
-
-
-class _Table(ctypes.Structure):
-    _fields_ = [
-        ("abi", ctypes.c_uint32),
-        ("bytes", ctypes.c_uint32),
-        ("version", ctypes.c_char_p),
-        ("targets", ctypes.POINTER(_Target)),
-        ("num_targets", ctypes.c_uint64),
-        ("state_type_id", ctypes.c_void_p),
-        ("state_type_info", ctypes.c_void_p),
-        (
-            "open_group",
-            ctypes.CFUNCTYPE(
-                _I64, _OptionsP, ctypes.c_int, ctypes.POINTER(ctypes.c_int), _I64, _Text
-            ),
-        ),
-        ("add_layers", ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(_Layer), _I64, _Text)),
-        (
-            "remove_layers",
-            ctypes.CFUNCTYPE(None, _I64, ctypes.POINTER(ctypes.c_uint64), _I64),
-        ),
-        ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
-        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, _Text)),
-        ("fill_staging", ctypes.CFUNCTYPE(None, _I64, ctypes.c_int)),
-        ("window_bytes", ctypes.CFUNCTYPE(_I64, _OptionsP)),
-        ("control_bytes", ctypes.CFUNCTYPE(_I64, _I64, _I64)),
-        ("board_layout", ctypes.CFUNCTYPE(ctypes.c_char_p)),
-        ("use_row_ops", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)),
-    ]
-
-
 def _options(
-    spec: GroupSpec, generation: int, debug: bool, local_ranks: Sequence[int] = ()
-) -> _GroupOptions:
-    return _GroupOptions(
+    spec: GroupSpec,
+    generation: int,
+    debug: bool,
+    local_ranks: Sequence[int] = (),
+    devices: Sequence[int] | None = None,
+    num_blocks: int = 0,
+) -> native_abi.GroupOptions:
+    return native_abi.GroupOptions(
         name=spec.name.encode(),
         generation=generation,
         world_size=spec.world_size,
@@ -155,6 +81,8 @@ def _options(
         debug=debug,
         local_ranks=(ctypes.c_int64 * len(local_ranks))(*local_ranks),
         num_local_ranks=len(local_ranks),
+        local_devices=None if devices is None else (ctypes.c_int32 * len(devices))(*devices),
+        num_blocks=num_blocks,
     )
 
 
@@ -167,16 +95,17 @@ class NativeLibrary:
 
     def __init__(self, path: Path = LIBRARY_PATH) -> None:
         if not path.exists():
+            with_cuda = "EP_RUNTIME_CUDA=ON " if path == library_path("cuda") else ""
             raise RuntimeUnavailableError(
-                f"the native library is missing at {path}; install ep-runtime with pip, or for "
-                "a checkout run `pip install -e . --no-build-isolation`",
+                f"the native library is missing at {path}; install ep-runtime with {with_cuda}pip, "
+                f"or for a checkout run `{with_cuda}pip install -e . --no-build-isolation`",
                 path=str(path),
             )
         self._library = ctypes.CDLL(str(path))
         entry = self._library.EpRuntimeTable
-        entry.restype = ctypes.POINTER(_Table)
+        entry.restype = ctypes.POINTER(native_abi.Table)
         self._table = entry().contents
-        if self._table.abi != ABI or self._table.bytes < ctypes.sizeof(_Table):
+        if self._table.abi != ABI or self._table.bytes < ctypes.sizeof(native_abi.Table):
             raise VersionSkewError(
                 f"{path} has ABI {self._table.abi}, this package needs {ABI}; build it again",
                 library=int(self._table.abi),
@@ -211,6 +140,8 @@ class NativeLibrary:
         window_fds: Sequence[int],
         debug: bool,
         local_ranks: Sequence[int] | None = None,
+        devices: Sequence[int] | None = None,
+        num_blocks: int = 0,
     ) -> int:
         """Maps a group's board and windows. The caller may close the fds afterwards.
 
@@ -218,10 +149,13 @@ class NativeLibrary:
             spec: the group.
             generation: as the board says.
             board_fd: memfd of `board.board_bytes(spec)` bytes, formatted.
-            window_fds: one memfd of `board.window_bytes(spec)` bytes per world rank.
+            window_fds: one descriptor of `board.window_bytes(spec)` bytes per world rank: a memfd,
+                or exported device memory.
             debug: check indices and fill undefined memory with 0xFF.
             local_ranks: world ranks that this process drives; None for all. Where there are
                 others, calls meet by names that all processes give alike.
+            devices: CUDA ordinal of each local rank; None on CPU.
+            num_blocks: thread blocks of one kernel on a GPU; 0 for what measured best.
 
         Returns:
             The group's number in this process.
@@ -233,7 +167,7 @@ class NativeLibrary:
         """
         fds = (ctypes.c_int * len(window_fds))(*window_fds)
         ours = range(spec.world_size) if local_ranks is None else local_ranks
-        options = _options(spec, generation, debug, ours)
+        options = _options(spec, generation, debug, ours, devices, num_blocks)
         text = ctypes.create_string_buffer(_TEXT_BYTES)
         group = self._table.open_group(
             ctypes.byref(options), board_fd, fds, len(window_fds), _text_of(text)
@@ -244,9 +178,9 @@ class NativeLibrary:
 
     def add_layers(self, group: int, layers: Sequence[NativeLayer]) -> None:
         """Makes layers known to the handlers; a layer known before gets its new settings."""
-        made = (_Layer * len(layers))(
+        made = (native_abi.Layer * len(layers))(
             *(
-                _Layer(
+                native_abi.Layer(
                     layer.id,
                     layer.name.encode(),
                     layer.fingerprint,
@@ -286,6 +220,19 @@ class NativeLibrary:
         """Fills every window of the group; tests prove with it that stale bytes do not leak."""
         self._table.fill_staging(group, byte)
 
+    def devices(self) -> list[str]:
+        """UUIDs of the GPUs that this process sees, by CUDA ordinal; the CUDA library alone."""
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        count = self._table.num_devices(_text_of(text))
+        if count < 0:
+            _raise(text.value.decode(errors="replace"))
+        found = []
+        for ordinal in range(count):
+            if self._table.device_uuid(ordinal, _text_of(text)) < 0:
+                _raise(text.value.decode(errors="replace"))
+            found.append(text.value.decode())
+        return found
+
     def use_row_ops(self, level: str) -> bool:
         """Picks the instruction set of row arithmetic, "best" or one of ROW_OPS; for tests.
 
@@ -308,16 +255,16 @@ class NativeLibrary:
         return {name: int(value) for name, value in (line.split("=") for line in lines)}
 
 
-def _text_of(buffer: ctypes.Array[ctypes.c_char]) -> _Text:
-    return _Text(ctypes.cast(buffer, ctypes.c_char_p), len(buffer))
+def _text_of(buffer: ctypes.Array[ctypes.c_char]) -> native_abi.Text:
+    return native_abi.Text(ctypes.cast(buffer, ctypes.c_char_p), len(buffer))
 
 
 @functools.cache
-def library() -> NativeLibrary:
-    """The native library, loaded on first use.
+def library(platform: str = "cpu") -> NativeLibrary:
+    """The native library of "cpu" or "cuda", loaded on first use.
 
     Raises:
         RuntimeUnavailableError: it is not installed; the message says where it is expected.
         VersionSkewError: it belongs to another version of this package.
     """
-    return NativeLibrary()
+    return NativeLibrary(library_path(platform))

@@ -160,14 +160,7 @@ Status Call::GatherVerdict(int64_t demand, int64_t capacity) {
   const Verdict all{slot->verdict_rank, slot->verdict_demand, slot->verdict_capacity};
   world.Leave(slot, /*failed=*/false);
   if (all.rank < 0) return Status();
-  return Failed(Error(Code::kResourceExhausted, "CapacityOverflowError")
-                    .Says("layer " + context_.layer.name + ": rank " + std::to_string(all.rank) +
-                          " would receive " + std::to_string(all.demand) +
-                          " rows, its slab holds " + std::to_string(all.capacity))
-                    .With("layer", context_.layer.name)
-                    .With("rank", int64_t{all.rank})
-                    .With("demand", all.demand)
-                    .With("capacity", all.capacity));
+  return Failed(OverflowError(context_.layer.name, all.rank, all.demand, all.capacity));
 }
 
 void Call::Signal(uint32_t phase) {

@@ -29,11 +29,10 @@ Status CheckSizes(const GroupSizes& sizes) {
 Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& window_fds,
                    std::shared_ptr<Group>* out) {
   EP_RETURN_IF_ERROR(CheckSizes(options.sizes));
-  const GroupSizes sizes = options.sizes;
-  if (static_cast<int64_t>(window_fds.size()) != sizes.world_size) {
+  const int64_t on_host = options.window_bytes == 0 ? options.sizes.world_size : 0;
+  if (static_cast<int64_t>(window_fds.size()) != on_host) {
     return InvalidArgument("window_fds must hold one fd per world rank, " +
-                           std::to_string(sizes.world_size) + ", got " +
-                           std::to_string(window_fds.size()));
+                           std::to_string(on_host) + ", got " + std::to_string(window_fds.size()));
   }
   std::shared_ptr<Group> group(new Group(std::move(options)));
   EP_RETURN_IF_ERROR(group->CheckLocalRanks());
@@ -42,10 +41,10 @@ Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& w
   const auto& board = *reinterpret_cast<const BoardHeader*>(header.data());
   EP_RETURN_IF_ERROR(group->CheckBoard(board));
   EP_RETURN_IF_ERROR(Mapping::Map(board_fd, board.board_bytes, "board", &group->board_));
-  group->windows_.resize(sizes.world_size);
-  for (int64_t rank = 0; rank < sizes.world_size; ++rank) {
+  group->windows_.resize(on_host);
+  for (int64_t rank = 0; rank < on_host; ++rank) {
     EP_RETURN_IF_ERROR(
-        Mapping::Map(window_fds[rank], WindowBytes(sizes), "window", &group->windows_[rank]));
+        Mapping::Map(window_fds[rank], group->window_bytes(), "window", &group->windows_[rank]));
   }
   group->BindBoard();
   *out = std::move(group);
@@ -66,6 +65,10 @@ Status Group::CheckLocalRanks() {
   return Status();
 }
 
+int64_t Group::window_bytes() const {
+  return options_.window_bytes > 0 ? options_.window_bytes : WindowBytes(sizes());
+}
+
 Status Group::CheckBoard(const BoardHeader& header) const {
   const GroupSizes& sizes = options_.sizes;
   if (header.magic != kBoardMagic || header.version != kBoardVersion) {
@@ -83,14 +86,13 @@ Status Group::CheckBoard(const BoardHeader& header) const {
         .With("generation", static_cast<int64_t>(options_.generation));
   }
   if (header.world_size != sizes.world_size || header.ep_size != sizes.ep_size ||
-      header.lanes != sizes.lanes ||
-      header.window_bytes != static_cast<uint64_t>(WindowBytes(sizes)) ||
+      header.lanes != sizes.lanes || header.window_bytes != static_cast<uint64_t>(window_bytes()) ||
       header.max_handles != kMaxHandles || header.meeting_slots != kMeetingSlots) {
     return Error(Code::kFailedPrecondition, "SpecMismatchError")
         .Says("group " + options_.name + ": the board was made for " +
               std::to_string(header.world_size) + " ranks and windows of " +
               std::to_string(header.window_bytes) + " bytes, this process expects " +
-              std::to_string(sizes.world_size) + " and " + std::to_string(WindowBytes(sizes)))
+              std::to_string(sizes.world_size) + " and " + std::to_string(window_bytes()))
         .With("object", std::string("group"));
   }
   return Status();
@@ -111,7 +113,7 @@ void Group::BindBoard() {
   for (int64_t domain = 0; domain < sizes().num_domains(); ++domain) {
     domains_.emplace_back(board_.data() + header_->domains_offset + domain * header_->domain_bytes,
                           poison);
-    if (!options_.debug) continue;
+    if (!options_.debug || windows_.empty()) continue;
     domains_.back().on_grant = [this, domain](int lane) {
       for (int64_t rank = 0; rank < sizes().ep_size; ++rank) {
         std::memset(LaneStart(domain * sizes().ep_size + rank, lane), 0xFF,
@@ -188,6 +190,7 @@ void Group::Close(int64_t timeout_ns) {
   closed_.store(true, std::memory_order_release);
   no_calls_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
                      [&] { return running_calls_ == 0; });
+  if (device_ != nullptr && running_calls_ == 0) device_->Close();
 }
 
 Status Group::RunFailure(uint64_t run) {
@@ -209,11 +212,13 @@ void Group::RecordError(const std::string& text) {
 
 std::string Group::TakeError() {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (first_error_.empty() && device_ != nullptr) return device_->TakeError();
   return std::exchange(first_error_, std::string());
 }
 
 void Group::FillStaging(int byte) {
   for (const Mapping& window : windows_) std::memset(window.data(), byte, window.bytes());
+  if (device_ != nullptr) device_->FillStaging(byte);
 }
 
 }  // namespace ep_runtime

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/board.h"
@@ -27,13 +28,26 @@ struct GroupOptions {
   bool exact_combine;
   bool debug;                        // checks indices, fills undefined memory with 0xFF
   std::vector<int64_t> local_ranks;  // world ranks that this process drives
+  int64_t window_bytes = 0;          // of windows that a GroupDevice maps; 0: in host memory
+};
+
+// What a group has on devices other than the CPU. Made before the group's first call.
+class GroupDevice {
+ public:
+  virtual ~GroupDevice() = default;
+  // No call is running any more: memory may be unmapped.
+  virtual void Close() = 0;
+  // The first error that a device left since the last time this was asked, or "".
+  virtual std::string TakeError() = 0;
+  virtual void FillStaging(int byte) = 0;
 };
 
 // One open group of this process: its board and every window it may write. Calls hold it by
 // shared_ptr, so memory stays mapped until the last one has returned.
 class Group {
  public:
-  // Maps board and windows (one fd per world rank) and checks that the board is this group's.
+  // Maps board and windows (one fd per world rank, no fd for windows on a device) and checks that
+  // the board is this group's.
   static Status Open(GroupOptions options, int board_fd, const std::vector<int>& window_fds,
                      std::shared_ptr<Group>* out);
 
@@ -86,12 +100,17 @@ class Group {
   // Fills every lane of every window; for tests that prove that stale bytes do not leak.
   void FillStaging(int byte);
 
+  const BoardHeader& header() const { return *header_; }
+  void Attach(std::unique_ptr<GroupDevice> device) { device_ = std::move(device); }
+  GroupDevice* device() const { return device_.get(); }
+
  private:
   explicit Group(GroupOptions options)
       : options_(std::move(options)), lane_layout_(options_.sizes) {}
 
   Status CheckLocalRanks();
   Status CheckBoard(const BoardHeader& header) const;
+  int64_t window_bytes() const;
   Status PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) const;
   void BindBoard();
   uint8_t* LaneStart(int64_t world_rank, int lane) const {
@@ -117,6 +136,7 @@ class Group {
   std::condition_variable no_calls_;
   int64_t running_calls_ = 0;
   std::string first_error_;
+  std::unique_ptr<GroupDevice> device_;
 };
 
 }  // namespace ep_runtime

@@ -64,6 +64,12 @@ void Registry::RemoveGroup(int64_t group_id) {
   }
 }
 
+std::string Registry::LayerName(uint64_t layer_id) const {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  auto found = layers_.find(layer_id);
+  return found == layers_.end() ? std::to_string(layer_id) : found->second.layer.name;
+}
+
 Status Registry::Resolve(uint64_t layer_id, uint64_t fingerprint, LayerEntry* layer,
                          std::shared_ptr<Group>* group) const {
   std::shared_lock<std::shared_mutex> lock(mutex_);

@@ -34,6 +34,8 @@ class Registry {
   void RemoveLayers(int64_t group_id, const std::vector<uint64_t>& ids);
   void RemoveGroup(int64_t group_id);
 
+  // The name of a layer, also of one that was closed; its number where nobody knows it.
+  std::string LayerName(uint64_t layer_id) const;
   // The open layer and its group, or the StaleHandleError that says why there is none.
   Status Resolve(uint64_t layer_id, uint64_t fingerprint, LayerEntry* layer,
                  std::shared_ptr<Group>* group) const;

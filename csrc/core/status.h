@@ -64,6 +64,18 @@ inline Error Stale(std::string message) {
   return Error(Code::kFailedPrecondition, "StaleHandleError").Says(std::move(message));
 }
 
+// A rank that would receive more rows than its slab holds, in a group with on_overflow="error".
+inline Error OverflowError(const std::string& layer, int64_t rank, int64_t demand,
+                           int64_t capacity) {
+  return Error(Code::kResourceExhausted, "CapacityOverflowError")
+      .Says("layer " + layer + ": rank " + std::to_string(rank) + " would receive " +
+            std::to_string(demand) + " rows, its slab holds " + std::to_string(capacity))
+      .With("layer", layer)
+      .With("rank", rank)
+      .With("demand", demand)
+      .With("capacity", capacity);
+}
+
 inline Error Internal(std::string message) {
   return Error(Code::kInternal, "EpRuntimeError").Says(std::move(message));
 }

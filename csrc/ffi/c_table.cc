@@ -1,30 +1,19 @@
-// The one exported symbol: a table of plain C functions that `ep_runtime/native.py` reads. Its
-// first two fields never change; later ones are only appended.
+// What the tables of all libraries share: groups, layers, errors, the board's layout.
+
+#include "ffi/c_table.h"
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/board.h"
-#include "core/group.h"
-#include "core/layout.h"
 #include "core/registry.h"
-#include "cpu/row_ops.h"
-#include "ffi/site.h"
-#include "ffi/targets_cpu.h"
 
 namespace ep_runtime {
-namespace {
-
-// Errors go to the caller's buffer, cut to its size; the result is then -1.
-struct EpText {
-  char* data;
-  int64_t size;
-};
 
 int64_t Fail(const Status& status, EpText error) {
   const auto length = std::min<int64_t>(status.text().size(), error.size - 1);
@@ -32,36 +21,6 @@ int64_t Fail(const Status& status, EpText error) {
   error.data[length] = 0;
   return -1;
 }
-
-struct EpGroupOptions {
-  const char* name;
-  uint64_t generation;
-  int64_t world_size;
-  int64_t ep_size;
-  int64_t num_experts;
-  int64_t hidden_size;
-  int64_t max_tokens_per_rank;
-  int64_t recv_capacity_per_rank;
-  int64_t max_top_k;
-  int64_t max_token_bytes;
-  int64_t lanes;
-  int64_t op_timeout_ns;
-  int32_t error_on_overflow;
-  int32_t exact_combine;
-  int32_t debug;
-  const int64_t* local_ranks;
-  int64_t num_local_ranks;
-};
-
-struct EpLayer {
-  uint64_t id;
-  const char* name;
-  uint64_t fingerprint;
-  int64_t top_k;
-  int64_t alignment;
-  int64_t in_flight;
-  uint32_t handle_base;
-};
 
 GroupSizes ToSizes(const EpGroupOptions& options) {
   return {options.world_size,
@@ -75,21 +34,15 @@ GroupSizes ToSizes(const EpGroupOptions& options) {
           options.lanes};
 }
 
-int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* window_fds,
-                    int64_t num_windows, EpText error) {
-  GroupOptions made{options->name,
-                    options->generation,
-                    ToSizes(*options),
-                    options->op_timeout_ns,
-                    options->error_on_overflow != 0,
-                    options->exact_combine != 0,
-                    options->debug != 0,
-                    {options->local_ranks, options->local_ranks + options->num_local_ranks}};
-  std::shared_ptr<Group> group;
-  const std::vector<int> fds(window_fds, window_fds + num_windows);
-  const Status status = Group::Open(std::move(made), board_fd, fds, &group);
-  if (!status.ok()) return Fail(status, error);
-  return ThisProcess().registry.AddGroup(std::move(group));
+GroupOptions ToOptions(const EpGroupOptions& options) {
+  return {options.name,
+          options.generation,
+          ToSizes(options),
+          options.op_timeout_ns,
+          options.error_on_overflow != 0,
+          options.exact_combine != 0,
+          options.debug != 0,
+          {options.local_ranks, options.local_ranks + options.num_local_ranks}};
 }
 
 int64_t EpAddLayers(int64_t group, const EpLayer* layers, int64_t count, EpText error) {
@@ -129,9 +82,9 @@ void EpFillStaging(int64_t group, int byte) {
   if (found != nullptr) found->FillStaging(byte);
 }
 
-int64_t EpWindowBytes(const EpGroupOptions* options) { return WindowBytes(ToSizes(*options)); }
-
 int64_t EpControlBytes(int64_t ranks, int64_t lanes) { return ControlBytes(ranks, lanes); }
+
+namespace {
 
 #define EP_SIZE(type) std::string(#type "=") + std::to_string(sizeof(type)) + "\n"
 #define EP_AT(type, field) \
@@ -181,6 +134,8 @@ std::string MeetingLayout() {
 #undef EP_SIZE
 #undef EP_AT
 
+}  // namespace
+
 // Sizes and offsets of the board structs as "Struct=bytes" and "Struct.field=offset" lines, for
 // the test that compares them with Python's.
 const char* EpBoardLayout() {
@@ -188,38 +143,4 @@ const char* EpBoardLayout() {
   return all.c_str();
 }
 
-int EpUseRowOps(int level) { return UseRowOps(static_cast<RowOpsLevel>(level)) ? 0 : -1; }
-
-struct EpTable {
-  uint32_t abi;  // raised when a field changes its meaning
-  uint32_t bytes;
-  const char* version;
-  const Target* targets;
-  uint64_t num_targets;
-  void* state_type_id;
-  const void* state_type_info;
-  int64_t (*open_group)(const EpGroupOptions*, int, const int*, int64_t, EpText);
-  int64_t (*add_layers)(int64_t, const EpLayer*, int64_t, EpText);
-  void (*remove_layers)(int64_t, const uint64_t*, int64_t);
-  void (*close_group)(int64_t, int64_t);
-  int64_t (*check_group)(int64_t, EpText);
-  void (*fill_staging)(int64_t, int);
-  int64_t (*window_bytes)(const EpGroupOptions*);
-  int64_t (*control_bytes)(int64_t, int64_t);
-  const char* (*board_layout)();
-  int (*use_row_ops)(int);
-};
-
-}  // namespace
 }  // namespace ep_runtime
-
-extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
-  using namespace ep_runtime;  // NOLINT: the table's fields are all from there
-  static const EpTable table = {
-      /*abi=*/2,      sizeof(EpTable),  EP_RUNTIME_VERSION, kTargets,      kNumTargets,
-      &SiteState::id, &SiteState::info, EpOpenGroup,        EpAddLayers,   EpRemoveLayers,
-      EpCloseGroup,   EpCheckGroup,     EpFillStaging,      EpWindowBytes, EpControlBytes,
-      EpBoardLayout,  EpUseRowOps,
-  };
-  return &table;
-}

@@ -1,12 +1,12 @@
-#include "ffi/targets_cpu.h"
-
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "core/registry.h"
 #include "ffi/call_frame.h"
+#include "ffi/read_call.h"
 #include "ffi/site.h"
+#include "ffi/target.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ep_runtime {
@@ -15,12 +15,6 @@ namespace {
 namespace ffi = xla::ffi;
 
 using OpFn = Status (*)(const CallFrame& frame, CallContext context);
-
-struct Attributes {
-  uint64_t layer_id;
-  uint64_t fingerprint;
-  uint32_t handle;
-};
 
 struct Pending {
   CallFrame frame;
@@ -31,43 +25,6 @@ struct Pending {
   OpFn op_fn;
   ffi::Promise promise;
 };
-
-ffi::Error ToXla(const Status& status) {
-  return ffi::Error(static_cast<ffi::ErrorCode>(status.code()), status.text());
-}
-
-template <typename T>
-Buffer ToBuffer(T& buffer) {
-  const auto dims = buffer.dimensions();
-  return {buffer.untyped_data(), buffer.element_type(), Dims(dims.begin(), dims.end())};
-}
-
-Status ReadFrame(ffi::RemainingArgs& args, ffi::RemainingRets& rets, CallFrame* frame) {
-  for (size_t i = 0; i < args.size(); ++i) {
-    auto arg = args.get<ffi::AnyBuffer>(i);
-    if (arg.has_error()) return Internal(arg.error().message());
-    frame->args.push_back(ToBuffer(*arg));
-  }
-  for (size_t i = 0; i < rets.size(); ++i) {
-    auto ret = rets.get<ffi::AnyBuffer>(i);
-    if (ret.has_error()) return Internal(ret.error().message());
-    frame->rets.push_back(ToBuffer(**ret));
-  }
-  return Status();
-}
-
-Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
-  const auto layer_id = attrs.get<int64_t>("layer_id");
-  const auto fingerprint = attrs.get<int64_t>("fingerprint");
-  const auto handle = attrs.get<int64_t>("handle");
-  if (layer_id.has_error() || fingerprint.has_error() || handle.has_error()) {
-    return InvalidArgument("attributes must hold layer_id, fingerprint and handle as int64");
-  }
-  out->layer_id = static_cast<uint64_t>(*layer_id);
-  out->fingerprint = static_cast<uint64_t>(*fingerprint);
-  out->handle = static_cast<uint32_t>(*handle);
-  return Status();
-}
 
 Status ReadScalar(const CallFrame& frame, size_t index, const char* name, int64_t* out) {
   if (frame.args.size() <= index) return InvalidArgument(std::string(name) + " operand is missing");

@@ -1,5 +1,5 @@
-#ifndef EP_RUNTIME_FFI_TARGETS_CPU_H_
-#define EP_RUNTIME_FFI_TARGETS_CPU_H_
+#ifndef EP_RUNTIME_FFI_TARGET_H_
+#define EP_RUNTIME_FFI_TARGET_H_
 
 #include <cstddef>
 
@@ -20,4 +20,4 @@ extern const size_t kNumTargets;
 
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_FFI_TARGETS_CPU_H_
+#endif  // EP_RUNTIME_FFI_TARGET_H_

@@ -1,0 +1,52 @@
+#ifndef EP_RUNTIME_CUDA_DEVICE_WINDOWS_H_
+#define EP_RUNTIME_CUDA_DEVICE_WINDOWS_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "core/status.h"
+#include "cuda/driver.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+// Windows of a group in this process's address space: that of world rank r begins at
+// base + r * stride, for every device of the process alike. The memory is the daemon's; it stays
+// when the mapping goes.
+class DeviceWindows {
+ public:
+  DeviceWindows() = default;
+  ~DeviceWindows() { Unmap(); }
+  DeviceWindows(const DeviceWindows&) = delete;
+  DeviceWindows& operator=(const DeviceWindows&) = delete;
+
+  // Maps what the daemon exported, one fd per world rank, for `devices` to read and write. The fds
+  // may be closed afterwards.
+  Status Map(const std::vector<int>& fds, int64_t window_bytes, const std::vector<int>& devices);
+  // Nothing may run on the windows any more.
+  void Unmap();
+
+  uint8_t* window(int64_t world_rank) const {
+    return reinterpret_cast<uint8_t*>(base_) + world_rank * stride_;
+  }
+  int64_t stride() const { return stride_; }
+
+ private:
+  Status Import(int fd, int64_t world_rank);
+
+  const Driver* driver_ = nullptr;
+  CUdeviceptr base_ = 0;
+  int64_t stride_ = 0;
+  int64_t reserved_bytes_ = 0;
+  int64_t mapped_ = 0;  // windows mapped so far, ranks in order
+};
+
+// Bytes that the daemon allocates for a window: whole pages of the device.
+Status AllocationBytes(const Driver& driver, int64_t window_bytes, int device, int64_t* bytes);
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_DEVICE_WINDOWS_H_

@@ -1,0 +1,240 @@
+#include "cuda/group_device.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/registry.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace {
+
+// As measured on H200: more blocks win little and take SMs from the GEMMs beside them.
+constexpr LaunchBlocks kDefaultBlocks = {32, 20, 20, 24, 16};
+
+Status CheckAtMost(const char* name, int64_t got, int64_t most) {
+  if (got <= most) return Status();
+  return InvalidArgument(std::string("transport nvlink takes ") + name + " up to " +
+                         std::to_string(most) + ", got " + std::to_string(got))
+      .With("argument", std::string(name));
+}
+
+template <typename T>
+Status AllocateHost(T** out) {
+  void* memory = nullptr;
+  EP_RETURN_IF_CUDA(cudaHostAlloc(&memory, sizeof(T), cudaHostAllocPortable | cudaHostAllocMapped));
+  std::memset(memory, 0, sizeof(T));
+  *out = static_cast<T*>(memory);  // unified addressing: devices use the same address
+  return Status();
+}
+
+}  // namespace
+
+Status CudaGroup::Open(const Group* group, const std::vector<int>& window_fds,
+                       const std::vector<int>& devices, int64_t num_blocks,
+                       std::unique_ptr<CudaGroup>* out) {
+  std::unique_ptr<CudaGroup> made(new CudaGroup(group));
+  EP_RETURN_IF_ERROR(made->CheckLimits(devices));
+  EP_RETURN_IF_ERROR(made->ChooseBlocks(num_blocks));
+  EP_RETURN_IF_ERROR(made->MapBoard());
+  const FlagLayout flags(group->sizes());
+  EP_RETURN_IF_ERROR(made->windows_.Map(window_fds, flags.window_bytes, devices));
+  const std::vector<int64_t>& ranks = group->options().local_ranks;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    EP_RETURN_IF_ERROR(made->OpenRank(ranks[i], devices[i]));
+  }
+  *out = std::move(made);
+  return Status();
+}
+
+Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
+  const GroupSizes& sizes = group_->sizes();
+  EP_RETURN_IF_ERROR(CheckAtMost("ep_size", sizes.ep_size, kMaxRanks));
+  EP_RETURN_IF_ERROR(CheckAtMost("max_top_k", sizes.max_top_k, kMaxTopK));
+  EP_RETURN_IF_ERROR(CheckAtMost("num_experts", sizes.num_experts, kMaxExperts));
+  if (sizes.lanes < 2) {
+    return InvalidArgument("transport nvlink needs lanes of at least 2, got " +
+                           std::to_string(sizes.lanes))
+        .With("argument", std::string("lanes"));
+  }
+  const size_t num_ranks = group_->options().local_ranks.size();
+  if (devices.empty() || devices.size() != num_ranks) {
+    return InvalidArgument("local_devices must hold one device per local rank, " +
+                           std::to_string(num_ranks) + ", got " + std::to_string(devices.size()));
+  }
+  return Status();
+}
+
+Status CudaGroup::ChooseBlocks(int64_t num_blocks) {
+  EP_RETURN_IF_ERROR(CheckAtMost("EP_RUNTIME_SMS", num_blocks, kMaxBlocks));
+  blocks_ = kDefaultBlocks;
+  if (num_blocks > 0) {
+    const auto total = static_cast<int32_t>(std::max<int64_t>(num_blocks, 2));
+    blocks_.place = total / 2;
+    blocks_.push = total - blocks_.place;
+    blocks_.sum = std::max(total * 2 / 5, 1);
+    blocks_.reduce = total - blocks_.sum;
+  }
+  // A block of prepare counts its slots in 16 bits.
+  const GroupSizes& sizes = group_->sizes();
+  const int64_t slots = sizes.max_tokens_per_rank * sizes.max_top_k;
+  while (blocks_.prepare < kMaxPrepareBlocks &&
+         (slots + blocks_.prepare - 1) / blocks_.prepare > kMaxBlockSlots / 2) {
+    blocks_.prepare *= 2;
+  }
+  return CheckAtMost("max_tokens_per_rank * max_top_k", slots,
+                     (kMaxBlockSlots - sizes.max_top_k) * kMaxPrepareBlocks);
+}
+
+// Kernels look at the poison word, which lies in the board's first page.
+Status CudaGroup::MapBoard() {
+  void* page = const_cast<BoardHeader*>(&group_->header());
+  EP_RETURN_IF_CUDA(
+      cudaHostRegister(page, kPageBytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
+  board_ = page;
+  void* mapped = nullptr;
+  EP_RETURN_IF_CUDA(cudaHostGetDevicePointer(&mapped, page, 0));
+  const auto* header = static_cast<const BoardHeader*>(mapped);
+  poison_ = reinterpret_cast<const uint64_t*>(&header->poison_generation);
+  return Status();
+}
+
+Status CudaGroup::OpenRank(int64_t world_rank, int device) {
+  const GroupSizes& sizes = group_->sizes();
+  const FlagLayout flags(sizes);
+  const OnDevice on_device(device);
+  LocalRank rank{world_rank, device, nullptr, nullptr, nullptr};
+  EP_RETURN_IF_ERROR(AllocateHost(&rank.record));
+  EP_RETURN_IF_ERROR(AllocateHost(&rank.verdict));
+  void* memory = nullptr;
+  EP_RETURN_IF_CUDA(cudaMalloc(&memory, sizeof(DeviceGroup)));
+  rank.group = static_cast<DeviceGroup*>(memory);
+  EP_RETURN_IF_CUDA(cudaMalloc(&memory, ScratchBytes(sizes)));
+  const int64_t ep_rank = world_rank % sizes.ep_size;
+  const int64_t first_rank = world_rank - ep_rank;
+  DeviceGroup group{};
+  SetSizes(sizes, first_rank, ep_rank, &group);
+  group.generation = group_->options().generation;
+  group.windows = windows_.window(first_rank);
+  group.window_stride = windows_.stride();
+  group.budget_ns = static_cast<uint64_t>(group_->options().op_timeout_ns);
+  group.poison_generation = poison_;
+  group.record = rank.record;
+  group.scratch = static_cast<int32_t*>(memory);
+  group.open = 1;
+  EP_RETURN_IF_CUDA(cudaMemcpy(rank.group, &group, sizeof(group), cudaMemcpyHostToDevice));
+  uint8_t* window = windows_.window(world_rank);
+  const int64_t lanes_bytes = WindowBytes(sizes);
+  EP_RETURN_IF_CUDA(cudaMemset(window + lanes_bytes, 0, flags.window_bytes - lanes_bytes));
+  if (group_->options().debug) EP_RETURN_IF_CUDA(cudaMemset(window, 0xFF, lanes_bytes));
+  EP_RETURN_IF_CUDA(cudaDeviceSynchronize());
+  ranks_.push_back(rank);
+  return Status();
+}
+
+const LocalRank* CudaGroup::OfDevice(int device) const {
+  for (const LocalRank& rank : ranks_) {
+    if (rank.device == device) return &rank;
+  }
+  return nullptr;
+}
+
+Status CudaGroup::ErrorOf(const FailRecord& record) const {
+  const auto op = static_cast<OpCode>(record.op);
+  const std::string layer = ThisProcess().registry.LayerName(record.layer_id);
+  const std::string where =
+      std::string(OpName(op)) + " of layer " + layer + " handle " + std::to_string(record.handle);
+  const int64_t peer = record.waiting_for;
+  const auto epoch = static_cast<int64_t>(record.epoch);
+  switch (static_cast<FailReason>(record.reason)) {
+    case FailReason::kTimeout: {
+      const double waited_s = static_cast<double>(record.waited_ns) * 1e-9;
+      return Error(Code::kDeadlineExceeded, "OpTimeoutError")
+          .Says(where + " waited " + std::to_string(waited_s) + " s for EP rank " +
+                std::to_string(peer))
+          .With("rank", peer)
+          .With("layer", layer)
+          .With("op", std::string(OpName(op)))
+          .With("epoch", epoch)
+          .With("waited_s", waited_s);
+    }
+    case FailReason::kMismatch: {
+      const std::string other = ThisProcess().registry.LayerName(record.peer_layer_id);
+      return Error(Code::kFailedPrecondition, "SpecMismatchError")
+          .Says("call " + std::to_string(epoch) + " of the group is " + where +
+                " here, and on EP rank " + std::to_string(peer) + " it is " +
+                OpName(static_cast<OpCode>(record.peer_op)) + " of layer " + other + " handle " +
+                std::to_string(record.peer_handle) +
+                "; the ranks run different programs: compile the same ones in the same order")
+          .With("object", std::string("call"))
+          .With("rank", peer)
+          .With("layer", layer)
+          .With("op", std::string(OpName(op)))
+          .With("epoch", epoch);
+    }
+    case FailReason::kPoisoned: {
+      Status gone = group_->Alive(layer, op, epoch);
+      if (!gone.ok()) return gone;
+      return group_->ClosedError(layer);
+    }
+    default:
+      return group_->ClosedError(layer);
+  }
+}
+
+Status CudaGroup::FirstFailure() const {
+  for (const LocalRank& rank : ranks_) {
+    const auto* valid = reinterpret_cast<const std::atomic<uint32_t>*>(&rank.record->valid);
+    if (valid->load(std::memory_order_acquire) != 0) return ErrorOf(*rank.record);
+  }
+  return Status();
+}
+
+Status CudaGroup::Decide(uint64_t run, const std::string& layer_name, OpCode op) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = runs_.find(run);
+  if (found != runs_.end()) return found->second;
+  Status status = FirstFailure();
+  if (status.ok()) status = group_->Alive(layer_name, op, /*epoch=*/0);
+  runs_.emplace(run, status);
+  run_order_.push_back(run);
+  if (run_order_.size() > kMaxRuns) {
+    runs_.erase(run_order_.front());
+    run_order_.pop_front();
+  }
+  return status;
+}
+
+std::string CudaGroup::TakeError() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (told_) return std::string();
+  const Status status = FirstFailure();
+  told_ = !status.ok();
+  return status.text();
+}
+
+void CudaGroup::FillStaging(int byte) {
+  for (const LocalRank& rank : ranks_) {
+    const OnDevice on_device(rank.device);
+    cudaDeviceSynchronize();
+    cudaMemset(windows_.window(rank.world_rank), byte, WindowBytes(group_->sizes()));
+    cudaDeviceSynchronize();
+  }
+}
+
+void CudaGroup::Close() {
+  if (std::exchange(closed_, true)) return;
+  const uint32_t closed = 0;
+  for (const LocalRank& rank : ranks_) {
+    const OnDevice on_device(rank.device);
+    cudaMemcpy(&rank.group->open, &closed, sizeof(closed), cudaMemcpyHostToDevice);
+    // Kernels under way still use the windows; the budget and the poison bound their waits.
+    cudaDeviceSynchronize();
+  }
+  windows_.Unmap();
+  if (board_ != nullptr) cudaHostUnregister(board_);
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime

@@ -1,0 +1,93 @@
+// The C edge of every native library: what `ep_runtime/native.py` reads. One exported symbol, a
+// table of plain C functions; its first two fields never change, later ones are only appended.
+#ifndef EP_RUNTIME_FFI_C_TABLE_H_
+#define EP_RUNTIME_FFI_C_TABLE_H_
+
+#include <cstdint>
+
+#include "core/group.h"
+#include "core/layout.h"
+#include "core/status.h"
+#include "ffi/target.h"
+
+namespace ep_runtime {
+
+// Raised when a field of the table, or of a struct it takes, changes its meaning.
+constexpr uint32_t kTableAbi = 3;
+
+// Errors go to the caller's buffer, cut to its size; the result is then -1.
+struct EpText {
+  char* data;
+  int64_t size;
+};
+
+struct EpGroupOptions {
+  const char* name;
+  uint64_t generation;
+  int64_t world_size;
+  int64_t ep_size;
+  int64_t num_experts;
+  int64_t hidden_size;
+  int64_t max_tokens_per_rank;
+  int64_t recv_capacity_per_rank;
+  int64_t max_top_k;
+  int64_t max_token_bytes;
+  int64_t lanes;
+  int64_t op_timeout_ns;
+  int32_t error_on_overflow;
+  int32_t exact_combine;
+  int32_t debug;
+  const int64_t* local_ranks;
+  int64_t num_local_ranks;
+  const int32_t* local_devices;  // [num_local_ranks] CUDA ordinals; null on CPU
+  int64_t num_blocks;            // of an EP kernel, push and placement together; 0: as measured
+};
+
+struct EpLayer {
+  uint64_t id;
+  const char* name;
+  uint64_t fingerprint;
+  int64_t top_k;
+  int64_t alignment;
+  int64_t in_flight;
+  uint32_t handle_base;
+};
+
+struct EpTable {
+  uint32_t abi;
+  uint32_t bytes;
+  const char* version;
+  const Target* targets;
+  uint64_t num_targets;
+  void* state_type_id;  // null where targets keep no state
+  const void* state_type_info;
+  int64_t (*open_group)(const EpGroupOptions*, int, const int*, int64_t, EpText);
+  int64_t (*add_layers)(int64_t, const EpLayer*, int64_t, EpText);
+  void (*remove_layers)(int64_t, const uint64_t*, int64_t);
+  void (*close_group)(int64_t, int64_t);
+  int64_t (*check_group)(int64_t, EpText);
+  void (*fill_staging)(int64_t, int);
+  int64_t (*window_bytes)(const EpGroupOptions*);  // of one rank, flags on a device included
+  int64_t (*control_bytes)(int64_t, int64_t);
+  const char* (*board_layout)();
+  int (*use_row_ops)(int);  // null on a device
+  // A library for devices only; null on CPU.
+  int64_t (*num_devices)(EpText);
+  int64_t (*device_uuid)(int32_t, EpText);  // length of the text
+};
+
+int64_t Fail(const Status& status, EpText error);
+GroupSizes ToSizes(const EpGroupOptions& options);
+GroupOptions ToOptions(const EpGroupOptions& options);
+
+int64_t EpAddLayers(int64_t group, const EpLayer* layers, int64_t count, EpText error);
+void EpRemoveLayers(int64_t group, const uint64_t* ids, int64_t count);
+void EpCloseGroup(int64_t group, int64_t timeout_ns);
+int64_t EpCheckGroup(int64_t group, EpText text);
+void EpFillStaging(int64_t group, int byte);
+int64_t EpControlBytes(int64_t ranks, int64_t lanes);
+const char* EpBoardLayout();
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_FFI_C_TABLE_H_

@@ -1,0 +1,55 @@
+// The table of the CPU library.
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/registry.h"
+#include "cpu/row_ops.h"
+#include "ffi/c_table.h"
+#include "ffi/site.h"
+
+namespace ep_runtime {
+namespace {
+
+int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* window_fds,
+                    int64_t num_windows, EpText error) {
+  std::shared_ptr<Group> group;
+  const std::vector<int> fds(window_fds, window_fds + num_windows);
+  const Status status = Group::Open(ToOptions(*options), board_fd, fds, &group);
+  if (!status.ok()) return Fail(status, error);
+  return ThisProcess().registry.AddGroup(std::move(group));
+}
+
+int64_t EpWindowBytes(const EpGroupOptions* options) { return WindowBytes(ToSizes(*options)); }
+
+int EpUseRowOps(int level) { return UseRowOps(static_cast<RowOpsLevel>(level)) ? 0 : -1; }
+
+}  // namespace
+}  // namespace ep_runtime
+
+extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
+  using namespace ep_runtime;  // NOLINT: the table's fields are all from there
+  static const EpTable table = {
+      kTableAbi,
+      sizeof(EpTable),
+      EP_RUNTIME_VERSION,
+      kTargets,
+      kNumTargets,
+      &SiteState::id,
+      &SiteState::info,
+      EpOpenGroup,
+      EpAddLayers,
+      EpRemoveLayers,
+      EpCloseGroup,
+      EpCheckGroup,
+      EpFillStaging,
+      EpWindowBytes,
+      EpControlBytes,
+      EpBoardLayout,
+      EpUseRowOps,
+      /*num_devices=*/nullptr,
+      /*device_uuid=*/nullptr,
+  };
+  return &table;
+}

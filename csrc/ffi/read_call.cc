@@ -1,0 +1,50 @@
+#include "ffi/read_call.h"
+
+#include <string>
+
+namespace ep_runtime {
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+template <typename T>
+Buffer ToBuffer(T& buffer) {
+  const auto dims = buffer.dimensions();
+  return {buffer.untyped_data(), buffer.element_type(), Dims(dims.begin(), dims.end())};
+}
+
+}  // namespace
+
+ffi::Error ToXla(const Status& status) {
+  return ffi::Error(static_cast<ffi::ErrorCode>(status.code()), status.text());
+}
+
+Status ReadFrame(ffi::RemainingArgs& args, ffi::RemainingRets& rets, CallFrame* frame) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    auto arg = args.get<ffi::AnyBuffer>(i);
+    if (arg.has_error()) return Internal(arg.error().message());
+    frame->args.push_back(ToBuffer(*arg));
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto ret = rets.get<ffi::AnyBuffer>(i);
+    if (ret.has_error()) return Internal(ret.error().message());
+    frame->rets.push_back(ToBuffer(**ret));
+  }
+  return Status();
+}
+
+Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
+  const auto layer_id = attrs.get<int64_t>("layer_id");
+  const auto fingerprint = attrs.get<int64_t>("fingerprint");
+  const auto handle = attrs.get<int64_t>("handle");
+  if (layer_id.has_error() || fingerprint.has_error() || handle.has_error()) {
+    return InvalidArgument("attributes must hold layer_id, fingerprint and handle as int64");
+  }
+  out->layer_id = static_cast<uint64_t>(*layer_id);
+  out->fingerprint = static_cast<uint64_t>(*fingerprint);
+  out->handle = static_cast<uint32_t>(*handle);
+  return Status();
+}
+
+}  // namespace ep_runtime

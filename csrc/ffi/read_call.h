@@ -1,0 +1,25 @@
+// What every handler takes out of XLA's call frame before anything else.
+#ifndef EP_RUNTIME_FFI_READ_CALL_H_
+#define EP_RUNTIME_FFI_READ_CALL_H_
+
+#include <cstdint>
+
+#include "core/status.h"
+#include "ffi/call_frame.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ep_runtime {
+
+struct Attributes {
+  uint64_t layer_id;
+  uint64_t fingerprint;
+  uint32_t handle;
+};
+
+xla::ffi::Error ToXla(const Status& status);
+Status ReadFrame(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets, CallFrame* frame);
+Status ReadAttributes(const xla::ffi::Dictionary& attrs, Attributes* out);
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_FFI_READ_CALL_H_

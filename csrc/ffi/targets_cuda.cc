@@ -1,0 +1,124 @@
+// The custom calls on NVIDIA GPUs. A handler checks, looks the group up and launches one kernel:
+// it neither allocates nor synchronises, so XLA may record it into a command buffer. The one that
+// must look at its result, prepare of groups with on_overflow="error", has a target of its own.
+
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "core/registry.h"
+#include "cuda/driver.h"
+#include "ffi/cuda_call.h"
+#include "ffi/read_call.h"
+#include "ffi/target.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ep_runtime {
+namespace {
+
+namespace ffi = xla::ffi;
+
+using LaunchFn = Status (*)(const CudaCall& call);
+
+struct Launch {
+  ffi::RunId run;
+  cudaStream_t stream;
+  Attributes attributes;
+  CallFrame frame;
+  LaunchFn launch_fn;
+};
+
+Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
+                     const std::shared_ptr<Group>& group) {
+  auto* device_group = static_cast<cuda::CudaGroup*>(group->device());
+  const OpCode op = launch.frame.op;
+  EP_RETURN_IF_ERROR(
+      device_group->Decide(static_cast<uint64_t>(launch.run.run_id), layer.name, op));
+  int device = -1;
+  EP_RETURN_IF_ERROR(cuda::Check(cudaGetDevice(&device), "cudaGetDevice"));
+  const cuda::LocalRank* rank = device_group->OfDevice(device);
+  if (rank == nullptr) {
+    return InvalidArgument("CUDA device " + std::to_string(device) + " drives no rank of group " +
+                           group->options().name + "; the program runs on another mesh")
+        .With("argument", std::string("mesh"));
+  }
+  if (static_cast<int64_t>(launch.attributes.handle) >= layer.in_flight) {
+    return InvalidArgument("layer " + layer.name +
+                           ": handle must be below in_flight=" + std::to_string(layer.in_flight) +
+                           ", got " + std::to_string(launch.attributes.handle))
+        .With("argument", std::string("handle"));
+  }
+  CallContext context;
+  context.group = group;
+  context.layer = layer;
+  context.op = op;
+  context.world_rank = rank->world_rank;
+  context.handle = launch.attributes.handle;
+  // The rank operand is for hosts that can read it; here the device says who it is.
+  const auto* layer_index = static_cast<const int32_t*>(launch.frame.args[1].data);
+  const cuda::CallName name{launch.attributes.layer_id, layer_index, launch.attributes.handle};
+  return launch.launch_fn(
+      CudaCall{launch.frame, context, *device_group, *rank, name, launch.stream});
+}
+
+Status LaunchCall(const Launch& launch) {
+  if (launch.frame.args.size() < 2) return InvalidArgument("layer_index operand is missing");
+  EP_RETURN_IF_ERROR(
+      CheckArray(launch.frame, "layer_index", launch.frame.args[1], ffi::DataType::S32, {1}));
+  LayerEntry layer;
+  std::shared_ptr<Group> group;
+  // Of a stack this is layer 0: its settings are every layer's, and only the device knows which.
+  EP_RETURN_IF_ERROR(ThisProcess().registry.Resolve(launch.attributes.layer_id,
+                                                    launch.attributes.fingerprint, &layer, &group));
+  if (!group->BeginCall()) return group->ClosedError(layer.name);
+  Status status = LaunchInGroup(launch, layer, group);
+  if (!status.ok()) group->RecordError(status.text());
+  group->EndCall();
+  return status;
+}
+
+template <OpCode op, LaunchFn launch_fn>
+ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
+                   ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  Launch launch{run, stream, {}, {}, launch_fn};
+  launch.frame.op = op;
+  Status status = ReadFrame(args, rets, &launch.frame);
+  if (status.ok()) status = ReadAttributes(attrs, &launch.attributes);
+  if (status.ok()) status = LaunchCall(launch);
+  return status.ok() ? ffi::Error::Success() : ToXla(status);
+}
+
+#define EP_RUNTIME_BINDING                      \
+  ffi::Ffi::Bind()                              \
+      .Ctx<ffi::PlatformStream<cudaStream_t>>() \
+      .Ctx<ffi::RunId>()                        \
+      .Attrs()                                  \
+      .RemainingArgs()                          \
+      .RemainingRets()
+#define EP_RUNTIME_CUDA_TARGET(symbol, op, launch_fn)                          \
+  XLA_FFI_DEFINE_HANDLER(symbol, (Execute<op, launch_fn>), EP_RUNTIME_BINDING, \
+                         {ffi::Traits::kCmdBufferCompatible})
+
+EP_RUNTIME_CUDA_TARGET(kPrepareV1, OpCode::kPrepare, LaunchPrepareCall);
+EP_RUNTIME_CUDA_TARGET(kDispatchV1, OpCode::kDispatch, LaunchDispatchCall);
+EP_RUNTIME_CUDA_TARGET(kCombineV1, OpCode::kCombine, LaunchCombineCall);
+EP_RUNTIME_CUDA_TARGET(kDispatchBwdV1, OpCode::kDispatchBwd, LaunchDispatchBwdCall);
+EP_RUNTIME_CUDA_TARGET(kCombineBwdV1, OpCode::kCombineBwd, LaunchCombineBwdCall);
+XLA_FFI_DEFINE_HANDLER(kPrepareSyncV1, (Execute<OpCode::kPrepare, LaunchPrepareCall>),
+                       EP_RUNTIME_BINDING);
+
+}  // namespace
+
+const Target kTargets[] = {
+    {"ep_prepare_v1", nullptr, kPrepareV1},
+    {"ep_prepare_sync_v1", nullptr, kPrepareSyncV1},
+    {"ep_dispatch_v1", nullptr, kDispatchV1},
+    {"ep_combine_v1", nullptr, kCombineV1},
+    {"ep_dispatch_bwd_v1", nullptr, kDispatchBwdV1},
+    {"ep_combine_bwd_v1", nullptr, kCombineBwdV1},
+};
+const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
+
+}  // namespace ep_runtime

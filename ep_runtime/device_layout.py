@@ -1,0 +1,26 @@
+"""Flags of a window in device memory, behind its lanes; `csrc/cuda/device_group.h` in Python.
+
+On a GPU ranks meet by flags in each other's windows and not on the board. Flags of one lane, each
+part of a source written by that source alone: calls [N] lines, counts [N] lines, entries
+[N][blocks of prepare] words, ready [N][T] words. Behind all lanes the verdicts of groups with
+on_overflow="error": [2][W] lines. Letters: `layout.py`.
+"""
+
+from __future__ import annotations
+
+from ep_runtime.board_abi import PAGE_BYTES
+from ep_runtime.layout import align_up
+from ep_runtime.specs import GroupSpec
+
+FLAG_LINE_BYTES = 128
+MAX_PREPARE_BLOCKS = 64
+VERDICT_SLOTS = 2
+
+
+def flag_bytes(spec: GroupSpec) -> int:
+    """Bytes behind the lanes of one world rank's window."""
+    ready = align_up(spec.max_tokens_per_rank * 4, FLAG_LINE_BYTES)
+    source = 2 * FLAG_LINE_BYTES + MAX_PREPARE_BLOCKS * 4 + ready
+    lane = align_up(spec.ep_size * source, PAGE_BYTES)
+    verdicts = VERDICT_SLOTS * spec.world_size * FLAG_LINE_BYTES
+    return align_up(spec.lanes * lane + verdicts, PAGE_BYTES)

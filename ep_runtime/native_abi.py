@@ -1,0 +1,96 @@
+"""The structs of the native libraries' C edge, field by field as in `csrc/ffi/c_table.h`.
+
+The first fields of the table never change, so a library of another version is refused with a
+clear error and not with a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+# Of the table, and of every struct that its functions take.
+ABI = 3
+
+
+class Text(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_char_p), ("size", ctypes.c_int64)]
+
+
+class GroupOptions(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("generation", ctypes.c_uint64),
+        ("world_size", ctypes.c_int64),
+        ("ep_size", ctypes.c_int64),
+        ("num_experts", ctypes.c_int64),
+        ("hidden_size", ctypes.c_int64),
+        ("max_tokens_per_rank", ctypes.c_int64),
+        ("recv_capacity_per_rank", ctypes.c_int64),
+        ("max_top_k", ctypes.c_int64),
+        ("max_token_bytes", ctypes.c_int64),
+        ("lanes", ctypes.c_int64),
+        ("op_timeout_ns", ctypes.c_int64),
+        ("error_on_overflow", ctypes.c_int32),
+        ("exact_combine", ctypes.c_int32),
+        ("debug", ctypes.c_int32),
+        ("local_ranks", ctypes.POINTER(ctypes.c_int64)),
+        ("num_local_ranks", ctypes.c_int64),
+        ("local_devices", ctypes.POINTER(ctypes.c_int32)),
+        ("num_blocks", ctypes.c_int64),
+    ]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("fingerprint", ctypes.c_uint64),
+        ("top_k", ctypes.c_int64),
+        ("alignment", ctypes.c_int64),
+        ("in_flight", ctypes.c_int64),
+        ("handle_base", ctypes.c_uint32),
+    ]
+
+
+class Target(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("instantiate", ctypes.c_void_p),
+        ("execute", ctypes.c_void_p),
+    ]
+
+
+_I64 = ctypes.c_int64
+OptionsP = ctypes.POINTER(GroupOptions)
+
+
+class Table(ctypes.Structure):
+    _fields_ = [
+        ("abi", ctypes.c_uint32),
+        ("bytes", ctypes.c_uint32),
+        ("version", ctypes.c_char_p),
+        ("targets", ctypes.POINTER(Target)),
+        ("num_targets", ctypes.c_uint64),
+        ("state_type_id", ctypes.c_void_p),
+        ("state_type_info", ctypes.c_void_p),
+        (
+            "open_group",
+            ctypes.CFUNCTYPE(
+                _I64, OptionsP, ctypes.c_int, ctypes.POINTER(ctypes.c_int), _I64, Text
+            ),
+        ),
+        ("add_layers", ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(Layer), _I64, Text)),
+        (
+            "remove_layers",
+            ctypes.CFUNCTYPE(None, _I64, ctypes.POINTER(ctypes.c_uint64), _I64),
+        ),
+        ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
+        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, Text)),
+        ("fill_staging", ctypes.CFUNCTYPE(None, _I64, ctypes.c_int)),
+        ("window_bytes", ctypes.CFUNCTYPE(_I64, OptionsP)),
+        ("control_bytes", ctypes.CFUNCTYPE(_I64, _I64, _I64)),
+        ("board_layout", ctypes.CFUNCTYPE(ctypes.c_char_p)),
+        ("use_row_ops", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)),
+        ("num_devices", ctypes.CFUNCTYPE(_I64, Text)),
+        ("device_uuid", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, Text)),
+    ]

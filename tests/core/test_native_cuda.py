@@ -1,0 +1,80 @@
+"""The CUDA library where no GPU is: it loads, and agrees with Python on sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from ep_runtime import board, native
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, RuntimeUnavailableError
+from ep_runtime.specs import GroupSpec, make_group_spec
+
+needs_library = pytest.mark.skipif(
+    not native.library_path("cuda").exists(), reason="built without EP_RUNTIME_CUDA=ON"
+)
+
+
+def spec_of(**changes: object) -> GroupSpec:
+    values = {
+        "name": "g",
+        "mesh_axes": (("dp", 2), ("ep", 4)),
+        "ep_axis": "ep",
+        "outer_axes": ("dp",),
+        "num_experts": 8,
+        "hidden_size": 7168,
+        "max_tokens_per_rank": 4096,
+        "max_top_k": 8,
+    }
+    return dataclasses.replace(make_group_spec(**(values | changes)), transport="nvlink")
+
+
+@needs_library
+@pytest.mark.parametrize("tokens", [1, 31, 33, 8192])
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_windows_with_flags_have_the_size_that_the_kernels_expect(tokens: int, lanes: int) -> None:
+    spec = spec_of(max_tokens_per_rank=tokens, lanes=lanes)
+    assert native.library("cuda").window_bytes(spec) == board.window_bytes(spec)
+    host = dataclasses.replace(spec, transport="memfd")
+    assert native.library("cpu").window_bytes(host) == board.window_bytes(host)
+    assert board.window_bytes(spec) > board.window_bytes(host)
+
+
+@needs_library
+def test_both_libraries_serve_the_same_ops_and_one_that_waits_for_its_verdict() -> None:
+    cpu, cuda = ({t.name for t in native.library(p).targets()} for p in ("cpu", "cuda"))
+    assert cuda - cpu == {"ep_prepare_sync_v1"}
+    assert cpu <= cuda
+
+
+@needs_library
+def test_both_libraries_share_one_board() -> None:
+    assert native.library("cuda").board_layout() == native.library("cpu").board_layout()
+
+
+@needs_library
+def test_a_group_without_devices_is_refused() -> None:
+    spec = spec_of()
+    fd = os.memfd_create("board")
+    try:
+        with pytest.raises(InvalidArgumentError, match="local_devices is missing"):
+            native.library("cuda").open_group(
+                spec, generation=1, board_fd=fd, window_fds=[fd] * spec.world_size, debug=False
+            )
+    finally:
+        os.close(fd)
+
+
+@needs_library
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU")
+def test_without_a_driver_the_devices_are_an_error_that_says_so() -> None:
+    with pytest.raises(EpRuntimeError, match="CUDA: cudaGetDeviceCount"):
+        native.library("cuda").devices()
+
+
+def test_a_missing_library_names_the_build_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = native.library_path("cuda").with_name("missing.so")
+    monkeypatch.setattr(native, "library_path", lambda platform="cpu": path)
+    with pytest.raises(RuntimeUnavailableError, match="EP_RUNTIME_CUDA=ON"):
+        native.NativeLibrary(path)
