@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops import row_blocks
-from ep_runtime_client.ops.operands import Part, kernel_reader, row_reader
+from ep_runtime_client.ops.block_operands import Part, kernel_reader, row_reader
 from ep_runtime_client.ops.row_blocks import Block, Blocks
 
 
