@@ -55,11 +55,16 @@ _NAMES_OF = {
         "route",
     ),
     "ep_runtime_client.ops.exporting": ("export_checks",),
+    "ep_runtime_client.ops.grouped_quantize": ("grouped_quantize",),
+    "ep_runtime_client.quantized": ("QuantizedTensor",),
     "ep_runtime_client.remat": ("remat_policy",),
     "ep_runtime_client.session": ("Session", "connect"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
-_SUBMODULES = {"sharding": "ep_runtime_client.sharding"}
+_SUBMODULES = {
+    "recipes": "ep_runtime_client.recipes",
+    "sharding": "ep_runtime_client.sharding",
+}
 # With the extra flax; `from ep_runtime import *` works without it.
 _OPTIONAL_SUBMODULES = {"linen": "ep_runtime_client.linen", "nnx": "ep_runtime_client.nnx"}
 

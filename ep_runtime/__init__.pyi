@@ -17,6 +17,7 @@ from ep_runtime.specs import GroupSpec as GroupSpec
 from ep_runtime.specs import LayerSpec as LayerSpec
 from ep_runtime_client import linen as linen
 from ep_runtime_client import nnx as nnx
+from ep_runtime_client import recipes as recipes
 from ep_runtime_client import sharding as sharding
 from ep_runtime_client.estimate import MemoryEstimate as MemoryEstimate
 from ep_runtime_client.estimate import estimate_memory as estimate_memory
@@ -43,6 +44,8 @@ from ep_runtime_client.ops import pad_tokens as pad_tokens
 from ep_runtime_client.ops import prepare as prepare
 from ep_runtime_client.ops import route as route
 from ep_runtime_client.ops.exporting import export_checks as export_checks
+from ep_runtime_client.ops.grouped_quantize import grouped_quantize as grouped_quantize
+from ep_runtime_client.quantized import QuantizedTensor as QuantizedTensor
 from ep_runtime_client.remat import remat_policy as remat_policy
 from ep_runtime_client.session import Session as Session
 from ep_runtime_client.session import connect as connect

@@ -85,7 +85,7 @@ class QuantizedTensor:
 
         Returns:
             The shape of the data; rows past sum(group_sizes) are zeros. Its gradient goes to what
-            was quantized as it is, as if nothing had been rounded.
+            was quantized, as if nothing had been rounded; those rows get zeros.
         """
         data = self.data_columns if columns else self.data
         scale = self.scale_columns if columns else self.scale
@@ -94,7 +94,11 @@ class QuantizedTensor:
         if scale is not None:
             values = values * self._spread(scale, columns)
         values = values.astype(dtype)
-        return values if self.origin is None else straight_through(self.origin, values)
+        return (
+            values
+            if self.origin is None
+            else straight_through(self.origin, values, self.group_sizes)
+        )
 
     def _spread(self, scale: jax.Array, columns: bool) -> jax.Array:
         """`scale` in f32, of a shape that broadcasts to the data's."""
@@ -148,17 +152,29 @@ def row_groups(capacity: int, group_sizes: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def straight_through(origin: jax.Array, values: jax.Array) -> jax.Array:
-    """`values`, whose gradient goes to `origin` as it is."""
+def straight_through(
+    origin: jax.Array, values: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+    """`values`, whose gradient goes to `origin` as it is; zeros past the rows of all groups."""
     return values
 
 
-def _straight_through_fwd(origin: jax.Array, values: jax.Array) -> Any:
-    return values, jnp.zeros((0,), origin.dtype)
+def _straight_through_fwd(
+    origin: jax.Array, values: jax.Array, group_sizes: jax.Array | None
+) -> Any:
+    return values, (jnp.zeros((0,), origin.dtype), group_sizes)
 
 
-def _straight_through_bwd(like: jax.Array, grad: jax.Array) -> Any:
-    return grad.astype(like.dtype), None
+def _straight_through_bwd(kept: Any, grad: jax.Array) -> Any:
+    like, group_sizes = kept
+    if group_sizes is not None:
+        lead = group_sizes.ndim
+        groups = row_groups(grad.shape[lead - 1], group_sizes)
+        inside = (groups < group_sizes.shape[-1]).reshape(
+            *groups.shape, *([1] * (grad.ndim - lead))
+        )
+        grad = jnp.where(inside, grad, jnp.zeros((), grad.dtype))
+    return grad.astype(like.dtype), None, None
 
 
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
