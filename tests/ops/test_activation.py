@@ -56,20 +56,23 @@ def test_rows_that_are_there_and_no_others(form: str, sizes: list[int]) -> None:
     """Blocks of 256 rows: none, more than one, a cut last one, all rows; slack holds NaN."""
     shape, function, meant = FORMS[form]
     static = Activation(function, len(shape) == 2 or shape[0] != INNER, F32)
-    total = sum(sizes)
-    there = jnp.arange(600) < total
+    slabs = jnp.int32([sizes, [8, 24, 0]])
+    there = jnp.arange(600) < slabs.sum(1, keepdims=True)
 
     def keep(x: jax.Array, other: float) -> jax.Array:
-        return jnp.where(there.reshape(-1, *([1] * (x.ndim - 1))), x, other)
+        return jnp.where(there.reshape(2, 600, *([1] * (x.ndim - 2))), x, other)
 
-    hidden, weights, grad = keep(draw(600, *shape), jnp.nan), draw(600), draw(600, INNER)
-    got = jax.jit(local_activation.forward, static_argnums=0)(
-        static, hidden, weights, jnp.int32(sizes)
-    )
+    def whole(hidden: jax.Array, weights: jax.Array) -> jax.Array:
+        out = meant(hidden.reshape(1200, *shape))
+        return out.reshape(2, 600, INNER) * weights[..., None]
+
+    hidden = keep(draw(2, 600, *shape), jnp.nan)
+    weights, grad = draw(2, 600), draw(2, 600, INNER)
+    got = jax.jit(local_activation.forward, static_argnums=0)(static, hidden, weights, slabs)
     found = jax.jit(local_activation.pullback, static_argnums=0)(
-        static, hidden, weights, jnp.int32(sizes), keep(grad, jnp.nan)
+        static, hidden, weights, slabs, keep(grad, jnp.nan)
     )
-    want, pull = jax.vjp(lambda h, w: meant(h) * w[:, None], keep(hidden, 0.0), weights)
+    want, pull = jax.vjp(whole, keep(hidden, 0.0), weights)
     np.testing.assert_allclose(got, keep(want, 0.0), rtol=1e-6, atol=1e-6)
     for left, right in zip(found, pull(keep(grad, 0.0)), strict=True):
         np.testing.assert_allclose(left, keep(right, 0.0), rtol=1e-5, atol=1e-5)
@@ -77,10 +80,14 @@ def test_rows_that_are_there_and_no_others(form: str, sizes: list[int]) -> None:
 
 def test_half_precision_is_rounded_once() -> None:
     static = Activation("silu", True, jnp.dtype(jnp.bfloat16))
-    hidden, weights, sizes = draw(64, 2, INNER).astype(jnp.bfloat16), draw(64), jnp.int32([64])
+    hidden, weights, sizes = (
+        draw(1, 64, 2, INNER).astype(jnp.bfloat16),
+        draw(1, 64),
+        jnp.int32([[64]]),
+    )
     got = jax.jit(local_activation.forward, static_argnums=0)(static, hidden, weights, sizes)
-    wide = np.asarray(hidden, np.float64)
-    meant = wide[:, 0] / (1 + np.exp(-wide[:, 0])) * wide[:, 1] * np.asarray(weights)[:, None]
+    gate, up = np.moveaxis(np.asarray(hidden, np.float64), 2, 0)
+    meant = gate / (1 + np.exp(-gate)) * up * np.asarray(weights)[..., None]
     assert got.dtype == jnp.bfloat16
     # Half a unit of the last of 8 bits, and what f32 loses.
     np.testing.assert_allclose(np.asarray(got, np.float64), meant, rtol=2**-8 * 1.01)
@@ -93,7 +100,7 @@ def test_cost_follows_the_rows_and_not_the_capacity() -> None:
     static = Activation("silu", True, F32)
     text = (
         jax.jit(local_activation.pullback, static_argnums=0)
-        .lower(static, draw(4096, 2, 8), draw(4096), jnp.int32([8, 8]), draw(4096, 8))
+        .lower(static, draw(1, 4096, 2, 8), draw(1, 4096), jnp.int32([[8, 8]]), draw(1, 4096, 8))
         .compile()
         .as_text()
     )

@@ -90,8 +90,8 @@ def _primal(
     given = (hidden, group_sizes) if row_weights is None else (hidden, group_sizes, row_weights)
 
     def body(hidden: jax.Array, sizes: jax.Array, *weights: jax.Array) -> jax.Array:
-        part = weights[0][0] if weights else None
-        return local_activation.forward(static.activation, hidden[0], part, sizes[0])[None]
+        part = weights[0] if weights else None
+        return local_activation.forward(static.activation, hidden, part, sizes)
 
     slab = twin.slab_spec(static.call)
     specs = (static.spec(hidden.ndim), slab, slab)[: len(given)]
@@ -106,15 +106,13 @@ def _pullback(static: _Static, saved: Any, grad: jax.Array) -> Any:
     given = (hidden, grad, group_sizes) + (() if row_weights is None else (row_weights,))
 
     def body(hidden: jax.Array, grad: jax.Array, sizes: jax.Array, *weights: jax.Array) -> Any:
-        part = weights[0][0] if weights else None
-        d_hidden, d_part = local_activation.pullback(
-            static.activation, hidden[0], part, sizes[0], grad[0]
-        )
+        part = weights[0] if weights else None
+        d_hidden, d_part = local_activation.pullback(static.activation, hidden, part, sizes, grad)
         if d_part is None:
-            return (d_hidden[None],)
+            return (d_hidden,)
         if static.inner:
             d_part = lax.psum(d_part, static.inner)
-        return d_hidden[None], d_part[None]
+        return d_hidden, d_part
 
     slab, rows = twin.slab_spec(static.call), static.spec(hidden.ndim)
     specs = (rows, static.spec(3), slab, slab)[: len(given)]

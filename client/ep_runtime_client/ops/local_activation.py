@@ -1,26 +1,27 @@
 """The experts' activation on one device, over the rows that are there.
 
-Zones follow each other from row 0, so the rows of all experts are a prefix of the slab: one loop
+Zones follow each other from row 0 of a slab, so the rows of all experts are a prefix of it: a loop
 with a dynamic trip count walks it in blocks, forward and backward. Nothing past the last zone is
 read, and what is returned there is zero. One fused kernel can stand in for either function.
+
+S: slabs on this device, one but where nothing is spread.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from ep_runtime_client.ops import varying
+from ep_runtime_client.ops import row_blocks
+from ep_runtime_client.ops.row_blocks import Block
 
 Function = str | Callable[..., jax.Array]
-
-BLOCK_ROWS = 256  # a block of [256, 2, 2048] f32 and its result stay in a core's L2 cache
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -88,19 +89,19 @@ def forward(
 
     Args:
         static: what is computed.
-        hidden: [C, 2, M] (0 gate, 1 up), [C, 2M] (gate then up) or [C, M].
-        row_weights: [C] f32 or None.
-        group_sizes: [L] int32, rows of each expert's zone.
+        hidden: [S, C, 2, M] (0 gate, 1 up), [S, C, 2M] (gate then up) or [S, C, M].
+        row_weights: [S, C] f32 or None.
+        group_sizes: [S, L] int32, rows of each expert's zone.
 
     Returns:
-        [C, M] in static.dtype; zero past the last zone.
+        [S, C, M] in static.dtype; zero past the last zone.
     """
 
     def block(hidden: jax.Array, weights: jax.Array | None) -> tuple[jax.Array]:
-        return (_weighted(static, hidden, weights).astype(static.dtype),)
+        return (_weighted(static, hidden, weights),)
 
-    width = hidden[0].size // (2 if static.gated else 1)
-    out = jnp.zeros((hidden.shape[0], width), static.dtype)
+    width = math.prod(hidden.shape[2:]) // (2 if static.gated else 1)
+    out = jnp.zeros((*hidden.shape[:2], width), static.dtype)
     return _walk((hidden, row_weights), (out,), group_sizes, block)[0]
 
 
@@ -111,10 +112,10 @@ def pullback(
     group_sizes: jax.Array,
     grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Gradients of hidden (its shape and dtype) and of row_weights ([C] f32, or None).
+    """Gradients of hidden (its shape and dtype) and of row_weights ([S, C] f32, or None).
 
-    `grad`: [C, M]; what it holds past the last zone is not read. Both results are zero there. The
-    gradient of a weight sums over the M that are here.
+    `grad`: [S, C, M]; what it holds past the last zone is not read. Both results are zero there.
+    The gradient of a weight sums over the M that are here.
     """
     arrays = (hidden, row_weights)
 
@@ -137,36 +138,23 @@ def _walk(
     inputs: tuple[jax.Array | None, ...],
     outs: tuple[jax.Array, ...],
     group_sizes: jax.Array,
-    block: Callable[..., Any],
+    rows_to_rows: Callable[..., Any],
 ) -> tuple[jax.Array, ...]:
-    """`outs` with `block` of the inputs' rows written over the rows that the zones cover.
+    """`outs` with a function of the inputs' rows written over the rows that the zones cover."""
+    slabs, capacity = outs[0].shape[:2]
+    totals = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
+    blocks = row_blocks.cut(capacity, totals, row_blocks.MAX_BLOCK_ROWS)
 
-    `block` maps rows to rows one by one, so a row that two blocks share comes out the same twice.
-    """
-    capacity = outs[0].shape[0]
-    if capacity == 0:
-        return outs
-    rows = min(BLOCK_ROWS, capacity)
-    total = group_sizes.sum(dtype=jnp.int32)
+    def flat(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else x.reshape(slabs * capacity, *x.shape[2:])
 
-    def step(number: jax.Array, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        start = jnp.minimum(number * rows, capacity - rows)
-        there = start + jnp.arange(rows, dtype=jnp.int32) < total
+    reads = [flat(x) for x in inputs]
 
-        def masked(x: jax.Array) -> jax.Array:
-            mask = there.reshape(-1, *([1] * (x.ndim - 1)))
-            return jnp.where(mask, x, jnp.zeros((), x.dtype))
+    def step(block: Block, walked: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        parts = (None if x is None else block.read(x) for x in reads)
+        results = zip(walked, rows_to_rows(*parts), strict=True)
+        return tuple(block.write(out, part) for out, part in results)
 
-        parts = [
-            None if x is None else masked(lax.dynamic_slice_in_dim(x, start, rows)) for x in inputs
-        ]
-        results = zip(outs, block(*parts), strict=True)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(out, masked(part.astype(out.dtype)), start, 0)
-            for out, part in results
-        )
-
-    axes = tuple(sorted(varying.varied_axes(inputs, group_sizes)))
-    outs = tuple(varying.spread_over(out, axes) for out in outs)
-    walked: tuple[jax.Array, ...] = lax.fori_loop(0, (total + rows - 1) // rows, step, outs)
-    return walked
+    start = tuple(out.reshape(slabs * capacity, *out.shape[2:]) for out in outs)
+    walked = row_blocks.loop(blocks, step, start, reads)
+    return tuple(new.reshape(out.shape) for new, out in zip(walked, outs, strict=True))
