@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,3 +215,22 @@ def test_what_cannot_be_called_says_why(group: fakes.LocalGroup) -> None:
         ep.nnx.MoEBlock("block", MLP, rngs=rngs)
     with pytest.raises(InvalidArgumentError, match="needs num_experts and hidden_size"):
         ep.nnx.MoEBlock(ep.LayerSpec("block", top_k=2), MLP, rngs=rngs)
+
+
+def test_without_flax_the_error_names_the_extra() -> None:
+    program = (
+        "import sys; sys.modules['flax'] = None\n"
+        "from ep_runtime import *\n"
+        "import ep_runtime as ep\n"
+        "for name in ('nnx', 'linen'):\n"
+        "    try:\n"
+        "        getattr(ep, name)\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == [
+        f"ep.{name} needs flax: pip install 'ep-runtime[flax]'" for name in ("nnx", "linen")
+    ], done.stderr
