@@ -76,7 +76,7 @@ def quantize_rows(
     """
     dtype = recipe.data_dtype(gradient)
     if isinstance(recipe, TensorScaling):
-        amax = _over(group_amax(x, group_sizes, num_experts), reduce_axes)
+        amax = over(group_amax(x, group_sizes, num_experts), reduce_axes)
         return scale_rows(recipe, x, group_sizes, scale_of(amax, dtype), amax, gradient=gradient)
     slabs = _Slabs.of(x, group_sizes)
     if isinstance(recipe, BlockScaling):
@@ -138,7 +138,7 @@ def quantize_kernel(recipe: Recipe, w: jax.Array, reduce_axes: Axes = ()) -> Qua
     """
     dtype = recipe.data_dtype()
     if isinstance(recipe, TensorScaling):
-        amax = _over(kernel_amax(w), reduce_axes)
+        amax = over(kernel_amax(w), reduce_axes)
         return scale_kernel(recipe, w, scale_of(amax, dtype), amax)
     values, last = w.astype(jnp.float32), w.ndim - 1
     if isinstance(recipe, BlockScaling):
@@ -333,7 +333,8 @@ def _column_rows(slabs: _Slabs, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return from_bits(data, dtype).reshape(*slabs.lead, *trailing), scales
 
 
-def _over(amax: jax.Array, axes: Axes) -> jax.Array:
+def over(amax: jax.Array, axes: Axes) -> jax.Array:
+    """The largest over manual mesh axes."""
     return lax.pmax(amax, axes) if axes else amax
 
 
