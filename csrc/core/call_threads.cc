@@ -7,6 +7,8 @@
 #include <memory>
 #include <utility>
 
+#include "core/float_mode.h"
+
 namespace ep_runtime {
 namespace {
 
@@ -55,6 +57,7 @@ void CallThreads::Start(std::function<void()> work) {
 void* CallThreads::ThreadMain(void* self) {
   std::unique_ptr<Launch> launch(static_cast<Launch*>(self));
   pthread_setname_np(pthread_self(), "ep-call");
+  FlushSubnormals();
   CallThreads* threads = launch->threads;
   std::function<void()> work = std::move(launch->work);
   launch.reset();

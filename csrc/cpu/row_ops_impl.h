@@ -61,29 +61,113 @@ struct WideOf {
   static Storage Store(Wide x) { return x; }
 };
 
+// One more row of a sum, its product rounded before it is added.
+template <typename In>
+inline typename In::Wide Add(typename In::Wide sum, typename In::Storage x, const float* weight) {
+  if (weight == nullptr) return sum + In::Load(x);
+  const typename In::Wide wide = *weight;
+  return sum + wide * In::Load(x);
+}
+
+// The sum of a known number of rows: every column stays in a register.
+template <typename In, typename Out, int kCount, bool kWeighted>
+void ReduceSome(typename Out::Storage* __restrict out, const void* const* rows,
+                const float* weights, int64_t width) {
+  const typename In::Storage* row[kCount];
+  float weight[kCount];
+  for (int r = 0; r < kCount; ++r) {
+    row[r] = static_cast<const typename In::Storage*>(rows[r]);
+    weight[r] = kWeighted ? weights[r] : 1.0f;
+  }
+  for (int64_t i = 0; i < width; ++i) {
+    typename In::Wide sum = 0;
+#pragma GCC unroll 8
+    for (int r = 0; r < kCount; ++r) {
+      sum = Add<In>(sum, row[r][i], kWeighted ? &weight[r] : nullptr);
+    }
+    out[i] = Out::Store(sum);
+  }
+}
+
 // Columns that are summed at a time: the accumulators stay in the first-level cache.
 constexpr int64_t kBlock = 512;
 
 template <typename In, typename Out>
-void Reduce(void* dst, const void* const* rows, const float* weights, int64_t count,
-            int64_t width) {
+void ReduceMany(typename Out::Storage* __restrict out, const void* const* rows,
+                const float* weights, int64_t count, int64_t width) {
   using Wide = typename In::Wide;
-  auto* out = static_cast<typename Out::Storage*>(dst);
   alignas(64) Wide sum[kBlock];
   for (int64_t start = 0; start < width; start += kBlock) {
     const int64_t columns = width - start < kBlock ? width - start : kBlock;
     for (int64_t i = 0; i < columns; ++i) sum[i] = 0;
     for (int64_t r = 0; r < count; ++r) {
       const auto* row = static_cast<const typename In::Storage*>(rows[r]) + start;
-      if (weights == nullptr) {
-        for (int64_t i = 0; i < columns; ++i) sum[i] += In::Load(row[i]);
+      const float* weight = weights == nullptr ? nullptr : weights + r;
+      if (weight == nullptr) {
+        for (int64_t i = 0; i < columns; ++i) sum[i] = Add<In>(sum[i], row[i], nullptr);
       } else {
-        const Wide weight = weights[r];
-        for (int64_t i = 0; i < columns; ++i) sum[i] += weight * In::Load(row[i]);
+        for (int64_t i = 0; i < columns; ++i) sum[i] = Add<In>(sum[i], row[i], weight);
       }
     }
     for (int64_t i = 0; i < columns; ++i) out[start + i] = Out::Store(sum[i]);
   }
+}
+
+// The sum of one row is the row itself, with 0 for -0 and subnormals, and quiet NaNs.
+template <typename T>
+void CopySum(typename T::Storage* __restrict out, const void* row, int64_t width) {
+  const auto* in = static_cast<const typename T::Storage*>(row);
+  for (int64_t i = 0; i < width; ++i) out[i] = T::Store(T::Load(in[i]) + 0);
+}
+template <>
+void CopySum<BF16>(uint16_t* __restrict out, const void* row, int64_t width) {
+  const auto* in = static_cast<const uint16_t*>(row);
+  for (int64_t i = 0; i < width; ++i) {
+    const uint16_t x = in[i];
+    const uint16_t quiet = (x & 0x7FFF) > 0x7F80 ? 0x40 : 0;
+    out[i] = static_cast<uint16_t>((x & 0x7F80) == 0 ? 0 : x | quiet);
+  }
+}
+
+template <typename In, typename Out, bool kWeighted>
+void ReduceCounted(typename Out::Storage* out, const void* const* rows, const float* weights,
+                   int64_t count, int64_t width) {
+  switch (count) {
+#define EP_RUNTIME_REDUCE(n) \
+  case n:                    \
+    return ReduceSome<In, Out, n, kWeighted>(out, rows, weights, width)
+    EP_RUNTIME_REDUCE(1);
+    EP_RUNTIME_REDUCE(2);
+    EP_RUNTIME_REDUCE(3);
+    EP_RUNTIME_REDUCE(4);
+    EP_RUNTIME_REDUCE(5);
+    EP_RUNTIME_REDUCE(6);
+    EP_RUNTIME_REDUCE(7);
+    EP_RUNTIME_REDUCE(8);
+#undef EP_RUNTIME_REDUCE
+    default:
+      return ReduceMany<In, Out>(out, rows, weights, count, width);
+  }
+}
+
+template <typename A, typename B>
+struct IsSame {
+  static constexpr bool kValue = false;
+};
+template <typename A>
+struct IsSame<A, A> {
+  static constexpr bool kValue = true;
+};
+
+template <typename In, typename Out>
+void Reduce(void* dst, const void* const* rows, const float* weights, int64_t count,
+            int64_t width) {
+  auto* out = static_cast<typename Out::Storage*>(dst);
+  if (weights != nullptr) return ReduceCounted<In, Out, true>(out, rows, weights, count, width);
+  if constexpr (IsSame<In, Out>::kValue) {
+    if (count == 1) return CopySum<In>(out, rows[0], width);
+  }
+  ReduceCounted<In, Out, false>(out, rows, nullptr, count, width);
 }
 
 template <typename T>
