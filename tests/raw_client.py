@@ -132,11 +132,14 @@ class Client(Stubs):
         """Arguments of a call that is not waited for."""
         return {"timeout": 2 * WAIT_S, "metadata": self.metadata}
 
-    def create_request(self, spec, ranks=None, *, wait_s=WAIT_S, op_id=None, replace=False):
+    def create_request(
+        self, spec, ranks=None, *, uuids=(), wait_s=WAIT_S, op_id=None, replace=False
+    ):
         return group_service_pb2.CreateGroupRequest(
             op_id=op_id or new_op_id(),
             spec=wire.group_spec_to_proto(spec),
             world_ranks=range(spec.world_size) if ranks is None else ranks,
+            device_uuids=uuids,
             replace=replace,
             wait=wire.duration(wait_s),
         )

@@ -11,18 +11,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreateGroupRequest(_message.Message):
-    __slots__ = ("op_id", "spec", "world_ranks", "replace", "wait")
+    __slots__ = ("op_id", "spec", "world_ranks", "replace", "wait", "device_uuids")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUIDS_FIELD_NUMBER: _ClassVar[int]
     op_id: str
     spec: _types_pb2.GroupSpec
     world_ranks: _containers.RepeatedScalarFieldContainer[int]
     replace: bool
     wait: _duration_pb2.Duration
-    def __init__(self, op_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., world_ranks: _Optional[_Iterable[int]] = ..., replace: bool = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    device_uuids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, op_id: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., world_ranks: _Optional[_Iterable[int]] = ..., replace: bool = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., device_uuids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CreateGroupResponse(_message.Message):
     __slots__ = ("group", "reattached")
@@ -69,16 +71,18 @@ class ReportAttachedResponse(_message.Message):
     def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ...) -> None: ...
 
 class RestoreGroupRequest(_message.Message):
-    __slots__ = ("spec", "generation", "world_ranks", "layers")
+    __slots__ = ("spec", "generation", "world_ranks", "layers", "device_uuids")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUIDS_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.GroupSpec
     generation: int
     world_ranks: _containers.RepeatedScalarFieldContainer[int]
     layers: _containers.RepeatedCompositeFieldContainer[_types_pb2.RegisteredLayer]
-    def __init__(self, spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., generation: _Optional[int] = ..., world_ranks: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ...) -> None: ...
+    device_uuids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., generation: _Optional[int] = ..., world_ranks: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ..., device_uuids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RestoreGroupResponse(_message.Message):
     __slots__ = ("group", "wanted_ranks")

@@ -90,6 +90,8 @@ class GroupServiceServicer(object):
         free_bytes, limit_bytes, holders)
         closed or replaced meanwhile  FAILED_PRECONDITION StaleHandleError: create it again
         spec or ranks not valid       INVALID_ARGUMENT   a bug of the caller
+        no GPU of that UUID here      INVALID_ARGUMENT   use the daemon of the GPUs' host
+        no CUDA driver, cuda-bindings UNAVAILABLE        RuntimeUnavailableError: install them
         op_id of another request      INVALID_ARGUMENT   a bug of the caller
         transport not served here     INVALID_ARGUMENT   name another transport
         daemon drains                 UNAVAILABLE        retry elsewhere or later

@@ -25,6 +25,7 @@ from ep_runtime_server.admin_servicer import AdminServicer
 from ep_runtime_server.clock import Clock, SystemClock
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.credentials import Peer
+from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.directory import JOURNAL_FILE, SocketDirectory
 from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_server import FdServer
@@ -68,8 +69,10 @@ class Daemon:
         clock: Clock | None = None,
         peer_of: Callable[..., Peer] = credentials.peer_of,
         stored_fds: Mapping[str, int] | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
-        """`stored_fds` by name are systemd's; `clock` and `peer_of` are for tests."""
+        """`stored_fds` by name are systemd's; `clock`, `peer_of` and `gpus` are for tests."""
+        self._gpus = gpus
         self._stored_fds = stored_fds or {}
         self._settings = settings
         self._clock = clock or SystemClock()
@@ -90,7 +93,7 @@ class Daemon:
             settings.directory, open_to_others=settings.open_to_others
         )
         journal = Journal(self._directory.path / JOURNAL_FILE, Failpoints(settings.testing))
-        self.runtime = Runtime(settings, self._clock, journal)
+        self.runtime = Runtime(settings, self._clock, journal, self._gpus)
         self.runtime.restore(FdStore(env.notify_socket(), self._stored_fds), self._stored_fds)
         self.runtime.failpoints.hit("recovery.restored")
         self.runtime.on_drain(self._drained)

@@ -1,4 +1,4 @@
-"""Where windows live. A CUDA device is one more class here; nothing else changes for it."""
+"""Where windows live: the host here, GPUs in `cuda_device.py`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class Allocation(Protocol):
     def size_bytes(self) -> int: ...
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """What tells it from every other allocation of the host: device and inode of its file."""
+    def identity(self) -> tuple[int, int] | None:
+        """What tells it from every other allocation of the host: device and inode of its file.
+
+        None where descriptors of one allocation have nothing in common.
+        """
 
     def export_fd(self) -> int:
         """A new descriptor for a client; the caller closes it after sending."""

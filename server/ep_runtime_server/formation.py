@@ -93,10 +93,11 @@ class Groups:
         spec: GroupSpec,
         ranks: tuple[int, ...],
         *,
+        uuids: tuple[str, ...] = (),
         replace: bool,
         wait_s: float,
     ) -> Group:
-        """Claims the ranks and waits until the group formed.
+        """Claims the ranks, which these GPUs drive, and waits until the group formed.
 
         Raises:
             SpecMismatchError, GroupBusyError, InvalidArgumentError: at once, nothing is claimed.
@@ -104,7 +105,7 @@ class Groups:
             PoolExhaustedError: the memory is not there.
             StaleHandleError: the group was replaced, reclaimed or fenced meanwhile.
         """
-        group = self._claim(session, spec, ranks, replace=replace)
+        group = self._claim(session, spec, ranks, uuids, replace=replace)
         key, generation = session.session_id, group.generation
         await wait_until(group, lambda: group.formed or key not in group.members, wait_s)
         if group.failure is not None:
@@ -128,7 +129,13 @@ class Groups:
         return group
 
     def _claim(
-        self, session: Session, spec: GroupSpec, ranks: tuple[int, ...], *, replace: bool
+        self,
+        session: Session,
+        spec: GroupSpec,
+        ranks: tuple[int, ...],
+        uuids: tuple[str, ...],
+        *,
+        replace: bool,
     ) -> Group:
         owner = Owner(session.uid, session.job, spec.name)
         group = self._groups.get(owner)
@@ -154,7 +161,7 @@ class Groups:
         if group.can_form_again:
             group.start_over(self._next_generation())
             self._stamp(group)
-        group.claim(session, ranks)
+        group.claim(session, ranks, uuids)
         if group.windows is not None:
             self._pool.lease(group.windows)
             # Who claims again has unmapped the older generation; the contract says so.
@@ -235,14 +242,17 @@ class Groups:
         if not group.has_windows:
             return
         windows = group.windows
-        if windows is not None and not windows.holders and not windows.wanted_ranks:
+        usable = windows is not None and windows.lies_on(group.uuids)
+        if windows is not None and usable and not windows.holders and not windows.wanted_ranks:
             await self._pool.format_again(windows, group.generation)
             group.reattached = True
             return
         if windows is not None:  # somebody who claims no rank may still write to it
             self._pool.release(windows)
             group.windows = None
-        group.windows = await self._pool.allocate(group.owner, group.spec, group.generation)
+        group.windows = await self._pool.allocate(
+            group.owner, group.spec, group.generation, group.uuids
+        )
 
     # Ends
 

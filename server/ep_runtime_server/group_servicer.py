@@ -21,7 +21,7 @@ from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
 
-SERVED_TRANSPORTS = ("memfd", "xla")
+SERVED_TRANSPORTS = ("memfd", "nvlink", "xla")
 MAX_LANES = 64
 # A layer is some 40 bytes on the wire and some 160 in the journal.
 _JOURNAL_GROWTH = 5
@@ -76,6 +76,21 @@ def _check_ranks(ranks: tuple[int, ...], spec: GroupSpec) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
+def _check_uuids(
+    request: pb.CreateGroupRequest | pb.RestoreGroupRequest, spec: GroupSpec
+) -> tuple[str, ...]:
+    """The GPUs of the request's ranks, ranks ascending; none for windows on the host."""
+    uuids, ranks = tuple(request.device_uuids), tuple(request.world_ranks)
+    wanted = len(ranks) if spec.transport == "nvlink" else 0
+    if len(uuids) != wanted:
+        raise InvalidArgumentError(
+            f"device_uuids must name {wanted} GPUs for {len(ranks)} ranks of a group of transport "
+            f"{spec.transport!r}, got {len(uuids)}",
+            argument="device_uuids",
+        )
+    return tuple(uuid for _, uuid in sorted(zip(ranks, uuids, strict=False)))
+
+
 class GroupServicer(pb_grpc.GroupServiceServicer):
     """See group_service.proto."""
 
@@ -90,12 +105,13 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         spec = wire.group_spec_from_proto(request.spec)
         check_spec(spec)
         ranks = _check_ranks(tuple(request.world_ranks), spec)
+        uuids = _check_uuids(request, spec)
         wait_s = _wait_s(request)
 
         async def work() -> pb.CreateGroupResponse:
             await self._runtime.claims_allowed(session, spec.name, wait_s)
             group = await self._runtime.groups.create(
-                session, spec, ranks, replace=request.replace, wait_s=wait_s
+                session, spec, ranks, uuids=uuids, replace=request.replace, wait_s=wait_s
             )
             message = views.group(group, self._runtime.clock)
             return pb.CreateGroupResponse(group=message, reattached=group.reattached)
@@ -135,11 +151,13 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
     ) -> pb.RestoreGroupResponse:
         spec = wire.group_spec_from_proto(request.spec)
         check_spec(spec)
+        ranks = _check_ranks(tuple(request.world_ranks), spec)
         claim = Claim(
             spec=spec,
             generation=request.generation,
-            ranks=_check_ranks(tuple(request.world_ranks), spec),
+            ranks=ranks,
             layers=tuple(wire.registered_from_proto(layer) for layer in request.layers),
+            uuids=_check_uuids(request, spec),
         )
         group, wanted = self._runtime.rejoin.restore_group(current_session(), claim)
         return pb.RestoreGroupResponse(

@@ -59,6 +59,7 @@ class Group:
         self.previous: dict[str, Member] = {}
         self.left: set[str] = set()  # closed it while others go on
         self.windows: WindowSet | None = None
+        self.uuids: dict[int, str] = {}  # by world rank: its GPU; empty on the host
         self.formed = False
         self.reattached = False
         self.formation: asyncio.Task[None] | None = None
@@ -147,9 +148,10 @@ class Group:
                     pid=member.session.pid,
                 )
 
-    def claim(self, session: Session, ranks: tuple[int, ...]) -> None:
-        """Makes the session a member under the current generation."""
+    def claim(self, session: Session, ranks: tuple[int, ...], uuids: tuple[str, ...] = ()) -> None:
+        """Makes the session a member under the current generation; `uuids` of the ranks' GPUs."""
         self.previous.pop(session.session_id, None)
+        self.uuids.update(zip(ranks, uuids, strict=False))
         self.members[session.session_id] = Member(session, ranks)
         self.notify()
 

@@ -32,6 +32,7 @@ class Claim:
     generation: int
     ranks: tuple[int, ...]
     layers: tuple[RegisteredLayer, ...]
+    uuids: tuple[str, ...] = ()  # of the ranks' GPUs
 
 
 class Rejoin:
@@ -61,7 +62,7 @@ class Rejoin:
                     group=claim.spec.name,
                 )
             group.check_free(session, claim.ranks)
-            group.claim(session, claim.ranks)
+            group.claim(session, claim.ranks, claim.uuids)
             member = group.members[session.session_id]
         if member.ranks != claim.ranks:
             raise InvalidArgumentError(
@@ -71,6 +72,7 @@ class Rejoin:
         group.layers.rejoin(claim.layers, takes_word=self._recovery.takes_word)
         member.attached = True
         if group.restoring and group.windows is not None:
+            group.windows.assume(dict(zip(claim.ranks, claim.uuids, strict=False)))
             group.windows.hold(session.session_id)
         self._settle(group)
         return group, self._wanted(group)
@@ -188,7 +190,7 @@ class Rejoin:
     def _forget_elsewhere(self, windows: WindowSet) -> None:
         """Memory that came back for a group is not awaited for a set without one as well: a torn
         journal may know the set and not the group."""
-        ours = {buffer.identity for buffer in windows.buffers if buffer.allocation is not None}
+        ours = {b.identity for b in windows.buffers if b.allocation is not None} - {None}
         for other in self._pool.sets:
             if other is windows or other.state is not WindowState.QUARANTINED:
                 continue
@@ -200,14 +202,16 @@ class Rejoin:
                     self._pool.drop_holder(holder, other)
 
     def _checked(self, windows: WindowSet, buffer: Buffer, fd: int) -> Allocation:
-        device = self._pool.device(windows.spec, buffer.world_rank)
+        device = self._pool.device(buffer.device)
         ours = os.dup(fd)
         try:
             allocation = device.adopt(ours, buffer.size_bytes)
         except BaseException:
             os.close(ours)
             raise
-        if buffer.identity not in (None, allocation.identity):
+        if None not in (buffer.identity, allocation.identity) and (
+            buffer.identity != allocation.identity
+        ):
             allocation.free()
             raise InvalidArgumentError(
                 f"the descriptor of rank {buffer.world_rank} is another file than the group's: "
@@ -225,6 +229,8 @@ class Rejoin:
             if buffer.allocation is not None
         }
         for rank, allocation in allocations.items():
+            if allocation.identity is None:  # of a device, which told its own already
+                continue
             if allocation.identity in taken:
                 raise InvalidArgumentError(
                     f"the descriptor of rank {rank} is another window's", argument="fd"

@@ -21,6 +21,7 @@ from ep_runtime.wire import duration
 from ep_runtime_server import config
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.config import ServerConfig
+from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.devices import HostDevice
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.failpoints import Failpoints
@@ -47,15 +48,22 @@ _ADMIN = ".AdminService/"
 class Runtime:
     """Sessions, groups, memory, and the orders of an operator."""
 
-    def __init__(self, settings: ServerConfig, clock: Clock, journal: Journal) -> None:
-        """`restore` comes next."""
+    def __init__(
+        self, settings: ServerConfig, clock: Clock, journal: Journal, gpus: Gpus | None = None
+    ) -> None:
+        """`restore` comes next; `gpus` are for tests."""
         self.settings = settings
         self.clock = clock
         self.journal = journal
         self.incarnation = secrets.token_hex(8)
         self.started_s = clock.monotonic_s()
         self.events = EventLog(clock)
-        self.pool = WindowPool(HostDevice(settings.max_host_bytes), clock, self.events)
+        self.pool = WindowPool(
+            HostDevice(settings.max_host_bytes),
+            clock,
+            self.events,
+            Gpus(settings.max_bytes_per_gpu) if gpus is None else gpus,
+        )
         self.groups = Groups(self.pool, clock, self.events)
         self.tickets = TicketBook(clock)
         self.operations = Operations(clock)

@@ -14,13 +14,14 @@ import enum
 import logging
 import mmap
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ep_runtime import board
 from ep_runtime.errors import EpRuntimeError, PoolExhaustedError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.clock import Clock
+from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.devices import Allocation, Device
 from ep_runtime_server.events import EventLog
 
@@ -101,6 +102,16 @@ class WindowSet:
         """World ranks, -1 for the board, of which no descriptor came back yet."""
         return [buffer.world_rank for buffer in self.buffers if buffer.allocation is None]
 
+    def lies_on(self, uuids: Mapping[int, str]) -> bool:
+        """Whether every window is on the GPU that its rank has now."""
+        return all(b.device == uuids.get(b.world_rank, b.device) for b in self.buffers)
+
+    def assume(self, uuids: Mapping[int, str]) -> None:
+        """Where a process says that windows lie which have not come back yet."""
+        for buffer in self.buffers:
+            if buffer.allocation is None:
+                buffer.device = uuids.get(buffer.world_rank, buffer.device)
+
     def hold(self, session_id: str) -> None:
         """The session has descriptors from now on."""
         self.holders.add(session_id)
@@ -172,6 +183,14 @@ class WindowSet:
         self.buffers = []
 
 
+def _demand(parts: Sequence[tuple[int, Device, int]]) -> dict[Device, int]:
+    """Bytes on each device."""
+    demand: dict[Device, int] = {}
+    for _, device, size_bytes in parts:
+        demand[device] = demand.get(device, 0) + size_bytes
+    return demand
+
+
 class WindowPool:
     """Every window set, and the limit per device. Lives on the event loop's thread."""
 
@@ -180,11 +199,10 @@ class WindowPool:
         host: Device,
         clock: Clock,
         events: EventLog,
-        device_of: Callable[[GroupSpec, int], Device] | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
-        """`device_of(spec, world_rank)` says where a window lives; None puts all on the host."""
         self._host = host
-        self._device_of = device_of or (lambda spec, rank: host)
+        self._gpus = gpus or Gpus()
         self._clock = clock
         self._events = events
         self.on_change: Callable[[WindowSet], None] = _nobody
@@ -209,26 +227,34 @@ class WindowPool:
         self._sets = []
 
     def devices(self) -> list[Device]:
-        return [self._host]
+        return [self._host, *self._gpus.known()]
 
     def used_bytes(self, device: str, *states: WindowState) -> int:
         """Bytes of the sets in those states, of all with none given, reservations included."""
         used = sum(s.bytes_on(device) for s in self._sets if not states or s.state in states)
         return used if states else used + self._reserved.get(device, 0)
 
-    def _demand(self, spec: GroupSpec) -> dict[Device, int]:
-        demand: dict[Device, int] = {}
-        for _, device, size_bytes in self._parts(spec):
-            demand[device] = demand.get(device, 0) + size_bytes
-        return demand
+    async def allocate(
+        self,
+        owner: Owner,
+        spec: GroupSpec,
+        generation: int,
+        uuids: Mapping[int, str] | None = None,
+    ) -> WindowSet:
+        """A new set, its board formatted; windows on the host are zeroed.
 
-    async def allocate(self, owner: Owner, spec: GroupSpec, generation: int) -> WindowSet:
-        """A new set, zeroed, its board formatted.
+        Args:
+            owner, spec, generation: of the group.
+            uuids: the GPU of each world rank; None for windows on the host.
 
         Raises:
             PoolExhaustedError: over a limit, also after memory being freed came back.
+            InvalidArgumentError: there is no such GPU here.
+            RuntimeUnavailableError: there is no CUDA driver here.
         """
-        demand = self._demand(spec)
+        loop = asyncio.get_running_loop()
+        parts = await loop.run_in_executor(self._admit, self._parts, spec, uuids or {})
+        demand = _demand(parts)
         while (full := self._first_full(demand)) is not None:
             if not self.used_bytes(full.name, WindowState.RELEASING):
                 raise self._exhausted(full, demand[full])
@@ -237,9 +263,8 @@ class WindowPool:
         for device, asked in demand.items():
             self._reserved[device.name] = self._reserved.get(device.name, 0) + asked
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._admit, windows.allocate, self._parts(spec))
+            await loop.run_in_executor(self._admit, windows.allocate, parts)
         finally:
             for device, asked in demand.items():
                 self._reserved[device.name] -= asked
@@ -253,20 +278,24 @@ class WindowPool:
         self.on_change(windows)
 
     def expect(self, owner: Owner, spec: GroupSpec, generation: int) -> WindowSet:
-        """A set of a daemon before us, known from its processes; its descriptors follow."""
+        """A set of a daemon before us, known from its processes; its descriptors follow.
+
+        Windows count as the host's until `assume` says more.
+        """
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
-        for rank, device, size_bytes in self._parts(spec):
+        for rank, device, size_bytes in self._parts(spec, {}):
             windows.buffers.append(
                 Buffer(_label(owner, generation, rank), device.name, rank, size_bytes)
             )
         self.add(windows)
         return windows
 
-    def _parts(self, spec: GroupSpec) -> list[tuple[int, Device, int]]:
+    def _parts(self, spec: GroupSpec, uuids: Mapping[int, str]) -> list[tuple[int, Device, int]]:
         """(world rank, device, bytes); the board, -1, first."""
         window_bytes = board.window_bytes(spec)
         return [(-1, self._host, board.board_bytes(spec))] + [
-            (rank, self.device(spec, rank), window_bytes) for rank in range(spec.world_size)
+            (rank, self.device(uuids.get(rank, self._host.name)), window_bytes)
+            for rank in range(spec.world_size)
         ]
 
     def check_room(self, device: str, asked: int) -> None:
@@ -276,9 +305,9 @@ class WindowPool:
             if found.name == device and asked and asked > room:
                 raise self._exhausted(found, asked)
 
-    def device(self, spec: GroupSpec, world_rank: int) -> Device:
-        """Where a window lives; -1 is the board."""
-        return self._host if world_rank < 0 else self._device_of(spec, world_rank)
+    def device(self, name: str) -> Device:
+        """The host, or a GPU by its UUID. Raises as `Gpus.get`."""
+        return self._host if name == self._host.name else self._gpus.get(name)
 
     def _first_full(self, demand: dict[Device, int]) -> Device | None:
         for device, asked in demand.items():

@@ -32,13 +32,13 @@ def start_daemon(server_loop, tmp_path_factory):
     """start_daemon(clock=, peer_of=, **config) -> Running; all are stopped at the end."""
     running: list[Running] = []
 
-    def start(*, clock=None, peer_of=None, **settings) -> Running:
+    def start(*, clock=None, peer_of=None, gpus=None, **settings) -> Running:
         directory = settings.pop("directory", None) or tmp_path_factory.mktemp("d")
         config = ServerConfig(directory=directory, **{"max_host_bytes": MAX_HOST_BYTES, **settings})
         more = {"peer_of": peer_of} if peer_of is not None else {}
 
         async def start_it() -> Daemon:
-            daemon = Daemon(config, clock=clock, **more)
+            daemon = Daemon(config, clock=clock, gpus=gpus, **more)
             await daemon.start()
             return daemon
 

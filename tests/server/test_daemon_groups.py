@@ -346,7 +346,8 @@ def test_a_group_of_pure_jax_collectives_holds_no_memory(daemon):
 @pytest.mark.parametrize(
     ("changes", "ranks", "message"),
     [
-        ({"transport": "nvlink"}, None, "transport must be one of"),
+        ({"transport": "nccl"}, None, "transport must be one of"),
+        ({"transport": "nvlink"}, None, "device_uuids must name 2 GPUs for 2 ranks"),
         ({"lanes": 65}, None, "lanes must be at most 64"),
         ({"hidden_size": 1 << 62}, None, "more than any host has"),
         ({"mesh_axes": (("ep", 2), ("ep", 2))}, [0], "unique names"),

@@ -1,0 +1,255 @@
+"""Windows in GPU memory: allocated by the driver API alone, without a CUDA context.
+
+A daemon that never makes a context costs no GPU memory beside the windows, and dies without
+disturbing a kernel. Memory is made with a POSIX descriptor as its handle; clients import and map
+it. The driver gives no way to clear it from here: clients zero what they must.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError, RuntimeUnavailableError
+from ep_runtime.layout import align_up
+
+_log = logging.getLogger(__name__)
+
+_HINT = (
+    "XLA takes 75% of a GPU unless told otherwise: set XLA_PYTHON_CLIENT_MEM_FRACTION lower, or "
+    "give the group a capacity_factor or fewer max_tokens_per_rank"
+)
+
+
+class DriverError(Exception):
+    """A call of the driver failed.
+
+    Attributes:
+        out_of_memory: the device has no room.
+    """
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver counts it; MIG instances are GPUs of their own."""
+
+    ordinal: int
+    uuid: str
+    name: str
+    total_bytes: int
+
+
+class Driver(Protocol):
+    """What the daemon needs of the CUDA driver. Every call raises DriverError."""
+
+    def gpus(self) -> list[Gpu]: ...
+
+    def granularity(self, ordinal: int) -> int:
+        """Bytes that allocations on the GPU are multiples of."""
+
+    def create(self, ordinal: int, size_bytes: int) -> int:
+        """A handle of new memory."""
+
+    def export_fd(self, handle: int) -> int: ...
+
+    def adopt(self, fd: int) -> tuple[int, int]:
+        """(handle, ordinal) of memory that an earlier process exported."""
+
+    def release(self, handle: int) -> None: ...
+
+
+class BindingsDriver:
+    """The driver through cuda-bindings. Calls cuInit and nothing that makes a context.
+
+    Raises:
+        RuntimeUnavailableError: cuda-bindings or the driver is not installed, or has no GPU.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise RuntimeUnavailableError(
+                "windows in GPU memory need cuda-bindings where the daemon runs; install "
+                "ep-runtime with the extra cuda12 or cuda13"
+            ) from error
+        self._api: Any = driver
+        try:
+            self._call(driver.cuInit, 0)
+        except Exception as error:  # noqa: BLE001 - a missing libcuda raises a class of its own
+            raise RuntimeUnavailableError(f"no CUDA driver answers: {error}") from error
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        result, *values = function(*arguments)
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            full = result == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+            raise DriverError(f"{function.__name__}: {result.name}", out_of_memory=full)
+        return values[0] if len(values) == 1 else values
+
+    def gpus(self) -> list[Gpu]:
+        api, found = self._api, []
+        for ordinal in range(self._call(api.cuDeviceGetCount)):
+            device = self._call(api.cuDeviceGet, ordinal)
+            name = bytes(self._call(api.cuDeviceGetName, 96, device)).split(b"\0")[0].decode()
+            total = int(self._call(api.cuDeviceTotalMem, device))
+            uuid = uuid_text(bytes(self._call(api.cuDeviceGetUuid, device).bytes))
+            found.append(Gpu(ordinal, uuid, name, total))
+        return found
+
+    def _properties(self, ordinal: int) -> Any:
+        api = self._api
+        made = api.CUmemAllocationProp()
+        made.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        made.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        made.location.id = ordinal
+        made.requestedHandleTypes = self._handle_type
+        return made
+
+    @property
+    def _handle_type(self) -> Any:
+        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def granularity(self, ordinal: int) -> int:
+        # The client rounds to the same (csrc/cuda/device_windows.cc).
+        flags = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        properties = self._properties(ordinal)
+        return int(self._call(self._api.cuMemGetAllocationGranularity, properties, flags))
+
+    def create(self, ordinal: int, size_bytes: int) -> int:
+        return int(self._call(self._api.cuMemCreate, size_bytes, self._properties(ordinal), 0))
+
+    def export_fd(self, handle: int) -> int:
+        fd = int(self._call(self._api.cuMemExportToShareableHandle, handle, self._handle_type, 0))
+        os.set_inheritable(fd, False)
+        return fd
+
+    def adopt(self, fd: int) -> tuple[int, int]:
+        handle = int(self._call(self._api.cuMemImportFromShareableHandle, fd, self._handle_type))
+        try:
+            properties = self._call(self._api.cuMemGetAllocationPropertiesFromHandle, handle)
+        except DriverError:
+            self.release(handle)
+            raise
+        return handle, int(properties.location.id)
+
+    def release(self, handle: int) -> None:
+        self._call(self._api.cuMemRelease, handle)
+
+
+def uuid_text(raw: bytes) -> str:
+    """The 16 bytes of a UUID as NVML and the client's library write them."""
+    text = raw.hex()
+    return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+class CudaAllocation:
+    """One window in GPU memory. `identity` is None: descriptors of it are files of their own."""
+
+    identity = None
+
+    def __init__(self, driver: Driver, handle: int, size_bytes: int) -> None:
+        self._driver = driver
+        self._handle = handle
+        self.size_bytes = size_bytes
+
+    def export_fd(self) -> int:
+        return self._driver.export_fd(self._handle)
+
+    def map(self) -> mmap.mmap:
+        raise NotImplementedError("GPU memory is not mapped in the daemon; boards are on the host")
+
+    def free(self) -> None:
+        try:
+            self._driver.release(self._handle)
+        except DriverError:
+            _log.exception("GPU memory of %d bytes was not given back", self.size_bytes)
+
+
+class CudaDevice:
+    """One GPU. `limit_bytes` is of windows: XLA's memory is not ours to count."""
+
+    def __init__(self, driver: Driver, gpu: Gpu, limit_bytes: int | None) -> None:
+        self._driver = driver
+        self._gpu = gpu
+        self.name = gpu.uuid
+        self.limit_bytes = min(limit_bytes or gpu.total_bytes, gpu.total_bytes)
+
+    def allocate(self, label: str, size_bytes: int) -> CudaAllocation:
+        whole_bytes = align_up(size_bytes, self._driver.granularity(self._gpu.ordinal))
+        try:
+            handle = self._driver.create(self._gpu.ordinal, whole_bytes)
+        except DriverError as error:
+            if not error.out_of_memory:
+                raise RuntimeUnavailableError(
+                    f"{label}: {size_bytes} bytes on {self.name} ({self._gpu.name}): {error}"
+                ) from error
+            raise PoolExhaustedError(
+                f"{label}: asked for {size_bytes} bytes on {self.name} ({self._gpu.name}, "
+                f"{self._gpu.total_bytes} bytes), which has no room for them; {_HINT}",
+                asked_bytes=size_bytes,
+                free_bytes=0,
+                limit_bytes=self.limit_bytes,
+                holders=[],
+            ) from error
+        return CudaAllocation(self._driver, handle, size_bytes)
+
+    def adopt(self, fd: int, size_bytes: int) -> CudaAllocation:
+        try:
+            handle, ordinal = self._driver.adopt(fd)
+        except DriverError as error:
+            raise InvalidArgumentError(
+                f"the descriptor is not the group's memory: {error}", argument="fd"
+            ) from error
+        if ordinal != self._gpu.ordinal:
+            self._driver.release(handle)
+            raise InvalidArgumentError(
+                f"the descriptor is memory of GPU {ordinal}, the group's is on {self._gpu.ordinal} "
+                f"({self.name})",
+                argument="fd",
+            )
+        os.close(fd)  # the handle holds the memory
+        return CudaAllocation(self._driver, handle, size_bytes)
+
+
+class Gpus:
+    """The GPUs of the host by UUID. The driver is loaded when the first window asks for it."""
+
+    def __init__(
+        self, limit_bytes: int | None = None, load: Callable[[], Driver] = BindingsDriver
+    ) -> None:
+        self._limit_bytes = limit_bytes
+        self._load = load
+        self._devices: dict[str, CudaDevice] | None = None
+
+    def known(self) -> list[CudaDevice]:
+        """Those that were looked at; none before the first window."""
+        return list((self._devices or {}).values())
+
+    def get(self, uuid: str) -> CudaDevice:
+        """Blocking the first time, some 0.1 s.
+
+        Raises:
+            RuntimeUnavailableError: there is no driver.
+            InvalidArgumentError: the host has no such GPU; names those that it has.
+        """
+        if self._devices is None:
+            driver = self._load()
+            try:
+                found = driver.gpus()
+            except DriverError as error:
+                raise RuntimeUnavailableError(f"the CUDA driver lists no GPUs: {error}") from error
+            self._devices = {gpu.uuid: CudaDevice(driver, gpu, self._limit_bytes) for gpu in found}
+        if uuid not in self._devices:
+            raise InvalidArgumentError(
+                f"the daemon's host has no GPU {uuid}; it has {sorted(self._devices)}",
+                argument="device_uuids",
+            )
+        return self._devices[uuid]

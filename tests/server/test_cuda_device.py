@@ -1,0 +1,177 @@
+"""Windows in GPU memory, with a driver that allocates files instead."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from harness import eventually
+from raw_client import close_fds, make_spec
+
+from ep_runtime import board, errors
+from ep_runtime.v1 import types_pb2
+from ep_runtime_server.cuda_device import (
+    BindingsDriver,
+    CudaDevice,
+    DriverError,
+    Gpu,
+    Gpus,
+    uuid_text,
+)
+
+GRANULARITY = 2 << 20
+GPU_BYTES = 64 << 20
+UUIDS = ("GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b")
+SPEC = make_spec(transport="nvlink")
+
+
+class FileDriver:
+    """Two GPUs whose memory are files. Counts what is held."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[int, int]] = {}  # handle -> (fd, ordinal)
+        self.made = 0
+        self._last = 0
+        self._ordinals: dict[int, int] = {}  # by inode
+
+    def gpus(self) -> list[Gpu]:
+        return [Gpu(i, uuid, "H200", GPU_BYTES) for i, uuid in enumerate(UUIDS)]
+
+    def granularity(self, ordinal: int) -> int:
+        return GRANULARITY
+
+    def _hold(self, fd: int, ordinal: int) -> int:
+        self._last += 1
+        self.held[self._last] = (fd, ordinal)
+        return self._last
+
+    def create(self, ordinal: int, size_bytes: int) -> int:
+        assert size_bytes % GRANULARITY == 0
+        used = sum(os.fstat(fd).st_size for fd, where in self.held.values() if where == ordinal)
+        if used + size_bytes > GPU_BYTES:
+            raise DriverError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY", out_of_memory=True)
+        fd = os.memfd_create("gpu")
+        os.ftruncate(fd, size_bytes)
+        self._ordinals[os.fstat(fd).st_ino] = ordinal
+        self.made += 1
+        return self._hold(fd, ordinal)
+
+    def export_fd(self, handle: int) -> int:
+        return os.dup(self.held[handle][0])
+
+    def adopt(self, fd: int) -> tuple[int, int]:
+        ordinal = self._ordinals.get(os.fstat(fd).st_ino)
+        if ordinal is None:
+            raise DriverError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE")
+        return self._hold(os.dup(fd), ordinal), ordinal
+
+    def release(self, handle: int) -> None:
+        os.close(self.held.pop(handle)[0])
+
+
+@pytest.fixture
+def driver():
+    return FileDriver()
+
+
+@pytest.fixture
+def gpu_daemon(start_daemon, driver):
+    return start_daemon(gpus=Gpus(load=lambda: driver))
+
+
+def pools(daemon) -> dict[str, int]:
+    return {pool.device: pool.leased_bytes for pool in daemon.status().pools}
+
+
+def test_every_rank_gets_its_window_on_its_own_gpu(gpu_daemon, driver):
+    client = gpu_daemon.client()
+    group = client.create(SPEC, ranks=[1, 0], uuids=[UUIDS[1], UUIDS[0]]).group
+    window_bytes = board.window_bytes(SPEC)
+    found = client.fetch(group)
+    assert [(d.world_rank, d.bytes) for d, _ in found[1:]] == [(0, window_bytes), (1, window_bytes)]
+    assert found[0][0].kind == types_pb2.WINDOW_KIND_BOARD
+    assert [driver.adopt(fd)[1] for _, fd in found[1:]] == [0, 1]
+    assert client.attached(group).state == types_pb2.GROUP_STATE_READY
+    assert pools(gpu_daemon) == {
+        "host": board.board_bytes(SPEC),
+        UUIDS[0]: window_bytes,
+        UUIDS[1]: window_bytes,
+    }
+    close_fds(found)
+
+
+def test_closing_gives_the_gpus_their_memory_back(gpu_daemon, driver):
+    client = gpu_daemon.client()
+    group = client.ready(SPEC, uuids=UUIDS)
+    assert len(driver.held) == 2
+    assert client.close_group(group) == board.board_bytes(SPEC) + 2 * board.window_bytes(SPEC)
+    eventually(lambda: driver.held == {})
+
+
+def test_a_restarted_job_takes_the_same_memory_and_on_other_gpus_new_one(gpu_daemon, driver):
+    spec = make_spec(transport="nvlink", retain_s=60.0)
+    process = gpu_daemon.process()
+    first = gpu_daemon.client(process=process)
+    first.create(spec, uuids=UUIDS)
+    process.kill()
+    again = gpu_daemon.client()
+    answer = again.create(spec, uuids=UUIDS)
+    assert (answer.reattached, driver.made) == (True, 2)
+    again.close_group(answer.group)
+    process = gpu_daemon.process()
+    gpu_daemon.client(process=process).create(spec, uuids=UUIDS)
+    process.kill()
+    answer = gpu_daemon.client().create(spec, uuids=UUIDS[::-1])
+    assert (answer.reattached, driver.made) == (False, 6)
+
+
+def test_a_gpu_that_the_host_has_not_is_named_beside_those_that_it_has(gpu_daemon):
+    with pytest.raises(errors.InvalidArgumentError, match="no GPU GPU-other; it has .*00000000a"):
+        gpu_daemon.client().create(SPEC, uuids=[UUIDS[0], "GPU-other"])
+    assert gpu_daemon.group_states() == {}
+
+
+def test_a_full_gpu_is_an_error_with_sizes_and_a_hint(gpu_daemon, driver):
+    driver.create(1, GPU_BYTES)
+    with pytest.raises(errors.PoolExhaustedError, match="XLA_PYTHON_CLIENT_MEM_FRACTION") as caught:
+        gpu_daemon.client().create(SPEC, uuids=UUIDS)
+    assert caught.value.fields["asked_bytes"] == board.window_bytes(SPEC)
+    assert caught.value.fields["limit_bytes"] == GPU_BYTES
+    assert len(driver.held) == 1  # nothing of the group
+
+
+def test_the_limit_per_gpu_is_kept(start_daemon, driver):
+    limit = board.window_bytes(SPEC)
+    daemon = start_daemon(gpus=Gpus(limit, load=lambda: driver))
+    daemon.client().create(SPEC, uuids=UUIDS)
+    other = make_spec(transport="nvlink", name="other")
+    with pytest.raises(errors.PoolExhaustedError) as caught:
+        daemon.client(job="other").create(other, uuids=UUIDS)
+    assert caught.value.fields["free_bytes"] == 0
+
+
+def test_a_host_without_a_driver_says_what_is_missing(start_daemon):
+    daemon = start_daemon()
+    try:
+        BindingsDriver()
+    except errors.RuntimeUnavailableError as error:
+        expected = str(error)
+    else:
+        pytest.skip("this host has a CUDA driver")
+    with pytest.raises(errors.RuntimeUnavailableError) as caught:
+        daemon.client().create(SPEC, uuids=UUIDS)
+    assert str(caught.value) == expected
+
+
+def test_memory_of_another_gpu_is_not_adopted(driver):
+    gpu = driver.gpus()[0]
+    handle = driver.create(1, GRANULARITY)
+    with pytest.raises(errors.InvalidArgumentError, match="is memory of GPU 1"):
+        CudaDevice(driver, gpu, None).adopt(driver.export_fd(handle), GRANULARITY)
+    with pytest.raises(errors.InvalidArgumentError, match="not the group's memory"):
+        CudaDevice(driver, gpu, None).adopt(os.memfd_create("other"), GRANULARITY)
+
+
+def test_uuids_are_written_as_nvml_writes_them():
+    raw = bytes.fromhex("0123456789abcdef0123456789abcdef")
+    assert uuid_text(raw) == "GPU-01234567-89ab-cdef-0123-456789abcdef"
