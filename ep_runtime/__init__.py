@@ -55,6 +55,7 @@ _NAMES_OF = {
         "route",
     ),
     "ep_runtime_client.ops.exporting": ("export_checks",),
+    "ep_runtime_client.ops.grouped_gemm": ("grouped_gemm",),
     "ep_runtime_client.ops.grouped_quantize": ("grouped_quantize",),
     "ep_runtime_client.quantized": ("QuantizedTensor",),
     "ep_runtime_client.remat": ("remat_policy",),

@@ -44,6 +44,7 @@ from ep_runtime_client.ops import pad_tokens as pad_tokens
 from ep_runtime_client.ops import prepare as prepare
 from ep_runtime_client.ops import route as route
 from ep_runtime_client.ops.exporting import export_checks as export_checks
+from ep_runtime_client.ops.grouped_gemm import grouped_gemm as grouped_gemm
 from ep_runtime_client.ops.grouped_quantize import grouped_quantize as grouped_quantize
 from ep_runtime_client.quantized import QuantizedTensor as QuantizedTensor
 from ep_runtime_client.remat import remat_policy as remat_policy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import placement
+from ep_runtime_client.ops import dense_placement, placement
 from ep_runtime_client.ops.placement import Roles
 
 SHAPE = (8, 64, 32)
@@ -193,7 +193,7 @@ def test_slabs_that_fit_no_experts_ask_for_the_layer() -> None:
 def test_dense_gathers_the_kernel_over_whole_tuples_and_never_the_rows(
     x: Any, kernel: Any, taken: Any, gathered: Any, out: Any
 ) -> None:
-    found = placement.dense(roles(), x, kernel, (64, 32))
+    found = dense_placement.place(roles(), x, kernel, (64, 32))
     assert (found.kernel.entries, found.kernel.gathered) == (taken, gathered)
     assert found.out == out
     assert found.x[:-1] == x[:-1]
@@ -202,5 +202,5 @@ def test_dense_gathers_the_kernel_over_whole_tuples_and_never_the_rows(
 def test_a_sum_becomes_a_scatter_where_the_result_lies_over_its_axes() -> None:
     options: Any = {"lead_shape": (8,)}
     given = (roles(), (("dp",), ("tp",)), (("tp",), ()), (64, 32))
-    assert placement.dense(*given, wanted=(("dp", "tp"), ()), **options).scatter == 0
-    assert placement.dense(*given, wanted=(("dp",), ()), **options).scatter is None
+    assert dense_placement.place(*given, wanted=(("dp", "tp"), ()), **options).scatter == 0
+    assert dense_placement.place(*given, wanted=(("dp",), ()), **options).scatter is None

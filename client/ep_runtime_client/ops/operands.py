@@ -43,9 +43,7 @@ class Packing:
     @property
     def tile(self) -> int:
         """Values that share a scale along a blocked dim; 1 where there are no blocks."""
-        if isinstance(self.recipe, BlockScaling):
-            return TILE
-        return MX_TILE if isinstance(self.recipe, MXFP8) else 1
+        return tile_of(self.recipe)
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -73,6 +71,13 @@ class Packing:
             else:
                 found.append(" ".join(values[: self.leaf_ndim(name)]))
         return found
+
+
+def tile_of(recipe: Recipe | None) -> int:
+    """Values that share a scale along a blocked dim; 1 where there are no blocks."""
+    if isinstance(recipe, BlockScaling):
+        return TILE
+    return MX_TILE if isinstance(recipe, MXFP8) else 1
 
 
 def pack(x: Matrix, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:

@@ -208,7 +208,7 @@ def expert_weight(
     for dim, axes in enumerate(given):
         kept, gone = _experts(roles, axes, shape[0]) if dim == 0 else _inner(roles, axes, dim)
         if dim > 0:
-            kept, gone = _fitting(roles, kept, gone, shape[dim], blocks, dim)
+            kept, gone = fitting(roles, kept, gone, shape[dim], blocks, dim)
         taken.append(kept + gone)
         gathered.append(gone)
         if roles.real(axes) and kept + gone != roles.real(axes):
@@ -252,7 +252,7 @@ def _inner(roles: Roles, axes: Axes, dim: int) -> tuple[Axes, Axes]:
     return tuple(axis for axis in real if axis not in gone), gone
 
 
-def _fitting(
+def fitting(
     roles: Roles,
     kept: Axes,
     gone: Axes,
@@ -317,101 +317,6 @@ def read_off(
         f"in groups of {num_groups} on devices; pass layer=",
         argument="lhs",
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Dense:
-    """How dense's operands and results lie.
-
-    Attributes:
-        lead: axes on each leading dim of x and of the output.
-        kernel: how the kernel [K', N'] is taken.
-        summed: axes that split the rows: the kernel's gradient is summed over them.
-        scatter: leading dim of the output that takes the contracted axes: the sum over them is a
-            reduce-scatter there. None is a plain sum.
-    """
-
-    lead: Entries
-    kernel: Weight
-    summed: Axes
-    scatter: int | None = None
-
-    @property
-    def contracted(self) -> Axes:
-        return self.kernel.kept[0]
-
-    @property
-    def columns(self) -> Axes:
-        return self.kernel.kept[1]
-
-    @property
-    def x(self) -> Entries:
-        return (*self.lead, self.contracted)
-
-    @property
-    def out(self) -> Entries:
-        lead = [
-            axes + (self.contracted if dim == self.scatter else ())
-            for dim, axes in enumerate(self.lead)
-        ]
-        return (*lead, self.columns)
-
-
-def dense(
-    roles: Roles,
-    x: Sequence[Axes],
-    kernel: Sequence[Axes],
-    kernel_shape: tuple[int, int],
-    *,
-    wanted: Sequence[Axes] | None = None,
-    lead_shape: Sequence[int] = (),
-    blocks: tuple[int, ...] | None = None,
-) -> Dense:
-    """The placement of y = x @ kernel.
-
-    Args:
-        roles: the mesh's axes; outer and ep do not matter here.
-        x: entries of x [..., K'] as it arrives.
-        kernel: entries of the kernel [K', N'] as it arrives.
-        kernel_shape: its global shape.
-        wanted: entries of the output where they are known.
-        lead_shape: x's leading dims.
-        blocks: per dim of the kernel, what its local size must be a multiple of.
-
-    An axis of x's leading dims that is also on the kernel is gathered off the kernel, and with it
-    whatever lies inside it in a tuple. Any other axis stays: on N', or on K' of both sides.
-    """
-    lead = tuple(roles.real(axes) for axes in x[:-1])
-    if lead_shape:
-        lead = tuple(
-            axes if size % roles.size(axes) == 0 else ()
-            for axes, size in zip(lead, lead_shape, strict=True)
-        )
-    rows = set(flat(lead))
-    on_k = tuple(axis for axis in roles.real(x[-1]) if axis not in rows)
-    entries, gathered = [], []
-    for dim, axes in enumerate(padded(kernel, 2)):
-        free = tuple(axis for axis in roles.real(axes) if axis not in on_k)
-        first = next((i for i, axis in enumerate(free) if axis in rows), len(free))
-        kept, gone = (on_k if dim == 0 else ()) + free[:first], free[first:]
-        kept, gone = _fitting(roles, kept, gone, kernel_shape[dim], blocks, dim)
-        entries.append(kept + gone)
-        gathered.append(gone)
-    taken = Weight(tuple(entries), tuple(gathered))
-    found = Dense(lead, taken, flat(lead))
-    return dataclasses.replace(found, scatter=_scattered(roles, found, wanted, lead_shape))
-
-
-def _scattered(
-    roles: Roles, found: Dense, wanted: Sequence[Axes] | None, lead_shape: Sequence[int]
-) -> int | None:
-    if wanted is None or not found.contracted:
-        return None
-    for dim, size in enumerate(lead_shape):
-        over = found.lead[dim] + found.contracted
-        if roles.real(wanted[dim]) == over and size % roles.size(over) == 0:
-            return dim
-    return None
 
 
 def entries_of(spec: Any, ndim: int) -> Entries:

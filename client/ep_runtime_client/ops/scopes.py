@@ -13,7 +13,8 @@ from ep_runtime_client.layers import EpLayer
 # What separates the parts of a scope in op names.
 _SEPARATORS = str.maketrans({"/": ".", "(": "[", ")": "]"})
 _SCOPE = re.compile(
-    r"\bep_(prepare|dispatch|combine|dispatch_bwd|combine_bwd|experts|router|aux_loss|stats)"
+    r"\bep_(prepare|dispatch_bwd|dispatch|combine_bwd|combine|experts|router|aux_loss|stats|"
+    r"grouped_gemm|grouped_quantize|dense)"
     r"/([^/()]+)"
 )
 

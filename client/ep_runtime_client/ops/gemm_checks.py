@@ -1,0 +1,85 @@
+"""What grouped_gemm refuses, with sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import Recipe, TensorScaling
+
+
+def check_gemm(lhs: Any, rhs: Any, group_sizes: Any, bias: Any, recipe: Any) -> None:
+    """Raises InvalidArgumentError for operands that do not fit each other."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InvalidArgumentError(
+            f"recipe must be one of ep.recipes or None, got {recipe!r}", argument="recipe"
+        )
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if not isinstance(x, QuantizedTensor) and not jnp.issubdtype(
+            jnp.result_type(x), jnp.floating
+        ):
+            raise InvalidArgumentError(
+                f"{name} must be floating or a QuantizedTensor, got {jnp.result_type(x)}",
+                argument=name,
+            )
+    lead = jnp.ndim(group_sizes)
+    if lead not in (1, 2) or not jnp.issubdtype(jnp.result_type(group_sizes), jnp.integer):
+        raise InvalidArgumentError(
+            "group_sizes must be integers [R, L] or [E], got "
+            f"{jnp.result_type(group_sizes)}{list(jnp.shape(group_sizes))}",
+            argument="group_sizes",
+        )
+    _check_shapes(tuple(lhs.shape), tuple(rhs.shape), tuple(group_sizes.shape))
+    _check_bias(tuple(rhs.shape), bias)
+    for name, x, rows in (("lhs", lhs, True), ("rhs", rhs, False)):
+        if isinstance(x, QuantizedTensor) and x.is_rows != rows:
+            wanted = "rows (with group_sizes)" if rows else "kernels (without group_sizes)"
+            raise InvalidArgumentError(f"{name} must be quantized {wanted}", argument=name)
+
+
+def _check_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    slabs = len(sizes) == 2
+    if len(lhs) != len(sizes) + 1 or (slabs and lhs[0] != sizes[0]):
+        wanted = f"[{sizes[0]}, C, K']" if slabs else "[rows, K']"
+        raise InvalidArgumentError(
+            f"lhs must be {wanted} beside group_sizes {list(sizes)}, got {list(lhs)}",
+            argument="lhs",
+        )
+    if len(rhs) < 3 or rhs[1] != lhs[-1]:
+        raise InvalidArgumentError(
+            f"rhs must be [E, {lhs[-1]}, *N'] for lhs {list(lhs)}, got {list(rhs)}", argument="rhs"
+        )
+    if not slabs and rhs[0] != sizes[0]:
+        raise InvalidArgumentError(
+            f"group_sizes of [rows, K'] must be [{rhs[0]}], one per expert of rhs {list(rhs)}, "
+            f"got {list(sizes)}",
+            argument="group_sizes",
+        )
+
+
+def _check_bias(rhs: tuple[int, ...], bias: Any) -> None:
+    wanted = (rhs[0], *rhs[2:])
+    if bias is not None and jnp.shape(bias) != wanted:
+        raise InvalidArgumentError(
+            f"bias must be [E, *N'] = {list(wanted)}, got {list(jnp.shape(bias))}",
+            argument="bias",
+        )
+
+
+def check_state(recipe: Any, state: Any, *, plain: bool) -> None:
+    """Raises InvalidArgumentError unless delayed scaling has its state, and nothing else has."""
+    delayed = isinstance(recipe, TensorScaling) and recipe.delayed
+    if delayed and state is None:
+        raise InvalidArgumentError(
+            f"{recipe} needs state=, from recipe.init_state(num_experts) or an earlier call",
+            argument="state",
+        )
+    if state is not None and not (delayed and plain):
+        raise InvalidArgumentError(
+            "state goes with recipe=TensorScaling(delayed=True) and plain operands alone, "
+            f"got recipe {recipe}",
+            argument="state",
+        )

@@ -1,0 +1,195 @@
+"""Grouped GEMM, forward and backward, as ops that both partitionings run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops import local_gemm, local_quantize
+from ep_runtime_client.ops.local_gemm import Gemm
+from ep_runtime_client.ops.operands import Packing, gather, unpack
+from ep_runtime_client.ops.placement import Entries, Grouped, Roles, grouped, padded
+from ep_runtime_client.ops.quantize_ops import kernel_factors, row_factors, rows_roles
+from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.ops.resolved import Resolved, Sums
+from ep_runtime_client.recipes import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class _GemmOp:
+    """What forward and backward share. Hashable.
+
+    Attributes:
+        where: where it runs.
+        lhs: leaves of the rows [R, C, K'].
+        rhs: leaves of the weight [E, K', *N'].
+        has_bias: whether a bias [E, *N'] follows them; group_sizes [R, L] always do.
+        gemm: static side of the GEMM on one device.
+    """
+
+    where: Where
+    lhs: Packing
+    rhs: Packing
+    has_bias: bool
+    gemm: Gemm
+
+    name: ClassVar[str] = "grouped_gemm"
+
+    @property
+    def _weight(self) -> int:
+        """Which operand is the first of the weight's."""
+        return len(self.lhs)
+
+    def roles(
+        self,
+        sizes: tuple[tuple[str, int], ...],
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> Roles:
+        groups = shapes[len(self.lhs) + len(self.rhs) + int(self.has_bias)]
+        experts = shapes[self._weight][0]
+        return rows_roles(sizes, arrived[0], shapes[0], groups, experts)
+
+    def place(
+        self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
+    ) -> Grouped:
+        shape = shapes[self._weight]
+        blocks = self.rhs.blocks
+        return grouped(roles, arrived[0], arrived[self._weight], shape, blocks=blocks)
+
+    def taken(self, place: Grouped) -> tuple[Entries, ...]:
+        """Entries of the operands up to group_sizes."""
+        bias = [place.bias.entries] if self.has_bias else []
+        slabs = self.lhs.spread(place.lhs)
+        return (*slabs, *self.rhs.spread(place.weight.entries), *bias, place.sizes)
+
+    def opened(self, place: Grouped, blocks: Sequence[jax.Array]) -> tuple[Any, Any, Any, Any]:
+        """Local blocks -> (lhs, rhs, bias, group_sizes), the weight gathered."""
+        first, last = self._weight, self._weight + len(self.rhs)
+        sizes = blocks[last + int(self.has_bias)]
+        leaves = [gather(leaf, place.weight.gathered) for leaf in blocks[first:last]]
+        bias = gather(blocks[last], place.bias.gathered) if self.has_bias else None
+        return unpack(self.lhs, blocks[:first], sizes), unpack(self.rhs, leaves), bias, sizes
+
+    def shared_factors(self) -> list[str]:
+        """Factors of the operands up to group_sizes."""
+        kernel = kernel_factors(self.rhs.ndim)
+        bias = [" ".join([kernel[0], *kernel[2:]])] if self.has_bias else []
+        return [*self.lhs.factors(row_factors(3)), *self.rhs.factors(kernel), *bias, "r l"]
+
+    @property
+    def out_factors(self) -> str:
+        return " ".join(["r", "c", *kernel_factors(self.rhs.ndim)[2:]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward(_GemmOp):
+    """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],)."""
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        place = self.place(roles, arrived, shapes)
+        sums = Sums(roles, self.where.manual)
+        split = sums.free(place.contracted)
+
+        def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            lhs, rhs, bias, sizes = self.opened(place, blocks)
+            gemm = self.gemm
+            if split:
+                # Sums of parts stay wide, and one part alone brings the bias.
+                gemm = dataclasses.replace(gemm, out_dtype=wide(lhs, rhs))
+                if bias is not None:
+                    bias = jnp.where(lax.axis_index(split) == 0, bias, jnp.zeros_like(bias))
+            out = local_gemm.forward(gemm, lhs, rhs, bias, sizes)
+            return (sums.total(out, split).astype(self.gemm.out_dtype),)
+
+        return Resolved(self.taken(place), (place.out,), local)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        return self.shared_factors(), [self.out_factors]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward(_GemmOp):
+    """lhs leaves, rhs leaves, bias, group_sizes, grad [R, C, *N'] -> d_lhs, d_rhs, d_bias.
+
+    Attributes:
+        recipe: how the gradient is quantized; None leaves it.
+        weight_dtype: of d_rhs.
+        bias_dtype: of d_bias.
+    """
+
+    recipe: Recipe | None
+    weight_dtype: Any
+    bias_dtype: Any
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        place = self.place(roles, arrived, shapes)
+        sums = Sums(roles, self.where.manual)
+        summed = sums.free(place.columns)
+        crossed = tuple(dict.fromkeys(roles.real(roles.outer) + place.columns))
+        shared = self._shared(roles)
+
+        def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            lhs, rhs, bias, sizes = self.opened(place, blocks)
+            experts, d_bias = rhs.shape[0], []
+            grad: Any = blocks[-1]
+            if bias is not None:
+                summed_rows = local_gemm.bias_grad(self.gemm, grad, sizes, experts)
+                part = sums.back(summed_rows, place.bias.gathered, shared)
+                d_bias.append(part.astype(self.bias_dtype))
+            if self.recipe is not None:
+                grad = local_quantize.quantize_rows(
+                    self.recipe, grad, sizes, crossed, gradient=True, num_experts=experts
+                )
+            gemm = self.gemm
+            if summed:
+                gemm = dataclasses.replace(gemm, out_dtype=wide(grad, rhs))
+            d_lhs = sums.total(local_gemm.data_grad(gemm, grad, rhs, sizes), summed)
+            d_rhs = local_gemm.weight_grad(gemm, lhs, grad, sizes, experts)
+            d_rhs = sums.back(d_rhs, place.weight.gathered, shared)
+            return d_lhs.astype(self.gemm.out_dtype), d_rhs.astype(self.weight_dtype), *d_bias
+
+        results = (place.lhs, place.weight.entries)
+        bias = (place.bias.entries,) if self.has_bias else ()
+        return Resolved((*self.taken(place), place.out), (*results, *bias), local)
+
+    def _shared(self, roles: Roles) -> tuple[str, ...]:
+        """Axes over which the weight's gradient adds up."""
+        return roles.real(roles.outer)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        kernel = kernel_factors(self.rhs.ndim)
+        made = [" ".join(row_factors(3)), " ".join(kernel)]
+        if self.has_bias:
+            made.append(" ".join([kernel[0], *kernel[2:]]))
+        return [*self.shared_factors(), self.out_factors], made
+
+
+def wide(*operands: Any) -> Any:
+    """Dtype of sums."""
+    return jnp.float64 if any(x.dtype == jnp.float64 for x in operands) else jnp.float32
+
+
+def arrivals(
+    lhs: Packing, rhs: Packing, lhs_entries: Entries, rhs_entries: Entries, *others: int
+) -> tuple[Entries, ...]:
+    """Entries of a GEMM's operands; `others` are the dims of those whose layout does not matter."""
+    rest = (padded((), ndim) for ndim in others)
+    return (*lhs.spread(lhs_entries), *rhs.spread(rhs_entries), *rest)

@@ -1,0 +1,166 @@
+"""The gradient of grouped_gemm: what is quantized, what is kept, and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_runtime_client.ops import quantize_ops, spread, twin
+from ep_runtime_client.ops.gemm_ops import Backward, Forward, arrivals
+from ep_runtime_client.ops.local_gemm import Gemm
+from ep_runtime_client.ops.operands import Matrix, pack
+from ep_runtime_client.ops.placement import Entries
+from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import Recipe
+
+# lhs, rhs (plain ones, or where the gradients of quantized ones go), bias, quantized lhs and rhs
+# without origin, group_sizes [R, L].
+Operands = tuple[
+    jax.Array | None,
+    jax.Array | None,
+    jax.Array | None,
+    QuantizedTensor | None,
+    QuantizedTensor | None,
+    jax.Array,
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmCall:
+    """The static argument of one call. Hashable.
+
+    Attributes:
+        where: where it runs.
+        recipe: how plain operands and gradients are quantized; None leaves them.
+        gemm: static side of the GEMM on one device.
+        num_experts: E, over all devices.
+        lhs: entries of the rows [R, C, K'].
+        rhs: entries of the weight, where they are known.
+    """
+
+    where: Where
+    recipe: Recipe | None
+    gemm: Gemm
+    num_experts: int
+    lhs: Entries
+    rhs: Entries
+
+
+def run(call: GemmCall, operands: Operands) -> jax.Array:
+    """[R, C, *N'], differentiable in the first three operands."""
+    out: jax.Array = twin.run(_primal, call, *operands, traced=_gemm)
+    return out
+
+
+def _primal(call: GemmCall, *operands: Any) -> jax.Array:
+    bias, group_sizes = operands[2], operands[5]
+    rows, kernel = _multiplied(call, *operands[:2], *operands[3:])
+    return _forward(call, rows, kernel, bias, group_sizes)
+
+
+def _multiplied(
+    call: GemmCall,
+    lhs: jax.Array | None,
+    rhs: jax.Array | None,
+    q_lhs: QuantizedTensor | None,
+    q_rhs: QuantizedTensor | None,
+    group_sizes: jax.Array,
+) -> tuple[Matrix, Matrix]:
+    """What the GEMM multiplies: quantized here where there is a recipe for plain operands."""
+    rows, kernel = _either(q_lhs, lhs), _either(q_rhs, rhs)
+    if call.recipe is None:
+        return rows, kernel
+    if q_rhs is None:
+        kernel_op = quantize_ops.QuantizeKernel(call.where, call.recipe, kernel.shape)
+        q = quantize_ops.kernel(kernel_op, call.rhs, _array(kernel))
+        kernel = _tagged(q, "ep_q_w")
+    if q_lhs is None:
+        rows_op = quantize_ops.QuantizeRows(call.where, call.recipe, 3, call.num_experts)
+        x = spread.pin(call.where, _array(rows), (call.lhs[0], (), None))
+        q = quantize_ops.rows(rows_op, call.lhs, x, group_sizes)
+        rows = _tagged(dataclasses.replace(q, group_sizes=None), "ep_q_x")
+    return rows, kernel
+
+
+def _either(quantized: QuantizedTensor | None, plain: jax.Array | None) -> Matrix:
+    if quantized is not None:
+        return quantized
+    assert plain is not None
+    return plain
+
+
+def _array(x: Matrix) -> jax.Array:
+    assert not isinstance(x, QuantizedTensor)
+    return x
+
+
+def _tagged(q: QuantizedTensor, name: str) -> QuantizedTensor:
+    """`q` with 8-bit floats as uint8, which is what is kept until backward."""
+    kept = quantize_ops.raw(dataclasses.replace(q, amax=None))
+    tagged: QuantizedTensor = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), kept)
+    return tagged
+
+
+def _slabs(call: GemmCall, x: jax.Array) -> jax.Array:
+    """Rows or their gradient held to the slabs' layout."""
+    return spread.pin(call.where, x, (call.lhs[0], (), *([None] * (x.ndim - 2))))
+
+
+def _forward(
+    call: GemmCall, rows: Matrix, kernel: Matrix, bias: jax.Array | None, group_sizes: jax.Array
+) -> jax.Array:
+    lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True)
+    rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False)
+    if not isinstance(rows, QuantizedTensor):
+        lhs = [_slabs(call, lhs[0])]
+    op = Forward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm)
+    others = [] if bias is None else [bias]
+    dims = [x.ndim for x in (*others, group_sizes)]
+    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *dims)
+    return _slabs(call, spread.run(op, arrived, *lhs, *rhs, *others, group_sizes)[0])
+
+
+def _fwd(call: GemmCall, *operands: Any) -> Any:
+    lhs, rhs, bias, q_lhs, q_rhs, group_sizes = operands
+    rows, kernel = _multiplied(call, lhs, rhs, q_lhs, q_rhs, group_sizes)
+    out = _forward(call, rows, kernel, bias, group_sizes)
+    likes = tuple(None if x is None else jax.numpy.zeros((0,), x.dtype) for x in (lhs, rhs))
+    return out, (rows, kernel, bias, group_sizes, likes)
+
+
+def _bwd(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
+    rows, kernel, bias, group_sizes, likes = kept
+    lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True, columns=True)
+    rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False, columns=True)
+    dtypes = [grad.dtype if like is None else like.dtype for like in likes]
+    gemm = dataclasses.replace(call.gemm, out_dtype=dtypes[0])
+    bias_dtype = None if bias is None else bias.dtype
+    op = Backward(
+        call.where,
+        lhs_packing,
+        rhs_packing,
+        bias is not None,
+        gemm,
+        call.recipe,
+        dtypes[1],
+        bias_dtype,
+    )
+    others = [] if bias is None else [bias]
+    dims = [x.ndim for x in (*others, group_sizes, grad)]
+    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *dims)
+    operands = (*lhs, *rhs, *others, group_sizes, _slabs(call, grad))
+    d_lhs, d_rhs, *d_bias = spread.run(op, arrived, *operands)
+    grads = (
+        None if likes[0] is None else _slabs(call, d_lhs),
+        None if likes[1] is None else d_rhs,
+        d_bias[0] if d_bias else None,
+    )
+    return (*grads, None, None, None)
+
+
+_gemm = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_gemm.defvjp(_fwd, _bwd)

@@ -1,0 +1,195 @@
+"""grouped_gemm: every expert's rows times its kernel, under the sharding rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops import gemm_vjp, regions, spread
+from ep_runtime_client.ops.gemm_checks import check_gemm
+from ep_runtime_client.ops.gemm_vjp import GemmCall
+from ep_runtime_client.ops.local_gemm import Gemm
+from ep_runtime_client.ops.operands import Matrix, tile_of
+from ep_runtime_client.ops.placement import (
+    Entries,
+    Roles,
+    entries_of,
+    grouped,
+    padded,
+    read_off,
+)
+from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import Recipe
+
+
+def grouped_gemm(
+    lhs: jax.Array | QuantizedTensor,
+    rhs: jax.Array | QuantizedTensor,
+    group_sizes: jax.Array,
+    *,
+    layer: EpLayer | TracedLayer | None = None,
+    bias: jax.Array | None = None,
+    recipe: Recipe | None = None,
+    out_dtype: Any = None,
+    rhs_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """Multiplies the rows of every group by their expert's kernel.
+
+    Args:
+        lhs: [R, C, K'] rows as dispatch lays them out, or [rows, K']; float, or a QuantizedTensor
+            of rows. Rows past the last group are neither read nor trusted.
+        rhs: [E, K', *N'] kernels (trailing dims such as [2, M] stay apart), or a QuantizedTensor
+            of kernels. Its expert dim is sharded over the ep axes; outer axes on any dim are
+            gathered off it, after quantization; other axes stay on N', or are summed over on K'.
+        group_sizes: [R, L] int32, rows of each group, on the device; [E] for [rows, K']. Group l
+            of slab r is expert (r * L + l) % E.
+        layer: whose mesh and axes the sharding rules resolve against. Without it they come from
+            the operands' layouts; unsharded operands mean one device.
+        bias: [E, *N'] or None; added once to every row of its expert.
+        recipe: how plain operands are quantized, in backward too; None and BF16 quantize nothing.
+        out_dtype: of the result; None is lhs's, or bf16 where lhs is quantized.
+        rhs_spec: how rhs lies on the mesh, where that cannot be seen: the axes of a manual
+            shard_map around the call by which it is still sharded, or those of a traced array.
+
+    Returns:
+        [R, C, *N'] or [rows, *N'], summed in f32 (f64 for f64 operands). Rows past the last group
+        are undefined. Differentiable in lhs, rhs and bias; experts without rows get zero
+        gradients. Quantized operands pass their gradient to what was quantized.
+
+    Raises:
+        InvalidArgumentError: shapes or dtypes do not fit, or the weight lies on the mesh in a way
+            that has no meaning (an ep axis off the expert dim, experts that do not divide).
+        NotImplementedError: under vmap.
+
+    Cost: dots follow sum(group_sizes); per call one all-gather of rhs over its outer axes, of
+        1-byte data and scales with a recipe; backward the same, and one reduce-scatter.
+    """
+    flat_rows = group_sizes.ndim == 1
+    check_gemm(lhs, rhs, group_sizes, bias, recipe)
+    if recipe is not None and not recipe.quantizes:
+        lhs, rhs = (_cast(x, jnp.bfloat16) for x in (lhs, rhs))
+        recipe = None
+    if flat_rows:
+        lhs, group_sizes = jax.tree.map(lambda x: x[None], lhs), group_sizes[None]
+    group_sizes = group_sizes.astype(jnp.int32)
+    call = _call(lhs, rhs, group_sizes, bias, layer, recipe, out_dtype, rhs_spec)
+    out = _run(call, lhs, rhs, bias, group_sizes)
+    return out[0] if flat_rows else out
+
+
+def _cast(x: Matrix, dtype: Any) -> Matrix:
+    return x if isinstance(x, QuantizedTensor) else x.astype(dtype)
+
+
+def _call(
+    lhs: Matrix,
+    rhs: Matrix,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    layer: EpLayer | TracedLayer | None,
+    recipe: Recipe | None,
+    out_dtype: Any,
+    rhs_spec: PartitionSpec | None,
+) -> GemmCall:
+    """The static side of a call."""
+    operands = [x for x in (_values(lhs), _values(rhs), bias, group_sizes) if x is not None]
+    known = regions.known_entries(_values(rhs), rhs.ndim)
+    given = known if rhs_spec is None else entries_of(rhs_spec, rhs.ndim)
+    rows = regions.known_entries(_values(lhs), lhs.ndim) or padded((), lhs.ndim)
+    if layer is None:
+        where = regions.of_operands(operands, rhs_spec)
+    else:
+        quantizes = recipe is not None or isinstance(rhs, QuantizedTensor)
+        where = regions.of_layer(
+            layer, operands, weight_known=given is not None, quantizes=quantizes
+        )
+    given = given or padded((), rhs.ndim)
+    if where.manual:
+        given = _with_manual_experts(where, entries_of(rhs_spec, rhs.ndim))
+    if layer is None and where.mode == "shard_map":
+        roles = _read_off(where, rows, rhs, group_sizes)
+        where = dataclasses.replace(where, roles=roles)
+    num_experts = rhs.shape[0]
+    if where.roles is not None:
+        # The weight decides which axes lie on K' of the rows too.
+        shape = spread.whole_shape(where, rhs.shape, given)
+        num_experts = shape[0]
+        blocks = _blocks(recipe, rhs)
+        rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
+        _check_slabs(where, lhs)
+    if out_dtype is None:
+        out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
+    gemm = Gemm(jnp.dtype(out_dtype), 1 if layer is None else regions.alignment_of(layer))
+    return GemmCall(where, recipe, gemm, num_experts, rows, given)
+
+
+def _values(x: Matrix) -> jax.Array:
+    return x.data if isinstance(x, QuantizedTensor) else x
+
+
+def _blocks(recipe: Recipe | None, rhs: Matrix) -> tuple[int, ...]:
+    tile = tile_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe)
+    return tuple(tile if dim in (1, rhs.ndim - 1) else 1 for dim in range(rhs.ndim))
+
+
+def _with_manual_experts(where: Where, entries: Entries) -> Entries:
+    """Entries of a weight whose expert dim is local to the manual ep axes already."""
+    ep = () if where.roles is None else where.roles.ep
+    missing = tuple(axis for axis in ep if axis in where.manual and axis not in entries[0])
+    return (missing + entries[0], *entries[1:])
+
+
+def _read_off(where: Where, lhs: Entries, rhs: Matrix, group_sizes: jax.Array) -> Roles:
+    assert where.roles is not None
+    num_slabs, num_groups = group_sizes.shape
+    return read_off(
+        where.roles.sizes,
+        lhs[0],
+        num_slabs=num_slabs,
+        num_groups=num_groups,
+        num_experts=rhs.shape[0],
+    )
+
+
+def _check_slabs(where: Where, lhs: Matrix) -> None:
+    """Raises InvalidArgumentError unless every shard of the tokens has its slabs."""
+    assert where.roles is not None
+    shards = where.roles.without(where.manual).size(where.roles.without(where.manual).slab)
+    if lhs.shape[0] % shards:
+        raise InvalidArgumentError(
+            f"lhs has {lhs.shape[0]} slabs for the {shards} shards of the token axes "
+            f"{where.roles.named(where.roles.slab)} of {where.roles.owner}",
+            argument="lhs",
+        )
+
+
+def _run(
+    call: GemmCall, lhs: Matrix, rhs: Matrix, bias: jax.Array | None, group_sizes: jax.Array
+) -> jax.Array:
+    primals: list[Any] = []
+    quantized: list[Any] = []
+    for x, entries in ((lhs, call.lhs), (rhs, call.rhs)):
+        primal = x.origin if isinstance(x, QuantizedTensor) else x
+        primals.append(spread.settle(call.where, primal, entries))
+        detached = None
+        if isinstance(x, QuantizedTensor):
+            detached = dataclasses.replace(x, origin=None, amax=None, group_sizes=None)
+        quantized.append(spread.settle(call.where, detached, entries))
+    bias = spread.settle(call.where, bias, (call.rhs[0], *call.rhs[2:]))
+    group_sizes = spread.settle(call.where, group_sizes, call.lhs[:1])
+    operands: Any = (*primals, bias, *quantized, group_sizes)
+    out = gemm_vjp.run(call, operands)
+    return _summed_outside(call, out)
+
+
+def _summed_outside(call: GemmCall, out: jax.Array) -> jax.Array:
+    """Over a manual axis on K' JAX's own sum is taken, which knows how its gradient is counted."""
+    on_k = tuple(axis for axis in call.lhs[2] if axis in call.where.manual)
+    return jax.lax.psum(out, on_k) if on_k else out

@@ -1,0 +1,256 @@
+"""Quantization of rows and of kernels as ops that both partitionings run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from ep_runtime_client.ops import local_quantize, spread
+from ep_runtime_client.ops.operands import Matrix, Packing, pack_fields, unpack
+from ep_runtime_client.ops.placement import (
+    Entries,
+    Roles,
+    expert_weight,
+    flat,
+    padded,
+    read_off,
+    say_once,
+)
+from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.ops.resolved import Resolved
+from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
+from ep_runtime_client.recipes import MXFP8, BlockScaling, Recipe, TensorScaling
+
+FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeRows:
+    """x [R, C, K'], group_sizes [R, L], and f32 scale [R, L] where it is given -> leaves.
+
+    Attributes:
+        where: where it runs.
+        recipe: how.
+        ndim: dims of x.
+        num_experts: E, where it is known: slabs of one device share the amax of an expert.
+        scaled: whether the scale is given (delayed scaling).
+    """
+
+    where: Where
+    recipe: Recipe
+    ndim: int
+    num_experts: int | None = None
+    scaled: bool = False
+
+    name: ClassVar[str] = "grouped_quantize"
+
+    @property
+    def packing(self) -> Packing:
+        return packing_of(self.recipe, self.ndim, rows=True)
+
+    def roles(
+        self,
+        sizes: tuple[tuple[str, int], ...],
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> Roles:
+        return rows_roles(sizes, arrived[0], shapes[0], shapes[1], self.num_experts)
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        entries = self._entries(roles, arrived[0], shapes[0])
+        over = tuple(dict.fromkeys(roles.real(roles.outer) + flat(entries[2:])))
+        experts = None if self.num_experts is None else self.num_experts // roles.size(roles.ep)
+
+        def local(x: jax.Array, sizes: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
+            if isinstance(self.recipe, TensorScaling) and scale:
+                amax = local_quantize.group_amax(x, sizes, experts)
+                amax = jax.lax.pmax(amax, over) if over else amax
+                q = local_quantize.scale_rows(self.recipe, x, sizes, scale[0], amax)
+            else:
+                q = local_quantize.quantize_rows(self.recipe, x, sizes, over, num_experts=experts)
+            return _raw_leaves(q)
+
+        groups = entries[:1] + ((),)
+        operands = (entries, groups, *([groups] if self.scaled else []))
+        return Resolved(operands, tuple(self.packing.spread(entries)), local)
+
+    def _entries(self, roles: Roles, arrived: Entries, shape: tuple[int, ...]) -> Entries:
+        last = tuple(axis for axis in roles.real(arrived[-1]) if axis not in roles.slab)
+        unit = self.packing.tile
+        if last and shape[-1] % (roles.size(last) * unit):
+            say_once(
+                f"x: K'={shape[-1]} over {roles.named(last)} does not leave multiples of {unit} "
+                f"on every shard: {roles.named(last)} is gathered before the op"
+            )
+            last = ()
+        return (*padded((roles.slab,), self.ndim - 1), last)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        values = row_factors(self.ndim)
+        groups = ["r l"] * (2 if self.scaled else 1)
+        return [" ".join(values), *groups], self.packing.factors(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeKernel:
+    """w [E, K', *N'], and f32 scale [E] where it is given -> leaves.
+
+    Attributes:
+        where: where it runs.
+        recipe: how.
+        shape: of w.
+        scaled: whether the scale is given (delayed scaling).
+    """
+
+    where: Where
+    recipe: Recipe
+    shape: tuple[int, ...]
+    scaled: bool = False
+
+    name: ClassVar[str] = "grouped_quantize"
+
+    @property
+    def packing(self) -> Packing:
+        return packing_of(self.recipe, len(self.shape), rows=False)
+
+    def roles(
+        self,
+        sizes: tuple[tuple[str, int], ...],
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> Roles:
+        return Roles(sizes, (), arrived[0][0])
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        weight = expert_weight(roles, arrived[0], shapes[0], blocks=self.packing.blocks)
+        over = weight.amax_axes()
+
+        def local(w: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
+            if isinstance(self.recipe, TensorScaling) and scale:
+                amax = local_quantize.kernel_amax(w)
+                amax = jax.lax.pmax(amax, over) if over else amax
+                q = local_quantize.scale_kernel(self.recipe, w, scale[0], amax)
+            else:
+                q = local_quantize.quantize_kernel(self.recipe, w, over)
+            return _raw_leaves(q)
+
+        operands = (weight.entries, *([weight.entries[:1]] if self.scaled else []))
+        return Resolved(operands, tuple(self.packing.spread(weight.entries)), local)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        values = kernel_factors(len(self.shape))
+        made = [
+            factor if self._cut_evenly(dim) else f"{factor}_whole"
+            for dim, factor in enumerate(values)
+        ]
+        return [" ".join(values), *(["e"] if self.scaled else [])], self.packing.factors(made)
+
+    def _cut_evenly(self, dim: int) -> bool:
+        """Whether every axis leaves whole blocks of a dim, so that what comes out lies as w."""
+        unit = self.packing.blocks[dim]
+        sizes = () if self.where.roles is None else self.where.roles.sizes
+        return all(self.shape[dim] % (unit * size) == 0 for _, size in sizes)
+
+
+def rows(
+    op: QuantizeRows, arrived: Entries, x: jax.Array, sizes: jax.Array, *scale: jax.Array
+) -> QuantizedTensor:
+    """The op on rows."""
+    groups = padded((arrived[0],), 2)
+    leaves = spread.run(op, (arrived, groups, *([groups] * len(scale))), x, sizes, *scale)
+    result = unpack(op.packing, leaves, sizes)
+    assert isinstance(result, QuantizedTensor)
+    return result
+
+
+def kernel(
+    op: QuantizeKernel, arrived: Entries, w: jax.Array, *scale: jax.Array
+) -> QuantizedTensor:
+    """The op on kernels."""
+    leaves = spread.run(op, (arrived, *([arrived[:1]] * len(scale))), w, *scale)
+    result = unpack(op.packing, leaves)
+    assert isinstance(result, QuantizedTensor)
+    return result
+
+
+def packing_of(recipe: Recipe, ndim: int, *, rows: bool) -> Packing:
+    """The leaves that quantization makes."""
+    data, f32 = recipe.data_dtype(), jax.numpy.dtype("float32")
+    if isinstance(recipe, TensorScaling):
+        return Packing(("data", "scale", "amax"), (data, f32, f32), recipe, ndim, rows)
+    if isinstance(recipe, BlockScaling):
+        return Packing(("data", "scale"), (data, f32), recipe, ndim, rows)
+    if isinstance(recipe, MXFP8):
+        names = ("data", "scale", "data_columns", "scale_columns")
+        e8m0 = jax.numpy.dtype(local_quantize.SCALE_DTYPE)
+        return Packing(names, (data, e8m0, data, e8m0), recipe, ndim, rows)
+    return Packing(("data",), (data,), recipe, ndim, rows)
+
+
+def row_factors(ndim: int, last: str = "k") -> list[str]:
+    """Factors of rows [R, C, *mid, K']."""
+    return ["r", "c", *(f"m{i}" for i in range(ndim - 3)), last]
+
+
+def kernel_factors(ndim: int) -> list[str]:
+    """Factors of kernels [E, K', *mid, N']."""
+    return ["e", "k", *(f"m{i}" for i in range(ndim - 3)), "n"]
+
+
+def rows_roles(
+    sizes: tuple[tuple[str, int], ...],
+    entries: Entries,
+    shape: Sequence[int],
+    groups: Sequence[int],
+    num_experts: int | None,
+) -> Roles:
+    """Roles read off rows; without experts every group of every slab is one of its own."""
+    num_slabs, num_groups = groups
+    return read_off(
+        sizes,
+        entries[0],
+        num_slabs=num_slabs,
+        num_groups=num_groups,
+        num_experts=num_slabs * num_groups if num_experts is None else num_experts,
+    )
+
+
+def _raw_leaves(q: QuantizedTensor) -> tuple[jax.Array, ...]:
+    leaves, _ = pack_fields(q, FIELDS, rows=q.is_rows)
+    return tuple(leaves)
+
+
+def raw(q: QuantizedTensor) -> QuantizedTensor:
+    """`q` with uint8 for 8-bit floats: what is kept between forward and backward."""
+    result: QuantizedTensor = jax.tree.map(bits, q)
+    return result
+
+
+def from_raw(x: Matrix, *, rows: bool) -> Matrix:
+    """The inverse of `raw` for what this package quantized; anything else as it is."""
+    if not isinstance(x, QuantizedTensor) or x.data.dtype != jax.numpy.uint8:
+        return x
+    packing = packing_of(x.recipe, x.ndim, rows=rows)
+    given = [
+        (name, dtype, getattr(x, name))
+        for name, dtype in zip(packing.names, packing.dtypes, strict=True)
+    ]
+    leaves: dict[str, Any] = {
+        name: from_bits(leaf, dtype) for name, dtype, leaf in given if leaf is not None
+    }
+    return dataclasses.replace(x, **leaves)

@@ -1,0 +1,160 @@
+"""Where a matmul op runs: on which mesh, with which roles of its axes, by which partitioning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.ops.calls import manual_axes, open_layer
+from ep_runtime_client.ops.placement import Axes, Entries, Roles, entries_of
+from ep_runtime_client.ops.token_layout import known_spec
+from ep_runtime_client.ops.varying import varied_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Hashable; the part of an op's static argument that says where it runs.
+
+    Attributes:
+        mode: "local" (operands are this device's already), "shard_map" or "rule".
+        roles: what the mesh's axes are for; None where only the partitioner will know.
+        mesh: of the shard_map or the rule; None stands for the one around.
+        manual: axes of `roles` over which a shard_map around the op is manual.
+        varying: axes that operands vary over, where a shard_map around tracks it.
+        label: the layer's name, for scopes.
+        identity: of every setting of the layer that the program depends on.
+    """
+
+    mode: str
+    roles: Roles | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    manual: Axes = ()
+    varying: Axes = ()
+    label: str = "-"
+    identity: int = 0
+
+    def named_in_programs(self) -> str:
+        """Everything of this that a program depends on, in the same words in every process."""
+        return repr((self.mode, self.roles, self.manual, self.identity))
+
+
+def known_entries(array: Any, ndim: int) -> Entries | None:
+    """Entries of an array whose layout is known; None for a tracer in Auto mode.
+
+    A concrete array on one device counts as replicated.
+    """
+    spec = known_spec(array)
+    if spec is None:
+        return None if isinstance(array, jax.core.Tracer) else entries_of(None, ndim)
+    return entries_of(spec, ndim)
+
+
+def of_layer(
+    layer: EpLayer | TracedLayer,
+    operands: Sequence[Any],
+    *,
+    weight_known: bool,
+    quantizes: bool,
+) -> Where:
+    """Where an op of a layer runs.
+
+    Args:
+        layer: the layer.
+        operands: arrays of the call.
+        weight_known: whether the weight's layout is.
+        quantizes: whether 8-bit data stands for the weight.
+    """
+    static, _, mesh = open_layer(layer)
+    group = static.group_spec
+    manual = manual_axes(group)
+    owner = f"layer {static.name!r}"
+    roles = Roles(group.mesh_axes, group.outer_axes, group.ep_axis, owner)
+    real = roles.real(axis for axis, _ in group.mesh_axes)
+    varying: Axes = ()
+    if manual:
+        local = {*real, *group.token_axes} <= {*manual}
+        mode = "local" if local else "shard_map"
+        tokens = {axis for axis in manual if axis in group.token_axes}
+        varying = tuple(sorted(varied_axes(*operands) | tokens))
+    elif _explicit(operands) or group.partitioning == "shard_map":
+        mode = "shard_map"
+    elif group.partitioning == "rule":
+        mode = "rule"
+    else:
+        # With nothing but token axes, a bf16 weight of unknown layout moves the same bytes either
+        # way, and a shard_map can be exported, serialized and cached.
+        only_tokens = {*real} <= {*(group.ep_axis if quantizes else group.token_axes)}
+        mode = "shard_map" if weight_known or only_tokens else "rule"
+    return Where(mode, roles, mesh, manual, varying, static.name, static.fingerprint)
+
+
+def alignment_of(layer: EpLayer | TracedLayer) -> int:
+    """Rows that group sizes of a layer are multiples of."""
+    return resolve(layer)[0].alignment
+
+
+def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Where:
+    """Where an op without a layer runs; its roles, unless it is local, are still to be read off."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.manual_axes:
+        manual = tuple(axis for axis in ambient.axis_names if axis in ambient.manual_axes)
+        sizes = tuple((axis, int(ambient.shape[axis])) for axis in manual)
+        entries = entries_of(rhs_spec, len(rhs_spec) if rhs_spec is not None else 0)
+        outer = tuple(axis for axis in manual if any(axis in entry for entry in entries))
+        varying = tuple(sorted(varied_axes(*operands)))
+        return Where("local", Roles(sizes, outer), None, manual, varying)
+    mesh = mesh_of(operands)
+    if mesh is not None:
+        return Where("shard_map", Roles(_sizes(mesh)), mesh)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
+        return Where("rule")
+    return Where("local", Roles())
+
+
+def mesh_of(operands: Sequence[Any]) -> Mesh | AbstractMesh | None:
+    """The mesh of more than one device that operands are known to lie on.
+
+    Raises:
+        InvalidArgumentError: they lie on different ones.
+    """
+    found: list[Any] = []
+    for x in jax.tree.leaves(operands):
+        if isinstance(x, jax.core.Tracer):
+            mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+            if mesh is None or mesh.empty or AxisType.Explicit not in tuple(mesh.axis_types):
+                continue
+        else:
+            sharding = getattr(x, "sharding", None)
+            if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+                continue
+            mesh = sharding.mesh
+        if mesh not in found:
+            found.append(mesh)
+    if len({(mesh.axis_names, mesh.axis_sizes) for mesh in found}) > 1:
+        raise InvalidArgumentError(
+            f"operands lie on different meshes: {[dict(mesh.shape) for mesh in found]}",
+            argument="mesh",
+        )
+    return found[0] if found else None
+
+
+def _sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
+    return tuple((str(axis), int(mesh.shape[axis])) for axis in mesh.axis_names)
+
+
+def _explicit(operands: Sequence[Any]) -> bool:
+    """Whether the types of operands, or of anything here, say how they lie."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in tuple(ambient.axis_types):
+        return True
+    for x in jax.tree.leaves(operands):
+        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if mesh is not None and not mesh.empty and AxisType.Explicit in tuple(mesh.axis_types):
+            return True
+    return False

@@ -1,0 +1,76 @@
+"""What an op is on one device: how its operands are taken, and the function of their blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from ep_runtime_client.ops.placement import Axes, Entries, Roles
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """An op for operands that arrive in one way.
+
+    Attributes:
+        operands: how each is taken.
+        results: how each lies.
+        local: local blocks of the operands -> tuple of local blocks of the results. The op's
+            collectives are in it; they name mesh axes.
+    """
+
+    operands: tuple[Entries, ...]
+    results: tuple[Entries, ...]
+    local: Callable[..., tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums over mesh axes as one device does them.
+
+    Attributes:
+        roles: the axes' sizes.
+        manual: axes of a shard_map of the user around the op, which does its own sums.
+    """
+
+    roles: Roles
+    manual: Axes = ()
+
+    def free(self, axes: Axes) -> Axes:
+        return tuple(axis for axis in self.roles.real(axes) if axis not in self.manual)
+
+    def total(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """`x` added up over `axes`."""
+        over = self.free(axes)
+        return lax.psum(x, over) if over else x
+
+    def back(
+        self, x: jax.Array, gathered: tuple[Axes, ...], summed: Axes, dims: int | None = None
+    ) -> jax.Array:
+        """The gradient of a gathered weight: this device's shard, added up over `summed`.
+
+        An axis that the weight was gathered over and that splits no rows has the same gradient
+        everywhere: its shard is cut out.
+        """
+        over = set(self.roles.real(summed))
+        for dim, axes in enumerate(gathered[:dims]):
+            for on_rows, found in itertools.groupby(axes, over.__contains__):
+                run = tuple(found)
+                x = _scatter(x, run, dim) if on_rows else self._cut(x, run, dim)
+        done = {axis for axes in gathered[:dims] for axis in axes}
+        return self.total(x, tuple(axis for axis in summed if axis not in done))
+
+    def _cut(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        size = x.shape[dim] // self.roles.size(axes)
+        part: jax.Array = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+        return part
+
+
+def _scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return part

@@ -1,0 +1,131 @@
+"""Runs a matmul op: as it is on local blocks, in a shard_map of its own, or by its rule.
+
+The shard_map is the twin of the rule: both ask the op's placement and run its one per-device
+function, so they give the same bits. It serves where the layouts of operands are known, and
+everywhere inside a shard_map of the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ep_runtime_client.ops import rule
+from ep_runtime_client.ops.placement import Axes, Entries
+from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.ops.rule import Op
+from ep_runtime_client.ops.twin import _not_batched, _typed
+from ep_runtime_client.ops.varying import spread_over
+
+
+def run(op: Op, arrived: Sequence[Entries], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The op's results.
+
+    Args:
+        op: what is computed, and where.
+        arrived: entries of the operands where they are known; the rule finds them itself.
+        operands: global but for manual axes.
+    """
+    where = op.where
+    operands = _not_batched(*operands)
+    with jax.named_scope(f"ep_{op.name}/{where.label}"):
+        if where.mode == "rule":
+            return rule.run(op, *operands)
+        return _run_known(op, arrived, operands)
+
+
+def _run_known(
+    op: Op, arrived: Sequence[Entries], operands: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    where = op.where
+    assert where.roles is not None, "a known layout comes with the roles of its axes"
+    shapes = [
+        whole_shape(where, x.shape, entries) for x, entries in zip(operands, arrived, strict=True)
+    ]
+    resolved = op.resolve(where.roles, arrived, shapes, None)
+    operands = [spread_over(x, where.varying) for x in operands]
+    if where.mode == "local":
+        return tuple(spread_over(x, where.varying) for x in resolved.local(*operands))
+    in_specs = [_spec(entries, where.manual) for entries in resolved.operands]
+    mesh = mesh_here(where, operands)
+    if AxisType.Explicit in tuple(mesh.axis_types):
+        operands = [_typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
+    mapped = jax.shard_map(
+        resolved.local,
+        mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+        axis_names={axis for axis in mesh.axis_names if axis not in where.manual},
+        in_specs=tuple(in_specs),
+        out_specs=tuple(_spec(entries, where.manual) for entries in resolved.results),
+        check_vma=False,
+    )
+    return tuple(spread_over(x, where.varying) for x in mapped(*operands))
+
+
+def whole_shape(where: Where, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
+    """The shape that an operand has without the manual axes around."""
+    assert where.roles is not None
+    return tuple(
+        size * where.roles.size(axis for axis in axes if axis in where.manual)
+        for size, axes in zip(shape, entries, strict=True)
+    )
+
+
+def _spec(entries: Entries, manual: Axes) -> PartitionSpec:
+    free = (tuple(axis for axis in axes if axis not in manual) for axes in entries)
+    return PartitionSpec(*(axes or None for axes in free))
+
+
+def mesh_here(where: Where, operands: Sequence[Any]) -> Any:
+    """The mesh of a shard_map: the one around, the operands' explicit one, or the layer's."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if not ambient.empty:
+        return ambient
+    for x in operands:
+        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if mesh is not None and not mesh.empty and AxisType.Explicit in tuple(mesh.axis_types):
+            return mesh
+    own = where.mesh
+    if isinstance(own, Mesh) and AxisType.Explicit in tuple(own.axis_types):
+        return Mesh(own.devices, own.axis_names)
+    return own
+
+
+def pin(where: Where, x: jax.Array, dims: Sequence[Axes | None]) -> jax.Array:
+    """`x` held to the axes of `dims` where a rule runs; a None leaves its dim to the partitioner.
+
+    So no weight's fsdp axis reaches rows, and no cotangent comes in another layout than its
+    primal's.
+    """
+    if where.mode != "rule" or not isinstance(where.mesh, Mesh):
+        return x
+    entries = (PartitionSpec.UNCONSTRAINED if axes is None else axes or None for axes in dims)
+    mesh = Mesh(where.mesh.devices, where.mesh.axis_names)
+    pinned: jax.Array = lax.with_sharding_constraint(
+        x, NamedSharding(mesh, PartitionSpec(*entries))
+    )
+    return pinned
+
+
+def settle(where: Where, x: Any, entries: Entries) -> Any:
+    """`x` (an array, a QuantizedTensor, or None) typed and placed for an op.
+
+    Values vary over what the op's results do: the transpose of this cast sums the gradient of an
+    operand that was replicated. A concrete array that is committed to fewer devices is moved.
+    """
+
+    def one(leaf: jax.Array) -> jax.Array:
+        leaf = spread_over(jnp.asarray(leaf), where.varying)
+        if where.manual or isinstance(leaf, jax.core.Tracer) or not isinstance(where.mesh, Mesh):
+            return leaf
+        if not leaf.committed or leaf.sharding.device_set == set(where.mesh.devices.flat):
+            return leaf
+        sharding = NamedSharding(where.mesh, _spec(entries[: leaf.ndim], ()))
+        moved: jax.Array = jax.device_put(leaf, sharding)
+        return moved
+
+    return jax.tree.map(one, x)

@@ -1,0 +1,214 @@
+"""grouped_gemm on one device: values, gradients, recipes, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ep_runtime as ep
+from ep_runtime_client import recipes
+
+SIZES = {
+    "uneven": [[5, 0, 9, 3], [1, 13, 2, 0]],
+    "one group with everything": [[0, 24, 0, 0], [24, 0, 0, 0]],
+    "nothing": [[0, 0, 0, 0], [0, 0, 0, 0]],
+    "full": [[6, 6, 6, 6], [8, 8, 8, 0]],
+}
+
+
+def draw(sizes: Any, *, k: int = 7, n: tuple[int, ...] = (5,)) -> tuple[Any, ...]:
+    """lhs [R, 24, K'] with NaN past the last row, rhs, bias, group_sizes; experts are R * L."""
+    rng = np.random.default_rng(0)
+    sizes = np.array(sizes, np.int32)
+    lhs = rng.standard_normal((len(sizes), 24, k)).astype(np.float32)
+    for slab, used in enumerate(sizes.sum(-1)):
+        lhs[slab, used:] = np.nan
+    rhs = rng.standard_normal((sizes.size, k, *n)).astype(np.float32)
+    bias = rng.standard_normal((sizes.size, *n)).astype(np.float32)
+    return lhs, rhs, bias, sizes
+
+
+def meant(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
+    """f64 [R, C, *N'] and which rows are defined."""
+    out = np.zeros((*lhs.shape[:2], *rhs.shape[2:]))
+    defined = np.zeros(lhs.shape[:2], bool)
+    for slab, counts in enumerate(sizes):
+        row = 0
+        for group, count in enumerate(counts):
+            expert = (slab * len(counts) + group) % len(rhs)
+            part = lhs[slab, row : row + count].astype(np.float64)
+            product = np.tensordot(part, rhs[expert].astype(np.float64), 1)
+            out[slab, row : row + count] = product + bias[expert]
+            defined[slab, row : row + count] = True
+            row += count
+    return out, defined
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("n", [(5,), (2, 3)], ids=["N", "2xM"])
+def test_rows_meet_their_experts_kernel(sizes: Any, n: tuple[int, ...]) -> None:
+    lhs, rhs, bias, sizes = draw(sizes, n=n)
+    out = jax.jit(ep.grouped_gemm)(lhs, rhs, sizes, bias=bias)
+    wanted, defined = meant(lhs, rhs, bias, sizes)
+    np.testing.assert_allclose(np.array(out)[defined], wanted[defined], rtol=1e-5, atol=1e-5)
+    flat = ep.grouped_gemm(lhs[0], rhs[: sizes.shape[1]], sizes[0], bias=bias[: sizes.shape[1]])
+    np.testing.assert_array_equal(np.array(flat)[defined[0]], np.array(out)[0][defined[0]])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_gradients_are_those_of_the_formula_and_nan_in_the_slack_stays_out(sizes: Any) -> None:
+    lhs, rhs, bias, sizes = draw(sizes)
+    _, defined = meant(lhs, rhs, bias, sizes)
+    clean = np.where(defined[..., None], lhs, 0)
+    experts = (np.arange(sizes.size) % len(rhs)).reshape(sizes.shape)
+    row_expert = np.zeros(defined.shape, int)
+    for slab, counts in enumerate(sizes):
+        row_expert[slab, : counts.sum()] = np.repeat(experts[slab], counts)
+
+    def loss(lhs: Any, rhs: Any, bias: Any) -> Any:
+        out = ep.grouped_gemm(lhs, rhs, sizes, bias=bias)
+        return jnp.sin(jnp.where(defined[..., None], out, 0)).sum()
+
+    def dense(lhs: Any, rhs: Any, bias: Any) -> Any:
+        out = jnp.einsum("rck,rckn->rcn", lhs, rhs[row_expert]) + bias[row_expert]
+        return jnp.sin(jnp.where(defined[..., None], out, 0)).sum()
+
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(lhs, rhs, bias)
+    wanted = jax.grad(dense, argnums=(0, 1, 2))(clean, rhs, bias)
+    np.testing.assert_allclose(np.array(grads[0])[defined], wanted[0][defined], 1e-4, 1e-4)
+    for got, want in zip(grads[1:], wanted[1:], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+RECIPES = [
+    (recipes.TensorScaling(), 0.09),
+    (recipes.BlockScaling(), 0.06),
+    (recipes.BlockScaling(power_of_two_scales=True), 0.08),
+    (recipes.MXFP8(), 0.08),
+]
+
+
+@pytest.mark.parametrize(("recipe", "tolerance"), RECIPES, ids=lambda x: type(x).__name__)
+def test_a_recipe_quantizes_both_operands_and_the_gradient(recipe: Any, tolerance: float) -> None:
+    lhs, rhs, bias, sizes = draw([[5, 0, 9, 3], [1, 13, 2, 0]], k=64, n=(32,))
+    lhs = np.pad(np.nan_to_num(lhs), ((0, 0), (0, 8), (0, 0)))
+    defined = np.arange(32) < sizes.sum(-1)[:, None]
+
+    def loss(lhs: Any, rhs: Any, **options: Any) -> Any:
+        out = ep.grouped_gemm(lhs, rhs, sizes, bias=bias, **options)
+        return jnp.sin(jnp.where(defined[..., None], out, 0) / 8).sum(), out
+
+    def both(**options: Any) -> Any:
+        f = jax.grad(lambda *args: loss(*args, **options), argnums=(0, 1), has_aux=True)
+        return jax.jit(f)
+
+    (exact, out), (rounded, quantized) = both()(lhs, rhs), both(recipe=recipe)(lhs, rhs)
+    assert not np.array_equal(np.array(out)[defined], np.array(quantized)[defined])
+    for got, want in zip((*rounded, quantized), (*exact, out), strict=True):
+        keep = defined if got.shape[:2] == defined.shape else slice(None)
+        got, want = np.array(got)[keep], np.array(want)[keep]
+        assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+
+
+def test_quantized_operands_give_what_the_recipe_gives_and_pass_gradients_on() -> None:
+    lhs, rhs, bias, sizes = draw([[5, 0, 9, 3]], k=64, n=(32,))
+    recipe = recipes.TensorScaling()
+
+    def apart(lhs: Any, rhs: Any) -> Any:
+        q_lhs, q_rhs = (
+            ep.grouped_quantize(lhs, sizes, recipe),
+            ep.grouped_quantize(rhs, None, recipe),
+        )
+        return ep.grouped_gemm(q_lhs, q_rhs, sizes, recipe=recipe, out_dtype=jnp.float32)[0, :17]
+
+    def together(lhs: Any, rhs: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, sizes, recipe=recipe)[0, :17]
+
+    def run(f: Any) -> Any:
+        def loss(*args: Any) -> Any:
+            out = f(*args)
+            return jnp.sin(out).sum(), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(lhs, rhs)
+
+    (grads, out), (wanted, same) = run(apart), run(together)
+    np.testing.assert_array_equal(out, same)
+    for got, want in zip(grads, wanted, strict=True):
+        np.testing.assert_array_equal(np.array(got)[..., :17, :], np.array(want)[..., :17, :])
+
+
+def test_bf16_rounds_operands_alone_and_out_dtype_is_free() -> None:
+    lhs, rhs, _, sizes = draw([[24, 0, 0, 0], [0, 0, 0, 24]])
+    out = ep.grouped_gemm(lhs, rhs, sizes, recipe=recipes.BF16(), out_dtype=jnp.float32)
+    rounded = [np.array(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (lhs, rhs)]
+    wanted, _ = meant(*rounded, np.zeros((8, 5)), sizes)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
+    half = ep.grouped_gemm(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), sizes)
+    assert half.dtype == jnp.bfloat16
+
+
+def test_remat_with_saved_copies_quantizes_each_operand_once() -> None:
+    lhs, rhs, _, sizes = draw([[5, 0, 9, 3]], k=64, n=(32,))
+    recipe = recipes.TensorScaling()
+
+    def step(lhs: Any, rhs: Any) -> Any:
+        return jnp.sin(ep.grouped_gemm(jnp.nan_to_num(lhs), rhs, sizes, recipe=recipe)).sum()
+
+    def casts(policy: Any) -> int:
+        f = jax.checkpoint(step, policy=policy)
+        text = jax.jit(jax.value_and_grad(f, argnums=(0, 1))).lower(lhs, rhs).as_text("hlo")
+        return sum(
+            "f8e4m3fn[" in line and " convert(" in line.split("=")[1] for line in text.splitlines()
+        )
+
+    saved = casts(ep.remat_policy(save=("ep_q_x", "ep_q_w")))
+    assert casts(jax.checkpoint_policies.nothing_saveable) == 2 * saved
+    assert saved == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lhs": np.zeros((2, 24, 6), np.float32)}, ["rhs", "[E, 6"]),
+        ({"lhs": np.zeros((3, 24, 7), np.float32)}, ["lhs", "[2, C, K']", "[3, 24, 7]"]),
+        ({"lhs": np.zeros((2, 24, 7), np.int32)}, ["lhs", "int32"]),
+        ({"rhs": np.zeros((8, 7), np.float32)}, ["rhs", "[8, 7]"]),
+        ({"sizes": np.zeros((2, 4), np.float32)}, ["group_sizes", "float32"]),
+        ({"bias": np.zeros((8, 4), np.float32)}, ["bias", "[8, 5]", "[8, 4]"]),
+        ({"recipe": "fp8"}, ["recipe", "'fp8'"]),
+    ],
+)
+def test_operands_that_do_not_fit_are_named_with_their_sizes(change: Any, words: Any) -> None:
+    lhs, rhs, bias, sizes = draw(SIZES["full"])
+    given = {"lhs": lhs, "rhs": rhs, "bias": bias, "sizes": sizes, "recipe": None} | change
+    with pytest.raises(ValueError, match="must be") as caught:
+        ep.grouped_gemm(
+            given["lhs"], given["rhs"], given["sizes"], bias=given["bias"], recipe=given["recipe"]
+        )
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_vmap_is_refused_with_the_reason() -> None:
+    lhs, rhs, _, sizes = draw(SIZES["full"])
+    with pytest.raises(NotImplementedError, match="vmap"):
+        jax.vmap(lambda x: ep.grouped_gemm(x, rhs, sizes))(jnp.stack([lhs, lhs]))
+
+
+def test_the_trace_does_not_grow_with_the_number_of_experts() -> None:
+    def lines(experts: int) -> int:
+        shapes = [(1, 512, 8), (experts, 8, 8), (1, experts)]
+        dtypes = [jnp.float32, jnp.float32, jnp.int32]
+        args = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, dtypes, strict=True)]
+
+        def loss(lhs: Any, rhs: Any, sizes: Any) -> Any:
+            return ep.grouped_gemm(lhs, rhs, sizes, recipe=recipes.TensorScaling()).sum()
+
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*args).compile().as_text()
+        return len(text.splitlines())
+
+    assert lines(256) <= 1.1 * lines(8)
