@@ -1,0 +1,247 @@
+"""How the batch of an op without a layer is cut into shards, and the shard_map over them.
+
+There is no group that would name token axes here: they are read off the operands, or given. The
+number of shards is part of the results' shapes, so it must be known while tracing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops.token_layout import Axes, entry_axes, known_spec
+from ep_runtime_client.ops.twin import _auto, _explicit_axes, _typed
+from ep_runtime_client.ops.varying import spread_over, varied_axes
+
+Spec = PartitionSpec | NamedSharding
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShards:
+    """Mesh axes that cut a batch. Hashable: a static argument of custom_vjp.
+
+    Attributes:
+        axes: on each leading dim, major first.
+        feature: axes on the last dim.
+        mesh: the mesh that has them, for calls where no ambient mesh tells; None without axes.
+        varying: axes of a shard_map around the call that its operands vary over.
+    """
+
+    axes: tuple[Axes, ...]
+    feature: Axes = ()
+    mesh: Mesh | AbstractMesh | None = None
+    varying: Axes = ()
+
+    @property
+    def batch_axes(self) -> Axes:
+        """All axes that cut the batch, in the order of the shards."""
+        return tuple(axis for axes in self.axes for axis in axes)
+
+    @property
+    def num_shards(self) -> int:
+        """n: into how many shards arrays here are cut."""
+        return prod(self._sizes(self.batch_axes))
+
+    @property
+    def per_dim(self) -> tuple[int, ...]:
+        """Into how many parts each leading dim is cut."""
+        return tuple(prod(self._sizes(axes)) for axes in self.axes)
+
+    def _sizes(self, axes: Axes) -> list[int]:
+        mesh = _ambient() or self.mesh
+        return [] if mesh is None else [mesh.shape[axis] for axis in axes]
+
+    def token_spec(self, *, feature: bool = False) -> PartitionSpec:
+        """Spec of an array with the leading dims and one more."""
+        return PartitionSpec(*(axes or None for axes in self.axes), self._last(feature))
+
+    def row_spec(self, *, trailing: int = 1, feature: bool = False) -> PartitionSpec:
+        """Spec of [n * rows] with `trailing` more dims: dim 0 over all the batch's axes."""
+        rest = (self._last(feature), *[None] * trailing)[:trailing]
+        return PartitionSpec(self.batch_axes or None, *rest)
+
+    def _last(self, feature: bool) -> Axes | None:
+        return self.feature if feature and self.feature else None
+
+    def here(self, *operands: Any) -> BatchShards:
+        """The same as seen from this point: axes that are manual cut nothing more."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+
+        def free(axes: Axes) -> Axes:
+            return tuple(axis for axis in axes if axis not in manual)
+
+        return BatchShards(
+            tuple(free(axes) for axes in self.axes),
+            free(self.feature),
+            self.mesh,
+            tuple(sorted(varied_axes(operands))),
+        )
+
+
+def find(spec: Spec | None, dims: int, operands: Sequence[Any]) -> BatchShards:
+    """The shards of a batch.
+
+    Args:
+        spec: how the leading dims, and the last one, lie on the mesh; None reads it off the
+            operands.
+        dims: leading dims, 1 or 2.
+        operands: arrays with these leading dims and one more, the most trusted first; Nones are
+            skipped.
+
+    Returns:
+        The axes that are not manual around this point; no axes where nothing is known.
+
+    Raises:
+        InvalidArgumentError: the spec names axes, and there is no mesh or it lacks them.
+    """
+    given = [x for x in operands if x is not None]
+    mesh: Any = _ambient() or _mesh_of(spec) or next(filter(None, map(_mesh_of, given)), None)
+    known = [entries for x in given if (entries := _known_entries(x, dims + 1)) is not None]
+    if spec is None:
+        entries = next((e for e in known if any(e[:dims])), ((),) * dims)
+    else:
+        entries = _entries(spec.spec if isinstance(spec, NamedSharding) else spec, dims + 1)
+    _check_axes([axis for axes in entries for axis in axes], mesh)
+    found = BatchShards(entries[:dims], (), mesh)
+    stated = spec is not None and any(entries[dims:])
+    feature = entries[dims] if stated else last_axes(found, operands[0])
+    return dataclasses.replace(found, feature=feature).here(*given)
+
+
+def find_rows(spec: Spec | None, *operands: Any) -> BatchShards:
+    """The shards of arrays whose dims 0 lie alike; other dims are left alone. As `find`."""
+    if spec is not None:
+        entries = spec.spec if isinstance(spec, NamedSharding) else spec
+        short = PartitionSpec(*entries[:1])
+        spec = NamedSharding(spec.mesh, short) if isinstance(spec, NamedSharding) else short
+    return dataclasses.replace(find(spec, 1, operands), feature=())
+
+
+def last_axes(shards: BatchShards, array: Any) -> Axes:
+    """Axes on the last dim of an array: known ones, else those of the shards that divide it."""
+    known = _known_entries(array, jnp.ndim(array))
+    size = jnp.shape(array)[-1]
+    if known is not None:
+        return tuple(axis for axis in known[-1] if axis not in shards.batch_axes)
+    return shards.feature if size % prod(shards._sizes(shards.feature)) == 0 else ()
+
+
+def _known_entries(array: Any, dims: int) -> tuple[Axes, ...] | None:
+    spec = known_spec(array)
+    return None if spec is None else _entries(spec, dims)
+
+
+def _entries(spec: PartitionSpec, dims: int) -> tuple[Axes, ...]:
+    """The axes of a spec on each of `dims` dims."""
+    return tuple(
+        itertools.islice(itertools.chain(map(entry_axes, spec), itertools.repeat(())), dims)
+    )
+
+
+def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> None:
+    if not axes:
+        return
+    if mesh is None:
+        raise InvalidArgumentError(
+            f"tokens_spec names the axes {tuple(axes)}, and there is no mesh here: call under "
+            "jax.set_mesh(mesh), or give NamedSharding(mesh, spec)",
+            argument="tokens_spec",
+        )
+    unknown = [axis for axis in axes if axis not in mesh.shape]
+    if unknown:
+        raise InvalidArgumentError(
+            f"tokens_spec names the axes {tuple(unknown)}, the mesh has {dict(mesh.shape)}",
+            argument="tokens_spec",
+        )
+
+
+def _ambient() -> AbstractMesh | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def _mesh_of(x: Any) -> Any:
+    """The mesh that a NamedSharding, a concrete array, or an Explicit type names."""
+    if isinstance(x, NamedSharding):
+        return x.mesh
+    if isinstance(x, jax.core.Tracer):
+        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        return None if mesh is None or mesh.empty else mesh
+    sharding = getattr(x, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def check_divides(shards: BatchShards, lead: Sequence[int]) -> None:
+    """Raises InvalidArgumentError unless the shards divide the leading dims."""
+    for dim, (size, parts) in enumerate(zip(lead, shards.per_dim, strict=True)):
+        if size % parts:
+            raise InvalidArgumentError(
+                f"dim {dim} of the tokens is {size}, which the {parts} shards of the axes "
+                f"{shards.axes[dim]} do not divide; ep.pad_tokens pads with unused slots",
+                argument="tokens",
+                tokens=size,
+                shards=parts,
+            )
+
+
+def per_shard(
+    shards: BatchShards,
+    body: Callable[..., Any],
+    operands: Sequence[jax.Array],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Any,
+) -> Any:
+    """Runs `body` once per shard on the local blocks of `operands`.
+
+    Args:
+        shards: as seen from here.
+        body: takes as many arrays as there are operands, and causes no collective.
+        operands: arrays that are global but for the manual axes.
+        in_specs: one per operand.
+        out_specs: a prefix of what `body` returns.
+
+    Returns:
+        What `body` returns, spread as `out_specs` says.
+    """
+
+    def cast(x: jax.Array) -> jax.Array:
+        return spread_over(x, shards.varying)
+
+    ambient = jax.sharding.get_abstract_mesh()
+    if not shards.batch_axes and not shards.feature:
+        return jax.tree.map(cast, body(*map(cast, operands)))
+    mesh: Any = _shard_map_mesh(shards, operands)
+    stated = _explicit_axes(mesh) - {*ambient.manual_axes}
+    if stated:
+        operands = [_typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh if ambient.empty else None,
+        # Types say that nothing lies on the other Explicit axes. Inside the body they would have
+        # to be said again for every gather, so they are manual too.
+        axis_names={*shards.batch_axes, *shards.feature} | stated,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    return jax.tree.map(cast, mapped(*operands))
+
+
+def _shard_map_mesh(shards: BatchShards, operands: Sequence[jax.Array]) -> Any:
+    """The ambient mesh, the operands' explicit one, or the one the shards were found on."""
+    ambient = _ambient()
+    if ambient is not None:
+        return ambient
+    for x in operands:
+        mesh = _mesh_of(x)
+        if mesh is not None and _explicit_axes(mesh):
+            return mesh
+    return _auto(shards.mesh) if isinstance(shards.mesh, Mesh) else shards.mesh

@@ -1,0 +1,364 @@
+"""permute and unpermute: tokens sorted by expert on every shard of the batch, and back.
+
+For experts that all live on every shard, where nothing has to travel: each shard of the batch
+sorts its own tokens, with its own counts, offsets and padding. Experts on other devices are what
+dispatch and combine are for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops import batch_shards, permutation_plan, twin
+from ep_runtime_client.ops import permutation_checks as checks
+from ep_runtime_client.ops import permutation_rows as local
+from ep_runtime_client.ops.batch_shards import BatchShards, Spec
+from ep_runtime_client.ops.permutation_plan import (
+    PermutationArrays,
+    PermutationMeta,
+    PermutationPlan,
+)
+from ep_runtime_client.ops.varying import spread_over
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Permuted:
+    """Tokens sorted by expert, shard by shard.
+
+    Attributes:
+        tokens: [n * rows, H]. Of each shard its experts' zones, one after the other from the
+            shard's first row on; every row without a token is zero, the tail included.
+        probs: [n * rows] or None. The probability of each row's slot, 0 where there is none.
+        group_sizes: [n, E] int32. Aligned rows per expert; feeds grouped_gemm as it is.
+        plan: what unpermute and backward need; `plan.dropped` counts slots without a row.
+    """
+
+    tokens: jax.Array
+    probs: jax.Array | None
+    group_sizes: jax.Array
+    plan: PermutationPlan
+
+
+def permute(
+    tokens: jax.Array,
+    topk_idx: jax.Array | None = None,
+    *,
+    num_experts: int,
+    routing_map: jax.Array | None = None,
+    num_out_tokens: int | None = None,
+    align_size: int | None = None,
+    probs: jax.Array | None = None,
+    tokens_spec: Spec | None = None,
+) -> Permuted:
+    """Copies every token once per expert it is routed to, and lines the rows up per expert.
+
+    Args:
+        tokens: [T, H] or [B, S, H], any dtype of 1 to 8 bytes. The batch may lie over any tuple of
+            mesh axes on the leading dims; H may lie over others.
+        topk_idx: [T, K] or [B, S, K] int. Expert per slot; -1 (as every index out of range)
+            is an unused slot. Each slot is a row, an expert named twice by a token too.
+        num_experts: E.
+        routing_map: [T, E] or [B, S, E] bool, instead of topk_idx; slots are then the experts.
+        num_out_tokens: how many slots of one shard get a row whatever their experts are; the
+            padding of zones comes on top. None is the most that the choice could hold.
+        align_size: every expert's zone is a multiple of it; None is 1. Empty experts take no rows.
+        probs: like topk_idx or routing_map, float. Sorted beside the tokens.
+        tokens_spec: PartitionSpec of tokens on the ambient mesh, or a NamedSharding. Needed
+            under plain jit in Auto mode, where nothing else tells while tracing how many shards
+            there are.
+
+    Returns:
+        Permuted with tokens [n * rows, H], probs [n * rows], group_sizes [n, E] and the plan. n is
+        the number of shards: of tokens_spec, else of what the operands' types (Explicit axes) or
+        concrete NamedShardings say, else one. Axes that are manual already count nothing, so
+        inside a shard_map over the batch n is 1. With n = 1 tokens that do lie over several
+        devices are sorted as one batch: right, but not without collectives.
+        rows is num_out_tokens, or with align_size the most that so many slots can need padded.
+        Rows of an expert come in the order of tokens, then slots.
+        A shard with more slots than fit drops as `ep.dispatch` does: every expert keeps its first
+        rows up to a common level, what is left goes to experts in index order; a dropped slot
+        has no row, contributes zero to unpermute and gets zero gradient.
+        Differentiable in tokens and probs; rows without a token get no say in any gradient.
+
+    Raises:
+        InvalidArgumentError: shapes, dtypes or sizes do not fit, or there is no mesh with the axes
+            of tokens_spec.
+
+    Cost: two sorts of the T * K slots of a shard, or a prefix sum over T * E and one sort of the
+    rows; then one gather of n * rows * H. No collective, no host sync; a program's size does not
+    depend on E.
+    """
+    choice, from_map = checks.check_choice(topk_idx, routing_map, num_experts)
+    checks.check_operands(tokens, choice, probs)
+    lead = jnp.shape(tokens)[:-1]
+    shards = batch_shards.find(tokens_spec, len(lead), (tokens, choice, probs))
+    batch_shards.check_divides(shards, lead)
+    alignment = checks.alignment_of(align_size)
+    rows = checks.rows_of(shards, choice.shape, num_experts, num_out_tokens, alignment, from_map)
+    meta = PermutationMeta(shards, num_experts, rows, alignment, from_map)
+    with jax.named_scope("ep_permute"):
+        arrays, group_sizes = twin.run(_make_plan, meta, choice)
+        arrays = jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), arrays)
+        operands = _varied(shards, (tokens, probs, arrays))
+        moved, row_probs = twin.run(_permute_primal, meta, *operands, traced=_permute)
+    return Permuted(
+        tokens=checkpoint_name(moved, "ep_recv"),
+        probs=None if row_probs is None else checkpoint_name(row_probs, "ep_recv"),
+        group_sizes=group_sizes,
+        plan=PermutationPlan(arrays, meta),
+    )
+
+
+def unpermute(
+    rows: jax.Array, p: Permuted | PermutationPlan, *, merging_probs: jax.Array | None = None
+) -> jax.Array:
+    """Adds up every token's rows.
+
+    Args:
+        rows: [n * rows, H'], a float dtype, laid out as the permuted tokens; H' is any.
+        p: what `permute` returned, or its plan.
+        merging_probs: float, like topk_idx or routing_map of permute. Multiplies each slot's row.
+
+    Returns:
+        [T, H'] or [B, S, H'], dtype of rows, the batch as permute had it: per token the sum over
+        its slots in slot order, in f32 (f64 for f64 rows) and rounded once. Zero for a token
+        without rows. Rows without a token are not read into anything, NaNs there included; a NaN
+        in a row of a token comes through. Differentiable in rows and merging_probs.
+
+    Raises:
+        InvalidArgumentError: shapes or dtypes do not fit the plan.
+
+    Cost: one gather of T * K * H', or of T times the most rows that a token has; no collective but
+    for the gradient of merging_probs where H' lies over mesh axes: one psum of [rows] over them.
+    """
+    plan = p.plan if isinstance(p, Permuted) else p
+    if not isinstance(plan, PermutationPlan):
+        raise InvalidArgumentError(
+            f"p must be what ep.permute returned, got {type(p).__name__}", argument="p"
+        )
+    meta = checks.check_unpermute(plan, rows, merging_probs)
+    with jax.named_scope("ep_unpermute"):
+        operands = _varied(meta.shards, (rows, merging_probs, plan.arrays))
+        total: jax.Array = twin.run(_unpermute_primal, meta, *operands, traced=_unpermute)
+    return total
+
+
+def _varied(shards: BatchShards, operands: Any) -> Any:
+    """Operands typed as varying over what any of them varies over.
+
+    Before the op: the transpose of this cast sums the gradient of what was replicated.
+    """
+    return jax.tree.map(lambda x: spread_over(jnp.asarray(x), shards.varying), operands)
+
+
+def _make_plan(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArrays, jax.Array]:
+    """choice [..., S] -> plan arrays, group sizes [n, E]."""
+    shards = meta.shards
+    block = _block(shards, choice.shape[:-1])
+
+    def body(choice: jax.Array) -> tuple[PermutationArrays, jax.Array]:
+        made, sizes = permutation_plan.make(meta, choice.reshape(-1, choice.shape[-1]))
+        return made.with_lead(block), sizes
+
+    specs = (_plan_specs(meta), shards.row_spec())
+    result: tuple[PermutationArrays, jax.Array] = batch_shards.per_shard(
+        shards, body, (choice,), (shards.token_spec(),), specs
+    )
+    return result
+
+
+def _plan_specs(meta: PermutationMeta) -> Any:
+    """PermutationArrays of specs."""
+    rows, slots = meta.shards.row_spec(trailing=0), meta.shards.token_spec()
+    per_map = (rows, PartitionSpec(*slots[:-1])) if meta.from_map else (None, None)
+    specs: tuple[Any, ...] = (rows, slots, rows, *per_map)
+    return PermutationArrays(*specs)
+
+
+def _block(shards: BatchShards, lead: tuple[int, ...]) -> tuple[int, ...]:
+    """Leading dims of one shard's block."""
+    return tuple(size // parts for size, parts in zip(lead, shards.per_dim, strict=True))
+
+
+def _per_shard(
+    meta: PermutationMeta,
+    body: Callable[..., Any],
+    arrays: PermutationArrays,
+    given: Sequence[tuple[jax.Array | None, PartitionSpec]],
+    out_specs: Any,
+) -> Any:
+    """`body(plan of the shard, *given)` once per shard; Nones among the given stay Nones."""
+    present = [pair for pair in given if pair[0] is not None]
+    leaves, tree = jax.tree.flatten(arrays)
+    plan_specs = jax.tree.leaves(_plan_specs(meta), is_leaf=_is_spec)
+
+    def unpacked(*blocks: jax.Array) -> Any:
+        queue = list(blocks[len(leaves) :])
+        plan = jax.tree.unflatten(tree, blocks[: len(leaves)]).flat()
+        return body(plan, *(None if array is None else queue.pop(0) for array, _ in given))
+
+    operands = [*leaves, *(array for array, _ in present)]
+    in_specs = [*plan_specs, *(spec for _, spec in present)]
+    return batch_shards.per_shard(meta.shards, unpacked, operands, in_specs, out_specs)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[..., D] as [T, D]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _permute_primal(
+    meta: PermutationMeta, tokens: jax.Array, probs: jax.Array | None, arrays: PermutationArrays
+) -> tuple[jax.Array, jax.Array | None]:
+    """tokens [..., H], probs [..., S] or None -> rows [n * rows, H], probs [n * rows] or None."""
+    shards = meta.shards
+    slots = arrays.slot_row.shape[-1]
+
+    def body(plan: PermutationArrays, tokens: jax.Array, probs: jax.Array | None) -> Any:
+        rows = local.copied(_flat(tokens), plan.source, slots)
+        return rows, None if probs is None else local.copied(probs.reshape(-1), plan.source, 1)
+
+    given = ((tokens, shards.token_spec(feature=True)), (probs, shards.token_spec()))
+    prob_spec = None if probs is None else shards.row_spec(trailing=0)
+    result: tuple[jax.Array, jax.Array | None] = _per_shard(
+        meta, body, arrays, given, (shards.row_spec(feature=True), prob_spec)
+    )
+    return result
+
+
+def _permute_fwd(
+    meta: PermutationMeta, tokens: jax.Array, probs: jax.Array | None, arrays: PermutationArrays
+) -> Any:
+    moved = twin.run(_permute_primal, meta, tokens, probs, arrays)
+    # Dtypes are not residuals: empty arrays carry them.
+    return moved, (jnp.zeros(0, tokens.dtype), arrays)
+
+
+def _permute_bwd(meta: PermutationMeta, saved: Any, grads: tuple[Any, Any]) -> Any:
+    of_dtype, arrays = saved
+    d_rows, d_row_probs = grads
+    if not jnp.issubdtype(of_dtype.dtype, jnp.floating):
+        d_rows = None
+    with jax.named_scope("ep_permute_bwd"):
+        d_tokens, d_probs = twin.run(_permute_pullback, meta, d_rows, d_row_probs, arrays)
+    return d_tokens, d_probs, None
+
+
+def _permute_pullback(
+    meta: PermutationMeta,
+    d_rows: jax.Array | None,
+    d_row_probs: jax.Array | None,
+    arrays: PermutationArrays,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """d_rows [n * rows, H], d_row_probs [n * rows] -> d_tokens [..., H], d_probs [..., S]."""
+    shards = meta.shards
+    lead = _block(shards, arrays.slot_row.shape[:-1])
+
+    def body(
+        plan: PermutationArrays, d_rows: jax.Array | None, d_row_probs: jax.Array | None
+    ) -> Any:
+        d_tokens = d_probs = None
+        if d_rows is not None:
+            d_tokens = local.summed(d_rows, plan).reshape(*lead, d_rows.shape[1])
+        if d_row_probs is not None:
+            picked = local.of_slots(d_row_probs, plan.slot_row)
+            d_probs = picked.reshape(*lead, picked.shape[-1])
+        return d_tokens, d_probs
+
+    given = (
+        (d_rows, shards.row_spec(feature=True)),
+        (d_row_probs, shards.row_spec(trailing=0)),
+    )
+    specs = (
+        None if d_rows is None else shards.token_spec(feature=True),
+        None if d_row_probs is None else shards.token_spec(),
+    )
+    result: tuple[jax.Array | None, jax.Array | None] = _per_shard(meta, body, arrays, given, specs)
+    return result
+
+
+_permute = jax.custom_vjp(_permute_primal, nondiff_argnums=(0,))
+_permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+def _unpermute_primal(
+    meta: PermutationMeta, rows: jax.Array, weights: jax.Array | None, arrays: PermutationArrays
+) -> jax.Array:
+    """rows [n * rows, H'], weights [..., S] or None -> tokens [..., H']."""
+    shards = meta.shards
+    lead = _block(shards, arrays.slot_row.shape[:-1])
+
+    def body(plan: PermutationArrays, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+        total = local.summed(rows, plan, None if weights is None else _flat(weights))
+        return total.reshape(*lead, rows.shape[1])
+
+    given = ((rows, shards.row_spec(feature=True)), (weights, shards.token_spec()))
+    total: jax.Array = _per_shard(meta, body, arrays, given, shards.token_spec(feature=True))
+    return total
+
+
+def _unpermute_fwd(
+    meta: PermutationMeta, rows: jax.Array, weights: jax.Array | None, arrays: PermutationArrays
+) -> Any:
+    total = twin.run(_unpermute_primal, meta, rows, weights, arrays)
+    # Without weights the gradient needs nothing of the rows but their dtype, which is its own.
+    return total, (None if weights is None else rows, weights, arrays)
+
+
+def _unpermute_bwd(meta: PermutationMeta, saved: Any, grad: jax.Array) -> Any:
+    with jax.named_scope("ep_unpermute_bwd"):
+        d_rows, d_weights = twin.run(_unpermute_pullback, meta, grad, *saved)
+    return d_rows, d_weights, None
+
+
+def _unpermute_pullback(
+    meta: PermutationMeta,
+    grad: jax.Array,
+    rows: jax.Array | None,
+    weights: jax.Array | None,
+    arrays: PermutationArrays,
+) -> tuple[jax.Array, jax.Array | None]:
+    """grad [..., H'] -> d_rows [n * rows, H'], d_weights [..., S] or None."""
+    shards = meta.shards
+    lead = _block(shards, arrays.slot_row.shape[:-1])
+
+    def body(
+        plan: PermutationArrays,
+        grad: jax.Array,
+        rows: jax.Array | None,
+        weights: jax.Array | None,
+    ) -> Any:
+        slots, grad = plan.slot_row.shape[1], _flat(grad)
+        d_rows = local.weighed(grad, plan.source, weights, slots)
+        if rows is None or weights is None:
+            return d_rows, None
+        of_rows = local.products(rows, grad, plan.source, slots)
+        if shards.feature:
+            of_rows = lax.psum(of_rows, shards.feature)
+        picked = local.of_slots(of_rows, plan.slot_row).astype(weights.dtype)
+        return d_rows, picked.reshape(*lead, slots)
+
+    wide, slot = shards.token_spec(feature=True), shards.token_spec()
+    row = shards.row_spec(feature=True)
+    given = ((grad, wide), (rows, row), (weights, slot))
+    out_specs = (row, None if weights is None else slot)
+    result: tuple[jax.Array, jax.Array | None] = _per_shard(meta, body, arrays, given, out_specs)
+    return result
+
+
+_unpermute = jax.custom_vjp(_unpermute_primal, nondiff_argnums=(0,))
+_unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)

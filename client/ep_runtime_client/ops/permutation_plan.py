@@ -1,0 +1,195 @@
+"""Where every slot's row goes when tokens are sorted by expert on one shard.
+
+Sorts, binary searches and gathers over all slots at once: no loop over experts, and nothing whose
+result depends on the order in which threads come. Everything here works on one shard's block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime.layout import align_up
+from ep_runtime_client.ops.batch_shards import BatchShards
+from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.xla_plan import exclusive_sum, kept_rows, rows_at
+
+
+@dataclasses.dataclass(frozen=True)
+class PermutationMeta:
+    """What a permutation was made for. Hashable; the static part of the plan.
+
+    Attributes:
+        shards: how the batch is cut.
+        num_experts: E.
+        rows: of one shard.
+        alignment: rows; every expert's zone is a multiple of it.
+        from_map: slots are experts of a routing map, and most of them unused.
+    """
+
+    shards: BatchShards
+    num_experts: int
+    rows: int
+    alignment: int
+    from_map: bool
+
+    def here(self, *operands: object) -> PermutationMeta:
+        """The same as seen from this point."""
+        return dataclasses.replace(self, shards=self.shards.here(*operands))
+
+
+class PermutationArrays(NamedTuple):
+    """The arrays of a permutation. n shards, S slots of a token: K, or E from a routing map."""
+
+    source: jax.Array  # [n * rows] int32 token * S + slot in the shard; -1 no token
+    slot_row: jax.Array  # [..., S] int32 row in the shard; -1 unused or dropped
+    dropped: jax.Array  # [n] int32 slots without a row for want of room
+    listed: jax.Array | None  # [n * rows] int32, from a map: rows by token, then slot; rest: any
+    row_count: jax.Array | None  # [...] int32, from a map: rows of the token
+
+    def flat(self) -> PermutationArrays:
+        """The same with one leading dim [T] of tokens."""
+        return self.with_lead((-1,))
+
+    def with_lead(self, lead: tuple[int, ...]) -> PermutationArrays:
+        """The same with these leading dims of tokens."""
+        slots = self.slot_row.shape[-1]
+        count = None if self.row_count is None else self.row_count.reshape(lead)
+        return self._replace(slot_row=self.slot_row.reshape(*lead, slots), row_count=count)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PermutationPlan:
+    """A permutation as a pytree: safe under jit, remat, scan, donation and relocation.
+
+    Attributes:
+        arrays: where rows come from and go to.
+        meta: static sizes and layout.
+    """
+
+    arrays: PermutationArrays
+    meta: PermutationMeta = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dropped(self) -> jax.Array:
+        """[n] int32. Slots of each shard that found no room in num_out_tokens."""
+        return self.arrays.dropped
+
+    @property
+    def rows(self) -> int:
+        """Rows of one shard."""
+        return self.meta.rows
+
+
+def row_bound(slots: int, num_experts: int, alignment: int, most: int) -> int:
+    """Rows that `slots` slots can need, at most `most` of one expert, zones aligned; exact."""
+    experts = min(slots, num_experts)
+    blocks = experts + (slots - experts) // alignment
+    return min(blocks * alignment, experts * align_up(most, alignment))
+
+
+def make(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArrays, jax.Array]:
+    """choice [T, S]: expert per slot, or bool -> the plan of one shard, group sizes [1, E]."""
+    tokens, slots = choice.shape
+    if tokens * slots == 0:
+        return _nothing(meta, choice)
+    return _of_map(meta, choice) if meta.from_map else _of_indices(meta, choice)
+
+
+def _nothing(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArrays, jax.Array]:
+    tokens, rows = choice.shape[0], meta.rows
+    listed = jnp.zeros(rows, jnp.int32) if meta.from_map else None
+    count = jnp.zeros(tokens, jnp.int32) if meta.from_map else None
+    arrays = PermutationArrays(
+        jnp.full(rows, -1, jnp.int32),
+        jnp.full(choice.shape, -1, jnp.int32),
+        jnp.zeros(1, jnp.int32),
+        listed,
+        count,
+    )
+    return arrays, jnp.zeros((1, meta.num_experts), jnp.int32)
+
+
+class _Zones(NamedTuple):
+    """Rows of every expert, each [E] int32."""
+
+    kept: jax.Array
+    sizes: jax.Array  # kept, aligned
+    base: jax.Array  # first row
+    dropped: jax.Array  # [1]
+
+
+def _zones(meta: PermutationMeta, counts: jax.Array) -> _Zones:
+    kept = kept_rows(counts[None], meta.rows, meta.alignment)[0]
+    sizes = (kept + (meta.alignment - 1)) // meta.alignment * meta.alignment
+    dropped = (counts.sum(dtype=jnp.int32) - kept.sum(dtype=jnp.int32)).reshape(1)
+    return _Zones(kept, sizes, exclusive_sum(sizes), dropped)
+
+
+def _places(meta: PermutationMeta, zones: _Zones) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of every row its expert, its place among the expert's rows, and whether a slot fills it."""
+    row = like(jnp.arange(meta.rows, dtype=jnp.int32), zones.base)
+    expert = jnp.searchsorted(zones.base + zones.sizes, row, side="right").astype(jnp.int32)
+    expert = jnp.minimum(expert, meta.num_experts - 1)
+    place = row - rows_at(zones.base, expert)
+    return expert, place, place < rows_at(zones.kept, expert)
+
+
+def _of_indices(meta: PermutationMeta, topk_idx: jax.Array) -> tuple[PermutationArrays, jax.Array]:
+    flat = topk_idx.reshape(-1)
+    used = (flat >= 0) & (flat < meta.num_experts)
+    expert = jnp.where(used, flat, meta.num_experts).astype(jnp.int32)
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    bounds = like(jnp.arange(meta.num_experts + 1, dtype=jnp.int32), expert)
+    first = jnp.searchsorted(rows_at(expert, order), bounds).astype(jnp.int32)
+    zones = _zones(meta, first[1:] - first[:-1])
+
+    safe = jnp.minimum(expert, meta.num_experts - 1)
+    place = jnp.argsort(order).astype(jnp.int32) - rows_at(first, safe)
+    keep = used & (place < rows_at(zones.kept, safe))
+    slot_row = jnp.where(keep, rows_at(zones.base, safe) + place, -1)
+
+    row_expert, place, filled = _places(meta, zones)
+    at = jnp.where(filled, rows_at(first, row_expert) + place, 0)
+    source = jnp.where(filled, rows_at(order, at), -1)
+    arrays = PermutationArrays(source, slot_row.reshape(topk_idx.shape), zones.dropped, None, None)
+    return arrays, zones.sizes[None]
+
+
+def _of_map(meta: PermutationMeta, routing_map: jax.Array) -> tuple[PermutationArrays, jax.Array]:
+    chosen = routing_map != 0
+    seen = jnp.cumsum(chosen, axis=0, dtype=jnp.int32)
+    zones = _zones(meta, seen[-1])
+    keep = chosen & (seen <= zones.kept)
+    slot_row = jnp.where(keep, zones.base + seen - 1, -1)
+
+    expert, place, filled = _places(meta, zones)
+    token = _first_that_has(seen, expert, place + 1)
+    source = jnp.where(filled, token * meta.num_experts + expert, -1)
+    last = jnp.where(filled, source, jnp.iinfo(jnp.int32).max)
+    listed = jnp.argsort(last).astype(jnp.int32)
+    count = keep.sum(1, dtype=jnp.int32)
+    return PermutationArrays(source, slot_row, zones.dropped, listed, count), zones.sizes[None]
+
+
+def _first_that_has(seen: jax.Array, expert: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The first token t with seen[t, expert] >= wanted; the last token where there is none."""
+    tokens = seen.shape[0]
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high) >> 1
+        enough = seen.at[middle, expert].get(mode="promise_in_bounds") >= wanted
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    low = jnp.zeros_like(expert)
+    bounds = (low, jnp.full_like(expert, tokens - 1))
+    # A step halves what is left and leaves a range of one token as it is, but for a token without
+    # enough, where low passes it.
+    low, _ = lax.fori_loop(0, tokens.bit_length(), halve, bounds)
+    return jnp.minimum(low, tokens - 1)

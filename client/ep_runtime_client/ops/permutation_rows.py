@@ -1,0 +1,125 @@
+"""Rows of a permutation on one shard: copied out of tokens, and summed back.
+
+Gathers both ways. A row that no slot fills is never added to anything, and nothing is multiplied
+by a mask: a NaN there stays there, a NaN in a filled row comes through.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops.permutation_plan import PermutationArrays
+from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.xla_plan import exclusive_sum, rows_at
+
+# Gathers of this many slots are written out, so that one fused pass adds them up.
+_WRITTEN_OUT = 16
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """What sums of `dtype` are made in."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def copied(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
+    """values [T, ...] of each row's token, zero where there is none: [rows, ...]."""
+    if not values.size:
+        zeros = jnp.zeros((source.shape[0], *values.shape[1:]), values.dtype)
+        return like(like(zeros, values), source)
+    filled = (source >= 0).reshape(-1, *[1] * (values.ndim - 1))
+    rows = rows_at(values, jnp.maximum(source, 0) // slots)
+    return jnp.where(filled, rows, jnp.zeros((), values.dtype))
+
+
+def of_slots(values: jax.Array, slot_row: jax.Array) -> jax.Array:
+    """values [rows] of each slot's row, zero where it has none: like slot_row."""
+    if not values.size:
+        return like(like(jnp.zeros(slot_row.shape, values.dtype), values), slot_row)
+    picked = rows_at(values, jnp.maximum(slot_row, 0))
+    return jnp.where(slot_row >= 0, picked, jnp.zeros((), values.dtype))
+
+
+def summed(
+    rows: jax.Array, arrays: PermutationArrays, weights: jax.Array | None = None
+) -> jax.Array:
+    """Every token's rows [rows, H], times weights [T, S], added in slot order: [T, H].
+
+    In f32, f64 for f64 rows; rounded to the dtype of the rows once.
+    """
+    tokens, slots = arrays.slot_row.shape
+    wide = sum_dtype(rows.dtype)
+    total = jnp.zeros((tokens, rows.shape[1]), wide)
+    for other in (rows, arrays.slot_row, weights):
+        total = total if other is None else like(total, other)
+    if not rows.size or not total.size:
+        return total.astype(rows.dtype)
+    first = None if arrays.row_count is None else exclusive_sum(arrays.row_count)
+
+    def add(number: Any, total: jax.Array) -> jax.Array:
+        entry = _entry(arrays, first, number)
+        part = rows_at(rows, entry.row).astype(wide)
+        if weights is not None:
+            part = part * _weights_of(weights, entry.slot).astype(wide)[:, None]
+        return total + jnp.where(entry.used[:, None], part, jnp.zeros((), wide))
+
+    if arrays.row_count is not None:
+        total = lax.fori_loop(0, arrays.row_count.max(), add, total)
+    elif slots > _WRITTEN_OUT:
+        total = lax.fori_loop(0, slots, add, total)
+    else:
+        for slot in range(slots):
+            total = add(slot, total)
+    return total.astype(rows.dtype)
+
+
+class _Entry(NamedTuple):
+    """One row of every token."""
+
+    row: jax.Array  # [T]
+    used: jax.Array  # [T] bool; where not, the row is any
+    slot: Any  # the slot of every token, or [T]
+
+
+def _entry(arrays: PermutationArrays, first: jax.Array | None, number: Any) -> _Entry:
+    if first is None or arrays.listed is None or arrays.row_count is None:
+        row = lax.dynamic_index_in_dim(arrays.slot_row, number, axis=1, keepdims=False)
+        return _Entry(jnp.maximum(row, 0), row >= 0, number)
+    at = jnp.minimum(first + number, arrays.listed.shape[0] - 1)
+    row = rows_at(arrays.listed, at)
+    source = jnp.maximum(rows_at(arrays.source, row), 0)
+    return _Entry(row, number < arrays.row_count, source % arrays.slot_row.shape[1])
+
+
+def _weights_of(weights: jax.Array, slot: Any) -> jax.Array:
+    """weights [T, S] at a slot that is one for all tokens or [T]: [T]."""
+    if jnp.ndim(slot) == 0:
+        picked: jax.Array = lax.dynamic_index_in_dim(weights, slot, axis=1, keepdims=False)
+        return picked
+    return jnp.take_along_axis(weights, slot[:, None], axis=1)[:, 0]
+
+
+def weighed(
+    grads: jax.Array, source: jax.Array, weights: jax.Array | None, slots: int
+) -> jax.Array:
+    """The gradient of `summed` for its rows: of each row its token's grads [T, H] times its weight.
+
+    Zero where a row has no token; dtype of grads, which is that of the rows.
+    """
+    if weights is None or not weights.size:
+        return copied(grads, source, slots)
+    wide = sum_dtype(grads.dtype)
+    at = jnp.maximum(source, 0)
+    of_row = rows_at(weights.reshape(-1), at).astype(wide)
+    rows = rows_at(grads, at // slots).astype(wide) * of_row[:, None]
+    return jnp.where((source >= 0)[:, None], rows, jnp.zeros((), wide)).astype(grads.dtype)
+
+
+def products(rows: jax.Array, grads: jax.Array, source: jax.Array, slots: int) -> jax.Array:
+    """Of every row, its product with its token's grads [T, H], in f32: [rows]."""
+    wide = sum_dtype(rows.dtype)
+    of_row = copied(grads, source, slots).astype(wide)
+    return (rows.astype(wide) * of_row).sum(1)
