@@ -5,6 +5,7 @@
 | EP_RUNTIME_ADDRESS | unset | what `connect()` without an address uses; set but dead is an error |
 | EP_RUNTIME_JOB | unset | name of the job; group names live inside (uid, job) |
 | EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes |
+| EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
 | XDG_RUNTIME_DIR | unset | parent of that directory for a user who is not root |
@@ -27,6 +28,8 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 
 # sun_path holds 107 bytes, and "/admin.sock" takes 11 of them.
 MAX_DIRECTORY_BYTES = 96
+
+MAX_SMS = 256
 
 _PRIVATE_PREFIX = "ep-runtime-"
 
@@ -59,6 +62,17 @@ def debug() -> bool:
     raise InvalidArgumentError(
         f"EP_RUNTIME_DEBUG must be 0 or 1, got {value!r}", argument="EP_RUNTIME_DEBUG"
     )
+
+
+def num_sms() -> int:
+    """EP_RUNTIME_SMS, 0 where it is unset. Raises InvalidArgumentError unless it is 0 or 2..256."""
+    value = os.environ.get("EP_RUNTIME_SMS", "").strip() or "0"
+    if not value.isdecimal() or int(value) == 1 or int(value) > MAX_SMS:
+        raise InvalidArgumentError(
+            f"EP_RUNTIME_SMS must be 0 or 2 to {MAX_SMS}, got {value!r}",
+            argument="EP_RUNTIME_SMS",
+        )
+    return int(value)
 
 
 def no_color() -> bool:

@@ -27,6 +27,8 @@ def library_path(platform: str = "cpu") -> Path:
 
 
 LIBRARY_PATH = library_path()
+# Of the library that serves a transport.
+PLATFORMS = {"memfd": "cpu", "nvlink": "cuda"}
 CLOSE_TIMEOUT_S = 10.0
 ROW_OPS = ("baseline", "avx2", "avx512")
 _TEXT_BYTES = 4096
@@ -268,3 +270,23 @@ def library(platform: str = "cpu") -> NativeLibrary:
         VersionSkewError: it belongs to another version of this package.
     """
     return NativeLibrary(library_path(platform))
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenGroup:
+    """A group as one library has it open, by the library's number."""
+
+    library: NativeLibrary
+    number: int
+
+    def add_layers(self, layers: Sequence[NativeLayer]) -> None:
+        """As `NativeLibrary.add_layers`."""
+        self.library.add_layers(self.number, layers)
+
+    def check(self) -> str | None:
+        """As `NativeLibrary.check_group`."""
+        return self.library.check_group(self.number)
+
+    def close(self) -> None:
+        """As `NativeLibrary.close_group`, within CLOSE_TIMEOUT_S."""
+        self.library.close_group(self.number)

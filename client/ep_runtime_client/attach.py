@@ -73,14 +73,14 @@ def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -
 def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
     """Forms the group and makes it this process's live group of that name."""
     _check_free(session, spec.name)
-    ranks = _own_ranks(spec, mesh)
-    group = Group(session, spec, mesh, forming.form(session, spec, ranks, replace=replace))
+    claim = _claim(spec, mesh)
+    group = Group(session, spec, mesh, forming.form(session, spec, claim, replace=replace))
     try:
         live_groups.add(group)
     except BaseException:
         discard(group)
         raise
-    estimate.report(spec, mesh.devices.flat[0], len(ranks))
+    estimate.report(spec, mesh.devices.flat[0], len(claim.ranks))
     return group
 
 
@@ -95,7 +95,7 @@ def _check_free(session: Session, name: str) -> None:
         )
 
 
-def _own_ranks(spec: specs.GroupSpec, mesh: Mesh) -> list[int]:
+def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
     """World ranks whose devices this process drives.
 
     Raises:
@@ -104,18 +104,19 @@ def _own_ranks(spec: specs.GroupSpec, mesh: Mesh) -> list[int]:
     import jax
 
     here = jax.process_index()
-    ranks = [
-        rank
+    ours = {
+        rank: device
         for rank, device in enumerate(meshes.rank_devices(mesh, spec))
         if device.process_index == here
-    ]
-    if not ranks:
+    }
+    if not ours:
         raise InvalidArgumentError(
             f"mesh has no device of this process ({here}); it spans processes "
             f"{meshes.processes_of(mesh)}",
             argument="mesh",
         )
-    return ranks
+    ordinals = [device.local_hardware_id for device in ours.values()]
+    return forming.Claim(tuple(ours), tuple(ordinals) if spec.transport == "nvlink" else ())
 
 
 def stored_spec(session: Session, name: str) -> specs.GroupSpec:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ep_runtime import board, env, specs, wire
+from ep_runtime import board, env, native, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
 from ep_runtime_client import transport
@@ -27,17 +27,19 @@ class Formed:
 
     Attributes:
         generation: the daemon's; 0 without a daemon.
-        native_group: the native library's number; None for transport "xla".
+        native_group: as the native library has it; None for transport "xla".
         reattached: retained windows were taken over and nothing was allocated.
         ranks: world ranks that this process claims.
         memory: descriptors of board and windows; empty for transport "xla".
+        uuids: of the GPUs that drive the ranks; empty for other devices.
     """
 
     generation: int
-    native_group: int | None
+    native_group: native.OpenGroup | None
     reattached: bool
     ranks: tuple[int, ...] = ()
     memory: Memory = dataclasses.field(default_factory=lambda: Memory([]))
+    uuids: tuple[str, ...] = ()
 
 
 class Memory:
@@ -64,29 +66,39 @@ class Memory:
         transport.close_all([fd for _, fd in held])
 
 
-def form(session: Session, spec: specs.GroupSpec, ranks: Sequence[int], *, replace: bool) -> Formed:
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What this process brings to a group: world ranks, and the CUDA ordinal of each on GPUs."""
+
+    ranks: tuple[int, ...]
+    ordinals: tuple[int, ...] = ()
+
+
+def form(session: Session, spec: specs.GroupSpec, claim: Claim, *, replace: bool) -> Formed:
     """Makes the group at the daemon and maps its windows here.
 
     Raises:
         SpecMismatchError, GroupBusyError, GroupNotReadyError, PoolExhaustedError: of the daemon.
     """
     if not session.has_daemon:
-        return Formed(0, None, False, tuple(ranks))
-    return session.run(lambda control: _form(session, control, spec, ranks, replace))
+        return Formed(0, None, False, claim.ranks)
+    return session.run(lambda control: _form(session, control, spec, claim, replace))
 
 
 def _form(
     session: Session,
     control: transport.ControlChannel,
     spec: specs.GroupSpec,
-    ranks: Sequence[int],
+    claim: Claim,
     replace: bool,
 ) -> Formed:
     wait_s = session.timeout_s
+    uuids = _uuids(spec, claim)
     request = group_service_pb2.CreateGroupRequest(
         op_id=uuid.uuid4().hex,
         spec=wire.group_spec_to_proto(spec),
-        world_ranks=ranks,
+        world_ranks=claim.ranks,
+        device_uuids=uuids,
         replace=replace,
         wait=wire.duration(wait_s),
     )
@@ -96,7 +108,7 @@ def _form(
     try:
         if answer.group.window_bytes:
             memory = _fetch(session, control, spec.name, generation)
-            native_group = _map(spec, generation, memory, ranks)
+            native_group = _map(spec, generation, memory, claim)
         report = group_service_pb2.ReportAttachedRequest(
             name=spec.name, generation=generation, wait=wire.duration(wait_s)
         )
@@ -105,7 +117,15 @@ def _form(
         leave(session, spec.name, generation, native_group)
         memory.close()
         raise
-    return Formed(generation, native_group, bool(answer.reattached), tuple(ranks), memory)
+    return Formed(generation, native_group, bool(answer.reattached), claim.ranks, memory, uuids)
+
+
+def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
+    """The GPUs of the ranks: ordinals differ between processes, UUIDs do not."""
+    if spec.transport != "nvlink":
+        return ()
+    found = native.library("cuda").devices()
+    return tuple(found[ordinal] for ordinal in claim.ordinals)
 
 
 def _fetch(
@@ -127,43 +147,45 @@ def _fetch(
         raise
 
 
-def _map(spec: specs.GroupSpec, generation: int, memory: Memory, local_ranks: Sequence[int]) -> int:
-    from ep_runtime import native
+def _map(spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim) -> native.OpenGroup:
     from ep_runtime_client.ops import _ffi
 
+    platform = native.PLATFORMS[spec.transport]
     # Now, not when an op is first traced: exported programs and stored executables run untraced.
-    _ffi.ensure_registered()
+    _ffi.ensure_registered(platform)
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
     if sorted(found) != list(range(-1, spec.world_size)):
         raise EpRuntimeError(
             f"group {spec.name!r}: the daemon sent a board and windows as {sorted(found)}, wanted "
             f"-1 (the board) to {spec.world_size - 1}"
         )
-    return int(
-        native.library().open_group(
-            spec,
-            generation=generation,
-            board_fd=found[-1],
-            window_fds=[found[rank] for rank in range(spec.world_size)],
-            debug=env.debug(),
-            local_ranks=local_ranks,
-        )
+    library = native.library(platform)
+    number = library.open_group(
+        spec,
+        generation=generation,
+        board_fd=found[-1],
+        window_fds=[found[rank] for rank in range(spec.world_size)],
+        debug=env.debug(),
+        local_ranks=claim.ranks,
+        devices=claim.ordinals or None,
+        num_blocks=env.num_sms(),
     )
+    return native.OpenGroup(library, number)
 
 
-def leave(session: Session, name: str, generation: int, native_group: int | None) -> None:
+def leave(
+    session: Session, name: str, generation: int, native_group: native.OpenGroup | None
+) -> None:
     """Unmaps the windows and leaves the group; a daemon that is away hears of it later."""
     unmap(native_group)
     if session.has_daemon:
         session.say_left(name, generation)
 
 
-def unmap(native_group: int | None) -> None:
+def unmap(native_group: native.OpenGroup | None) -> None:
     """Unmaps the windows once running calls are over, which is waited for with a bound."""
     if native_group is not None:
-        from ep_runtime import native
-
-        native.library().close_group(native_group)
+        native_group.close()
 
 
 def restore(

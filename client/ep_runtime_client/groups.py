@@ -32,7 +32,7 @@ class Group:
         mesh: the mesh it was created on.
         session: the session it belongs to.
         generation: of the daemon; grows whenever the group is formed anew.
-        native_group: number in the native library; None for transport "xla".
+        native_group: as the native library has it; None for transport "xla".
         reattached: True where the windows of an earlier process were taken over.
     """
 
@@ -48,6 +48,7 @@ class Group:
         self.reattached = formed.reattached
         self._ranks = formed.ranks
         self._memory = formed.memory
+        self._uuids = formed.uuids
         self._lock = threading.RLock()
         self._layers: dict[str, EpLayer | LayerStack] = {}
         self._registered: dict[str, wire.RegisteredLayer] = {}
@@ -213,10 +214,8 @@ class Group:
                 else EpLayer(self.spec, item.spec, item.base_id)
             )
         if self.native_group is not None and new:
-            from ep_runtime import native
-
             rows = [row for pair in zip(made, new, strict=True) for row in _native_layers(*pair)]
-            native.library().add_layers(self.native_group, rows)
+            self.native_group.add_layers(rows)
         for layer, item in zip(made, new, strict=True):
             self._layers[layer.name] = layer
             self._registered[layer.name] = item
@@ -231,9 +230,7 @@ class Group:
         self.require_open()
         if self.native_group is None:
             return
-        from ep_runtime import native
-
-        text = native.library().check_group(self.native_group)
+        text = self.native_group.check()
         if text is not None:
             raise errors.parse(text) or errors.EpRuntimeError(text)
 
@@ -296,6 +293,7 @@ class Group:
             generation=self.generation,
             world_ranks=self._ranks,
             layers=[wire.registered_to_proto(item) for item in [*self._registered.values()]],
+            device_uuids=self._uuids,
         )
         try:
             found = forming.restore(self.session.directory, token, control, request, self._memory)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import specs
+from ep_runtime import native, specs
 from ep_runtime.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+_log = logging.getLogger("ep_runtime")
 
 
 def axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
@@ -59,6 +63,7 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
 
     Raises:
         InvalidArgumentError: an unknown name, or one that needs a daemon where there is none.
+        RuntimeUnavailableError: "nvlink" where the package was built without CUDA.
         NotImplementedError: this version has no such transport for the mesh's devices.
     """
     choices = ("auto", *specs.TRANSPORTS)
@@ -86,7 +91,23 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
         )
     if transport == "memfd":
         return transport
+    if transport == "auto":
+        _say_xla(tuple(platforms))
+        return "xla"
+    if platforms == ["gpu"] and transport == "nvlink":
+        native.library("cuda")  # where it is missing, this says how to build it
+        return transport
     raise NotImplementedError(
         f"transport={transport!r} on {platforms} devices is not part of this version; "
-        'transport="memfd" serves CPU devices, transport="xla" every device'
+        'transport="memfd" serves CPU devices, "nvlink" NVIDIA GPUs, "xla" every device'
+    )
+
+
+@functools.cache
+def _say_xla(platforms: tuple[str, ...]) -> None:
+    # "nvlink" becomes the choice for GPUs when its tests have run inside JAX on some.
+    _log.warning(
+        'rows travel over XLA\'s collectives on %s devices (transport="xla"); '
+        'transport="nvlink", still experimental, moves them through windows in GPU memory',
+        list(platforms),
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
-from ep_runtime import specs
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime import native, specs
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client import meshes
 
 
@@ -63,3 +65,22 @@ def test_transports_that_cannot_be_say_why(mesh: Any) -> None:
         meshes.resolve_transport("memfd", mesh, has_daemon=False)
     with pytest.raises(NotImplementedError, match="'nvlink' on \\['cpu'\\]"):
         meshes.resolve_transport("nvlink", mesh, has_daemon=True)
+
+
+class Gpus:
+    """What `resolve_transport` reads of a mesh of GPUs."""
+
+    devices = np.array([SimpleNamespace(platform="gpu")] * 4)
+
+
+def test_gpus_take_xla_unless_nvlink_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(meshes, "devices_of", lambda mesh: mesh.devices)
+    assert meshes.resolve_transport("auto", Gpus(), has_daemon=True) == "xla"
+    with pytest.raises(InvalidArgumentError, match="between CPU devices, the mesh has .'gpu'"):
+        meshes.resolve_transport("memfd", Gpus(), has_daemon=True)
+    monkeypatch.setattr(native, "library_path", lambda platform: tmp_path / f"{platform}.so")
+    native.library.cache_clear()
+    with pytest.raises(RuntimeUnavailableError, match="EP_RUNTIME_CUDA=ON"):
+        meshes.resolve_transport("nvlink", Gpus(), has_daemon=True)

@@ -17,6 +17,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         "EP_RUNTIME_ADDRESS",
         "EP_RUNTIME_JOB",
         "EP_RUNTIME_DEBUG",
+        "EP_RUNTIME_SMS",
         "SLURM_JOB_ID",
         "RUNTIME_DIRECTORY",
         "XDG_RUNTIME_DIR",
@@ -52,6 +53,20 @@ def test_debug_refuses_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EP_RUNTIME_DEBUG", "perhaps")
     with pytest.raises(InvalidArgumentError, match="EP_RUNTIME_DEBUG must be 0 or 1.*perhaps"):
         env.debug()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", 0), ("0", 0), ("2", 2), (" 40 ", 40)])
+def test_sms_are_a_number(monkeypatch: pytest.MonkeyPatch, text: str, expected: int) -> None:
+    assert env.num_sms() == 0
+    monkeypatch.setenv("EP_RUNTIME_SMS", text)
+    assert env.num_sms() == expected
+
+
+@pytest.mark.parametrize("text", ["1", "257", "-2", "many"])
+def test_sms_refuse_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("EP_RUNTIME_SMS", text)
+    with pytest.raises(InvalidArgumentError, match=f"EP_RUNTIME_SMS must be 0 or 2 .*'{text}'"):
+        env.num_sms()
 
 
 def test_runtime_directory_of_systemd_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

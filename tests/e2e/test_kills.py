@@ -35,7 +35,7 @@ _PROGRAM = """
 say("imported")
 with ep.connect(job="kills") as s:
     say("connected")
-    formed = forming.form(s, spec, range(4), replace=False)
+    formed = forming.form(s, spec, forming.Claim((0, 1, 2, 3)), replace=False)
     say("formed")
     layers = [specs.check_layer(spec, specs.LayerSpec(f"l{i}", top_k=2)) for i in range(50)]
     forming.register(s, spec, formed.generation, layers, [])

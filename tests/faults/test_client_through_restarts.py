@@ -29,7 +29,7 @@ spec = specs.make_group_spec(
 """
 _PROGRAM = """
 session = ep.connect(job="kills", timeout_s=60)
-formed = forming.form(session, spec, range(4), replace=False)
+formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
 layers = [specs.check_layer(spec, specs.LayerSpec(f"l{i}", top_k=2)) for i in range(3)]
 found, _ = forming.register(session, spec, formed.generation, layers, [])
 again, _ = forming.register(session, spec, formed.generation, layers, [])
@@ -100,13 +100,13 @@ def test_processes_that_form_a_group_meet_again_after_a_kill(
     run_program: Start, directory: Path, point: str, times: int
 ) -> None:
     daemon = start_daemon(directory, "--testing", f"failpoint:{point}=kill:{times}")
-    program = _PROGRAM.replace("range(4)", "RANKS").replace(
+    program = _PROGRAM.replace("(0, 1, 2, 3)", "RANKS").replace(
         "formed = ", "say(connected=True)\nsys.stdin.readline()\nformed = "
     )
     programs = [
         run_program(
             program,
-            prologue=_PROLOGUE + f"RANKS = range({first}, {first + 2})\n",
+            prologue=_PROLOGUE + f"RANKS = ({first}, {first + 1})\n",
             EP_RUNTIME_ADDRESS=f"unix://{directory}",
         )
         for first in (0, 2)

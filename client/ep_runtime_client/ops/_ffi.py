@@ -11,11 +11,12 @@ import jax
 from ep_runtime import native
 
 STATE_TYPE = "ep_runtime_call_state"
+_XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 
 
 @functools.cache
-def ensure_registered() -> None:
-    """Registers the type of the call state, then the targets.
+def ensure_registered(platform: str = "cpu") -> None:
+    """Registers the type of the call state, then the targets, of the library of "cpu" or "cuda".
 
     The CPU backend must be up first: one that starts later replays pending targets before
     pending types, and refuses. Hence never at import.
@@ -23,18 +24,19 @@ def ensure_registered() -> None:
     Raises:
         RuntimeUnavailableError: the native library is missing; says how to build it.
     """
-    jax.devices("cpu")
-    library = native.library()
+    jax.devices(platform)
+    library = native.library(platform)
     type_id, type_info = library.state_type()
-    jax.ffi.register_ffi_type(
-        STATE_TYPE, {"type_id": _capsule(type_id), "type_info": _capsule(type_info)}, "cpu"
-    )
+    if type_id:
+        jax.ffi.register_ffi_type(
+            STATE_TYPE,
+            {"type_id": _capsule(type_id), "type_info": _capsule(type_info)},
+            _XLA_PLATFORMS[platform],
+        )
     for target in library.targets():
-        handlers = {
-            "instantiate": _capsule(target.instantiate_ptr),
-            "execute": _capsule(target.execute_ptr),
-        }
-        jax.ffi.register_ffi_target(target.name, handlers, "cpu", api_version=1)
+        stages = {"instantiate": target.instantiate_ptr, "execute": target.execute_ptr}
+        handlers = {stage: _capsule(pointer) for stage, pointer in stages.items() if pointer}
+        jax.ffi.register_ffi_target(target.name, handlers, _XLA_PLATFORMS[platform], api_version=1)
 
 
 def _capsule(pointer: int) -> Any:

@@ -1,4 +1,4 @@
-"""Transport "memfd": the ops as custom calls of the native library, on windows in host memory.
+"""Transports "memfd" and "nvlink": the ops as custom calls of a native library, on windows.
 
 All functions run per device, on local blocks without the slab dim; the signatures are those of
 `xla.py`. Attributes are names and static sizes only, so that every process traces the same
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ep_runtime import native
 from ep_runtime_client.ops._ffi import ensure_registered
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import PlanArrays
@@ -28,7 +29,7 @@ TARGETS = (
 
 
 def _call(call: Call, target: str, results: Any, *operands: jax.Array) -> Any:
-    ensure_registered()
+    ensure_registered(native.PLATFORMS[call.group.transport])
     attributes = {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),
@@ -62,7 +63,10 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
         (1,),
     )
     results = tuple(_shape(jnp.int32, *size) for size in dims)
-    return PlanArrays(*_call(call, "ep_prepare_v1", results, rank, index, topk_idx))
+    # On a GPU only a call that XLA does not record into a command buffer can fail a step.
+    waits = call.group.transport == "nvlink" and call.group.on_overflow == "error"
+    target = "ep_prepare_sync_v1" if waits else "ep_prepare_v1"
+    return PlanArrays(*_call(call, target, results, rank, index, topk_idx))
 
 
 def dispatch(

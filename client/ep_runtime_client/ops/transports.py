@@ -14,6 +14,7 @@ from ep_runtime_client.ops.calls import Call
 _MODULES = {
     "xla": "ep_runtime_client.ops.xla",
     "memfd": "ep_runtime_client.ops.memfd",
+    "nvlink": "ep_runtime_client.ops.memfd",
 }
 
 
