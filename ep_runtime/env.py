@@ -5,6 +5,7 @@
 | EP_RUNTIME_ADDRESS | unset | what `connect()` without an address uses; set but dead is an error |
 | EP_RUNTIME_JOB | unset | name of the job; group names live inside (uid, job) |
 | EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes |
+| EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
 | EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
@@ -14,6 +15,7 @@
 | LISTEN_FDS | unset | how many descriptors systemd kept for the daemon |
 | LISTEN_FDNAMES | unset | their names |
 | NO_COLOR | unset | any text: tables of the command line have no colour |
+| GLIBC_TUNABLES | unset | with settings of glibc malloc in it (or in MALLOC_*) we make none |
 | PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
 """
 
@@ -52,16 +54,31 @@ def job() -> str | None:
     return _text("EP_RUNTIME_JOB") or _text("SLURM_JOB_ID")
 
 
-def debug() -> bool:
-    """EP_RUNTIME_DEBUG. Raises InvalidArgumentError where it is neither on nor off."""
-    value = os.environ.get("EP_RUNTIME_DEBUG", "").strip().lower()
+def _switch(name: str, default: str) -> bool:
+    """Raises InvalidArgumentError where the variable is neither on nor off."""
+    value = os.environ.get(name, default).strip().lower()
     if value in _TRUE:
         return True
     if value in _FALSE:
         return False
-    raise InvalidArgumentError(
-        f"EP_RUNTIME_DEBUG must be 0 or 1, got {value!r}", argument="EP_RUNTIME_DEBUG"
-    )
+    raise InvalidArgumentError(f"{name} must be 0 or 1, got {value!r}", argument=name)
+
+
+def debug() -> bool:
+    """EP_RUNTIME_DEBUG. Raises InvalidArgumentError where it is neither on nor off."""
+    return _switch("EP_RUNTIME_DEBUG", "0")
+
+
+def keep_memory() -> bool:
+    """EP_RUNTIME_KEEP_MEMORY. Raises InvalidArgumentError where it is neither on nor off."""
+    return _switch("EP_RUNTIME_KEEP_MEMORY", "1")
+
+
+def malloc_is_set() -> bool:
+    """The user has given glibc's allocator settings of their own."""
+    tunables = _text("GLIBC_TUNABLES") or ""
+    names = ("MMAP_MAX_", "MMAP_THRESHOLD_", "TRIM_THRESHOLD_", "TOP_PAD_")
+    return "glibc.malloc." in tunables or any(_text(f"MALLOC_{name}") for name in names)
 
 
 def num_sms() -> int:

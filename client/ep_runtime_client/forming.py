@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ep_runtime import board, env, native, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
-from ep_runtime_client import transport
+from ep_runtime_client import allocator, transport
 
 if TYPE_CHECKING:
     from ep_runtime_client.session import Session
@@ -151,6 +151,8 @@ def _map(spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim) -
     from ep_runtime_client.ops import _ffi
 
     platform = native.PLATFORMS[spec.transport]
+    if spec.transport == "memfd":
+        allocator.keep_freed_memory()
     # Now, not when an op is first traced: exported programs and stored executables run untraced.
     _ffi.ensure_registered(platform)
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}

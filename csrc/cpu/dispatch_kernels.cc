@@ -18,10 +18,11 @@ void PlaceRows(const Call& call, const DispatchParams& params, const SourceOffse
   const uint8_t* row = call.Rows(call.ep_rank(), source);
   const auto* weight = reinterpret_cast<const float*>(call.Entries(call.ep_rank(), source));
   auto* recv = static_cast<uint8_t*>(params.recv);
+  const RowCopy copy(params.row_bytes, offsets.entries.back() * params.row_bytes);
   for (int64_t s = offsets.staged[source]; s < offsets.staged[source + 1]; ++s) {
     for (int64_t i = plan.staged_start[s]; i < plan.staged_start[s + 1]; ++i) {
       const int64_t to = plan.staged_row[i];
-      std::memcpy(recv + to * params.row_bytes, row, params.row_bytes);
+      copy(recv + to * params.row_bytes, row);
       params.recv_weights[to] = params.weights != nullptr ? *weight++ : 1.0f;
     }
     row += params.row_bytes;

@@ -1,6 +1,5 @@
 #include "cpu/row_exchange.h"
 
-#include <cstring>
 #include <string>
 
 #include "cpu/row_ops.h"
@@ -8,8 +7,8 @@
 namespace ep_runtime {
 namespace {
 
-// Above this, what one call sends leaves the caches before its receiver reads it.
-constexpr int64_t kStreamBytes = 64 << 20;
+// Above this, what the ranks of a machine write in one call leaves the caches before it is read.
+constexpr int64_t kStreamBytes = 4 << 20;
 
 Status BadPlan(const Call& call, const char* what) {
   return InvalidArgument("layer " + call.layer().name + ": the plan's " + what +
@@ -75,10 +74,18 @@ SourceOffsets::SourceOffsets(const Plan& plan, int64_t sources)
   }
 }
 
+RowCopy::RowCopy(int64_t row_bytes, int64_t call_bytes)
+    : row_bytes_(row_bytes), stream_(call_bytes >= kStreamBytes ? GetRowOps().stream : nullptr) {}
+
+RowCopy::~RowCopy() {
+#if defined(__x86_64__)
+  if (stream_ != nullptr) __builtin_ia32_sfence();
+#endif
+}
+
 void SendRows(const Call& call, const Sizes& sizes, const Plan& plan, const void* rows,
               int64_t row_bytes, const float* weights) {
-  const bool stream = sizes.tokens * row_bytes >= kStreamBytes;
-  const auto copy = GetRowOps().stream;
+  const RowCopy copy(row_bytes, sizes.tokens * row_bytes);
   const auto* row = static_cast<const uint8_t*>(rows);
   std::vector<uint8_t*> next_row(call.ep_size());
   std::vector<float*> next_weight(call.ep_size());
@@ -94,18 +101,10 @@ void SendRows(const Call& call, const Sizes& sizes, const Plan& plan, const void
       if (weights != nullptr) *next_weight[dest]++ = weights[i];
       if (last_token[dest] == token) continue;
       last_token[dest] = token;
-      if (stream) {
-        copy(next_row[dest], row, row_bytes);
-      } else {
-        std::memcpy(next_row[dest], row, row_bytes);
-      }
+      copy(next_row[dest], row);
       next_row[dest] += row_bytes;
     }
   }
-#if defined(__x86_64__)
-  // Streaming stores are not ordered by the release store that tells the peers.
-  if (stream) __builtin_ia32_sfence();
-#endif
 }
 
 }  // namespace ep_runtime

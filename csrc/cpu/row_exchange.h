@@ -2,6 +2,7 @@
 #define EP_RUNTIME_CPU_ROW_EXCHANGE_H_
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "core/call.h"
@@ -18,6 +19,30 @@ struct SourceOffsets {
   std::vector<int64_t> staged;
   std::vector<int64_t> entries;
   SourceOffsets(const Plan& plan, int64_t sources);
+};
+
+// Copies rows, past the caches where a call moves so many bytes that they would not stay there
+// until they are read.
+class RowCopy {
+ public:
+  RowCopy(int64_t row_bytes, int64_t call_bytes);
+  // Ends with the copies in sight of whoever is told of them next: streaming stores are not
+  // ordered by the store that tells.
+  ~RowCopy();
+  RowCopy(const RowCopy&) = delete;
+  RowCopy& operator=(const RowCopy&) = delete;
+
+  void operator()(void* to, const void* from) const {
+    if (stream_ != nullptr) {
+      stream_(to, from, row_bytes_);
+    } else {
+      std::memcpy(to, from, row_bytes_);
+    }
+  }
+
+ private:
+  int64_t row_bytes_;
+  void (*stream_)(void* to, const void* from, int64_t bytes);
 };
 
 // Sends rows [T, row_bytes] once to every rank that keeps a row of them and, where `weights`

@@ -131,3 +131,19 @@ def test_children_do_not_inherit_systemd_wiring(monkeypatch: pytest.MonkeyPatch)
     child = env.child_environment()
     assert "NOTIFY_SOCKET" not in child
     assert child["SOMETHING_ELSE"] == "kept"
+
+
+def test_memory_is_kept_unless_told_or_set_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EP_RUNTIME_KEEP_MEMORY", "GLIBC_TUNABLES", "MALLOC_TOP_PAD_"):
+        monkeypatch.delenv(name, raising=False)
+    assert env.keep_memory()
+    assert not env.malloc_is_set()
+    monkeypatch.setenv("EP_RUNTIME_KEEP_MEMORY", "0")
+    assert not env.keep_memory()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.rtld.nns=4")
+    assert not env.malloc_is_set()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.rtld.nns=4:glibc.malloc.mmap_max=8")
+    assert env.malloc_is_set()
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
+    assert env.malloc_is_set()

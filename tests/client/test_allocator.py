@@ -1,0 +1,49 @@
+"""Freed memory stays with the process, unless told otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import json
+import numpy as np
+from ep_runtime_client import allocator
+
+def resident_mib():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 >> 20
+
+kept = [allocator.keep_freed_memory() for _ in range(2)]
+before = resident_mib()
+array = np.ones(64 << 20, np.uint8)
+del array
+print(json.dumps([kept, resident_mib() - before]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "kept"),
+    [
+        ({}, True),
+        ({"EP_RUNTIME_KEEP_MEMORY": "0"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=65536"}, False),
+    ],
+)
+def test_freed_memory_is_kept(environment: dict[str, str], kept: bool) -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _PROGRAM],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    said, grown_mib = json.loads(done.stdout)
+    assert said == [kept, kept]
+    assert (grown_mib > 60) == kept
