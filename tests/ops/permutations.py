@@ -56,8 +56,7 @@ class Case:
 
 CASES = (
     Case("plain"),
-    Case("top-1", top_k=1),
-    Case("one token", tokens=1),
+    Case("one token", tokens=1, num_out_tokens=7),
     Case("no tokens", tokens=0),
     Case("no tokens with room", tokens=0, num_out_tokens=4, align_size=4),
     Case("no tokens of a map", tokens=0, from_map=True),
@@ -70,7 +69,6 @@ CASES = (
     Case("no room at all", num_out_tokens=0),
     Case("drops", num_out_tokens=11),
     Case("drops of whole blocks", num_out_tokens=8, align_size=4, routing="one"),
-    Case("room to spare", num_out_tokens=60, align_size=4),
     Case("map", from_map=True),
     Case("map, zones of 4", from_map=True, align_size=4),
     Case("map, bounded", from_map=True, num_out_tokens=40, align_size=4),
