@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -27,6 +27,13 @@ Names = Sequence[str | None]
 
 # Dims of a parameter without leading dims of a layer stack, where that is the same in every form.
 _PLAIN_DIMS = {"wo": 3, "router": 2, "wo_bias": 2, "router_bias": 1}
+
+
+class GroupAxes(TypedDict):
+    """The mesh axes that `create_group` asks for."""
+
+    ep_axis: tuple[str, ...]
+    outer_axes: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Rules:
         logical = tuple((name, _entry(left(_axes(entry)))) for name, entry in self.logical)
         return Rules(left(self.mesh_axes), logical, left(self.outer), left(self.ep))
 
-    def group_axes(self, mesh: Mesh | AbstractMesh) -> dict[str, tuple[str, ...]]:
+    def group_axes(self, mesh: Mesh | AbstractMesh) -> GroupAxes:
         """`ep_axis` and `outer_axes` for `create_group` on `mesh`.
 
         Raises:

@@ -56,6 +56,16 @@ def test_a_comparison_with_stock_collectives_is_bit_equal() -> None:
     assert "every step's loss is bit-equal to transport xla: 6 of 6" in done.stdout
 
 
+def test_mesh_rules_optimizer_and_picture_are_as_asked_for(tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    layout = ["--mesh", "fsdp=2,ep=2", "--rules", "shard-exp-on-fsdp", "--optimizer", "muon"]
+    done = demo("--steps", "2", *layout, "--plot", str(picture))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 4 CPU devices as fsdp 2 x ep 2" in done.stdout
+    assert "layout shard-exp-on-fsdp, optimizer muon, recipe f32" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_wrong_options_are_exit_code_1_and_start_nothing() -> None:
     done = demo("--steps", "3", "--batch", "7")
     assert done.returncode == 1

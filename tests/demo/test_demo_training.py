@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import itertools
 import os
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client.demo.cli import add_arguments, make_config
 from ep_runtime_client.demo.config import DemoConfig, default_ep_size
 from ep_runtime_client.demo.interrupt import StopRequest
 from ep_runtime_client.demo.trainer import StepResult
@@ -162,6 +165,24 @@ def test_a_sigint_in_the_middle_of_a_write_is_reported_on_the_same_stream() -> N
         ({"top_k": 9}, "--top-k must be 1 to num_experts=8, got 9"),
         ({"seq": 1}, "--seq must be 2 to 1024, got 1"),
         ({"compare": True, "transport": "xla"}, "--transport must be auto or memfd"),
+        ({"mesh": "dp=2,ep=2"}, "--mesh must be axes whose product is devices=8, got 'dp=2,ep=2'"),
+        ({"mesh": "dp=4,fsdp=2"}, "--mesh must be axes with an ep among them, got"),
+        ({"mesh": "dp=8,ep"}, "--mesh must be as dp=2,fsdp=2,ep=2 with axes of ('dp', 'fsdp',"),
+        ({"mesh": "ep=2,ep=4"}, "--mesh must be as dp=2,fsdp=2,ep=2 with axes of"),
+        ({"mesh": "pp=2,ep=4"}, "--mesh must be as dp=2,fsdp=2,ep=2 with axes of"),
+        (
+            {"mesh": "fsdp=2,ep=4", "rules": "shard-exp-on-fsdp", "num_experts": 12},
+            "--experts must be a multiple of ep_size=4 x fsdp_size=2, got 12",
+        ),
+        ({"rules": "fsdp"}, "--rules must be one of ('fsdp+ep', 'shard-exp-on-fsdp'), got 'fsdp'"),
+        ({"optimizer": "sgd"}, "--optimizer must be one of ('adamw', 'muon'), got 'sgd'"),
+        (
+            {"recipe": "bf16,fp4"},
+            "--recipe must be of ('f32', 'bf16', 'fp8', 'fp8-block', 'mxfp8')",
+        ),
+        ({"recipe": "fp8,fp8"}, "--recipe must be different ones, got 'fp8,fp8'"),
+        ({"recipe": "bf16,fp8", "compare": True}, "--recipe must be one with --compare"),
+        ({"plot": "/nowhere/at/all.png"}, "--plot must be a file in a directory that exists, got"),
     ],
 )
 def test_options_that_do_not_fit_are_named(change: dict[str, Any], text: str) -> None:
@@ -173,3 +194,32 @@ def test_options_that_do_not_fit_are_named(change: dict[str, Any], text: str) ->
 @pytest.mark.parametrize(("devices", "ep_size"), [(1, 1), (2, 2), (4, 2), (8, 4), (3, 3)])
 def test_the_default_ep_size_divides_the_devices(devices: int, ep_size: int) -> None:
     assert default_ep_size(devices) == ep_size
+
+
+def test_mesh_and_ep_exclude_each_other_and_mesh_says_how_many_devices() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    config = make_config(parser.parse_args(["--mesh", "fsdp=2,ep=2", "--batch", "4"]))
+    assert (config.devices, config.axes) == (4, {"fsdp": 2, "ep": 2})
+    assert make_config(parser.parse_args([])).axes == {"dp": 2, "ep": 4}
+    with pytest.raises(InvalidArgumentError, match="--ep must be left out with --mesh, got 2 and"):
+        make_config(parser.parse_args(["--mesh", "fsdp=2,ep=2", "--ep", "2"]))
+
+
+def test_muon_gets_every_matrix_and_nothing_else() -> None:
+    import jax
+
+    from ep_runtime_client.demo import model, optimizers
+
+    sizes = model.ModelConfig(num_layers=1, hidden_size=16, mlp_dim=8, num_experts=4)
+    spec = LayerSpec("moe", top_k=2, num_experts=4, hidden_size=16)
+    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), sizes, [spec]))
+    found = optimizers.matrices(params)["blocks"][0]
+    wi, wo = params["blocks"][0]["moe"].wi, params["blocks"][0]["moe"].wo
+    for dims, array in ((found["moe"].wi, wi), (found["moe"].wo, wo)):
+        shape = (array.shape[dims.reduction_axis[0]], array.shape[dims.output_axis[0]])
+        assert shape in ((16, 8), (8, 16))
+    assert found["moe"].router is None
+    assert found["moe_norm"] is None
+    optimizer = optimizers.make_optimizer(DemoConfig(optimizer="muon"))
+    jax.eval_shape(optimizer.init, params)

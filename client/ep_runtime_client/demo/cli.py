@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.demo import config as defaults
@@ -22,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"with --compare {defaults.DEFAULT_COMPARE_STEPS}",
     )
     parser.add_argument(
-        "--devices", type=int, default=default.devices, metavar="D", help="CPU devices; default 8"
+        "--devices",
+        type=int,
+        metavar="D",
+        help=f"CPU devices; default {default.devices}, with --mesh the product of its axes",
     )
     parser.add_argument(
         "--processes",
@@ -38,7 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks of one EP group, a divisor of D; default half of D, so that two groups work "
         "beside each other",
     )
-    parser.add_argument("--transport", choices=defaults.TRANSPORTS, default=default.transport)
+    _add_layout_arguments(parser, default)
+    parser.add_argument(
+        "--transport",
+        choices=defaults.TRANSPORTS,
+        default=default.transport,
+        help="what tokens travel through: windows (memfd) or stock collectives (xla); default auto",
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -62,6 +72,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_layout_arguments(parser: argparse.ArgumentParser, default: defaults.DemoConfig) -> None:
+    """Mesh, layout, recipe, optimizer, picture."""
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help=f"mesh with axes of {', '.join(defaults.AXES)}, outermost first, such as "
+        "dp=2,fsdp=2,ep=2; instead of --ep",
+    )
+    parser.add_argument(
+        "--rules",
+        choices=defaults.RULES,
+        default=default.rules,
+        help="where experts' weights lie: experts on ep and their matrices on fsdp, or experts on "
+        f"ep and fsdp and their matrices whole; default {default.rules}",
+    )
+    parser.add_argument(
+        "--recipe",
+        default=default.recipe,
+        metavar="R[,R...]",
+        help=f"number format of the experts' matmuls, of {', '.join(defaults.RECIPES)}; several "
+        f"are trained one after the other; default {default.recipe}",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=defaults.OPTIMIZERS,
+        default=default.optimizer,
+        help=f"default {default.optimizer}",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        help="write the loss curves of all recipes as a picture; needs the extra plot",
+    )
+
+
 def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
     """The checked config of parsed options.
 
@@ -69,11 +114,25 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
         InvalidArgumentError: an option's value does not fit the others.
     """
     steps = defaults.DEFAULT_COMPARE_STEPS if args.compare else defaults.DEFAULT_STEPS
+    if args.mesh is not None and args.ep is not None:
+        raise InvalidArgumentError(
+            f"--ep must be left out with --mesh, got {args.ep} and {args.mesh}", argument="ep_size"
+        )
+    devices = args.devices
+    if devices is None and args.mesh is not None:
+        devices = math.prod(defaults.parse_mesh(args.mesh).values())
+    elif devices is None:
+        devices = defaults.DemoConfig.devices
     return defaults.DemoConfig(
         steps=steps if args.steps is None else args.steps,
-        devices=args.devices,
+        devices=devices,
         processes=args.processes,
-        ep_size=defaults.default_ep_size(args.devices) if args.ep is None else args.ep,
+        ep_size=defaults.default_ep_size(devices) if args.ep is None else args.ep,
+        mesh=args.mesh,
+        rules=args.rules,
+        recipe=args.recipe,
+        optimizer=args.optimizer,
+        plot=args.plot,
         transport=args.transport,
         compare=args.compare,
         batch=args.batch,
@@ -90,10 +149,9 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; returns the exit code."""
     config = make_config(args)
-    if importlib.util.find_spec("optax") is None:
-        raise InvalidArgumentError(
-            "the demo needs optax: pip install 'ep-runtime[demo]'", argument="demo"
-        )
+    _require("optax", "demo", "the demo")
+    if config.plot is not None:
+        _require("matplotlib", "plot", "--plot")
     if config.processes > 1:
         from ep_runtime_client.demo import processes
 
@@ -103,3 +161,10 @@ def run(args: argparse.Namespace) -> int:
         return int(job.run(config))
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _require(module: str, extra: str, who: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise InvalidArgumentError(
+            f"{who} needs {module}: pip install 'ep-runtime[{extra}]'", argument=extra
+        )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+import math
+from pathlib import Path
+from typing import Literal, NoReturn, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 
 Transport = Literal["auto", "memfd", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+RECIPES = ("f32", "bf16", "fp8", "fp8-block", "mxfp8")
+RULES = ("fsdp+ep", "shard-exp-on-fsdp")
+OPTIMIZERS = ("adamw", "muon")
+AXES = ("dp", "fsdp", "ep", "tp")
 DEFAULT_STEPS = 500
 # Two models share the machine, so a step of a comparison takes more than twice as long.
 DEFAULT_COMPARE_STEPS = 200
@@ -20,9 +26,16 @@ class DemoConfig:
 
     Attributes:
         steps: optimizer steps.
-        devices: D, CPU devices of the mesh (dp x ep).
+        devices: D, CPU devices of the mesh.
         processes: P, each with D / P of the devices.
-        ep_size: ranks of one EP group; D / ep_size groups work beside each other.
+        ep_size: ranks of one EP group where `mesh` is None; D / ep_size groups work beside each
+            other.
+        mesh: axes with sizes, "dp=2,fsdp=2,ep=2", outermost first.
+        rules: layout of the experts' weights, a kind of `ep.sharding.rules`.
+        recipe: of the experts' matmuls, a name of RECIPES; several, with commas between, are
+            trained one after the other.
+        optimizer: a name of OPTIMIZERS.
+        plot: picture of the loss curves to write.
         transport: "auto", "memfd" or "xla".
         compare: train a twin on transport "xla" and compare every step's loss bit by bit.
         batch: windows per step, over all devices.
@@ -35,6 +48,11 @@ class DemoConfig:
     devices: int = 8
     processes: int = 1
     ep_size: int = 4
+    mesh: str | None = None
+    rules: str = RULES[0]
+    recipe: str = RECIPES[0]
+    optimizer: str = OPTIMIZERS[0]
+    plot: str | None = None
     transport: Transport = "auto"
     compare: bool = False
     batch: int = 16
@@ -57,21 +75,67 @@ class DemoConfig:
                 _refuse(argument, "at least 1", getattr(self, argument))
         if self.devices % self.processes:
             _refuse("processes", f"a divisor of devices={self.devices}", self.processes)
-        if self.devices % self.ep_size:
-            _refuse("ep_size", f"a divisor of devices={self.devices}", self.ep_size)
-        if self.num_experts % self.ep_size:
-            _refuse("num_experts", f"a multiple of ep_size={self.ep_size}", self.num_experts)
-        if not 1 <= self.top_k <= self.num_experts:
-            _refuse("top_k", f"1 to num_experts={self.num_experts}", self.top_k)
-        if self.batch % self.devices:
-            _refuse("batch", f"a multiple of devices={self.devices}", self.batch)
-        if not 2 <= self.seq <= 1024:
-            _refuse("seq", "2 to 1024", self.seq)
+        for argument, choices in (("rules", RULES), ("optimizer", OPTIMIZERS)):
+            if getattr(self, argument) not in choices:
+                _refuse(argument, f"one of {choices}", getattr(self, argument))
+        self._check_mesh()
+        self._check_sizes()
+        self._check_recipes()
         if self.transport not in TRANSPORTS:
             _refuse("transport", f"one of {TRANSPORTS}", self.transport)
         if self.compare and self.transport == "xla":
             _refuse("transport", "auto or memfd with --compare (the twin is the xla one)", "xla")
+        if self.plot is not None and not Path(self.plot).absolute().parent.is_dir():
+            _refuse("plot", "a file in a directory that exists", self.plot)
         return self
+
+    def _check_mesh(self) -> None:
+        if self.mesh is None:
+            if self.devices % self.ep_size:
+                _refuse("ep_size", f"a divisor of devices={self.devices}", self.ep_size)
+            return
+        axes = parse_mesh(self.mesh)
+        if "ep" not in axes:
+            _refuse("mesh", "axes with an ep among them", self.mesh)
+        if math.prod(axes.values()) != self.devices:
+            _refuse("mesh", f"axes whose product is devices={self.devices}", self.mesh)
+
+    def _check_sizes(self) -> None:
+        axes = self.axes
+        spread = ("ep", "fsdp") if self.rules == "shard-exp-on-fsdp" else ("ep",)
+        shards = math.prod(axes.get(axis, 1) for axis in spread)
+        if self.num_experts % shards:
+            named = " x ".join(f"{a}_size={axes[a]}" for a in spread if a in axes)
+            _refuse("num_experts", f"a multiple of {named}", self.num_experts)
+        if not 1 <= self.top_k <= self.num_experts:
+            _refuse("top_k", f"1 to num_experts={self.num_experts}", self.top_k)
+        for axis, dim, size in (("fsdp", "H", self.hidden_size), ("tp", "M", self.mlp_dim)):
+            if size % axes.get(axis, 1):
+                _refuse("mesh", f"a {axis} that divides {dim}={size}", self.mesh)
+        if self.batch % self.devices:
+            _refuse("batch", f"a multiple of devices={self.devices}", self.batch)
+        if not 2 <= self.seq <= 1024:
+            _refuse("seq", "2 to 1024", self.seq)
+
+    def _check_recipes(self) -> None:
+        for name in self.recipes:
+            if name not in RECIPES:
+                _refuse("recipe", f"of {RECIPES}, several with commas between", name)
+        if len(set(self.recipes)) < len(self.recipes):
+            _refuse("recipe", "different ones", self.recipe)
+        if self.compare and len(self.recipes) > 1:
+            _refuse("recipe", "one with --compare", self.recipe)
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        return tuple(self.recipe.split(","))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh's axes, outermost first."""
+        if self.mesh is not None:
+            return parse_mesh(self.mesh)
+        return {"dp": self.devices // self.ep_size, "ep": self.ep_size}
 
     @property
     def tokens_per_step(self) -> int:
@@ -79,7 +143,23 @@ class DemoConfig:
 
     @property
     def tokens_per_rank(self) -> int:
-        return self.tokens_per_step // self.devices
+        """Devices along tp hold the same tokens."""
+        return self.tokens_per_step * self.axes.get("tp", 1) // self.devices
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Sizes by axis of "dp=2,fsdp=2,ep=2".
+
+    Raises:
+        InvalidArgumentError: not of that form, an axis that is none of AXES or comes twice.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in axes or not size.isdecimal() or int(size) < 1:
+            _refuse("mesh", f"as dp=2,fsdp=2,ep=2 with axes of {AXES}", text)
+        axes[name] = int(size)
+    return axes
 
 
 def default_ep_size(devices: int) -> int:
@@ -87,6 +167,6 @@ def default_ep_size(devices: int) -> int:
     return devices // 2 if devices % 2 == 0 and devices >= 4 else devices
 
 
-def _refuse(argument: str, wanted: str, got: object) -> None:
+def _refuse(argument: str, wanted: str, got: object) -> NoReturn:
     flag = "--" + argument.replace("_size", "").replace("num_", "").replace("_", "-")
     raise InvalidArgumentError(f"{flag} must be {wanted}, got {got!r}", argument=argument)

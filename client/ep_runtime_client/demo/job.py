@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from ep_runtime_client import cli
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.corpus import Corpus, load_corpus, prompt, training_batches
 from ep_runtime_client.demo.interrupt import StopRequest
-from ep_runtime_client.demo.render import Place, Reporter
+from ep_runtime_client.demo.render import Place, Reporter, Run
 from ep_runtime_client.demo.together import AgreedStop, Stop
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
 from ep_runtime_client.demo.training import TrainingReport, train
@@ -45,45 +46,87 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
         ep.translate_errors(),
     ):
         stop = AgreedStop(interrupted, member)
-        trainers = _start(config, session, reporter)
-        batches = training_batches(corpus, batch=config.batch, seq=config.seq, seed=config.seed)
-        with reporter:
-            report = train(config, trainers, batches, reporter, stop)
-        reporter.summary(report)
-        if report.steps:
-            _held_out(trainers[0], corpus, reporter)
-        if report.steps and not stop.requested:
-            _sample(config, trainers[0], corpus, reporter, stop)
+        runs = []
+        for recipe in config.recipes:
+            runs.append(_train_recipe(config, recipe, session, corpus, reporter, stop))
+            if runs[-1].report.stopped:
+                break
+        if len(runs) > 1:
+            reporter.runs(runs)
+        if config.plot is not None and member.index == 0 and runs[0].report.steps:
+            _plot(config.plot, config, runs, reporter)
         if session.has_daemon and member.index == 0:
-            # The twin has layers of the same names; wide shows the groups.
-            wide = ["-o", "wide"] if config.compare else []
+            # Several groups have layers of the same names; wide shows the groups.
+            wide = ["-o", "wide"] if config.compare or len(config.recipes) > 1 else []
             cli.main(["handles", "--address", session.address, *wide])
-    return verdict(config, report, reporter, interrupted)
+    return verdict(config, runs[0].report, reporter, interrupted)
 
 
-def _start(config: DemoConfig, session: Session, reporter: Reporter) -> list[Trainer]:
+def _train_recipe(
+    config: DemoConfig,
+    recipe: str,
+    session: Session,
+    corpus: Corpus,
+    reporter: Reporter,
+    stop: Stop,
+) -> Run:
+    """Trains one recipe from start to end; the last one's groups stay open to be looked at."""
+    last = recipe == config.recipes[-1]
+    if len(config.recipes) > 1:
+        reporter.say(f"recipe {recipe}")
+    trainers = _start(config, recipe, session, reporter)
+    batches = training_batches(corpus, batch=config.batch, seq=config.seq, seed=config.seed)
+    with reporter:
+        report = train(config, trainers, batches, reporter, stop)
+    reporter.summary(report)
+    held_out = _held_out(trainers[0], corpus, reporter) if report.steps else None
+    if report.steps and last and not stop.requested:
+        _sample(config, trainers[0], corpus, reporter, stop)
+    if not last:
+        trainers[0].close()
+    return Run(recipe, report, held_out)
+
+
+def _start(config: DemoConfig, recipe: str, session: Session, reporter: Reporter) -> list[Trainer]:
     mesh = make_mesh(config)
-    trainers = [Trainer(config, session, mesh, name="demo", transport=config.transport)]
+    name = "demo" if len(config.recipes) == 1 else f"demo-{recipe}"
+    trainers = [
+        Trainer(config, session, mesh, name=name, transport=config.transport, recipe=recipe)
+    ]
     group = trainers[0].group
-    reporter.announce_runtime(
-        Place(
-            session.address,
-            group.spec.transport,
-            group.staging_bytes_per_rank,
-            session.has_daemon,
+    if recipe == config.recipes[0]:
+        reporter.announce_runtime(
+            Place(
+                session.address,
+                group.spec.transport,
+                group.staging_bytes_per_rank,
+                session.has_daemon,
+            )
         )
-    )
     if config.compare:
-        trainers.append(Trainer(config, session, mesh, name="demo-xla", transport="xla"))
+        trainers.append(
+            Trainer(config, session, mesh, name="demo-xla", transport="xla", recipe=recipe)
+        )
     seconds = sum(trainer.compile() for trainer in trainers)
     reporter.say(f"compiled in {seconds:.1f} s")
     return trainers
 
 
-def _held_out(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> None:
+def _held_out(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> float | None:
     losses = list(trainer.held_out_losses(corpus))
-    if losses:
-        reporter.held_out(float(np.mean(losses)), corpus)
+    if not losses:
+        return None
+    loss = float(np.mean(losses))
+    reporter.held_out(loss, corpus)
+    return loss
+
+
+def _plot(path: str, config: DemoConfig, runs: Sequence[Run], reporter: Reporter) -> None:
+    # Only a picture needs matplotlib.
+    from ep_runtime_client.demo.plot import write_plot
+
+    write_plot(path, config, [run for run in runs if run.report.steps])
+    reporter.say(f"loss curves: {path}")
 
 
 def _sample(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import ep_runtime as ep
 from ep_runtime.specs import LayerSpec
+from ep_runtime_client import recipes
 from ep_runtime_client.layers import EpLayer
 
 VOCAB = 256
@@ -35,6 +36,7 @@ class ModelConfig:
     top_k: int = 2
     seq: int = 128
     aux_loss_coeff: float = 0.01
+    recipe: Any = None
 
 
 class Metrics(NamedTuple):
@@ -48,6 +50,19 @@ class Metrics(NamedTuple):
     loss: jax.Array
     tokens_per_expert: jax.Array
     dropped: jax.Array
+
+
+def recipe_of(name: str) -> Any:
+    """The recipe that has this name in the demo's options; None is plain f32."""
+    if name == "f32":
+        return None
+    made = {
+        "bf16": recipes.BF16,
+        "fp8": recipes.TensorScaling,
+        "fp8-block": recipes.BlockScaling,
+        "mxfp8": recipes.MXFP8,
+    }
+    return made[name]()
 
 
 def init_params(
@@ -108,6 +123,7 @@ def forward(
             _rms_norm(x, block["moe_norm"]),
             block["moe"],
             aux_loss_coeff=config.aux_loss_coeff,
+            recipe=config.recipe,
             return_stats=True,
         )
         x = x + y

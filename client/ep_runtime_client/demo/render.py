@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.corpus import Corpus
@@ -38,8 +41,17 @@ def balance(loads: npt.NDArray[Any]) -> float:
     return float((loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9)).max())
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One finished training: its recipe, what the loop did, the held-out loss or None."""
+
+    recipe: str
+    report: TrainingReport
+    held_out: float | None
+
+
 class Reporter:
-    """Writes to standard output. Context manager around the training loop: owns the bar."""
+    """Writes to standard output. Context manager around a training loop: owns the bar."""
 
     def __init__(self, config: DemoConfig) -> None:
         self._config = config
@@ -56,6 +68,7 @@ class Reporter:
         self._task = self._progress.add_task("train", total=config.steps, numbers="")
 
     def __enter__(self) -> Reporter:
+        self._progress.reset(self._task)
         self._progress.start()
         return self
 
@@ -79,8 +92,9 @@ class Reporter:
         self.say(
             f"model: {c.num_layers} MoE layers, top-{c.top_k} of {c.num_experts} experts, hidden "
             f"{c.hidden_size}; {c.steps} steps of {c.tokens_per_step:,} bytes on {c.devices} CPU "
-            f"devices as dp {c.devices // c.ep_size} x ep {c.ep_size}"
+            f"devices as {' x '.join(f'{axis} {size}' for axis, size in c.axes.items())}"
         )
+        self.say(f"layout {c.rules}, optimizer {c.optimizer}, recipe {', '.join(c.recipes)}")
         self.say(
             f"text: {corpus.source}, {len(corpus.train):,} bytes to train on, "
             f"{len(corpus.held_out):,} held out"
@@ -127,6 +141,25 @@ class Reporter:
             f"held-out loss {loss:.3f} nats per byte "
             f"(unigram entropy of the text: {corpus.entropy_nats:.2f})"
         )
+
+    def runs(self, runs: Sequence[Run]) -> None:
+        """A table of several recipes' losses, each beside the first one's."""
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column("recipe")
+        for title in ("steps", "last loss", "held-out loss", "against the first", "tokens/s"):
+            table.add_column(title, justify="right")
+        first = runs[0].held_out
+        for run in runs:
+            report, loss = run.report, run.held_out
+            table.add_row(
+                run.recipe,
+                str(report.steps),
+                f"{report.losses[-1]:.3f}" if report.losses else "-",
+                "-" if loss is None else f"{loss:.3f}",
+                "-" if loss is None or first is None else f"{loss - first:+.3f}",
+                f"{report.tokens / max(report.seconds, 1e-9):,.0f}",
+            )
+        self._console.print(table)
 
     def continuation(self, prompt: bytes, text: bytes) -> None:
         self.say("sample continuation, after the bar:")

@@ -1,8 +1,8 @@
 """One model in training: its mesh, its EP group, its compiled step.
 
-The step is plain `jax.jit` over sharded arrays: the batch is split over every device, expert
-weights over the ep axis, everything else is on every device. The only line that knows of a
-runtime is `create_group`.
+The step is plain `jax.jit` over sharded arrays: the batch is split over every device, the experts'
+weights lie as `ep.sharding.rules` say, everything else is on every device. The only line that knows
+of a runtime is `create_group`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import numpy.typing as npt
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ep_runtime_client import sharding
 from ep_runtime_client.demo import model
 from ep_runtime_client.demo.config import DemoConfig, Transport
 from ep_runtime_client.demo.corpus import Corpus, held_out_batches
+from ep_runtime_client.demo.optimizers import make_optimizer
 from ep_runtime_client.groups import Group
 from ep_runtime_client.session import Session
 
-WARMUP_STEPS = 20
 Array = npt.NDArray[Any]
 
 
@@ -41,15 +42,14 @@ class StepResult:
 
 
 def make_mesh(config: DemoConfig) -> Mesh:
-    """dp x ep over the CPU devices."""
+    """The config's axes over the CPU devices."""
     devices = jax.devices("cpu")[: config.devices]
     if len(devices) < config.devices:
         raise RuntimeError(
             f"JAX started with {len(devices)} CPU devices, --devices wants {config.devices}: "
             "something used JAX before the demo did"
         )
-    grid = np.array(devices).reshape(config.devices // config.ep_size, config.ep_size)
-    return Mesh(grid, ("dp", "ep"))
+    return Mesh(np.array(devices).reshape([*config.axes.values()]), [*config.axes])
 
 
 class Trainer:
@@ -61,18 +61,26 @@ class Trainer:
         mesh: of `make_mesh`.
         name: of the EP group.
         transport: "auto", "memfd" or "xla".
+        recipe: a name of RECIPES.
     """
 
     def __init__(
-        self, config: DemoConfig, session: Session, mesh: Mesh, *, name: str, transport: Transport
+        self,
+        config: DemoConfig,
+        session: Session,
+        mesh: Mesh,
+        *,
+        name: str,
+        transport: Transport,
+        recipe: str,
     ) -> None:
         self._config = config
         self._mesh = mesh
+        self._rules = sharding.rules(config.rules).on(mesh)
         self.group: Group = session.create_group(
             name,
             mesh,
-            ep_axis="ep",
-            outer_axes=("dp",),
+            **self._rules.group_axes(mesh),
             num_experts=config.num_experts,
             hidden_size=config.hidden_size,
             max_tokens_per_rank=config.tokens_per_rank,
@@ -94,9 +102,10 @@ class Trainer:
             num_experts=config.num_experts,
             top_k=config.top_k,
             seq=config.seq,
+            recipe=model.recipe_of(recipe),
         )
-        self._optimizer = _optimizer(config)
-        self._rows = NamedSharding(mesh, PartitionSpec(("dp", "ep")))
+        self._optimizer = make_optimizer(config)
+        self._rows = NamedSharding(mesh, self._rules.spec(("activation_batch",)))
         self._state: Any = None
         self._step: Any = None
 
@@ -104,7 +113,7 @@ class Trainer:
         """Initialises the parameters and compiles the step. Returns seconds."""
         started = time.perf_counter()
         key = jax.random.key(self._config.seed)
-        layout = jax.tree.map(self._sharding, jax.eval_shape(self._init, key))
+        layout = self._rules.shardings(jax.eval_shape(self._init, key), self._mesh)
         self._state = jax.jit(self._init, out_shardings=layout)(key)
         window = jax.ShapeDtypeStruct(
             (self._config.batch, self._config.seq + 1), jnp.int32, sharding=self._rows
@@ -162,11 +171,6 @@ class Trainer:
         params = model.init_params(key, self._model, self._layers)
         return params, self._optimizer.init(params)
 
-    def _sharding(self, leaf: Any) -> NamedSharding:
-        # Only the experts' weights, and what the optimizer keeps for them, have three dimensions.
-        spec = PartitionSpec("ep") if leaf.ndim >= 3 else PartitionSpec()
-        return NamedSharding(self._mesh, spec)
-
     def _train_step(
         self, state: tuple[model.Params, Any], window: jax.Array
     ) -> tuple[tuple[model.Params, Any], model.Metrics]:
@@ -192,16 +196,3 @@ class Trainer:
             return jax.random.categorical(key, logits[0, last] / 0.6)
 
         return jax.jit(pick)
-
-
-def _optimizer(config: DemoConfig) -> optax.GradientTransformation:
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0,
-        config.learning_rate,
-        min(WARMUP_STEPS, max(1, config.steps // 5)),
-        max(2, config.steps),
-        config.learning_rate / 20,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    )
