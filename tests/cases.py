@@ -100,6 +100,15 @@ CASES = (
 )
 
 
+def fitted(case: Case, devices: int) -> Case:
+    """The case on that many devices: its longest axis shrinks."""
+    sizes = dict(case.axes)
+    while int(np.prod([*sizes.values()])) > devices:
+        longest = max(sizes, key=lambda axis: sizes[axis])
+        sizes[longest] //= 2
+    return dataclasses.replace(case, axes=tuple(sizes.items()))
+
+
 def routing(case: Case, slabs: int, seed: int = 0) -> npt.NDArray[np.int32]:
     """topk_idx [R, T, K] of a case; distinct experts per token unless the case says otherwise."""
     rng = np.random.default_rng(seed)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from typing import Any
 
 import cases
 import jax
+import movement
 import numpy as np
 from jax.experimental import multihost_utils
-from ops import movement
 
 import ep_runtime as ep
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-2, "float16": 6e-3}
 
 
-def fitted(case: cases.Case, devices: int) -> cases.Case:
-    """The case on that many devices: its longest axis shrinks."""
-    sizes = dict(case.axes)
-    while int(np.prod([*sizes.values()])) > devices:
-        longest = max(sizes, key=lambda axis: sizes[axis])
-        sizes[longest] //= 2
-    return dataclasses.replace(case, axes=tuple(sizes.items()))
-
-
 def run_case(session: Any, case: cases.Case) -> None:
     """One case in a group of its own; every process sees every value."""
-    case = fitted(case, len(jax.devices()))
+    case = cases.fitted(case, len(jax.devices()))
     settings = dict(case.group_settings)
     axes = settings.pop("axes")
     count = int(np.prod([*axes.values()]))

@@ -1,0 +1,41 @@
+"""GPUs for the tests of this folder, or the reason why they are skipped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+import ep_runtime as ep
+from ep_runtime import native
+
+
+@functools.cache
+def missing() -> str:
+    """What keeps these tests from running here; "" where nothing does."""
+    if not native.library_path("cuda").exists():
+        return "built without EP_RUNTIME_CUDA=ON"
+    try:
+        found = len(jax.devices("gpu"))
+    except RuntimeError:
+        return "JAX sees no GPU"
+    return "" if found >= 2 else f"needs 2 GPUs or more, JAX sees {found}"
+
+
+@pytest.fixture
+def gpus() -> list[Any]:
+    """Two or four GPUs; more than four add nothing to what is checked here."""
+    if missing():
+        pytest.skip(missing())
+    found = jax.devices("gpu")
+    return found[: 4 if len(found) >= 4 else 2]
+
+
+@pytest.fixture
+def session(gpus: list[Any]) -> Iterator[ep.Session]:
+    """A session with a daemon of its own."""
+    with ep.connect("embedded", timeout_s=60.0) as made:
+        yield made
