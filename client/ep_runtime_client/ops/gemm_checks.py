@@ -11,8 +11,19 @@ from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe, TensorScaling
 
 
-def check_gemm(lhs: Any, rhs: Any, group_sizes: Any, bias: Any, recipe: Any) -> None:
-    """Raises InvalidArgumentError for operands that do not fit each other."""
+def check_gemm(
+    lhs: Any,
+    rhs: Any,
+    rhs_shape: tuple[int, ...],
+    group_sizes: Any,
+    bias: Any,
+    recipe: Any,
+) -> None:
+    """Raises InvalidArgumentError for operands that do not fit each other.
+
+    `rhs_shape` is what rhs is gathered to; manual axes of tensor parallelism leave its K' and N'
+    alone, and the bias is as it is.
+    """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InvalidArgumentError(
             f"recipe must be one of ep.recipes or None, got {recipe!r}", argument="recipe"
@@ -32,7 +43,7 @@ def check_gemm(lhs: Any, rhs: Any, group_sizes: Any, bias: Any, recipe: Any) -> 
             f"{jnp.result_type(group_sizes)}{list(jnp.shape(group_sizes))}",
             argument="group_sizes",
         )
-    _check_shapes(tuple(lhs.shape), tuple(rhs.shape), tuple(group_sizes.shape))
+    _check_shapes(tuple(lhs.shape), rhs_shape, tuple(group_sizes.shape))
     _check_bias(tuple(rhs.shape), bias)
     for name, x, rows in (("lhs", lhs, True), ("rhs", rhs, False)):
         if isinstance(x, QuantizedTensor) and x.is_rows != rows:

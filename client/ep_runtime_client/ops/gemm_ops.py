@@ -13,7 +13,7 @@ from jax import lax
 from ep_runtime_client.ops import local_gemm, local_quantize
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Packing, gather, unpack
-from ep_runtime_client.ops.placement import Entries, Grouped, Roles, grouped, padded
+from ep_runtime_client.ops.placement import Entries, Grouped, Roles, grouped
 from ep_runtime_client.ops.quantize_ops import kernel_factors, row_factors, rows_roles
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.resolved import Resolved, Sums
@@ -58,9 +58,15 @@ class _GemmOp:
     def place(
         self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
     ) -> Grouped:
-        shape = shapes[self._weight]
-        blocks = self.rhs.blocks
-        return grouped(roles, arrived[0], arrived[self._weight], shape, blocks=blocks)
+        first, after = self._weight, self._weight + len(self.rhs)
+        return grouped(
+            roles,
+            arrived[0],
+            arrived[first],
+            shapes[first],
+            bias=arrived[after] if self.has_bias else (),
+            blocks=self.rhs.blocks,
+        )
 
     def taken(self, place: Grouped) -> tuple[Entries, ...]:
         """Entries of the operands up to group_sizes."""
@@ -77,10 +83,13 @@ class _GemmOp:
         return unpack(self.lhs, blocks[:first], sizes), unpack(self.rhs, leaves), bias, sizes
 
     def shared_factors(self) -> list[str]:
-        """Factors of the operands up to group_sizes."""
+        """Factors of the operands up to group_sizes.
+
+        The rows' K' has one of its own: sharing the weight's would bring its fsdp axis there.
+        """
         kernel = kernel_factors(self.rhs.ndim)
         bias = [" ".join([kernel[0], *kernel[2:]])] if self.has_bias else []
-        return [*self.lhs.factors(row_factors(3)), *self.rhs.factors(kernel), *bias, "r l"]
+        return [*self.lhs.factors(row_factors(3, "j")), *self.rhs.factors(kernel), *bias, "r l"]
 
     @property
     def out_factors(self) -> str:
@@ -176,7 +185,7 @@ class Backward(_GemmOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         kernel = kernel_factors(self.rhs.ndim)
-        made = [" ".join(row_factors(3)), " ".join(kernel)]
+        made = [" ".join(row_factors(3, "j")), " ".join(kernel)]
         if self.has_bias:
             made.append(" ".join([kernel[0], *kernel[2:]]))
         return [*self.shared_factors(), self.out_factors], made
@@ -188,8 +197,7 @@ def wide(*operands: Any) -> Any:
 
 
 def arrivals(
-    lhs: Packing, rhs: Packing, lhs_entries: Entries, rhs_entries: Entries, *others: int
+    lhs: Packing, rhs: Packing, lhs_entries: Entries, rhs_entries: Entries, *others: Entries
 ) -> tuple[Entries, ...]:
-    """Entries of a GEMM's operands; `others` are the dims of those whose layout does not matter."""
-    rest = (padded((), ndim) for ndim in others)
-    return (*lhs.spread(lhs_entries), *rhs.spread(rhs_entries), *rest)
+    """Entries of a GEMM's operands, `others` those behind the weight."""
+    return (*lhs.spread(lhs_entries), *rhs.spread(rhs_entries), *others)

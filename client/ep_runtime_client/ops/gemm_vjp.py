@@ -12,7 +12,7 @@ from ep_runtime_client.ops import quantize_ops, spread, twin
 from ep_runtime_client.ops.gemm_ops import Backward, Forward, arrivals
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Matrix, pack
-from ep_runtime_client.ops.placement import Entries
+from ep_runtime_client.ops.placement import Entries, padded
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe
@@ -40,6 +40,9 @@ class GemmCall:
         num_experts: E, over all devices.
         lhs: entries of the rows [R, C, K'].
         rhs: entries of the weight, where they are known.
+        bias: entries of the bias, likewise.
+        types: entries of lhs, rhs and bias that their gradients must have as types; None of one
+            that is not there, or where types say nothing.
     """
 
     where: Where
@@ -48,6 +51,8 @@ class GemmCall:
     num_experts: int
     lhs: Entries
     rhs: Entries
+    bias: Entries
+    types: tuple[Entries | None, Entries | None, Entries | None] = (None, None, None)
 
 
 def run(call: GemmCall, operands: Operands) -> jax.Array:
@@ -119,12 +124,23 @@ def _forward(
         lhs = [_slabs(call, lhs[0])]
     op = Forward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm)
     others = [] if bias is None else [bias]
-    dims = [x.ndim for x in (*others, group_sizes)]
-    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *dims)
+    known = [] if bias is None else [call.bias]
+    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *known, padded((), 2))
     return _slabs(call, spread.run(op, arrived, *lhs, *rhs, *others, group_sizes)[0])
 
 
 def _fwd(call: GemmCall, *operands: Any) -> Any:
+    return twin.shared(_forward_kept, call, *operands)
+
+
+def _bwd(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
+    grads = twin.shared(_pullback, call, kept, grad)
+    typed = [spread.typed_as(*each) for each in zip(grads, call.types, strict=True)]
+    return (*typed, None, None, None)
+
+
+def _forward_kept(call: GemmCall, *operands: Any) -> Any:
+    """(out, what backward needs)."""
     lhs, rhs, bias, q_lhs, q_rhs, group_sizes = operands
     rows, kernel = _multiplied(call, lhs, rhs, q_lhs, q_rhs, group_sizes)
     out = _forward(call, rows, kernel, bias, group_sizes)
@@ -132,7 +148,8 @@ def _fwd(call: GemmCall, *operands: Any) -> Any:
     return out, (rows, kernel, bias, group_sizes, likes)
 
 
-def _bwd(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
+def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
+    """Gradients of lhs, rhs and bias."""
     rows, kernel, bias, group_sizes, likes = kept
     lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True, columns=True)
     rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False, columns=True)
@@ -150,16 +167,16 @@ def _bwd(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
         bias_dtype,
     )
     others = [] if bias is None else [bias]
-    dims = [x.ndim for x in (*others, group_sizes, grad)]
-    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *dims)
+    known = [] if bias is None else [call.bias]
+    rest = (*known, padded((), 2), padded((), grad.ndim))
+    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *rest)
     operands = (*lhs, *rhs, *others, group_sizes, _slabs(call, grad))
     d_lhs, d_rhs, *d_bias = spread.run(op, arrived, *operands)
-    grads = (
+    return (
         None if likes[0] is None else _slabs(call, d_lhs),
         None if likes[1] is None else d_rhs,
         d_bias[0] if d_bias else None,
     )
-    return (*grads, None, None, None)
 
 
 _gemm = jax.custom_vjp(_primal, nondiff_argnums=(0,))

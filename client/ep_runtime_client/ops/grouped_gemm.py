@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import prod
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ def grouped_gemm(
         1-byte data and scales with a recipe; backward the same, and one reduce-scatter.
     """
     flat_rows = group_sizes.ndim == 1
-    check_gemm(lhs, rhs, group_sizes, bias, recipe)
+    check_gemm(lhs, rhs, _whole_kernel(rhs, rhs_spec), group_sizes, bias, recipe)
     if recipe is not None and not recipe.quantizes:
         lhs, rhs = (_cast(x, jnp.bfloat16) for x in (lhs, rhs))
         recipe = None
@@ -127,11 +128,31 @@ def _call(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     gemm = Gemm(jnp.dtype(out_dtype), 1 if layer is None else regions.alignment_of(layer))
-    return GemmCall(where, recipe, gemm, num_experts, rows, given)
+    bias_entries = padded((), rhs.ndim - 1)
+    if bias is not None and not where.manual:
+        bias_entries = regions.known_entries(bias, rhs.ndim - 1) or bias_entries
+    types = tuple(regions.type_of(x) for x in (_origin(lhs), _origin(rhs), bias))
+    return GemmCall(where, recipe, gemm, num_experts, rows, given, bias_entries, types)
+
+
+def _whole_kernel(rhs: Matrix, rhs_spec: PartitionSpec | None) -> tuple[int, ...]:
+    """The shape of rhs once it is gathered over the manual axes of rhs_spec."""
+    ambient = jax.sharding.get_abstract_mesh()
+    shape = list(rhs.shape)
+    for dim, axes in enumerate(entries_of(rhs_spec, rhs.ndim)):
+        if dim > 0:
+            manual = (axis for axis in axes if axis in ambient.manual_axes)
+            shape[dim] *= prod(ambient.shape[axis] for axis in manual)
+    return tuple(shape)
 
 
 def _values(x: Matrix) -> jax.Array:
     return x.data if isinstance(x, QuantizedTensor) else x
+
+
+def _origin(x: Matrix) -> jax.Array | None:
+    """Where the gradient of an operand goes."""
+    return x.origin if isinstance(x, QuantizedTensor) else x
 
 
 def _blocks(recipe: Recipe | None, rhs: Matrix) -> tuple[int, ...]:
@@ -176,13 +197,12 @@ def _run(
     primals: list[Any] = []
     quantized: list[Any] = []
     for x, entries in ((lhs, call.lhs), (rhs, call.rhs)):
-        primal = x.origin if isinstance(x, QuantizedTensor) else x
-        primals.append(spread.settle(call.where, primal, entries))
+        primals.append(spread.settle(call.where, _origin(x), entries))
         detached = None
         if isinstance(x, QuantizedTensor):
             detached = dataclasses.replace(x, origin=None, amax=None, group_sizes=None)
         quantized.append(spread.settle(call.where, detached, entries))
-    bias = spread.settle(call.where, bias, (call.rhs[0], *call.rhs[2:]))
+    bias = spread.settle(call.where, bias, call.bias)
     group_sizes = spread.settle(call.where, group_sizes, call.lhs[:1])
     operands: Any = (*primals, bias, *quantized, group_sizes)
     out = gemm_vjp.run(call, operands)

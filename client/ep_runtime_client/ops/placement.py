@@ -158,6 +158,7 @@ def grouped(
     rhs: Sequence[Axes],
     rhs_shape: tuple[int, ...],
     *,
+    bias: Sequence[Axes] = (),
     blocks: tuple[int, ...] | None = None,
 ) -> Grouped:
     """The placement of one grouped matmul.
@@ -167,6 +168,7 @@ def grouped(
         lhs: entries of the rows [R, C, K'] as they arrive.
         rhs: entries of the weight [E, K', *N'] as it arrives.
         rhs_shape: its global shape.
+        bias: entries of the bias [E, *N'] as it arrives.
         blocks: per dim of rhs, what its local size must be a multiple of (block scales).
 
     Raises:
@@ -189,10 +191,23 @@ def grouped(
             f"lhs: {roles.named(wanted)} on K' is not how rhs lies there "
             f"({weight.kept[1] or 'whole'}): resharded"
         )
-    bias = Weight(
-        (weight.entries[0], *weight.entries[2:]), (weight.gathered[0], *weight.gathered[2:])
-    )
-    return Grouped(roles, weight, bias)
+    return Grouped(roles, weight, _bias(roles, weight, bias, rhs_shape))
+
+
+def _bias(
+    roles: Roles, weight: Weight, entries: Sequence[Axes], rhs_shape: tuple[int, ...]
+) -> Weight:
+    """A bias lies over what the weight keeps, and is gathered off whatever else it lies over."""
+    kept = (weight.kept[0], *weight.kept[2:])
+    shape = (rhs_shape[0], *rhs_shape[2:])
+    taken, gathered = [], []
+    for dim, axes in enumerate(padded(entries, len(shape))):
+        gone = tuple(axis for axis in roles.real(axes) if axis in roles.outer)
+        if not _divides(roles, shape[dim], kept[dim] + gone, None, dim):
+            gone = ()
+        taken.append(kept[dim] + gone)
+        gathered.append(gone)
+    return Weight(tuple(taken), tuple(gathered))
 
 
 def expert_weight(

@@ -158,3 +158,13 @@ def _explicit(operands: Sequence[Any]) -> bool:
         if mesh is not None and not mesh.empty and AxisType.Explicit in tuple(mesh.axis_types):
             return True
     return False
+
+
+def type_of(x: Any) -> Entries | None:
+    """Entries that the type of an array says; None where types say nothing."""
+    sharding = None if x is None else getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return None
+    if AxisType.Explicit not in tuple(sharding.mesh.axis_types):
+        return None
+    return entries_of(sharding.spec, jax.typeof(x).ndim)

@@ -19,7 +19,7 @@ from ep_runtime_client.ops import rule
 from ep_runtime_client.ops.placement import Axes, Entries
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.rule import Op
-from ep_runtime_client.ops.twin import _not_batched, _typed
+from ep_runtime_client.ops.twin import explicit_axes, not_batched, typed
 from ep_runtime_client.ops.varying import spread_over
 
 
@@ -32,7 +32,7 @@ def run(op: Op, arrived: Sequence[Entries], *operands: jax.Array) -> tuple[jax.A
         operands: global but for manual axes.
     """
     where = op.where
-    operands = _not_batched(*operands)
+    operands = not_batched(*operands)
     with jax.named_scope(f"ep_{op.name}/{where.label}"):
         if where.mode == "rule":
             return rule.run(op, *operands)
@@ -54,7 +54,7 @@ def _run_known(
     in_specs = [_spec(entries, where.manual) for entries in resolved.operands]
     mesh = mesh_here(where, operands)
     if AxisType.Explicit in tuple(mesh.axis_types):
-        operands = [_typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
+        operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
     mapped = jax.shard_map(
         resolved.local,
         mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
@@ -129,3 +129,14 @@ def settle(where: Where, x: Any, entries: Entries) -> Any:
         return moved
 
     return jax.tree.map(one, x)
+
+
+def typed_as(x: jax.Array | None, entries: Entries | None) -> jax.Array | None:
+    """`x` with the layout in its type, where types say layouts and `entries` gives one."""
+    mesh = None if x is None else jax.typeof(x).sharding.mesh
+    if entries is None or mesh is None or mesh.empty:
+        return x
+    explicit = explicit_axes(mesh)
+    kept = (tuple(axis for axis in axes if axis in explicit) or None for axes in entries)
+    typed: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
+    return typed
