@@ -18,7 +18,6 @@ from ep_runtime.specs import LayerSpec as LayerSpec
 from ep_runtime_client import linen as linen
 from ep_runtime_client import nnx as nnx
 from ep_runtime_client import recipes as recipes
-from ep_runtime_client import recipes as recipes
 from ep_runtime_client import sharding as sharding
 from ep_runtime_client.estimate import MemoryEstimate as MemoryEstimate
 from ep_runtime_client.estimate import estimate_memory as estimate_memory
