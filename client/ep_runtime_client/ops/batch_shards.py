@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.token_layout import Axes, entry_axes, known_spec
-from ep_runtime_client.ops.twin import _auto, _explicit_axes, _typed
+from ep_runtime_client.ops.twin import as_auto, explicit_axes, typed
 from ep_runtime_client.ops.varying import spread_over, varied_axes
 
 Spec = PartitionSpec | NamedSharding
@@ -219,9 +219,9 @@ def per_shard(
     if not shards.batch_axes and not shards.feature:
         return jax.tree.map(cast, body(*map(cast, operands)))
     mesh: Any = _shard_map_mesh(shards, operands)
-    stated = _explicit_axes(mesh) - {*ambient.manual_axes}
+    stated = explicit_axes(mesh) - {*ambient.manual_axes}
     if stated:
-        operands = [_typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
+        operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
     mapped = jax.shard_map(
         body,
         mesh=mesh if ambient.empty else None,
@@ -242,6 +242,6 @@ def _shard_map_mesh(shards: BatchShards, operands: Sequence[jax.Array]) -> Any:
         return ambient
     for x in operands:
         mesh = _mesh_of(x)
-        if mesh is not None and _explicit_axes(mesh):
+        if mesh is not None and explicit_axes(mesh):
             return mesh
-    return _auto(shards.mesh) if isinstance(shards.mesh, Mesh) else shards.mesh
+    return as_auto(shards.mesh) if isinstance(shards.mesh, Mesh) else shards.mesh

@@ -49,14 +49,14 @@ def per_device(
     Returns:
         What `body` returns, spread like the operands.
     """
-    operands = _not_batched(*operands)
+    operands = not_batched(*operands)
     cast = functools.partial(vary, call)
     axes = {*call.free_axes} - {*leave}
     if call.is_local or not axes:
         return jax.tree.map(cast, body(*map(cast, operands)))
     mesh = _mesh_of(call, operands)
     if _is_explicit(mesh):
-        operands = [_typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
+        operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
     ambient = jax.sharding.get_abstract_mesh()
     mapped = jax.shard_map(
         body,
@@ -70,25 +70,25 @@ def per_device(
     return jax.tree.map(cast, mapped(*operands))
 
 
-def _typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """`x` with the type that `spec` asks for on an explicit mesh.
 
     One that has it stays as it is: beside Auto axes a reshard would also fix the order of axes.
     """
-    typed = _explicit_axes(mesh)
+    named = explicit_axes(mesh)
     known = getattr(jax.typeof(x), "sharding", None)
     if (
         known is not None
         and not known.mesh.empty
-        and _placed(known.spec, typed) == _placed(spec, typed)
+        and _placed(known.spec, named) == _placed(spec, named)
     ):
         return x
-    entries = (tuple(a for a in entry_axes(e) if a in typed) or None for e in spec)
+    entries = (tuple(a for a in entry_axes(e) if a in named) or None for e in spec)
     moved: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
     return moved
 
 
-def _explicit_axes(mesh: Any) -> frozenset[str]:
+def explicit_axes(mesh: Any) -> frozenset[str]:
     """The axes of a mesh that types of arrays name."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
@@ -141,8 +141,8 @@ def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.A
         return array
     known = known_spec(array)
     if isinstance(array, jax.core.Tracer) and known is not None:
-        typed = _explicit_axes(jax.typeof(array).sharding.mesh)
-        spec = PartitionSpec(*(tuple(a for a in entry_axes(e) if a in typed) for e in spec))
+        named = explicit_axes(jax.typeof(array).sharding.mesh)
+        spec = PartitionSpec(*(tuple(a for a in entry_axes(e) if a in named) for e in spec))
     if known is not None and not _same(known, spec, call):
         say_reshard(name, call.layer.name, str(known), str(spec))
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
@@ -180,10 +180,10 @@ def _mesh_of(call: Call, operands: Sequence[jax.Array]) -> Any:
         mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
         if mesh is not None and not mesh.empty and _is_explicit(mesh):
             return mesh
-    return _auto(call.mesh) if _is_explicit(call.mesh) else call.mesh
+    return as_auto(call.mesh) if _is_explicit(call.mesh) else call.mesh
 
 
-def _auto(mesh: Mesh) -> Mesh:
+def as_auto(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
@@ -208,12 +208,12 @@ def vary(call: Call, x: jax.Array) -> jax.Array:
 
 
 @custom_vmap
-def _not_batched(*operands: jax.Array) -> tuple[jax.Array, ...]:
+def not_batched(*operands: jax.Array) -> tuple[jax.Array, ...]:
     """`operands`, with a NotImplementedError that gives the reason should vmap batch any."""
     return operands
 
 
-@_not_batched.def_vmap
+@not_batched.def_vmap
 def _refuse(axis_size: int, in_batched: Any, *operands: jax.Array) -> Any:
     raise NotImplementedError(
         "ep ops cannot run under vmap: one call moves the tokens of all ranks at once, and its "
