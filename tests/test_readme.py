@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from ep_runtime import env, errors
 from ep_runtime_client import cli
+from ep_runtime_client.demo.cli import add_arguments, make_config
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 EXAMPLE_TIMEOUT_S = 240.0
@@ -60,6 +64,24 @@ def test_the_example_runs_as_it_stands(text: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("trained")
+
+
+def test_the_training_job_shown_is_the_one_that_is_tested(text: str) -> None:
+    script = (README.parent / "tests/training/train.py").read_text(encoding="utf-8")
+    shown = re.findall(r"<!-- training -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == 3
+    for code in shown:
+        assert code in script or textwrap.indent(code, "    ") in script
+
+
+def test_the_demo_lines_are_options_that_fit(text: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    lines = block(text, "demo options").strip().splitlines()
+    for line in lines:
+        words = shlex.split(line)
+        assert words[:2] == ["ep-runtime", "demo"]
+        make_config(parser.parse_args(words[2:]))
 
 
 def test_the_command_table_lists_every_command(text: str) -> None:
