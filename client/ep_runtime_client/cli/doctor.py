@@ -54,6 +54,7 @@ def _once(args: argparse.Namespace) -> int:
         _open_files,
         _packages,
         _native_library,
+        _gpus,
         _directory,
         lambda: _daemon(args),
     ]
@@ -125,6 +126,12 @@ def _native_library() -> Finding:
         text = str(error).splitlines()[0]
         return Finding("native library", "FAIL", text, "install the package again (pip install)")
     return Finding("native library", "OK", f"version {library.version}")
+
+
+def _gpus() -> Finding:
+    from ep_runtime_client.cli import gpus
+
+    return Finding("gpus", *gpus.check())
 
 
 def _directory() -> Finding:
