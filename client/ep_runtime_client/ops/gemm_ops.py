@@ -83,13 +83,16 @@ class _GemmOp:
         return unpack(self.lhs, blocks[:first], sizes), unpack(self.rhs, leaves), bias, sizes
 
     def shared_factors(self) -> list[str]:
-        """Factors of the operands up to group_sizes.
-
-        The rows' K' has one of its own: sharing the weight's would bring its fsdp axis there.
-        """
+        """Factors of the operands up to group_sizes."""
         kernel = kernel_factors(self.rhs.ndim)
         bias = [" ".join([kernel[0], *kernel[2:]])] if self.has_bias else []
-        return [*self.lhs.factors(row_factors(3, "j")), *self.rhs.factors(kernel), *bias, "r l"]
+        return [*self.lhs.factors(self.row_factors), *self.rhs.factors(kernel), *bias, "r l"]
+
+    @property
+    def row_factors(self) -> list[str]:
+        """Of lhs. Nothing holds the rows of an op without a layer to the slabs' layout, so their
+        K' has a factor of its own there: the weight's would bring its fsdp axis."""
+        return row_factors(3, "j" if self.where.roles is None else "k")
 
     @property
     def out_factors(self) -> str:
@@ -185,7 +188,7 @@ class Backward(_GemmOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         kernel = kernel_factors(self.rhs.ndim)
-        made = [" ".join(row_factors(3, "j")), " ".join(kernel)]
+        made = [" ".join(self.row_factors), " ".join(kernel)]
         if self.has_bias:
             made.append(" ".join([kernel[0], *kernel[2:]]))
         return [*self.shared_factors(), self.out_factors], made

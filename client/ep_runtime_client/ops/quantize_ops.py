@@ -162,9 +162,11 @@ class QuantizeKernel:
 
     def _cut_evenly(self, dim: int) -> bool:
         """Whether every axis leaves whole blocks of a dim, so that what comes out lies as w."""
-        unit = self.packing.blocks[dim]
-        sizes = () if self.where.roles is None else self.where.roles.sizes
-        return all(self.shape[dim] % (unit * size) == 0 for _, size in sizes)
+        unit, roles = self.packing.blocks[dim], self.where.roles
+        if roles is None or unit == 1:
+            return True
+        sizes = [size for axis, size in roles.sizes if axis not in roles.ep]
+        return all(self.shape[dim] % (unit * size) == 0 for size in sizes)
 
 
 def rows(

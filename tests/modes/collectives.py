@@ -1,0 +1,40 @@
+"""Counts the collectives of compiled programs by kind and element type."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+_LINE = re.compile(
+    r"= (?P<shape>\(.*?\)|\S+) (?P<kind>all-gather|all-reduce|all-to-all|reduce-scatter"
+    r"|collective-permute|ragged-all-to-all|collective-broadcast)(?P<start>-start)?\("
+)
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+
+
+def count(compiled: Any) -> Counter[tuple[str, str]]:
+    """(kind, dtype) -> arrays that such collectives move; one instruction may move several."""
+    found: Counter[tuple[str, str]] = Counter()
+    for match in _LINE.finditer(compiled.as_text()):
+        arrays = _ARRAY.findall(match["shape"])
+        if match["start"] and match["kind"] != "all-reduce":
+            arrays = arrays[len(arrays) // 2 :]  # operands come first
+        for dtype, _ in arrays:
+            found[match["kind"], dtype] += 1
+    return found
+
+
+def moved_bytes(compiled: Any, kind: str) -> int:
+    """Bytes of the results of all collectives of a kind, on one device."""
+    total = 0
+    for match in _LINE.finditer(compiled.as_text()):
+        if match["kind"] != kind:
+            continue
+        for dtype, dims in _ARRAY.findall(match["shape"]):
+            size = 1
+            for length in filter(None, dims.split(",")):
+                size *= int(length)
+            digits = re.search(r"\d+", dtype)
+            total += size * (int(digits.group()) // 8 if digits else 1)
+    return total

@@ -1,0 +1,251 @@
+"""Every row of the sharding rules: the collectives of the compiled program, and its values.
+
+Each case compiles one forward and backward of grouped_gemm by custom_partitioning, counts what
+moves, and compares with one device, and bit for bit with the shard_map form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import collectives
+import fakes
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client import recipes
+from ep_runtime_client.ops import placement
+
+MakeGroup = Callable[..., fakes.LocalGroup]
+
+GATHER, SUM, SCATTER = "all-gather", "all-reduce", "reduce-scatter"
+DP_FSDP_EP = {"dp": 2, "fsdp": 2, "ep": 2}
+FSDP_EP = {"fsdp": 4, "ep": 2}
+EP_TP = {"ep": 4, "tp": 2}
+WIDE_EP = {"fsdp": 2, "ep": 4}
+NO_EP = {"dp": 2, "fsdp": 2, "tp": 2, "ep": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    Attributes:
+        axes: the mesh.
+        weight: PartitionSpec entries of rhs.
+        moved: collectives of forward and backward, by kind and dtype.
+        recipe: how operands are quantized.
+        k, n: K' and N'.
+        bias: whether there is one.
+    """
+
+    axes: dict[str, int]
+    weight: tuple[Any, ...]
+    moved: dict[tuple[str, str], int]
+    recipe: Any = None
+    k: int = 16
+    n: tuple[int, ...] = (8,)
+    bias: bool = False
+
+
+PLAIN = {(GATHER, "f32"): 2, (SCATTER, "f32"): 1}
+ROWS = {
+    "fsdp on K'": Row(DP_FSDP_EP, ("ep", "fsdp"), PLAIN | {(SUM, "f32"): 1}),
+    "experts over ep and fsdp, one scale each": Row(
+        DP_FSDP_EP,
+        (("ep", "fsdp"),),
+        # Scales come along; amax of rows and of their gradient; the sum of d_w over dp.
+        {(GATHER, "u8"): 2, (GATHER, "f32"): 2, (SUM, "f32"): 3, (SCATTER, "f32"): 1},
+        recipes.TensorScaling(),
+    ),
+    "fsdp on N', two copies": Row(
+        FSDP_EP,
+        ("ep", None, "fsdp"),
+        {(GATHER, "u8"): 4, (SCATTER, "f32"): 1},
+        recipes.MXFP8(),
+        k=32,
+        n=(128,),
+    ),
+    "fsdp on K', blocks": Row(
+        WIDE_EP,
+        ("ep", "fsdp"),
+        {(GATHER, "u8"): 2, (GATHER, "f32"): 2, (SCATTER, "f32"): 1},
+        recipes.BlockScaling(),
+        k=256,
+        n=(32,),
+    ),
+    "tp on N'": Row(EP_TP, ("ep", None, "tp"), {(SUM, "f32"): 1}),
+    "tp on K'": Row(EP_TP, ("ep", "tp"), {(SUM, "f32"): 1}, bias=True),
+    "tp on M of gate and up": Row(EP_TP, ("ep", None, None, "tp"), {(SUM, "f32"): 1}, n=(2, 8)),
+    "fsdp and tp, one scale each": Row(
+        NO_EP,
+        (None, "fsdp", "tp"),
+        # amax of the weight, the rows and their gradient; d_x over tp; d_w over dp.
+        {(GATHER, "u8"): 2, (SUM, "f32"): 5, (SCATTER, "f32"): 1},
+        recipes.TensorScaling(),
+    ),
+}
+SLOW_ROWS = {
+    "fsdp on N'": Row(DP_FSDP_EP, ("ep", None, "fsdp"), PLAIN | {(SUM, "f32"): 1}),
+    "a tuple on K'": Row(DP_FSDP_EP, ("ep", ("fsdp", "dp")), PLAIN),
+    "both outer axes": Row(
+        DP_FSDP_EP, ("ep", "dp", "fsdp"), {(GATHER, "f32"): 4, (SCATTER, "f32"): 2}
+    ),
+    "experts over ep and fsdp": Row(FSDP_EP, (("ep", "fsdp"),), PLAIN),
+    "bias over fsdp": Row(
+        FSDP_EP, ("ep", None, "fsdp"), {(GATHER, "f32"): 3, (SCATTER, "f32"): 2}, bias=True
+    ),
+    "ep is injected": Row(FSDP_EP, (None, "fsdp"), PLAIN | {(GATHER, "f32"): 3}),
+    "nothing but ep": Row(DP_FSDP_EP, ("ep",), {(SUM, "f32"): 1}),
+    "tp and fsdp in a tuple": Row(NO_EP, (None, None, ("tp", "fsdp")), PLAIN | {(SUM, "f32"): 2}),
+    "tp on K', one scale each": Row(
+        EP_TP, ("ep", "tp"), {(SUM, "f32"): 3}, recipes.TensorScaling()
+    ),
+    "tp on N', two copies": Row(
+        EP_TP, ("ep", None, "tp"), {(SUM, "f32"): 1}, recipes.MXFP8(), k=32, n=(64,)
+    ),
+    "fsdp on K', one scale each": Row(
+        WIDE_EP,
+        ("ep", "fsdp"),
+        {(GATHER, "u8"): 2, (SUM, "f32"): 3, (SCATTER, "f32"): 1},
+        recipes.TensorScaling(),
+    ),
+    "experts over ep and fsdp, two copies": Row(
+        DP_FSDP_EP,
+        (("ep", "fsdp"),),
+        {(GATHER, "u8"): 4, (SUM, "f32"): 1, (SCATTER, "f32"): 1},
+        recipes.MXFP8(),
+        k=32,
+        n=(32,),
+    ),
+}
+ALL_ROWS = [
+    *(pytest.param(row, id=name) for name, row in ROWS.items()),
+    *(pytest.param(row, id=name, marks=pytest.mark.slow) for name, row in SLOW_ROWS.items()),
+]
+
+
+class Program:
+    """Forward and backward of one grouped_gemm on a mesh and on one device."""
+
+    def __init__(self, make_group: MakeGroup, row: Row, partitioning: str, experts: int = 8):
+        self.row = row
+        group = make_group(
+            axes=row.axes,
+            outer_axes=tuple(axis for axis in ("dp", "fsdp") if axis in row.axes),
+            transport="xla",
+            partitioning=partitioning,
+            num_experts=experts,
+            hidden_size=row.k,
+        )
+        self.group, self.layer = group, group.register_layer("moe", top_k=2)
+        self.slab = PartitionSpec(group.spec.token_axes)
+        self.arrays = self._draw(experts)
+        # Which partitioning runs is the group's; the twin must be told what the rule finds.
+        self.spec = PartitionSpec(*row.weight) if partitioning == "shard_map" else None
+
+    def _draw(self, experts: int) -> list[Any]:
+        rng = np.random.default_rng(0)
+        row, slabs = self.row, self.group.spec.num_slabs
+        groups = experts // self.group.spec.ep_size
+        sizes = rng.integers(0, 32 // groups + 1, (slabs, groups)).astype(np.int32)
+        shapes = [(slabs, 32, row.k), (experts, row.k, *row.n), (slabs, 32, *row.n)]
+        lhs, rhs, grad = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+        bias = rng.standard_normal((experts, *row.n)).astype(np.float32) if row.bias else None
+        return [lhs, rhs, bias, sizes, grad]
+
+    def _step(self, layer: Any, lhs: Any, rhs: Any, bias: Any, sizes: Any, grad: Any) -> Any:
+        def forward(lhs: Any, rhs: Any, bias: Any) -> Any:
+            spec = None if layer is None else self.spec
+            return ep.grouped_gemm(
+                lhs, rhs, sizes, layer=layer, bias=bias, recipe=self.row.recipe, rhs_spec=spec
+            )
+
+        out, pull = jax.vjp(forward, lhs, rhs, bias)
+        return out, *pull(grad)
+
+    def placed(self) -> list[Any]:
+        weight = self.row.weight
+        specs = [self.slab, PartitionSpec(*weight), None, self.slab, self.slab]
+        specs[2] = PartitionSpec(weight[0], *weight[2:])
+        return [
+            None if array is None else jax.device_put(array, NamedSharding(self.group.mesh, spec))
+            for array, spec in zip(self.arrays, specs, strict=True)
+        ]
+
+    def compiled(self) -> Any:
+        step = jax.jit(lambda *args: self._step(self.layer, *args))
+        return step.lower(*self.placed()).compile()
+
+    def on_one_device(self) -> Any:
+        return jax.jit(lambda *args: self._step(None, *args))(*self.arrays)
+
+    def defined(self, results: Any) -> list[Any]:
+        """Results without the rows past the last group."""
+        rows = np.arange(32) < self.arrays[3].sum(-1)[:, None]
+        out, d_lhs, *others = (None if x is None else np.array(x) for x in results)
+        return [out[rows], d_lhs[rows], *(x for x in others if x is not None)]
+
+
+@pytest.mark.parametrize("row", ALL_ROWS)
+def test_a_row_moves_what_the_table_says_and_equals_one_device(
+    make_group: MakeGroup, row: Row
+) -> None:
+    program = Program(make_group, row, "rule")
+    compiled = program.compiled()
+    assert collectives.count(compiled) == Counter(row.moved)
+    results = compiled(*program.placed())
+    out, d_lhs, d_rhs = results[:3]
+    slab = NamedSharding(program.group.mesh, program.slab)
+    if "tp" not in row.axes:
+        assert out.sharding.is_equivalent_to(slab, out.ndim)
+        assert d_lhs.sharding.is_equivalent_to(slab, d_lhs.ndim)
+    assert d_rhs.sharding.is_equivalent_to(program.placed()[1].sharding, d_rhs.ndim)
+    found = program.defined(results)
+    for got, want in zip(found, program.defined(program.on_one_device()), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    twin = Program(make_group, row, "shard_map")
+    same = twin.defined(twin.compiled()(*twin.placed()))
+    for got, want in zip(found, same, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_fsdp_alone_on_the_experts_gets_ep_in_front_and_that_is_said(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    placement.say_once.cache_clear()
+    caplog.set_level(logging.WARNING, "ep_runtime")
+    program = Program(make_group, Row(FSDP_EP, ("fsdp",), {}), "rule")
+    results = program.compiled()(*program.placed())
+    assert results[2].sharding.spec[0] == "fsdp"
+    for got, want in zip(
+        program.defined(results), program.defined(program.on_one_device()), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("('ep', 'fsdp')" in text for text in texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [(("fsdp",), ["12 experts", "ep=2, fsdp=4"]), ((None, "ep"), ["ep=2", "dim 1", "'moe'"])],
+)
+def test_what_has_no_meaning_is_an_error_with_axes_and_sizes(
+    make_group: MakeGroup, weight: Any, words: list[str]
+) -> None:
+    program = Program(make_group, Row(FSDP_EP, weight, {}), "rule", experts=12)
+    with pytest.raises(ep.InvalidArgumentError) as caught, ep.translate_errors():
+        program.compiled()
+    for word in words:
+        assert word in str(caught.value)
+    lhs, rhs, _, sizes, _ = program.placed()
+    twin = Program(make_group, Row(FSDP_EP, weight, {}), "auto", experts=12)
+    with pytest.raises(ValueError, match=words[0]):
+        ep.grouped_gemm(lhs, rhs, sizes, layer=twin.layer)
