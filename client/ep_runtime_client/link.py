@@ -19,6 +19,7 @@ import grpc
 from ep_runtime import errors, wire
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client import transport
+from ep_runtime_client.farewells import farewells
 from ep_runtime_client.runtime import Runtime
 
 _log = logging.getLogger("ep_runtime")
@@ -68,6 +69,7 @@ class Link:
         self._control: transport.ControlChannel | None = None
         self._up = False
         self._over = False  # the daemon ended the session
+        self._owes_goodbye = False
         self._stopped = threading.Event()
         self._stream: Any = None
         self._left: list[group_service_pb2.CloseGroupRequest] = []
@@ -160,15 +162,23 @@ class Link:
             self._left.append(request)
 
     def say_goodbye(self) -> None:
-        """CloseSession where the daemon is there; an error of it is logged."""
+        """CloseSession, now or once the daemon is back; an error of it is logged.
+
+        Nothing is owed to a private daemon: it ends with the session.
+        """
         control = self.now
         self._stopped.set()  # the daemon ends the stream now; that is no loss
-        if control is None:
-            return
-        try:
-            control.call(control.sessions.CloseSession, session_service_pb2.CloseSessionRequest())
-        except errors.EpRuntimeError as error:
-            _log.info("on the way out: %s", error)
+        if control is not None:
+            try:
+                control.call(
+                    control.sessions.CloseSession, session_service_pb2.CloseSessionRequest()
+                )
+                return
+            except errors.EpRuntimeError as error:
+                _log.info("on the way out: %s", error)
+                if not control.lost:
+                    return
+        self._owes_goodbye = not self._runtime.is_private
 
     def stop(self) -> None:
         """Ends both threads and the connection; bounded."""
@@ -183,8 +193,11 @@ class Link:
                 thread.join(_JOIN_TIMEOUT_S)
         if control is not None:
             control.close()
+        if self._owes_goodbye:  # only now: the thread that connected again may have had a new token
+            farewells.owe(self.directory, self.token, self._callbacks.open_request)
 
     def _open(self, timeout_s: float) -> None:
+        farewells.say(self.directory)
         welcome = transport.hello(self.directory, timeout_s, resume_token=self.token)
         before, self.token = self.token, welcome.session_token
         control = transport.ControlChannel(self.directory, welcome.session_token)

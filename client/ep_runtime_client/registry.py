@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ep_runtime_client.farewells import farewells
 from ep_runtime_client.layers import live_groups
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Sessions:
         self._inherited += [session for session, _ in self._open.values()]
         self._open = {}
         live_groups.clear()
+        farewells.forget()
 
     def _at_exit(self) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -130,4 +131,68 @@ def test_processes_that_form_a_group_meet_again_after_a_kill(
     for program in programs:
         program.tell()
         assert program.finish() == 0
+    assert daemon.stop() == 0, daemon.log_tail(50)
+
+
+_CLOSED_ALONE = """
+session = ep.connect(job="kills", timeout_s=60)
+formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
+say(generation=formed.generation)
+sys.stdin.readline()
+if "group" in CLOSES:
+    forming.leave(session, "g", formed.generation, formed.native_group)
+if "session" in CLOSES:
+    session.close()
+say(closed=True)
+sys.stdin.readline()
+if AGAIN:
+    session = ep.connect(job="kills", timeout_s=60)
+    formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
+    say(generation=formed.generation)
+    sys.stdin.readline()
+    session.close()
+"""
+
+
+@pytest.mark.parametrize("closes", [("group",), ("session",), ("group", "session")])
+def test_what_closed_while_the_daemon_was_away_is_given_back_when_it_returns(
+    run_program: Start, directory: Path, closes: tuple[str, ...]
+) -> None:
+    address = f"unix://{directory}"
+    daemon = start_daemon(directory)
+    prologue = _PROLOGUE + f"CLOSES, AGAIN = {closes}, False\n"
+    program = run_program(_CLOSED_ALONE, prologue=prologue, EP_RUNTIME_ADDRESS=address)
+    program.heard()
+    os.kill(daemon.pid, signal.SIGKILL)
+    daemon.stop()
+    program.tell()
+    assert program.heard() == {"closed": True}
+    daemon = start_daemon(directory)
+    with source.open_source(address, timeout_s=60) as admin:
+        wait_until(lambda: not admin.groups() and not admin.buffers(), "group and memory are freed")
+    program.tell()
+    assert program.finish() == 0
+    assert daemon.stop() == 0, daemon.log_tail(50)
+
+
+def test_a_process_that_left_while_the_daemon_was_away_comes_again_with_a_new_session(
+    run_program: Start, directory: Path
+) -> None:
+    address = f"unix://{directory}"
+    daemon = start_daemon(directory)
+    prologue = _PROLOGUE + "CLOSES, AGAIN = ('session',), True\n"
+    program = run_program(_CLOSED_ALONE, prologue=prologue, EP_RUNTIME_ADDRESS=address)
+    before = program.heard()["generation"]
+    os.kill(daemon.pid, signal.SIGKILL)
+    daemon.stop()
+    program.tell()
+    assert program.heard() == {"closed": True}
+    daemon = start_daemon(directory)
+    program.tell()
+    assert program.heard()["generation"] > before
+    with source.open_source(address, timeout_s=60) as admin:
+        assert [group["state"] for group in admin.groups()] == ["READY"]
+        program.tell()
+        wait_until(lambda: not admin.groups() and not admin.buffers(), "the memory is freed")
+    assert program.finish() == 0
     assert daemon.stop() == 0, daemon.log_tail(50)
