@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from optax.contrib import MuonDimensionNumbers
 
@@ -120,3 +121,33 @@ def test_muon_moves_nothing_where_experts_are_whole(training: Callable[..., Trai
     assert not training("shard-exp-on-fsdp", "muon").optimizer_collectives()
     # Where H lies on fsdp every Newton-Schulz step of every matrix has to bring its rows together.
     assert training("fsdp+ep", "muon").optimizer_collectives().total() >= 2
+
+
+@pytest.mark.parametrize(("stacked_dim", "moves"), [(1, False), (0, True)])
+def test_muon_moves_nothing_of_a_stack_with_experts_in_front(stacked_dim: int, moves: bool) -> None:
+    """Muon makes one dim of all dims but its matrices', which stays sharded where that is major."""
+    mesh = fakes.mesh_of(AXES)
+    spec = ep.LayerSpec("block", top_k=2, num_experts=EXPERTS, hidden_size=HIDDEN)
+    axes = nnx.StateAxes({nnx.Param: stacked_dim})
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(out_axes=axes, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs: Any) -> Any:
+        return ep.nnx.MoEBlock(spec, MLP, rngs=rngs)
+
+    state = nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    placed = ep.sharding.rules("shard-exp-on-fsdp").shardings(state, mesh)
+    weights = {
+        name: jax.ShapeDtypeStruct(
+            state[name].shape, jnp.float32, sharding=placed[name].get_value()
+        )
+        for name in ("wi", "wo")
+    }
+    dims = {"wi": MATRICES.wi, "wo": MATRICES.wo}
+    muon = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dims)
+    step = jax.jit(
+        lambda w: muon.update(w, muon.init(w), w)[0],
+        out_shardings=jax.tree.map(lambda a: a.sharding, weights),
+    )
+    found = COLLECTIVE.findall(step.lower(weights).compile().as_text())
+    assert bool(found) == moves
