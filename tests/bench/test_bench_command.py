@@ -98,8 +98,9 @@ def test_control_registers_layers_and_times_calls() -> None:
 
 
 def test_compile_compares_a_model_with_stock_collectives() -> None:
-    sizes = ["--devices", "2", "--experts", "4", "--model-layers", "1", "--repeats", "1"]
+    sizes = ["--mesh", "fsdp=2,ep=2", "--experts", "4", "--model-layers", "1", "--repeats", "1"]
     found = figures("compile", "--transports", "memfd", *sizes)
+    assert found["options"]["devices"] == 4
     rows = {row["model"]: row for row in found["compile"]}
     assert list(rows) == ["memfd", "stock"]
     assert rows["stock"]["ratio_to_stock"] == 1.0
@@ -110,6 +111,12 @@ def test_wrong_names_are_exit_code_1() -> None:
     done = bench("dispatsch")
     assert done.returncode == 1
     assert "BENCH must be of" in done.stderr
+
+
+@pytest.mark.parametrize("mesh", [(("dp", 8),), (("ep", 2), ("dp", 2))])
+def test_a_mesh_that_does_not_fit_is_refused(mesh: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match='--mesh must have an axis "ep" and 8 devices'):
+        BenchOptions(mesh=mesh).checked()
 
 
 def test_odd_row_sizes_are_refused() -> None:
@@ -146,3 +153,18 @@ def test_memcpy_copies_a_size_that_no_thread_count_divides() -> None:
     memcpy = Memcpy(1_000_003)
     memcpy()
     memcpy.close()
+
+
+def test_gemm_compares_every_recipe_with_all_experts_dense() -> None:
+    sizes = ["--experts", "12", "--tokens", "64", "--top-k", "2", "--repeats", "1"]
+    found = figures("gemm", *sizes)["gemm"]
+    subjects = ("dense", "f32", "bf16", "fp8", "fp8-block", "mxfp8")
+    assert [(row["experts"], row["filled"], row["subject"]) for row in found] == [
+        (experts, filled, name)
+        for experts in (8, 12)
+        for filled in (0.125, 0.5, 1.0)
+        for name in subjects
+    ]
+    assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in found)
+    lengths = {name: {r["hlo_ops"] for r in found if r["subject"] == name} for name in subjects}
+    assert all(len(length) == 1 for length in lengths.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+from math import prod
 from typing import Any
 
 from ep_runtime_client.bench.options import BENCHES, TRANSPORTS, BenchOptions
@@ -17,6 +18,11 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _axes(text: str) -> tuple[tuple[str, int], ...]:
+    pairs = (part.partition("=") for part in _names(text))
+    return tuple((name, int(size)) for name, _, size in pairs)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="bytes of a token row, a multiple of 2 (rows are bf16); "
         f"default {','.join(map(str, default.row_bytes))}",
+    )
+    parser.add_argument(
+        "--mesh",
+        type=_axes,
+        default=default.mesh,
+        metavar="AXIS=N,...",
+        help='mesh of `compile`, such as dp=2,fsdp=2,ep=2; default "ep" over all devices',
     )
     for flag, value, text in (
         ("--devices", default.devices, "CPU devices D, all in one EP group"),
@@ -70,7 +83,8 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         benches=tuple(args.benches) or BenchOptions().benches,
         transports=args.transports,
         row_bytes=args.row_bytes,
-        devices=args.devices,
+        devices=prod(size for _, size in args.mesh) if args.mesh else args.devices,
+        mesh=args.mesh,
         processes=args.processes,
         tokens_per_rank=args.tokens,
         top_k=args.top_k,

@@ -1,16 +1,19 @@
 """Trace and compile time of a whole model: our ops against stock collectives, in one run.
 
-The program is the gradient of an unrolled transformer with one registered layer per block. Every
-sample starts from empty caches; the subjects take turns.
+The program is a training step of an unrolled transformer with one registered layer per block, its
+weights spread over the mesh. Every sample starts from empty caches; the subjects take turns.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -24,7 +27,6 @@ from ep_runtime_client.session import Session
 STOCK = "stock"
 # Whole programs compile for seconds: more samples than this say no more.
 MAX_REPEATS = 3
-MAX_EXPERTS = 16
 COLUMNS = (
     Column("model", "MODEL"),
     Column("layers", "LAYERS", "count"),
@@ -45,36 +47,43 @@ def run(options: BenchOptions) -> BenchReport:
     jax.config.update("jax_num_cpu_devices", options.devices)
     jax.config.update("jax_enable_compilation_cache", False)
     repeats = min(options.repeats, MAX_REPEATS)
+    axes = dict(options.mesh or (("ep", options.devices),))
     with ep.connect("embedded") as session:
-        mesh = Mesh(np.array(jax.devices("cpu")[: options.devices]), ("ep",))
-        samples = _subjects(options, session, mesh)
+        devices = np.array(jax.devices("cpu")[: options.devices]).reshape([*axes.values()])
+        samples = _subjects(options, session, Mesh(devices, [*axes]))
         taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in samples}
         for _ in range(repeats):
             for name, sample in samples.items():
                 taken[name].append(sample())
     rows = [_row(name, options, taken) for name in taken]
+    shape = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     title = (
-        f"compile time of a gradient: {options.model_layers} layers, {options.devices} CPU "
-        f"devices, medians of {repeats}"
+        f"compile time of a training step: {options.model_layers} layers of "
+        f"{_num_experts(options, axes['ep'])} experts, CPU devices {shape}, medians of {repeats}"
     )
     return BenchReport("compile", title, COLUMNS, rows)
 
 
+def _num_experts(options: BenchOptions, ranks: int) -> int:
+    return max(ranks, options.num_experts - options.num_experts % ranks)
+
+
 def _subjects(options: BenchOptions, session: Session, mesh: Mesh) -> dict[str, Sample]:
-    num_experts = max(options.devices, min(options.num_experts, MAX_EXPERTS))
-    num_experts -= num_experts % options.devices
+    num_experts = _num_experts(options, mesh.shape["ep"])
     top_k = min(options.top_k, num_experts, 2)
-    layers = options.model_layers
+    layers, token_axes = options.model_layers, model.token_axes(mesh)
     spec = ep.LayerSpec("layer", top_k=top_k, num_experts=num_experts, hidden_size=model.HIDDEN)
-    rows = NamedSharding(mesh, PartitionSpec("ep"))
-    x = jax.device_put(np.ones((options.devices, model.SEQ, model.HIDDEN), np.float32), rows)
-    weights = model.blocks(layers, spec)
+    shape = (prod(mesh.shape[axis] for axis in token_axes), model.SEQ, model.HIDDEN)
+    rows = NamedSharding(mesh, PartitionSpec(token_axes))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+    weights = model.blocks(layers, spec, mesh)
     samples: dict[str, Sample] = {}
     for transport in options.transports:
         group = session.create_group(
             f"bench-{transport}",
             mesh,
             ep_axis="ep",
+            outer_axes=token_axes[:-1],
             num_experts=num_experts,
             hidden_size=model.HIDDEN,
             max_tokens_per_rank=model.SEQ,
@@ -91,10 +100,16 @@ def _subjects(options: BenchOptions, session: Session, mesh: Mesh) -> dict[str, 
     return samples
 
 
-def _sample(moes: Sequence[model.Moe], weights: Sequence[model.Block], x: jax.Array) -> Sample:
+def _sample(
+    moes: Sequence[model.Moe],
+    weights: Sequence[model.Block],
+    x: jax.ShapeDtypeStruct,
+) -> Sample:
+    layouts = jax.tree.map(lambda weight: weight.sharding, weights)
+
     def sample() -> tuple[float, float, int]:
         jax.clear_caches()
-        program = jax.jit(jax.grad(lambda weights, x: model.loss(moes, weights, x)))
+        program = jax.jit(partial(model.train_step, moes), out_shardings=layouts, donate_argnums=0)
         started = time.perf_counter()
         lowered = program.lower(weights, x)
         traced = time.perf_counter()

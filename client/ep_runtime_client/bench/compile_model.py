@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 
@@ -30,14 +31,40 @@ class Block(NamedTuple):
     moe: ep.MoEParams
 
 
-def blocks(num_layers: int, spec: ep.LayerSpec) -> list[Block]:
-    """Small weights of every layer."""
-    made = []
-    for key in jax.random.split(jax.random.key(0), num_layers):
+def blocks(num_layers: int, spec: ep.LayerSpec, mesh: Mesh) -> list[Block]:
+    """Shapes, dtypes and layouts of every layer's small weights; nothing is allocated.
+
+    Experts lie over ep; an axis named fsdp also cuts one dim of every weight but the router.
+    """
+
+    def one(key: jax.Array) -> Block:
         params = ep.init_moe_params(key, spec, MLP)
-        qkv = jax.random.normal(key, (HIDDEN, 3 * HIDDEN)) * HIDDEN**-0.5
-        made.append(Block(qkv, qkv[:, :HIDDEN], params))
-    return made
+        qkv = jax.random.normal(key, (HIDDEN, 3 * HIDDEN))
+        return Block(qkv, qkv[:, :HIDDEN], params)
+
+    shapes = jax.eval_shape(one, jax.random.key(0))
+    fsdp = "fsdp" if "fsdp" in mesh.shape else None
+    experts: tuple[Any, ...] = (P(), P("ep", fsdp), P("ep", None, fsdp))
+    dense: Any = P(fsdp)
+    specs = Block(dense, dense, ep.MoEParams(*experts))
+
+    def placed(shape: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return [jax.tree.map(placed, shapes, specs)] * num_layers
+
+
+def token_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes that cut the batch: all but tp, ep last."""
+    return (*(axis for axis in mesh.axis_names if axis not in ("ep", "tp")), "ep")
+
+
+def train_step(moes: Sequence[Moe], layers: Sequence[Block], x: jax.Array) -> Sequence[Block]:
+    """One step of gradient descent."""
+    gradients = jax.grad(lambda layers: loss(moes, layers, x))(layers)
+    stepped: Sequence[Block] = jax.tree.map(lambda w, d: w - 0.01 * d, layers, gradients)
+    return stepped
 
 
 def loss(moes: Sequence[Moe], layers: Sequence[Block], x: jax.Array) -> jax.Array:
@@ -61,6 +88,10 @@ def _attention(x: jax.Array, layer: Block) -> jax.Array:
 
 def stock_moe(mesh: Mesh, top_k: int, capacity: int) -> Moe:
     """The block on stock collectives. `capacity`: rows of one expert from one rank."""
+    fsdp = "fsdp" if "fsdp" in mesh.shape else None
+
+    def whole(weight: jax.Array, dim: int) -> jax.Array:
+        return weight if fsdp is None else lax.all_gather(weight, fsdp, axis=dim, tiled=True)
 
     def local(x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array) -> jax.Array:
         tokens, num_experts = x.reshape(-1, HIDDEN), router.shape[1]
@@ -73,20 +104,21 @@ def stock_moe(mesh: Mesh, top_k: int, capacity: int) -> Moe:
         sent = jnp.zeros((num_experts * capacity, HIDDEN), x.dtype)
         sent = sent.at[slot].set(jnp.repeat(tokens, top_k, axis=0), mode="drop")
         there = lax.all_to_all(sent.reshape(ranks, -1, capacity, HIDDEN), "ep", 0, 0)
-        both = jnp.einsum("nlch,lhgm->nlcgm", there, wi)
+        both = jnp.einsum("nlch,lhgm->nlcgm", there, whole(wi, 1))
         hidden = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
-        back = lax.all_to_all(jnp.einsum("nlcm,lmh->nlch", hidden, wo), "ep", 0, 0)
+        out = jnp.einsum("nlcm,lmh->nlch", hidden, whole(wo, 2))
+        back = lax.all_to_all(out, "ep", 0, 0)
         rows = back.reshape(-1, HIDDEN).at[slot].get(mode="fill", fill_value=0)
         weighted = rows.reshape(-1, top_k, HIDDEN) * jax.nn.softmax(picked)[..., None]
         y: jax.Array = weighted.sum(1).reshape(x.shape)
         return y
 
-    ep_only = PartitionSpec("ep")
+    rows = P(token_axes(mesh))
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(ep_only, PartitionSpec(), ep_only, ep_only),
-        out_specs=ep_only,
+        in_specs=(rows, P(), P("ep", fsdp), P("ep", None, fsdp)),
+        out_specs=rows,
     )
     return lambda x, params: mapped(x, params.router, params.wi, params.wo)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
@@ -27,6 +28,8 @@ class BenchOptions:
         transports: of TRANSPORTS; ratios compare with "xla" where it is there.
         row_bytes: sizes of a token row.
         devices: D, CPU devices, one EP group.
+        mesh: (axis, size) of every axis of the mesh that `compile` uses, "ep" among them, D devices
+            together; without any it is ep alone.
         processes: P, each with D / P of the devices; for dispatch and combine.
         tokens_per_rank: 0 chooses about TARGET_BYTES_PER_RANK of rows.
         top_k: K.
@@ -40,6 +43,7 @@ class BenchOptions:
     transports: tuple[Transport, ...] = TRANSPORTS
     row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
     devices: int = 8
+    mesh: tuple[tuple[str, int], ...] = ()
     processes: int = 1
     tokens_per_rank: int = 0
     top_k: int = 8
@@ -75,6 +79,7 @@ class BenchOptions:
                     f"{argument} must be at least 1, got {getattr(self, argument)}",
                     argument=argument,
                 )
+        self._check_mesh()
         if self.devices % self.processes:
             raise InvalidArgumentError(
                 f"--processes must divide --devices={self.devices}, got {self.processes}",
@@ -92,6 +97,14 @@ class BenchOptions:
                 argument="row_bytes",
             )
         return self
+
+    def _check_mesh(self) -> None:
+        sizes = dict(self.mesh)
+        if self.mesh and ("ep" not in sizes or prod(sizes.values()) != self.devices):
+            raise InvalidArgumentError(
+                f'--mesh must have an axis "ep" and {self.devices} devices, got {self.mesh}',
+                argument="mesh",
+            )
 
     def tokens_for(self, row_bytes: int) -> int:
         """Tokens per rank for rows of this size."""
