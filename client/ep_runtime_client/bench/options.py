@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli.render import Column
 
-BENCHES = ("dispatch", "combine", "connect", "control", "compile")
+BENCHES = ("dispatch", "combine", "gemm", "connect", "control", "compile")
 Transport = Literal["memfd", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ROW_ITEM_BYTES = 2  # bf16

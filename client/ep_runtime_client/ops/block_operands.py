@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ep_runtime_client.ops import row_blocks
 from ep_runtime_client.ops.row_blocks import Block
@@ -82,7 +83,9 @@ def _column_reader(operand: QuantizedTensor, lead: int) -> Callable[[Block], Par
 
     def scaled(block: Block) -> Part:
         values = widen(from_bits(block.read(data), operand.dtype))
-        factors = from_bits(scales[block.row // MX_TILE], scale_dtype).astype(jnp.float32)
+        factors = from_bits(scales[lax.div(block.row, jnp.int32(MX_TILE))], scale_dtype).astype(
+            jnp.float32
+        )
         return Part(_matrix(block.mask(values * factors)))
 
     return scaled

@@ -66,7 +66,7 @@ def forward(
     out = jnp.zeros((blocks.num_rows, *rhs.shape[2:]), gemm.out_dtype)
 
     def step(block: Block, out: jax.Array) -> jax.Array:
-        expert = block.group % rhs.shape[0]
+        expert = blocks.expert(block, rhs.shape[0])
         result = _dot(rows(block), kernels(expert), (1, 0)).reshape(-1, *rhs.shape[2:])
         if bias is not None:
             result = result + row_blocks.pick(bias, expert).astype(result.dtype)
@@ -88,7 +88,8 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
     out = jnp.zeros((blocks.num_rows, rhs.shape[1]), gemm.out_dtype)
 
     def step(block: Block, out: jax.Array) -> jax.Array:
-        return block.write(out, _dot(rows(block), kernels(block.group % rhs.shape[0]), (1, 1)))
+        expert = blocks.expert(block, rhs.shape[0])
+        return block.write(out, _dot(rows(block), kernels(expert), (1, 1)))
 
     out = row_blocks.loop(blocks, step, out, grad, rhs)
     return out.reshape(*grad.shape[:lead], rhs.shape[1])
@@ -120,7 +121,7 @@ def weight_grad(
 
     def step(block: Block, out: jax.Array) -> jax.Array:
         product = _dot(rows(block), grads(block), (0, 0))
-        return row_blocks.add_at(out, block.group % experts, product)
+        return row_blocks.add_at(out, blocks.expert(block, experts), product)
 
     out = row_blocks.loop(blocks, step, out, lhs, grad)
     return out.reshape(experts, lhs.shape[-1], *trailing)
@@ -140,7 +141,7 @@ def bias_grad(
     def step(block: Block, out: jax.Array) -> jax.Array:
         part = grads(block)
         total = _scaled(part.values.astype(out.dtype).sum(0), part)
-        return row_blocks.add_at(out, block.group % experts, total)
+        return row_blocks.add_at(out, blocks.expert(block, experts), total)
 
     return row_blocks.loop(blocks, step, out, grad).reshape(experts, *trailing)
 

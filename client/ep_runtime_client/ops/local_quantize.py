@@ -72,7 +72,7 @@ def quantize_rows(
         InvalidArgumentError: MXFP8, and K' or C is no multiple of 32.
 
     Cost: follows sum(group_sizes) but for zeros and ones of the results' sizes; one pass over the
-        rows, two for TensorScaling and MXFP8.
+        rows, two for TensorScaling.
     """
     dtype = recipe.data_dtype(gradient)
     if isinstance(recipe, TensorScaling):
@@ -85,11 +85,8 @@ def quantize_rows(
     if isinstance(recipe, MXFP8):
         _check_multiple("the last dim of x", x.shape[-1], x.shape)
         _check_multiple("the rows of x", slabs.capacity, x.shape)
-        data, scale = _tiled_rows(slabs, dtype, MX_TILE, True)
-        columns, column_scale = _column_rows(slabs, dtype)
-        return QuantizedTensor(
-            data, to_e8m0(scale), None, columns, to_e8m0(column_scale), group_sizes, None, recipe
-        )
+        data, scale, columns, column_scale = _mx_rows(slabs, dtype)
+        return QuantizedTensor(data, scale, None, columns, column_scale, group_sizes, None, recipe)
     data = _cast_rows(slabs, dtype)
     return QuantizedTensor(data, None, None, None, None, group_sizes, None, recipe)
 
@@ -242,12 +239,13 @@ def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = N
     groups = math.prod(group_sizes.shape)
     experts = groups if num_experts is None else num_experts
 
+    blocks = row_blocks.cut(slabs.capacity, group_sizes)
+
     def step(block: Block, amax: jax.Array) -> jax.Array:
         values = block.read(slabs.rows).astype(jnp.float32)
         largest = finite_max(values, tuple(range(values.ndim)))
-        return row_blocks.max_at(amax, block.group % experts, largest)
+        return row_blocks.max_at(amax, blocks.expert(block, experts), largest)
 
-    blocks = row_blocks.cut(slabs.capacity, group_sizes)
     amax = row_blocks.loop(blocks, step, jnp.zeros((experts,), jnp.float32), slabs.rows)
     return jnp.tile(amax, groups // max(experts, 1)).reshape(group_sizes.shape)
 
@@ -311,26 +309,41 @@ def _tiled_rows(slabs: _Slabs, dtype: Any, tile: int, two: bool) -> tuple[jax.Ar
     return from_bits(data, dtype).reshape(*lead, rows.shape[last]), scales.reshape(*lead, tiles)
 
 
-def _column_rows(slabs: _Slabs, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """MXFP8's copy for the weight gradient: data, and f32 scales [C / 32, *mid, K']."""
+def _mx_rows(slabs: _Slabs, dtype: Any) -> tuple[jax.Array, ...]:
+    """Data, scales [C, *mid, K' / 32], and the same along the rows, scales [C / 32, *mid, K']."""
     rows = slabs.rows
-    start = (
+    last, trailing = rows.ndim - 1, rows.shape[1:]
+    tiles = (*trailing[:-1], trailing[-1] // MX_TILE)
+    one = jnp.uint8(127)  # a scale of 1
+    start: tuple[jax.Array, ...] = (
         jnp.zeros(rows.shape, jnp.uint8),
-        jnp.ones((rows.shape[0] // MX_TILE, *rows.shape[1:]), jnp.float32),
+        jnp.full((rows.shape[0], *tiles), one),
+        jnp.zeros(rows.shape, jnp.uint8),
+        jnp.full((rows.shape[0] // MX_TILE, *trailing), one),
     )
 
-    def step(block: Block, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(block: Block, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         values = block.read(rows).astype(jnp.float32)
-        data, scale = quantize_tiles(values, {0: MX_TILE}, dtype, True)
+        data, scale = quantize_tiles(values, {last: MX_TILE}, dtype, True)
+        columns, column_scale = quantize_tiles(values, {0: MX_TILE}, dtype, True)
         # C is a multiple of 32 and so are a block's rows: tiles straddle no block and no slab.
-        tiles = Block(block.group, block.start // MX_TILE, block.valid[::MX_TILE])
-        return block.write(carry[0], bits(data)), tiles.write(carry[1], scale)
+        tile = Block(block.group, lax.div(block.start, jnp.int32(MX_TILE)), block.valid[::MX_TILE])
+        return (
+            block.write(carry[0], bits(data)),
+            block.write(carry[1], bits(to_e8m0(scale))),
+            block.write(carry[2], bits(columns)),
+            tile.write(carry[3], bits(to_e8m0(column_scale))),
+        )
 
     blocks = row_blocks.cut(slabs.capacity, slabs.totals, TILE)
-    data, scales = row_blocks.loop(blocks, step, start, rows)
-    trailing = rows.shape[1:]
-    scales = scales.reshape(*slabs.lead[:-1], slabs.capacity // MX_TILE, *trailing)
-    return from_bits(data, dtype).reshape(*slabs.lead, *trailing), scales
+    data, scale, columns, column_scale = row_blocks.loop(blocks, step, start, rows)
+    lead = (*slabs.lead[:-1], slabs.capacity // MX_TILE)
+    return (
+        from_bits(data, dtype).reshape(*slabs.lead, *trailing),
+        from_bits(scale, SCALE_DTYPE).reshape(*slabs.lead, *tiles),
+        from_bits(columns, dtype).reshape(*slabs.lead, *trailing),
+        from_bits(column_scale, SCALE_DTYPE).reshape(*lead, *trailing),
+    )
 
 
 def over(amax: jax.Array, axes: Axes) -> jax.Array:

@@ -53,14 +53,21 @@ class Block:
 
     def read(self, array: jax.Array) -> jax.Array:
         """The block's rows of `array` [all rows, ...], zeros where a row is not the block's."""
-        return self.mask(lax.dynamic_slice_in_dim(array, self.start, self.valid.shape[0]))
+        return self.mask(self._slice(array))
 
     def write(self, array: jax.Array, values: jax.Array) -> jax.Array:
         """`array` with the block's rows replaced by `values`; every other row stays."""
-        before = lax.dynamic_slice_in_dim(array, self.start, self.valid.shape[0])
+        before = self._slice(array)
         valid = self.valid.reshape(-1, *([1] * (before.ndim - 1)))
         merged = jnp.where(valid, values.astype(array.dtype), before)
-        return lax.dynamic_update_slice_in_dim(array, merged, self.start, 0)
+        return lax.dynamic_update_slice_in_dim(
+            array, merged, self.start, 0, allow_negative_indices=False
+        )
+
+    def _slice(self, array: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(
+            array, self.start, self.valid.shape[0], allow_negative_indices=False
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +90,19 @@ class Blocks:
     offset: jax.Array
     end: jax.Array
 
+    def expert(self, block: Block, num_experts: int) -> jax.Array:
+        """Which expert a block's group is: its number modulo the experts."""
+        if self.last.shape[0] == num_experts:
+            return block.group
+        return lax.rem(block.group, jnp.int32(num_experts))
+
     def at(self, number: jax.Array) -> Block:
         """The block with this number."""
         group = (number >= self.last).sum(dtype=jnp.int32)
-        first = self.offset[group] + (number - self.first[group]) * self.rows
+        first = pick(self.offset, group) + (number - pick(self.first, group)) * self.rows
         start = jnp.minimum(first, self.num_rows - self.rows)
         row = start + jnp.arange(self.rows, dtype=jnp.int32)
-        return Block(group, start, (row >= first) & (row < self.end[group]))
+        return Block(group, start, (row >= first) & (row < pick(self.end, group)))
 
 
 def cut(capacity: int, group_sizes: jax.Array, alignment: int = 1) -> Blocks:
@@ -109,7 +122,7 @@ def cut(capacity: int, group_sizes: jax.Array, alignment: int = 1) -> Blocks:
     base = capacity * jnp.arange(slabs.shape[0], dtype=jnp.int32)[:, None]
     offset = (base + jnp.minimum(end - slabs, capacity)).reshape(-1)
     end = (base + jnp.minimum(end, capacity)).reshape(-1)
-    count = (end - offset + rows - 1) // max(rows, 1)
+    count = lax.div(end - offset + (rows - 1), jnp.int32(max(rows, 1)))
     last = jnp.cumsum(count, dtype=jnp.int32)
     return Blocks(rows, num_rows, last, last - count, offset, end)
 
@@ -138,19 +151,26 @@ def loop(blocks: Blocks, step: Callable[[Block, Carry], Carry], carry: Carry, *r
 
 def pick(array: jax.Array, group: jax.Array) -> jax.Array:
     """`array[group]` for a group number that is known to be in range."""
-    picked: jax.Array = lax.dynamic_index_in_dim(array, group, 0, keepdims=False)
+    picked: jax.Array = lax.dynamic_index_in_dim(
+        array, group, 0, keepdims=False, allow_negative_indices=False
+    )
     return picked
 
 
 def add_at(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
     """`array` with `values` added at `group`."""
     total = pick(array, group) + values.astype(array.dtype)
-    added: jax.Array = lax.dynamic_update_index_in_dim(array, total, group, 0)
-    return added
+    return _put(array, group, total)
 
 
 def max_at(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
     """`array` with the larger of its values and `values` at `group`."""
     larger = jnp.maximum(pick(array, group), values.astype(array.dtype))
-    taken: jax.Array = lax.dynamic_update_index_in_dim(array, larger, group, 0)
-    return taken
+    return _put(array, group, larger)
+
+
+def _put(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
+    put: jax.Array = lax.dynamic_update_index_in_dim(
+        array, values, group, 0, allow_negative_indices=False
+    )
+    return put
