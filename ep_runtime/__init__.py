@@ -58,6 +58,7 @@ _NAMES_OF = {
         "sort_chunks",
         "unpermute",
     ),
+    "ep_runtime_client.ops.dense": ("dense",),
     "ep_runtime_client.ops.exporting": ("export_checks",),
     "ep_runtime_client.ops.grouped_gemm": ("grouped_gemm",),
     "ep_runtime_client.ops.grouped_quantize": ("grouped_quantize",),

@@ -47,6 +47,7 @@ from ep_runtime_client.ops import prepare as prepare
 from ep_runtime_client.ops import route as route
 from ep_runtime_client.ops import sort_chunks as sort_chunks
 from ep_runtime_client.ops import unpermute as unpermute
+from ep_runtime_client.ops.dense import dense as dense
 from ep_runtime_client.ops.exporting import export_checks as export_checks
 from ep_runtime_client.ops.grouped_gemm import grouped_gemm as grouped_gemm
 from ep_runtime_client.ops.grouped_quantize import grouped_quantize as grouped_quantize

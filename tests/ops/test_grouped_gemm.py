@@ -211,4 +211,4 @@ def test_the_trace_does_not_grow_with_the_number_of_experts() -> None:
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*args).compile().as_text()
         return len(text.splitlines())
 
-    assert lines(256) <= 1.1 * lines(8)
+    assert lines(256) <= 1.2 * lines(8)

@@ -70,12 +70,7 @@ def place(
     An axis of x's leading dims that is also on the kernel is gathered off the kernel, and with it
     whatever lies inside it in a tuple. Any other axis stays: on N', or on K' of both sides.
     """
-    lead = tuple(roles.real(axes) for axes in x[:-1])
-    if lead_shape:
-        lead = tuple(
-            axes if size % roles.size(axes) == 0 else ()
-            for axes, size in zip(lead, lead_shape, strict=True)
-        )
+    lead = dividing(roles, x[:-1], lead_shape)
     rows = set(flat(lead))
     on_k = tuple(axis for axis in roles.real(x[-1]) if axis not in rows)
     entries, gathered = [], []
@@ -89,6 +84,15 @@ def place(
     taken = Weight(tuple(entries), tuple(gathered))
     found = Dense(lead, taken, flat(lead))
     return dataclasses.replace(found, scatter=_scattered(roles, found, wanted, lead_shape))
+
+
+def dividing(roles: Roles, lead: Sequence[Axes], shape: Sequence[int]) -> Entries:
+    """Axes on leading dims, without those that do not cut a dim evenly."""
+    real = (roles.real(axes) for axes in lead)
+    if not shape:
+        return tuple(real)
+    pairs = zip(real, shape, strict=False)
+    return tuple(axes if size % roles.size(axes) == 0 else () for axes, size in pairs)
 
 
 def _scattered(

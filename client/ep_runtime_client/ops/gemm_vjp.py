@@ -52,7 +52,7 @@ class GemmCall:
     lhs: Entries
     rhs: Entries
     bias: Entries
-    types: tuple[Entries | None, Entries | None, Entries | None] = (None, None, None)
+    types: tuple[Entries | None, ...] = (None, None, None)
 
 
 def run(call: GemmCall, operands: Operands) -> jax.Array:

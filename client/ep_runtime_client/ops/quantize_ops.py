@@ -77,7 +77,7 @@ class QuantizeRows:
                 q = local_quantize.scale_rows(self.recipe, x, sizes, scale[0], amax)
             else:
                 q = local_quantize.quantize_rows(self.recipe, x, sizes, over, num_experts=experts)
-            return _raw_leaves(q)
+            return raw_leaves(q)
 
         groups = entries[:1] + ((),)
         operands = (entries, groups, *([groups] if self.scaled else []))
@@ -147,7 +147,7 @@ class QuantizeKernel:
                 q = local_quantize.scale_kernel(self.recipe, w, scale[0], amax)
             else:
                 q = local_quantize.quantize_kernel(self.recipe, w, over)
-            return _raw_leaves(q)
+            return raw_leaves(q)
 
         operands = (weight.entries, *([weight.entries[:1]] if self.scaled else []))
         return Resolved(operands, tuple(self.packing.spread(weight.entries)), local)
@@ -232,7 +232,8 @@ def rows_roles(
     )
 
 
-def _raw_leaves(q: QuantizedTensor) -> tuple[jax.Array, ...]:
+def raw_leaves(q: QuantizedTensor) -> tuple[jax.Array, ...]:
+    """The leaves of what was quantized, 8-bit floats as uint8."""
     leaves, _ = pack_fields(q, FIELDS, rows=q.is_rows)
     return tuple(leaves)
 

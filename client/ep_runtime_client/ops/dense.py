@@ -1,0 +1,230 @@
+"""dense: one matmul of the blocks around the experts, under the same sharding rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops import dense_ops, quantize_ops, regions, spread, twin
+from ep_runtime_client.ops.dense_ops import leaf_entries
+from ep_runtime_client.ops.operands import Matrix, Packing, pack, unpack
+from ep_runtime_client.ops.placement import Entries, padded
+from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import Recipe, TensorScaling
+
+
+def dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    layer: EpLayer | TracedLayer | None = None,
+    bias: jax.Array | None = None,
+    recipe: Recipe | None = None,
+) -> jax.Array:
+    """Multiplies x by a kernel that may be sharded over the axes of x's rows.
+
+    Args:
+        x: [..., K'], any float dtype, with any axes on its leading dims; they stay there.
+        kernel: [K', N']. It is gathered over axes that are also on x's leading dims (and over what
+            lies inside them in a tuple such as ('fsdp', 'expert')), with a recipe after it was
+            quantized. Other axes stay on N'; on K' they are summed over.
+        layer: whose mesh the rules resolve against; None reads it off the operands.
+        bias: [N'] or None, added once, after any sum.
+        recipe: how both operands are quantized, in backward too; x is one group.
+
+    Returns:
+        [..., N'] in x's dtype, summed in f32. Differentiable in x, kernel and bias.
+
+    Raises:
+        InvalidArgumentError: shapes or dtypes do not fit.
+        NotImplementedError: under vmap.
+
+    Cost: one all-gather of the kernel forward and one backward, and one reduce-scatter of its
+        gradient, over the axes it shares with the rows; never one of an activation.
+    """
+    _check(x, kernel, bias, recipe)
+    if recipe is not None and not recipe.quantizes:
+        x, kernel, recipe = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), None
+    call = _call(x, kernel, bias, layer, recipe)
+    operands = [
+        spread.settle(call.where, array, entries)
+        for array, entries in ((x, call.x), (kernel, call.kernel), (bias, padded((), 1)))
+    ]
+    y: jax.Array = twin.run(_primal, call, *operands, traced=_dense)
+    return y
+
+
+def _check(x: Any, kernel: Any, bias: Any, recipe: Any) -> None:
+    shape = tuple(jnp.shape(kernel))
+    if jnp.ndim(x) < 2 or len(shape) != 2 or jnp.shape(x)[-1] != shape[0]:
+        raise InvalidArgumentError(
+            f"kernel must be [K', N'] beside x [..., K'], got {list(shape)} beside "
+            f"{list(jnp.shape(x))}",
+            argument="kernel",
+        )
+    for name, array in (("x", x), ("kernel", kernel)):
+        if not jnp.issubdtype(jnp.result_type(array), jnp.floating):
+            raise InvalidArgumentError(
+                f"{name} must be floating, got {jnp.result_type(array)}", argument=name
+            )
+    if bias is not None and jnp.shape(bias) != shape[1:]:
+        raise InvalidArgumentError(
+            f"bias must be [N'] = {list(shape[1:])}, got {list(jnp.shape(bias))}", argument="bias"
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InvalidArgumentError(
+            f"recipe must be one of ep.recipes or None, got {recipe!r}", argument="recipe"
+        )
+    if isinstance(recipe, TensorScaling) and recipe.delayed:
+        raise InvalidArgumentError(
+            "recipe must be one without a state here, got TensorScaling(delayed=True)",
+            argument="recipe",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseCall:
+    """The static argument of one call. Hashable.
+
+    Attributes:
+        where: where it runs.
+        recipe: how operands and gradients are quantized; None leaves them.
+        x: entries of x, where they are known.
+        kernel: entries of the kernel, likewise.
+        types: entries of x, kernel and bias that their gradients must have as types.
+        dtype: of the result.
+    """
+
+    where: Where
+    recipe: Recipe | None
+    x: Entries
+    kernel: Entries
+    types: tuple[Entries | None, ...]
+    dtype: Any
+
+
+def _call(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    layer: EpLayer | TracedLayer | None,
+    recipe: Recipe | None,
+) -> DenseCall:
+    operands = [array for array in (x, kernel, bias) if array is not None]
+    x_entries = regions.known_entries(x, x.ndim)
+    kernel_entries = regions.known_entries(kernel, 2)
+    if layer is None:
+        where = regions.of_operands(operands, None)
+    else:
+        known = x_entries is not None and kernel_entries is not None
+        where = regions.of_layer(layer, operands, weight_known=known, quantizes=True)
+        if where.manual:
+            # Axes that are not manual are the partitioner's: it knows how x lies on them.
+            where = dataclasses.replace(where, mode="local")
+        elif x_entries is None and where.roles is not None:
+            x_entries = padded((where.roles.slab,), x.ndim)  # as tokens lie
+    if where.mode == "local":
+        x_entries, kernel_entries = None, None
+    types = tuple(regions.type_of(array) for array in (x, kernel, bias))
+    return DenseCall(
+        where,
+        recipe,
+        x_entries or padded((), x.ndim),
+        kernel_entries or padded((), 2),
+        types,
+        jnp.dtype(x.dtype),
+    )
+
+
+def _primal(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return _forward(call, *_multiplied(call, x, kernel), bias)
+
+
+def _multiplied(call: DenseCall, x: jax.Array, kernel: jax.Array) -> tuple[Matrix, Matrix]:
+    """What the GEMM multiplies: quantized where there is a recipe, with 8-bit floats as uint8."""
+    if call.recipe is None:
+        return x, kernel
+    packing = quantize_ops.packing_of(call.recipe, 3, rows=False)
+    x_packing = dataclasses.replace(packing, ndim=x.ndim)
+    w_packing = dataclasses.replace(packing, ndim=2)
+    x_op = dense_ops.QuantizeX(call.where, call.recipe, x_packing)
+    w_op = dense_ops.QuantizeW(call.where, call.recipe, w_packing)
+    q_x = unpack(x_packing, spread.run(x_op, (call.x,), x))
+    q_w = unpack(w_packing, spread.run(w_op, (call.kernel,), kernel))
+    return _tagged(q_x, "ep_q_x"), _tagged(q_w, "ep_q_w")
+
+
+def _tagged(q: Matrix, name: str) -> QuantizedTensor:
+    assert isinstance(q, QuantizedTensor)
+    kept = quantize_ops.raw(dataclasses.replace(q, amax=None))
+    tagged: QuantizedTensor = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), kept)
+    return tagged
+
+
+def _packed(x: Matrix, *, columns: bool = False) -> tuple[list[jax.Array], Packing]:
+    return pack(quantize_ops.from_raw(x, rows=False), rows=False, columns=columns)
+
+
+def _forward(call: DenseCall, x: Matrix, kernel: Matrix, bias: jax.Array | None) -> jax.Array:
+    (x_leaves, x_packing), (k_leaves, k_packing) = _packed(x), _packed(kernel)
+    op = dense_ops.Forward(call.where, x_packing, k_packing, bias is not None, call.dtype)
+    others = [] if bias is None else [bias]
+    arrived = (
+        *leaf_entries(x_packing, call.x),
+        *leaf_entries(k_packing, call.kernel),
+        *(padded((), 1) for _ in others),
+    )
+    return spread.run(op, arrived, *x_leaves, *k_leaves, *others)[0]
+
+
+def _fwd(call: DenseCall, *operands: Any) -> Any:
+    return twin.shared(_forward_kept, call, *operands)
+
+
+def _forward_kept(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> Any:
+    q_x, q_kernel = _multiplied(call, x, kernel)
+    likes = tuple(jnp.zeros((0,), array.dtype) for array in (x, kernel))
+    y = _forward(call, q_x, q_kernel, bias)
+    return y, (q_x, q_kernel, bias, likes)
+
+
+def _bwd(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
+    grads = twin.shared(_pullback, call, kept, grad)
+    return tuple(spread.typed_as(*each) for each in zip(grads, call.types, strict=True))
+
+
+def _pullback(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
+    """Gradients of x, kernel and bias."""
+    x, kernel, bias, likes = kept
+    (x_leaves, x_packing) = _packed(x, columns=True)
+    (k_leaves, k_packing) = _packed(kernel, columns=True)
+    op = dense_ops.Backward(
+        call.where,
+        x_packing,
+        k_packing,
+        bias is not None,
+        likes[0].dtype,
+        call.recipe,
+        likes[1].dtype,
+        None if bias is None else bias.dtype,
+    )
+    others = [] if bias is None else [bias]
+    arrived = (
+        *leaf_entries(x_packing, call.x),
+        *leaf_entries(k_packing, call.kernel),
+        *(padded((), 1) for _ in others),
+        padded((), grad.ndim),
+    )
+    d_x, d_kernel, *d_bias = spread.run(op, arrived, *x_leaves, *k_leaves, *others, grad)
+    return d_x, d_kernel, d_bias[0] if d_bias else None
+
+
+_dense = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_dense.defvjp(_fwd, _bwd)

@@ -1,0 +1,327 @@
+"""The dense matmul, forward and backward, and its quantization, as ops of both partitionings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops import dense_placement, local_quantize
+from ep_runtime_client.ops.dense_placement import Dense
+from ep_runtime_client.ops.gemm_ops import wide
+from ep_runtime_client.ops.operands import Packing, gather, unpack
+from ep_runtime_client.ops.placement import Axes, Entries, Roles, fitting
+from ep_runtime_client.ops.quantize_ops import raw_leaves
+from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.ops.resolved import Resolved, Sums
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import MX_TILE, MXFP8, Recipe, TensorScaling
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def leaf_entries(packing: Packing, entries: Entries) -> list[Entries]:
+    """Entries of every leaf: all rows are one group, so tensor scales have one value."""
+    return [((),) if _is_scalar(packing, name) else entries for name in packing.names]
+
+
+def leaf_factors(packing: Packing, values: list[str], one: str) -> list[str]:
+    return [one if _is_scalar(packing, name) else " ".join(values) for name in packing.names]
+
+
+def _is_scalar(packing: Packing, name: str) -> bool:
+    return name in ("scale", "amax") and isinstance(packing.recipe, TensorScaling)
+
+
+def _lead(ndim: int) -> list[str]:
+    return [f"b{i}" for i in range(ndim - 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _DenseOp:
+    """Roles come from the operands: an axis on x's leading dims shards the rows."""
+
+    where: Where
+
+    name: ClassVar[str] = "dense"
+
+    def roles(
+        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Shapes
+    ) -> Roles:
+        return Roles(sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeX(_DenseOp):
+    """x [..., K'] -> leaves; all rows are one group."""
+
+    recipe: Recipe
+    packing: Packing
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Shapes,
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        lead = dense_placement.dividing(roles, arrived[0][:-1], shapes[0])
+        last = tuple(axis for axis in roles.real(arrived[0][-1]) if axis not in sum(lead, ()))
+        blocks = (1,) * (len(shapes[0]) - 1) + (self.packing.tile,)
+        last, _ = fitting(roles, last, (), shapes[0][-1], blocks, len(shapes[0]) - 1)
+        entries = (*lead, last)
+        over = tuple(axis for axes in entries for axis in axes) + self.where.manual
+
+        def local(x: jax.Array) -> tuple[jax.Array, ...]:
+            return raw_leaves(quantize_rows(self.recipe, x, over))
+
+        return Resolved((entries,), tuple(leaf_entries(self.packing, entries)), local)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        values = [*_lead(self.packing.ndim), "k"]
+        made = leaf_factors(self.packing, values, "one")
+        if "scale_columns" in self.packing.names:
+            made[-1] = " ".join([*values[:-2], "c32", "k"])
+        return [" ".join(values)], made
+
+
+def quantize_rows(
+    recipe: Recipe, x: jax.Array, over: Axes, *, gradient: bool = False
+) -> QuantizedTensor:
+    """All local rows of x [..., K'] as one group; leaves have x's leading dims."""
+    if isinstance(recipe, MXFP8) and x.shape[-2] % MX_TILE:
+        raise InvalidArgumentError(
+            f"x must have a multiple of {MX_TILE} rows on every device for MXFP8, got "
+            f"{x.shape[-2]} of {list(x.shape)}",
+            argument="x",
+        )
+    rows = prod(x.shape[:-1])
+    sizes = jnp.full((1,), rows, jnp.int32)
+    flat = x.reshape(rows, x.shape[-1])
+    q = local_quantize.quantize_rows(recipe, flat, sizes, over, gradient=gradient)
+
+    def leaf(name: str) -> Any:
+        values = getattr(q, name)
+        if values is None or values.ndim == 1:
+            return values
+        length = x.shape[-2] * values.shape[0] // rows
+        return values.reshape(*x.shape[:-2], length, values.shape[-1])
+
+    names = ("data", "scale", "data_columns", "scale_columns")
+    return dataclasses.replace(q, group_sizes=None, **{name: leaf(name) for name in names})
+
+
+def widened(x: Any, *, rows: bool, columns: bool = False) -> jax.Array:
+    """An operand as an array [rows, K'] or [K', N'], a quantized one in f32."""
+    if not isinstance(x, QuantizedTensor):
+        plain: jax.Array = x.reshape(-1, x.shape[-1]) if rows else x
+        return plain
+    columns = columns and x.data_columns is not None
+    fields = {}
+    for name in ("data", "scale", "data_columns", "scale_columns"):
+        leaf = getattr(x, name)
+        if leaf is not None and leaf.ndim > 1:
+            leaf = leaf.reshape(-1, leaf.shape[-1]) if rows else leaf[None]
+        fields[name] = leaf
+    count = fields["data"].shape[0]
+    sizes = jnp.full((1,), count, jnp.int32) if rows else None
+    full = dataclasses.replace(x, group_sizes=sizes, **fields)
+    values = full.dequantize(jnp.float32, columns=columns)
+    return values if rows else values[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeW(_DenseOp):
+    """kernel [K', N'] -> leaves."""
+
+    recipe: Recipe
+    packing: Packing
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Shapes,
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        taken = []
+        for dim, axes in enumerate(arrived[0]):
+            blocks = (self.packing.tile,) * 2
+            kept, _ = fitting(roles, roles.real(axes), (), shapes[0][dim], blocks, dim)
+            taken.append(kept)
+        entries = tuple(taken)
+        over = entries[0] + entries[1]
+
+        def local(w: jax.Array) -> tuple[jax.Array, ...]:
+            q = local_quantize.quantize_kernel(self.recipe, w[None], over)
+            return raw_leaves(jax.tree.map(lambda x: x if x.ndim == 1 else x[0], q))
+
+        return Resolved((entries,), tuple(leaf_entries(self.packing, entries)), local)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        return ["k n"], leaf_factors(self.packing, ["k", "n"], "one")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matmul(_DenseOp):
+    """What forward and backward share.
+
+    Attributes:
+        x: leaves of x [..., K'].
+        kernel: leaves of the kernel [K', N'].
+        has_bias: whether a bias [N'] follows.
+        dtype: of the rows that come out.
+    """
+
+    x: Packing
+    kernel: Packing
+    has_bias: bool
+    dtype: Any
+
+    def place(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Shapes,
+        wanted: Entries | None = None,
+    ) -> Dense:
+        first = len(self.x)
+        lead = shapes[0][:-1]
+        return dense_placement.place(
+            roles,
+            arrived[0],
+            arrived[first],
+            (shapes[first][0], shapes[first][1]),
+            wanted=wanted,
+            lead_shape=lead,
+            blocks=(self.kernel.tile,) * 2,
+        )
+
+    def taken(self, place: Dense) -> list[Entries]:
+        bias = [(place.columns,)] if self.has_bias else []
+        slabs = leaf_entries(self.x, place.x)
+        return [*slabs, *leaf_entries(self.kernel, place.kernel.entries), *bias]
+
+    def opened(self, place: Dense, blocks: Sequence[jax.Array]) -> tuple[Any, Any, Any]:
+        """Local blocks -> (x, kernel gathered, bias)."""
+        first, after = len(self.x), len(self.x) + len(self.kernel)
+        leaves = [
+            leaf if leaf.ndim == 1 else gather(leaf, place.kernel.gathered)
+            for leaf in blocks[first:after]
+        ]
+        bias = blocks[after] if self.has_bias else None
+        return unpack(self.x, blocks[:first]), unpack(self.kernel, leaves), bias
+
+    def shared_factors(self) -> list[str]:
+        # x's K' has a factor of its own: the kernel's would bring its fsdp axis to activations.
+        x = leaf_factors(self.x, [*_lead(self.x.ndim), "j"], "one")
+        if "scale_columns" in self.x.names:
+            x[-1] = " ".join([*_lead(self.x.ndim)[:-1], "c32", "j"])
+        kernel = leaf_factors(self.kernel, ["k", "n"], "one")
+        return [*x, *kernel, *(["n"] if self.has_bias else [])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward(_Matmul):
+    """x leaves, kernel leaves, bias -> (y [..., N'],)."""
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Shapes,
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        place = self.place(roles, arrived, shapes, None if wanted is None else wanted[0])
+        sums = Sums(roles, self.where.manual)
+
+        def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            x, kernel, bias = self.opened(place, blocks)
+            lead = blocks[0].shape[:-1]
+            rows, matrix = widened(x, rows=True), widened(kernel, rows=False)
+            y = _dot(rows, matrix, (1, 0)).reshape(*lead, -1)
+            y = _summed(sums, y, place.contracted, place.scatter)
+            if bias is not None:
+                y = y + bias.astype(y.dtype)
+            return (y.astype(self.dtype),)
+
+        return Resolved(tuple(self.taken(place)), (place.out,), local)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        return self.shared_factors(), [" ".join([*_lead(self.x.ndim), "n"])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward(_Matmul):
+    """x leaves, kernel leaves, bias, grad [..., N'] -> d_x, d_kernel, d_bias.
+
+    Attributes:
+        recipe: how the gradient is quantized; None leaves it.
+        kernel_dtype: of d_kernel.
+        bias_dtype: of d_bias.
+    """
+
+    recipe: Recipe | None
+    kernel_dtype: Any
+    bias_dtype: Any
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Shapes,
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        place = self.place(roles, arrived, shapes)
+        sums = Sums(roles, self.where.manual)
+        crossed = place.summed + place.columns + self.where.manual
+
+        def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            x, kernel, bias = self.opened(place, blocks)
+            grad: Any = blocks[-1]
+            flat = grad.reshape(-1, grad.shape[-1])
+            d_bias = []
+            if bias is not None:
+                part = sums.total(flat.astype(wide(flat)).sum(0), place.summed)
+                d_bias.append(part.astype(self.bias_dtype))
+            if self.recipe is not None:
+                grad = quantize_rows(self.recipe, grad, crossed, gradient=True)
+            rows = widened(grad, rows=True)
+            matrix = widened(kernel, rows=False, columns=True)
+            d_x = sums.total(_dot(rows, matrix, (1, 1)), place.columns)
+            left = widened(x, rows=True, columns=True)
+            right = widened(grad, rows=True, columns=True)
+            d_kernel = sums.back(_dot(left, right, (0, 0)), place.kernel.gathered, place.summed)
+            d_x = d_x.reshape(*blocks[-1].shape[:-1], -1).astype(self.dtype)
+            return d_x, d_kernel.astype(self.kernel_dtype), *d_bias
+
+        out = (*place.lead, place.columns)
+        bias = [(place.columns,)] if self.has_bias else []
+        results = (place.x, place.kernel.entries, *bias)
+        return Resolved((*self.taken(place), out), results, local)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        lead = _lead(self.x.ndim)
+        made = [" ".join([*lead, "j"]), "k n", *(["n"] if self.has_bias else [])]
+        return [*self.shared_factors(), " ".join([*lead, "n"])], made
+
+
+def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    dtype = jnp.promote_types(left.dtype, right.dtype)
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(
+        left.astype(dtype), right.astype(dtype), dims, preferred_element_type=wide(left, right)
+    )
+
+
+def _summed(sums: Sums, y: jax.Array, axes: Axes, scatter: int | None) -> jax.Array:
+    if scatter is None:
+        return sums.total(y, axes)
+    part: jax.Array = lax.psum_scatter(y, axes, scatter_dimension=scatter, tiled=True)
+    return part
