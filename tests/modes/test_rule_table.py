@@ -249,3 +249,33 @@ def test_what_has_no_meaning_is_an_error_with_axes_and_sizes(
     twin = Program(make_group, Row(FSDP_EP, weight, {}), "auto", experts=12)
     with pytest.raises(ValueError, match=words[0]):
         ep.grouped_gemm(lhs, rhs, sizes, layer=twin.layer)
+
+
+@pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
+def test_amax_is_the_global_one_over_what_splits_a_group_and_nothing_else(
+    make_group: MakeGroup, partitioning: str
+) -> None:
+    row = Row(DP_FSDP_EP, (("ep", "fsdp"),), {}, recipes.TensorScaling())
+    program = Program(make_group, row, partitioning)
+    lhs, rhs, _, sizes, _ = program.placed()
+    rows = jax.jit(lambda x, s: ep.grouped_quantize(x, s, row.recipe, layer=program.layer))
+    kernels = jax.jit(lambda w: ep.grouped_quantize(w, None, row.recipe, layer=program.layer))
+    found = rows.lower(lhs, sizes).compile()
+    assert collectives.count(found) == Counter({(SUM, "f32"): 1})
+    plain, counts = program.arrays[0], program.arrays[3]
+    wanted = np.zeros(8, np.float32)
+    for slab in range(len(plain)):
+        ends = np.cumsum(counts[slab])
+        for group, (first, last) in enumerate(zip(ends - counts[slab], ends, strict=True)):
+            expert = (slab * 4 + group) % 8
+            wanted[expert] = max(wanted[expert], np.abs(plain[slab, first:last]).max(initial=0))
+    np.testing.assert_array_equal(found(lhs, sizes).amax, np.tile(wanted.reshape(2, 4), (4, 1)))
+    whole = kernels.lower(rhs).compile()
+    if partitioning == "rule":
+        assert collectives.count(whole) == Counter()
+    np.testing.assert_array_equal(whole(rhs).amax, np.abs(program.arrays[1]).max((1, 2)))
+    split = jax.device_put(rhs, NamedSharding(program.group.mesh, PartitionSpec("ep", "fsdp")))
+    again = kernels.lower(split).compile()
+    if partitioning == "rule":
+        assert collectives.count(again) == Counter({(SUM, "f32"): 1})
+    np.testing.assert_array_equal(again(split).amax, whole(rhs).amax)

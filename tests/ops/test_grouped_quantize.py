@@ -136,14 +136,13 @@ def test_slack_reaches_no_scale_and_comes_out_as_zeros(recipe: Any) -> None:
 @pytest.mark.parametrize("recipe", SCALED, ids=str)
 def test_values_that_are_not_finite_stay_so_alone(recipe: Any) -> None:
     """A NaN or infinity of a valid row is one afterwards, at its place, and changes no other."""
-    x = np.random.default_rng(2).standard_normal((64, 64)).astype(np.float32)
+    x = np.random.default_rng(2).standard_normal((cases.ROWS, 64)).astype(np.float32)
     broken = x.copy()
     broken[3, 5], broken[17, 40], broken[17, 41] = np.nan, np.inf, -np.inf
     zeroed = np.where(np.isfinite(broken), x, 0)
     for gradient in (False, True):
         run = compiled(recipe, gradient)
-        got = run(broken, jnp.int32([20, 44]))
-        want = run(zeroed, jnp.int32([20, 44]))
+        got, want = (run(v, jnp.int32(cases.SIZES["all rows"])) for v in (broken, zeroed))
         for columns in {False, recipe == recipes.MXFP8()}:
             left, right = (np.asarray(q.dequantize(columns=columns)) for q in (got, want))
             np.testing.assert_array_equal(np.isfinite(left), np.isfinite(broken))
@@ -243,9 +242,9 @@ def test_arguments_that_do_not_fit_say_so() -> None:
         ((x, sizes.astype(jnp.float32), E5M2), r"integers .*float32\[2\]"),
         (
             (x[:, :33], sizes, recipes.MXFP8()),
-            r"last dim of x .*32 for MXFP8, got 33 of \(64, 33\)",
+            r"last dim of x .*32 for MXFP8, got 33 of \(1, 64, 33\)",
         ),
-        ((x[:33], sizes, recipes.MXFP8()), r"rows of x .*32 for MXFP8, got 33 of \(33, 64\)"),
+        ((x[:33], sizes, recipes.MXFP8()), r"rows of x .*32 for MXFP8, got 33 of \(1, 33, 64\)"),
         ((x[None, :33], None, recipes.MXFP8()), r"dim 1 of the kernel .*got 33 of \(1, 33, 64\)"),
         ((x[None, :, :7], None, recipes.MXFP8()), r"last dim of the kernel .*got 7"),
     ]

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.ops import local_quantize
+from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops import quantize_ops, regions, spread, twin
+from ep_runtime_client.ops.placement import Roles, padded
+from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe, TensorScaling
 
@@ -20,16 +22,18 @@ def grouped_quantize(
     group_sizes: jax.Array | None,
     recipe: Recipe,
     *,
-    layer: EpLayer | None = None,
+    layer: EpLayer | TracedLayer | None = None,
 ) -> QuantizedTensor:
-    """Quantizes the rows of every group, or every expert's kernel; moves nothing.
+    """Quantizes the rows of every group, or every expert's kernel; nothing but amax moves.
 
     Args:
         x: rows [R, C, K'] or [rows, K'], or kernels [E, K', N'], in any float dtype. Dims between
             the first of a row or kernel and the last stay apart: wi may be [E, H, 2, M].
         group_sizes: int32 [R, L] or [E], rows of each group, on the device; None for kernels.
         recipe: one of `ep.recipes`, which say how values are rounded.
-        layer: the layer whose rows or kernels these are; None is one device.
+        layer: whose mesh and axes the sharding rules resolve against. Without it they come from
+            the layout of x, where every group of every slab is one of its own; an unsharded x
+            means one device.
 
     Returns:
         QuantizedTensor whose data has the shape of x. Rows past sum(group_sizes) are not read:
@@ -45,11 +49,64 @@ def grouped_quantize(
     check_quantize(x, group_sizes, recipe)
     values = jax.lax.stop_gradient(x)
     if group_sizes is None:
-        quantized: QuantizedTensor = _kernel(recipe, values)
+        quantized = _quantize_kernel(values, recipe, layer)
     else:
-        quantized = _rows(recipe, values, group_sizes.astype(jnp.int32))
+        quantized = _quantize_rows(values, group_sizes.astype(jnp.int32), recipe, layer)
     tracked: QuantizedTensor = dataclasses.replace(quantized, origin=x)
     return tracked
+
+
+def _quantize_kernel(
+    w: jax.Array, recipe: Recipe, layer: EpLayer | TracedLayer | None
+) -> QuantizedTensor:
+    known = regions.known_entries(w, w.ndim)
+    where = _where([w], layer, weight_known=known is not None)
+    entries = known or padded((), w.ndim)
+    if layer is None and where.mode == "shard_map":
+        assert where.roles is not None
+        # Whatever lies on the experts' dim shards experts.
+        where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[0]))
+    op = quantize_ops.QuantizeKernel(where, recipe, tuple(w.shape))
+    quantized: QuantizedTensor = twin.run(_run_kernel, (op, entries), w)
+    return quantized
+
+
+def _quantize_rows(
+    x: jax.Array, group_sizes: jax.Array, recipe: Recipe, layer: EpLayer | TracedLayer | None
+) -> QuantizedTensor:
+    one_slab = group_sizes.ndim == 1
+    if one_slab:
+        x, group_sizes = x[None], group_sizes[None]
+    known = regions.known_entries(x, x.ndim)
+    where = _where([x, group_sizes], layer, weight_known=known is not None)
+    entries = known or padded((), x.ndim)
+    if layer is None and where.mode == "shard_map":
+        assert where.roles is not None
+        roles = quantize_ops.rows_roles(
+            where.roles.sizes, entries, x.shape, group_sizes.shape, None
+        )
+        where = dataclasses.replace(where, roles=roles)
+    experts = regions.num_experts_of(layer) if layer is not None else None
+    op = quantize_ops.QuantizeRows(where, recipe, x.ndim, experts)
+    x = spread.pin(where, x, (() if where.roles is None else where.roles.slab, (), None))
+    quantized: QuantizedTensor = twin.run(_run_rows, (op, entries), x, group_sizes)
+    return jax.tree.map(lambda leaf: leaf[0], quantized) if one_slab else quantized
+
+
+def _where(
+    operands: list[jax.Array], layer: EpLayer | TracedLayer | None, *, weight_known: bool
+) -> Where:
+    if layer is None:
+        return regions.of_operands(operands, None)
+    return regions.of_layer(layer, operands, weight_known=weight_known, quantizes=True)
+
+
+def _run_rows(call: Any, x: jax.Array, group_sizes: jax.Array) -> QuantizedTensor:
+    return quantize_ops.rows(*call, x, group_sizes)
+
+
+def _run_kernel(call: Any, w: jax.Array) -> QuantizedTensor:
+    return quantize_ops.kernel(*call, w)
 
 
 def check_quantize(x: Any, group_sizes: Any, recipe: Any) -> None:
@@ -90,7 +147,3 @@ def check_rows(name: str, x: Any, group_sizes: Any) -> None:
             f"{name} must be {wanted}, got {tuple(x.shape)} beside {tuple(group_sizes.shape)}",
             argument=name,
         )
-
-
-_rows = jax.jit(local_quantize.quantize_rows, static_argnums=0)
-_kernel = jax.jit(local_quantize.quantize_kernel, static_argnums=0)

@@ -40,13 +40,13 @@ class Roles:
         sizes: (axis, size) of every axis that can shard an operand here, mesh order.
         outer: axes that shard tokens and not experts, major first.
         ep: axes that shard experts, major first; they shard tokens too, after the outer ones.
-        owner: for messages: whose axes they are.
+        owner: for messages: whose axes they are. Equal roles of two owners are the same.
     """
 
     sizes: tuple[tuple[str, int], ...] = ()
     outer: Axes = ()
     ep: Axes = ()
-    owner: str = "the operands"
+    owner: str = dataclasses.field(default="the operands", compare=False)
 
     @property
     def slab(self) -> Axes:

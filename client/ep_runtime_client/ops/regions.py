@@ -27,7 +27,7 @@ class Where:
         mesh: of the shard_map or the rule; None stands for the one around.
         manual: axes of `roles` over which a shard_map around the op is manual.
         varying: axes that operands vary over, where a shard_map around tracks it.
-        label: the layer's name, for scopes.
+        label: the layer's name, for scopes; layers alike are equal and traced once.
         identity: of every setting of the layer that the program depends on.
     """
 
@@ -36,12 +36,13 @@ class Where:
     mesh: Mesh | AbstractMesh | None = None
     manual: Axes = ()
     varying: Axes = ()
-    label: str = "-"
+    label: str = dataclasses.field(default="-", compare=False)
     identity: int = 0
 
     def named_in_programs(self) -> str:
         """Everything of this that a program depends on, in the same words in every process."""
-        return repr((self.mode, self.roles, self.manual, self.identity))
+        roles = self.roles and (self.roles.sizes, self.roles.outer, self.roles.ep)
+        return repr((self.mode, roles, self.manual, self.identity))
 
 
 def known_entries(array: Any, ndim: int) -> Entries | None:
@@ -97,6 +98,11 @@ def of_layer(
 def alignment_of(layer: EpLayer | TracedLayer) -> int:
     """Rows that group sizes of a layer are multiples of."""
     return resolve(layer)[0].alignment
+
+
+def num_experts_of(layer: EpLayer | TracedLayer) -> int:
+    """E of a layer's group."""
+    return resolve(layer)[0].group_spec.num_experts
 
 
 def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Where:
