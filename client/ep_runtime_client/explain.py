@@ -56,7 +56,6 @@ _ENDS = frozenset(
 )
 
 _OWN = {
-    "experts": "the experts' gradients are summed over the outer axes that share the weights",
     "router": "the router's weights are replicated: their gradient is summed over the tokens' "
     "shards",
     "aux_loss": "the balancing loss sums over the global batch",
@@ -66,6 +65,7 @@ _RESHARD = {
     "experts": "an expert weight, its gradient, or the rows do not lie on dim 0 over the ep axes",
     "router": "logits or the router's weights are resharded",
 }
+_MATMUL = frozenset({"grouped_gemm", "grouped_quantize", "activation", "dense"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Collective:
 
     Attributes:
         kind: of KINDS.
-        op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, experts, router, aux_loss, stats.
+        op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, grouped_gemm, grouped_quantize,
+            activation, dense, router, aux_loss, stats; experts is what lies between them in `moe`.
         layer: the layer's name (of a stack: of its layer 0), "/" as ".".
         cause: "own": the op is made of it. "sum": partial results are added up. "reshard": an
             operand or a result does not lie as the op wants it, or as its user does.
@@ -223,7 +224,11 @@ def _attribute(program: _Program, item: _Instruction, kind: str) -> Collective |
     if place is None:
         return None
     op, layer = place
-    cause, why = _why(op, kind, written)
+    if op in _MATMUL:
+        # What a rule's callback writes has the rule's name, and no more.
+        cause, why = _why_matmul(kind, written or item.op_name.endswith("/custom_partitioning"))
+    else:
+        cause, why = _why(op, kind, written)
     return Collective(kind, op, layer, cause, why, _bytes(item.shape), item.name)
 
 
@@ -234,6 +239,17 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
         return "own", 'transport "xla" moves rows with JAX collectives'
     wanted = "an operand or a result does not lie as the group wants it: the token axes on its "
     return "reshard", _RESHARD.get(op, wanted + "leading dims, every other dim whole")
+
+
+def _why_matmul(kind: str, written: bool) -> tuple[str, str]:
+    if not written:
+        return "reshard", "an operand or a result does not lie as the sharding rules take it"
+    if kind in _SUMS:
+        return "sum", (
+            "summed over axes that split what is added up: a gradient over outer axes that share "
+            "the weight, rows over axes on its K' or N', an amax over those that split a group"
+        )
+    return "own", "a weight is gathered over the outer axes that shard it"
 
 
 def _bytes(shape: str) -> int:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client import moe_checks
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops import experts, routing
+from ep_runtime_client.moe_checks import Recipes
+from ep_runtime_client.ops import routing
 from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.calls import Call, open_layer
 from ep_runtime_client.ops.combine import combine
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
-from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation, Function
+from ep_runtime_client.ops.grouped_gemm import grouped_gemm
+from ep_runtime_client.ops.local_activation import Activation, Function
+from ep_runtime_client.ops.placement import Axes
 from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
 from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.params import MoEParams as MoEParams
-from ep_runtime_client.params import check_all_or_none
 from ep_runtime_client.params import init_moe_params as init_moe_params
+from ep_runtime_client.recipes import BF16, Recipe
 
 
 class MoEStats(NamedTuple):
@@ -39,13 +45,30 @@ class MoEStats(NamedTuple):
     num_recv: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The experts of one call.
+
+    Attributes:
+        activation: between the matmuls; its dtype is that of rows everywhere.
+        recipes: of wi and wo.
+        specs: PartitionSpec of each parameter by name, None where it is not known.
+        inner_axes: mesh axes on M; None where they are not known.
+    """
+
+    activation: Activation
+    recipes: tuple[Recipe | None, Recipe | None]
+    specs: Mapping[str, PartitionSpec | None]
+    inner_axes: Axes | None
+
+
 def moe(
     layer: EpLayer | TracedLayer,
     x: jax.Array,
     params: MoEParams,
     *,
     activation: Function = "silu",
-    recipe: None = None,
+    recipe: Recipes = None,
     score_function: str = "softmax",
     use_pre_softmax: bool = False,
     expert_bias: jax.Array | None = None,
@@ -59,7 +82,8 @@ def moe(
     capacity: int | None = None,
     handle: int = 0,
     return_stats: bool = False,
-    tokens_spec: jax.sharding.PartitionSpec | None = None,
+    tokens_spec: PartitionSpec | None = None,
+    params_spec: Any = None,
 ) -> Any:
     """Routes every token to its experts on all ranks, runs them, and sums their answers.
 
@@ -68,7 +92,9 @@ def moe(
         x: [T, H] or [B, S, H], laid out as `dispatch` wants tokens.
         params: the block's weights; experts on dim 0 over the ep axes.
         activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h).
-        recipe: None; quantization recipes come with grouped_gemm.
+        recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo); None
+            computes in compute_dtype. The parameters themselves are quantized, and rows once per
+            matmul; delayed scaling, which keeps a state, is not for here.
         score_function, use_pre_softmax, expert_bias, num_groups, group_topk, scaling_factor: as
             in `route`.
         aux_loss_coeff: as in `aux_loss`.
@@ -76,23 +102,32 @@ def moe(
             into the experts' outputs inside combine; the same result. With a wo_bias, which is to
             be weighted too, they are multiplied in combine all the same.
         gated: whether wi holds gate and up.
-        compute_dtype: of dispatched rows and matmuls; None is x's.
+        compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
+            with BF16().
         capacity, handle, tokens_spec: as in `dispatch`.
         return_stats: also return MoEStats.
+        params_spec: how the parameters lie, where traced arrays cannot tell (plain jit, a manual
+            shard_map that leaves weights sharded): MoEParams of PartitionSpecs, or the rules of
+            `ep.sharding`. What it says serves as `rhs_spec` of `grouped_gemm`.
 
     Returns:
         (y, aux): y like x; aux f32 [], 0 when the coefficient is 0. With return_stats (y, aux,
         stats). Inside a shard_map of the user aux and the stats' sums are over the global batch.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes or names do not fit the layer.
+        InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: a recipe, or vmap.
+        NotImplementedError: under vmap.
 
-    Cost: one dispatch and one combine forward, the same backward; router logits in f32.
+    Cost: one dispatch and one combine forward, the same backward; router logits in f32. Weights
+    are gathered over outer axes that shard them (`grouped_gemm`); an axis that shards M costs one
+    sum of the slabs forward and one backward, and no other collective on an activation.
     """
     static = resolve(layer)[0]
-    _check(static, x, params, activation, recipe, gated)
+    moe_checks.check(static, x, params, activation, gated)
+    recipes, specs = moe_checks.pair_of(recipe), moe_checks.specs_of(params_spec, params)
+    inner_axes = moe_checks.inner_axes(static.group_spec, params.wi, specs["wi"])
+    moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
     with scope("router", static):
         routed = routing.route(
             _logits(x, params),
@@ -104,7 +139,9 @@ def moe(
             group_topk=group_topk,
             scaling_factor=scaling_factor,
         )
-    dtype = jnp.dtype(x.dtype if compute_dtype is None else compute_dtype)
+    if compute_dtype is None:
+        compute_dtype = jnp.bfloat16 if any(isinstance(r, BF16) for r in recipes) else x.dtype
+    dtype = jnp.dtype(compute_dtype)
     dispatched = dispatch(
         layer,
         x.astype(dtype),
@@ -115,13 +152,13 @@ def moe(
         tokens_spec=tokens_spec,
     )
     call = call_of_plan(static, open_layer(layer)[2], dispatched.plan)
-    inside = Activation(activation, gated, dtype)
+    block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes)
     # A bias of wo is weighted too, so that beside one the weights wait for combine.
     early = apply_topk_weights_early and params.wo_bias is None
     weights = dispatched.weights
-    expert_out = _run_experts(call, dispatched, params, inside, weights if early else None)
-    late = None if early else weights
-    y = combine(layer, dispatched, expert_out, weights=late).astype(x.dtype)
+    expert_out = _run_experts(layer, block, dispatched, params, weights if early else None)
+    y = combine(layer, dispatched, expert_out, weights=None if early else weights)
+    y = y.astype(x.dtype)
     aux = _aux_loss(call, routed, aux_loss_coeff)
     return (y, aux, _stats(call, routed, dispatched)) if return_stats else (y, aux)
 
@@ -139,26 +176,50 @@ def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
 
 
 def _run_experts(
-    call: Call,
+    layer: EpLayer | TracedLayer,
+    block: _Block,
     dispatched: Dispatched,
     params: MoEParams,
-    activation: Activation,
     row_weights: jax.Array | None,
 ) -> jax.Array:
     """The two matmuls of every expert: [R, C, H] -> [R, C, H]."""
-
-    def flat(array: jax.Array | None, dims: int) -> jax.Array | None:
-        return None if array is None else array.reshape(*array.shape[:dims], -1)
-
-    sizes, matmul = dispatched.group_sizes, experts.Stage(call, None, activation.dtype)
-    with scope("experts", call.layer):
-        wi, wi_bias = params.wi.reshape(*params.wi.shape[:2], -1), flat(params.wi_bias, 1)
-        hidden = experts.grouped_matmul(matmul, dispatched.tokens, wi, wi_bias, None, sizes)
+    sizes, dtype = dispatched.group_sizes, block.activation.dtype
+    (wi_recipe, wo_recipe), static = block.recipes, resolve(layer)[0]
+    wi_bias = params.wi_bias
+    if wi_bias is not None:
+        wi_bias = wi_bias.reshape(wi_bias.shape[0], *params.wi.shape[2:])
+    with scope("experts", static):
+        hidden = grouped_gemm(
+            dispatched.tokens,
+            _operand(params.wi, wi_recipe, dtype),
+            sizes,
+            layer=layer,
+            bias=wi_bias,
+            recipe=wi_recipe,
+            out_dtype=dtype,
+            rhs_spec=block.specs["wi"],
+        )
         hidden = checkpoint_name(hidden, "ep_wi")
-        inner = activate(call, activation, hidden, row_weights, sizes)
-        out = experts.grouped_matmul(matmul, inner, params.wo, params.wo_bias, None, sizes)
+        inner = activate(
+            layer, block.activation, hidden, row_weights, sizes, inner_axes=block.inner_axes
+        )
+        out = grouped_gemm(
+            inner,
+            _operand(params.wo, wo_recipe, dtype),
+            sizes,
+            layer=layer,
+            bias=params.wo_bias,
+            recipe=wo_recipe,
+            out_dtype=dtype,
+            rhs_spec=block.specs["wo"],
+        )
         tagged: jax.Array = checkpoint_name(out, "ep_wo")
         return tagged
+
+
+def _operand(kernel: jax.Array, recipe: Recipe | None, dtype: Any) -> jax.Array:
+    """The kernel as the matmul takes it: a recipe quantizes the parameter itself."""
+    return kernel.astype(dtype) if recipe is None else kernel
 
 
 def _batch_axes(call: Call) -> tuple[str, ...]:
@@ -182,49 +243,3 @@ def _stats(call: Call, routed: routing.Routing, dispatched: Dispatched) -> MoESt
         if axes:
             counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)
         return MoEStats(counts, counts.sum(dtype=jnp.int32) - kept, dispatched.num_recv)
-
-
-def _check(
-    layer: EpLayer,
-    x: jax.Array,
-    params: MoEParams,
-    activation: Function,
-    recipe: None,
-    gated: bool,
-) -> None:
-    if recipe is not None:
-        raise NotImplementedError(f"recipe {recipe!r}: this build has no quantized experts")
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        raise InvalidArgumentError(
-            f"activation must be a function or one of {sorted(ACTIVATIONS)}, got {activation!r}",
-            argument="activation",
-        )
-    hidden, num_experts = layer.group_spec.hidden_size, layer.group_spec.num_experts
-    if x.ndim not in (2, 3) or x.shape[-1] != hidden:
-        raise InvalidArgumentError(
-            f"x must be [T, {hidden}] or [B, S, {hidden}], got {list(x.shape)}", argument="x"
-        )
-    if params.router.shape != (hidden, num_experts):
-        raise InvalidArgumentError(
-            f"router must be [H, E] = {[hidden, num_experts]}, got {list(params.router.shape)}",
-            argument="params.router",
-        )
-    _check_experts(params, hidden, gated)
-
-
-def _check_experts(params: MoEParams, hidden: int, gated: bool) -> None:
-    wi, wo = params.wi, params.wo
-    width = wi.size // max(wi.shape[0] * wi.shape[1], 1)
-    inner = wo.shape[1]
-    fits = wi.shape[:2] == (wo.shape[0], hidden) and wo.shape[2:] == (hidden,)
-    if (
-        not fits
-        or width != inner * (2 if gated else 1)
-        or wi.ndim not in ((3, 4) if gated else (3,))
-    ):
-        raise InvalidArgumentError(
-            f"wi must be {'[E, H, 2, M] or [E, H, 2M]' if gated else '[E, H, M]'} and wo "
-            f"[E, M, H] with H={hidden}, got {list(wi.shape)} and {list(wo.shape)}",
-            argument="params.wi",
-        )
-    check_all_or_none({"wi_bias": params.wi_bias, "wo_bias": params.wo_bias})

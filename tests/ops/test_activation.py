@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ep_runtime_client import ops
 from ep_runtime_client.explain import explain
+from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops import local_activation
 from ep_runtime_client.ops.activation import activate
-from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.local_activation import Activation
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -110,13 +110,8 @@ def test_cost_follows_the_rows_and_not_the_capacity() -> None:
     assert len(hlo_scan.maps_of(mapped, 4096)) == 1
 
 
-@pytest.fixture
-def group(make_group: MakeGroup) -> fakes.LocalGroup:
-    return make_group(axes={"ep": 4, "tp": 2}, num_experts=8)
-
-
-def slabs(group: fakes.LocalGroup) -> tuple[Call, jax.Array, jax.Array, jax.Array]:
-    """(call, hidden with M over tp and NaN in its slack, weights, sizes)."""
+def slabs(group: fakes.LocalGroup) -> tuple[EpLayer, jax.Array, jax.Array, jax.Array]:
+    """(layer, hidden with M over tp and NaN in its slack, weights, sizes)."""
     layer = group.register_layer("moe", top_k=2)
     idx = np.tile(np.int32([[0, 3], [5, 6], [5, 5], [1, 2]]), (16, 1))
     sent = ops.dispatch(layer, np.ones((64, 16), np.float32), idx)
@@ -125,8 +120,7 @@ def slabs(group: fakes.LocalGroup) -> tuple[Call, jax.Array, jax.Array, jax.Arra
     hidden = jnp.where(there[..., None, None], draw(rows, capacity, 2, INNER), jnp.nan)
     spread = NamedSharding(group.mesh, PartitionSpec("ep", None, None, "tp"))
     weights = jnp.where(there, draw(rows, capacity, seed=1), jnp.nan)
-    call = Call(sent.plan.meta, group.mesh)
-    return call, jax.device_put(hidden, spread), weights, sent.group_sizes
+    return layer, jax.device_put(hidden, spread), weights, sent.group_sizes
 
 
 def meant(hidden: Any, weights: Any, sizes: Any) -> Any:
@@ -136,20 +130,23 @@ def meant(hidden: Any, weights: Any, sizes: Any) -> Any:
     return jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1] * weights[..., None]
 
 
-@pytest.mark.parametrize("inner", [None, ("tp",)], ids=["unknown axes", "told axes"])
+@pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
 def test_axes_on_the_inner_dim_stay_and_rows_do_not_move(
-    group: fakes.LocalGroup, inner: tuple[str, ...] | None
+    make_group: MakeGroup, partitioning: str
 ) -> None:
-    call, hidden, weights, sizes = slabs(group)
+    group = make_group(axes={"ep": 4, "tp": 2}, num_experts=8, partitioning=partitioning)
+    layer, hidden, weights, sizes = slabs(group)
     static = Activation("silu", True, F32)
+    inner = ("tp",) if partitioning == "shard_map" else None
 
     def run(hidden: Any, weights: Any) -> Any:
-        return activate(call, static, hidden, weights, sizes, inner_axes=inner)
+        return activate(layer, static, hidden, weights, sizes, inner_axes=inner)
 
     def plain(hidden: Any) -> Any:
-        return graded(lambda h: activate(call, static, h, None, sizes, inner_axes=inner), hidden)
+        return graded(lambda h: activate(layer, static, h, None, sizes, inner_axes=inner), hidden)
 
-    got = jax.jit(lambda *args: graded(run, *args))(hidden, weights)
+    weighted = jax.jit(lambda *args: graded(run, *args))
+    got = weighted(hidden, weights)
     want = graded(lambda *args: meant(*args, sizes), hidden, weights)
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(left, np.nan_to_num(right), rtol=1e-5, atol=1e-5)
@@ -158,29 +155,41 @@ def test_axes_on_the_inner_dim_stay_and_rows_do_not_move(
     assert tuple(d_hidden.sharding.spec) == ("ep", None, None, "tp")
     found = explain(plain, hidden)
     assert (found.collectives, found.num_others) == ((), 0)
+    # The gradient of a row's weight is a sum over M: one, of all rows.
+    (one,) = explain(weighted, hidden, weights).collectives
+    assert (one.kind, one.op, one.bytes) == ("all-reduce", "activation", 4 * weights.shape[1])
+
+
+def test_gate_and_up_in_one_dim_refuse_axes_there(make_group: MakeGroup) -> None:
+    group = make_group(axes={"ep": 4, "tp": 2}, num_experts=8, partitioning="rule")
+    layer, hidden, _, sizes = slabs(group)
+    fused = hidden.reshape(*hidden.shape[:2], -1)
+    fused = jax.device_put(fused, NamedSharding(group.mesh, PartitionSpec("ep", None, "tp")))
+    static = Activation("silu", True, F32)
+    with pytest.raises(Exception, match="InvalidArgumentError: .*tp=2"):
+        jax.jit(lambda h: activate(layer, static, h, None, sizes))(fused)
 
 
 def test_explicit_axes_and_concrete_arrays(make_group: MakeGroup) -> None:
     group = make_group(mesh=fakes.mesh_of({"ep": 4, "tp": 2}, explicit=True), num_experts=8)
-    call, hidden, weights, sizes = slabs(group)
+    layer, hidden, weights, sizes = slabs(group)
     static = Activation("silu", True, F32)
     want = np.asarray(meant(*(np.asarray(x) for x in (hidden, weights, sizes))))
-    out = activate(call, static, hidden, weights, sizes)
+    out = activate(layer, static, hidden, weights, sizes)
     np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
     assert tuple(out.sharding.spec) == ("ep", None, "tp")
-    typed = jax.jit(lambda *args: activate(call, static, *args))(hidden, weights, sizes)
+    typed = jax.jit(lambda *args: activate(layer, static, *args))(hidden, weights, sizes)
     np.testing.assert_allclose(typed, want, rtol=1e-6, atol=1e-6)
     assert tuple(jax.typeof(typed).sharding.spec) == ("ep", None, "tp")
 
 
-def test_inside_a_shard_map_of_the_user(group: fakes.LocalGroup) -> None:
-    call, hidden, weights, sizes = slabs(group)
+def test_inside_a_shard_map_of_the_user(make_group: MakeGroup) -> None:
+    group = make_group(axes={"ep": 4, "tp": 2}, num_experts=8)
+    layer, hidden, weights, sizes = slabs(group)
     static = Activation("silu", True, F32)
-    want = jax.jit(lambda *args: activate(call, static, *args))(hidden, weights, sizes)
 
     def local(*args: Any) -> Any:
-        inside = Call(call.meta, call.mesh, manual=("ep", "tp"))
-        return activate(inside, static, *args)
+        return activate(layer, static, *args)
 
     rows = PartitionSpec("ep")
     mapped = jax.shard_map(
@@ -189,4 +198,7 @@ def test_inside_a_shard_map_of_the_user(group: fakes.LocalGroup) -> None:
         in_specs=(PartitionSpec("ep", None, None, "tp"), rows, rows),
         out_specs=PartitionSpec("ep", None, "tp"),
     )
-    np.testing.assert_array_equal(jax.jit(mapped)(hidden, weights, sizes), want)
+    got = jax.jit(lambda *args: graded(lambda h, w: mapped(h, w, sizes), *args))(hidden, weights)
+    want = graded(lambda *args: meant(*args, sizes), hidden, weights)
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(left, np.nan_to_num(right), rtol=1e-5, atol=1e-5)

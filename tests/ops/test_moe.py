@@ -16,8 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ep_runtime import specs
 from ep_runtime_client import ops
 from ep_runtime_client.moe import MoEParams, MoEStats, init_moe_params, moe
-from ep_runtime_client.ops import experts
-from ep_runtime_client.ops.calls import Call
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -179,39 +177,6 @@ def test_poison_past_the_zones_reaches_no_value_and_no_gradient(group: fakes.Loc
     assert np.isnan(np.asarray(sent.tokens)).any()
     got = graded(lambda x, p: moe(layer, x, p, aux_loss_coeff=0.1))(x, params)
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(got))
-
-
-def test_grouped_matmul_masks_rows_past_each_zone(group: fakes.LocalGroup) -> None:
-    layer = group.register_layer("moe", top_k=TOP_K)
-    x, idx = draw(64), np.tile(np.int32([[0, 3, 5]]), (64, 1))
-    sent = ops.dispatch(layer, x, idx)
-    call = Call(sent.plan.meta, group.mesh)
-    kernel = jax.random.normal(jax.random.key(2), (EXPERTS, HIDDEN, INNER))
-    stage = experts.Stage(call, None, jnp.dtype(jnp.float32))
-    zone = np.zeros(sent.tokens.shape[:2], bool)
-    for slab, sizes in enumerate(np.asarray(sent.group_sizes)):
-        zone[slab, : sizes.sum()] = True
-
-    def run(rows: Any, kernel: Any) -> Any:
-        return experts.grouped_matmul(stage, rows, kernel, None, None, sent.group_sizes)
-
-    poisoned = jnp.where(zone[..., None], sent.tokens, jnp.nan)
-    out, pull = jax.vjp(run, poisoned, kernel)
-    d_rows, d_kernel = pull(jnp.where(zone[..., None], jnp.ones_like(out), jnp.nan))
-    assert all(np.isfinite(np.asarray(a)).all() for a in (out, d_rows, d_kernel))
-    np.testing.assert_array_equal(np.asarray(d_kernel)[[1, 2, 4, 6, 7]], 0)
-    for slab in range(8):
-        local = kernel[slab % 4 * 2 : slab % 4 * 2 + 2]
-        start = 0
-        for expert, size in enumerate(np.asarray(sent.group_sizes)[slab]):
-            rows = np.asarray(sent.tokens)[slab, start : start + size]
-            np.testing.assert_allclose(
-                np.asarray(out)[slab, start : start + size],
-                rows @ np.asarray(local[expert]),
-                rtol=1e-4,
-                atol=1e-4,
-            )
-            start += size
 
 
 def test_routing_and_stats_gather_no_tokens(group: fakes.LocalGroup) -> None:

@@ -3,41 +3,104 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
-from jax.sharding import PartitionSpec
 
-from ep_runtime_client.ops import local_activation, twin
-from ep_runtime_client.ops.calls import Call
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops import local_activation, regions, spread, twin
 from ep_runtime_client.ops.local_activation import Activation
-from ep_runtime_client.ops.token_layout import Axes, entry_axes, known_spec
+from ep_runtime_client.ops.placement import Axes, Entries, Roles
+from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.ops.resolved import Resolved, Sums
+from ep_runtime_client.ops.varying import spread_over
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
-    """One activation call. Hashable: a static argument.
+class _Op:
+    """One pass, on (hidden, group_sizes, *grad, *row_weights). Hashable.
 
     Attributes:
-        call: the dispatch whose slabs it works on.
+        where: where it runs.
         activation: what is computed.
-        inner: mesh axes on the last dim (M); rows are whole along every other axis but the slabs'.
-        open: mesh axes that are left to the partitioner, where nobody knows whether M lies on them.
+        ndim: of hidden.
+        weighted: whether there are row_weights.
+        backward: whether there is a grad [R, C, M], and results are the gradients of hidden and of
+            row_weights instead of [R, C, M].
     """
 
-    call: Call
+    where: Where
     activation: Activation
-    inner: Axes
-    open: Axes
+    ndim: int
+    weighted: bool
+    backward: bool
 
-    def spec(self, ndim: int) -> PartitionSpec:
-        """Of an array [R, C, ..., M]."""
-        return PartitionSpec(self.call.slab_axes, *([None] * (ndim - 2)), self.inner or None)
+    @property
+    def name(self) -> str:
+        return "activation"
+
+    @property
+    def _splits(self) -> bool:
+        """Whether M is a dim of hidden, which axes may lie on."""
+        return self.ndim == 4 or not self.activation.gated
+
+    def roles(
+        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
+    ) -> Roles:
+        raise AssertionError("the roles of axes come with the layer")
+
+    def entries(self, roles: Roles, inner: Axes) -> tuple[tuple[Entries, ...], tuple[Entries, ...]]:
+        """How operands are taken and how results lie, with M over `inner`."""
+        slab: Entries = (roles.slab, ())
+        hidden: Entries = (*slab, *([()] * (self.ndim - 3)), inner)
+        rows, weights = (*slab, inner), (slab,) if self.weighted else ()
+        if self.backward:
+            return (hidden, slab, rows, *weights), (hidden, *weights)
+        return (hidden, slab, *weights), (rows,)
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        inner = tuple(axis for axis in roles.real(arrived[0][-1]) if axis not in roles.slab)
+        if inner and not self._splits:
+            raise InvalidArgumentError(
+                f"hidden [R, C, 2M] has {roles.named(inner)} on its last dim, where no shard has "
+                "both gate and up of a column; wi [E, H, 2, M] gives [R, C, 2, M]",
+                argument="hidden",
+            )
+        if shapes[0][-1] % roles.size(inner):
+            inner = ()
+        operands, results = self.entries(roles, inner)
+        sums = Sums(roles, self.where.manual)
+
+        def local(hidden: jax.Array, sizes: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+            weights = rest[-1] if self.weighted else None
+            if not self.backward:
+                return (local_activation.forward(self.activation, hidden, weights, sizes),)
+            d_hidden, d_weights = local_activation.pullback(
+                self.activation, hidden, weights, sizes, rest[0]
+            )
+            return (d_hidden,) if d_weights is None else (d_hidden, sums.total(d_weights, inner))
+
+        return Resolved(operands, results, local)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        last = "m" if self._splits else "n"
+        hidden = f"r c g {last}" if self.ndim == 4 else f"r c {last}"
+        weights = ["r c"] if self.weighted else []
+        if self.backward:
+            return [hidden, "r l", "r c m", *weights], [hidden, *weights]
+        return [hidden, "r l", *weights], ["r c m"]
 
 
 def activate(
-    call: Call,
+    layer: EpLayer | TracedLayer,
     activation: Activation,
     hidden: jax.Array,
     row_weights: jax.Array | None,
@@ -48,12 +111,12 @@ def activate(
     """Activated rows [R, C, M] of the experts' first matmul, times their weights.
 
     Args:
-        call: the dispatch whose slabs these are.
+        layer: whose slabs these are.
         activation: what is computed, and the result's dtype.
         hidden: [R, C, 2, M] (0 gate, 1 up), [R, C, 2M] (gate then up) or, not gated, [R, C, M].
         row_weights: [R, C] f32 or None.
         group_sizes: [R, L] int32, rows of each expert's zone.
-        inner_axes: mesh axes that shard M, where a traced array's type does not tell.
+        inner_axes: mesh axes that shard M where neither the partitioner nor a type knows it.
 
     Returns:
         [R, C, M] in the activation's dtype, M sharded as hidden has it; rows past the last zone
@@ -63,70 +126,44 @@ def activate(
     Cost: one pass over the rows that are there; no collective but, for the gradient of row_weights,
     a sum of [R, C] f32 over the axes on M.
     """
-    call = twin.varied(call, hidden, row_weights, group_sizes)
-    hidden = twin.vary(call, hidden)
-    row_weights = None if row_weights is None else twin.vary(call, row_weights)
-    inner, open_axes = _inner(call, hidden, inner_axes)
-    static = _Static(call.anonymous(), activation, inner, open_axes)
-    out: jax.Array = twin.run(_primal, static, hidden, row_weights, group_sizes, traced=_activate)
+    known = regions.known_entries(hidden, hidden.ndim)
+    if inner_axes is None and known is not None:
+        inner_axes = known[-1]
+    operands = (hidden, group_sizes) if row_weights is None else (hidden, group_sizes, row_weights)
+    where = regions.of_layer(layer, operands, weight_known=inner_axes is not None, quantizes=False)
+    # Layers alike share what is traced: their names stay outside.
+    where = dataclasses.replace(where, label="-")
+    hidden, *rest = (spread_over(x, where.varying) for x in operands)
+    ndim = hidden.ndim
+    op = _Op(where, activation, ndim, row_weights is not None, backward=False)
+    out: jax.Array = twin.run(_primal, (op, inner_axes or ()), hidden, *rest, traced=_activate)
     return out
 
 
-def _inner(call: Call, hidden: jax.Array, given: Axes | None) -> tuple[Axes, Axes]:
-    """(axes that shard M, axes that might)."""
-    sizes = call.group.axis_sizes
-    others = tuple(a for a in call.free_axes if a not in call.slab_axes and sizes[a] > 1)
-    known = known_spec(hidden)
-    if given is None and known is not None:
-        given = entry_axes(known[hidden.ndim - 1]) if len(known) == hidden.ndim else ()
-    if given is None:
-        return (), others
-    return tuple(a for a in given if a in others), ()
+def _run(op: _Op, inner: Axes, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    roles = op.where.roles
+    arrived = op.entries(roles, inner)[0] if roles is not None else ()
+    return spread.run(op, arrived, *operands)
 
 
-def _primal(
-    static: _Static, hidden: jax.Array, row_weights: jax.Array | None, group_sizes: jax.Array
-) -> jax.Array:
-    given = (hidden, group_sizes) if row_weights is None else (hidden, group_sizes, row_weights)
-
-    def body(hidden: jax.Array, sizes: jax.Array, *weights: jax.Array) -> jax.Array:
-        part = weights[0] if weights else None
-        return local_activation.forward(static.activation, hidden, part, sizes)
-
-    slab = twin.slab_spec(static.call)
-    specs = (static.spec(hidden.ndim), slab, slab)[: len(given)]
-    out: jax.Array = twin.per_device(
-        static.call, body, given, specs, static.spec(3), leave=static.open
-    )
-    return out
+def _primal(static: tuple[_Op, Axes], *operands: jax.Array) -> jax.Array:
+    return _run(*static, *operands)[0]
 
 
-def _pullback(static: _Static, saved: Any, grad: jax.Array) -> Any:
-    hidden, row_weights, group_sizes = saved
-    given = (hidden, grad, group_sizes) + (() if row_weights is None else (row_weights,))
-
-    def body(hidden: jax.Array, grad: jax.Array, sizes: jax.Array, *weights: jax.Array) -> Any:
-        part = weights[0] if weights else None
-        d_hidden, d_part = local_activation.pullback(static.activation, hidden, part, sizes, grad)
-        if d_part is None:
-            return (d_hidden,)
-        if static.inner:
-            d_part = lax.psum(d_part, static.inner)
-        return d_hidden, d_part
-
-    slab, rows = twin.slab_spec(static.call), static.spec(hidden.ndim)
-    specs = (rows, static.spec(3), slab, slab)[: len(given)]
-    outs = (rows,) if row_weights is None else (rows, slab)
-    grads = twin.per_device(static.call, body, given, specs, outs, leave=static.open)
-    return grads if row_weights is not None else (grads[0], None)
+def _pullback(static: tuple[_Op, Axes], saved: Any, grad: jax.Array) -> Any:
+    op, inner = static
+    hidden, sizes, *weights = saved
+    op = dataclasses.replace(op, backward=True)
+    d_hidden, *d_weights = _run(op, inner, hidden, sizes, grad, *weights)
+    return d_hidden, None, *d_weights
 
 
-def _fwd(static: _Static, *operands: Any) -> Any:
+def _fwd(static: tuple[_Op, Axes], *operands: Any) -> Any:
     return twin.shared(_primal, static, *operands), operands
 
 
-def _bwd(static: _Static, saved: Any, grad: jax.Array) -> Any:
-    return (*twin.shared(_pullback, static, saved, grad), None)
+def _bwd(static: tuple[_Op, Axes], saved: Any, grad: jax.Array) -> Any:
+    return twin.shared(_pullback, static, saved, grad)
 
 
 _activate = jax.custom_vjp(_primal, nondiff_argnums=(0,))

@@ -14,7 +14,7 @@ from ep_runtime_client.layers import EpLayer
 _SEPARATORS = str.maketrans({"/": ".", "(": "[", ")": "]"})
 _SCOPE = re.compile(
     r"\bep_(prepare|dispatch_bwd|dispatch|combine_bwd|combine|experts|router|aux_loss|stats|"
-    r"grouped_gemm|grouped_quantize|dense)"
+    r"grouped_gemm|grouped_quantize|activation|dense)"
     r"/([^/()]+)"
 )
 
@@ -25,6 +25,13 @@ def scope(op: str, layer: EpLayer) -> AbstractContextManager[Any]:
 
 
 def innermost(op_name: str) -> tuple[str, str] | None:
-    """(op, layer) of the innermost of our scopes in the op name of an HLO instruction."""
+    """(op, layer) of the innermost of our scopes in the op name of an HLO instruction.
+
+    What layers alike share is traced under the name of the first; inside `ep.moe` the scope around
+    it has the right one.
+    """
     found = _SCOPE.findall(op_name)
-    return found[-1] if found else None
+    if not found:
+        return None
+    block = [layer for op, layer in found if op == "experts"]
+    return found[-1][0], (block or [found[-1][1]])[-1]

@@ -1,0 +1,88 @@
+"""The MoE block in f64: every expert on every token, weighted by the router."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep_runtime_client import ops
+from ep_runtime_client.params import MoEParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """What the block computes; the routing itself is `ep.route`'s, whose own tests cover it.
+
+    Attributes:
+        top_k: K.
+        gate: of the gate, or of hidden where there is no up.
+        gated: whether wi holds gate and up.
+        coeff: of the balancing loss.
+        routing: options of `ep.route`.
+    """
+
+    top_k: int
+    gate: Callable[..., Any] = jax.nn.silu
+    gated: bool = True
+    coeff: float = 0.1
+    routing: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, x: Any, params: MoEParams) -> tuple[Any, Any]:
+        experts = params.router.shape[1]
+        logits = x @ params.router
+        if params.router_bias is not None:
+            logits = logits + params.router_bias
+        routed = ops.route(logits, self.top_k, **self.routing)
+        chosen = jax.nn.one_hot(routed.topk_idx, experts, dtype=x.dtype)
+        spread = (chosen * routed.topk_weights[..., None]).sum(-2)
+        inner = jnp.einsum("...h,ehm->...em", x, params.wi.reshape(*params.wi.shape[:2], -1))
+        if params.wi_bias is not None:
+            inner = inner + params.wi_bias.reshape(experts, -1)
+        if self.gated:
+            gate, up = jnp.split(inner, 2, axis=-1)
+            inner = self.gate(gate) * up
+        else:
+            inner = self.gate(inner)
+        out = jnp.einsum("...em,emh->...eh", inner, params.wo)
+        if params.wo_bias is not None:
+            out = out + params.wo_bias
+        y = jnp.einsum("...eh,...e->...h", out, spread)
+        return y, ops.aux_loss(routed, coeff=self.coeff)
+
+    def graded(self, x: Any, params: MoEParams) -> Any:
+        """`graded` of the reference on one device, operands widened to f64."""
+
+        def wide(leaf: Any) -> Any:
+            return jnp.asarray(np.asarray(leaf, np.float64))
+
+        with jax.enable_x64(True):
+            return jax.device_get(jax.jit(graded(self))(wide(x), jax.tree.map(wide, params)))
+
+
+def graded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """((y, aux), (gradient of x, gradients of the parameters)) of a loss of both results."""
+
+    def run(x: Any, params: Any) -> Any:
+        out, pull = jax.vjp(function, x, params)
+        y, aux = out[:2]
+        return (y, aux), pull((jnp.cos(y.astype(jnp.float32)).astype(y.dtype), jnp.ones_like(aux)))
+
+    return run
+
+
+def worst_error(got: Any, want: Any) -> float:
+    """The largest |got - want| / |want| (root mean squares) over all leaves."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    errors = [0.0]
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        wide = np.asarray(left, np.float64)
+        assert wide.shape == right.shape
+        assert np.isfinite(wide).all()
+        scale = np.sqrt(np.square(right).mean()) + 1e-12
+        errors.append(float(np.sqrt(np.square(wide - right).mean()) / scale))
+    return max(errors)
