@@ -65,7 +65,7 @@ def run(op: Op, *operands: jax.Array) -> tuple[jax.Array, ...]:
     An int32 operand in front names everything that the callback depends on: the compiled text
     before partitioning says nothing else about it, and a persistent cache keys on that text.
     """
-    _make_cacheable()
+    make_cacheable()
     identity = jnp.asarray(np.array([_fingerprint(op)], np.int32))
     results: tuple[jax.Array, ...] = _rule(op, identity, *operands)
     return results
@@ -82,7 +82,7 @@ def _fingerprint(op: Op) -> int:
     return specs.stable_id("rule", *named, *parts) & 0x7FFFFFFF
 
 
-def _make_cacheable() -> None:
+def make_cacheable() -> None:
     """JAX keys cached programs with a rule by a pointer, which no other process has: not so here.
 
     What the callback depends on is in the program's text, by the identity operand.

@@ -16,6 +16,7 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ep_runtime_client.ops import movement_rule
 from ep_runtime_client.ops.calls import Call, check_ambient
 from ep_runtime_client.ops.token_layout import entry_axes, known_spec, say_reshard
 from ep_runtime_client.ops.varying import spread_over, varied_axes
@@ -32,8 +33,6 @@ def per_device(
     operands: Sequence[jax.Array],
     in_specs: Sequence[PartitionSpec],
     out_specs: Any,
-    *,
-    leave: Collection[str] = (),
 ) -> Any:
     """Runs `body` once per device on the local blocks of `operands`.
 
@@ -43,16 +42,13 @@ def per_device(
         operands: arrays that are global but for the manual axes.
         in_specs: one per operand, without manual axes.
         out_specs: a prefix of what `body` returns.
-        leave: mesh axes that stay as they are around the call, for a body without collectives
-            over them whose operands the partitioner may keep sharded along them.
 
     Returns:
         What `body` returns, spread like the operands.
     """
     operands = not_batched(*operands)
     cast = functools.partial(vary, call)
-    axes = {*call.free_axes} - {*leave}
-    if call.is_local or not axes:
+    if call.is_local:
         return jax.tree.map(cast, body(*map(cast, operands)))
     mesh = _mesh_of(call, operands)
     if _is_explicit(mesh):
@@ -61,11 +57,13 @@ def per_device(
     mapped = jax.shard_map(
         body,
         mesh=mesh if ambient.empty else None,
-        axis_names=axes,
+        axis_names=set(call.free_axes),
         in_specs=tuple(in_specs),
         out_specs=out_specs,
         check_vma=False,
     )
+    if movement_rule.serves(call, mesh):
+        return movement_rule.per_device(call, body, mapped, operands, in_specs, out_specs)
     # A shard_map that checks nothing forgets over which of the user's axes its results vary.
     return jax.tree.map(cast, mapped(*operands))
 

@@ -1,0 +1,126 @@
+"""The rule of prepare, dispatch and combine: custom_partitioning in place of their shard_map.
+
+Where their operands lie is the group's to say, so nothing propagates: operands and results are
+pinned, every dim has a factor of its own, and the callback answers with the same specs and the
+same per-device function that the shard_map takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime
+from ep_runtime import specs
+from ep_runtime_client.ops import scopes
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.rule import make_cacheable
+
+
+def serves(call: Call, mesh: Any) -> bool:
+    """Whether a call whose group asks for the rule gets it.
+
+    Inside a shard_map of the user the rule ends the process, and types of Explicit axes are the
+    shard_map's; there, and on one device, the shard_map runs.
+    """
+    wanted = call.group.partitioning == "rule" and not call.manual
+    return wanted and isinstance(call.mesh, Mesh) and call.mesh.size > 1 and not _typed(mesh)
+
+
+def _typed(mesh: Any) -> bool:
+    return jax.sharding.AxisType.Explicit in tuple(mesh.axis_types)
+
+
+def per_device(
+    call: Call,
+    body: Callable[..., Any],
+    mapped: Callable[..., Any],
+    operands: Sequence[jax.Array],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Any,
+) -> Any:
+    """`body` once per device on the local blocks of `operands`.
+
+    Args:
+        call: gives the mesh.
+        body: takes as many arrays as there are operands; the function that it is defined in gives
+            the op's name, the same in every process.
+        mapped: the shard_map of `body`: gives the results' shapes.
+        operands: global arrays.
+        in_specs: one per operand.
+        out_specs: a prefix of what `body` returns.
+    """
+    make_cacheable()
+    name = _op_name(body)
+    mesh = Mesh(call.mesh.devices, call.mesh.axis_names)
+    shapes = jax.eval_shape(mapped, *operands)
+    leaves, tree = jax.tree.flatten(shapes)
+    spread = jax.tree.leaves(
+        jax.tree.map(
+            lambda spec, part: [spec] * len(jax.tree.leaves(part)),
+            out_specs,
+            shapes,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        ),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    given = [NamedSharding(mesh, PartitionSpec()), *(NamedSharding(mesh, s) for s in in_specs)]
+    made = [NamedSharding(mesh, spec) for spec in spread]
+
+    def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(mapped(*operands[1:])))
+
+    def partition(mesh_: Any, operands: Any, results: Any) -> Any:
+        def lower(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            with (
+                jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+                scopes.scope(name, call.layer),
+            ):
+                return tuple(jax.tree.leaves(body(*blocks[1:])))
+
+        return mesh, lower, tuple(made), tuple(given)
+
+    op = custom_partitioning(whole)
+    identity = jnp.asarray(np.array([_identity(call, name, in_specs)], np.int32))
+    factors = _factors([identity, *operands], leaves)
+    op.def_partition(partition, sharding_rule=factors)
+    pinned = [
+        lax.with_sharding_constraint(x, sharding)
+        for x, sharding in zip(operands, given[1:], strict=True)
+    ]
+    results = [
+        lax.with_sharding_constraint(x, sharding)
+        for x, sharding in zip(op(identity, *pinned), made, strict=True)
+    ]
+    return jax.tree.unflatten(tree, results)
+
+
+def _op_name(body: Callable[..., Any]) -> str:
+    """dispatch_bwd for what _dispatch_pullback defines, and so on."""
+    outer = body.__qualname__.partition(".")[0].strip("_")
+    return outer.replace("_primal", "").replace("_pullback", "_bwd")
+
+
+def _identity(call: Call, name: str, in_specs: Sequence[PartitionSpec]) -> int:
+    """Everything that `body` depends on and the text before partitioning does not say."""
+    meta, layer = call.meta, call.layer
+    parts = (meta.layout, meta.capacity, meta.handle, layer.base_id, layer.fingerprint)
+    named = (ep_runtime.__version__, name, repr(parts), repr(tuple(in_specs)))
+    return specs.stable_id("movement", *named) & 0x7FFFFFFF
+
+
+def _factors(operands: Sequence[Any], results: Sequence[Any]) -> str:
+    """A Shardy rule in which every dim goes its own way."""
+    count = iter(range(1 << 20))
+
+    def side(arrays: Sequence[Any]) -> str:
+        return ", ".join(" ".join(f"d{next(count)}" for _ in x.shape) for x in arrays)
+
+    return f"{side(operands)} -> {side(results)}"
