@@ -102,7 +102,8 @@ class RankRecordStruct(ctypes.Structure):
         ("dropped_rows", ctypes.c_uint64),
         ("open_calls", ctypes.c_uint32),
         ("pid", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint8 * 40),
+        ("left", ctypes.c_uint32),  # its process has closed the group
+        ("reserved", ctypes.c_uint8 * 36),
     ]
 
 

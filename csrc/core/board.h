@@ -93,7 +93,8 @@ struct RankRecord {
   uint64_t dropped_rows;
   uint32_t open_calls;
   uint32_t pid;  // of the process that drives the rank, as it sees itself
-  uint8_t reserved[40];
+  Word left;     // 1 once that process has closed the group: the rank joins no further call
+  uint8_t reserved[36];
 };
 static_assert(sizeof(RankRecord) == 128);
 

@@ -61,17 +61,27 @@ int64_t Call::SliceNs(int64_t started_ns) const {
   return std::clamp(left_ns, int64_t{100'000}, kWaitSliceNs);
 }
 
-// Ranks of one process cannot miss each other; those of several can, by name.
-Status Call::LookForMisfit(MeetingPlace& place, const MeetingSlot& slot, int64_t started_ns) const {
-  if (!group().several_processes() || NowNs() - started_ns < MeetingPlace::kMisfitNs) {
-    return Status();
+// What shows, while ranks of several processes gather, that some will not come. A rank that is
+// only late is waited for; where the wait ends at its budget, calls that missed each other are
+// named.
+Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t first_rank,
+                           int64_t started_ns) const {
+  if (!group().several_processes()) return Status();
+  for (int rank = 0; rank < place.ranks(); ++rank) {
+    // In this order: a rank joins its last call before its process leaves.
+    if (group().HasLeft(first_rank + rank) && !place.Joined(slot, rank)) {
+      return group().LeftError(context_.layer.name, context_.op, first_rank + rank);
+    }
   }
-  const std::string misfit = place.DescribeMisfit(slot);
-  if (misfit.empty()) return Status();
+  const int64_t waited_ns = NowNs() - started_ns;
+  if (waited_ns < MeetingPlace::kMisfitNs) return Status();
+  const MeetingPlace::Misfit misfit = place.FindMisfit(slot);
+  const bool over = waited_ns >= group().options().op_timeout_ns;
+  if (misfit.text.empty() || !(misfit.certain || over)) return Status();
   return Error(Code::kFailedPrecondition, "SpecMismatchError")
       .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name + " handle " +
             std::to_string(context_.handle) +
-            ": ranks wait for each other in different calls: " + misfit +
+            ": ranks wait for each other in different calls: " + misfit.text +
             "; the processes compiled or ran different programs. Compile the same programs in "
             "the same order everywhere, use different handles for calls that do not depend on "
             "each other, or restart all processes together")
@@ -79,7 +89,7 @@ Status Call::LookForMisfit(MeetingPlace& place, const MeetingSlot& slot, int64_t
       .With("rank", context_.world_rank)
       .With("layer", context_.layer.name)
       .With("op", std::string(OpName(context_.op)))
-      .With("calls", misfit);
+      .With("calls", misfit.text);
 }
 
 Status Call::FailedOnPeer(int64_t rank) const {
@@ -115,9 +125,10 @@ Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdi
     if (state == kSlotGranted) break;
     const int missing = place.FirstMissing(*slot);
     const int64_t waiting_for = missing < 0 ? -1 : first_rank + missing;
-    Status error = Look(started_ns, state == kSlotGathering, waiting_for);
+    Status error;
+    if (state == kSlotGathering) error = LookForAbsent(place, *slot, first_rank, started_ns);
+    if (error.ok()) error = Look(started_ns, state == kSlotGathering, waiting_for);
     if (error.ok() && state == kSlotFailed) error = FailedOnPeer(waiting_for);
-    if (error.ok() && state == kSlotGathering) error = LookForMisfit(place, *slot, started_ns);
     if (!error.ok()) {
       error = Failed(std::move(error));
       place.Leave(slot, /*failed=*/true);

@@ -77,7 +77,8 @@ class Call {
   Status Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
               MeetingSlot** slot);
   Status Look(int64_t started_ns, bool gathering, int64_t waiting_for) const;
-  Status LookForMisfit(MeetingPlace& place, const MeetingSlot& slot, int64_t started_ns) const;
+  Status LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t first_rank,
+                       int64_t started_ns) const;
   Status FailedOnPeer(int64_t rank) const;
   int64_t SliceNs(int64_t started_ns) const;
   Status TimedOut(int64_t waited_ns, int64_t waiting_for) const;

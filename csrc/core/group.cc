@@ -107,7 +107,10 @@ void Group::BindBoard() {
   world_ = MeetingPlace(board_.data() + header_->world_offset, poison);
   ranks_ = reinterpret_cast<RankRecord*>(board_.data() + header_->ranks_offset);
   for (int64_t rank = 0; rank < sizes().world_size; ++rank) {
-    if (local_[rank]) ranks_[rank].pid = static_cast<uint32_t>(getpid());
+    if (local_[rank]) {
+      ranks_[rank].pid = static_cast<uint32_t>(getpid());
+      ranks_[rank].left.store(0, std::memory_order_relaxed);
+    }
     telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks_[rank]));
   }
   for (int64_t domain = 0; domain < sizes().num_domains(); ++domain) {
@@ -127,6 +130,20 @@ Status Group::ClosedError(const std::string& layer_name) const {
   return Stale("layer " + layer_name + ": group " + options_.name + " generation " +
                std::to_string(options_.generation) + " is closed")
       .With("layer", layer_name)
+      .With("group", options_.name)
+      .With("generation", static_cast<int64_t>(options_.generation));
+}
+
+Status Group::LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const {
+  const int64_t pid = ranks_[world_rank].pid;
+  return Stale(std::string(OpName(op)) + " of layer " + layer_name + ": process " +
+               std::to_string(pid) + " of rank " + std::to_string(world_rank) + " closed group " +
+               options_.name + " generation " + std::to_string(options_.generation) +
+               " and will not join this call")
+      .With("layer", layer_name)
+      .With("op", std::string(OpName(op)))
+      .With("rank", world_rank)
+      .With("process", pid)
       .With("group", options_.name)
       .With("generation", static_cast<int64_t>(options_.generation));
 }
@@ -191,6 +208,9 @@ void Group::Close(int64_t timeout_ns) {
   no_calls_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
                      [&] { return running_calls_ == 0; });
   if (device_ != nullptr && running_calls_ == 0) device_->Close();
+  for (int64_t rank : options_.local_ranks) {
+    ranks_[rank].left.store(1, std::memory_order_release);
+  }
 }
 
 Status Group::RunFailure(uint64_t run) {

@@ -76,6 +76,11 @@ class Group {
   // True where other processes drive some of the ranks.
   bool several_processes() const { return num_local_ < sizes().world_size; }
   bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
+  // True once the rank's process has closed the group, after its last call has ended.
+  bool HasLeft(int64_t world_rank) const {
+    return ranks_[world_rank].left.load(std::memory_order_acquire) != 0;
+  }
+  Status LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const;
 
   // Success while the generation may be used; else the error by which every call leaves it.
   Status Alive(const std::string& layer_name, OpCode op, int64_t epoch) const;

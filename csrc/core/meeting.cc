@@ -221,8 +221,7 @@ void MeetingPlace::Leave(MeetingSlot* slot, bool failed) {
 
 int MeetingPlace::FirstMissing(const MeetingSlot& slot) const {
   for (uint32_t rank = 0; rank < ranks_; ++rank) {
-    const uint64_t mask = slot.arrived[rank / 64].load(std::memory_order_acquire);
-    if (!(mask >> (rank % 64) & 1)) return static_cast<int>(rank);
+    if (!Joined(slot, static_cast<int>(rank))) return static_cast<int>(rank);
   }
   return -1;
 }

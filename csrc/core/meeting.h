@@ -53,7 +53,7 @@ struct PoisonWatch {
 // no lanes and gathers a verdict. Pointers stay valid as long as the board is mapped.
 class MeetingPlace {
  public:
-  // Calls of one launch that wait this long for each other have not the same program behind them.
+  // What moved in this time is not looked at for misfits.
   static constexpr int64_t kMisfitNs = 4'000'000'000;
 
   MeetingPlace() = default;
@@ -72,11 +72,19 @@ class MeetingPlace {
 
   // The lowest rank that has not joined, or -1.
   int FirstMissing(const MeetingSlot& slot) const;
+  bool Joined(const MeetingSlot& slot, int rank) const {
+    return slot.arrived[rank / 64].load(std::memory_order_acquire) >> (rank % 64) & 1;
+  }
 
-  // What shows that the ranks missing in `slot` will not come: other meetings of the same layer,
-  // handle and op that this rank will not join. "" where there are none, or something moved in
-  // the last kMisfitNs.
-  std::string DescribeMisfit(const MeetingSlot& slot);
+  // Another meeting of the same layer, handle and op, in which the ranks wait that are missing in
+  // `slot`; both have stood still for kMisfitNs.
+  struct Misfit {
+    std::string text;  // names both meetings; "" where there is none
+    // This process's part of the run has no such call, so nobody will ever join both. Otherwise
+    // the ranks may only have reached two independent calls in another order.
+    bool certain = false;
+  };
+  Misfit FindMisfit(const MeetingSlot& slot);
 
   // Runs under the lock each time a lane is granted; debug mode poisons the lane here.
   std::function<void(int lane)> on_grant;

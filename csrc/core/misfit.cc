@@ -49,36 +49,27 @@ std::string MeetingPlace::Describe(const MeetingSlot& slot) const {
          std::to_string(static_cast<uint32_t>(slot.key[1]));
 }
 
-std::string MeetingPlace::DescribeMisfit(const MeetingSlot& slot) {
+MeetingPlace::Misfit MeetingPlace::FindMisfit(const MeetingSlot& slot) {
   SharedLock lock(&control_->lock);
-  if (!lock.Lock(kWaitSliceNs, [&] { return poison_.poisoned(); })) return "";
+  if (!lock.Lock(kWaitSliceNs, [&] { return poison_.poisoned(); })) return {};
   const auto settled = static_cast<uint64_t>(NowNs() - kMisfitNs);
   const Mask here = ArrivedIn(slot);
-  Mask covered = here;
-  const MeetingSlot* other = nullptr;
-  bool never = false;
-  for (uint32_t i = 0; i < control_->used_slots && !never; ++i) {
+  Misfit found;
+  for (uint32_t i = 0; i < control_->used_slots && !found.certain; ++i) {
     const MeetingSlot& each = slots_[i];
     if (each.state.load(std::memory_order_relaxed) != kSlotGathering || &each == &slot ||
-        !SameOp(slot, each) || each.changed_ns > settled || slot.changed_ns > settled) {
+        !SameOp(slot, each) || each.changed_ns > settled || slot.changed_ns > settled ||
+        Overlap(here, ArrivedIn(each))) {
       continue;
     }
-    const Mask there = ArrivedIn(each);
-    if (Overlap(here, there)) continue;
-    other = &each;
+    found.text = Describe(slot) + ", " + Describe(each);
     // Every site of this run's program has a name here by now, so a name that has not is of
     // another program.
-    never = each.key[1] == slot.key[1] && !ThisProcess().site_names.Contains(each.site_name);
-    for (size_t w = 0; w < kMaskWords; ++w) covered[w] |= there[w];
-  }
-  uint32_t ranks = 0;
-  for (uint64_t word : covered) ranks += static_cast<uint32_t>(__builtin_popcountll(word));
-  std::string text;
-  if (other != nullptr && (never || ranks == ranks_)) {
-    text = Describe(slot) + ", " + Describe(*other);
+    found.certain =
+        each.key[1] == slot.key[1] && !ThisProcess().site_names.Contains(each.site_name);
   }
   lock.Unlock();
-  return text;
+  return found;
 }
 
 }  // namespace ep_runtime

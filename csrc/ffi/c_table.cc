@@ -110,12 +110,12 @@ std::string RecordLayout() {
          EP_AT(RankRecord, handle) + EP_AT(RankRecord, lane) + EP_AT(RankRecord, epoch) +
          EP_AT(RankRecord, since_ns) + EP_AT(RankRecord, progress_ns) + EP_AT(RankRecord, calls) +
          EP_AT(RankRecord, rows) + EP_AT(RankRecord, dropped_rows) + EP_AT(RankRecord, open_calls) +
-         EP_AT(RankRecord, pid) + EP_SIZE(FailureRecord) + EP_AT(FailureRecord, run) +
-         EP_AT(FailureRecord, code) + EP_AT(FailureRecord, bytes) + EP_AT(FailureRecord, text) +
-         EP_SIZE(HandleRecord) + EP_AT(HandleRecord, state) + EP_AT(HandleRecord, last_op) +
-         EP_AT(HandleRecord, lane) + EP_AT(HandleRecord, epoch) + EP_AT(HandleRecord, calls) +
-         EP_AT(HandleRecord, rows) + EP_AT(HandleRecord, dropped_rows) +
-         EP_AT(HandleRecord, updated_ns);
+         EP_AT(RankRecord, pid) + EP_AT(RankRecord, left) + EP_SIZE(FailureRecord) +
+         EP_AT(FailureRecord, run) + EP_AT(FailureRecord, code) + EP_AT(FailureRecord, bytes) +
+         EP_AT(FailureRecord, text) + EP_SIZE(HandleRecord) + EP_AT(HandleRecord, state) +
+         EP_AT(HandleRecord, last_op) + EP_AT(HandleRecord, lane) + EP_AT(HandleRecord, epoch) +
+         EP_AT(HandleRecord, calls) + EP_AT(HandleRecord, rows) +
+         EP_AT(HandleRecord, dropped_rows) + EP_AT(HandleRecord, updated_ns);
 }
 
 std::string MeetingLayout() {

@@ -106,6 +106,12 @@ class Worker:
         line, _, self._heard = self._heard.partition(b"\n")
         return json.loads(line)
 
+    def silent(self) -> bool:
+        """True where the process has said nothing since."""
+        poll = select.poll()
+        poll.register(self._talk, select.POLLIN)
+        return not self._heard and not poll.poll(0)
+
     def tell(self, value: Any = None) -> None:
         """Sends a line to the process."""
         assert self._process.stdin is not None

@@ -74,6 +74,37 @@ def test_processes_with_other_programs_are_told_which_calls_met() -> None:
         job.finish()
 
 
+_SWAPPED = (
+    START
+    + """
+with native_job.open_groups() as (group,):
+    idx, x = native_job.inputs(group)
+    programs = [
+        group.sharded(lambda idx, x, i=i: native_job.round_trip(group, idx, x * i)) for i in (1, 2)
+    ]
+    for program in programs if index == 0 else programs[::-1]:
+        program.lower(idx, x).compile()
+    say(**native_job.failure_of(lambda: programs[0](idx, x)))
+    hear()
+os._exit(0)
+"""
+)
+
+
+def test_calls_that_miss_each_other_are_named_at_the_budget() -> None:
+    with (
+        shared_groups(2, "swapped", op_timeout_s=6.0) as (_, groups),
+        Job(_SWAPPED, processes=2, devices=1, TEST_GROUPS=groups, TEST_NATIVE=NATIVE) as job,
+    ):
+        for said in job.heard():
+            assert said["kind"] == "SpecMismatchError", said
+            assert "EP ranks [0] at call 0 repetition 0" in said["text"]
+            assert "EP ranks [1] at call 1 repetition 0" in said["text"]
+            assert 5.9 < said["seconds"] < 10
+        job.tell()
+        job.finish()
+
+
 _FAILED = (
     START
     + """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ from multiprocess.launch import Job
 from multiprocess.test_native_calls import NATIVE, START
 from native_memory import SharedGroup, shared_groups
 
-from ep_runtime import board
+from ep_runtime import board, board_abi
 
 SOON_S = 2.0
 _tick = threading.Event()  # never set: sleeps between looks at a board, which has no events
@@ -40,6 +41,9 @@ with native_job.open_groups() as (group,):
             for _ in range(300):
                 native_job.expect(run(idx, x), want)
             say(done=True)
+        if order == "close":
+            group.close()
+            say(closed=True)
         if order == "check":
             native_job.expect(run(idx, x), want)
             say(done=True)
@@ -129,6 +133,54 @@ def test_a_process_killed_in_the_middle_of_its_work_ends_the_others(
     faulty.second.kill()
     since = faulty.lose_second()
     faulty.expect_lost(faulty.first.heard(), since)
+
+
+def test_a_group_closed_by_one_process_ends_the_calls_that_wait_for_it(faulty: Faulty) -> None:
+    faulty.first.tell("launch")
+    faulty.until_first_waits_for(2)
+    faulty.second.tell("close")
+    assert faulty.second.heard() == {"closed": True}
+    said = faulty.first.heard()
+    assert said["kind"] == "StaleHandleError", said
+    assert f"process {faulty.second.pid} of rank 2 closed group" in said["text"]
+    fields = said["fields"]
+    assert (fields["layer"], fields["op"], fields["rank"]) == ("moe[0]", "prepare", 2)
+    faulty.first.tell("launch")  # later calls end at once
+    again = faulty.first.heard()
+    assert again["kind"] == "StaleHandleError"
+    assert again["seconds"] < SOON_S
+
+
+def _slots(group: SharedGroup) -> Any:
+    """The meeting slots of the first domain, on the board itself."""
+    start = board.board_layout(group.spec).domains_offset
+    start += ctypes.sizeof(board_abi.ControlStruct)
+    start += group.spec.lanes * (1 + group.spec.ep_size) * board_abi.LINE_BYTES
+    start += 4 * board_abi.MEETING_SLOTS
+    kind = board_abi.MeetingSlotStruct * board_abi.MEETING_SLOTS
+    return kind.from_buffer(group.board, start)
+
+
+def test_peers_in_another_call_of_the_same_program_are_late_and_not_lost(faulty: Faulty) -> None:
+    faulty.first.tell("launch")
+    faulty.until_first_waits_for(2)
+    slots = _slots(faulty.group)
+    used = [slot for slot in slots if slot.arrived[0] == 0b0011 and slot.inside == 2]
+    assert len(used) == 1
+    # As if the others had reached an independent call first.
+    where = board.board_layout(faulty.group.spec).domains_offset
+    control = board_abi.ControlStruct.from_buffer(faulty.group.board, where)
+    other = slots[control.used_slots]
+    ctypes.memmove(ctypes.byref(other), ctypes.byref(used[0]), ctypes.sizeof(other))
+    other.arrived[0], other.key[0] = 0b1100, other.key[0] + 1
+    control.used_slots += 1
+    _tick.wait(6.0)  # longer than calls must stand still to be compared
+    assert faulty.first.silent()
+    other.state = 0
+    control.used_slots -= 1
+    faulty.second.tell("launch")
+    assert [said["kind"] for said in faulty.job.heard()] == ["none", "none"]
+    del control, other, used, slots
 
 
 def test_a_lock_that_dies_with_its_holder_is_not_waited_for(faulty: Faulty) -> None:
