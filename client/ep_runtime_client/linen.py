@@ -26,6 +26,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
 
     Parameters are `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of `MoEParams`,
     boxed by `with_logical_partitioning` with the names of `ep_runtime_client.params.logical_axes`.
+    Rules that are in place when the block is called tell `ep.moe` how they lie (`params_spec`).
     Layers are static fields: they reach no variable and no checkpoint.
 
     Attributes:
@@ -59,6 +60,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     handle: int = 0
     return_stats: bool = False
     tokens_spec: jax.sharding.PartitionSpec | None = None
+    params_spec: Any = None
 
     def setup(self) -> None:
         module_options.check_source(self.layer_or_spec)
@@ -92,6 +94,10 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         layer = module_options.layer_for_call(self.layer_or_spec, layer_index)
         bias = self.bias.value if self.use_expert_bias else None
         options = {name: getattr(self, name) for name in module_options.option_names()}
+        if self.params_spec is None:
+            options["params_spec"] = module_options.rules_in_context(
+                linen.get_logical_axis_rules(), layer
+            )
         return moe(layer, x, self.moe_params, expert_bias=bias, **options)
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:

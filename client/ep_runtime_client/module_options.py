@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
-from ep_runtime_client.layers import EpLayer, LayerStack, TracedLayer
+from ep_runtime_client.layers import EpLayer, LayerStack, TracedLayer, resolve
 from ep_runtime_client.moe import moe
+from ep_runtime_client.params import LOGICAL_AXES
+from ep_runtime_client.sharding import Rules, axes_of_entry
 
 EXTRA = "pip install 'ep-runtime[flax]'"
 
@@ -44,6 +46,29 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise InvalidArgumentError(
                 f"{name} is no option of moe; it has {', '.join(names)}", argument=name
             )
+
+
+def rules_in_context(
+    logical: Sequence[tuple[str, Any]], layer: EpLayer | TracedLayer
+) -> Rules | None:
+    """Flax's logical axis rules as `params_spec` of `moe`.
+
+    Args:
+        logical: what `logical_axis_rules` put in place; the first rule of a name counts.
+        layer: of the call.
+
+    Returns:
+        None where they do not say how all parameters lie on axes of the layer's mesh.
+    """
+    places: dict[str, Any] = {}
+    for name, place in logical or ():
+        places.setdefault(name, place)
+    wanted = {name for names in LOGICAL_AXES.values() for name in names if name is not None}
+    if not wanted <= set(places):
+        return None
+    rules = Rules((), tuple((name, places[name]) for name in sorted(wanted)), (), ())
+    used = {axis for _, place in rules.logical for axis in axes_of_entry(place)}
+    return rules if used <= set(resolve(layer)[0].group_spec.axis_sizes) else None
 
 
 def layer_for_call(

@@ -32,8 +32,9 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
     Parameters are nnx.Params `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of
     `MoEParams`. Their `out_sharding` metadata are the logical names of `ep.logical_axes`: under
     `jax.set_mesh` and `nnx.logical_axis_rules(rules.logical)` they are made sharded, elsewhere
-    `ep.sharding.rules(...).shardings(nnx.state(block), mesh)` places them. The layer is a static
-    attribute: it reaches no state and no checkpoint, and `block.layer = other` exchanges it.
+    `ep.sharding.rules(...).shardings(nnx.state(block), mesh)` places them. Rules that are in place
+    when the block is called tell `ep.moe` how its parameters lie (`params_spec`). The layer is a
+    static attribute: it reaches no state and no checkpoint, and `block.layer = other` exchanges it.
 
     Args:
         layer_or_spec: a registered layer; a layer stack, of which each call names one layer; or a
@@ -102,7 +103,12 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         """
         layer = module_options.layer_for_call(self.layer, layer_index)
         bias = None if self.expert_bias is None else self.expert_bias[...]
-        return moe(layer, x, self.params, expert_bias=bias, **dict(self._options))
+        options = dict(self._options)
+        if options.get("params_spec") is None:
+            options["params_spec"] = module_options.rules_in_context(
+                spmd.get_logical_axis_rules(), layer
+            )
+        return moe(layer, x, self.params, expert_bias=bias, **options)
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
         """Moves `expert_bias` as `ep.update_expert_bias` does; the module needs to have one."""

@@ -59,7 +59,7 @@ class Rules:
         def left(axes: Sequence[str]) -> tuple[str, ...]:
             return tuple(axis for axis in axes if axis in mesh.axis_names)
 
-        logical = tuple((name, _entry(left(_axes(entry)))) for name, entry in self.logical)
+        logical = tuple((name, _entry(left(axes_of_entry(entry)))) for name, entry in self.logical)
         return Rules(left(self.mesh_axes), logical, left(self.outer), left(self.ep))
 
     def group_axes(self, mesh: Mesh | AbstractMesh) -> GroupAxes:
@@ -91,7 +91,7 @@ class Rules:
                 raise InvalidArgumentError(
                     f"names must be of {sorted(known)}, got {name!r}", argument="names"
                 )
-            axes = () if name is None else _axes(known[name])
+            axes = () if name is None else axes_of_entry(known[name])
             entries.append(_entry(tuple(axis for axis in axes if axis not in used)))
             used.update(axes)
         return PartitionSpec(*entries)
@@ -158,7 +158,12 @@ def rules(
     """
     if kind not in KINDS:
         raise InvalidArgumentError(f"kind must be one of {KINDS}, got {kind!r}", argument="kind")
-    roles = {"dp": _axes(dp), "fsdp": _axes(fsdp), "ep": _axes(ep), "tp": _axes(tp)}
+    roles = {
+        "dp": axes_of_entry(dp),
+        "fsdp": axes_of_entry(fsdp),
+        "ep": axes_of_entry(ep),
+        "tp": axes_of_entry(tp),
+    }
     mesh_axes = tuple(axis for axes in roles.values() for axis in axes)
     for axis in mesh_axes:
         if mesh_axes.count(axis) > 1:
@@ -180,13 +185,14 @@ def rules(
         "activation_exp": roles["ep"],
         **dict.fromkeys(("activation_length", "activation_embed"), ()),
         **dict.fromkeys(("activation_mlp", "activation_heads", "activation_vocab"), roles["tp"]),
-        **{name: _axes(axes) for name, axes in (logical or {}).items()},
+        **{name: axes_of_entry(axes) for name, axes in (logical or {}).items()},
     }
     pairs = tuple((name, _entry(axes)) for name, axes in table.items())
     return Rules(mesh_axes, pairs, outer, roles["ep"])
 
 
-def _axes(axes: Axes) -> tuple[str, ...]:
+def axes_of_entry(axes: Axes) -> tuple[str, ...]:
+    """A place of a logical name, or an entry of a PartitionSpec, as a tuple."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -252,7 +258,7 @@ def _placed(here: Rules, names: Names | None, value: Any, mesh: Mesh, where: str
     """Sharding of one array; checks that axes divide dims."""
     spec = here.spec(names or ())
     for dim, entry in enumerate(spec):
-        axes = _axes(entry)
+        axes = axes_of_entry(entry)
         size = math.prod(mesh.shape[axis] for axis in axes)
         if value.shape[dim] % size:
             sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)

@@ -66,6 +66,16 @@ def test_mesh_rules_optimizer_and_picture_are_as_asked_for(tmp_path: Path) -> No
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_recipes_are_trained_one_after_the_other_and_put_side_by_side() -> None:
+    done = demo("--steps", "2", "--recipe", "bf16,fp8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^ +(bf16|fp8) +2 +(\d\.\d+) +\d\.\d+ +[+-]0\.\d+ ", done.stdout, re.M)
+    assert [name for name, _ in rows] == ["bf16", "fp8"]
+    losses = [float(loss) for _, loss in rows]
+    assert abs(losses[0] - losses[1]) < 0.05
+    assert done.stdout.count("sample continuation") == 1
+
+
 def test_wrong_options_are_exit_code_1_and_start_nothing() -> None:
     done = demo("--steps", "3", "--batch", "7")
     assert done.returncode == 1

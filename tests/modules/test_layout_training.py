@@ -15,9 +15,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import ep_runtime as ep
+from ep_runtime_client.sharding import Rules
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 EXPERTS, HIDDEN, MLP, TOKENS, STEPS = 8, 16, 8, 64, 10
@@ -41,8 +43,8 @@ OPTIMIZERS = {
 class Training:
     """One layer's training state on a mesh and in a layout, and its compiled step."""
 
-    def __init__(self, group: fakes.LocalGroup, kind: str, optimizer: str) -> None:
-        rules, mesh = ep.sharding.rules(kind), group.mesh
+    def __init__(self, group: fakes.LocalGroup, rules: Rules, optimizer: str) -> None:
+        mesh = group.mesh
         layer = group.register_layer("block", top_k=2)
         transformation = OPTIMIZERS[optimizer]()
         params = ep.init_moe_params(jax.random.key(0), layer, MLP)
@@ -91,25 +93,71 @@ class Training:
 def training(make_group: MakeGroup) -> Callable[..., Training]:
     fakes.require_native()
 
-    def make(kind: str, optimizer: str, *, explicit: bool = False) -> Training:
+    def make(
+        kind: str,
+        optimizer: str,
+        *,
+        axes: dict[str, int] = AXES,
+        explicit: bool = False,
+        **names: Any,
+    ) -> Training:
+        mesh, rules = fakes.mesh_of(axes, explicit=explicit), ep.sharding.rules(kind, **names)
         group = make_group(
-            mesh=fakes.mesh_of(AXES, explicit=explicit),
-            outer_axes=("dp", "fsdp"),
-            transport="memfd",
-            num_experts=EXPERTS,
+            mesh=mesh, **rules.group_axes(mesh), transport="memfd", num_experts=EXPERTS
         )
-        return Training(group, kind, optimizer)
+        return Training(group, rules, optimizer)
 
     return make
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[tuple[str, str], list[float]]:
+    """Losses with Auto axes, of tests before."""
+    return {}
+
+
+@pytest.fixture
+def losses_of(
+    training: Callable[..., Training], known: dict[tuple[str, str], list[float]]
+) -> Callable[[str, str], list[float]]:
+    def find(kind: str, optimizer: str) -> list[float]:
+        if (kind, optimizer) not in known:
+            known[kind, optimizer] = training(kind, optimizer).losses()
+        return known[kind, optimizer]
+
+    return find
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ten_steps_have_the_same_losses_in_both_layouts(
-    training: Callable[..., Training], optimizer: str
+    losses_of: Callable[[str, str], list[float]], optimizer: str
 ) -> None:
-    plain, sharded = (training(kind, optimizer).losses() for kind in KINDS)
+    plain, sharded = (losses_of(kind, optimizer) for kind in KINDS)
     np.testing.assert_allclose(sharded, plain, rtol=2e-5)
     assert plain[-1] < 0.97 * plain[0]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_explicit_axes_have_the_same_losses(
+    training: Callable[..., Training],
+    losses_of: Callable[[str, str], list[float]],
+    optimizer: str,
+) -> None:
+    explicit = training(KINDS[1], optimizer, explicit=True).losses()
+    np.testing.assert_allclose(explicit, losses_of(KINDS[1], optimizer), rtol=2e-5)
+
+
+def test_expert_parallelism_over_two_axes_has_the_same_losses(
+    training: Callable[..., Training], losses_of: Callable[[str, str], list[float]]
+) -> None:
+    two = training(
+        KINDS[1],
+        "adamw",
+        axes={"fsdp": 2, "context": 2, "expert": 2},
+        ep=("context", "expert"),
+    )
+    assert two.layout[0].wi.spec == P(("context", "expert", "fsdp"), None, None, None)
+    np.testing.assert_allclose(two.losses(), losses_of(KINDS[0], "adamw"), rtol=2e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.module_options import rules_in_context
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, EXPERTS, MLP = 16, 4, 8
@@ -197,6 +198,18 @@ def test_the_expert_bias_is_state_that_no_optimizer_meets(group: fakes.LocalGrou
     block.expert_bias[...] = jnp.array([9.0, 9.0, -9.0, -9.0])
     _, _, biased = block(tokens(group))
     np.testing.assert_array_equal(biased.tokens_per_expert, [16, 16, 0, 0])
+
+
+def test_rules_around_a_call_tell_how_parameters_lie(group: fakes.LocalGroup) -> None:
+    layer = group.register_layer("block", top_k=2)
+    rules = ep.sharding.rules("shard-exp-on-fsdp").on(group.mesh)
+    found = rules_in_context(rules.logical, layer)
+    assert found is not None
+    assert found.spec(("exp", "embed_moe", None, "mlp_moe")) == P("ep", None, None, None)
+    assert rules_in_context((), layer) is None
+    assert rules_in_context((("exp", "ep"), ("embed_moe", None)), layer) is None
+    # Axes of another mesh than the layer's.
+    assert rules_in_context(ep.sharding.rules("fsdp+ep").logical, layer) is None
 
 
 def test_what_cannot_be_called_says_why(group: fakes.LocalGroup) -> None:

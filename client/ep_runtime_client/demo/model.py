@@ -37,6 +37,7 @@ class ModelConfig:
     seq: int = 128
     aux_loss_coeff: float = 0.01
     recipe: Any = None
+    params_spec: Any = None  # rules by which the experts' weights lie
 
 
 class Metrics(NamedTuple):
@@ -124,6 +125,7 @@ def forward(
             block["moe"],
             aux_loss_coeff=config.aux_loss_coeff,
             recipe=config.recipe,
+            params_spec=config.params_spec,
             return_stats=True,
         )
         x = x + y

@@ -103,6 +103,7 @@ class Trainer:
             top_k=config.top_k,
             seq=config.seq,
             recipe=model.recipe_of(recipe),
+            params_spec=self._rules,
         )
         self._optimizer = make_optimizer(config)
         self._rows = NamedSharding(mesh, self._rules.spec(("activation_batch",)))
