@@ -9,9 +9,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import ep_runtime as ep
 from ep_runtime import env, errors
 from ep_runtime_client import cli
 from ep_runtime_client.demo.cli import add_arguments, make_config
@@ -72,6 +77,18 @@ def test_the_training_job_shown_is_the_one_that_is_tested(text: str) -> None:
     assert len(shown) == 3
     for code in shown:
         assert code in script or textwrap.indent(code, "    ") in script
+
+
+def test_the_matmuls_shown_run_and_have_gradients(text: str) -> None:
+    code = compile(block(text, "recipes"), str(README), "exec")
+
+    def shown(x: Any, w: Any) -> Any:
+        names = {"ep": ep, "x": x, "w": w, "group_sizes": jnp.int32([[20, 12]])}
+        exec(code, names)  # the README's own text
+        return jnp.abs(names["y"]).sum()
+
+    grads = jax.jit(jax.grad(shown, argnums=(0, 1)))(jnp.ones((1, 32, 32)), jnp.ones((2, 32, 32)))
+    assert all(np.isfinite(grad).all() and np.any(grad) for grad in grads)
 
 
 def test_the_demo_lines_are_options_that_fit(text: str) -> None:

@@ -180,6 +180,18 @@ def test_sizes_past_the_slab_are_cut() -> None:
     assert_close(compiled()(*given, sizes), expected(given, cut), 1e-6)
 
 
+def test_slabs_without_rows_and_devices_without_groups() -> None:
+    given = cases.operands((0,), 32, (32,))
+    for recipe in (recipes.TensorScaling(), recipes.MXFP8()):
+        none = jax.tree.map(lambda x: x[:0], given)._replace(rhs=given.rhs, bias=given.bias)
+        out, d_rows, d_kernel, d_bias = quantized(recipe)(*none, jnp.zeros(4, jnp.int32))[1]
+        assert (out.shape, d_rows.shape) == ((0, 32), (0, 32))
+        np.testing.assert_array_equal(d_kernel, np.zeros_like(given.rhs))
+        np.testing.assert_array_equal(d_bias, np.zeros_like(given.bias))
+    rows = local_gemm.forward(F32, given.lhs, given.rhs[:0], None, jnp.zeros(0, jnp.int32))
+    np.testing.assert_array_equal(rows, np.zeros((cases.ROWS, 32)))
+
+
 def test_equal_inputs_give_equal_bits() -> None:
     sizes = cases.SIZES["all rows"]
     given = cases.operands(sizes, 160, (2, 32))

@@ -139,7 +139,7 @@ def _flat(array: jax.Array, lead: int) -> jax.Array:
 
 
 def _matrix(part: jax.Array) -> jax.Array:
-    return part.reshape(part.shape[0], -1)
+    return part.reshape(part.shape[0], math.prod(part.shape[1:]))
 
 
 def _cast(part: jax.Array, dtype: Any) -> jax.Array:

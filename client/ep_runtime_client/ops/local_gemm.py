@@ -67,7 +67,8 @@ def forward(
 
     def step(block: Block, out: jax.Array) -> jax.Array:
         expert = blocks.expert(block, rhs.shape[0])
-        result = _dot(rows(block), kernels(expert), (1, 0)).reshape(-1, *rhs.shape[2:])
+        result = _dot(rows(block), kernels(expert), (1, 0))
+        result = result.reshape(blocks.rows, *rhs.shape[2:])
         if bias is not None:
             result = result + row_blocks.pick(bias, expert).astype(result.dtype)
         return block.write(out, result)

@@ -115,7 +115,7 @@ def cut(capacity: int, group_sizes: jax.Array, alignment: int = 1) -> Blocks:
         alignment: what group sizes are a multiple of, where the caller knows: blocks of that many
             rows, within 64 and 256, leave no tail. Any other value is right too.
     """
-    slabs = group_sizes.reshape(-1, group_sizes.shape[-1]).astype(jnp.int32)
+    slabs = (group_sizes if group_sizes.ndim == 2 else group_sizes[None]).astype(jnp.int32)
     num_rows = capacity * slabs.shape[0]
     rows = min(num_rows, max(MIN_BLOCK_ROWS, min(alignment, MAX_BLOCK_ROWS)))
     end = jnp.cumsum(slabs, axis=-1, dtype=jnp.int32)
