@@ -1,0 +1,199 @@
+"""Where grouped_gemm runs: Explicit axes, manual regions, ambient meshes, caches, donation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import collectives
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from daemon_fixtures import package_path
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ep_runtime as ep
+from ep_runtime_client import recipes
+
+MakeGroup = Callable[..., fakes.LocalGroup]
+
+AXES = {"dp": 2, "fsdp": 2, "ep": 2}
+SLAB = P(("dp", "fsdp", "ep"))
+WEIGHT = P("ep", "fsdp")
+SPECS = (SLAB, WEIGHT, P("ep"), SLAB)
+
+
+def draw() -> list[Any]:
+    rng = np.random.default_rng(0)
+    shapes = [(8, 16, 8), (4, 8, 4), (4, 4)]
+    arrays: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [*arrays, np.full((8, 2), 8, np.int32)]
+
+
+def placed(mesh: Any) -> list[Any]:
+    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(draw(), SPECS, strict=True)]
+
+
+def value_and_grads(function: Callable[..., Any]) -> Any:
+    def loss(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
+        return jnp.sin(function(lhs, rhs, bias, sizes)).sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2))
+
+
+def gemm(layer: Any, **options: Any) -> Callable[..., Any]:
+    def run(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, sizes, bias=bias, layer=layer, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Any:
+    return jax.jit(value_and_grads(gemm(None)))(*draw())
+
+
+def check(found: Any, wanted: Any) -> None:
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def layer_of(make_group: MakeGroup, **settings: Any) -> Any:
+    defaults = {"outer_axes": ("dp", "fsdp"), "transport": "xla", "num_experts": 4}
+    if "mesh" not in settings:
+        defaults["axes"] = AXES
+    return make_group(**(defaults | settings)).register_layer("moe", top_k=2)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["layer", "no layer"])
+def test_explicit_axes_type_the_result_and_the_gradients(
+    make_group: MakeGroup, wanted: Any, named: bool
+) -> None:
+    mesh = fakes.mesh_of(AXES, explicit=True)
+    layer = layer_of(make_group, mesh=mesh) if named else None
+    run = jax.jit(value_and_grads(gemm(layer)))
+    found = run(*placed(mesh))
+    check(found, wanted)
+    assert jax.typeof(found[1][1]).sharding.spec == P("ep", "fsdp", None)
+    moved = collectives.count(run.lower(*placed(mesh)).compile())
+    assert moved["reduce-scatter", "f32"] == 1
+    assert not {kind for kind, _ in moved} - {"all-gather", "all-reduce", "reduce-scatter"}
+
+
+@pytest.mark.parametrize("tracked", [False, True], ids=["unchecked", "check_vma"])
+@pytest.mark.parametrize(
+    ("manual", "rhs_spec"),
+    [
+        pytest.param(("dp", "fsdp", "ep"), WEIGHT, id="all"),
+        pytest.param(("dp",), None, id="dp"),
+        pytest.param(("dp", "fsdp"), P(None, "fsdp"), id="outer", marks=pytest.mark.slow),
+    ],
+)
+def test_manual_regions_gather_what_rhs_spec_says(
+    make_group: MakeGroup, wanted: Any, manual: Any, rhs_spec: Any, tracked: bool
+) -> None:
+    layer = layer_of(make_group, partitioning="rule")
+
+    def cut(spec: P) -> P:
+        entries = ((e,) if isinstance(e, str) else e or () for e in spec)
+        return P(*(tuple(a for a in axes if a in manual) or None for axes in entries))
+
+    run = jax.shard_map(
+        gemm(layer, rhs_spec=rhs_spec),
+        mesh=layer.mesh,
+        axis_names=set(manual),
+        in_specs=tuple(cut(spec) for spec in SPECS),
+        out_specs=cut(SLAB),
+        check_vma=tracked,
+    )
+    check(jax.jit(value_and_grads(run))(*placed(layer.mesh)), wanted)
+
+
+@pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
+def test_eager_ambient_and_unplaced_operands(
+    make_group: MakeGroup, wanted: Any, partitioning: str
+) -> None:
+    layer = layer_of(make_group, partitioning=partitioning)
+    run = value_and_grads(gemm(layer))
+    check(run(*placed(layer.mesh)), wanted)
+    with jax.set_mesh(layer.mesh):
+        check(jax.jit(run)(*draw()), wanted)
+
+
+def test_without_a_layer_the_rule_reads_roles_off_the_operands(wanted: Any) -> None:
+    mesh = fakes.mesh_of(AXES)
+    compiled = jax.jit(value_and_grads(gemm(None))).lower(*placed(mesh)).compile()
+    check(compiled(*placed(mesh)), wanted)
+    # Of the weight forward and backward; d_rhs; d_bias, the sum of d_rhs over dp, the loss.
+    assert collectives.count(compiled) == Counter(
+        {("all-gather", "f32"): 2, ("reduce-scatter", "f32"): 1, ("all-reduce", "f32"): 3}
+    )
+
+
+def test_auto_takes_the_shard_map_where_it_can_and_the_rule_where_it_must(
+    make_group: MakeGroup,
+) -> None:
+    layer = layer_of(make_group)
+
+    def ruled(layer: Any, **options: Any) -> bool:
+        text = jax.jit(gemm(layer, **options)).lower(*placed(layer.mesh)).as_text()
+        return "CustomSPMDPartitioning" in text
+
+    assert not ruled(layer)
+    assert ruled(layer, recipe=recipes.TensorScaling())
+    assert not ruled(layer, recipe=recipes.TensorScaling(), rhs_spec=WEIGHT)
+    tp = layer_of(make_group, axes={"fsdp": 2, "tp": 2, "ep": 2}, outer_axes="fsdp")
+    lhs, rhs, bias, sizes = draw()
+    shapes = (lhs[:4], rhs, bias, sizes[:4])
+    assert "CustomSPMDPartitioning" in jax.jit(gemm(tp)).lower(*shapes).as_text()
+
+
+def test_scan_over_layers_with_remat_and_donated_weights(make_group: MakeGroup) -> None:
+    layer = layer_of(make_group, partitioning="rule")
+    lhs, rhs, _, sizes = placed(layer.mesh)
+    square = np.stack([np.eye(8, dtype=np.float32)] * 4)
+    stack = np.stack([square * 0.5, square * 2.0, square])
+    spec = NamedSharding(layer.mesh, P(None, "ep", "fsdp"))
+
+    def loss(stack: Any, lhs: Any, sizes: Any) -> Any:
+        def step(rows: Any, kernel: Any) -> Any:
+            out = ep.grouped_gemm(rows, kernel, sizes, layer=layer, recipe=recipes.TensorScaling())
+            return out, None
+
+        saved = ep.remat_policy(save=("ep_q_x", "ep_q_w"))
+        return (jax.lax.scan(jax.checkpoint(step, policy=saved), lhs, stack)[0] ** 2).sum()
+
+    run = jax.jit(jax.value_and_grad(loss), donate_argnums=0)
+    value, grad = run(jax.device_put(stack, spec), lhs, sizes)
+    assert grad.sharding.is_equivalent_to(spec, 4)
+    np.testing.assert_allclose(value, (draw()[0] ** 2).sum(), rtol=0.1)
+
+
+def test_the_persistent_cache_hits_for_the_same_spec_alone(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    path = os.pathsep.join([package_path(), str(here), str(here.parent)])
+
+    def child() -> Any:
+        done = subprocess.run(
+            [sys.executable, "-P", str(here / "gemm_cache_child.py"), str(tmp_path / "cache")],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first, second = child(), child()
+    for report, hits in ((first, 0), (second, 1)):
+        for name, each in report.items():
+            assert each == {"hits": hits, "misses": 1 - hits, "right": True}, name
