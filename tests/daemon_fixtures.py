@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import guardian
 import pytest
 
 from ep_runtime_client import children
@@ -53,6 +54,7 @@ def directory() -> Iterator[Path]:
 def start_daemon(directory: Path, *options: str) -> children.Child:
     """A daemon that answers."""
     child = children.Child.start(directory, ["--max-host-bytes", "1G", *options])
+    guardian.protect(child.pid)
     child.wait_ready(READY_TIMEOUT_S)
     return child
 
@@ -137,6 +139,7 @@ class Program:
             text=True,
         )
         self.pid = self._process.pid
+        guardian.protect(self.pid)
 
     def heard(self) -> Any:
         """The next line that the program says."""

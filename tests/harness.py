@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import guardian
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_client import WAIT_S, Client, Process, Stubs, new_op_id
@@ -162,6 +163,7 @@ class DaemonProcess(Served):
         )
         os.close(writer)
         self.pid = self.popen.pid
+        guardian.protect(self.pid)
         with open(reader) as told:
             self.ready = json.loads(told.readline() or "null") if ready else None
 

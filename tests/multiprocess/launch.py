@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import guardian
 from daemon_fixtures import package_path
 
 WAIT_S = 120.0
@@ -86,6 +87,7 @@ class Worker:
             )
         os.close(theirs)
         self.pid = self._process.pid
+        guardian.protect(self.pid)
 
     @property
     def ended(self) -> bool:

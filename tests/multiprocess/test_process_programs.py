@@ -12,7 +12,13 @@ _LAYOUTS = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)], i
 
 def _run(call: str, processes: int, devices: int, address: str, within_s: float = 200) -> Any:
     script = f"from multiprocess import programs_job\nsay(**programs_job.{call})\n"
-    with Job(script, processes=processes, devices=devices, EP_RUNTIME_ADDRESS=address) as job:
+    with Job(
+        script,
+        processes=processes,
+        devices=devices,
+        life_s=within_s + 80,
+        EP_RUNTIME_ADDRESS=address,
+    ) as job:
         said = job.heard(within_s)
         job.finish()
     assert all(row == said[0] for row in said)
@@ -35,9 +41,10 @@ def test_four_microbatches_give_their_own_values(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @_LAYOUTS
 def test_ten_thousand_steps_of_two_groups_with_random_pauses(
     address: str, processes: int, devices: int
 ) -> None:
     call = "soak(10_000, index)"
-    assert _run(call, processes, devices, address)["steps"] == 10_000
+    assert _run(call, processes, devices, address, within_s=1000)["steps"] == 10_000
