@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from daemon_fixtures import Program, wait_until
+from harness import memfds_of
 
+from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime_client import children
 from ep_runtime_client.cli import source
 
 Start = Callable[..., Program]
@@ -86,8 +91,6 @@ def test_a_compiled_step_of_a_gone_group_is_stale_and_the_process_goes_on(
     generation = program.heard()["generation"]
     program.tell()
     if ending == "hear()":
-        from ep_runtime.v1 import admin_service_pb2 as messages
-
         admin.call("Reclaim", messages.ReclaimRequest(name="g"))
         program.tell()
     stale = program.heard()
@@ -110,3 +113,57 @@ def test_the_listing_shows_what_a_handle_did_last(
     assert row["lane"] in (0, 1)
     program.tell()
     assert program.finish() == 0
+
+
+_AGAIN = (
+    _PROGRAM
+    + """
+import os
+
+def held():
+    maps = sum("memfd:" in line for line in open("/proc/self/maps"))
+    return [len(os.listdir("/proc/self/fd")), maps]
+
+def made(**changed):
+    group = session.create_group("g", mesh_of(), **{**ARGUMENTS, **changed}, retain_s=60)
+    run(make_step(group.register_layer("moe/0", top_k=2)))
+    return group
+
+group = made()
+say(generation=group.generation, held=held())
+while (order := hear()) != "end":
+    if order == "replace":
+        group = made(replace=True, max_tokens_per_rank=24 - group.spec.max_tokens_per_rank)
+    else:
+        group = made(max_tokens_per_rank=group.spec.max_tokens_per_rank)
+    say(generation=group.generation, held=held())
+session.close()
+"""
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_groups_replaced_and_reclaimed_again_and_again_leave_nothing(
+    run_program: Start, address: str, admin: source.Source, daemon: children.Child, count: int
+) -> None:
+    program = run_program(_AGAIN, EP_RUNTIME_ADDRESS=address)
+    said = program.heard()
+    held = []
+    for _ in range(count):
+        for order in ("replace", "reclaim", "replace", "reclaim"):
+            generation = said["generation"]
+            if order == "reclaim":
+                admin.call("Reclaim", messages.ReclaimRequest(name="g"))
+            program.tell(order)
+            said = program.heard()
+            assert said["generation"] > generation
+        wait_until(lambda: len(admin.buffers()) == 5, "only the group's memory is left")
+        wait_until(lambda: len(memfds_of(daemon.pid)) == 5, "the kernel has no more of it")
+        held.append([*said["held"], len(os.listdir(f"/proc/{daemon.pid}/fd"))])
+    assert [row["state"] for row in admin.groups()] == ["READY"]
+    first = min(5, count - 1)
+    assert (np.array(held[first:]) <= np.array(held[first]) + 1).all(), held
+    program.tell("end")
+    assert program.finish() == 0
+    wait_until(lambda: not admin.buffers(), "everything is freed")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
+import numpy as np
 import pytest
 from daemon_fixtures import wait_until
+from harness import memfds_of
 from multiprocess.launch import Job
 
-from ep_runtime_client import cli
+from ep_runtime_client import children, cli
+from ep_runtime_client.cli import source
 
 _JOB = """
 from multiprocess import programs_job
@@ -86,15 +90,89 @@ def test_a_rank_that_never_comes_ends_the_wait_at_the_budget(address: str) -> No
         job.finish()
 
 
+_LATE = {
+    "2 minutes of sleep": "time.sleep(120)",
+    "a minute of compiling": "jax.jit(lambda x: (time.sleep(60), x)[1])(1.0)",
+}
+
+
 @pytest.mark.slow
-def test_a_minute_of_silence_is_no_error(address: str) -> None:
-    """As compiling on one process only; the default budget is ten minutes."""
-    environment = {"EP_RUNTIME_ADDRESS": address, "TEST_OP_TIMEOUT_S": "600"}
-    sleeps = _JOB.replace("    hear()\nstarted", "    time.sleep(60)\nstarted")
-    with Job(sleeps, processes=2, devices=1, **environment) as job:
-        job.heard()
-        said = job.heard()
+@pytest.mark.parametrize("how", list(_LATE))
+def test_minutes_of_silence_at_default_settings_are_no_error(
+    address: str, status: Any, how: str
+) -> None:
+    job = _JOB.replace(', op_timeout_s=float(os.environ["TEST_OP_TIMEOUT_S"])', "")
+    late = job.replace("    hear()\nstarted", f"    say(late=True)\n    {_LATE[how]}\nstarted")
+    assert late.count(_LATE[how]) == 1
+    with Job(
+        "from multiprocess import programs_job\n"
+        "programs_job.SETTINGS.pop('op_timeout_s')  # the default\n" + late + "session.close()",
+        processes=2,
+        devices=1,
+        EP_RUNTIME_ADDRESS=address,
+    ) as started:
+        started.heard()
+        assert started.workers[1].heard() == {"late": True}
+        wait_until(lambda: status("-o", "json")["late_ranks"], "the late rank is shown")
+        (shown,) = status("-o", "json")["late_ranks"]
+        assert shown["world_rank"] == 1
+        said = started.heard(150)
         assert [row["error"] for row in said] == [None, None]
         assert said[0]["took_s"] > 55
-        job.tell()
+        assert status("-o", "json")["late_ranks"] == []
+        started.tell()
+        started.finish()
+
+
+_MANY = """
+from multiprocess import programs_job
+session = ep.connect(timeout_s=60)
+world = programs_job.World(session, op_timeout_s=0.5)
+layer = world.group.register_layer("moe/0", top_k=2)
+tokens, idx = world.tokens(0), world.routing(0)
+step = jax.jit(lambda tokens, idx: programs_job.round_trip(layer, tokens, idx, 1.0))
+
+def run():
+    try:
+        with ep.translate_errors():
+            programs_job.check(step(tokens, idx), tokens, 2)
+    except ep.EpRuntimeError as error:
+        return type(error).__name__
+    return "right"
+
+def held():
+    maps = sum("memfd:" in line for line in open("/proc/self/maps"))
+    return [len(os.listdir("/proc/self/fd")), maps, len(os.listdir("/proc/self/task"))]
+
+say(first=run())
+while (order := hear()) != "end":
+    say(got=run(), held=held())
+session.close()
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_ranks_that_time_out_again_and_again_leave_nothing(
+    address: str, admin: source.Source, daemon: children.Child, count: int
+) -> None:
+    with Job(_MANY, processes=2, devices=1, life_s=550.0, EP_RUNTIME_ADDRESS=address) as job:
+        assert job.heard() == [{"first": "right"}] * 2
+        before = memfds_of(daemon.pid)
+        held = []  # per turn: descriptors, mappings and threads of each process, the daemon's files
+        for _ in range(count):
+            early, late = job.workers
+            early.tell()
+            assert early.heard()["got"] == "OpTimeoutError"
+            late.tell()  # its run is over for the other
+            assert late.heard()["got"] == "OpTimeoutError"
+            job.tell()
+            said = job.heard()
+            assert [row["got"] for row in said] == ["right", "right"]
+            files = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+            held.append([*said[0]["held"], *said[1]["held"], files])
+        first = min(5, count - 1)  # threads and connections are made in the first turns
+        assert (np.array(held[first:]) <= np.array(held[first]) + 1).all(), held
+        assert memfds_of(daemon.pid) == before
+        job.tell("end")
         job.finish()
