@@ -178,6 +178,36 @@ def test_scan_over_layers_with_remat_and_donated_weights(make_group: MakeGroup) 
     np.testing.assert_allclose(value, (draw()[0] ** 2).sum(), rtol=0.1)
 
 
+@pytest.mark.parametrize("manual", [False, True], ids=["rule", "manual"])
+def test_delayed_histories_are_those_of_all_ranks(make_group: MakeGroup, manual: bool) -> None:
+    layer = layer_of(make_group, partitioning="rule")
+    recipe = recipes.TensorScaling(delayed=True, history=2)
+    state = recipe.init_state(4)
+
+    def step(lhs: Any, rhs: Any, sizes: Any, state: Any, **options: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, sizes, recipe=recipe, state=state, **options)
+
+    wanted = draw()
+    lhs, rhs, _, sizes = placed(layer.mesh)
+    run: Any = jax.jit(lambda *args: step(*args, layer=layer))
+    if manual:
+        run = jax.shard_map(
+            lambda *args: step(*args, layer=layer, rhs_spec=WEIGHT),
+            mesh=layer.mesh,
+            in_specs=(SLAB, WEIGHT, SLAB, P()),
+            out_specs=(SLAB, P()),
+            check_vma=False,
+        )
+        run = jax.jit(run)
+    _, state = run(lhs, rhs, sizes, state)
+    rows = np.abs(wanted[0]).reshape(4, 2, 2, 8 * 8).max((0, 3)).reshape(4)
+    np.testing.assert_array_equal(state.x[0], rows)
+    np.testing.assert_array_equal(state.w[0], np.abs(wanted[1]).max((1, 2)))
+    out, _ = run(lhs, rhs, sizes, state)
+    exact = ep.grouped_gemm(wanted[0], wanted[1], wanted[3], recipe=recipes.TensorScaling())
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_the_persistent_cache_hits_for_the_same_spec_alone(tmp_path: Path) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([package_path(), str(here), str(here.parent)])

@@ -212,3 +212,51 @@ def test_the_trace_does_not_grow_with_the_number_of_experts() -> None:
         return len(text.splitlines())
 
     assert lines(256) <= 1.2 * lines(8)
+
+
+def test_delayed_scaling_takes_scales_from_the_history_and_pushes_this_amax() -> None:
+    lhs, rhs, _, sizes = draw([[5, 0, 9, 3], [1, 13, 2, 0]], k=32, n=(16,))
+    defined = np.arange(24) < sizes.sum(-1)[:, None]
+    recipe = recipes.TensorScaling(delayed=True, history=2)
+    state = recipe.init_state(8)
+
+    def loss(lhs: Any, rhs: Any, state: Any) -> Any:
+        out, after = ep.grouped_gemm(lhs, rhs, sizes, recipe=recipe, state=state)
+        return jnp.sin(jnp.where(defined[..., None], out, 0)).sum(), (out, after)
+
+    run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    grads, (_, first) = run(lhs, rhs, state)
+    for leaf in jax.tree.leaves(grads[2]):
+        np.testing.assert_array_equal(leaf, np.zeros((2, 8)))
+    current = ep.grouped_quantize(lhs, sizes, recipes.TensorScaling()).amax
+    np.testing.assert_array_equal(first.x, [np.ravel(current), np.zeros(8)])
+    np.testing.assert_array_equal(first.w, [np.abs(rhs).max((1, 2)), np.zeros(8)])
+    # From then on the history of equal calls gives what current scaling gives.
+    delayed, (out, second) = run(lhs, rhs, first)
+    np.testing.assert_array_equal(second.x, [first.x[0], first.x[0]])
+    now = ep.grouped_gemm(lhs, rhs, sizes, recipe=recipes.TensorScaling())
+    np.testing.assert_array_equal(np.array(out)[defined], np.array(now)[defined])
+    assert np.isfinite(delayed[1]).all()
+    # A larger one is cut off: the history knows nothing of it yet.
+    cut, (_, third) = run(lhs * 4, rhs, second)
+    np.testing.assert_array_equal(third.x[0], 4 * first.x[0])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "state", "words"),
+    [
+        (recipes.TensorScaling(delayed=True), None, "needs state="),
+        (recipes.TensorScaling(), recipes.TensorScaling(delayed=True).init_state(8), "state goes"),
+        (
+            recipes.TensorScaling(delayed=True, history=3),
+            recipes.TensorScaling(delayed=True, history=2).init_state(8),
+            r"\[3, 8\], got \[2, 8\]",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_the_recipe_is_an_error(
+    recipe: Any, state: Any, words: str
+) -> None:
+    lhs, rhs, _, sizes = draw(SIZES["full"])
+    with pytest.raises(ep.InvalidArgumentError, match=words):
+        ep.grouped_gemm(lhs, rhs, sizes, recipe=recipe, state=state)

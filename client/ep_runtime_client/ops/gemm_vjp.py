@@ -18,7 +18,7 @@ from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe
 
 # lhs, rhs (plain ones, or where the gradients of quantized ones go), bias, quantized lhs and rhs
-# without origin, group_sizes [R, L].
+# without origin, group_sizes [R, L], given scales of rows [R, L] and kernels [E] or None.
 Operands = tuple[
     jax.Array | None,
     jax.Array | None,
@@ -26,7 +26,9 @@ Operands = tuple[
     QuantizedTensor | None,
     QuantizedTensor | None,
     jax.Array,
+    tuple[jax.Array, jax.Array] | None,
 ]
+Amax = tuple[jax.Array, jax.Array] | None  # of rows [R, L] and kernels [E], where scales are given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +57,16 @@ class GemmCall:
     types: tuple[Entries | None, ...] = (None, None, None)
 
 
-def run(call: GemmCall, operands: Operands) -> jax.Array:
-    """[R, C, *N'], differentiable in the first three operands."""
-    out: jax.Array = twin.run(_primal, call, *operands, traced=_gemm)
-    return out
+def run(call: GemmCall, operands: Operands) -> tuple[jax.Array, Amax]:
+    """[R, C, *N'], differentiable in the first three operands, and this call's amax."""
+    result: tuple[jax.Array, Amax] = twin.run(_primal, call, *operands, traced=_gemm)
+    return result
 
 
-def _primal(call: GemmCall, *operands: Any) -> jax.Array:
+def _primal(call: GemmCall, *operands: Any) -> tuple[jax.Array, Amax]:
     bias, group_sizes = operands[2], operands[5]
-    rows, kernel = _multiplied(call, *operands[:2], *operands[3:])
-    return _forward(call, rows, kernel, bias, group_sizes)
+    rows, kernel, amax = _multiplied(call, *operands[:2], *operands[3:])
+    return _forward(call, rows, kernel, bias, group_sizes), amax
 
 
 def _multiplied(
@@ -74,21 +76,27 @@ def _multiplied(
     q_lhs: QuantizedTensor | None,
     q_rhs: QuantizedTensor | None,
     group_sizes: jax.Array,
-) -> tuple[Matrix, Matrix]:
+    scales: tuple[jax.Array, jax.Array] | None,
+) -> tuple[Matrix, Matrix, Amax]:
     """What the GEMM multiplies: quantized here where there is a recipe for plain operands."""
     rows, kernel = _either(q_lhs, lhs), _either(q_rhs, rhs)
     if call.recipe is None:
-        return rows, kernel
+        return rows, kernel, None
+    scaled = scales is not None
+    x_scale, w_scale = ((), ()) if scales is None else ((scales[0],), (scales[1],))
+    found: list[Any] = []
     if q_rhs is None:
-        kernel_op = quantize_ops.QuantizeKernel(call.where, call.recipe, kernel.shape)
-        q = quantize_ops.kernel(kernel_op, call.rhs, _array(kernel))
+        kernel_op = quantize_ops.QuantizeKernel(call.where, call.recipe, kernel.shape, scaled)
+        q = quantize_ops.kernel(kernel_op, call.rhs, _array(kernel), *w_scale)
+        found.append(q.amax)
         kernel = _tagged(q, "ep_q_w")
     if q_lhs is None:
-        rows_op = quantize_ops.QuantizeRows(call.where, call.recipe, 3, call.num_experts)
+        rows_op = quantize_ops.QuantizeRows(call.where, call.recipe, 3, call.num_experts, scaled)
         x = spread.pin(call.where, _array(rows), (call.lhs[0], (), None))
-        q = quantize_ops.rows(rows_op, call.lhs, x, group_sizes)
+        q = quantize_ops.rows(rows_op, call.lhs, x, group_sizes, *x_scale)
+        found.append(q.amax)
         rows = _tagged(dataclasses.replace(q, group_sizes=None), "ep_q_x")
-    return rows, kernel
+    return rows, kernel, (found[1], found[0]) if scaled else None
 
 
 def _either(quantized: QuantizedTensor | None, plain: jax.Array | None) -> Matrix:
@@ -133,19 +141,19 @@ def _fwd(call: GemmCall, *operands: Any) -> Any:
     return twin.shared(_forward_kept, call, *operands)
 
 
-def _bwd(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
-    grads = twin.shared(_pullback, call, kept, grad)
+def _bwd(call: GemmCall, kept: Any, grads_out: tuple[jax.Array, Any]) -> Any:
+    grads = twin.shared(_pullback, call, kept, grads_out[0])
     typed = [spread.typed_as(*each) for each in zip(grads, call.types, strict=True)]
-    return (*typed, None, None, None)
+    return (*typed, None, None, None, None)
 
 
 def _forward_kept(call: GemmCall, *operands: Any) -> Any:
-    """(out, what backward needs)."""
-    lhs, rhs, bias, q_lhs, q_rhs, group_sizes = operands
-    rows, kernel = _multiplied(call, lhs, rhs, q_lhs, q_rhs, group_sizes)
+    """((out, amax), what backward needs)."""
+    lhs, rhs, bias, _, _, group_sizes, _ = operands
+    rows, kernel, amax = _multiplied(call, lhs, rhs, *operands[3:])
     out = _forward(call, rows, kernel, bias, group_sizes)
     likes = tuple(None if x is None else jax.numpy.zeros((0,), x.dtype) for x in (lhs, rhs))
-    return out, (rows, kernel, bias, group_sizes, likes)
+    return (out, amax), (rows, kernel, bias, group_sizes, likes)
 
 
 def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops import gemm_vjp, regions, spread
-from ep_runtime_client.ops.gemm_checks import check_gemm
+from ep_runtime_client.ops.delayed import Delayed
+from ep_runtime_client.ops.gemm_checks import check_gemm, check_state
 from ep_runtime_client.ops.gemm_vjp import GemmCall
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Matrix, tile_of
@@ -27,7 +28,7 @@ from ep_runtime_client.ops.placement import (
 )
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
+from ep_runtime_client.recipes import DelayedState, Recipe, TensorScaling
 
 
 def grouped_gemm(
@@ -40,7 +41,8 @@ def grouped_gemm(
     recipe: Recipe | None = None,
     out_dtype: Any = None,
     rhs_spec: PartitionSpec | None = None,
-) -> jax.Array:
+    state: DelayedState | None = None,
+) -> Any:
     """Multiplies the rows of every group by their expert's kernel.
 
     Args:
@@ -58,11 +60,13 @@ def grouped_gemm(
         out_dtype: of the result; None is lhs's, or bf16 where lhs is quantized.
         rhs_spec: how rhs lies on the mesh, where that cannot be seen: the axes of a manual
             shard_map around the call by which it is still sharded, or those of a traced array.
+        state: with TensorScaling(delayed=True), the histories that scales come from.
 
     Returns:
         [R, C, *N'] or [rows, *N'], summed in f32 (f64 for f64 operands). Rows past the last group
         are undefined. Differentiable in lhs, rhs and bias; experts without rows get zero
-        gradients. Quantized operands pass their gradient to what was quantized.
+        gradients. Quantized operands pass their gradient to what was quantized. With `state` a
+        pair of that and the next state, through which no gradient flows.
 
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the weight lies on the mesh in a way
@@ -74,6 +78,8 @@ def grouped_gemm(
     """
     flat_rows = group_sizes.ndim == 1
     check_gemm(lhs, rhs, _whole_kernel(rhs, rhs_spec), group_sizes, bias, recipe)
+    plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, rhs))
+    check_state(recipe, state, plain=plain)
     if recipe is not None and not recipe.quantizes:
         lhs, rhs = (_cast(x, jnp.bfloat16) for x in (lhs, rhs))
         recipe = None
@@ -81,8 +87,9 @@ def grouped_gemm(
         lhs, group_sizes = jax.tree.map(lambda x: x[None], lhs), group_sizes[None]
     group_sizes = group_sizes.astype(jnp.int32)
     call = _call(lhs, rhs, group_sizes, bias, layer, recipe, out_dtype, rhs_spec)
-    out = _run(call, lhs, rhs, bias, group_sizes)
-    return out[0] if flat_rows else out
+    out, state = _run(call, lhs, rhs, bias, group_sizes, state)
+    out = out[0] if flat_rows else out
+    return out if state is None else (out, state)
 
 
 def _cast(x: Matrix, dtype: Any) -> Matrix:
@@ -192,8 +199,13 @@ def _check_slabs(where: Where, lhs: Matrix) -> None:
 
 
 def _run(
-    call: GemmCall, lhs: Matrix, rhs: Matrix, bias: jax.Array | None, group_sizes: jax.Array
-) -> jax.Array:
+    call: GemmCall,
+    lhs: Matrix,
+    rhs: Matrix,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    state: DelayedState | None,
+) -> tuple[jax.Array, DelayedState | None]:
     primals: list[Any] = []
     quantized: list[Any] = []
     for x, entries in ((lhs, call.lhs), (rhs, call.rhs)):
@@ -204,9 +216,18 @@ def _run(
         quantized.append(spread.settle(call.where, detached, entries))
     bias = spread.settle(call.where, bias, call.bias)
     group_sizes = spread.settle(call.where, group_sizes, call.lhs[:1])
-    operands: Any = (*primals, bias, *quantized, group_sizes)
-    out = gemm_vjp.run(call, operands)
-    return _summed_outside(call, out)
+    scales, delayed = None, None
+    if state is not None:
+        assert isinstance(call.recipe, TensorScaling)
+        groups = group_sizes.shape
+        delayed = Delayed.of(call.where, call.recipe, call.num_experts, groups)
+        delayed.check(state)
+        scales = spread.settle(call.where, delayed.scales(state), ())
+    operands: Any = (*primals, bias, *quantized, group_sizes, scales)
+    out, amax = gemm_vjp.run(call, operands)
+    if state is not None and delayed is not None and amax is not None:
+        state = delayed.next(state, *amax)
+    return _summed_outside(call, out), state
 
 
 def _summed_outside(call: GemmCall, out: jax.Array) -> jax.Array:
