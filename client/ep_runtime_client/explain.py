@@ -27,9 +27,11 @@ KINDS = (
     "reduce-scatter",
 )
 _SUMS = ("all-reduce", "reduce-scatter")
-# JAX's own collectives end an op name with their name; the partitioner's end with anything else.
+# JAX's own collectives end an op name with their name, those of a rule's callback with the rule's;
+# the partitioner's end with anything else. Where XLA joins two into one a bracket follows.
 _WRITTEN = re.compile(
-    r"/(psum\w*|pmax|pmin|all_to_all|all_gather\w*|ppermute|pbroadcast|reduce_scatter)$"
+    r"/(psum\w*|pmax|pmin|all_to_all|all_gather\w*|ppermute|pbroadcast|reduce_scatter"
+    r"|custom_partitioning)\)?$"
 )
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) "
@@ -37,6 +39,7 @@ _INSTRUCTION = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+_APPLIES = re.compile(r"\bto_apply=%?([\w.\-]+)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 # Work that is more than moving or mapping elements ends the way to one of our ops.
 _ENDS = frozenset(
@@ -66,6 +69,21 @@ _RESHARD = {
     "router": "logits or the router's weights are resharded",
 }
 _MATMUL = frozenset({"grouped_gemm", "grouped_quantize", "activation", "dense"})
+_AMAX = "the amax of a scale is the largest over the axes that split the values which share it"
+_GATHERED = "a weight lies over outer axes, which split the tokens: it is gathered off them"
+_GATHERED_BEFORE = (
+    "an operand is gathered before the op: a weight that lies over outer axes, or rows that do not "
+    "lie as the group wants them"
+)
+_MOVED_BEFORE = "an operand or a result does not lie as the sharding rules take it"
+_FORWARD_SUM = "products are added up over the axes that split the contracted dim K'"
+_BACKWARD_SUM = (
+    "gradients are added up: a weight's over the outer axes that share it, the rows' over the axes "
+    "that split N'"
+)
+_SCATTERED = (
+    "a weight's gradient is added up over the outer axes that the weight lies on, and left there"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +94,10 @@ class Collective:
         kind: of KINDS.
         op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, grouped_gemm, grouped_quantize,
             activation, dense, router, aux_loss, stats; experts is what lies between them in `moe`.
-        layer: the layer's name (of a stack: of its layer 0), "/" as ".".
-        cause: "own": the op is made of it. "sum": partial results are added up. "reshard": an
-            operand or a result does not lie as the op wants it, or as its user does.
+        layer: the layer's name (of a stack: of its layer 0), "/" as "."; "-" without a layer.
+        cause: "own": the op is made of it. "sum": partial results are added up. "amax": a scale
+            needs the largest value of all devices. "reshard": an operand or a result does not
+            lie as the op wants it, or as its user does.
         why: the cause in words.
         bytes: of its result on one device.
         instruction: its name in the compiled program.
@@ -190,6 +209,11 @@ class _Program:
         ops = {item.op} | (inside.get(called.group(1), set()) if called else set())
         return not ops & _ENDS
 
+    def takes_maximum(self, item: _Instruction) -> bool:
+        """Whether a reduction keeps the largest value instead of the sum."""
+        applied = _APPLIES.search(item.rest)
+        return applied is not None and "maximum" in self._inside.get(applied.group(1), ())
+
     def reached(self, start: _Instruction) -> tuple[str, str] | None:
         """(op, layer) of the first of our ops that the result of `start` goes into."""
         queue, seen = deque([start]), {start.name}
@@ -224,9 +248,10 @@ def _attribute(program: _Program, item: _Instruction, kind: str) -> Collective |
     if place is None:
         return None
     op, layer = place
-    if op in _MATMUL:
-        # What a rule's callback writes has the rule's name, and no more.
-        cause, why = _why_matmul(kind, written or item.op_name.endswith("/custom_partitioning"))
+    if op in _MATMUL and written and program.takes_maximum(item):
+        cause, why = "amax", _AMAX
+    elif op in _MATMUL:
+        cause, why = _why_matmul(item, kind, written)
     else:
         cause, why = _why(op, kind, written)
     return Collective(kind, op, layer, cause, why, _bytes(item.shape), item.name)
@@ -241,15 +266,15 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
     return "reshard", _RESHARD.get(op, wanted + "leading dims, every other dim whole")
 
 
-def _why_matmul(kind: str, written: bool) -> tuple[str, str]:
+def _why_matmul(item: _Instruction, kind: str, written: bool) -> tuple[str, str]:
     if not written:
-        return "reshard", "an operand or a result does not lie as the sharding rules take it"
-    if kind in _SUMS:
-        return "sum", (
-            "summed over axes that split what is added up: a gradient over outer axes that share "
-            "the weight, rows over axes on its K' or N', an amax over those that split a group"
-        )
-    return "own", "a weight is gathered over the outer axes that shard it"
+        return "reshard", _GATHERED_BEFORE if kind == "all-gather" else _MOVED_BEFORE
+    if kind == "all-gather":
+        quantized = {dtype for dtype, _ in _ARRAY.findall(item.shape)} == {"u8"}
+        return "own", _GATHERED + ("; these are its 1-byte data or scales" if quantized else "")
+    if "transpose(" not in item.op_name:
+        return "sum", _FORWARD_SUM
+    return "sum", _SCATTERED if kind == "reduce-scatter" else _BACKWARD_SUM
 
 
 def _bytes(shape: str) -> int:

@@ -13,6 +13,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.calls import manual_axes, open_layer
 from ep_runtime_client.ops.placement import Axes, Entries, Roles, entries_of
+from ep_runtime_client.ops.scopes import label
 from ep_runtime_client.ops.token_layout import known_spec
 from ep_runtime_client.ops.varying import varied_axes
 
@@ -27,7 +28,7 @@ class Where:
         mesh: of the shard_map or the rule; None stands for the one around.
         manual: axes of `roles` over which a shard_map around the op is manual.
         varying: axes that operands vary over, where a shard_map around tracks it.
-        label: the layer's name, for scopes; layers alike are equal and traced once.
+        label: the layer's name as part of a scope; layers alike are equal and traced once.
         identity: of every setting of the layer that the program depends on.
     """
 
@@ -92,7 +93,7 @@ def of_layer(
         # way, and a shard_map can be exported, serialized and cached.
         only_tokens = {*real} <= {*(group.ep_axis if quantizes else group.token_axes)}
         mode = "shard_map" if weight_known or only_tokens else "rule"
-    return Where(mode, roles, mesh, manual, varying, static.name, static.fingerprint)
+    return Where(mode, roles, mesh, manual, varying, label(static), static.fingerprint)
 
 
 def alignment_of(layer: EpLayer | TracedLayer) -> int:

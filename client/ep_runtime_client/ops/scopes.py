@@ -21,17 +21,24 @@ _SCOPE = re.compile(
 
 def scope(op: str, layer: EpLayer) -> AbstractContextManager[Any]:
     """The scope of an op of a layer: ep_OP/LAYER."""
-    return jax.named_scope(f"ep_{op}/{layer.name.translate(_SEPARATORS)}")
+    return jax.named_scope(f"ep_{op}/{label(layer)}")
+
+
+def label(layer: EpLayer) -> str:
+    """The layer's name as one part of a scope."""
+    return layer.name.translate(_SEPARATORS)
 
 
 def innermost(op_name: str) -> tuple[str, str] | None:
     """(op, layer) of the innermost of our scopes in the op name of an HLO instruction.
 
-    What layers alike share is traced under the name of the first; inside `ep.moe` the scope around
-    it has the right one.
+    Matmuls of layers that are alike are traced once and carry the first one's name; the block
+    around them has its own.
     """
     found = _SCOPE.findall(op_name)
     if not found:
         return None
-    block = [layer for op, layer in found if op == "experts"]
-    return found[-1][0], (block or [found[-1][1]])[-1]
+    op, layer = found[-1]
+    if len(found) > 1 and found[-2][0] == "experts":
+        layer = found[-2][1]
+    return op, layer
