@@ -38,7 +38,5 @@ def innermost(op_name: str) -> tuple[str, str] | None:
     found = _SCOPE.findall(op_name)
     if not found:
         return None
-    op, layer = found[-1]
-    if len(found) > 1 and found[-2][0] == "experts":
-        layer = found[-2][1]
-    return op, layer
+    block = [layer for op, layer in found if op == "experts"]
+    return found[-1][0], (block or [found[-1][1]])[-1]
