@@ -94,11 +94,9 @@ class QuantizedTensor:
         if scale is not None:
             values = values * self._spread(scale, columns)
         values = values.astype(dtype)
-        return (
-            values
-            if self.origin is None
-            else straight_through(self.origin, values, self.group_sizes)
-        )
+        if self.origin is None:
+            return values
+        return straight_through(_laid_as(self.origin, values), values, self.group_sizes)
 
     def _spread(self, scale: jax.Array, columns: bool) -> jax.Array:
         """`scale` in f32, of a shape that broadcasts to the data's."""
@@ -106,12 +104,8 @@ class QuantizedTensor:
         if isinstance(self.recipe, TensorScaling):
             if self.group_sizes is None:
                 return scale.reshape(-1, *([1] * (self.ndim - 1)))
-            lead = self.group_sizes.ndim
-            groups = row_groups(self.shape[lead - 1], self.group_sizes)
-            # Rows of no group have zeros for data: any scale will do.
-            padded = jnp.concatenate([scale, jnp.ones_like(scale[..., :1])], axis=-1)
-            scale = jnp.take_along_axis(padded, groups, axis=-1)
-            return scale.reshape(*scale.shape, *([1] * (self.ndim - lead)))
+            scale = row_scales(self.shape[self.group_sizes.ndim - 1], self.group_sizes, scale)
+            return scale.reshape(*scale.shape, *([1] * (self.ndim - scale.ndim)))
         for axis, tile in self._tiles(columns):
             scale = spread_tiles(scale, axis, tile, self.shape[axis])
         return scale
@@ -142,13 +136,24 @@ def spread_tiles(scale: jax.Array, axis: int, tile: int, length: int) -> jax.Arr
     return jax.lax.slice_in_dim(wide, 0, length, axis=axis)
 
 
-def row_groups(capacity: int, group_sizes: jax.Array) -> jax.Array:
-    """[..., L] sizes -> [..., capacity] int32 group of each row, L past the last one."""
-    ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)
-    rows = jnp.arange(capacity, dtype=jnp.int32)
-    slabs = ends.reshape(-1, ends.shape[-1])
-    groups = jax.vmap(lambda e: jnp.searchsorted(e, rows, side="right"))(slabs)
-    return groups.astype(jnp.int32).reshape(*ends.shape[:-1], capacity)
+def row_scales(capacity: int, group_sizes: jax.Array, scale: jax.Array) -> jax.Array:
+    """[..., L] sizes and scales -> [..., capacity] scale of each row, 0 past the last group."""
+    ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)[..., None, :]
+    sizes, scale = group_sizes[..., None, :], scale[..., None, :]
+    rows = jnp.arange(capacity, dtype=jnp.int32)[:, None]
+    # No gather: indices that are sharded along the slabs have no layout of their own to give.
+    inside = (rows >= ends - sizes) & (rows < ends)
+    return jnp.where(inside, scale, 0).sum(-1)
+
+
+def _laid_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x` with the layout that the type of `other` says, where types say layouts."""
+    wanted = jax.typeof(other).sharding
+    explicit = jax.sharding.AxisType.Explicit in tuple(wanted.mesh.axis_types)
+    if not explicit or jax.typeof(x).sharding == wanted:
+        return x
+    moved: jax.Array = jax.sharding.reshard(x, wanted)
+    return moved
 
 
 @jax.custom_vjp
@@ -169,10 +174,9 @@ def _straight_through_bwd(kept: Any, grad: jax.Array) -> Any:
     like, group_sizes = kept
     if group_sizes is not None:
         lead = group_sizes.ndim
-        groups = row_groups(grad.shape[lead - 1], group_sizes)
-        inside = (groups < group_sizes.shape[-1]).reshape(
-            *groups.shape, *([1] * (grad.ndim - lead))
-        )
+        used = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
+        inside = jnp.arange(grad.shape[lead - 1], dtype=jnp.int32) < used
+        inside = inside.reshape(*inside.shape, *([1] * (grad.ndim - lead)))
         grad = jnp.where(inside, grad, jnp.zeros((), grad.dtype))
     return grad.astype(like.dtype), None, None
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
@@ -229,6 +229,29 @@ def test_amax_is_taken_over_the_axes_that_split_rows_and_no_others() -> None:
     np.testing.assert_array_equal(np.asarray(amax).reshape(2, 4, 2), [want, want])
     one = local_quantize.quantize_rows(recipes.TensorScaling(), x, sizes, num_experts=8)
     np.testing.assert_array_equal(out, one.dequantize())
+
+
+@pytest.mark.parametrize("recipe", [recipes.TensorScaling(), recipes.BlockScaling()], ids=str)
+def test_dequantizing_what_types_say_lies_on_a_mesh(recipe: Any) -> None:
+    """Explicit axes: the kernel's gradient comes back where the kernel lies, 64 rows of K' each."""
+    mesh = jax.make_mesh((2, 4), ("dp", "ep"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = cases.drawn(128, (128,)).lhs.reshape(8, 24, 128), cases.drawn(128, (128,)).rhs
+    sizes = np.int32([[20], [0], [24], [1]] * 2)
+
+    def run(x: Any, sizes: Any, w: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            q, k = ep.grouped_quantize(x, sizes, recipe), ep.grouped_quantize(w, None, recipe)
+            found = q.dequantize(), k.dequantize()
+            return sum((out * out).sum() for out in found), found
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+
+    specs = PartitionSpec(("dp", "ep")), PartitionSpec(("dp", "ep")), PartitionSpec("ep", "dp")
+    arrays = zip((x, sizes, w), specs, strict=True)
+    placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in arrays]
+    got, want = jax.jit(run)(*placed), jax.jit(run)(x, sizes, w)
+    assert got[0][1].sharding.spec == PartitionSpec("ep", "dp", None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
 def test_arguments_that_do_not_fit_say_so() -> None:
