@@ -14,6 +14,7 @@ from typing import Any
 
 import collectives
 import fakes
+import gathered_bytes
 import jax
 import numpy as np
 import pytest
@@ -279,3 +280,29 @@ def test_amax_is_the_global_one_over_what_splits_a_group_and_nothing_else(
     if partitioning == "rule":
         assert collectives.count(again) == Counter({(SUM, "f32"): 1})
     np.testing.assert_array_equal(again(split).amax, whole(rhs).amax)
+
+
+def test_shards_without_whole_blocks_are_gathered_before_and_that_is_said_once(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    placement.say_once.cache_clear()
+    caplog.set_level(logging.WARNING, "ep_runtime")
+    # Half of 192 is no multiple of 128: one all-gather of the weight as it is, its data stays.
+    row = Row(FSDP_EP | {"fsdp": 2}, ("ep", "fsdp"), {}, recipes.BlockScaling(), k=192, n=(32,))
+    program = Program(make_group, row, "rule")
+    compiled = program.compiled()
+    assert collectives.count(compiled) == Counter({(GATHER, "f32"): 1, (SUM, "f32"): 1})
+    results = compiled(*program.placed())
+    found, wanted = program.defined(results), program.defined(program.on_one_device())
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 1
+    assert "fsdp=2 is gathered before the op" in texts[0]
+
+
+@pytest.mark.slow
+def test_a_recipe_gathers_half_the_bytes_of_bf16() -> None:
+    figures = gathered_bytes.figures()
+    for name, moved in figures.items():
+        assert moved <= 0.53 * figures["bf16"] or name == "bf16", figures

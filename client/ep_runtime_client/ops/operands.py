@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops.placement import Entries
@@ -126,8 +127,16 @@ def unpack(
 
 
 def gather(leaf: jax.Array, gathered: Entries) -> jax.Array:
-    """All shards of `leaf` over the axes that each dim is gathered over."""
+    """All shards of `leaf` over the axes that each dim is gathered over.
+
+    2-byte floats travel as uint16: XLA on CPU widens an all-gather of them to f32.
+    """
+    dtype = leaf.dtype
+    if not any(gathered[: leaf.ndim]):
+        return leaf
+    if dtype.itemsize == 2:
+        leaf = lax.bitcast_convert_type(leaf, jnp.uint16)
     for dim, axes in enumerate(gathered[: leaf.ndim]):
         if axes:
             leaf = lax.all_gather(leaf, axes, axis=dim, tiled=True)
-    return leaf
+    return leaf if leaf.dtype == dtype else lax.bitcast_convert_type(leaf, dtype)

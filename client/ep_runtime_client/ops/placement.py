@@ -222,15 +222,15 @@ def expert_weight(
     taken, gathered = [], []
     for dim, axes in enumerate(given):
         kept, gone = _experts(roles, axes, shape[0]) if dim == 0 else _inner(roles, axes, dim)
-        if dim > 0:
-            kept, gone = fitting(roles, kept, gone, shape[dim], blocks, dim)
-        taken.append(kept + gone)
-        gathered.append(gone)
         if roles.real(axes) and kept + gone != roles.real(axes):
             say_once(
                 f"rhs: dim {dim} lies over {axes} and is taken over {kept + gone or 'nothing'}: "
                 "resharded"
             )
+        if dim > 0:
+            kept, gone = fitting(roles, kept, gone, shape[dim], blocks, dim)
+        taken.append(kept + gone)
+        gathered.append(gone)
     return Weight(tuple(taken), tuple(gathered))
 
 
