@@ -30,7 +30,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
     """Router, dispatch, experts and combine: `ep.moe` with its parameters.
 
     Parameters are nnx.Params `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of
-    `MoEParams`. Their `out_sharding` metadata are the logical names of `ep.logical_axes`: under
+    `MoEParams`. Their `out_sharding` metadata are the logical names of `params.LOGICAL_AXES`: under
     `jax.set_mesh` and `nnx.logical_axis_rules(rules.logical)` they are made sharded, elsewhere
     `ep.sharding.rules(...).shardings(nnx.state(block), mesh)` places them. Rules that are in place
     when the block is called tell `ep.moe` how its parameters lie (`params_spec`). The layer is a
