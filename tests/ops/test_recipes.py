@@ -13,8 +13,9 @@ from jax import lax
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import delayed_scaling, local_quantize
 from ep_runtime_client.ops import grouped_reference as reference
+from ep_runtime_client.ops import local_quantize
+from ep_runtime_client.ops.delayed import Delayed
 
 ALL = (
     recipes.BF16(),
@@ -136,41 +137,35 @@ def test_every_byte_widens_exactly() -> None:
 
 def test_delayed_histories_move_on_and_scale_by_their_largest() -> None:
     recipe = recipes.TensorScaling(delayed=True, history=2)
-    state = recipe.init_state(2)
-    assert state.x.shape == state.w.shape == (2, 2)
     sizes = jnp.int32([[2, 1], [0, 3]])  # two slabs of the same two experts
     x = np.full((2, 4, 3), np.nan, np.float32)
     x[0, :2], x[0, 2:3], x[1, :3] = 4, 1000, 2000
-    run = jax.jit(lambda x, h: delayed_scaling.quantize_rows(recipe, x, sizes, h))
-    first, history = run(x, state.x)
-    np.testing.assert_array_equal(first.scale, 1)
-    np.testing.assert_array_equal(first.amax, [[4, 2000], [4, 2000]])
-    # A scale of 1 saturates what is over 448.
-    np.testing.assert_array_equal(np.asarray(first.data).astype(np.float32)[1, :3], 448)
-    np.testing.assert_array_equal(history, [[4, 2000], [0, 0]])
-    second, history = run(0 * x, history)
-    np.testing.assert_array_equal(second.scale, [np.float32([4, 2000]) / np.float32(448)] * 2)
-    np.testing.assert_array_equal(history, [[0, 0], [4, 2000]])
-    third, history = run(x, history)
-    np.testing.assert_array_equal(third.scale, second.scale)
-    np.testing.assert_allclose(third.dequantize()[1, :3], 2000, rtol=1e-6)
-    fourth, _ = run(x, pushed_twice(history))
-    np.testing.assert_array_equal(fourth.scale, 1)
-
-
-def pushed_twice(history: Any) -> Any:
-    for _ in range(2):
-        history = delayed_scaling.pushed(history, jnp.zeros(2))
-    return history
-
-
-def test_delayed_kernels_use_earlier_calls() -> None:
-    recipe = recipes.TensorScaling(delayed=True)
     w = np.random.default_rng(3).standard_normal((2, 5, 2, 3)).astype(np.float32)
-    run = jax.jit(lambda w, h: delayed_scaling.quantize_kernel(recipe, w, h))
-    _, history = run(w, recipe.init_state(2).w)
-    now, history = run(w, history)
+    delayed = Delayed(recipe, 2, (2, 2), ())
+
+    @jax.jit
+    def step(x: Any, w: Any, state: Any) -> Any:
+        for_x, for_w = delayed.scales(state)
+        amax = local_quantize.group_amax(x, sizes, 2)
+        q = local_quantize.scale_rows(recipe, x, sizes, for_x, amax)
+        k = local_quantize.scale_kernel(recipe, w, for_w, local_quantize.kernel_amax(w))
+        return q, k, delayed.next(state, q.amax, k.amax)
+
+    q, k, state = step(x, w, recipe.init_state(2))
+    np.testing.assert_array_equal(q.scale, 1)
+    np.testing.assert_array_equal(k.scale, 1)
+    # A scale of 1 saturates what is over 448.
+    np.testing.assert_array_equal(np.asarray(q.data).astype(np.float32)[1, :3], 448)
+    np.testing.assert_array_equal(state.x, [[4, 2000], [0, 0]])
+    q, k, state = step(0 * x, w, state)
+    np.testing.assert_array_equal(q.scale, [np.float32([4, 2000]) / np.float32(448)] * 2)
+    np.testing.assert_array_equal(state.x, [[0, 0], [4, 2000]])
     want = reference.quantize_kernel(recipes.TensorScaling(), w)
-    np.testing.assert_array_equal(now.scale, want.scale)
-    np.testing.assert_array_equal(np.asarray(now.data).view("u1"), want.data.view("u1"))
-    np.testing.assert_array_equal(history[:3, 0], [*[np.abs(w[0]).max()] * 2, 0])
+    np.testing.assert_array_equal(k.scale, want.scale)
+    np.testing.assert_array_equal(np.asarray(k.data).view("u1"), want.data.view("u1"))
+    q, _, state = step(x, w, state)
+    np.testing.assert_allclose(q.dequantize()[1, :3], 2000, rtol=1e-6)
+    for _ in range(2):
+        q, _, state = step(0 * x, 0 * w, state)
+    q, _, _ = step(x, w, state)
+    np.testing.assert_array_equal(q.scale, 1)
