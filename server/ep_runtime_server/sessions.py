@@ -137,6 +137,7 @@ class Sessions:
         Raises:
             PoolExhaustedError: the user has as many sessions as allowed.
         """
+        self._close_unanswered(peer)
         held = sum(1 for session in self.not_over() if session.uid == peer.uid)
         if held >= self._max_per_uid:
             raise PoolExhaustedError(
@@ -160,6 +161,14 @@ class Sessions:
         self._add(session)
         self._log("session.hello", f"process {peer.pid} of uid {peer.uid} connected", session)
         return session
+
+    def _close_unanswered(self, peer: Peer) -> None:
+        """Sessions of the process that a daemon wrote down and did not live to answer for: nobody
+        has their tokens."""
+        for session in self.not_over():
+            unopened = session.awaited and session.state is SessionState.CONNECTED
+            if unopened and (session.uid, session.pid) == (peer.uid, peer.pid):
+                self.close(session)
 
     def _add(self, session: Session) -> None:
         self._by_token[session.token_digest] = session

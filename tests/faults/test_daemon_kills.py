@@ -129,6 +129,7 @@ def live(daemon_process, directory, point: str, times: int) -> int:
 @pytest.mark.parametrize(
     ("point", "times"),
     [
+        ("journal.after_write", 1),
         ("journal.before_write", 2),
         ("journal.before_write", 5),
         ("journal.after_write", 3),
