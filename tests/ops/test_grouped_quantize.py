@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -71,6 +73,21 @@ def test_dims_that_no_block_divides(recipe: Any) -> None:
     w = cases.drawn(131, (3, 137)).rhs
     got = jax.jit(lambda w: ep.grouped_quantize(w, None, recipe))(w)
     assert_same_bits(got, reference.quantize_kernel(recipe, w))
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    recipe=st.sampled_from(cases.RECIPES[:4]),
+    sizes=st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    slack=st.integers(0, 70),
+    inner=st.integers(1, 300),
+)
+def test_random_rows(recipe: Any, sizes: list[int], slack: int, inner: int) -> None:
+    rng = np.random.default_rng(inner)
+    x = rng.standard_normal((sum(sizes) + slack, inner)).astype(np.float32)
+    x[sum(sizes) :] = np.nan
+    got = compiled(recipe)(x, jnp.int32(sizes))
+    assert_same_bits(got, reference.quantize_rows(recipe, x, sizes))
 
 
 @pytest.mark.parametrize("recipe", cases.RECIPES, ids=str)
