@@ -157,6 +157,19 @@ def test_auto_takes_the_shard_map_where_it_can_and_the_rule_where_it_must(
     assert "CustomSPMDPartitioning" in jax.jit(gemm(tp)).lower(*shapes).as_text()
 
 
+def test_operands_that_are_not_the_layers_are_named_with_sizes(make_group: MakeGroup) -> None:
+    layer = layer_of(make_group)
+    lhs, rhs, _, sizes = draw()
+    wrong = [
+        ((lhs[:6], rhs, sizes[:6]), "6 slabs for the 8 shards"),
+        ((lhs, np.concatenate([rhs, rhs]), sizes), "rhs has 8 experts, layer 'moe' has 4"),
+        ((lhs, rhs, np.tile(sizes, 2)), r"group_sizes must be \[R, 2\] for the 4 experts"),
+    ]
+    for operands, words in wrong:
+        with pytest.raises(ep.InvalidArgumentError, match=words):
+            ep.grouped_gemm(*operands, layer=layer)
+
+
 def test_scan_over_layers_with_remat_and_donated_weights(make_group: MakeGroup) -> None:
     layer = layer_of(make_group, partitioning="rule")
     lhs, rhs, _, sizes = placed(layer.mesh)

@@ -44,7 +44,7 @@ def check_gemm(
             argument="group_sizes",
         )
     _check_shapes(tuple(lhs.shape), rhs_shape, tuple(group_sizes.shape))
-    _check_bias(tuple(rhs.shape), bias)
+    _check_bias(rhs_shape, bias)
     for name, x, rows in (("lhs", lhs, True), ("rhs", rhs, False)):
         if isinstance(x, QuantizedTensor) and x.is_rows != rows:
             wanted = "rows (with group_sizes)" if rows else "kernels (without group_sizes)"

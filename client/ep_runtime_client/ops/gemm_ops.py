@@ -113,15 +113,15 @@ class Forward(_GemmOp):
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
         split = sums.free(place.contracted)
+        parts = roles.real(place.contracted)  # the caller's shard_map sums over manual ones
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             lhs, rhs, bias, sizes = self.opened(place, blocks)
             gemm = self.gemm
             if split:
-                # Sums of parts stay wide, and one part alone brings the bias.
-                gemm = dataclasses.replace(gemm, out_dtype=wide(lhs, rhs))
-                if bias is not None:
-                    bias = jnp.where(lax.axis_index(split) == 0, bias, jnp.zeros_like(bias))
+                gemm = dataclasses.replace(gemm, out_dtype=wide(lhs, rhs))  # parts stay wide
+            if parts and bias is not None:
+                bias = _of_first(parts, bias)
             out = local_gemm.forward(gemm, lhs, rhs, bias, sizes)
             return (sums.total(out, split).astype(self.gemm.out_dtype),)
 
@@ -165,6 +165,8 @@ class Backward(_GemmOp):
             if bias is not None:
                 summed_rows = local_gemm.bias_grad(self.gemm, grad, sizes, experts)
                 part = sums.back(summed_rows, place.bias.gathered, shared)
+                outside = tuple(a for a in roles.real(place.contracted) if a in self.where.manual)
+                part = _of_first(outside, part) if outside else part
                 d_bias.append(part.astype(self.bias_dtype))
             if self.recipe is not None:
                 grad = local_quantize.quantize_rows(
@@ -192,6 +194,11 @@ class Backward(_GemmOp):
         if self.has_bias:
             made.append(" ".join([kernel[0], *kernel[2:]]))
         return [*self.shared_factors(), self.out_factors], made
+
+
+def _of_first(axes: tuple[str, ...], bias: jax.Array) -> jax.Array:
+    """A bias or its gradient on the first of the devices that are summed over; zero elsewhere."""
+    return jnp.where(lax.axis_index(axes) == 0, bias, jnp.zeros_like(bias))
 
 
 def wide(*operands: Any) -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops import gemm_vjp, regions, spread
 from ep_runtime_client.ops.delayed import Delayed
 from ep_runtime_client.ops.gemm_checks import check_gemm, check_state
@@ -77,7 +77,7 @@ def grouped_gemm(
         1-byte data and scales with a recipe; backward the same, and one reduce-scatter.
     """
     flat_rows = group_sizes.ndim == 1
-    check_gemm(lhs, rhs, _whole_kernel(rhs, rhs_spec), group_sizes, bias, recipe)
+    check_gemm(lhs, rhs, _whole_kernel(rhs, rhs_spec, layer), group_sizes, bias, recipe)
     plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, rhs))
     check_state(recipe, state, plain=plain)
     if recipe is not None and not recipe.quantizes:
@@ -132,6 +132,8 @@ def _call(
         blocks = _blocks(recipe, rhs)
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
         _check_slabs(where, lhs)
+    if layer is not None:
+        _check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     gemm = Gemm(jnp.dtype(out_dtype), 1 if layer is None else regions.alignment_of(layer))
@@ -142,13 +144,21 @@ def _call(
     return GemmCall(where, recipe, gemm, num_experts, rows, given, bias_entries, types)
 
 
-def _whole_kernel(rhs: Matrix, rhs_spec: PartitionSpec | None) -> tuple[int, ...]:
-    """The shape of rhs once it is gathered over the manual axes of rhs_spec."""
+def _whole_kernel(
+    rhs: Matrix, rhs_spec: PartitionSpec | None, layer: EpLayer | TracedLayer | None
+) -> tuple[int, ...]:
+    """The shape of rhs once it is gathered over the manual axes of rhs_spec.
+
+    Those that shard no tokens of the layer stay, and the rows are split over them too.
+    """
     ambient = jax.sharding.get_abstract_mesh()
+    gathered = {*ambient.manual_axes}
+    if layer is not None:
+        gathered &= {*resolve(layer)[0].group_spec.token_axes}
     shape = list(rhs.shape)
     for dim, axes in enumerate(entries_of(rhs_spec, rhs.ndim)):
         if dim > 0:
-            manual = (axis for axis in axes if axis in ambient.manual_axes)
+            manual = (axis for axis in axes if axis in gathered)
             shape[dim] *= prod(ambient.shape[axis] for axis in manual)
     return tuple(shape)
 
@@ -195,6 +205,22 @@ def _check_slabs(where: Where, lhs: Matrix) -> None:
             f"lhs has {lhs.shape[0]} slabs for the {shards} shards of the token axes "
             f"{where.roles.named(where.roles.slab)} of {where.roles.owner}",
             argument="lhs",
+        )
+
+
+def _check_experts(where: Where, num_experts: int, group_sizes: jax.Array, wanted: int) -> None:
+    """Raises InvalidArgumentError unless weight and group sizes have the layer's experts."""
+    assert where.roles is not None
+    if num_experts != wanted:
+        raise InvalidArgumentError(
+            f"rhs has {num_experts} experts, {where.roles.owner} has {wanted}", argument="rhs"
+        )
+    groups = wanted // where.roles.size(where.roles.ep)
+    if group_sizes.shape[1] != groups:
+        raise InvalidArgumentError(
+            f"group_sizes must be [R, {groups}] for the {wanted} experts of {where.roles.owner} "
+            f"over {where.roles.named(where.roles.ep)}, got {list(group_sizes.shape)}",
+            argument="group_sizes",
         )
 
 
