@@ -22,7 +22,7 @@ from ep_runtime_client.ops.combine import combine
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.grouped_gemm import grouped_gemm
 from ep_runtime_client.ops.local_activation import Activation, Function
-from ep_runtime_client.ops.placement import Axes
+from ep_runtime_client.ops.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
 from ep_runtime_client.ops.scopes import scope
@@ -54,12 +54,14 @@ class _Block:
         recipes: of wi and wo.
         specs: PartitionSpec of each parameter by name, None where it is not known.
         inner_axes: mesh axes on M; None where they are not known.
+        token_axes: those of the group.
     """
 
     activation: Activation
     recipes: tuple[Recipe | None, Recipe | None]
     specs: Mapping[str, PartitionSpec | None]
     inner_axes: Axes | None
+    token_axes: Axes
 
 
 def moe(
@@ -124,8 +126,8 @@ def moe(
     sum of the slabs forward and one backward, and no other collective on an activation.
     """
     static = resolve(layer)[0]
-    moe_checks.check(static, x, params, activation, gated)
     recipes, specs = moe_checks.pair_of(recipe), moe_checks.specs_of(params_spec, params)
+    moe_checks.check(static, x, params, specs, activation, gated)
     inner_axes = moe_checks.inner_axes(static.group_spec, params.wi, specs["wi"])
     moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
     with scope("router", static):
@@ -152,7 +154,8 @@ def moe(
         tokens_spec=tokens_spec,
     )
     call = call_of_plan(static, open_layer(layer)[2], dispatched.plan)
-    block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes)
+    token_axes = static.group_spec.token_axes
+    block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
     # A bias of wo is weighted too, so that beside one the weights wait for combine.
     early = apply_topk_weights_early and params.wo_bias is None
     weights = dispatched.weights
@@ -185,9 +188,7 @@ def _run_experts(
     """The two matmuls of every expert: [R, C, H] -> [R, C, H]."""
     sizes, dtype = dispatched.group_sizes, block.activation.dtype
     (wi_recipe, wo_recipe), static = block.recipes, resolve(layer)[0]
-    wi_bias = params.wi_bias
-    if wi_bias is not None:
-        wi_bias = wi_bias.reshape(wi_bias.shape[0], *params.wi.shape[2:])
+    wi_bias, wo_bias = (_bias(block, name, params) for name in ("wi_bias", "wo_bias"))
     with scope("experts", static):
         hidden = grouped_gemm(
             dispatched.tokens,
@@ -208,13 +209,28 @@ def _run_experts(
             _operand(params.wo, wo_recipe, dtype),
             sizes,
             layer=layer,
-            bias=params.wo_bias,
+            bias=wo_bias,
             recipe=wo_recipe,
             out_dtype=dtype,
             rhs_spec=block.specs["wo"],
         )
         tagged: jax.Array = checkpoint_name(out, "ep_wo")
         return tagged
+
+
+def _bias(block: _Block, name: str, params: MoEParams) -> jax.Array | None:
+    """A bias with the trailing dims of its kernel, whole over manual axes that shard tokens."""
+    bias: jax.Array | None = getattr(params, name)
+    if bias is None:
+        return None
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for dim, axes in enumerate(entries_of(block.specs[name], bias.ndim)):
+        over = tuple(axis for axis in axes if axis in manual and axis in block.token_axes)
+        if over and dim:
+            bias = lax.all_gather(bias, over, axis=dim, tiled=True)
+    if name == "wi_bias" and bias.ndim != params.wi.ndim - 1:
+        bias = bias.reshape(bias.shape[0], *params.wi.shape[2:])
+    return bias
 
 
 def _operand(kernel: jax.Array, recipe: Recipe | None, dtype: Any) -> jax.Array:

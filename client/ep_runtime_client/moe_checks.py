@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import jax
@@ -82,7 +84,12 @@ def inner_axes(group: GroupSpec, wi: jax.Array, spec: PartitionSpec | None) -> A
 
 
 def check(
-    layer: EpLayer, x: jax.Array, params: MoEParams, activation: Function, gated: bool
+    layer: EpLayer,
+    x: jax.Array,
+    params: MoEParams,
+    specs: Mapping[str, PartitionSpec | None],
+    activation: Function,
+    gated: bool,
 ) -> None:
     """Raises InvalidArgumentError where arguments of `moe` do not fit the layer."""
     if isinstance(activation, str) and activation not in ACTIVATIONS:
@@ -100,25 +107,31 @@ def check(
             f"router must be [H, E] = {[hidden, num_experts]}, got {list(params.router.shape)}",
             argument="params.router",
         )
-    _check_experts(params, hidden, gated)
-
-
-def _check_experts(params: MoEParams, hidden: int, gated: bool) -> None:
-    wi, wo = params.wi, params.wo
-    width = wi.size // max(wi.shape[0] * wi.shape[1], 1)
-    inner = wo.shape[1]
-    fits = wi.shape[:2] == (wo.shape[0], hidden) and wo.shape[2:] == (hidden,)
+    wi, wo = (_whole(getattr(params, name), specs[name]) for name in ("wi", "wo"))
+    inner = wo[1]
+    fits = wi[:2] == (wo[0], hidden) and wo[2:] == (hidden,)
     if (
         not fits
-        or width != inner * (2 if gated else 1)
-        or wi.ndim not in ((3, 4) if gated else (3,))
+        or prod(wi[2:]) != inner * (2 if gated else 1)
+        or len(wi) not in ((3, 4) if gated else (3,))
     ):
         raise InvalidArgumentError(
             f"wi must be {'[E, H, 2, M] or [E, H, 2M]' if gated else '[E, H, M]'} and wo "
-            f"[E, M, H] with H={hidden}, got {list(wi.shape)} and {list(wo.shape)}",
+            f"[E, M, H] with H={hidden}, got {list(wi)} and {list(wo)}; inside a shard_map "
+            "params_spec says over which manual axes they are still sharded",
             argument="params.wi",
         )
     check_all_or_none({"wi_bias": params.wi_bias, "wo_bias": params.wo_bias})
+
+
+def _whole(array: jax.Array, spec: PartitionSpec | None) -> tuple[int, ...]:
+    """The shape of a kernel without the manual axes that shard it, but for the expert dim."""
+    ambient = jax.sharding.get_abstract_mesh()
+    shape = list(array.shape)
+    for dim, axes in enumerate(entries_of(spec, array.ndim)):
+        manual = [axis for axis in axes if axis in ambient.manual_axes]
+        shape[dim] *= prod(ambient.shape[axis] for axis in manual) if dim else 1
+    return tuple(shape)
 
 
 def check_halves(group: GroupSpec, params: MoEParams, gated: bool, inner: Axes | None) -> None:
