@@ -141,6 +141,25 @@ def test_explicit_axes_keep_the_types_of_what_they_are_gradients_of() -> None:
     np.testing.assert_allclose(d_x, np.array(placed[2]) @ np.array(placed[1]).T, 1e-4, 1e-4)
 
 
+@pytest.mark.parametrize("manual", [("dp", "fsdp", "ep"), ("dp",)], ids=["all", "dp"])
+def test_inside_a_manual_region_local_rows_meet_the_whole_kernel(manual: Any) -> None:
+    mesh = fakes.mesh_of(FSDP_EP)
+    x, kernel, _ = draw(16, 8)
+    rows = P(tuple(axis for axis in ("dp", "fsdp") if axis in manual))
+    run = jax.shard_map(
+        lambda x, kernel: ep.dense(x, kernel, recipe=recipes.TensorScaling()),
+        mesh=mesh,
+        axis_names=set(manual),
+        in_specs=(rows, P()),
+        out_specs=rows,
+    )
+    wanted = jax.jit(lambda *args: ep.dense(*args, recipe=recipes.TensorScaling()))(x, kernel)
+    np.testing.assert_allclose(jax.jit(run)(x, kernel), wanted, rtol=1e-4, atol=1e-4)
+    loss = jax.jit(jax.grad(lambda *args: (run(*args) ** 2).sum(), argnums=1))
+    local = jax.jit(jax.grad(lambda x, k: (ep.dense(x, k) ** 2).sum(), argnums=1))(x, kernel)
+    assert np.linalg.norm(loss(x, kernel) - local) <= 0.1 * np.linalg.norm(local)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -16,6 +16,7 @@ from ep_runtime_client.ops.dense_ops import leaf_entries
 from ep_runtime_client.ops.operands import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.placement import Entries, padded
 from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.ops.varying import varied_axes
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe, TensorScaling
 
@@ -127,7 +128,8 @@ def _call(
         where = regions.of_layer(layer, operands, weight_known=known, quantizes=True)
         if where.manual:
             # Axes that are not manual are the partitioner's: it knows how x lies on them.
-            where = dataclasses.replace(where, mode="local")
+            varying = tuple(sorted(varied_axes(*operands)))
+            where = dataclasses.replace(where, mode="local", varying=varying)
         elif x_entries is None and where.roles is not None:
             x_entries = padded((where.roles.slab,), x.ndim)  # as tokens lie
     if where.mode == "local":

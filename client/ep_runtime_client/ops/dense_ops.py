@@ -51,6 +51,11 @@ class _DenseOp:
 
     name: ClassVar[str] = "dense"
 
+    @property
+    def manual(self) -> Axes:
+        """Manual axes that may split the rows: all, or what a shard_map that tracks it says."""
+        return self.where.varying or self.where.manual
+
     def roles(
         self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Shapes
     ) -> Roles:
@@ -76,7 +81,7 @@ class QuantizeX(_DenseOp):
         blocks = (1,) * (len(shapes[0]) - 1) + (self.packing.tile,)
         last, _ = fitting(roles, last, (), shapes[0][-1], blocks, len(shapes[0]) - 1)
         entries = (*lead, last)
-        over = tuple(axis for axes in entries for axis in axes) + self.where.manual
+        over = tuple(axis for axes in entries for axis in axes) + self.manual
 
         def local(x: jax.Array) -> tuple[jax.Array, ...]:
             return raw_leaves(quantize_rows(self.recipe, x, over))
@@ -280,7 +285,7 @@ class Backward(_Matmul):
     ) -> Resolved:
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
-        crossed = place.summed + place.columns + self.where.manual
+        crossed = place.summed + place.columns + self.manual
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             x, kernel, bias = self.opened(place, blocks)
