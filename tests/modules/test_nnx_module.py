@@ -180,6 +180,40 @@ def test_a_stack_of_blocks_scans_with_remat_like_a_loop(group: fakes.LocalGroup)
         )
 
 
+def test_gradients_of_a_stack_keep_their_layout_on_explicit_axes(make_group: MakeGroup) -> None:
+    fakes.require_native()
+    mesh, depth = fakes.mesh_of({"fsdp": 2, "ep": 2}, explicit=True), 2
+    rules = ep.sharding.rules("shard-exp-on-fsdp").on(mesh)
+    group = make_group(mesh=mesh, **rules.group_axes(mesh), transport="memfd", num_experts=EXPERTS)
+    stack = group.register_layer_stack("stack", depth, top_k=2)
+
+    @nnx.split_rngs(splits=depth)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs: Any) -> Any:
+        return ep.nnx.MoEBlock(stack, MLP, rngs=rngs)
+
+    @nnx.scan(
+        in_axes=(0, 0, nnx.Carry),
+        out_axes=nnx.Carry,
+        transform_metadata={nnx.PARTITION_NAME: "layers"},
+    )
+    @nnx.remat
+    def scanned(block: Any, index: jax.Array, x: jax.Array) -> jax.Array:
+        return x + block(x, index)[0]
+
+    def loss(blocks: Any, x: jax.Array) -> jax.Array:
+        return scanned(blocks, jnp.arange(depth), x).sum()
+
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules.logical):
+        blocks = nnx.jit(lambda: make(nnx.Rngs(0)))()
+        x = jax.device_put(
+            jnp.ones((16, HIDDEN)), rules.shardings(("activation_batch", None), mesh)
+        )
+        grads = nnx.jit(nnx.grad(loss))(blocks, x)
+    assert jax.typeof(grads["wi"][...]) == jax.typeof(blocks.wi[...])
+    assert blocks.wi.sharding.spec == P(None, ("ep", "fsdp"), None, None, None)
+
+
 def test_the_expert_bias_is_state_that_no_optimizer_meets(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("block", top_k=2)
     block = ep.nnx.MoEBlock(
