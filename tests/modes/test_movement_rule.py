@@ -82,6 +82,7 @@ def test_rule_and_shard_map_give_the_same_bits(
         assert counts[0] == Counter({("all-reduce", "f32"): 1})  # the loss
 
 
+@pytest.mark.slow
 def test_the_rule_works_under_remat_scan_and_in_explain(make_group: MakeGroup) -> None:
     group = make_group(
         axes=AXES, outer_axes="dp", transport="xla", num_experts=8, partitioning="rule"

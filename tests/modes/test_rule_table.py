@@ -213,7 +213,9 @@ def test_a_row_moves_what_the_table_says_and_equals_one_device(
     for got, want in zip(found, program.defined(program.on_one_device()), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
     twin = Program(make_group, row, "shard_map")
-    same = twin.defined(twin.compiled()(*twin.placed()))
+    mapped = twin.compiled()
+    assert {*collectives.count(mapped)} == {*row.moved}
+    same = twin.defined(mapped(*twin.placed()))
     for got, want in zip(found, same, strict=True):
         np.testing.assert_array_equal(got, want)
 
