@@ -19,7 +19,8 @@ Start = Callable[..., Program]
 
 # No JAX: groups are formed as Session.create_group does it, with every rank ours.
 _PROLOGUE = """
-import json, sys
+import faulthandler, json, sys
+faulthandler.dump_traceback_later(45, exit=True)  # says where it hangs, before we give it up
 import ep_runtime as ep
 from ep_runtime import specs
 from ep_runtime_client import forming, session
