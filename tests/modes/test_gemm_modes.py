@@ -170,6 +170,15 @@ def test_operands_that_are_not_the_layers_are_named_with_sizes(make_group: MakeG
             ep.grouped_gemm(*operands, layer=layer)
 
 
+def test_a_mesh_around_that_is_not_the_layers_is_an_error(make_group: MakeGroup) -> None:
+    layer = layer_of(make_group)
+    lhs, rhs, _, sizes = draw()
+    words = r"'moe' is used under a mesh with the axes \{'fsdp': 4, 'ep': 2\}"
+    other = fakes.mesh_of({"fsdp": 4, "ep": 2})
+    with jax.set_mesh(other), pytest.raises(ep.InvalidArgumentError, match=words):
+        ep.grouped_gemm(lhs, rhs, sizes, layer=layer)
+
+
 def test_scan_over_layers_with_remat_and_donated_weights(make_group: MakeGroup) -> None:
     layer = layer_of(make_group, partitioning="rule")
     lhs, rhs, _, sizes = placed(layer.mesh)

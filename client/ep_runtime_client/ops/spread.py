@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops import rule
 from ep_runtime_client.ops.placement import Axes, Entries
 from ep_runtime_client.ops.regions import Where
@@ -81,9 +82,20 @@ def _spec(entries: Entries, manual: Axes) -> PartitionSpec:
 
 
 def mesh_here(where: Where, operands: Sequence[Any]) -> Any:
-    """The mesh of a shard_map: the one around, the operands' explicit one, or the layer's."""
+    """The mesh of a shard_map: the one around, the operands' explicit one, or the layer's.
+
+    Raises:
+        InvalidArgumentError: the one around has other axes.
+    """
     ambient = jax.sharding.get_abstract_mesh()
     if not ambient.empty:
+        roles = where.roles
+        if roles is not None and dict(ambient.shape) != dict(roles.sizes):
+            raise InvalidArgumentError(
+                f"an op of {roles.owner} is used under a mesh with the axes "
+                f"{dict(ambient.shape)}, its own has {dict(roles.sizes)}",
+                argument="mesh",
+            )
         return ambient
     for x in operands:
         mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
