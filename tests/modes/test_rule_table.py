@@ -220,20 +220,28 @@ def test_a_row_moves_what_the_table_says_and_equals_one_device(
         np.testing.assert_array_equal(got, want)
 
 
-def test_fsdp_alone_on_the_experts_gets_ep_in_front_and_that_is_said(
-    make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("axes", "weight", "words"),
+    [
+        # ep is merged in front of fsdp alone; an axis that means nothing there is replicated.
+        (FSDP_EP, ("fsdp",), "('ep', 'fsdp')"),
+        (EP_TP, ("tp",), "tp=2 on the expert dim"),
+    ],
+)
+def test_another_layout_of_the_experts_is_taken_and_said_once(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture, axes: Any, weight: Any, words: str
 ) -> None:
     placement.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
-    program = Program(make_group, Row(FSDP_EP, ("fsdp",), {}), "rule")
+    program = Program(make_group, Row(axes, weight, {}), "rule")
     results = program.compiled()(*program.placed())
-    assert results[2].sharding.spec[0] == "fsdp"
+    assert results[2].sharding.spec[0] == weight[0]
     for got, want in zip(
         program.defined(results), program.defined(program.on_one_device()), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     texts = [record.getMessage() for record in caplog.records]
-    assert sum("('ep', 'fsdp')" in text for text in texts) == 1
+    assert sum(words in text for text in texts) == 1
 
 
 @pytest.mark.parametrize(
