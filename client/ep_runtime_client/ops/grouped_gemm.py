@@ -139,7 +139,9 @@ def _call(
     gemm = Gemm(jnp.dtype(out_dtype), 1 if layer is None else regions.alignment_of(layer))
     bias_entries = padded((), rhs.ndim - 1)
     if bias is not None and not where.manual:
-        bias_entries = regions.known_entries(bias, rhs.ndim - 1) or bias_entries
+        # One of unknown layout lies as its weight does.
+        known = regions.known_entries(bias, rhs.ndim - 1)
+        bias_entries = (given[0], *given[2:]) if known is None else known
     types = tuple(regions.type_of(x) for x in (_origin(lhs), _origin(rhs), bias))
     return GemmCall(where, recipe, gemm, num_experts, rows, given, bias_entries, types)
 
