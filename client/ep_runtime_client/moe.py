@@ -12,7 +12,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from ep_runtime_client import moe_checks
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client import moe_checks, moe_shapes
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe_checks import Recipes
 from ep_runtime_client.ops import routing
@@ -65,7 +66,7 @@ class _Block:
 
 
 def moe(
-    layer: EpLayer | TracedLayer,
+    layer: EpLayer | TracedLayer | LayerSpec,
     x: jax.Array,
     params: MoEParams,
     *,
@@ -90,7 +91,7 @@ def moe(
     """Routes every token to its experts on all ranks, runs them, and sums their answers.
 
     Args:
-        layer: a registered layer, or `stack[i]`.
+        layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do.
         x: [T, H] or [B, S, H], laid out as `dispatch` wants tokens.
         params: the block's weights; experts on dim 0 over the ep axes.
         activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h).
@@ -125,6 +126,9 @@ def moe(
     are gathered over outer axes that shard them (`grouped_gemm`); an axis that shards M costs one
     sum of the slabs forward and one backward, and no other collective on an activation.
     """
+    if isinstance(layer, LayerSpec):
+        y, aux, *rest = moe_shapes.shapes_of(layer, x, params, stats=return_stats)
+        return (y, aux, MoEStats(*rest)) if return_stats else (y, aux)
     static = resolve(layer)[0]
     recipes, specs = moe_checks.pair_of(recipe), moe_checks.specs_of(params_spec, params)
     moe_checks.check(static, x, params, specs, activation, gated)
