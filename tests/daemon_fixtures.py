@@ -138,6 +138,9 @@ class Program:
             env={**os.environ, **environment},
             text=True,
         )
+        assert self._process.stdout is not None
+        self._said = self._process.stdout.fileno()
+        self._heard = b""
         self.pid = self._process.pid
         guardian.protect(self.pid)
 
@@ -145,12 +148,17 @@ class Program:
         """The next line that the program says."""
         import json
 
-        assert self._process.stdout is not None
+        # Read from the descriptor: lines in a reader's buffer are none that poll() tells of.
         poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
-        assert poll.poll(WAIT_S * 1000), f"the program said nothing within {WAIT_S} s"
-        line = self._process.stdout.readline()
-        assert line, f"the program ended with {self._process.wait(WAIT_S)}"
+        poll.register(self._said, select.POLLIN)
+        deadline = time.monotonic() + WAIT_S
+        while b"\n" not in self._heard:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            assert poll.poll(left_s * 1000), f"the program said nothing within {WAIT_S} s"
+            part = os.read(self._said, 1 << 16)
+            assert part, f"the program ended with {self._process.wait(WAIT_S)}"
+            self._heard += part
+        line, _, self._heard = self._heard.partition(b"\n")
         return json.loads(line)
 
     def tell(self, value: Any = None) -> None:
