@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from daemon_fixtures import package_path
+from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -198,6 +199,28 @@ def test_scan_over_layers_with_remat_and_donated_weights(make_group: MakeGroup) 
     value, grad = run(jax.device_put(stack, spec), lhs, sizes)
     assert grad.sharding.is_equivalent_to(spec, 4)
     np.testing.assert_allclose(value, (draw()[0] ** 2).sum(), rtol=0.1)
+
+
+def test_what_auto_gives_to_the_shard_map_leaves_the_process(make_group: MakeGroup) -> None:
+    layer = layer_of(make_group)
+    lhs, rhs, _, sizes = placed(layer.mesh)
+
+    def step(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        out, pull = jax.vjp(lambda *x: ep.grouped_gemm(*x, sizes, layer=layer), lhs, rhs)
+        return out, *pull(out)
+
+    wanted = jax.jit(step)(lhs, rhs, sizes)
+    blob = jax.export.export(jax.jit(step))(lhs, rhs, sizes).serialize()
+    exported = jax.jit(jax.export.deserialize(bytearray(blob)).call)
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in (lhs, rhs, sizes)
+    ]
+    compiled = jax.jit(step).lower(*shapes).compile()
+    stored = serialize_executable.serialize(compiled)
+    loaded = serialize_executable.deserialize_and_load(*stored)
+    for run in (exported, loaded):
+        for got, want in zip(run(lhs, rhs, sizes), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["rule", "manual"])
