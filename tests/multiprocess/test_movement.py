@@ -8,7 +8,7 @@ import pytest
 from multiprocess.launch import Job
 
 _LAYOUTS = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)], ids=["2x4", "4x1"])
-_SOME = ["dp x ep", "drops"]
+_SOME = ["dp x ep", "drops", "no tokens", "unused slots", "bfloat16 fast"]
 
 _CASES = """
 from multiprocess import movement_job
