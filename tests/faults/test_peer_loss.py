@@ -6,15 +6,18 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_fixtures import wait_until
+from daemon_fixtures import Program, wait_until
 from multiprocess.launch import Job
 
 from ep_runtime_client import children
 from ep_runtime_client.cli import source
+
+Start = Callable[..., Program]
 
 NOTIFY_S = 2.0
 
@@ -120,6 +123,65 @@ def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
         job.tell("go on")
         job.tell()
         job.finish()
+    wait_until(lambda: not admin.groups() and not admin.buffers(), "everything is freed")
+
+
+# No JAX, whose distributed jobs end with any of their processes: groups are formed as
+# Session.create_group does it.
+_MEMBER = """
+import json, sys
+import ep_runtime as ep
+from ep_runtime import specs
+from ep_runtime_client import forming
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+ranks = tuple(json.loads(sys.stdin.readline()))
+spec = specs.make_group_spec(
+    name="g", mesh_axes=(("ep", 4),), ep_axis="ep", num_experts=8, hidden_size=64,
+    max_tokens_per_rank=64, max_top_k=2, retain_s=60.0)
+session = ep.connect(job="survive", timeout_s=60)
+while True:
+    formed = forming.form(session, spec, forming.Claim(ranks), replace=False)
+    say(generation=formed.generation, reattached=formed.reattached)
+    if json.loads(sys.stdin.readline()) == "end":
+        break
+    forming.unmap(formed.native_group)  # as a broken group steps aside
+    formed.memory.close()
+forming.leave(session, "g", formed.generation, formed.native_group)
+session.close()
+"""
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_survivor_forms_the_group_anew_with_whoever_takes_the_dead_ones_place(
+    run_program: Start, address: str, admin: source.Source, daemon: children.Child, count: int
+) -> None:
+    def member(first: int) -> Program:
+        program = run_program(_MEMBER, prologue="", EP_RUNTIME_ADDRESS=address)
+        program.tell([first, first + 1])
+        return program
+
+    survivor, other = member(0), member(2)
+    before = [survivor.heard(), other.heard()]
+    assert before[0] == before[1]
+    memory = _memfds(daemon.pid)
+    generation = before[0]["generation"]
+    for _ in range(count):
+        other.kill()
+        wait_until(lambda: admin.groups()[0]["state"] == "BROKEN", "the loss is seen")
+        survivor.tell("again")
+        other = member(2)
+        after = [survivor.heard(), other.heard()]
+        assert after[0] == after[1]
+        assert after[0]["reattached"]
+        assert after[0]["generation"] > generation
+        generation = after[0]["generation"]
+        assert _memfds(daemon.pid) == memory  # not a byte is allocated anew
+    for program in (survivor, other):
+        program.tell("end")
+        assert program.finish() == 0
     wait_until(lambda: not admin.groups() and not admin.buffers(), "everything is freed")
 
 
