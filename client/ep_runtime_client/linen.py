@@ -91,7 +91,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         """
         if self.is_initializing():
             return (x, jnp.zeros((), jnp.float32), None)[: 3 if self.return_stats else 2]
-        layer = module_options.layer_for_call(self.layer_or_spec, layer_index)
+        layer = module_options.layer_for_call(self.layer_or_spec, layer_index, x)
         bias = self.bias.value if self.use_expert_bias else None
         options = {name: getattr(self, name) for name in module_options.option_names()}
         if self.params_spec is None:

@@ -49,7 +49,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def rules_in_context(
-    logical: Sequence[tuple[str, Any]], layer: EpLayer | TracedLayer
+    logical: Sequence[tuple[str, Any]], layer: EpLayer | TracedLayer | LayerSpec
 ) -> Rules | None:
     """Flax's logical axis rules as `params_spec` of `moe`.
 
@@ -60,6 +60,8 @@ def rules_in_context(
     Returns:
         None where they do not say how all parameters lie on axes of the layer's mesh.
     """
+    if isinstance(layer, LayerSpec):
+        return None
     places: dict[str, Any] = {}
     for name, place in logical or ():
         places.setdefault(name, place)
@@ -72,17 +74,20 @@ def rules_in_context(
 
 
 def layer_for_call(
-    source: EpLayer | LayerStack | LayerSpec, layer_index: int | jax.Array | None
-) -> EpLayer | TracedLayer:
-    """The layer that one call of a module uses.
+    source: EpLayer | LayerStack | LayerSpec, layer_index: int | jax.Array | None, x: jax.Array
+) -> EpLayer | TracedLayer | LayerSpec:
+    """The layer that one call of a module on `x` uses; a LayerSpec only while shapes are traced.
 
     Raises:
-        InvalidArgumentError: a LayerSpec, a stack without an index, or an index without a stack.
+        InvalidArgumentError: a LayerSpec and values, a stack without an index, or an index without
+            a stack.
     """
     if isinstance(source, LayerSpec):
+        if isinstance(x, jax.core.Tracer):
+            return source
         raise InvalidArgumentError(
-            f"the module was made from LayerSpec {source.name!r}, which moves no tokens: set its "
-            "attribute layer to a registered layer before calling it",
+            f"the module was made from LayerSpec {source.name!r}, which moves no tokens: make it "
+            "from a registered layer, or give it one (block.layer of nnx) before calling it",
             argument="layer_or_spec",
         )
     if isinstance(source, LayerStack):

@@ -101,7 +101,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         Returns:
             (y, aux), with the option return_stats (y, aux, stats).
         """
-        layer = module_options.layer_for_call(self.layer, layer_index)
+        layer = module_options.layer_for_call(self.layer, layer_index, x)
         bias = None if self.expert_bias is None else self.expert_bias[...]
         options = dict(self._options)
         if options.get("params_spec") is None:

@@ -116,7 +116,9 @@ def test_shapes_need_neither_daemon_nor_mesh() -> None:
         "wi_bias": ("exp", None, "mlp_moe"),
         "wo_bias": ("exp", "embed_moe"),
     }
-    with pytest.raises(InvalidArgumentError, match="set its attribute layer"):
+    y, aux = nnx.eval_shape(lambda block, x: block(x), abstract, jnp.zeros((4, HIDDEN)))
+    assert (y.shape, aux.shape) == ((4, HIDDEN), ())
+    with pytest.raises(InvalidArgumentError, match="give it one \\(block.layer of nnx\\)"):
         abstract(jnp.zeros((4, HIDDEN)))
 
 
