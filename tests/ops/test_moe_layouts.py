@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -240,6 +241,28 @@ def test_a_scanned_stack_under_remat_quantizes_once_where_the_copies_are_saved(
     want = jax.jit(jax.grad(run, argnums=(0, 1)), static_argnums=2)(x, layers, None)
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_offload_lists_move_the_values_that_they_name(make_group: MakeGroup) -> None:
+    layout = LAYOUTS["fsdp2 ep4"]
+    group = open_group(make_group, layout)
+    layer = group.register_layer("moe", top_k=TOP_K)
+    x, params = place(group, layout, make_params(layer))
+
+    def loss(x: Any) -> Any:
+        recipe = ep.recipes.TensorScaling()
+        return moe(layer, x, params, recipe=recipe, capacity=CAPACITY)[0].sum()
+
+    policy = ep.remat_policy(save=("ep_plan",), offload=("ep_wi", "ep_q_x"))
+    traced = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(x))
+    moved = sorted(set(re.findall(r"(\w+)<host>(\[[\d,]*\])", traced)))
+    # Rows of both matmuls with their scales, and what the first one returns.
+    assert moved == [
+        ("f32", "[8,104,2,8]"),
+        ("f32", "[8,2]"),
+        ("u8", "[8,104,16]"),
+        ("u8", "[8,104,8]"),
+    ]
 
 
 def casts(lowered: Any) -> int:
