@@ -223,6 +223,23 @@ def test_under_remat_scan_and_donation(from_map: bool) -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("from_map", [False, True], ids=["indices", "map"])
+def test_batches_of_permutations(from_map: bool) -> None:
+    case = Case("", tokens=6, align_size=4, from_map=from_map)
+    inputs = permutations.inputs_of(case, 3)
+
+    def there_and_back(tokens: Any, choice: Any) -> Any:
+        p = ops.permute(
+            tokens, **{"routing_map" if from_map else "topk_idx": choice}, **case.options
+        )
+        return ops.unpermute(p.tokens**2, p)
+
+    got = jax.vmap(there_and_back)(inputs.tokens, inputs.choice)
+    used = inputs.choice if from_map else inputs.choice >= 0
+    wanted = inputs.tokens**2 * used.sum(-1, keepdims=True)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
 def test_a_plan_serves_rows_of_another_width_and_dtype() -> None:
     case = Case("", align_size=4)
     inputs = permutations.inputs_of(case).joined()

@@ -226,6 +226,36 @@ def test_a_plan_of_another_region_is_refused_or_seen_from_there() -> None:
         ops.unpermute(made_inside.tokens, made_inside)
 
 
+def test_explicit_operands_that_lie_elsewhere_get_gradients_where_they_lie() -> None:
+    """Only the choice says how the batch is cut; tokens are replicated, or have H over tp."""
+    case = Case("", tokens=5, align_size=4)
+    mesh = fakes.mesh_of(AXES, explicit=True)
+    shards = permutations.inputs_of(case, SHARDS)
+    inputs = shards.joined()
+    choice = jax.device_put(inputs.choice, NamedSharding(mesh, BATCH))
+    for spec in (P(), P(None, "tp")):
+        tokens = jax.device_put(inputs.tokens, NamedSharding(mesh, spec))
+        given = dataclasses.replace(inputs, choice=choice, tokens=tokens)
+        got = permutations.run_ops(case, given)
+        permutations.assert_same(got, permutations.run_reference(case, shards))
+        assert got["d_tokens"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+def test_a_program_is_exported_and_read_back() -> None:
+    case = Case("", tokens=5, align_size=4)
+    spec = NamedSharding(fakes.mesh_of(AXES), BATCH)
+    inputs = placed(permutations.inputs_of(case, SHARDS).joined(), spec.mesh)
+
+    def there_and_back(tokens: Any, choice: Any) -> Any:
+        p = ops.permute(tokens, choice, tokens_spec=spec, **case.options)
+        return ops.unpermute(jnp.tanh(p.tokens), p)
+
+    exported = jax.export.export(jax.jit(there_and_back))(inputs.tokens, inputs.choice)
+    read = jax.export.deserialize(exported.serialize())
+    got = read.call(inputs.tokens, inputs.choice)
+    np.testing.assert_array_equal(got, there_and_back(inputs.tokens, inputs.choice))
+
+
 def test_layers_on_a_mesh_under_remat_and_scan() -> None:
     case = Case("", tokens=5, align_size=4, num_out_tokens=12)
     mesh = fakes.mesh_of(AXES)

@@ -192,6 +192,32 @@ def check_divides(shards: BatchShards, lead: Sequence[int]) -> None:
             )
 
 
+def settled(
+    shards: BatchShards, operands: Sequence[jax.Array | None], specs: Sequence[PartitionSpec]
+) -> list[Any]:
+    """Operands with the types that the op gives their gradients; Nones stay Nones.
+
+    That is before a custom_vjp: the transposes of these casts bring gradients into the layout of
+    an operand that lies elsewhere, and sum those of one that was replicated.
+    """
+    given = [x if x is None else spread_over(jnp.asarray(x), shards.varying) for x in operands]
+    present = [x for x in given if x is not None]
+    traced = any(isinstance(x, jax.core.Tracer) for x in present)
+    if not traced or not (shards.batch_axes or shards.feature):
+        return given
+    mesh = _shard_map_mesh(shards, present)
+    if not _stated(mesh):
+        return given
+    pairs = zip(given, specs, strict=True)
+    return [x if x is None else typed(mesh, x, spec) for x, spec in pairs]
+
+
+def _stated(mesh: Any) -> frozenset[str]:
+    """Axes that types name, but for those that are manual already."""
+    found: frozenset[str] = explicit_axes(mesh) - {*jax.sharding.get_abstract_mesh().manual_axes}
+    return found
+
+
 def per_shard(
     shards: BatchShards,
     body: Callable[..., Any],
@@ -219,7 +245,7 @@ def per_shard(
     if not shards.batch_axes and not shards.feature:
         return jax.tree.map(cast, body(*map(cast, operands)))
     mesh: Any = _shard_map_mesh(shards, operands)
-    stated = explicit_axes(mesh) - {*ambient.manual_axes}
+    stated = _stated(mesh)
     if stated:
         operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
     mapped = jax.shard_map(

@@ -109,7 +109,9 @@ def permute(
     with jax.named_scope("ep_permute"):
         arrays, group_sizes = twin.run(_make_plan, meta, choice)
         arrays = jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), arrays)
-        operands = _varied(shards, (tokens, probs, arrays))
+        specs = (shards.token_spec(feature=True), shards.token_spec())
+        tokens, probs = batch_shards.settled(shards, (tokens, probs), specs)
+        operands = (tokens, probs, _varied(shards, arrays))
         moved, row_probs = twin.run(_permute_primal, meta, *operands, traced=_permute)
     return Permuted(
         tokens=checkpoint_name(moved, "ep_recv"),
@@ -148,17 +150,18 @@ def unpermute(
         )
     meta = checks.check_unpermute(plan, rows, merging_probs)
     with jax.named_scope("ep_unpermute"):
-        operands = _varied(meta.shards, (rows, merging_probs, plan.arrays))
+        shards = meta.shards
+        specs = (shards.row_spec(feature=True), shards.token_spec())
+        rows, merging_probs = batch_shards.settled(shards, (rows, merging_probs), specs)
+        operands = (rows, merging_probs, _varied(shards, plan.arrays))
         total: jax.Array = twin.run(_unpermute_primal, meta, *operands, traced=_unpermute)
     return total
 
 
-def _varied(shards: BatchShards, operands: Any) -> Any:
-    """Operands typed as varying over what any of them varies over.
-
-    Before the op: the transpose of this cast sums the gradient of what was replicated.
-    """
-    return jax.tree.map(lambda x: spread_over(jnp.asarray(x), shards.varying), operands)
+def _varied(shards: BatchShards, arrays: PermutationArrays) -> PermutationArrays:
+    """The plan typed as varying over what any operand varies over."""
+    varied: PermutationArrays = jax.tree.map(lambda x: spread_over(x, shards.varying), arrays)
+    return varied
 
 
 def _make_plan(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArrays, jax.Array]:

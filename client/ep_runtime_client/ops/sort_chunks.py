@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops import batch_shards, twin
 from ep_runtime_client.ops.batch_shards import BatchShards, Spec
-from ep_runtime_client.ops.varying import like, spread_over
+from ep_runtime_client.ops.varying import like
 from ep_runtime_client.ops.xla_plan import exclusive_sum, rows_at
 
 
@@ -62,7 +62,8 @@ def sort_chunks(
     order = jnp.broadcast_to(order, (lists, order.shape[-1]))
     sizes = split_sizes.reshape(lists, split_sizes.shape[-1])
     with jax.named_scope("ep_sort_chunks"):
-        operands = [spread_over(a, shards.varying) for a in (x, sizes, order)]
+        specs = (shards.row_spec(trailing=x.ndim - 1), *[shards.row_spec()] * 2)
+        operands = batch_shards.settled(shards, (x, sizes, order), specs)
         static = _Sort(shards, lists)
         result: jax.Array = twin.run(_sort_primal, static, *operands, traced=_sort)
     return result
