@@ -75,7 +75,7 @@ def test_rows_that_are_there_and_no_others(form: str, sizes: list[int]) -> None:
     want, pull = jax.vjp(whole, keep(hidden, 0.0), weights)
     np.testing.assert_allclose(got, keep(want, 0.0), rtol=1e-6, atol=1e-6)
     for left, right in zip(found, pull(keep(grad, 0.0)), strict=True):
-        np.testing.assert_allclose(left, keep(right, 0.0), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(keep(left, 0.0), keep(right, 0.0), rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision_is_rounded_once() -> None:
@@ -149,7 +149,9 @@ def test_axes_on_the_inner_dim_stay_and_rows_do_not_move(
     got = weighted(hidden, weights)
     want = graded(lambda *args: meant(*args, sizes), hidden, weights)
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(left, np.nan_to_num(right), rtol=1e-5, atol=1e-5)
+        # In the slack the gradient of hidden may be what hidden holds there, which is NaN.
+        left, right = np.nan_to_num(left), np.nan_to_num(right)
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
     out, (d_hidden, _) = got
     assert tuple(out.sharding.spec) == ("ep", None, "tp")
     assert tuple(d_hidden.sharding.spec) == ("ep", None, None, "tp")
@@ -201,4 +203,6 @@ def test_inside_a_shard_map_of_the_user(make_group: MakeGroup) -> None:
     got = jax.jit(lambda *args: graded(lambda h, w: mapped(h, w, sizes), *args))(hidden, weights)
     want = graded(lambda *args: meant(*args, sizes), hidden, weights)
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(left, np.nan_to_num(right), rtol=1e-5, atol=1e-5)
+        # In the slack the gradient of hidden may be what hidden holds there, which is NaN.
+        left, right = np.nan_to_num(left), np.nan_to_num(right)
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)

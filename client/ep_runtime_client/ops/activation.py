@@ -120,8 +120,8 @@ def activate(
 
     Returns:
         [R, C, M] in the activation's dtype, M sharded as hidden has it; rows past the last zone
-        are undefined (zero on CPU), and so are those of hidden, which are not read. Differentiable
-        in hidden and row_weights; gradients are zero past the last zone.
+        are undefined, and so are those of hidden, which are not read, and of the gradient of
+        hidden. Differentiable in hidden and row_weights.
 
     Cost: one pass over the rows that are there; no collective but, for the gradient of row_weights,
     a sum of [R, C] f32 over the axes on M.

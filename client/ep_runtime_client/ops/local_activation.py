@@ -2,7 +2,7 @@
 
 Zones follow each other from row 0 of a slab, so the rows of all experts are a prefix of it: a loop
 with a dynamic trip count walks it in blocks, forward and backward. Nothing past the last zone is
-read, and what is returned there is zero. One fused kernel can stand in for either function.
+read. One fused kernel can stand in for either function.
 
 S: slabs on this device, one but where nothing is spread.
 """
@@ -97,7 +97,7 @@ def forward(
         [S, C, M] in static.dtype; zero past the last zone.
     """
 
-    def block(hidden: jax.Array, weights: jax.Array | None) -> tuple[jax.Array]:
+    def block(_: Any, hidden: jax.Array, weights: jax.Array | None) -> tuple[jax.Array]:
         return (_weighted(static, hidden, weights),)
 
     width = math.prod(hidden.shape[2:]) // (2 if static.gated else 1)
@@ -114,18 +114,28 @@ def pullback(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gradients of hidden (its shape and dtype) and of row_weights ([S, C] f32, or None).
 
-    `grad`: [S, C, M]; what it holds past the last zone is not read. Both results are zero there.
-    The gradient of a weight sums over the M that are here.
+    `grad`: [S, C, M]; what it holds past the last zone is not read. There the gradient of hidden
+    is undefined, and that of row_weights zero. The gradient of a weight sums over the M that are
+    here.
     """
-    arrays = (hidden, row_weights)
+    # Rows turn into their gradients in place: a fresh buffer costs a fill of all C rows. Not so
+    # narrow ones: XLA before 0.11 widens a whole bf16 buffer for every slice that a loop changes.
+    in_place = hidden.dtype == static.wide
 
-    def block(hidden: jax.Array, weights: jax.Array | None, grad: jax.Array) -> Any:
-        given = (hidden,) if weights is None else (hidden, weights)
-        _, pull = jax.vjp(lambda h, w=None: _weighted(static, h, w), *given)
+    def block(
+        before: tuple[jax.Array, ...],
+        grad: jax.Array,
+        weights: jax.Array | None,
+        rows: jax.Array | None,
+    ) -> Any:
+        operands = (before[0] if rows is None else rows, *(() if weights is None else (weights,)))
+        _, pull = jax.vjp(lambda h, w=None: _weighted(static, h, w), *operands)
         return pull(grad.astype(static.wide))
 
-    outs = tuple(jnp.zeros_like(x) for x in arrays if x is not None)
-    grads = _walk((*arrays, grad), outs, group_sizes, block)
+    start = hidden if in_place else jnp.zeros_like(hidden)
+    outs = (start,) if row_weights is None else (start, jnp.zeros_like(row_weights))
+    inputs = (grad, row_weights, None if in_place else hidden)
+    grads = _walk(inputs, outs, group_sizes, block)
     return grads[0], None if row_weights is None else grads[1]
 
 
@@ -140,7 +150,7 @@ def _walk(
     group_sizes: jax.Array,
     rows_to_rows: Callable[..., Any],
 ) -> tuple[jax.Array, ...]:
-    """`outs` with a function of the inputs' rows written over the rows that the zones cover."""
+    """`outs` with a function of their and the inputs' rows over the rows that the zones cover."""
     slabs, capacity = outs[0].shape[:2]
     totals = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
     blocks = row_blocks.cut(capacity, totals, row_blocks.MAX_BLOCK_ROWS)
@@ -152,7 +162,8 @@ def _walk(
 
     def step(block: Block, walked: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         parts = (None if x is None else block.read(x) for x in reads)
-        results = zip(walked, rows_to_rows(*parts), strict=True)
+        before = tuple(block.read(out) for out in walked)
+        results = zip(walked, rows_to_rows(before, *parts), strict=True)
         return tuple(block.write(out, part) for out, part in results)
 
     start = tuple(out.reshape(slabs * capacity, *out.shape[2:]) for out in outs)
