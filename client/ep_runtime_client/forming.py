@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ep_runtime import board, env, native, specs, wire
-from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
 from ep_runtime_client import allocator, transport
 
@@ -82,42 +82,91 @@ def form(session: Session, spec: specs.GroupSpec, claim: Claim, *, replace: bool
     """
     if not session.has_daemon:
         return Formed(0, None, False, claim.ranks)
-    return session.run(lambda control: _form(session, control, spec, claim, replace))
-
-
-def _form(
-    session: Session,
-    control: transport.ControlChannel,
-    spec: specs.GroupSpec,
-    claim: Claim,
-    replace: bool,
-) -> Formed:
-    wait_s = session.timeout_s
-    uuids = _uuids(spec, claim)
-    request = group_service_pb2.CreateGroupRequest(
-        op_id=uuid.uuid4().hex,
-        spec=wire.group_spec_to_proto(spec),
-        world_ranks=claim.ranks,
-        device_uuids=uuids,
-        replace=replace,
-        wait=wire.duration(wait_s),
-    )
-    answer = control.call(control.groups.CreateGroup, request, timeout_s=wait_s + _GRACE_S)
-    generation = int(answer.group.generation)
-    memory, native_group = Memory([]), None
+    formation = _Formation(session, spec, claim, replace=replace)
     try:
-        if answer.group.window_bytes:
-            memory = _fetch(session, control, spec.name, generation)
-            native_group = _map(spec, generation, memory, claim)
+        return session.run(formation.attempt)
+    except BaseException:
+        formation.leave()
+        raise
+
+
+class _Formation:
+    """One call's way into a group; goes on where it was once the daemon is back.
+
+    Whoever hears that the group is READY goes on with it. So who has mapped it must not begin
+    anew because the answer to itself was lost: the others would not come again.
+    """
+
+    def __init__(
+        self, session: Session, spec: specs.GroupSpec, claim: Claim, *, replace: bool
+    ) -> None:
+        self._session = session
+        self._spec = spec
+        self._claim = claim
+        self._replace = replace
+        self._uuids = _uuids(spec, claim)
+        self._formed: Formed | None = None
+
+    def attempt(self, control: transport.ControlChannel) -> Formed:
+        """From creating, or from what this process holds, to READY."""
+        if self._formed is not None and not self._goes_on(control, self._formed):
+            self.leave()
+        if self._formed is None:
+            self._formed = self._create(control)
+        wait_s = self._session.timeout_s
         report = group_service_pb2.ReportAttachedRequest(
-            name=spec.name, generation=generation, wait=wire.duration(wait_s)
+            name=self._spec.name, generation=self._formed.generation, wait=wire.duration(wait_s)
         )
         control.call(control.groups.ReportAttached, report, timeout_s=wait_s + _GRACE_S)
-    except BaseException:
-        leave(session, spec.name, generation, native_group)
-        memory.close()
-        raise
-    return Formed(generation, native_group, bool(answer.reattached), claim.ranks, memory, uuids)
+        return self._formed
+
+    def _create(self, control: transport.ControlChannel) -> Formed:
+        wait_s = self._session.timeout_s
+        request = group_service_pb2.CreateGroupRequest(
+            op_id=uuid.uuid4().hex,
+            spec=wire.group_spec_to_proto(self._spec),
+            world_ranks=self._claim.ranks,
+            device_uuids=self._uuids,
+            replace=self._replace,
+            wait=wire.duration(wait_s),
+        )
+        answer = control.call(control.groups.CreateGroup, request, timeout_s=wait_s + _GRACE_S)
+        generation = int(answer.group.generation)
+        memory, native_group = Memory([]), None
+        try:
+            if answer.group.window_bytes:
+                memory = _fetch(self._session, control, self._spec.name, generation)
+                native_group = _map(self._spec, generation, memory, self._claim)
+        except BaseException:
+            leave(self._session, self._spec.name, generation, native_group)
+            memory.close()
+            raise
+        reattached = bool(answer.reattached)
+        return Formed(generation, native_group, reattached, self._claim.ranks, memory, self._uuids)
+
+    def _goes_on(self, control: transport.ControlChannel, formed: Formed) -> bool:
+        """Whether the daemon that was started again still knows what this process holds."""
+        request = group_service_pb2.RestoreGroupRequest(
+            spec=wire.group_spec_to_proto(self._spec),
+            generation=formed.generation,
+            world_ranks=formed.ranks,
+            device_uuids=formed.uuids,
+        )
+        directory, token = self._session.directory, self._session.token
+        try:
+            restore(directory, token, control, request, formed.memory)
+        except (RuntimeUnavailableError, SessionFencedError):
+            raise
+        except EpRuntimeError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Gives up what is held; nothing where nothing is."""
+        formed, self._formed = self._formed, None
+        if formed is not None:
+            leave(self._session, self._spec.name, formed.generation, formed.native_group)
+            formed.memory.close()
 
 
 def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
