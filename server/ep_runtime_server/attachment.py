@@ -13,9 +13,8 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     StaleHandleError,
 )
-from ep_runtime_server.formation import wait_until
 from ep_runtime_server.group_fsm import Event, State
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import Group, wait_until
 from ep_runtime_server.sessions import Session
 from ep_runtime_server.tickets import TicketBook
 from ep_runtime_server.windows import Buffer

@@ -18,22 +18,9 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.group_fsm import Event, State
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import Group, wait_until
 from ep_runtime_server.sessions import Session, SessionState
 from ep_runtime_server.windows import Owner, WindowPool
-
-
-async def wait_until(group: Group, done: Callable[[], bool], wait_s: float) -> bool:
-    """Waits for `done`, looked at whenever the group changes; False at the deadline."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + wait_s
-    while not done():
-        changed = group.changed
-        try:
-            await asyncio.wait_for(changed.wait(), deadline - loop.time())
-        except TimeoutError:
-            return done()
-    return True
 
 
 class Groups:

@@ -191,3 +191,16 @@ class Group:
         # Before it formed no client knows the generation, and the board still has the older one.
         if self.windows is not None and self.formed:
             self.windows.poison(reason, rank)
+
+
+async def wait_until(group: Group, done: Callable[[], bool], wait_s: float) -> bool:
+    """Waits for `done`, looked at whenever the group changes; False at the deadline."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait_s
+    while not done():
+        changed = group.changed
+        try:
+            await asyncio.wait_for(changed.wait(), deadline - loop.time())
+        except TimeoutError:
+            return done()
+    return True

@@ -183,14 +183,6 @@ class WindowSet:
         self.buffers = []
 
 
-def _demand(parts: Sequence[tuple[int, Device, int]]) -> dict[Device, int]:
-    """Bytes on each device."""
-    demand: dict[Device, int] = {}
-    for _, device, size_bytes in parts:
-        demand[device] = demand.get(device, 0) + size_bytes
-    return demand
-
-
 class WindowPool:
     """Every window set, and the limit per device. Lives on the event loop's thread."""
 
@@ -254,7 +246,8 @@ class WindowPool:
         """
         loop = asyncio.get_running_loop()
         parts = await loop.run_in_executor(self._admit, self._parts, spec, uuids or {})
-        demand = _demand(parts)
+        on = dict.fromkeys(device for _, device, _ in parts)
+        demand = {device: sum(size for _, d, size in parts if d is device) for device in on}
         while (full := self._first_full(demand)) is not None:
             if not self.used_bytes(full.name, WindowState.RELEASING):
                 raise self._exhausted(full, demand[full])
