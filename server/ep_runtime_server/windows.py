@@ -293,10 +293,11 @@ class WindowPool:
 
     def check_room(self, device: str, asked: int) -> None:
         """Raises PoolExhaustedError where the device has no room for memory that comes back."""
-        for found in self.devices():
-            room = found.limit_bytes - self.used_bytes(device)
-            if found.name == device and asked and asked > room:
-                raise self._exhausted(found, asked)
+        if not asked:
+            return
+        found = self.device(device)
+        if asked > found.limit_bytes - self.used_bytes(device):
+            raise self._exhausted(found, asked)
 
     def device(self, name: str) -> Device:
         """The host, or a GPU by its UUID. Raises as `Gpus.get`."""
