@@ -22,12 +22,12 @@ def missing() -> str:
         found = len(jax.devices("gpu"))
     except RuntimeError:
         return "JAX sees no GPU"
-    return "" if found >= 2 else f"needs 2 GPUs or more, JAX sees {found}"
+    return "" if found else "JAX sees no GPU"
 
 
 @pytest.fixture
 def gpus() -> list[Any]:
-    """Two or four GPUs; more than four add nothing to what is checked here."""
+    """One, two or four GPUs; more than four add nothing to what is checked here."""
     if missing():
         pytest.skip(missing())
     found = jax.devices("gpu")

@@ -99,7 +99,7 @@ def test_a_thousand_steps_are_bit_identical_beside_an_all_reduce(
 def test_overflow_in_error_mode_fails_the_step_and_the_next_group_works(
     session: ep.Session, gpus: list[Any]
 ) -> None:
-    case = fitted(cases.Case("overflow", routing="one", num_experts=8), len(gpus))
+    case = fitted(cases.Case("overflow", routing="one", tokens=32, num_experts=8), len(gpus))
     group = group_of(session, case, gpus, on_overflow="error", recv_capacity_per_rank=8)
     layer = group.register_layer("moe", top_k=case.top_k)
     inputs = movement.placed(movement.inputs_of(case, group.spec, 8), case, group)
