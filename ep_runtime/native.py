@@ -235,6 +235,14 @@ class NativeLibrary:
             found.append(text.value.decode())
         return found
 
+    def reaches(self, device: int, peer: int) -> bool:
+        """Whether a GPU can map memory of another, both as CUDA ordinals of this process."""
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        answer = self._table.reaches(device, peer, _text_of(text))
+        if answer < 0:
+            _raise(text.value.decode(errors="replace"))
+        return bool(answer)
+
     def use_row_ops(self, level: str) -> bool:
         """Picks the instruction set of row arithmetic, "best" or one of ROW_OPS; for tests.
 

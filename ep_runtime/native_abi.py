@@ -33,6 +33,7 @@ class GroupOptions(ctypes.Structure):
         ("error_on_overflow", ctypes.c_int32),
         ("exact_combine", ctypes.c_int32),
         ("debug", ctypes.c_int32),
+        ("tell_progress", ctypes.c_int32),
         ("local_ranks", ctypes.POINTER(ctypes.c_int64)),
         ("num_local_ranks", ctypes.c_int64),
         ("local_devices", ctypes.POINTER(ctypes.c_int32)),
@@ -93,4 +94,5 @@ class Table(ctypes.Structure):
         ("use_row_ops", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)),
         ("num_devices", ctypes.CFUNCTYPE(_I64, Text)),
         ("device_uuid", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, Text)),
+        ("reaches", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, ctypes.c_int32, Text)),
     ]

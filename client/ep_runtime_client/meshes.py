@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +83,8 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
             argument="transport",
         )
     platforms = sorted({device.platform for device in devices_of(mesh).ravel()})
-    if transport == "auto" and platforms == ["cpu"]:
-        return "memfd"
+    if transport == "auto":
+        return _chosen(mesh, platforms)
     if transport == "memfd" and platforms != ["cpu"]:
         raise InvalidArgumentError(
             f'transport="memfd" moves rows between CPU devices, the mesh has {platforms}',
@@ -91,9 +92,6 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
         )
     if transport == "memfd":
         return transport
-    if transport == "auto":
-        _say_xla(tuple(platforms))
-        return "xla"
     if platforms == ["gpu"] and transport == "nvlink":
         native.library("cuda")  # where it is missing, this says how to build it
         return transport
@@ -103,11 +101,39 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
     )
 
 
+def _chosen(mesh: Any, platforms: list[str]) -> str:
+    """What "auto" stands for where a daemon serves: windows wherever they can be mapped."""
+    if platforms == ["cpu"]:
+        return "memfd"
+    reason = _no_windows(devices_of(mesh).ravel(), platforms)
+    if not reason:
+        return "nvlink"
+    _say_xla(reason)
+    return "xla"
+
+
+def _no_windows(devices: Any, platforms: list[str]) -> str:
+    """Why the devices cannot map each other's memory; "" where they can.
+
+    Every process of a job must come to the same answer: what is asked holds for the whole host.
+    """
+    if platforms != ["gpu"]:
+        return f"no windows are made for {platforms} devices"
+    if not native.library_path("cuda").exists():
+        return "this package was built without CUDA (EP_RUNTIME_CUDA=ON builds it)"
+    # XLA gives the processes of one host, or of one NVLink domain, one index.
+    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+        return "the mesh spans hosts, whose GPUs do not reach each other's memory"
+    import jax
+
+    library, here = native.library("cuda"), jax.process_index()
+    ours = [device.local_hardware_id for device in devices if device.process_index == here]
+    for device, peer in itertools.permutations(ours, 2):
+        if not library.reaches(device, peer):
+            return f"GPU {device} does not reach the memory of GPU {peer}"
+    return ""
+
+
 @functools.cache
-def _say_xla(platforms: tuple[str, ...]) -> None:
-    # "nvlink" becomes the choice for GPUs when its tests have run inside JAX on some.
-    _log.warning(
-        'rows travel over XLA\'s collectives on %s devices (transport="xla"); '
-        'transport="nvlink", still experimental, moves them through windows in GPU memory',
-        list(platforms),
-    )
+def _say_xla(reason: str) -> None:
+    _log.warning('rows travel over XLA\'s collectives (transport="xla"): %s', reason)

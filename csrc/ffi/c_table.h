@@ -37,6 +37,7 @@ struct EpGroupOptions {
   int32_t error_on_overflow;
   int32_t exact_combine;
   int32_t debug;
+  int32_t tell_progress;  // devices write what they do to the board
   const int64_t* local_ranks;
   int64_t num_local_ranks;
   const int32_t* local_devices;  // [num_local_ranks] CUDA ordinals; null on CPU
@@ -73,7 +74,8 @@ struct EpTable {
   int (*use_row_ops)(int);  // null on a device
   // A library for devices only; null on CPU.
   int64_t (*num_devices)(EpText);
-  int64_t (*device_uuid)(int32_t, EpText);  // length of the text
+  int64_t (*device_uuid)(int32_t, EpText);       // length of the text
+  int64_t (*reaches)(int32_t, int32_t, EpText);  // 1 where a device can map memory of a peer
 };
 
 int64_t Fail(const Status& status, EpText error);

@@ -50,6 +50,7 @@ extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
       EpUseRowOps,
       /*num_devices=*/nullptr,
       /*device_uuid=*/nullptr,
+      /*reaches=*/nullptr,
   };
   return &table;
 }

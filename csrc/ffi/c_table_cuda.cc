@@ -75,6 +75,14 @@ int64_t EpDeviceUuid(int32_t device, EpText text) {
   return static_cast<int64_t>(uuid.size());
 }
 
+int64_t EpReaches(int32_t device, int32_t peer, EpText text) {
+  if (device == peer) return 1;
+  int reaches = 0;
+  const Status status =
+      cuda::Check(cudaDeviceCanAccessPeer(&reaches, device, peer), "cudaDeviceCanAccessPeer");
+  return status.ok() ? reaches : Fail(status, text);
+}
+
 }  // namespace
 }  // namespace ep_runtime
 
@@ -100,6 +108,7 @@ extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
       /*use_row_ops=*/nullptr,
       EpNumDevices,
       EpDeviceUuid,
+      EpReaches,
   };
   return &table;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,17 +71,73 @@ def test_transports_that_cannot_be_say_why(mesh: Any) -> None:
 class Gpus:
     """What `resolve_transport` reads of a mesh of GPUs."""
 
-    devices = np.array([SimpleNamespace(platform="gpu")] * 4)
+    def __init__(self, *slices: int) -> None:
+        self.devices = np.array(
+            [
+                SimpleNamespace(
+                    platform="gpu", process_index=0, local_hardware_id=i, slice_index=index
+                )
+                for i, index in enumerate(slices or (0, 0, 0, 0))
+            ]
+        )
 
 
-def test_gpus_take_xla_unless_nvlink_is_asked_for(
+class Reaching:
+    """A CUDA library on a host whose GPUs reach each other, but for some pairs."""
+
+    def __init__(self, *apart: tuple[int, int]) -> None:
+        self._apart = apart
+
+    def reaches(self, device: int, peer: int) -> bool:
+        return (device, peer) not in self._apart
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Reaching], None]:
+    """Puts a library in the CUDA library's place."""
+
+    def put(made: Reaching) -> None:
+        monkeypatch.setattr(meshes, "devices_of", lambda mesh: mesh.devices)
+        monkeypatch.setattr(native, "library_path", lambda platform: tmp_path)
+        monkeypatch.setattr(native, "library", lambda platform: made)
+
+    return put
+
+
+def test_gpus_that_reach_each_other_take_windows(library: Callable[[Reaching], None]) -> None:
+    library(Reaching())
+    assert meshes.resolve_transport("auto", Gpus(), has_daemon=True) == "nvlink"
+    assert meshes.resolve_transport("nvlink", Gpus(), has_daemon=True) == "nvlink"
+    assert meshes.resolve_transport("auto", Gpus(), has_daemon=False) == "xla"
+    with pytest.raises(InvalidArgumentError, match="between CPU devices, the mesh has .'gpu'"):
+        meshes.resolve_transport("memfd", Gpus(), has_daemon=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "apart", "reason"),
+    [
+        (Gpus(), [(2, 1)], "GPU 2 does not reach the memory of GPU 1"),
+        (Gpus(0, 0, 1, 1), [], "the mesh spans hosts"),
+    ],
+)
+def test_gpus_that_do_not_take_xla_and_the_reason_is_said(
+    library: Callable[[Reaching], None],
+    caplog: pytest.LogCaptureFixture,
+    mesh: Gpus,
+    apart: list[tuple[int, int]],
+    reason: str,
+) -> None:
+    library(Reaching(*apart))
+    assert meshes.resolve_transport("auto", mesh, has_daemon=True) == "xla"
+    assert reason in caplog.text
+
+
+def test_gpus_take_xla_where_the_package_was_built_without_cuda(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(meshes, "devices_of", lambda mesh: mesh.devices)
-    assert meshes.resolve_transport("auto", Gpus(), has_daemon=True) == "xla"
-    with pytest.raises(InvalidArgumentError, match="between CPU devices, the mesh has .'gpu'"):
-        meshes.resolve_transport("memfd", Gpus(), has_daemon=True)
     monkeypatch.setattr(native, "library_path", lambda platform: tmp_path / f"{platform}.so")
     native.library.cache_clear()
+    assert meshes.resolve_transport("auto", Gpus(), has_daemon=True) == "xla"
     with pytest.raises(RuntimeUnavailableError, match="EP_RUNTIME_CUDA=ON"):
         meshes.resolve_transport("nvlink", Gpus(), has_daemon=True)
