@@ -37,6 +37,9 @@ Status LaunchDispatchCall(const CudaCall& call);
 Status LaunchCombineCall(const CudaCall& call);
 Status LaunchDispatchBwdCall(const CudaCall& call);
 Status LaunchCombineBwdCall(const CudaCall& call);
+// Of the bench. The clock belongs to no group.
+Status LaunchCeilingCall(const CudaCall& call);
+Status LaunchClockCall(const CallFrame& frame, cudaStream_t stream);
 
 }  // namespace ep_runtime
 

@@ -90,6 +90,13 @@ ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
+ffi::Error ReadClock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  CallFrame frame{};
+  Status status = ReadFrame(args, rets, &frame);
+  if (status.ok()) status = LaunchClockCall(frame, stream);
+  return status.ok() ? ffi::Error::Success() : ToXla(status);
+}
+
 #define EP_RUNTIME_BINDING                      \
   ffi::Ffi::Bind()                              \
       .Ctx<ffi::PlatformStream<cudaStream_t>>() \
@@ -108,6 +115,12 @@ EP_RUNTIME_CUDA_TARGET(kDispatchBwdV1, OpCode::kDispatchBwd, LaunchDispatchBwdCa
 EP_RUNTIME_CUDA_TARGET(kCombineBwdV1, OpCode::kCombineBwd, LaunchCombineBwdCall);
 XLA_FFI_DEFINE_HANDLER(kPrepareSyncV1, (Execute<OpCode::kPrepare, LaunchPrepareCall>),
                        EP_RUNTIME_BINDING);
+EP_RUNTIME_CUDA_TARGET(kDispatchCeilingV1, OpCode::kDispatch, LaunchCeilingCall);
+EP_RUNTIME_CUDA_TARGET(kCombineCeilingV1, OpCode::kCombine, LaunchCeilingCall);
+XLA_FFI_DEFINE_HANDLER(
+    kClockV1, ReadClock,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
@@ -118,6 +131,9 @@ const Target kTargets[] = {
     {"ep_combine_v1", nullptr, kCombineV1},
     {"ep_dispatch_bwd_v1", nullptr, kDispatchBwdV1},
     {"ep_combine_bwd_v1", nullptr, kCombineBwdV1},
+    {"ep_dispatch_ceiling_v1", nullptr, kDispatchCeilingV1},
+    {"ep_combine_ceiling_v1", nullptr, kCombineCeilingV1},
+    {"ep_clock_v1", nullptr, kClockV1},
 };
 const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
 

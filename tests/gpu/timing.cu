@@ -3,7 +3,7 @@
 #include <thread>
 
 #include "case_runner.h"
-#include "ceiling.cuh"
+#include "cuda/bench_kernels.h"
 #include "timing.h"
 
 namespace gpu_test {
@@ -114,14 +114,10 @@ class Bench {
   }
   void Ceiling(int r, int blocks, int warps) {
     RankData& d = data_[r];
-    Windows windows{};
-    for (int i = 0; i < n_; ++i) windows.of[i] = world_.window(i);
-    CHECK_CUDA(cudaFuncSetAttribute(CeilingKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    warps * kWidth * 2));
-    CeilingKernel<<<blocks, warps * 32, warps * kWidth * 2, world_.stream(r)>>>(
-        windows, d.tokens->as<uint8_t>(), d.d_topk->as<int32_t>(), d.verdict->as<int32_t>(),
-        c_.tokens, kTopK, kWidth * 2);
-    CHECK_CUDA(cudaGetLastError());
+    CHECK_CUDA(ec::LaunchCeiling(
+        world_.stream(r),
+        {world_.group(r), d.tokens->as<void>(), d.d_topk->as<int32_t>(), d.verdict->as<int32_t>(),
+         c_.tokens, kTopK, kWidth * 2, blocks, warps, d.d_weights->as<int32_t>()}));
   }
 
   // Median us of one iteration, the slowest rank each time; replays captured iterations.
@@ -227,7 +223,7 @@ class Bench {
         if (to < 0 || (seen >> to & 1) != 0) continue;
         seen |= 1u << to;
         rank[t * kTopK + k] = to;
-        row[t * kTopK + k] = r * c_.tokens + next[to]++;
+        row[t * kTopK + k] = next[to]++;
         remote_rows_ += to != r;
       }
     }
