@@ -26,14 +26,18 @@ WAIT_S = 60.0
 
 
 def package_path() -> str:
-    """A PYTHONPATH under which a child imports the packages that this process imports."""
+    """A PYTHONPATH under which a child imports the packages that this process imports.
+
+    What is on ours stays on it, behind: the packages that ours need may be installed there.
+    """
     found = []
     for name in ("ep_runtime", "ep_runtime_server", "ep_runtime_client"):
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.origin is not None
         found.append(str(Path(spec.origin).parent.parent))
-    return os.pathsep.join(dict.fromkeys(found))
+    ours = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(dict.fromkeys(found + ours))
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,14 @@ from typing import Any
 
 import jax
 import pytest
+from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
+    _children_import_what_we_import,
+    address,
+    admin,
+    daemon,
+    directory,
+)
+from gpu import gpu_jobs
 
 import ep_runtime as ep
 from ep_runtime import native
@@ -28,10 +36,18 @@ def missing() -> str:
 @pytest.fixture
 def gpus() -> list[Any]:
     """One, two or four GPUs; more than four add nothing to what is checked here."""
-    if missing():
+    if not gpu_jobs.TRIAL and missing():
         pytest.skip(missing())
-    found = jax.devices("gpu")
+    found = jax.devices("cpu" if gpu_jobs.TRIAL else "gpu")
     return found[: 4 if len(found) >= 4 else 2]
+
+
+@pytest.fixture
+def several_gpus(gpus: list[Any]) -> int:
+    """How many there are: two or four."""
+    if len(gpus) < 2:
+        pytest.skip(f"needs 2 GPUs or more, JAX sees {len(gpus)}")
+    return len(gpus)
 
 
 @pytest.fixture

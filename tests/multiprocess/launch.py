@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,15 +34,20 @@ LIFE_S = 280.0
 TAIL_LINES = 30
 TESTS = str(Path(__file__).resolve().parent.parent)
 
-PROLOGUE = """
+_START = """
 import faulthandler, json, os, signal, sys, time
 faulthandler.enable()
 faulthandler.dump_traceback_later(float(os.environ["TEST_LIFE_S"]), exit=True)
 import jax
 import numpy as np
+distributed = {}
+"""
+_CPU = """
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(os.environ["TEST_DEVICES"]))
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
+"""
+_REST = """
 import ep_runtime as ep
 
 index = int(os.environ["TEST_INDEX"])
@@ -64,8 +69,21 @@ jax.distributed.initialize(
     num_processes=int(os.environ["TEST_PROCESSES"]),
     process_id=index,
     initialization_timeout=100,
+    **distributed,
 )
 """
+
+
+def prologue_of(devices: str) -> str:
+    """What runs before a script; `devices` is code that chooses JAX's platform and devices.
+
+    It runs before a backend starts, with `json`, `os` and `jax` in its scope, and may add arguments
+    of jax.distributed.initialize to `distributed`.
+    """
+    return _START + devices + _REST
+
+
+PROLOGUE = prologue_of(_CPU)
 
 
 class Worker:
@@ -161,6 +179,7 @@ class Job:
         devices: CPU devices of each process.
         environment: more variables for every process, for example EP_RUNTIME_ADDRESS.
         prologue: what runs before the script.
+        own: more variables of each process alone, in order.
     """
 
     def __init__(
@@ -171,9 +190,11 @@ class Job:
         devices: int,
         prologue: str = PROLOGUE,
         life_s: float = LIFE_S,
+        own: Sequence[Mapping[str, str]] = (),
         **environment: str,
     ) -> None:
         self.processes, self.devices = processes, devices
+        self._own = own or [{}] * processes
         self._script = prologue + script
         self._environment = {
             **os.environ,
@@ -192,7 +213,8 @@ class Job:
             port = stack.enter_context(reserved_port())
             environment = {**self._environment, "TEST_COORDINATOR": f"127.0.0.1:{port}"}
             for index in range(self.processes):
-                worker = Worker(index, self._script, logs / f"{index}.log", environment)
+                mine = {**environment, **self._own[index]}
+                worker = Worker(index, self._script, logs / f"{index}.log", mine)
                 stack.callback(worker.close)
                 self.workers.append(worker)
             self._stack = stack.pop_all()

@@ -1,0 +1,49 @@
+"""Token movement by several processes, each with GPUs of its own, against the reference."""
+
+from __future__ import annotations
+
+import json
+
+import cases
+import pytest
+from gpu import gpu_jobs
+
+_NAMES = [case.name for case in cases.CASES if case.name != "one device"]
+_IN_ALL = ["plain", "dp x ep"]
+
+_SCRIPT = """
+from gpu import gpu_cases
+say(done=gpu_cases.run_cases(json.loads(os.environ["TEST_CASES"])))
+hear()
+"""
+
+
+def _run(layout: str, names: list[str], gpus: int, address: str) -> None:
+    with gpu_jobs.job(
+        _SCRIPT,
+        layout,
+        gpus,
+        EP_RUNTIME_ADDRESS=address,
+        EP_RUNTIME_DEBUG="1",
+        TEST_CASES=json.dumps(names),
+    ) as job:
+        assert job.heard(240) == [{"done": names}] * job.processes
+        job.tell()
+        job.finish()
+
+
+@pytest.mark.parametrize("part", range(len(gpu_jobs.LAYOUTS)), ids=[*gpu_jobs.LAYOUTS])
+def test_movement_by_several_processes_equals_the_reference(
+    several_gpus: int, address: str, part: int
+) -> None:
+    """Each layout takes a part of the cases, so that all of them run once."""
+    names = [*_IN_ALL, *[name for name in _NAMES if name not in _IN_ALL][part::4]]
+    _run([*gpu_jobs.LAYOUTS][part], names, several_gpus, address)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", gpu_jobs.LAYOUTS)
+def test_every_case_in_every_layout_equals_the_reference(
+    several_gpus: int, address: str, layout: str
+) -> None:
+    _run(layout, _NAMES, several_gpus, address)
