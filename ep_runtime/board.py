@@ -30,6 +30,7 @@ from ep_runtime.board_abi import (
     VERSION,
     BoardHeaderStruct,
     ControlStruct,
+    DeviceRowsStruct,
     FailureRecordStruct,
     HandleRecordStruct,
     HandleState,
@@ -50,6 +51,7 @@ __all__ = [
     "BoardHeaderStruct",
     "BoardLayout",
     "ControlStruct",
+    "DeviceRowsStruct",
     "FAILURE_RECORDS",
     "FailureRecordStruct",
     "HandleRecord",
@@ -78,6 +80,7 @@ __all__ = [
     "read_handles",
     "read_header",
     "read_ranks",
+    "tell_time",
     "window_bytes",
 ]
 
@@ -145,6 +148,7 @@ class BoardLayout:
     world_offset: int
     domains_offset: int
     domain_bytes: int
+    device_rows_offset: int  # 0 where windows are in host memory
     board_bytes: int
 
 
@@ -179,7 +183,10 @@ def board_layout(spec: GroupSpec) -> BoardLayout:
     domains = world + control_bytes(spec.world_size, 0)
     domain = control_bytes(spec.ep_size, spec.lanes)
     end = domains + spec.num_domains * domain
-    return BoardLayout(ranks, handles, failures, world, domains, domain, end)
+    if spec.transport != "nvlink":
+        return BoardLayout(ranks, handles, failures, world, domains, domain, 0, end)
+    rows = spec.world_size * MAX_HANDLES * ctypes.sizeof(DeviceRowsStruct)
+    return BoardLayout(ranks, handles, failures, world, domains, domain, end, end + rows)
 
 
 def board_bytes(spec: GroupSpec) -> int:
@@ -251,6 +258,7 @@ def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
     header.world_offset = where.world_offset
     header.domains_offset = where.domains_offset
     header.domain_bytes = where.domain_bytes
+    header.device_rows_offset = where.device_rows_offset
     for rank in range(spec.world_size):
         record = _at(buf, RankRecordStruct, _rank_offset(where.ranks_offset, rank))
         record.waiting_for = record.lane = -1
@@ -278,6 +286,11 @@ def poison(buf: Any, generation: int, reason: PoisonReason, rank: int = -1) -> N
     header.poison_reason = int(reason)
     header.poison_rank = rank
     header.poison_generation = generation  # last: clients look at this word
+
+
+def tell_time(buf: Any, now_ns: int) -> None:
+    """Writes CLOCK_MONOTONIC for devices: records that they write are as exact as this is often."""
+    _header(buf).now_ns = now_ns
 
 
 def _header(buf: Any) -> Any:
@@ -310,7 +323,8 @@ def read_header(buf: Any) -> BoardHeader:
 
 def read_handles(buf: Any, indices: Iterable[int]) -> list[HandleRecord]:
     """The records of those handle indices, in that order."""
-    start = _header(buf).handles_offset
+    header = _header(buf)
+    start = header.handles_offset
     records = []
     for index in indices:
         if not 0 <= index < MAX_HANDLES:
@@ -318,6 +332,7 @@ def read_handles(buf: Any, indices: Iterable[int]) -> list[HandleRecord]:
                 f"handle index must be in [0, {MAX_HANDLES}), got {index}", argument="indices"
             )
         raw = _at(buf, HandleRecordStruct, start + index * ctypes.sizeof(HandleRecordStruct))
+        rows, dropped_rows = _device_rows(buf, header, index)
         records.append(
             HandleRecord(
                 state=HandleState(raw.state),
@@ -325,12 +340,22 @@ def read_handles(buf: Any, indices: Iterable[int]) -> list[HandleRecord]:
                 epoch=raw.epoch,
                 lane=raw.lane if raw.calls else -1,
                 calls=raw.calls,
-                rows=raw.rows,
-                dropped_rows=raw.dropped_rows,
+                rows=raw.rows + rows,
+                dropped_rows=raw.dropped_rows + dropped_rows,
                 updated_ns=raw.updated_ns,
             )
         )
     return records
+
+
+def _device_rows(buf: Any, header: Any, index: int) -> tuple[int, int]:
+    """(rows, dropped rows) of a handle, summed over the ranks on devices."""
+    if not header.device_rows_offset:
+        return 0, 0
+    size = ctypes.sizeof(DeviceRowsStruct)
+    first, stride = header.device_rows_offset + index * size, MAX_HANDLES * size
+    found = [_at(buf, DeviceRowsStruct, first + r * stride) for r in range(header.world_size)]
+    return sum(raw.rows for raw in found), sum(raw.dropped_rows for raw in found)
 
 
 def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:

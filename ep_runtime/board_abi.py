@@ -81,7 +81,9 @@ class BoardHeaderStruct(ctypes.Structure):
         ("domain_bytes", ctypes.c_uint64),
         ("failures_offset", ctypes.c_uint64),
         ("failures", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint8 * 120),
+        ("now_ns", ctypes.c_uint64),
+        ("device_rows_offset", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * 104),
     ]
 
 
@@ -120,6 +122,12 @@ class HandleRecordStruct(ctypes.Structure):
         ("updated_ns", ctypes.c_uint64),
         ("reserved", ctypes.c_uint8 * 8),
     ]
+
+
+class DeviceRowsStruct(ctypes.Structure):
+    """What one rank on a device adds to a handle's rows: it cannot add to a word of host memory."""
+
+    _fields_ = [("rows", ctypes.c_uint64), ("dropped_rows", ctypes.c_uint64)]
 
 
 class FailureRecordStruct(ctypes.Structure):

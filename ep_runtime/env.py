@@ -6,6 +6,7 @@
 | EP_RUNTIME_JOB | unset | name of the job; group names live inside (uid, job) |
 | EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes |
 | EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
+| EP_RUNTIME_BOARD | 1 | 0: GPUs write no progress to the board; `status` then shows none of them |
 | EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
@@ -72,6 +73,11 @@ def debug() -> bool:
 def keep_memory() -> bool:
     """EP_RUNTIME_KEEP_MEMORY. Raises InvalidArgumentError where it is neither on nor off."""
     return _switch("EP_RUNTIME_KEEP_MEMORY", "1")
+
+
+def tells_progress() -> bool:
+    """EP_RUNTIME_BOARD. Raises InvalidArgumentError where it is neither on nor off."""
+    return _switch("EP_RUNTIME_BOARD", "1")
 
 
 def malloc_is_set() -> bool:

@@ -57,14 +57,29 @@ class NativeLayer:
     handle_base: int
 
 
+@dataclasses.dataclass(frozen=True)
+class OnGpus:
+    """How a process drives its ranks of a group on GPUs.
+
+    Attributes:
+        ordinals: CUDA ordinal of each local rank.
+        num_blocks: thread blocks of one kernel; 0 for what measured best.
+        tell_progress: kernels write what they do to the board.
+    """
+
+    ordinals: tuple[int, ...]
+    num_blocks: int = 0
+    tell_progress: bool = True
+
+
 def _options(
     spec: GroupSpec,
     generation: int,
     debug: bool,
     local_ranks: Sequence[int] = (),
-    devices: Sequence[int] | None = None,
-    num_blocks: int = 0,
+    gpus: OnGpus | None = None,
 ) -> native_abi.GroupOptions:
+    ordinals = () if gpus is None else gpus.ordinals
     return native_abi.GroupOptions(
         name=spec.name.encode(),
         generation=generation,
@@ -81,10 +96,11 @@ def _options(
         error_on_overflow=spec.on_overflow == "error",
         exact_combine=spec.combine_precision == "exact",
         debug=debug,
+        tell_progress=gpus is not None and gpus.tell_progress,
         local_ranks=(ctypes.c_int64 * len(local_ranks))(*local_ranks),
         num_local_ranks=len(local_ranks),
-        local_devices=None if devices is None else (ctypes.c_int32 * len(devices))(*devices),
-        num_blocks=num_blocks,
+        local_devices=(ctypes.c_int32 * len(ordinals))(*ordinals) if ordinals else None,
+        num_blocks=0 if gpus is None else gpus.num_blocks,
     )
 
 
@@ -142,8 +158,7 @@ class NativeLibrary:
         window_fds: Sequence[int],
         debug: bool,
         local_ranks: Sequence[int] | None = None,
-        devices: Sequence[int] | None = None,
-        num_blocks: int = 0,
+        gpus: OnGpus | None = None,
     ) -> int:
         """Maps a group's board and windows. The caller may close the fds afterwards.
 
@@ -156,8 +171,7 @@ class NativeLibrary:
             debug: check indices and fill undefined memory with 0xFF.
             local_ranks: world ranks that this process drives; None for all. Where there are
                 others, calls meet by names that all processes give alike.
-            devices: CUDA ordinal of each local rank; None on CPU.
-            num_blocks: thread blocks of one kernel on a GPU; 0 for what measured best.
+            gpus: that drive the local ranks; None on CPU.
 
         Returns:
             The group's number in this process.
@@ -169,7 +183,7 @@ class NativeLibrary:
         """
         fds = (ctypes.c_int * len(window_fds))(*window_fds)
         ours = range(spec.world_size) if local_ranks is None else local_ranks
-        options = _options(spec, generation, debug, ours, devices, num_blocks)
+        options = _options(spec, generation, debug, ours, gpus)
         text = ctypes.create_string_buffer(_TEXT_BYTES)
         group = self._table.open_group(
             ctypes.byref(options), board_fd, fds, len(window_fds), _text_of(text)

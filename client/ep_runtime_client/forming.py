@@ -218,10 +218,15 @@ def _map(spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim) -
         window_fds=[found[rank] for rank in range(spec.world_size)],
         debug=env.debug(),
         local_ranks=claim.ranks,
-        devices=claim.ordinals or None,
-        num_blocks=env.num_sms(),
+        gpus=_gpus(claim) if claim.ordinals else None,
     )
     return native.OpenGroup(library, number)
+
+
+def _gpus(claim: Claim) -> native.OnGpus:
+    return native.OnGpus(
+        tuple(claim.ordinals), num_blocks=env.num_sms(), tell_progress=env.tells_progress()
+    )
 
 
 def leave(

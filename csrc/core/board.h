@@ -72,7 +72,10 @@ struct BoardHeader {
   uint64_t domain_bytes;
   uint64_t failures_offset;
   Word64 failures;  // failure records claimed so far
-  uint8_t reserved[120];
+  // CLOCK_MONOTONIC as the daemon and the processes last wrote it: a device knows no other.
+  Word64 now_ns;
+  uint64_t device_rows_offset;  // [W][kMaxHandles] DeviceRows; 0 where windows are in host memory
+  uint8_t reserved[104];
 };
 static_assert(sizeof(BoardHeader) == 256);
 
@@ -99,6 +102,7 @@ struct RankRecord {
 static_assert(sizeof(RankRecord) == 128);
 
 // Written by every rank of the group, so counters are atomic and the rest is last-writer-wins.
+// Devices only store: calls where they drive world rank 0, rows and dropped_rows never.
 struct HandleRecord {
   Word state;
   Word last_op;
@@ -112,6 +116,13 @@ struct HandleRecord {
   uint8_t reserved[8];
 };
 static_assert(sizeof(HandleRecord) == 64);
+
+// What one rank on a device adds to a handle's record: it cannot add to a word of host memory.
+struct DeviceRows {
+  uint64_t rows;
+  uint64_t dropped_rows;
+};
+static_assert(sizeof(DeviceRows) == 16, "stored at once");
 
 // One failed run, told to the other processes. A ring: record n lies at n mod kFailureRecords.
 struct FailureRecord {

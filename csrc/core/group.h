@@ -29,6 +29,7 @@ struct GroupOptions {
   bool debug;                        // checks indices, fills undefined memory with 0xFF
   std::vector<int64_t> local_ranks;  // world ranks that this process drives
   int64_t window_bytes = 0;          // of windows that a GroupDevice maps; 0: in host memory
+  bool tell_progress = true;         // devices write what they do to the board
 };
 
 // What a group has on devices other than the CPU. Made before the group's first call.
@@ -106,6 +107,10 @@ class Group {
   void FillStaging(int byte);
 
   const BoardHeader& header() const { return *header_; }
+  // For records that devices write: their clocks are not the host's.
+  void TellTime() {
+    header_->now_ns.store(static_cast<uint64_t>(NowNs()), std::memory_order_relaxed);
+  }
   void Attach(std::unique_ptr<GroupDevice> device) { device_ = std::move(device); }
   GroupDevice* device() const { return device_.get(); }
 

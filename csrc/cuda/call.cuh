@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/device_group.h"
+#include "cuda/progress.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -37,11 +38,6 @@ __device__ __forceinline__ void StoreReleaseSys(uint64_t* word, uint64_t value) 
 }
 __device__ __forceinline__ void AddReleaseGpu(uint32_t* word, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint64_t GlobalTimerNs() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
 }
 
 // Polls between two looks at what ends a wait early: a look reads host memory.
@@ -151,7 +147,10 @@ __device__ inline bool KeepWaiting(const Call& call, int source, uint32_t seen, 
   } else if (source >= 0 && PeerRunsAnother(call, source)) {
     reason = FailReason::kMismatch;
   }
-  if (reason == FailReason::kNone) return true;
+  if (reason == FailReason::kNone) {
+    if (source >= 0 && waited_ns > kTellWaitNs) TellWait(call.group, call.op, source, started_ns);
+    return true;
+  }
   Fail(call, reason, source, seen, expected, waited_ns);
   return false;
 }
@@ -161,7 +160,10 @@ static __device__ __noinline__ bool AwaitWordSlowly(const Call& call, const uint
   const uint64_t started_ns = GlobalTimerNs();
   for (uint32_t polls = 1;; ++polls) {
     const uint32_t seen = LoadAcquireSys(word);
-    if (seen == expected) return true;
+    if (seen == expected) {
+      if (polls > kPollsPerLook) TellArrived(call.group, call.op, started_ns);
+      return true;
+    }
     if (polls % kPollsPerLook == 0 && !KeepWaiting(call, source, seen, expected, started_ns)) {
       return false;
     }
@@ -204,7 +206,8 @@ __device__ inline Call BeginCall(DeviceGroup* group, const CallName& name, OpCod
   call.group = group;
   call.epoch = group->epoch + 1;
   call.generation = group->generation;
-  call.layer_id = name.layer_id + (name.layer_index != nullptr ? *name.layer_index : 0);
+  const int32_t layer_index = name.layer_index != nullptr ? *name.layer_index : 0;
+  call.layer_id = name.layer_id + layer_index;
   call.handle = name.handle;
   call.op = static_cast<uint32_t>(op);
   call.tag = TagOf(call.epoch, call.layer_id, call.handle, call.op);
@@ -232,6 +235,10 @@ __device__ inline Call BeginCall(DeviceGroup* group, const CallName& name, OpCod
     fields->op = call.op;
     fields->handle = call.handle;
     StoreReleaseSys(&line->epoch, call.epoch);
+  }
+  if (!call.dead && blockIdx.x == 0 && threadIdx.x == 0) {
+    TellBegin(group, call.epoch, call.layer_id, call.handle, call.op,
+              name.board_index + layer_index * name.board_stride);
   }
   return call;
 }
@@ -268,6 +275,7 @@ __device__ inline void EndCall(const Call& call, const Output (&outputs)[kOutput
   if (threadIdx.x == 0) {
     group->ended = 0;
     for (int i = 0; i < kBarriers; ++i) group->arrived[i] = 0;
+    TellEnd(group, call.epoch, call.op);
     group->epoch = call.epoch;
   }
 }

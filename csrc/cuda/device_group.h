@@ -100,6 +100,36 @@ inline int64_t ScratchBytes(const GroupSizes& sizes) {
               sizes.max_tokens_per_rank * sizes.ep_size);
 }
 
+// Of one handle, by one rank since the group was opened.
+struct HandleTotals {
+  uint64_t calls;
+  uint64_t rows;
+  uint64_t dropped_rows;
+  uint64_t reserved;
+};
+
+// What a rank tells on the board; progress.cuh does. The host fills the pointers, null where
+// nothing is told.
+struct Progress {
+  const uint64_t* now_ns;  // host-mapped BoardHeader::now_ns
+  void* rank;              // host-mapped RankRecord
+  void* handles;           // host-mapped [kMaxHandles] HandleRecord
+  void* device_rows;       // host-mapped [kMaxHandles] DeviceRows of this rank
+  HandleTotals* totals;    // [kMaxHandles], device
+
+  // Of the running call, written by its first block.
+  uint64_t call_epoch;
+  uint64_t call_now_ns;    // the board's time as it began
+  uint64_t call_timer_ns;  // the device's
+  uint32_t call_index;     // of the handle's record
+  // Of the running call, written by whichever block knows.
+  uint64_t call_rows;
+  uint64_t call_dropped_rows;
+  // Of all calls.
+  uint64_t rows;
+  uint64_t dropped_rows;
+};
+
 // One per (group, device), in device memory that is never freed: a replayed CUDA graph of a closed
 // group finds `open` at 0 here. Fields up to `scratch` are written by the host before the first
 // call; the state below belongs to the kernels, which one stream runs one after another.
@@ -138,6 +168,7 @@ struct DeviceGroup {
   uint64_t verdicts;
   uint32_t arrived[kBarriers];
   uint32_t ended;  // blocks of the running kernel
+  Progress progress;
 };
 
 // Fills everything but addresses, generation and budget. `first_rank` + `ep_rank` is the world
@@ -173,6 +204,9 @@ struct CallName {
   uint64_t layer_id;           // of layer 0 of a stack
   const int32_t* layer_index;  // [1] int32, device, written by XLA; null: 0
   uint32_t handle;
+  // The handle's record on the board is board_index + layer index * board_stride.
+  uint32_t board_index = 0;
+  uint32_t board_stride = 0;
 };
 
 // The nine arrays that prepare writes and every other op reads; cpu/plan_view.h says what they

@@ -37,7 +37,7 @@ Status CudaGroup::Open(const Group* group, const std::vector<int>& window_fds,
   std::unique_ptr<CudaGroup> made(new CudaGroup(group));
   EP_RETURN_IF_ERROR(made->CheckLimits(devices));
   EP_RETURN_IF_ERROR(made->ChooseBlocks(num_blocks));
-  EP_RETURN_IF_ERROR(made->MapBoard());
+  EP_RETURN_IF_ERROR(made->board_.Map(*group));
   const FlagLayout flags(group->sizes());
   EP_RETURN_IF_ERROR(made->windows_.Map(window_fds, flags.window_bytes, devices));
   const std::vector<int64_t>& ranks = group->options().local_ranks;
@@ -87,19 +87,6 @@ Status CudaGroup::ChooseBlocks(int64_t num_blocks) {
                      (kMaxBlockSlots - sizes.max_top_k) * kMaxPrepareBlocks);
 }
 
-// Kernels look at the poison word, which lies in the board's first page.
-Status CudaGroup::MapBoard() {
-  void* page = const_cast<BoardHeader*>(&group_->header());
-  EP_RETURN_IF_CUDA(
-      cudaHostRegister(page, kPageBytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
-  board_ = page;
-  void* mapped = nullptr;
-  EP_RETURN_IF_CUDA(cudaHostGetDevicePointer(&mapped, page, 0));
-  const auto* header = static_cast<const BoardHeader*>(mapped);
-  poison_ = reinterpret_cast<const uint64_t*>(&header->poison_generation);
-  return Status();
-}
-
 Status CudaGroup::OpenRank(int64_t world_rank, int device) {
   const GroupSizes& sizes = group_->sizes();
   const FlagLayout flags(sizes);
@@ -110,6 +97,14 @@ Status CudaGroup::OpenRank(int64_t world_rank, int device) {
   void* memory = nullptr;
   EP_RETURN_IF_CUDA(cudaMalloc(&memory, sizeof(DeviceGroup)));
   rank.group = static_cast<DeviceGroup*>(memory);
+  Progress progress;
+  EP_RETURN_IF_ERROR(board_.OpenRank(*group_, world_rank, &progress));
+  if (progress.rank != nullptr) {
+    const size_t bytes = kMaxHandles * sizeof(HandleTotals);
+    EP_RETURN_IF_CUDA(cudaMalloc(&memory, bytes));
+    EP_RETURN_IF_CUDA(cudaMemset(memory, 0, bytes));
+    progress.totals = static_cast<HandleTotals*>(memory);
+  }
   EP_RETURN_IF_CUDA(cudaMalloc(&memory, ScratchBytes(sizes)));
   const int64_t ep_rank = world_rank % sizes.ep_size;
   const int64_t first_rank = world_rank - ep_rank;
@@ -119,7 +114,8 @@ Status CudaGroup::OpenRank(int64_t world_rank, int device) {
   group.windows = windows_.window(first_rank);
   group.window_stride = windows_.stride();
   group.budget_ns = static_cast<uint64_t>(group_->options().op_timeout_ns);
-  group.poison_generation = poison_;
+  group.poison_generation = board_.poison_generation();
+  group.progress = progress;
   group.record = rank.record;
   group.scratch = static_cast<int32_t*>(memory);
   group.open = 1;
@@ -233,7 +229,7 @@ void CudaGroup::Close() {
     cudaDeviceSynchronize();
   }
   windows_.Unmap();
-  if (board_ != nullptr) cudaHostUnregister(board_);
+  board_.Unmap();
 }
 
 }  // namespace cuda

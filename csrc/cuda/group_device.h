@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/group.h"
+#include "cuda/device_board.h"
 #include "cuda/device_group.h"
 #include "cuda/device_windows.h"
 #include "cuda/prepare_kernels.h"
@@ -65,7 +66,6 @@ class CudaGroup : public GroupDevice {
 
   Status CheckLimits(const std::vector<int>& devices) const;
   Status ChooseBlocks(int64_t num_blocks);
-  Status MapBoard();
   Status OpenRank(int64_t world_rank, int device);
   Status FirstFailure() const;
   Status ErrorOf(const FailRecord& record) const;
@@ -75,8 +75,7 @@ class CudaGroup : public GroupDevice {
 
   const Group* group_;  // owns this
   DeviceWindows windows_;
-  void* board_ = nullptr;  // its first page, registered
-  const uint64_t* poison_ = nullptr;
+  DeviceBoard board_;
   std::vector<LocalRank> ranks_;
   LaunchBlocks blocks_{};
   bool closed_ = false;

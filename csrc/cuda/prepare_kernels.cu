@@ -435,14 +435,18 @@ __device__ void WriteReceived(const Call& call, const PrepareParams& params,
 __device__ void WriteSizes(const Call& call, const PrepareParams& params, const Experts& experts) {
   const int first = call.me * params.sizes.experts;
   int64_t demand = 0;
+  int32_t dropped = 0;
   for (int e = threadIdx.x; e < params.sizes.experts; e += 32) {
     const int32_t kept = experts.kept[first + e];
+    dropped += experts.demand[first + e] - kept;
     params.plan.kept[e] = kept;
     params.plan.group_sizes[e] = UpTo(kept, params.alignment);
     demand += UpTo(experts.demand[first + e], params.alignment);
   }
   for (int step = 16; step > 0; step /= 2) demand += __shfl_xor_sync(~0u, demand, step);
+  dropped = __reduce_add_sync(~0u, dropped);
   if (threadIdx.x == 0) {
+    CountRows(call.group, 0, dropped);
     params.plan.num_recv[0] = static_cast<int32_t>(min(demand, int64_t{INT32_MAX}));
   }
 }

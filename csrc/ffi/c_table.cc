@@ -42,7 +42,9 @@ GroupOptions ToOptions(const EpGroupOptions& options) {
           options.error_on_overflow != 0,
           options.exact_combine != 0,
           options.debug != 0,
-          {options.local_ranks, options.local_ranks + options.num_local_ranks}};
+          {options.local_ranks, options.local_ranks + options.num_local_ranks},
+          /*window_bytes=*/0,
+          options.tell_progress != 0};
 }
 
 int64_t EpAddLayers(int64_t group, const EpLayer* layers, int64_t count, EpText error) {
@@ -101,7 +103,8 @@ std::string HeaderLayout() {
          EP_AT(BoardHeader, ranks_offset) + EP_AT(BoardHeader, handles_offset) +
          EP_AT(BoardHeader, world_offset) + EP_AT(BoardHeader, domains_offset) +
          EP_AT(BoardHeader, domain_bytes) + EP_AT(BoardHeader, failures_offset) +
-         EP_AT(BoardHeader, failures);
+         EP_AT(BoardHeader, failures) + EP_AT(BoardHeader, now_ns) +
+         EP_AT(BoardHeader, device_rows_offset);
 }
 
 std::string RecordLayout() {
@@ -112,10 +115,11 @@ std::string RecordLayout() {
          EP_AT(RankRecord, rows) + EP_AT(RankRecord, dropped_rows) + EP_AT(RankRecord, open_calls) +
          EP_AT(RankRecord, pid) + EP_AT(RankRecord, left) + EP_SIZE(FailureRecord) +
          EP_AT(FailureRecord, run) + EP_AT(FailureRecord, code) + EP_AT(FailureRecord, bytes) +
-         EP_AT(FailureRecord, text) + EP_SIZE(HandleRecord) + EP_AT(HandleRecord, state) +
-         EP_AT(HandleRecord, last_op) + EP_AT(HandleRecord, lane) + EP_AT(HandleRecord, epoch) +
-         EP_AT(HandleRecord, calls) + EP_AT(HandleRecord, rows) +
-         EP_AT(HandleRecord, dropped_rows) + EP_AT(HandleRecord, updated_ns);
+         EP_AT(FailureRecord, text) + EP_SIZE(DeviceRows) + EP_AT(DeviceRows, dropped_rows) +
+         EP_SIZE(HandleRecord) + EP_AT(HandleRecord, state) + EP_AT(HandleRecord, last_op) +
+         EP_AT(HandleRecord, lane) + EP_AT(HandleRecord, epoch) + EP_AT(HandleRecord, calls) +
+         EP_AT(HandleRecord, rows) + EP_AT(HandleRecord, dropped_rows) +
+         EP_AT(HandleRecord, updated_ns);
 }
 
 std::string MeetingLayout() {

@@ -58,7 +58,9 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
   context.handle = launch.attributes.handle;
   // The rank operand is for hosts that can read it; here the device says who it is.
   const auto* layer_index = static_cast<const int32_t*>(launch.frame.args[1].data);
-  const cuda::CallName name{launch.attributes.layer_id, layer_index, launch.attributes.handle};
+  const cuda::CallName name{launch.attributes.layer_id, layer_index, launch.attributes.handle,
+                            layer.handle_base + launch.attributes.handle,
+                            static_cast<uint32_t>(layer.in_flight)};
   return launch.launch_fn(
       CudaCall{launch.frame, context, *device_group, *rank, name, launch.stream});
 }
@@ -73,6 +75,7 @@ Status LaunchCall(const Launch& launch) {
   EP_RETURN_IF_ERROR(ThisProcess().registry.Resolve(launch.attributes.layer_id,
                                                     launch.attributes.fingerprint, &layer, &group));
   if (!group->BeginCall()) return group->ClosedError(layer.name);
+  group->TellTime();
   Status status = LaunchInGroup(launch, layer, group);
   if (!status.ok()) group->RecordError(status.text());
   group->EndCall();

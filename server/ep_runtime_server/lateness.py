@@ -6,6 +6,7 @@ end of that chain: the rank that nobody else holds up.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
@@ -58,6 +59,16 @@ def rank_records(group: Group) -> list[RankRecord]:
         return board.read_ranks(windows.board)
     except (EpRuntimeError, ValueError):
         return []
+
+
+def tell_time(groups: Iterable[Group], now_s: float) -> None:
+    """Writes the time to the boards of groups on devices, which know no clock of this machine."""
+    for group in groups:
+        windows = group.windows
+        if group.spec.transport != "nvlink" or windows is None or windows.board is None:
+            continue
+        with contextlib.suppress(EpRuntimeError, ValueError):  # a board that a client wrecked
+            board.tell_time(windows.board, int(now_s * 1e9))
 
 
 def _last_in_chain(rank: int, waits_for: Mapping[int, int]) -> int:
@@ -138,6 +149,7 @@ class LateRanks:
         if now_s - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = now_s
+        tell_time(self._groups.all(), now_s)
         found = {(x.group.group_id, x.group.generation, x.world_rank): x for x in self.now()}
         for key, late in found.items():
             if key not in self._known:

@@ -1,6 +1,7 @@
 """Geometry of windows and boards, and the daemon's reads and writes on a board."""
 
 import ctypes
+import dataclasses
 import mmap
 
 import pytest
@@ -87,6 +88,33 @@ def test_fresh_records_are_idle():
     (handle,) = board.read_handles(buf, [board.MAX_HANDLES - 1])
     assert handle.state is board.HandleState.IDLE
     assert handle.lane == -1
+
+
+def on_devices(**changes) -> GroupSpec:
+    return dataclasses.replace(spec_of(**changes), transport="nvlink")
+
+
+def test_rows_of_ranks_on_devices_lie_apart_and_add_up():
+    spec = on_devices()
+    where = board.board_layout(spec)
+    table = board.MAX_HANDLES * ctypes.sizeof(board.DeviceRowsStruct)
+    assert where.device_rows_offset % board.PAGE_BYTES == table % board.PAGE_BYTES == 0
+    assert where.board_bytes == where.device_rows_offset + spec.world_size * table
+    assert where.device_rows_offset == board.board_bytes(spec_of())
+    buf = formatted(spec)
+    for rank in (0, 3, 7):
+        at = where.device_rows_offset + rank * table + 5 * ctypes.sizeof(board.DeviceRowsStruct)
+        record = board.DeviceRowsStruct.from_buffer(buf, at)
+        record.rows, record.dropped_rows = 100 + rank, rank
+    before, handle, after = board.read_handles(buf, [4, 5, 6])
+    assert (handle.rows, handle.dropped_rows) == (310, 10)
+    assert before.rows == after.rows == 0
+
+
+def test_a_board_carries_the_time_for_devices():
+    buf = formatted(on_devices())
+    board.tell_time(buf, 1 << 40)
+    assert board.BoardHeaderStruct.from_buffer(buf).now_ns == 1 << 40
 
 
 def test_wrong_buffers_and_indices_are_refused():

@@ -17,6 +17,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         "EP_RUNTIME_ADDRESS",
         "EP_RUNTIME_JOB",
         "EP_RUNTIME_DEBUG",
+        "EP_RUNTIME_BOARD",
         "EP_RUNTIME_SMS",
         "SLURM_JOB_ID",
         "RUNTIME_DIRECTORY",
@@ -53,6 +54,12 @@ def test_debug_refuses_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EP_RUNTIME_DEBUG", "perhaps")
     with pytest.raises(InvalidArgumentError, match="EP_RUNTIME_DEBUG must be 0 or 1.*perhaps"):
         env.debug()
+
+
+def test_progress_is_told_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert env.tells_progress()
+    monkeypatch.setenv("EP_RUNTIME_BOARD", "0")
+    assert not env.tells_progress()
 
 
 @pytest.mark.parametrize(("text", "expected"), [("", 0), ("0", 0), ("2", 2), (" 40 ", 40)])

@@ -20,6 +20,7 @@ _STRUCTS = {
     "BoardHeader": board_abi.BoardHeaderStruct,
     "RankRecord": board_abi.RankRecordStruct,
     "HandleRecord": board_abi.HandleRecordStruct,
+    "DeviceRows": board_abi.DeviceRowsStruct,
     "FailureRecord": board_abi.FailureRecordStruct,
     "Control": board_abi.ControlStruct,
     "Lane": board_abi.LaneStruct,

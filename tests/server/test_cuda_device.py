@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import time
 
 import pytest
 from harness import eventually
 from raw_client import close_fds, make_spec
 
-from ep_runtime import board, errors
+from ep_runtime import board, errors, specs
 from ep_runtime.v1 import types_pb2
 from ep_runtime_server.cuda_device import (
     BindingsDriver,
@@ -97,6 +99,34 @@ def test_every_rank_gets_its_window_on_its_own_gpu(gpu_daemon, driver):
         UUIDS[0]: window_bytes,
         UUIDS[1]: window_bytes,
     }
+    close_fds(found)
+
+
+def board_time(shown: mmap.mmap) -> int:
+    return int(board.BoardHeaderStruct.from_buffer_copy(shown).now_ns)
+
+
+def test_what_devices_write_is_listed_and_they_are_told_the_time(gpu_daemon):
+    client = gpu_daemon.client()
+    group = client.create(SPEC, uuids=UUIDS).group
+    found = client.fetch(group)
+    shown = mmap.mmap(found[0][1], 0)
+    client.attached(group)
+    (layer,), _ = client.register(group, [specs.LayerSpec("moe/0", top_k=2)])
+    eventually(lambda: board_time(shown) > 0, within_s=5.0)
+    assert abs(time.monotonic_ns() - board_time(shown)) < 60e9
+    where = board.board_layout(SPEC)
+    for rank in (0, 1):
+        at = where.device_rows_offset + 16 * (rank * board.MAX_HANDLES + layer.handle_base)
+        board.DeviceRowsStruct.from_buffer(shown, at).rows = 20 + rank
+    record = board.HandleRecordStruct.from_buffer(
+        shown, where.handles_offset + 64 * layer.handle_base
+    )
+    record.calls, record.last_op, record.updated_ns = 3, board.OpCode.COMBINE, 1
+    (handle,) = gpu_daemon.ask("ListHandles").handles
+    assert (handle.calls, handle.rows, handle.last_op) == (3, 41, "COMBINE")
+    del record
+    shown.close()
     close_fds(found)
 
 

@@ -1,0 +1,91 @@
+"""What kernels write to the board, as the command line lists it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client.cli import source
+
+TOKENS, CAPACITY, HIDDEN = 64, 100, 256
+STEPS = 3
+
+
+def routed(gpus: list[Any]) -> Any:
+    """topk_idx [T, 2], and how many slots each rank is asked to take."""
+    experts, ranks = 2 * len(gpus), len(gpus)
+    rng = np.random.default_rng(0)
+    idx = rng.integers(0, experts, (TOKENS * ranks, 2)).astype(np.int32)
+    idx[: TOKENS * ranks // 4] = 0  # more than rank 0 takes
+    return idx, np.bincount(idx.ravel() // 2, minlength=ranks)
+
+
+def run_steps(session: ep.Session, gpus: list[Any], idx: Any) -> ep.Group:
+    """STEPS round trips of the layer's second handle."""
+    mesh = Mesh(np.array(gpus), ["ep"])
+    group = session.create_group(
+        "g",
+        mesh,
+        ep_axis="ep",
+        num_experts=2 * len(gpus),
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=TOKENS,
+        recv_capacity_per_rank=CAPACITY,
+        max_top_k=2,
+        alignment=1,
+        transport="nvlink",
+        replace=True,
+    )
+    layer = group.register_layer("moe", top_k=2, in_flight=2)
+    sharding = NamedSharding(mesh, PartitionSpec("ep"))
+
+    @jax.jit
+    def step(tokens: Any, topk_idx: Any) -> Any:
+        sent = ep.dispatch(layer, tokens, topk_idx, handle=1)
+        return ep.combine(layer, sent, sent.tokens)
+
+    tokens = jax.device_put(np.ones((len(idx), HIDDEN), np.float32).astype("bfloat16"), sharding)
+    topk_idx = jax.device_put(idx, sharding)
+    for _ in range(STEPS):
+        jax.block_until_ready(step(tokens, topk_idx))
+    group.check()
+    return group
+
+
+def listed(session: ep.Session, kind: str) -> list[dict[str, Any]]:
+    with source.open_source(f"unix://{session.directory}", timeout_s=10.0) as daemon:
+        rows: list[dict[str, Any]] = getattr(daemon, kind)()
+        return rows
+
+
+def test_calls_rows_and_drops_reach_the_board(session: ep.Session, gpus: list[Any]) -> None:
+    idx, demand = routed(gpus)
+    kept = np.minimum(demand, CAPACITY)
+    run_steps(session, gpus, idx)
+    unused, used = listed(session, "handles")
+    assert (unused["calls"], unused["lane"], unused["rows"]) == (0, -1, 0)
+    assert (used["calls"], used["epoch"]) == (3 * STEPS, 3 * STEPS)
+    assert (used["state"], used["last_op"]) == ("IDLE", "COMBINE")
+    assert used["rows"] == STEPS * kept.sum()
+    assert used["dropped_rows"] == STEPS * (demand - kept).sum() > 0
+    assert 0 <= used["age_s"] < 60
+    ranks = listed(session, "ranks")
+    assert len(ranks) == len(gpus)
+    for rank in ranks:
+        assert (rank["state"], rank["op"], rank["epoch"]) == ("IDLE", "COMBINE", 3 * STEPS)
+        assert (rank["layer"], rank["handle"], rank["waiting_for"]) == ("moe", 1, -1)
+        assert 0 <= rank["since_s"] < 60
+
+
+def test_nothing_is_told_where_that_is_switched_off(
+    session: ep.Session, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EP_RUNTIME_BOARD", "0")
+    run_steps(session, gpus, routed(gpus)[0])
+    assert all(handle["calls"] == 0 for handle in listed(session, "handles"))
+    assert all(rank["epoch"] == 0 for rank in listed(session, "ranks"))
