@@ -36,6 +36,7 @@ COMMANDS = {
     "drain": "let no new session or group in; --shutdown ends the daemon",
     "fence": "cut one session off",
     "reclaim": "take a group's memory back, or that of all retained groups",
+    "certs": "make certificates with which the daemons of a lab's nodes trust each other",
     "version": "versions of client and daemon",
 }
 
