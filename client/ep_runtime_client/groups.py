@@ -227,12 +227,12 @@ class Group:
         Raises:
             EpRuntimeError: the class in the report; StaleHandleError after close or reclaim.
         """
+        # What the device saw says more than that the group is gone, which follows from it.
+        if self.native_group is not None and not self._closed:
+            text = self.native_group.check()
+            if text is not None:
+                raise errors.parse(text) or errors.EpRuntimeError(text)
         self.require_open()
-        if self.native_group is None:
-            return
-        text = self.native_group.check()
-        if text is not None:
-            raise errors.parse(text) or errors.EpRuntimeError(text)
 
     def describe(self) -> dict[str, Any]:
         """Everything about the group as plain values."""

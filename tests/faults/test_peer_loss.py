@@ -55,8 +55,12 @@ if order == "wait":
             say(waits=True)
             run()
     except ep.PeerLostError as error:
-        ended = time.monotonic()
-        say(ended=ended, text=str(error), gone=group.is_gone,
+        ended, gone = time.monotonic(), group.is_gone
+        try:
+            group.check()  # tells it too, though the group is gone
+        except ep.PeerLostError as told:
+            assert str(told) == str(error)
+        say(ended=ended, text=str(error), gone=gone,
             **{k: error.fields.get(k) for k in ("rank", "layer", "op", "process")})
     hear()
     os._exit(0)  # jax.distributed has no way on without the dead process

@@ -1,0 +1,162 @@
+"""What the processes of the fault tests run: steps through windows, exact to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from gpu.gpu_jobs import TRANSPORT, TRIAL
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime.v1 import group_service_pb2
+from ep_runtime_client import transport
+
+TOKENS, HIDDEN, TOP_K = 8, 64, 2
+SETTINGS: dict[str, Any] = {
+    "num_experts": 12,  # on one to four ranks
+    "hidden_size": HIDDEN,
+    "max_tokens_per_rank": TOKENS,
+    "max_top_k": TOP_K,
+    "alignment": 8,
+    "max_token_dtype": "float32",
+    "op_timeout_s": 60.0,
+    "retain_s": 60.0,
+}
+# Steps after which a process says that it is at it: past compiling and capturing.
+WARM_STEPS = 20
+LONGEST_S = 60.0
+
+
+class Steps:
+    """A group over some devices of the job, and a step of it: dispatch, twice the rows, combine.
+
+    The step has no collective of XLA's: one of those would wait for a lost process for good.
+    """
+
+    def __init__(
+        self, session: ep.Session, name: str, devices: Sequence[Any], **settings: Any
+    ) -> None:
+        self.mesh = Mesh(np.array(devices), ("ep",))
+        given = {**SETTINGS, **settings}
+        self.group = session.create_group(
+            name, self.mesh, ep_axis="ep", transport=TRANSPORT, **given
+        )
+        layer = self.layer = self.group.register_layer("moe/0", top_k=TOP_K)
+        rng = np.random.default_rng(len(devices))
+        count = TOKENS * len(devices)
+        # Small integers: sums are exact in any order.
+        self.tokens = self._put(rng.integers(-64, 64, (count, HIDDEN)).astype(np.float32))
+        rows = [rng.choice(given["num_experts"], TOP_K, replace=False) for _ in range(count)]
+        self.topk_idx = self._put(np.array(rows, np.int32))
+
+        @jax.jit
+        def step(tokens: Any, topk_idx: Any) -> Any:
+            sent = ep.dispatch(layer, tokens, topk_idx)
+            return ep.combine(layer, sent, sent.tokens * 2)
+
+        self._step = step
+
+    def _put(self, array: Any) -> jax.Array:
+        sharding = NamedSharding(self.mesh, PartitionSpec("ep"))
+        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+    def start(self) -> jax.Array:
+        """Enqueues a step."""
+        out: jax.Array = self._step(self.tokens, self.topk_idx)
+        return out
+
+    def shards_of(self, out: jax.Array) -> list[tuple[Any, Any]]:
+        """(values, wanted values) of every shard that this process holds."""
+        pairs = zip(out.addressable_shards, self.tokens.addressable_shards, strict=True)
+        return [(np.asarray(got.data), np.asarray(x.data) * 2 * TOP_K) for got, x in pairs]
+
+    def run(self) -> None:
+        """One step, checked."""
+        out = jax.block_until_ready(self.start())
+        self.group.check()
+        for got, want in self.shards_of(out):
+            np.testing.assert_array_equal(got, want)
+
+    def until_an_error(self, say: Callable[..., None]) -> dict[str, Any]:
+        """Checked steps till one fails: its error as plain values, and when it was known."""
+        started, steps = time.monotonic(), 0
+        try:
+            with ep.translate_errors():
+                while time.monotonic() - started < LONGEST_S:
+                    self.run()
+                    steps += 1
+                    if steps == WARM_STEPS:
+                        say(looping=True)
+        except ep.EpRuntimeError as error:
+            fields = {key: error.fields.get(key) for key in ("rank", "process", "layer", "op")}
+            return {
+                "ended": time.monotonic(),
+                "kind": type(error).__name__,
+                "text": str(error),
+                "waited_s": error.fields.get("waited_s"),
+                **fields,
+            }
+        return {"kind": "none", "steps": steps}
+
+
+class Windows:
+    """The windows of a group, as memory that outlives it here."""
+
+    def __init__(self, session: ep.Session, group: ep.Group) -> None:
+        request = group_service_pb2.AcquireWindowsRequest(
+            name=group.name, generation=group.generation
+        )
+        ticket = session.control.call(session.control.groups.AcquireWindows, request).ticket
+        timeout_s = transport.MUTATE_TIMEOUT_S
+        held = transport.redeem(session.directory, session.token, ticket, timeout_s)
+        self._fds = {int(item.world_rank): fd for item, fd in held}
+        self._bytes = group.spec.ep_size * TOKENS * HIDDEN * 4  # rows of the first lane
+
+    def digests(self) -> list[str]:
+        """What every window holds, by world rank; "" where that is nothing but zeros."""
+        read = _host_bytes if TRIAL else _device_bytes
+        found = [read(fd, self._bytes) for rank, fd in sorted(self._fds.items()) if rank >= 0]
+        return [hashlib.sha256(data).hexdigest() if any(data) else "" for data in found]
+
+
+def _host_bytes(fd: int, size: int) -> bytes:
+    return os.pread(fd, size, 0)
+
+
+def _device_bytes(fd: int, size: int) -> bytes:
+    """The first bytes of memory that the daemon made on a GPU; mapped for this while."""
+    from cuda.bindings import driver
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        result, *values = function(*arguments)
+        assert result == driver.CUresult.CUDA_SUCCESS, f"{function.__name__}: {result.name}"
+        return values[0] if values else None
+
+    device = call(driver.cuDeviceGet, jax.local_devices()[0].local_hardware_id)
+    call(driver.cuCtxPushCurrent, call(driver.cuDevicePrimaryCtxRetain, device))
+    handle_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    handle = call(driver.cuMemImportFromShareableHandle, fd, handle_type)
+    flags = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    properties = call(driver.cuMemGetAllocationPropertiesFromHandle, handle)
+    whole = call(driver.cuMemGetAllocationGranularity, properties, flags)
+    assert size <= whole
+    address = call(driver.cuMemAddressReserve, whole, 0, 0, 0)
+    call(driver.cuMemMap, address, whole, 0, handle, 0)
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = int(device)
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call(driver.cuMemSetAccess, address, whole, [access], 1)
+    host = np.empty(size, np.uint8)
+    call(driver.cuMemcpyDtoH, host.ctypes.data, address, size)
+    call(driver.cuMemUnmap, address, whole)
+    call(driver.cuMemAddressFree, address, whole)
+    call(driver.cuMemRelease, handle)
+    call(driver.cuCtxPopCurrent)
+    return host.tobytes()

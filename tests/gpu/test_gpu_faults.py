@@ -1,0 +1,200 @@
+"""Processes with GPUs that die or stop in the middle of a step, and groups closed under steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from daemon_fixtures import wait_until
+from gpu import gpu_jobs, gpu_steps
+from multiprocess.launch import Job, Worker
+
+import ep_runtime as ep
+from ep_runtime_client.cli import source
+
+KNOWN_WITHIN_S = 2.0
+_pause = threading.Event()  # never set: waits of a given length
+
+_SCRIPT = """
+from gpu import gpu_steps
+session = ep.connect(timeout_s=60)
+more = json.loads(os.environ.get("TEST_SETTINGS", "{}"))
+steps = gpu_steps.Steps(session, "g", jax.devices(), **more)
+windows = gpu_steps.Windows(session, steps.group)
+found = windows.digests() if index == 0 else []
+steps.run()
+group = steps.group
+say(generation=group.generation, reattached=group.reattached, id=steps.layer.id, found=found)
+while (order := hear()) != "end":
+    if order == "loop":
+        say(**steps.until_an_error(say))
+    elif order == "windows":
+        say(found=windows.digests())
+    else:  # processes of a new group
+        steps = gpu_steps.Steps(
+            session, f"of {order}", [d for d in jax.devices() if d.process_index in order], **more
+        )
+        steps.run()
+        say(works=True)
+session.close()
+"""
+_ENVIRONMENT = {"EP_RUNTIME_JOB": "training"}
+
+
+def _lose(job: Job, others: list[Worker], victim: Worker) -> list[dict[str, Any]]:
+    """Kills a process while the others step: what they say, and that they know it in time."""
+    killed = time.monotonic()
+    victim.kill()
+    said: list[dict[str, Any]] = [worker.heard(30) for worker in others]
+    first = victim.index * job.devices
+    for row in said:
+        assert row["kind"] == "PeerLostError", row
+        assert row["rank"] in range(first, first + job.devices)
+        assert row["process"] == victim.pid
+        assert row["layer"] == "moe/0"
+        assert row["ended"] - killed < KNOWN_WITHIN_S
+    return said
+
+
+def _start_loops(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.tell("loop")
+    for worker in workers:
+        assert worker.heard() == {"looping": True}
+
+
+def _regroup(workers: list[Worker]) -> None:
+    """The processes that are left form a group of their own, and a step of it works."""
+    for worker in workers:
+        worker.tell([worker.index for worker in workers])
+    for worker in workers:
+        assert worker.heard() == {"works": True}
+
+
+def test_a_killed_process_ends_the_steps_of_the_others_who_go_on_without_it(
+    several_gpus: int, address: str, admin: source.Source
+) -> None:
+    """And once all are killed, the job starts again on the same memory."""
+    environment = {**_ENVIRONMENT, "EP_RUNTIME_ADDRESS": address}
+    layout = "one GPU each, visible alone"
+    with gpu_jobs.job(_SCRIPT, layout, several_gpus, **environment) as job:
+        before = job.heard()[0]
+        assert not before["reattached"]
+        *others, victim = job.workers
+        _start_loops(job.workers)
+        _lose(job, others, victim)
+        job.workers[0].tell("windows")
+        held = job.workers[0].heard()["found"]
+        assert "" not in held
+        _regroup(others)
+        if len(others) > 1:  # this time the others wait in a kernel
+            *last, victim = others
+            for worker in last:
+                worker.tell("loop")
+            _pause.wait(0.5)
+            _lose(job, last, victim)
+            _regroup(last)
+        for worker in job.workers:
+            if not worker.ended:
+                worker.kill()
+    wait_until(lambda: _state(admin, "g") == "RETAINED", "the group is retained")
+    with gpu_jobs.job(_SCRIPT, layout, several_gpus, **environment) as job:
+        after = job.heard()
+        assert after[0]["found"] == held
+        for row in after:
+            assert row["reattached"]
+            assert row["generation"] > before["generation"]
+            assert row["id"] == before["id"]
+        job.tell("end")
+        job.finish()
+    wait_until(lambda: _state(admin, "g") == "", "the group is freed")
+
+
+def _state(admin: source.Source, name: str) -> str:
+    return next((row["state"] for row in admin.groups() if row["name"] == name), "")
+
+
+def test_a_stopped_process_is_named_at_the_budget_and_learns_that_it_is_over(
+    several_gpus: int, address: str
+) -> None:
+    with gpu_jobs.job(
+        _SCRIPT,
+        "two processes, all GPUs visible",
+        several_gpus,
+        **_ENVIRONMENT,
+        EP_RUNTIME_ADDRESS=address,
+        TEST_SETTINGS='{"op_timeout_s": 3.0}',
+    ) as job:
+        job.heard()
+        first, second = job.workers
+        _start_loops(job.workers)
+        second.send(signal.SIGSTOP)
+        stopped = time.monotonic()
+        said = first.heard(30)
+        assert said["kind"] == "OpTimeoutError", said
+        assert said["rank"] in range(job.devices, 2 * job.devices)
+        assert said["layer"] == "moe/0"
+        assert 3.0 <= said["waited_s"] < 3.5
+        assert 2.5 < said["ended"] - stopped < 3.0 + KNOWN_WITHIN_S
+        second.send(signal.SIGCONT)
+        goes_on = time.monotonic()
+        late = second.heard(30)
+        over = ("OpTimeoutError", "PeerLostError", "SessionFencedError", "StaleHandleError")
+        assert late["kind"] in over, late
+        assert late["ended"] - goes_on < 3.0 + KNOWN_WITHIN_S
+        _regroup(job.workers)
+        job.tell("end")
+        job.finish()
+
+
+def test_a_group_closed_under_enqueued_steps_gives_no_wrong_values(
+    session: ep.Session, gpus: list[Any]
+) -> None:
+    budget_s = 5.0
+    steps = gpu_steps.Steps(session, "g", gpus, op_timeout_s=budget_s)
+    for _ in range(gpu_steps.WARM_STEPS):
+        steps.run()
+    started = [steps.start() for _ in range(50)]
+    closing = time.monotonic()
+    steps.group.close()
+    assert time.monotonic() - closing < budget_s + KNOWN_WITHIN_S
+    right = 0
+    for out in [*started, *_refused_or_started(steps, 5)]:
+        right += _is_right_or_nan(steps, out)
+    assert right < 55
+    with pytest.raises(ep.StaleHandleError):
+        steps.group.check()
+    gpu_steps.Steps(session, "next", gpus).run()
+
+
+def _refused_or_started(steps: gpu_steps.Steps, count: int) -> list[Any]:
+    """Steps after the close: a call of the host's is refused, a replayed graph starts."""
+    outs = []
+    for _ in range(count):
+        try:
+            with ep.translate_errors():
+                outs.append(steps.start())
+        except ep.StaleHandleError:
+            continue
+    return outs
+
+
+def _is_right_or_nan(steps: gpu_steps.Steps, out: Any) -> bool:
+    """True where all shards are right; others must be NaN throughout, or the step refused."""
+    try:
+        with ep.translate_errors():
+            shards = steps.shards_of(jax.block_until_ready(out))
+    except ep.StaleHandleError:
+        return False
+    is_right = True
+    for got, want in shards:
+        if np.isnan(got).all():
+            is_right = False
+        else:
+            np.testing.assert_array_equal(got, want)
+    return is_right
