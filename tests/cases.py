@@ -79,6 +79,7 @@ CASES = (
     Case("a rank receives nothing", routing="skip rank", top_k=2),
     Case("unused slots", routing="unused", top_k=3),
     Case("nothing used", routing="none"),
+    Case("a rank sends nothing", routing="silent rank"),
     Case("experts twice in a token", routing="twice", alignment=1),
     Case("one token per rank", tokens=1),
     Case("no tokens", tokens=0),
@@ -131,6 +132,8 @@ def routing(case: Case, slabs: int, seed: int = 0) -> npt.NDArray[np.int32]:
         idx[rng.random(shape) < 0.4] = -1
     elif case.routing == "none":
         idx[:] = -1
+    elif case.routing == "silent rank":
+        idx[0] = -1
     elif case.routing == "twice":
         idx[..., 1] = idx[..., 0]
     return idx

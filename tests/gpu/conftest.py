@@ -33,7 +33,7 @@ def missing() -> str:
     return "" if found else "JAX sees no GPU"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gpus() -> list[Any]:
     """One, two or four GPUs; more than four add nothing to what is checked here."""
     if not gpu_jobs.TRIAL and missing():

@@ -1,4 +1,4 @@
-"""What every process of a movement test on GPUs runs: cases against the reference.
+"""Cases of token movement against the reference, in each of a job's processes or in one alone.
 
 No collective of XLA's: a process makes its own shards, and compares those that it holds.
 """
@@ -26,11 +26,12 @@ def run_cases(names: list[str]) -> list[str]:
     """Runs the named cases, each in a group of its own; their names."""
     with ep.connect(timeout_s=60) as session:
         for name in names:
-            _run_case(session, fitted(_CASES[name], len(jax.devices())))
+            run_case(session, fitted(_CASES[name], len(jax.devices())))
     return names
 
 
-def _run_case(session: ep.Session, case: cases.Case) -> None:
+def run_case(session: ep.Session, case: cases.Case) -> None:
+    """One case, fitted to the devices there are, in a group of its own."""
     settings = dict(case.group_settings)
     axes = settings.pop("axes")
     used = np.array(jax.devices()[: math.prod(axes.values())]).reshape([*axes.values()])
@@ -93,6 +94,6 @@ def _check(case: cases.Case, got: dict[str, Any], want: dict[str, Any]) -> None:
                 mine.astype(np.float64),
                 wanted.astype(np.float64),
                 rtol=tolerance,
-                atol=tolerance * case.hidden,
+                atol=tolerance * (case.hidden**0.5 if name == "d_weights" else case.top_k),
                 err_msg=f"{case.name}: {name}",
             )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import movement
 import numpy as np
 import pytest
+from gpu.gpu_jobs import TRANSPORT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -30,7 +31,7 @@ def group_of(session: ep.Session, case: cases.Case, gpus: list[Any], **more: Any
     axes = settings.pop("axes")
     used = np.array(gpus[: math.prod(axes.values())]).reshape([*axes.values()])
     return session.create_group(
-        "g", Mesh(used, [*axes]), transport="nvlink", op_timeout_s=60.0, replace=True, **settings
+        "g", Mesh(used, [*axes]), transport=TRANSPORT, op_timeout_s=60.0, replace=True, **settings
     )
 
 
