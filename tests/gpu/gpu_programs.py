@@ -1,0 +1,158 @@
+"""Programs as people write them around the ops, built for the layers of one transport.
+
+Each takes `Layers` and returns a jitted function of (tokens, topk_idx, weights).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+import ep_runtime as ep
+
+TOKENS, HIDDEN, TOP_K, EXPERTS = 16, 64, 2, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Layers of two groups on the same devices.
+
+    Attributes:
+        one, alike: two layers with equal settings, of one group.
+        stack: three layers of that group.
+        other: of a second group, with two halves that have experts of their own.
+        rule: of a third one, partitioned by custom_partitioning.
+        mesh: of the first group.
+    """
+
+    one: ep.EpLayer
+    alike: ep.EpLayer
+    stack: ep.LayerStack
+    other: ep.EpLayer
+    rule: ep.EpLayer
+    mesh: Mesh
+
+
+def block(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:
+    """A stand-in for experts: the sine of the rows, weighted."""
+    sent = ep.dispatch(layer, x, idx, weights, **options)
+    return ep.combine(layer, sent, jnp.sin(sent.tokens), weights=sent.weights)
+
+
+def _graded(loss: Callable[..., Any]) -> Any:
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 2)))
+
+
+def scan_with_remat(layers: Layers) -> Any:
+    policy = ep.remat_policy(("ep_plan",))
+
+    def loss(x: Any, idx: Any, weights: Any) -> Any:
+        def step(x: Any, index: Any) -> Any:
+            return x + block(layers.stack[index], x, idx, weights), None
+
+        return jnp.cos(lax.scan(jax.checkpoint(step, policy=policy), x, jnp.arange(3))[0]).sum()
+
+    return _graded(loss)
+
+
+def interleaved(layers: Layers) -> Any:
+    """Both dispatches before either combine, and in the other order."""
+
+    def loss(x: Any, idx: Any, weights: Any) -> Any:
+        first = ep.dispatch(layers.one, x, idx, weights)
+        second = ep.dispatch(layers.alike, jnp.cos(x), idx[:, ::-1], weights)
+        late = ep.combine(layers.alike, second, jnp.sin(second.tokens), weights=second.weights)
+        early = ep.combine(layers.one, first, jnp.sin(first.tokens), weights=first.weights)
+        return (early * late).sum()
+
+    return _graded(loss)
+
+
+def two_groups(layers: Layers) -> Any:
+    def loss(x: Any, idx: Any, weights: Any) -> Any:
+        y = block(layers.one, x, idx, weights) + block(layers.other, x, idx, weights)
+        return jnp.cos(block(layers.other, y, idx, weights)).sum()
+
+    return _graded(loss)
+
+
+def rule(layers: Layers) -> Any:
+    def loss(x: Any, idx: Any, weights: Any) -> Any:
+        return jnp.cos(block(layers.rule, x, idx, weights)).sum()
+
+    return _graded(loss)
+
+
+def donated(layers: Layers) -> Any:
+    step = jax.jit(lambda x, idx, weights: block(layers.one, x, idx, weights), donate_argnums=0)
+
+    def run(x: Any, idx: Any, weights: Any) -> Any:
+        return step(step(jnp.copy(x), idx, weights), idx, weights)
+
+    return run
+
+
+def loops(layers: Layers) -> Any:
+    """A while loop whose end only the device knows, and a branch."""
+
+    @jax.jit
+    def run(x: Any, idx: Any, weights: Any) -> Any:
+        def turn(state: Any) -> Any:
+            return state[0] + 1, block(layers.one, state[1], idx, weights)
+
+        turns = jnp.int32(2) + (x[0, 0] > 1e9)
+        y = lax.while_loop(lambda state: state[0] < turns, turn, (0, x))[1]
+        branch = lax.cond(y.sum() < 1e9, lambda y: block(layers.alike, y, idx, weights), jnp.cos, y)
+        return y, branch
+
+    return run
+
+
+def moe(layers: Layers) -> Any:
+    """Value and gradients of the whole block; the router's go through XLA's collectives."""
+    params = ep.init_moe_params(jax.random.key(0), layers.one, 32)
+
+    @jax.jit
+    def run(x: Any, idx: Any, weights: Any) -> Any:
+        del idx, weights  # the block has a router
+
+        def loss(x: Any, params: Any) -> Any:
+            y, aux = ep.moe(layers.one, x, params, aux_loss_coeff=0.01)
+            return (y * y).sum() + aux
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, params)
+
+    return run
+
+
+def all_reduces(layers: Layers) -> Any:
+    """Chains of all-reduces that nothing orders against the ops."""
+    spec = PartitionSpec("ep")
+    ranks = layers.mesh.size
+
+    def total(big: Any) -> Any:
+        # Unlike on every rank: XLA would reduce equal values without its collective.
+        share = (1.0 + lax.axis_index("ep")) / (ranks * (ranks + 1) / 2)
+        for _ in range(8):
+            big = lax.psum(big * share, "ep")
+        return big
+
+    summed = jax.shard_map(total, mesh=layers.mesh, in_specs=spec, out_specs=PartitionSpec())
+
+    def loss(x: Any, idx: Any, weights: Any) -> Any:
+        big = jnp.broadcast_to(x.reshape(ranks, -1)[:, None], (ranks, 1024, TOKENS * HIDDEN))
+        y = x
+        for _ in range(4):
+            y = block(layers.one, y, idx, weights)
+        return jnp.cos(y).sum() + summed(big).sum() / 1024
+
+    return _graded(loss)
+
+
+PROGRAMS = (scan_with_remat, interleaved, two_groups, rule, donated, loops, moe, all_reduces)

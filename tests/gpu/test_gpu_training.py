@@ -1,0 +1,85 @@
+"""Programs as people write them: through windows in GPU memory, and through XLA's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cases
+import jax
+import numpy as np
+import pytest
+from daemon_fixtures import package_path
+from gpu.gpu_jobs import TRANSPORT
+from gpu.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, Layers
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+
+_AGAIN = 20
+_SETTINGS: dict[str, Any] = {
+    "num_experts": EXPERTS,
+    "hidden_size": HIDDEN,
+    "max_tokens_per_rank": TOKENS,
+    "max_top_k": TOP_K,
+    "max_token_dtype": "float32",
+    "alignment": 8,
+    "combine_precision": "exact",
+    "op_timeout_s": 60.0,
+}
+
+
+def _layers(session: ep.Session, gpus: list[Any], transport: str) -> Layers:
+    mesh = Mesh(np.array(gpus), ("ep",))
+    halves = Mesh(np.array(gpus).reshape(-1, max(len(gpus) // 2, 1)), ("dp", "ep"))
+
+    def group(name: str, mesh: Mesh, **more: Any) -> ep.Group:
+        given = {"ep_axis": "ep", "transport": transport, **_SETTINGS, **more}
+        return session.create_group(f"{name} {transport}", mesh, **given)
+
+    first = group("first", mesh)
+    return Layers(
+        one=first.register_layer("one", top_k=TOP_K),
+        alike=first.register_layer("alike", top_k=TOP_K),
+        stack=first.register_layer_stack("stack", 3, top_k=TOP_K),
+        other=group("second", halves, outer_axes="dp").register_layer("other", top_k=TOP_K),
+        rule=group("rule", mesh, partitioning="rule").register_layer("rule", top_k=TOP_K),
+        mesh=mesh,
+    )
+
+
+@pytest.fixture(scope="module")
+def both(gpus: list[Any]) -> Iterator[tuple[Layers, Layers]]:
+    """The same layers on windows and on XLA's collectives."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", package_path())
+        with ep.connect("embedded", timeout_s=60.0) as session:
+            yield _layers(session, gpus, TRANSPORT), _layers(session, gpus, "xla")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_give_what_they_give_over_collectives(
+    both: tuple[Layers, Layers], program: Callable[[Layers], Any]
+) -> None:
+    mesh = both[0].mesh
+    sharding = NamedSharding(mesh, PartitionSpec("ep"))
+    rng = np.random.default_rng(0)
+    count = TOKENS * mesh.size
+    case = cases.Case("", tokens=count, num_experts=EXPERTS, top_k=TOP_K)
+    operands = [
+        jax.device_put(array, sharding)
+        for array in (
+            rng.standard_normal((count, HIDDEN)).astype(np.float32),
+            cases.routing(case, 1)[0],
+            rng.uniform(0.2, 1.0, (count, TOP_K)).astype(np.float32),
+        )
+    ]
+    with jax.default_matmul_precision("highest"):
+        run = program(both[0])
+        got = jax.block_until_ready(run(*operands))
+        want = program(both[1])(*operands)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+    for _ in range(_AGAIN):  # replays what was captured
+        again = run(*operands)
+    jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
