@@ -8,6 +8,7 @@
 | EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
 | EP_RUNTIME_BOARD | 1 | 0: GPUs write no progress to the board; `status` then shows none of them |
 | EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
+| JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
 | XDG_RUNTIME_DIR | unset | parent of that directory for a user who is not root |
@@ -78,6 +79,11 @@ def keep_memory() -> bool:
 def tells_progress() -> bool:
     """EP_RUNTIME_BOARD. Raises InvalidArgumentError where it is neither on nor off."""
     return _switch("EP_RUNTIME_BOARD", "1")
+
+
+def jax_platforms() -> list[str]:
+    """JAX_PLATFORMS, empty where JAX chooses."""
+    return [name.strip() for name in (_text("JAX_PLATFORMS") or "").split(",") if name.strip()]
 
 
 def malloc_is_set() -> bool:

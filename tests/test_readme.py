@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,17 @@ def first_names(text: str, heading: str) -> list[str]:
     return [re.findall(r"`(\w+)`", row[0])[0] for row in table(text, heading)]
 
 
-@pytest.mark.parametrize("marker", ["demo", "tests"])
-def test_each_command_is_one_line_from_nothing(text: str, marker: str) -> None:
+@pytest.mark.parametrize(
+    ("marker", "variables"), [("demo", ""), ("gpu demo", "EP_RUNTIME_CUDA=ON "), ("tests", "")]
+)
+def test_each_command_is_one_line_from_nothing(text: str, marker: str, variables: str) -> None:
     lines = block(text, marker).strip().splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("python3 -m venv .venv && .venv/bin/pip install ")
+    start = f"python3 -m venv .venv && {variables}.venv/bin/pip install "
+    assert lines[0].startswith(start)
+    extras = re.findall(r"\[([\w,]+)\]", lines[0])[0].split(",")
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(extras) <= set(project["project"]["optional-dependencies"])
 
 
 def test_the_example_runs_as_it_stands(text: str, tmp_path: Path) -> None:

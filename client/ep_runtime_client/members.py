@@ -213,19 +213,30 @@ def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoRe
         _leave(1)
 
 
-def start_jax(devices: int, member: Member) -> None:
-    """CPU devices of this process and, where there are several, jax.distributed with gloo.
+def start_jax(devices: int, member: Member, platform: str = "cpu") -> None:
+    """Devices of this process and, where there are several processes, jax.distributed.
 
     Args:
-        devices: of the whole job.
-        member: which of its processes this is.
+        devices: of the whole job; CPU devices are made, GPUs are there.
+        member: which of its processes this is; it drives its part of the GPUs in order.
+        platform: "cpu", whose processes meet over gloo, or "gpu".
     """
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices // member.processes)
+    here = devices // member.processes
+    ours = None
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", here)
+    else:
+        jax.config.update("jax_platforms", "cuda,cpu")
+        ours = list(range(member.index * here, (member.index + 1) * here))
     if member.processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        if platform == "cpu":
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            member.coordinator, num_processes=member.processes, process_id=member.index
+            member.coordinator,
+            num_processes=member.processes,
+            process_id=member.index,
+            local_device_ids=ours,
         )

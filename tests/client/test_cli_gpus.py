@@ -66,3 +66,27 @@ def test_a_missing_driver_is_told_in_cudas_words(machine: Any) -> None:
 def test_a_daemon_without_cuda_bindings_is_warned_of(machine: Any) -> None:
     assert "cuda-bindings" in machine({"jax_cuda12_plugin"}, ["GPU-a"]).advice
     assert machine({"jax_cuda12_plugin", "cuda", "cuda.bindings"}, ["GPU-a", "GPU-b"]).state == "OK"
+
+
+@pytest.mark.parametrize(
+    ("modules", "found", "platforms", "usable"),
+    [
+        ({"jax_cuda13_plugin"}, ["GPU-a", "GPU-b"], "", 2),
+        ({"jax_cuda13_plugin"}, ["GPU-a"], "cuda,cpu", 1),
+        ({"jax_cuda13_plugin"}, ["GPU-a"], "cpu", 0),
+        ({"jax_cuda13_plugin"}, None, "", 0),
+        (set(), ["GPU-a"], "", 0),
+        ({"jax_cuda13_plugin"}, EpRuntimeError("CUDA: no driver"), "", 0),
+    ],
+)
+def test_gpus_are_usable_where_both_sides_have_them(
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    modules: set[str],
+    found: list[str] | Exception | None,
+    platforms: str,
+    usable: int,
+) -> None:
+    machine(modules, found)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert gpus.usable() == usable

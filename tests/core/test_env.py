@@ -18,6 +18,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         "EP_RUNTIME_JOB",
         "EP_RUNTIME_DEBUG",
         "EP_RUNTIME_BOARD",
+        "JAX_PLATFORMS",
         "EP_RUNTIME_SMS",
         "SLURM_JOB_ID",
         "RUNTIME_DIRECTORY",

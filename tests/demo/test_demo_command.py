@@ -12,7 +12,20 @@ from pathlib import Path
 import pytest
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
-SMALL = ["--devices", "4", "--batch", "4", "--seq", "32", "--layers", "1", "--sample", "4"]
+SMALL = [
+    "--platform",
+    "cpu",
+    "--devices",
+    "4",
+    "--batch",
+    "4",
+    "--seq",
+    "32",
+    "--layers",
+    "1",
+    "--sample",
+    "4",
+]
 TIMEOUT_S = 240.0
 
 

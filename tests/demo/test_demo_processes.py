@@ -17,7 +17,8 @@ from ep_runtime_client.demo.together import AgreedStop
 from ep_runtime_client.members import Member
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
-SMALL = ["--devices", "4", "--batch", "4", "--seq", "32", "--layers", "1", "--sample", "4"]
+SMALL = ["--platform", "cpu", "--devices", "4", "--batch", "4"]
+SMALL += ["--seq", "32", "--layers", "1", "--sample", "4"]
 TIMEOUT_S = 240.0
 
 

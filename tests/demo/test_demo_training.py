@@ -7,7 +7,7 @@ import io
 import itertools
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
+from ep_runtime_client.cli import gpus
 from ep_runtime_client.demo.cli import add_arguments, make_config
 from ep_runtime_client.demo.config import DemoConfig, default_ep_size
 from ep_runtime_client.demo.interrupt import StopRequest
@@ -164,7 +165,15 @@ def test_a_sigint_in_the_middle_of_a_write_is_reported_on_the_same_stream() -> N
         ({"batch": 12}, "--batch must be a multiple of devices=8, got 12"),
         ({"top_k": 9}, "--top-k must be 1 to num_experts=8, got 9"),
         ({"seq": 1}, "--seq must be 2 to 1024, got 1"),
-        ({"compare": True, "transport": "xla"}, "--transport must be auto or memfd"),
+        ({"compare": True, "transport": "xla"}, "--transport must be auto with --compare"),
+        (
+            {"transport": "nvlink"},
+            "--transport must be one of ['auto', 'memfd', 'xla'] with --plat",
+        ),
+        (
+            {"platform": "gpu", "transport": "memfd"},
+            "--transport must be one of ['auto', 'nvlink',",
+        ),
         ({"mesh": "dp=2,ep=2"}, "--mesh must be axes whose product is devices=8, got 'dp=2,ep=2'"),
         ({"mesh": "dp=4,fsdp=2"}, "--mesh must be axes with an ep among them, got"),
         ({"mesh": "dp=8,ep"}, "--mesh must be as dp=2,fsdp=2,ep=2 with axes of ('dp', 'fsdp',"),
@@ -196,6 +205,59 @@ def test_the_default_ep_size_divides_the_devices(devices: int, ep_size: int) -> 
     assert default_ep_size(devices) == ep_size
 
 
+@pytest.fixture
+def gpus_found(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """gpus_found(n): JAX and this package can use n GPUs."""
+
+    def set_up(count: int) -> None:
+        monkeypatch.setattr(gpus, "usable", lambda: count)
+
+    set_up(0)
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "platform", "devices"),
+    [
+        (0, [], "cpu", 8),
+        (1, [], "gpu", 1),
+        (4, [], "gpu", 4),
+        (6, [], "gpu", 4),
+        (16, [], "gpu", 8),
+        (4, ["--devices", "2"], "gpu", 2),
+        (4, ["--devices", "8"], "cpu", 8),
+        (4, ["--mesh", "fsdp=2,ep=2"], "gpu", 4),
+        (4, ["--platform", "cpu"], "cpu", 8),
+        (2, ["--platform", "gpu"], "gpu", 2),
+        (0, ["--platform", "gpu", "--devices", "2"], "gpu", 2),
+    ],
+)
+def test_gpus_are_taken_where_enough_are_there(
+    gpus_found: Callable[[int], None],
+    found: int,
+    options: list[str],
+    platform: str,
+    devices: int,
+) -> None:
+    gpus_found(found)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    config = make_config(parser.parse_args(options))
+    assert (config.platform, config.devices) == (platform, devices)
+
+
+def test_gpus_that_are_wanted_and_not_there_are_an_error_that_says_why(
+    gpus_found: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = gpus.Gpus("WARN", "JAX has a plugin, this package has no CUDA", "build it")
+    monkeypatch.setattr(gpus, "check", lambda: state)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(InvalidArgumentError, match=r"--platform gpu .*no CUDA \(build it\)"):
+        make_config(parser.parse_args(["--platform", "gpu"]))
+
+
+@pytest.mark.usefixtures("gpus_found")
 def test_mesh_and_ep_exclude_each_other_and_mesh_says_how_many_devices() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import NamedTuple
 
-from ep_runtime import native
+from ep_runtime import env, native
 from ep_runtime.errors import EpRuntimeError
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -20,9 +20,26 @@ class Gpus(NamedTuple):
     advice: str = ""
 
 
+def usable() -> int:
+    """How many GPUs JAX and this package can both use; without JAX."""
+    wanted = env.jax_platforms()
+    if wanted and not {"cuda", "gpu"} & set(wanted):
+        return 0
+    if _plugin() is None or not native.library_path("cuda").exists():
+        return 0
+    try:
+        return len(native.library("cuda").devices())
+    except EpRuntimeError:
+        return 0
+
+
+def _plugin() -> str | None:
+    return next((name for name in _JAX_PLUGINS if importlib.util.find_spec(name)), None)
+
+
 def check() -> Gpus:
     """Looks at what is installed, and at the driver only where our library is; without JAX."""
-    plugin = next((name for name in _JAX_PLUGINS if importlib.util.find_spec(name)), None)
+    plugin = _plugin()
     if not native.library_path("cuda").exists():
         if plugin is None:
             return Gpus("OK", "neither JAX nor this package is installed for NVIDIA GPUs")

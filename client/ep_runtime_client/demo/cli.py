@@ -8,6 +8,7 @@ import importlib.util
 import math
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.cli import gpus
 from ep_runtime_client.demo import config as defaults
 from ep_runtime_client.members import INTERRUPTED
 
@@ -26,7 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=int,
         metavar="D",
-        help=f"CPU devices; default {default.devices}, with --mesh the product of its axes",
+        help=f"devices; default {default.devices} on CPU, on GPUs 1, 2, 4 or 8 as there are; "
+        "with --mesh the product of its axes",
+    )
+    parser.add_argument(
+        "--platform",
+        choices=("auto", *defaults.PLATFORMS),
+        default="auto",
+        help="auto: GPUs where JAX and this package were installed for them and enough are there, "
+        "else CPU devices",
     )
     parser.add_argument(
         "--processes",
@@ -47,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         choices=defaults.TRANSPORTS,
         default=default.transport,
-        help="what tokens travel through: windows (memfd) or stock collectives (xla); default auto",
+        help="what tokens travel through: windows in host memory (memfd) or on GPUs (nvlink), or "
+        "stock collectives (xla); default auto",
     )
     parser.add_argument(
         "--compare",
@@ -121,11 +131,11 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
     devices = args.devices
     if devices is None and args.mesh is not None:
         devices = math.prod(defaults.parse_mesh(args.mesh).values())
-    elif devices is None:
-        devices = defaults.DemoConfig.devices
+    platform, devices = _choose_platform(args.platform, devices)
     return defaults.DemoConfig(
         steps=steps if args.steps is None else args.steps,
         devices=devices,
+        platform=platform,
         processes=args.processes,
         ep_size=defaults.default_ep_size(devices) if args.ep is None else args.ep,
         mesh=args.mesh,
@@ -144,6 +154,27 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
         seed=args.seed,
         address=args.address,
     ).checked()
+
+
+def _choose_platform(wanted: str, devices: int | None) -> tuple[defaults.Platform, int]:
+    """What to run on, and on how many devices where that was not said.
+
+    Raises:
+        InvalidArgumentError: GPUs are wanted, and none can be used.
+    """
+    found = gpus.usable() if wanted != "cpu" else 0
+    if wanted == "gpu" and devices is None and not found:
+        state = gpus.check()
+        raise InvalidArgumentError(
+            f"--platform gpu needs GPUs that JAX and this package can use; {state.found}"
+            + (f" ({state.advice})" if state.advice else ""),
+            argument="platform",
+        )
+    enough = found > 0 and (devices is None or found >= devices)
+    platform: defaults.Platform = "gpu" if wanted == "gpu" or enough else "cpu"
+    if devices is None:
+        devices = defaults.default_devices(found)
+    return platform, devices
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,8 +9,12 @@ from typing import Literal, NoReturn, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 
-Transport = Literal["auto", "memfd", "xla"]
+Transport = Literal["auto", "memfd", "nvlink", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+Platform = Literal["cpu", "gpu"]
+PLATFORMS: tuple[Platform, ...] = get_args(Platform)
+# Whose windows a transport moves rows through.
+_WINDOWS = {"memfd": "cpu", "nvlink": "gpu"}
 RECIPES = ("f32", "bf16", "fp8", "fp8-block", "mxfp8")
 RULES = ("fsdp+ep", "shard-exp-on-fsdp")
 OPTIMIZERS = ("adamw", "muon")
@@ -26,7 +30,8 @@ class DemoConfig:
 
     Attributes:
         steps: optimizer steps.
-        devices: D, CPU devices of the mesh.
+        devices: D, devices of the mesh.
+        platform: "cpu" or "gpu".
         processes: P, each with D / P of the devices.
         ep_size: ranks of one EP group where `mesh` is None; D / ep_size groups work beside each
             other.
@@ -36,7 +41,7 @@ class DemoConfig:
             trained one after the other.
         optimizer: a name of OPTIMIZERS.
         plot: picture of the loss curves to write.
-        transport: "auto", "memfd" or "xla".
+        transport: "auto", "memfd", "nvlink" or "xla".
         compare: train a twin on transport "xla" and compare every step's loss bit by bit.
         batch: windows per step, over all devices.
         seq: bytes per window.
@@ -46,6 +51,7 @@ class DemoConfig:
 
     steps: int = DEFAULT_STEPS
     devices: int = 8
+    platform: Platform = PLATFORMS[0]
     processes: int = 1
     ep_size: int = 4
     mesh: str | None = None
@@ -81,13 +87,21 @@ class DemoConfig:
         self._check_mesh()
         self._check_sizes()
         self._check_recipes()
-        if self.transport not in TRANSPORTS:
-            _refuse("transport", f"one of {TRANSPORTS}", self.transport)
-        if self.compare and self.transport == "xla":
-            _refuse("transport", "auto or memfd with --compare (the twin is the xla one)", "xla")
+        self._check_transport()
         if self.plot is not None and not Path(self.plot).absolute().parent.is_dir():
             _refuse("plot", "a file in a directory that exists", self.plot)
         return self
+
+    def _check_transport(self) -> None:
+        if self.platform not in PLATFORMS:
+            _refuse("platform", f"one of {PLATFORMS}", self.platform)
+        if self.transport not in TRANSPORTS:
+            _refuse("transport", f"one of {TRANSPORTS}", self.transport)
+        if _WINDOWS.get(self.transport, self.platform) != self.platform:
+            served = [name for name in TRANSPORTS if _WINDOWS.get(name) in (None, self.platform)]
+            _refuse("transport", f"one of {served} with --platform {self.platform}", self.transport)
+        if self.compare and self.transport == "xla":
+            _refuse("transport", "auto with --compare (the twin is the xla one)", "xla")
 
     def _check_mesh(self) -> None:
         if self.mesh is None:
@@ -160,6 +174,11 @@ def parse_mesh(text: str) -> dict[str, int]:
             _refuse("mesh", f"as dp=2,fsdp=2,ep=2 with axes of {AXES}", text)
         axes[name] = int(size)
     return axes
+
+
+def default_devices(gpus: int) -> int:
+    """The most of 1, 2, 4 and 8 devices that so many GPUs are; CPU devices where there are none."""
+    return next((n for n in (8, 4, 2, 1) if n <= gpus), DemoConfig.devices)
 
 
 def default_ep_size(devices: int) -> int:

@@ -36,7 +36,7 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
         EpRuntimeError: of the runtime, by its own class.
     """
     member = member or Member()
-    start_jax(config.devices, member)
+    start_jax(config.devices, member, config.platform)
     corpus = load_corpus()
     reporter = Reporter(config)
     reporter.announce(corpus)

@@ -89,10 +89,11 @@ class Reporter:
     def announce(self, corpus: Corpus) -> None:
         """What is about to be trained, and on what."""
         c = self._config
+        mesh = " x ".join(f"{axis} {size}" for axis, size in c.axes.items())
         self.say(
             f"model: {c.num_layers} MoE layers, top-{c.top_k} of {c.num_experts} experts, hidden "
-            f"{c.hidden_size}; {c.steps} steps of {c.tokens_per_step:,} bytes on {c.devices} CPU "
-            f"devices as {' x '.join(f'{axis} {size}' for axis, size in c.axes.items())}"
+            f"{c.hidden_size}; {c.steps} steps of {c.tokens_per_step:,} bytes on {c.devices} "
+            f"{c.platform.upper()} devices as {mesh}"
         )
         self.say(f"layout {c.rules}, optimizer {c.optimizer}, recipe {', '.join(c.recipes)}")
         self.say(

@@ -42,12 +42,12 @@ class StepResult:
 
 
 def make_mesh(config: DemoConfig) -> Mesh:
-    """The config's axes over the CPU devices."""
-    devices = jax.devices("cpu")[: config.devices]
+    """The config's axes over the platform's first devices."""
+    devices = jax.devices(config.platform)[: config.devices]
     if len(devices) < config.devices:
         raise RuntimeError(
-            f"JAX started with {len(devices)} CPU devices, --devices wants {config.devices}: "
-            "something used JAX before the demo did"
+            f"JAX started with {len(devices)} {config.platform.upper()} devices, --devices wants "
+            f"{config.devices}: there are no more, or something used JAX before the demo did"
         )
     return Mesh(np.array(devices).reshape([*config.axes.values()]), [*config.axes])
 
@@ -60,7 +60,7 @@ class Trainer:
         session: connected.
         mesh: of `make_mesh`.
         name: of the EP group.
-        transport: "auto", "memfd" or "xla".
+        transport: as of DemoConfig.
         recipe: a name of RECIPES.
     """
 
@@ -110,18 +110,32 @@ class Trainer:
         self._state: Any = None
         self._step: Any = None
 
+    def program(self) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
+        """The jitted step, not compiled, and the shapes of its state and of its window."""
+        shapes = jax.eval_shape(self._init, jax.random.key(self._config.seed))
+        layout = self._rules.shardings(shapes, self._mesh)
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(layout, everywhere))
+        state = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            shapes,
+            layout,
+        )
+        window = (self._config.batch, self._config.seq + 1)
+        return step, state, jax.ShapeDtypeStruct(window, jnp.int32, sharding=self._rows)
+
     def compile(self) -> float:
         """Initialises the parameters and compiles the step. Returns seconds."""
         started = time.perf_counter()
+        step, state, window = self.program()
+        layout = jax.tree.map(lambda leaf: leaf.sharding, state)
         key = jax.random.key(self._config.seed)
-        layout = self._rules.shardings(jax.eval_shape(self._init, key), self._mesh)
         self._state = jax.jit(self._init, out_shardings=layout)(key)
-        window = jax.ShapeDtypeStruct(
-            (self._config.batch, self._config.seq + 1), jnp.int32, sharding=self._rows
-        )
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(layout, everywhere))
-        self._step = step.lower(self._state, window).compile()
+        # Twins are compared bit by bit, and GPUs add what is scattered in any order otherwise.
+        exact = self._config.compare and self._config.platform == "gpu"
+        options: dict[str, str | bool] | None
+        options = {"xla_gpu_deterministic_ops": True} if exact else None
+        self._step = step.lower(state, window).compile(compiler_options=options)
         return time.perf_counter() - started
 
     def step(self, window: Array) -> StepResult:
