@@ -7,8 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
