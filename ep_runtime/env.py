@@ -104,6 +104,11 @@ def num_sms() -> int:
     return int(value)
 
 
+def set_num_sms(count: int) -> None:
+    """Sets EP_RUNTIME_SMS for groups that this process creates from now on."""
+    os.environ["EP_RUNTIME_SMS"] = str(count)
+
+
 def no_color() -> bool:
     """NO_COLOR is set to any text."""
     return _text("NO_COLOR") is not None

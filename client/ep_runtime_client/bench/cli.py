@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import json
 import os
 from math import prod
+from pathlib import Path
 from typing import Any
 
-from ep_runtime_client.bench.options import BENCHES, TRANSPORTS, BenchOptions
+from ep_runtime import env
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import COMBINE_PRECISIONS
+from ep_runtime_client.bench import gpus
+from ep_runtime_client.bench.options import (
+    ALSO,
+    BENCHES,
+    ON_CPU,
+    ON_GPUS,
+    STOCK,
+    TRANSPORTS,
+    BenchOptions,
+    Transport,
+)
+from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli import render
+
+GPU_EXPERTS = 256
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -37,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports",
         type=_names,
-        default=default.transports,
-        help=f"comma-separated, of {', '.join(TRANSPORTS)}; default memfd,xla",
+        help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])}; with nvlink on GPUs, else on "
+        "CPU devices; default nvlink,xla where package and JAX have GPUs, else memfd,xla",
     )
     parser.add_argument(
         "--row-bytes",
@@ -55,61 +74,124 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=N,...",
         help='mesh of `compile`, such as dp=2,fsdp=2,ep=2; default "ep" over all devices',
     )
+    gpu = BenchOptions(transports=ON_GPUS)
+    for flag, chosen, text in (
+        ("--routing", gpu.routing, f"of {', '.join(ROUTINGS)}"),
+        ("--precision", gpu.precision, f"sums of combine, of {', '.join(COMBINE_PRECISIONS)}"),
+        ("--also", gpu.also, f"more to time, of {', '.join(ALSO)}"),
+    ):
+        said = ",".join(chosen) or "none"
+        what = f"on GPUs: {text}; {said}"
+        parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
+    parser.add_argument(
+        "--sms",
+        type=_sizes,
+        metavar="N,N",
+        help="on GPUs: thread blocks of a kernel, one per SM; 0 is what measured best; default "
+        "EP_RUNTIME_SMS",
+    )
+    parser.add_argument("--hidden", type=int, default=gpu.hidden, metavar="N", help="on GPUs: H")
+    parser.add_argument("--dtype", default=gpu.dtype, help=f"on GPUs: {gpu.dtype}")
+    parser.add_argument(
+        "--tokens",
+        type=_sizes,
+        metavar="N,N",
+        help="tokens per device; on GPUs one or more numbers, default "
+        f"{','.join(map(str, gpu.tokens))}; on CPU one, default about 16 MiB of rows",
+    )
     for flag, value, text in (
-        ("--devices", default.devices, "CPU devices D, all in one EP group"),
+        ("--devices", None, f"devices D, all in one EP group; {default.devices}, or every GPU"),
         (
             "--processes",
             default.processes,
             "processes P under jax.distributed with D / P devices each, for dispatch and combine",
         ),
-        ("--tokens", default.tokens_per_rank, "tokens per device; 0 = about 16 MiB of rows"),
-        ("--top-k", default.top_k, "experts per token"),
-        ("--experts", default.num_experts, "experts"),
-        ("--repeats", default.repeats, "timed calls of each"),
-        ("--layers", default.num_layers, "layers that `control` registers in one call"),
-        ("--model-layers", default.model_layers, "layers of the model that `compile` compiles"),
+        ("--top-k", default.top_k, f"experts per token; {default.top_k}"),
+        ("--experts", None, f"experts; {default.num_experts}, on GPUs {GPU_EXPERTS}"),
+        ("--repeats", default.repeats, f"timed calls of each, tens of them; {default.repeats}"),
+        ("--layers", default.num_layers, f"layers that `control` registers; {default.num_layers}"),
+        ("--model-layers", default.model_layers, f"that `compile` has; {default.model_layers}"),
     ):
-        parser.add_argument(flag, type=int, default=value, metavar="N", help=f"{text}; {value}")
+        parser.add_argument(flag, type=int, default=value, metavar="N", help=text)
     parser.add_argument("-o", "--output", choices=render.OUTPUTS, default="table")
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="output", help="as `-o json`"
+    )
+    parser.add_argument("--save", metavar="FILE", help="writes the JSON document there as well")
 
 
 def make_options(args: argparse.Namespace) -> BenchOptions:
-    """The checked options.
+    """The checked options; what was not said is chosen for the devices that are here.
 
     Raises:
         InvalidArgumentError: a value is outside its range.
     """
-    return BenchOptions(
-        benches=tuple(args.benches) or BenchOptions().benches,
-        transports=args.transports,
+    benches = tuple(args.benches) or BenchOptions().benches
+    transports = args.transports or _default_transports(benches)
+    said = BenchOptions(
+        benches=benches,
+        transports=tuple(name for name in transports if name != STOCK),
+        stock=STOCK in transports,
+    )
+    devices, experts = args.devices, args.experts
+    if devices is None:
+        devices = max(1, gpus.count()) if said.on_gpus else said.devices
+    if experts is None:
+        experts = GPU_EXPERTS if said.on_gpus else said.num_experts
+    tokens = args.tokens or ()
+    if len(tokens) > 1 and not said.on_gpus:
+        raise InvalidArgumentError(
+            f"--tokens takes one number for CPU devices, got {tokens}", argument="tokens"
+        )
+    return dataclasses.replace(
+        said,
         row_bytes=args.row_bytes,
-        devices=prod(size for _, size in args.mesh) if args.mesh else args.devices,
+        devices=prod(size for _, size in args.mesh) if args.mesh else devices,
         mesh=args.mesh,
         processes=args.processes,
-        tokens_per_rank=args.tokens,
+        tokens_per_rank=tokens[0] if tokens else 0,
+        tokens=tokens or said.tokens,
+        hidden=args.hidden,
+        dtype=args.dtype,
+        routing=args.routing,
+        sms=args.sms or (env.num_sms(),),
+        precision=args.precision,
+        also=args.also,
         top_k=args.top_k,
-        num_experts=args.experts,
+        num_experts=experts,
         repeats=args.repeats,
         num_layers=args.layers,
         model_layers=args.model_layers,
     ).checked()
 
 
+def _default_transports(benches: tuple[str, ...]) -> tuple[Transport, ...]:
+    """GPUs where there are some and every bench runs on them."""
+    able = all(name in ("dispatch", "combine", "connect") for name in benches)
+    return ON_GPUS if able and gpus.count() else ON_CPU
+
+
+def _module(name: str, options: BenchOptions) -> str:
+    # Dispatch and combine are measured together, on the same operands.
+    if name not in ("dispatch", "combine"):
+        return name
+    return "device_movement" if options.on_gpus else "movement"
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen benches and writes their tables, or one JSON document."""
     options = make_options(args)
-    # Dispatch and combine are measured together, on the same operands.
-    modules = dict.fromkeys(
-        "movement" if name in ("dispatch", "combine") else name for name in options.benches
-    )
+    modules = dict.fromkeys(_module(name, options) for name in options.benches)
     reports = [
         importlib.import_module(f"ep_runtime_client.bench.{module}").run(options)
         for module in modules
     ]
+    body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
+    for report in reports:
+        body[report.name] = list(report.rows)
+    if args.save:
+        Path(args.save).write_text(json.dumps(render.document("bench", body)))
     if args.output == "json":
-        body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
-        for report in reports:
-            body[report.name] = list(report.rows)
         render.write_json("bench", body)
         return 0
     for report in reports:

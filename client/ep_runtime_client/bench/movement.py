@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime_client.bench.daemon import warm_daemon
@@ -48,7 +48,7 @@ def run(options: BenchOptions) -> BenchReport:
         calls = importlib.import_module("ep_runtime_client.bench.movement_calls")
         samples: Sequence[Sample] = calls.measure(options, "embedded", Member())
     else:
-        samples = slowest(_measure_together(options))
+        samples = slowest(measure_together(options, Sample))
     rows = list(_rows(options, samples))
     rows.sort(key=lambda row: options.benches.index(row["op"]))
     where = "one process" if options.processes == 1 else f"{options.processes} processes"
@@ -59,8 +59,11 @@ def run(options: BenchOptions) -> BenchReport:
     return BenchReport("movement", title, COLUMNS, rows)
 
 
-def _measure_together(options: BenchOptions) -> list[list[Sample]]:
-    """The samples of every process of a job."""
+_Sample = TypeVar("_Sample")
+
+
+def measure_together(options: BenchOptions, kind: Callable[..., _Sample]) -> list[list[_Sample]]:
+    """The samples, of that kind, of every process of a job."""
     with (
         warm_daemon() as address,
         tempfile.TemporaryDirectory(prefix="ep-runtime-bench-") as directory,
@@ -77,7 +80,7 @@ def _measure_together(options: BenchOptions) -> list[list[Sample]]:
         if code:
             raise EpRuntimeError(f"the bench's processes ended with {code}")
         return [
-            [Sample(**one) for one in json.loads(path.read_text())]
+            [kind(**one) for one in json.loads(path.read_text())]
             for path in sorted(Path(directory).glob("*.json"))
         ]
 

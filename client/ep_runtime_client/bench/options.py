@@ -8,11 +8,26 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
+from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli.render import Column
 
 BENCHES = ("dispatch", "combine", "gemm", "connect", "control", "compile")
-Transport = Literal["memfd", "xla"]
+Transport = Literal["memfd", "nvlink", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
+ON_GPUS: tuple[Transport, ...] = ("nvlink", "xla")
+STOCK = "stock"  # JAX without this package, beside nvlink
+CEILING = "ceiling"
+# Beside dispatch and combine: what else can be timed on GPUs, and whose rows each op moves.
+ALSO = ("combine_weighted", "dispatch_bwd", "combine_bwd")
+LIKE = {
+    "dispatch": "dispatch",
+    "combine_bwd": "dispatch",
+    "combine": "combine",
+    "combine_weighted": "combine",
+    "dispatch_bwd": "combine",
+}
 ROW_ITEM_BYTES = 2  # bf16
 # Enough to be past every cache, little enough that eight slabs fit a laptop.
 TARGET_BYTES_PER_RANK = 16 << 20
@@ -25,13 +40,22 @@ class BenchOptions:
 
     Attributes:
         benches: of BENCHES.
-        transports: of TRANSPORTS; ratios compare with "xla" where it is there.
-        row_bytes: sizes of a token row.
-        devices: D, CPU devices, one EP group.
+        transports: of TRANSPORTS; ratios compare with "xla" where it is there. With "nvlink" the
+            devices are GPUs.
+        stock: stock JAX is measured too, on GPUs.
+        row_bytes: sizes of a token row, on CPU.
+        devices: D, one EP group.
         mesh: (axis, size) of every axis of the mesh that `compile` uses, "ep" among them, D devices
             together; without any it is ep alone.
         processes: P, each with D / P of the devices; for dispatch and combine.
-        tokens_per_rank: 0 chooses about TARGET_BYTES_PER_RANK of rows.
+        tokens_per_rank: on CPU; 0 chooses about TARGET_BYTES_PER_RANK of rows.
+        tokens: numbers of tokens per rank, on GPUs.
+        hidden: H, on GPUs.
+        dtype: of the tokens, on GPUs.
+        routing: of ROUTINGS, on GPUs.
+        sms: blocks of a kernel, on GPUs; 0 is what the library has measured best.
+        precision: combine_precision, on GPUs.
+        also: of ALSO, timed with the first of `sms` beside dispatch and combine.
         top_k: K.
         num_experts: E.
         repeats: timed calls of each subject.
@@ -40,12 +64,20 @@ class BenchOptions:
     """
 
     benches: tuple[str, ...] = ("dispatch", "combine")
-    transports: tuple[Transport, ...] = TRANSPORTS
+    transports: tuple[Transport, ...] = ON_CPU
+    stock: bool = False
     row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
     devices: int = 8
     mesh: tuple[tuple[str, int], ...] = ()
     processes: int = 1
     tokens_per_rank: int = 0
+    tokens: tuple[int, ...] = (128, 4096, 8192)
+    hidden: int = 7168
+    dtype: str = "bfloat16"
+    routing: tuple[str, ...] = ROUTINGS[:1]
+    sms: tuple[int, ...] = (0,)
+    precision: tuple[str, ...] = ("fast",)
+    also: tuple[str, ...] = ()
     top_k: int = 8
     num_experts: int = 64
     repeats: int = 15
@@ -57,6 +89,9 @@ class BenchOptions:
         checks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             ("BENCH", self.benches, BENCHES),
             ("--transports", self.transports, TRANSPORTS),
+            ("--dtype", (self.dtype,), ("bfloat16", "float16", "float32")),
+            ("--routing", self.routing, ROUTINGS),
+            ("--precision", self.precision, COMBINE_PRECISIONS),
         )
         for argument, values, choices in checks:
             unknown = [value for value in values if value not in choices]
@@ -80,6 +115,7 @@ class BenchOptions:
                     argument=argument,
                 )
         self._check_mesh()
+        self._check_gpus()
         if self.devices % self.processes:
             raise InvalidArgumentError(
                 f"--processes must divide --devices={self.devices}, got {self.processes}",
@@ -106,6 +142,53 @@ class BenchOptions:
                 argument="mesh",
             )
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the devices are GPUs."""
+        return "nvlink" in self.transports
+
+    @property
+    def row_bytes_on_gpus(self) -> int:
+        """Bytes of a token row there."""
+        return self.hidden * DTYPE_BYTES[self.dtype]
+
+    def _check_gpus(self) -> None:
+        unknown = [name for name in self.also if name not in ALSO]
+        if unknown:
+            raise InvalidArgumentError(f"--also must be of {ALSO}, got {unknown}", argument="also")
+        if not self.on_gpus:
+            if self.stock:
+                raise InvalidArgumentError(
+                    f"--transports {STOCK} stands beside nvlink alone, got {self.transports}",
+                    argument="transports",
+                )
+            return
+        elsewhere = [
+            name for name in self.benches if name not in ("dispatch", "combine", "connect")
+        ]
+        if "memfd" in self.transports or elsewhere:
+            what = ", ".join(["memfd"] * ("memfd" in self.transports) + elsewhere)
+            raise InvalidArgumentError(
+                f"{what} runs on CPU devices, nvlink on GPUs: measure them apart, got "
+                f"--transports {','.join(self.transports)}",
+                argument="transports",
+            )
+        lowest = {"tokens": 1, "hidden": 8, "sms": 0}
+        for name, least in lowest.items():
+            values = getattr(self, name)
+            values = values if isinstance(values, tuple) else (values,)
+            if not values or min(values) < least:
+                raise InvalidArgumentError(
+                    f"--{name} must be at least {least}, got {values}", argument=name
+                )
+        experts_per_rank, rest = divmod(self.num_experts, self.devices)
+        if rest or self.top_k > self.num_experts or not experts_per_rank:
+            raise InvalidArgumentError(
+                f"--experts must be a multiple of --devices={self.devices} and at least "
+                f"--top-k={self.top_k}, got {self.num_experts}",
+                argument="num_experts",
+            )
+
     def tokens_for(self, row_bytes: int) -> int:
         """Tokens per rank for rows of this size."""
         if self.tokens_per_rank:
@@ -129,6 +212,33 @@ class Sample:
     subject: str
     row_bytes: int
     seconds: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSample:
+    """What one op took on GPUs, in every timed call.
+
+    Attributes:
+        op: of LIKE, or "prepare", "pair" (dispatch + combine), "clock" (one reading of it).
+        subject: a transport, CEILING or "clock".
+        tokens: per rank.
+        routing: of ROUTINGS.
+        precision: combine_precision of the group; "" where there is no group.
+        sms: as asked for.
+        blocks: that the kernel had; 0 where nobody says.
+        kernel_us: microseconds on the device, of the slowest rank, a reading of the clock included.
+        step_s: seconds of one jitted call on the host, waited for.
+    """
+
+    op: str
+    subject: str
+    tokens: int
+    routing: str
+    precision: str
+    sms: int
+    blocks: int
+    kernel_us: Sequence[float]
+    step_s: Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,13 @@ from ep_runtime_client.members import Member, run_member
 
 def work(order: dict[str, Any], member: Member) -> int:
     """Measures, and leaves the samples for the parent."""
-    calls = importlib.import_module("ep_runtime_client.bench.movement_calls")
     said: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in order["options"].items()
     }
-    samples = calls.measure(BenchOptions(**said), order["address"], member)
+    options = BenchOptions(**said)
+    name = "device_calls" if options.on_gpus else "movement_calls"
+    calls = importlib.import_module(f"ep_runtime_client.bench.{name}")
+    samples = calls.measure(options, order["address"], member)
     found = json.dumps([dataclasses.asdict(sample) for sample in samples])
     (Path(member.directory) / f"{member.index}.json").write_text(found)
     return 0

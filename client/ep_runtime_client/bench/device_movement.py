@@ -1,0 +1,207 @@
+"""Dispatch and combine on GPUs: times, bytes per second, and how near they come to the link.
+
+Kernel time is a call's time on the device by its own clock (`device_time.py`), step time that of
+one jitted call on the host until its result is there; each the slowest rank's, p50 and p99 over the
+timed calls. Rates are of kernel p50 and of one rank. Logical bytes are those of every (token, slot)
+row. Physical bytes cross a link: each token once per distinct rank that is not its own, whatever
+was sent, so that rates of transports that send more compare; exact combine sends f32, twice the
+bytes of 2-byte rows. The ceiling is a kernel that only copies these rows, on as many blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ep_runtime_client.bench import movement, routing
+from ep_runtime_client.bench.options import (
+    CEILING,
+    LIKE,
+    STOCK,
+    BenchOptions,
+    BenchReport,
+    DeviceSample,
+)
+from ep_runtime_client.bench.timing import median, quantile
+from ep_runtime_client.cli.render import Column
+from ep_runtime_client.members import Member
+
+COLUMNS = (
+    Column("op", "OP"),
+    Column("tokens", "T", "count"),
+    Column("routing", "ROUTING"),
+    Column("precision", "SUMS"),
+    Column("transport", "TRANSPORT"),
+    Column("sms", "SMS", "count"),
+    Column("kernel_p50_us", "KERNEL P50 US", "count"),
+    Column("kernel_p99_us", "P99", "count"),
+    Column("step_p50_us", "STEP P50 US", "count"),
+    Column("step_p99_us", "P99", "count"),
+    Column("logical_gb_per_s", "LOGICAL GB/S", "count"),
+    Column("physical_gb_per_s", "PHYSICAL GB/S", "count"),
+    Column("ratio_to_ceiling", "X CEILING", "count"),
+    Column("ratio_to_xla", "X XLA", "count"),
+    Column("ratio_to_stock", "X STOCK", "count"),
+    Column("busiest_gb_per_s", "BUSIEST LINK GB/S", "count", wide=True),
+)
+
+
+def run(options: BenchOptions) -> BenchReport:
+    """Measures every case of every transport.
+
+    Raises:
+        EpRuntimeError: a process of several failed; what it said is on the terminal.
+    """
+    if options.processes == 1:
+        calls = importlib.import_module("ep_runtime_client.bench.device_calls")
+        samples: Sequence[DeviceSample] = calls.measure(options, "embedded", Member())
+    else:
+        samples = slowest(movement.measure_together(options, DeviceSample))
+    clock_us = min(median(s.kernel_us) for s in samples if s.op == "clock") if samples else 0.0
+    where = "one process" if options.processes == 1 else f"{options.processes} processes"
+    title = (
+        f"token movement: {options.devices} GPUs in {where}, H={options.hidden} {options.dtype}, "
+        f"top-{options.top_k} of {options.num_experts} experts; a reading of the clock, "
+        f"{clock_us:.2f} us, is taken off kernel times"
+    )
+    return BenchReport("movement", title, COLUMNS, make_rows(options, samples))
+
+
+def slowest(found: Sequence[Sequence[DeviceSample]]) -> list[DeviceSample]:
+    """One sample per call: the times of the process that took longest."""
+    return [_slowest(same) for same in zip(*found, strict=True)]
+
+
+def _slowest(same: Sequence[DeviceSample]) -> DeviceSample:
+    first = same[0]
+    kernel_us = [max(taken) for taken in zip(*(s.kernel_us for s in same), strict=True)]
+    step_s = [max(taken) for taken in zip(*(s.step_s for s in same), strict=True)]
+    case = (first.op, first.subject, first.tokens, first.routing, first.precision)
+    return DeviceSample(*case, first.sms, first.blocks, kernel_us, step_s)
+
+
+def make_rows(options: BenchOptions, samples: Sequence[DeviceSample]) -> list[dict[str, Any]]:
+    """The table: every case with its ceiling in front, ours before what it compares with."""
+    clock_us = [median(s.kernel_us) for s in samples if s.op == "clock"]
+    table = _Table(options, samples, clock_us[0] if clock_us else 0.0)
+    return [*table.rows()]
+
+
+class _Table:
+    def __init__(
+        self, options: BenchOptions, samples: Sequence[DeviceSample], clock_us: float
+    ) -> None:
+        self._options, self._clock_us = options, clock_us
+        self._samples = [s for s in samples if s.op != "clock"]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        order = ["prepare", *LIKE, "pair"]
+        subjects = [CEILING, *self._options.transports, STOCK]
+        key = lambda s: (  # noqa: E731 - the order of the table
+            order.index(s.op),
+            s.tokens,
+            self._options.routing.index(s.routing),
+            subjects.index(s.subject),
+        )
+        for sample in sorted(self._samples, key=key):
+            yield self._row(sample)
+
+    def _row(self, sample: DeviceSample) -> dict[str, Any]:
+        p50 = self._kernel_us(sample)
+        row: dict[str, Any] = {
+            "op": sample.op,
+            "tokens": sample.tokens,
+            "routing": sample.routing,
+            "precision": sample.precision,
+            "transport": sample.subject,
+            "sms": sample.blocks or sample.sms or None,
+            "kernel_p50_us": round(p50, 1),
+            "kernel_p99_us": round(quantile(sample.kernel_us, 0.99) - self._clock_us, 1),
+            **self._steps(sample),
+            **self._rates(sample, p50),
+            "ratio_to_ceiling": self._ratio_to_ceiling(sample, p50),
+            "kernel_us": [round(us, 3) for us in sample.kernel_us],
+            "step_us": [round(s * 1e6, 1) for s in sample.step_s],
+            "clock_us": round(self._clock_us, 3),
+            "sms_asked": sample.sms,
+        }
+        for subject in ("xla", STOCK):
+            row[f"ratio_to_{subject}"] = self._ratio_to(subject, sample, p50)
+        return row
+
+    def _kernel_us(self, sample: DeviceSample) -> float:
+        return max(median(sample.kernel_us) - self._clock_us, 1e-3)
+
+    def _steps(self, sample: DeviceSample) -> dict[str, float]:
+        if not sample.step_s:
+            return {}
+        return {
+            "step_p50_us": round(median(sample.step_s) * 1e6, 1),
+            "step_p99_us": round(quantile(sample.step_s, 0.99) * 1e6, 1),
+        }
+
+    def _rates(self, sample: DeviceSample, p50: float) -> dict[str, float]:
+        if sample.op == "prepare":
+            return {}
+        options = self._options
+        traffic = _traffic(options, sample.tokens, sample.routing)
+        sent = bytes_of(options, sample)
+        passes = 2 if sample.op == "pair" else 1
+        slots = traffic.slots / options.devices * options.row_bytes_on_gpus * passes
+        rates = {
+            "logical_gb_per_s": slots,
+            "physical_gb_per_s": traffic.remote_rows_per_rank * sent,
+            "busiest_gb_per_s": traffic.busiest_rows * sent,
+        }
+        return {name: round(count / p50 / 1e3, 1) for name, count in rates.items()}
+
+    def _ratio_to_ceiling(self, sample: DeviceSample, p50: float) -> float | None:
+        """In bytes per second, on as many blocks and the same routing."""
+        if sample.op not in LIKE or sample.subject in (CEILING, "xla", STOCK):
+            return None
+        for other in self._samples:
+            alike = (other.tokens, other.routing, other.precision, other.sms) == (
+                sample.tokens,
+                sample.routing,
+                sample.precision,
+                sample.sms,
+            )
+            if other.subject == CEILING and other.op == LIKE[sample.op] and alike:
+                factor = bytes_of(self._options, sample) / self._options.row_bytes_on_gpus
+                return round(self._kernel_us(other) * factor / p50, 3)
+        return None
+
+    def _ratio_to(self, subject: str, sample: DeviceSample, p50: float) -> float | None:
+        """How many times as long the other takes for it."""
+        for other in self._samples:
+            same = (other.op, other.tokens, other.routing) == (
+                sample.op,
+                sample.tokens,
+                sample.routing,
+            )
+            if same and other.subject == subject and sample.subject != CEILING:
+                return round(self._kernel_us(other) / p50, 2)
+        return None
+
+
+def bytes_of(options: BenchOptions, sample: DeviceSample) -> int:
+    """Bytes that cross a link for one (token, remote rank)."""
+    row_bytes = options.row_bytes_on_gpus
+    if sample.op == "pair":
+        return row_bytes + _sum_bytes(options, sample)
+    return _sum_bytes(options, sample) if LIKE[sample.op] == "combine" else row_bytes
+
+
+def _sum_bytes(options: BenchOptions, sample: DeviceSample) -> int:
+    """Bytes of a partial sum."""
+    exact = sample.precision == "exact" and sample.subject != CEILING
+    return options.hidden * 4 if exact else options.row_bytes_on_gpus
+
+
+@functools.cache
+def _traffic(options: BenchOptions, tokens: int, name: str) -> routing.Traffic:
+    ranks, experts = options.devices, options.num_experts
+    idx = routing.topk_idx(name, tokens * ranks, experts, options.top_k)
+    return routing.traffic(idx, ranks, experts)

@@ -1,0 +1,108 @@
+"""What a bench on GPUs calls per device: the ops of our transports, and the ceiling probe.
+
+All take (token, operands) and return arrays that depend on the token, so that calls in one program
+run one after the other and none is merged with another (`device_time.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep_runtime_client.bench.device_time import DeviceOp
+from ep_runtime_client.ops._ffi import ensure_registered
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.plan import PlanArrays
+from ep_runtime_client.ops.transports import per_device_ops
+
+Operands = Mapping[str, Any]
+
+
+def zero_of(token: jax.Array) -> jax.Array:
+    """int32 [1] that is 0, which no compiler can know: a rank is not negative."""
+    return token >> 31
+
+
+def _index() -> jax.Array:
+    """The layer's place in its stack."""
+    return jnp.zeros(1, jnp.int32)
+
+
+def our_ops(call: Call) -> dict[str, DeviceOp]:
+    """The ops of the call's transport by name.
+
+    Operands: idx [T, K], x [T, H], weights f32 [T, K], plan (nine arrays), rows [C, H] and
+    row_weights f32 [C], of which the last three have the slab dim in front.
+    """
+    ops = per_device_ops(call)
+
+    def plan_of(token: jax.Array, operands: Operands) -> PlanArrays:
+        plan = PlanArrays(*(array[0] for array in operands["plan"]))
+        if call.group.transport != "xla":
+            return plan  # the token, as the rank, is an operand of the custom call
+        return plan._replace(num_recv=plan.num_recv + zero_of(token))
+
+    def prepare(token: jax.Array, operands: Operands) -> Any:
+        idx = operands["idx"]
+        if call.group.transport == "xla":
+            idx = idx + zero_of(token)
+        return ops.prepare(call, token, _index(), idx)
+
+    def dispatch(token: jax.Array, operands: Operands) -> Any:
+        x, weights = operands["x"], operands["weights"]
+        return ops.dispatch(call, token, _index(), x, weights, plan_of(token, operands))
+
+    def combine(token: jax.Array, operands: Operands) -> Any:
+        plan = plan_of(token, operands)
+        return ops.combine(call, token, _index(), operands["rows"][0], None, plan)
+
+    def combine_weighted(token: jax.Array, operands: Operands) -> Any:
+        rows, weights = operands["rows"][0], operands["row_weights"][0]
+        return ops.combine(call, token, _index(), rows, weights, plan_of(token, operands))
+
+    def dispatch_bwd(token: jax.Array, operands: Operands) -> Any:
+        rows, weights = operands["rows"][0], operands["row_weights"][0]
+        return ops.dispatch_bwd(call, token, _index(), rows, weights, plan_of(token, operands))
+
+    def combine_bwd(token: jax.Array, operands: Operands) -> Any:
+        rows, weights = operands["rows"][0], operands["row_weights"][0]
+        plan = plan_of(token, operands)
+        return ops.combine_bwd(call, token, _index(), operands["x"], rows, weights, plan)
+
+    def pair(token: jax.Array, operands: Operands) -> Any:
+        rows, _ = dispatch(token, operands)
+        return ops.combine(call, token, _index(), rows, None, plan_of(token, operands))
+
+    return {
+        "prepare": prepare,
+        "dispatch": dispatch,
+        "combine": combine,
+        "combine_weighted": combine_weighted,
+        "dispatch_bwd": dispatch_bwd,
+        "combine_bwd": combine_bwd,
+        "pair": pair,
+    }
+
+
+def ceiling(call: Call, like: str) -> DeviceOp:
+    """The link's ceiling on as many blocks as `like` ("dispatch" or "combine") has.
+
+    Operands: x [T, H], dst_rank and dst_row [T, N]. Returns the number of blocks, int32 [1].
+    """
+    attributes = {
+        "layer_id": np.int64(call.layer.base_id),
+        "fingerprint": np.int64(call.layer.fingerprint),
+        "handle": np.int64(call.meta.handle),
+    }
+
+    def copy(token: jax.Array, operands: Operands) -> Any:
+        ensure_registered("cuda")
+        target = jax.ffi.ffi_call(f"ep_{like}_ceiling_v1", jax.ShapeDtypeStruct((1,), jnp.int32))
+        names = ("x", "dst_rank", "dst_row")
+        return target(token, _index(), *(operands[name] for name in names), **attributes)
+
+    return copy

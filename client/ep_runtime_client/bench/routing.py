@@ -1,0 +1,96 @@
+"""Who sends what to whom in a bench: routings by name, and the bytes that they make.
+
+NumPy only. Tokens are global, rank major: T of each of N ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+
+ROUTINGS = ("uniform", "zipf", "one")
+
+
+def topk_idx(routing: str, tokens: int, num_experts: int, top_k: int, *, seed: int = 0) -> Ints:
+    """Distinct experts of every token, int32 [tokens, K].
+
+    Args:
+        routing: "uniform"; "zipf" (the n-th most wanted expert is wanted 1/n as often as the
+            first, and lies on any rank); "one" (every token to the first K experts, which are
+            rank 0's where a rank has K).
+        tokens: of all ranks.
+    """
+    if routing == "one":
+        return np.tile(np.arange(top_k, dtype=np.int32), (tokens, 1))
+    rng = np.random.default_rng(seed)
+    share = np.ones(num_experts)
+    if routing == "zipf":
+        share = rng.permutation(1.0 / np.arange(1, num_experts + 1))
+    # The K largest of log(share) + Gumbel noise: K draws by share without putting back.
+    keys = rng.gumbel(size=(tokens, num_experts)).astype(np.float32)
+    keys += np.log(share).astype(np.float32)
+    picked = np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k]
+    return picked.astype(np.int32)
+
+
+class Traffic(NamedTuple):
+    """What one dispatch, or one combine the other way, moves.
+
+    Attributes:
+        rows: [N, N] token rows from source (dim 0) to rank (dim 1), each token once per rank.
+        slots: (token, slot) rows of all ranks.
+    """
+
+    rows: Ints
+    slots: int
+
+    @property
+    def remote_rows_per_rank(self) -> float:
+        """Rows that cross a link, per rank: the mean over ranks of what each sends."""
+        return float(self.rows.sum() - np.trace(self.rows)) / len(self.rows)
+
+    @property
+    def busiest_rows(self) -> int:
+        """Rows on the busiest link in its busier direction."""
+        remote = self.rows - np.diag(np.diag(self.rows))
+        return int(max(remote.sum(axis=0).max(), remote.sum(axis=1).max()))
+
+
+def _distinct(idx: Ints, ranks: int, num_experts: int) -> npt.NDArray[np.bool_]:
+    """[tokens, N]: the token has a row on that rank."""
+    has = np.zeros((len(idx), ranks), bool)
+    to = idx // (num_experts // ranks)
+    np.put_along_axis(has, to.astype(np.int64), True, axis=1)
+    return has
+
+
+def traffic(idx: Ints, ranks: int, num_experts: int) -> Traffic:
+    """Counts the rows of a routing without unused slots.
+
+    Args:
+        idx: [tokens, K], tokens a multiple of `ranks`.
+    """
+    has = _distinct(idx, ranks, num_experts)
+    rows = has.reshape(ranks, -1, ranks).sum(axis=1).astype(np.int32)
+    return Traffic(rows, idx.size)
+
+
+def destinations(idx: Ints, ranks: int, num_experts: int) -> tuple[Ints, Ints]:
+    """Where the ceiling probe copies each token: once to every rank that has a row of it.
+
+    Returns:
+        dst_rank and dst_row, int32 [tokens, N]: the rank or -1, and the row there among those of
+        the same source. The ranks go round from the source on, so that none is everybody's first.
+    """
+    has = _distinct(idx, ranks, num_experts).reshape(ranks, -1, ranks)
+    row = np.cumsum(has, axis=1) - 1
+    order = (np.arange(ranks)[:, None] + np.arange(1, ranks + 1)) % ranks  # [source, step]
+    order = np.broadcast_to(order[:, None, :], has.shape)
+    taken = np.take_along_axis(has, order, axis=2)
+    dst_rank = np.where(taken, order, -1).astype(np.int32)
+    dst_row = np.where(taken, np.take_along_axis(row, order, axis=2), -1).astype(np.int32)
+    return dst_rank.reshape(-1, ranks), dst_row.reshape(-1, ranks)

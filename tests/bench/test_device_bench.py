@@ -1,0 +1,198 @@
+"""The GPU bench without a GPU: its programs on CPU devices, by a clock of the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import ep_runtime as ep
+from ep_runtime_client.bench import (
+    device_bench,
+    device_calls,
+    device_movement,
+    device_ops,
+    device_stock,
+    device_time,
+    routing,
+)
+from ep_runtime_client.bench.options import BenchOptions
+from ep_runtime_client.ops.calls import world_rank
+from ep_runtime_client.ops.prepare import make_call
+
+OPTIONS = BenchOptions(
+    transports=("memfd", "xla"),
+    devices=4,
+    tokens=(4,),
+    hidden=16,
+    num_experts=8,
+    top_k=2,
+    repeats=1,
+)
+
+
+def host_clock(token: jax.Array, arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The clock of the host, read once the arrays are there."""
+
+    def read(token: Any, *arrays: Any) -> Any:
+        now = time.perf_counter_ns()
+        return np.asarray(token), np.array([now & 0xFFFFFFFF, now >> 32], np.uint32)
+
+    shapes = (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.uint32))
+    first = [array.reshape(-1)[:1] for array in arrays]
+    after, now = jax.pure_callback(read, shapes, token, *first)
+    return after, now
+
+
+@pytest.fixture
+def session() -> Iterator[ep.Session]:
+    with ep.connect("embedded") as made:
+        yield made
+
+
+def bench_of(options: BenchOptions, session: ep.Session) -> device_bench.Bench:
+    mesh = Mesh(np.array(jax.devices("cpu")[: options.devices]), ("ep",))
+    made = device_bench.Bench(options, session, mesh, host_clock, device_bench.alone)
+    made.with_ceiling = False
+    return made
+
+
+def test_every_op_is_timed_and_compared(session: ep.Session) -> None:
+    also = ("combine_weighted", "dispatch_bwd", "combine_bwd")
+    memfd = dataclasses.replace(OPTIONS, transports=("memfd",), also=also, sms=(0, 24))
+    samples = device_calls.measure_all(bench_of(memfd, session))
+    assert [(s.op, s.sms) for s in samples] == [
+        ("clock", 0),
+        ("prepare", 0),
+        ("dispatch", 0),
+        ("combine", 0),
+        ("pair", 0),
+        *((op, 0) for op in also),
+        ("dispatch", 24),
+        ("combine", 24),
+    ]
+    assert all(len(s.kernel_us) == device_calls.CALLS for s in samples)
+    assert all(us > 0 for s in samples for us in s.kernel_us)
+    rows = device_movement.make_rows(memfd, samples)
+    assert len(rows) == len(samples) - 1
+    assert {row["op"] for row in rows if "step_p50_us" in row} == {
+        "prepare",
+        "dispatch",
+        "combine",
+        "combine_weighted",
+        "pair",
+    }
+
+
+@pytest.mark.slow
+def test_the_transport_of_collectives_is_compared_with(session: ep.Session) -> None:
+    both = dataclasses.replace(OPTIONS, benches=("dispatch",), precision=("exact",))
+    samples = device_calls.measure_all(bench_of(both, session))
+    rows = device_movement.make_rows(both, samples)
+    dispatches = [row for row in rows if row["op"] == "dispatch"]
+    assert [row["transport"] for row in dispatches] == ["memfd", "xla"]
+    assert all(row["ratio_to_xla"] > 0 for row in dispatches)
+
+
+@pytest.mark.parametrize("transport", ["memfd", "xla"])
+def test_calls_of_a_chain_are_neither_merged_nor_dropped(
+    session: ep.Session, transport: str
+) -> None:
+    bench = bench_of(OPTIONS, session)
+    settings: dict[str, Any] = {"max_top_k": 2, "hidden_size": 16, "transport": transport}
+    group = session.create_group(
+        "g", bench.mesh, ep_axis="ep", num_experts=8, max_tokens_per_rank=4, **settings
+    )
+    layer = group.register_layer("layer", top_k=2)
+    call = make_call(layer, bench.mesh, (16,), (device_bench.ROWS,), handle=0, capacity=None)
+    ops = device_ops.our_ops(call)
+    sizes = {"idx": ((16, 2), jnp.int32), "x": ((16, 16), jnp.bfloat16)}
+    operands: dict[str, Any] = {k: jax.ShapeDtypeStruct(*v) for k, v in sizes.items()}
+    operands["weights"] = jax.ShapeDtypeStruct((16, 2), jnp.float32)
+    plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx).arrays, operands["idx"])
+    operands["plan"] = tuple(plan)
+
+    def count(calls: int) -> int:
+        token = lambda: world_rank(call.group)  # noqa: E731
+        body = device_time.chain(host_clock, token, ops["prepare"], ops["dispatch"], calls)
+        text = jax.jit(bench.mapped(body)).lower(operands).compile().as_text()
+        sign = '"ep_dispatch_v1"' if transport == "memfd" else " all-to-all("
+        return text.count(sign)
+
+    once, thrice = count(0), count(2)
+    per_call = (thrice - once) // 2
+    assert per_call >= 1
+    # xla's gate uses the same collective.
+    assert (thrice - once) % 2 == 0
+    assert once >= per_call
+
+
+def test_stock_moves_every_slot_and_sums_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA on CPU has no ragged_all_to_all: the same by gathering what all ranks send."""
+
+    def ragged(x: Any, out: Any, *where: Any, axis_name: str) -> Any:
+        arrays = [jax.lax.all_gather(a, axis_name) for a in (x, *where)]
+        me = jax.lax.axis_index(axis_name)
+        row = jnp.arange(x.shape[0])
+        for source in range(x_ranks):
+            rows, starts, sizes, targets, _ = (a[source] for a in arrays)
+            mine = (row >= starts[me]) & (row < starts[me] + sizes[me])
+            to = jnp.where(mine, targets[me] + row - starts[me], out.shape[0])
+            out = out.at[to].set(rows, mode="drop")
+        return out
+
+    x_ranks, tokens, experts, top_k, width = 4, 6, 8, 3, 5
+    monkeypatch.setattr(device_stock.lax, "ragged_all_to_all", ragged)
+    idx = routing.topk_idx("zipf", x_ranks * tokens, experts, top_k)
+    x = np.random.default_rng(0).standard_normal((x_ranks * tokens, width)).astype(np.float32)
+    capacity = device_stock.capacity_of(idx, x_ranks, experts)
+    mesh = Mesh(np.array(jax.devices("cpu")[:x_ranks]), ("ep",))
+    ops = device_stock.make_ops(capacity)
+
+    def both(x: jax.Array, idx: jax.Array) -> Any:
+        token = jax.lax.axis_index("ep").astype(jnp.int32).reshape(1)
+        given: dict[str, Any] = {"x": x, "plan": device_stock.planner(experts)(idx)}
+        given["rows"] = ops["dispatch"](token, given)
+        return given["rows"], ops["combine"](token, given)
+
+    spec = device_bench.ROWS
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    rows, back = jax.jit(mapped)(x, idx)
+    received = np.asarray(rows).reshape(x_ranks, capacity, width)
+    for rank in range(x_ranks):
+        want = [x[t] for t, e in enumerate(idx) for expert in e if expert // 2 == rank]
+        got = received[rank][: len(want)]
+        np.testing.assert_array_equal(np.sort(got, axis=0), np.sort(want, axis=0))
+    np.testing.assert_allclose(back, top_k * x, rtol=1e-6)
+
+
+def test_the_ceiling_and_the_clock_lower_to_custom_calls_of_the_cuda_library(
+    session: ep.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_time, "ensure_registered", lambda platform: None)
+    monkeypatch.setattr(device_ops, "ensure_registered", lambda platform: None)
+    bench = bench_of(OPTIONS, session)
+    group = session.create_group(
+        "g", bench.mesh, ep_axis="ep", num_experts=8, max_tokens_per_rank=4, hidden_size=16
+    )
+    layer = group.register_layer("layer", top_k=2)
+    call = make_call(layer, bench.mesh, (16,), (device_bench.ROWS,), handle=0, capacity=None)
+    copy = device_ops.ceiling(call, "combine")
+    token = lambda: world_rank(call.group)  # noqa: E731
+    body = device_time.chain(device_time.gpu_clock, token, device_time.nothing, copy, 2)
+    operands = {
+        "x": jax.ShapeDtypeStruct((16, 16), jnp.bfloat16),
+        "dst_rank": jax.ShapeDtypeStruct((16, 4), jnp.int32),
+        "dst_row": jax.ShapeDtypeStruct((16, 4), jnp.int32),
+    }
+    lowered = jax.jit(bench.mapped(body)).trace(operands).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("@ep_combine_ceiling_v1") == 3
+    assert text.count("@ep_clock_v1") == 5

@@ -1,0 +1,195 @@
+"""The table of the GPU bench, from times that are made up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.bench import cli, device_movement, device_time, routing
+from ep_runtime_client.bench.options import ALSO, LIKE, BenchOptions, DeviceSample
+
+OPTIONS = BenchOptions(
+    transports=("nvlink", "xla"),
+    stock=True,
+    devices=4,
+    tokens=(128,),
+    hidden=512,
+    num_experts=16,
+    top_k=4,
+    routing=("uniform", "one"),
+    precision=("fast", "exact"),
+    sms=(0, 24),
+)
+CLOCK = DeviceSample("clock", "clock", 128, "", "fast", 0, 0, [2.0, 4.0, 3.0], [])
+
+
+def sample(
+    op: str, subject: str, us: float, *, precision: str = "fast", sms: int = 0, **more: Any
+) -> DeviceSample:
+    times = [us + 2.0, us + 3.0, us + 10.0]  # with a reading of the clock, 3 us
+    blocks = 0 if subject in ("xla", "stock") or op == "prepare" else sms or 40
+    step_s = more.get("step_s", [])
+    name = more.get("routing", "uniform")
+    return DeviceSample(op, subject, 128, name, precision, sms, blocks, times, step_s)
+
+
+def row_of(samples: list[DeviceSample]) -> dict[str, Any]:
+    """The row of the last one."""
+    rows = device_movement.make_rows(OPTIONS, [CLOCK, *samples])
+    last = samples[-1]
+    (found,) = (
+        row
+        for row in rows
+        if (row["op"], row["transport"], row["precision"], row["sms_asked"], row["routing"])
+        == (last.op, last.subject, last.precision, last.sms, last.routing)
+    )
+    return found
+
+
+def test_a_row_has_times_without_the_clock_and_the_blocks_that_the_kernel_had() -> None:
+    row = row_of([sample("dispatch", "nvlink", 50.0, step_s=[1e-4, 3e-4, 2e-4])])
+    assert (row["kernel_p50_us"], row["kernel_p99_us"]) == (50.0, 57.0)
+    assert (row["step_p50_us"], row["step_p99_us"]) == (200.0, 300.0)
+    assert row["sms"] == 40
+    assert row["kernel_us"] == [52.0, 53.0, 60.0]
+    assert json.loads(json.dumps(row)) == row
+
+
+@pytest.mark.parametrize("name", ["uniform", "one"])
+@pytest.mark.parametrize(
+    ("op", "precision", "item_bytes", "passes"),
+    [
+        ("dispatch", "fast", 2, 1),
+        ("combine", "fast", 2, 1),
+        ("combine", "exact", 4, 1),
+        ("combine_weighted", "exact", 4, 1),
+        ("combine_bwd", "exact", 2, 1),
+        ("dispatch_bwd", "fast", 2, 1),
+        ("pair", "fast", 4, 2),
+        ("pair", "exact", 6, 2),
+    ],
+)
+def test_rates_count_every_slot_and_each_token_once_per_remote_rank(
+    name: str, op: str, precision: str, item_bytes: int, passes: int
+) -> None:
+    row = row_of([sample(op, "nvlink", 50.0, precision=precision, routing=name)])
+    idx = routing.topk_idx(name, 4 * 128, 16, 4)
+    remote = sum(
+        len({int(expert) // 4 for expert in experts} - {number // 128})
+        for number, experts in enumerate(idx)
+    )
+    logical = 128 * 4 * 512 * 2 * passes
+    assert row["logical_gb_per_s"] == pytest.approx(logical / 50e-6 / 1e9, abs=0.06)
+    physical = remote / 4 * 512 * item_bytes
+    assert row["physical_gb_per_s"] == pytest.approx(physical / 50e-6 / 1e9, abs=0.06)
+    assert row["busiest_gb_per_s"] >= row["physical_gb_per_s"]
+
+
+def test_ratios_are_to_the_ceiling_of_as_many_blocks_and_to_what_stands_beside() -> None:
+    others = [
+        sample("dispatch", "ceiling", 40.0),
+        sample("dispatch", "ceiling", 45.0, sms=24),
+        sample("dispatch", "xla", 500.0),
+        sample("dispatch", "stock", 900.0),
+    ]
+    row = row_of([*others, sample("dispatch", "nvlink", 50.0)])
+    assert row["ratio_to_ceiling"] == 0.8
+    assert (row["ratio_to_xla"], row["ratio_to_stock"]) == (10.0, 18.0)
+    assert row_of([*others, sample("dispatch", "nvlink", 50.0, sms=24)])["ratio_to_ceiling"] == 0.9
+    assert row_of([*others, sample("combine_bwd", "nvlink", 80.0)])["ratio_to_ceiling"] == 0.5
+    assert row_of([*others, sample("combine", "nvlink", 50.0)])["ratio_to_ceiling"] is None
+    assert row_of(others[:1])["ratio_to_ceiling"] is None
+    assert row_of(others)["ratio_to_stock"] == 1.0
+
+
+def test_exact_sums_are_held_against_the_link_in_bytes_per_second() -> None:
+    ceiling = sample("combine", "ceiling", 40.0, precision="exact")
+    row = row_of([ceiling, sample("combine", "nvlink", 100.0, precision="exact")])
+    assert row["ratio_to_ceiling"] == 0.8
+
+
+def test_prepare_has_times_alone() -> None:
+    row = row_of([sample("prepare", "nvlink", 30.0)])
+    assert row["kernel_p50_us"] == 30.0
+    assert row["sms"] is None
+    assert "physical_gb_per_s" not in row
+
+
+def test_a_call_of_several_processes_took_as_long_as_the_slowest() -> None:
+    case = ("dispatch", "nvlink", 128, "uniform", "fast", 0, 40)
+    one = DeviceSample(*case, [1.0, 5.0], [0.1, 0.3])
+    two = DeviceSample(*case, [3.0, 4.0], [0.2, 0.1])
+    (found,) = device_movement.slowest([[one], [two]])
+    assert found == DeviceSample(*case, [3.0, 5.0], [0.2, 0.3])
+
+
+def test_readings_of_the_clock_become_intervals_without_the_first() -> None:
+    start = (7 << 32) - 1500  # the low word wraps round
+    marks = start + np.array([[0, 900, 2000, 4500], [50, 100, 1100, 9100]])
+    words = np.stack([marks & 0xFFFFFFFF, marks >> 32], axis=-1).astype(np.uint32)
+    np.testing.assert_array_equal(device_time.intervals_us(words), [[1.1, 2.5], [1.0, 8.0]])
+
+
+def options_of(*words: str) -> BenchOptions:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.make_options(parser.parse_args(words))
+
+
+def test_options_of_the_command_line_reach_the_bench() -> None:
+    words = "dispatch combine --transports nvlink,xla,stock --devices 4 --tokens 128,8192"
+    more = "--routing uniform,zipf,one --sms 16,24 --precision fast,exact --also dispatch_bwd"
+    sizes = "--hidden 2048 --top-k 4 --experts 64 --dtype float32"
+    found = options_of(*words.split(), *more.split(), *sizes.split())
+    assert found.on_gpus
+    assert found.stock
+    assert found.transports == ("nvlink", "xla")
+    assert found.tokens == (128, 8192)
+    assert found.routing == ("uniform", "zipf", "one")
+    assert (found.sms, found.precision) == ((16, 24), ("fast", "exact"))
+    assert found.also == ("dispatch_bwd",)
+    assert found.row_bytes_on_gpus == 8192
+    assert (found.devices, found.top_k, found.num_experts) == (4, 4, 64)
+
+
+def test_gpus_that_are_there_are_taken_where_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cli.gpus, "count", lambda: 4)
+    found = options_of("dispatch", "combine")
+    assert (found.transports, found.devices, found.num_experts) == (("nvlink", "xla"), 4, 256)
+    assert found.sms == (0,)
+    assert options_of("gemm").transports == ("memfd", "xla")
+    assert options_of("dispatch", "--transports", "xla").devices == 8
+    monkeypatch.setattr(cli.gpus, "count", lambda: 0)
+    assert options_of("dispatch", "combine").transports == ("memfd", "xla")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--transports", "nvlink,memfd"], "memfd runs on CPU devices, nvlink on GPUs"),
+        (["gemm", "--transports", "nvlink"], "gemm runs on CPU devices"),
+        (["--transports", "xla,stock"], "stock stands beside nvlink alone"),
+        (["--transports", "xla", "--tokens", "1,2"], "--tokens takes one number for CPU"),
+        (["--transports", "nvlink", "--devices", "3"], "--experts must be a multiple of"),
+        (["--transports", "nvlink", "--devices", "1", "--tokens", "0"], "--tokens must be at"),
+        (["--routing", "worst"], "--routing must be of"),
+        (["--precision", "double"], "--precision must be of"),
+        (["--dtype", "int8"], "--dtype must be of"),
+        (["--also", "pair"], "--also must be of"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=said):
+        options_of(*words)
+
+
+def test_everything_that_can_be_timed_says_whose_rows_it_moves() -> None:
+    assert {*ALSO} < {*LIKE}
