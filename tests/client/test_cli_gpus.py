@@ -27,6 +27,8 @@ class Library:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """machine(modules, found): with these Python modules, and our library's GPUs or none of it."""
 
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
     def set_up(modules: set[str], found: list[str] | Exception | None) -> gpus.Gpus:
         path = tmp_path / "libep_runtime_cuda.so"
         if found is not None:
@@ -41,8 +43,26 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return set_up
 
 
-def test_a_machine_without_gpus_is_fine(machine: Any) -> None:
+def test_a_machine_without_gpus_is_fine(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_device_files", lambda: 0)
     assert machine(set(), None).state == "OK"
+
+
+def test_gpus_that_nothing_here_was_installed_for_are_named(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "_device_files", lambda: 4)
+    said = machine(set(), None)
+    assert (said.state, said.found[-22:]) == ("WARN", "and this machine has 4")
+    assert "cuda13" in said.advice
+
+
+def test_a_variable_that_keeps_jax_from_gpus_is_named(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    said = machine({"jax_cuda13_plugin", "cuda", "cuda.bindings"}, ["GPU-a"])
+    assert (said.state, said.advice) == ("WARN", "JAX_PLATFORMS=cpu keeps JAX from them")
 
 
 def test_jax_for_gpus_beside_a_build_without_cuda_says_how_to_build(machine: Any) -> None:

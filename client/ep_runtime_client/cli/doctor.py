@@ -55,10 +55,9 @@ def _once(args: argparse.Namespace) -> int:
         _packages,
         _native_library,
         _gpus,
-        _directory,
-        lambda: _daemon(args),
     ]
     findings = [check() for check in checks]
+    findings += [*_hardware(args), _directory(), _daemon(args)]
     failed = any(finding.state == "FAIL" for finding in findings)
     rows = [finding._asdict() for finding in findings]
     if args.output == "json":
@@ -132,6 +131,17 @@ def _gpus() -> Finding:
     from ep_runtime_client.cli import gpus
 
     return Finding("gpus", *gpus.check())
+
+
+def _hardware(args: argparse.Namespace) -> list[Finding]:
+    from ep_runtime_client.cli import gpus, source
+
+    try:
+        with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+            held = gpus.held_by_gpu(daemon.status())
+    except EpRuntimeError:
+        held = {}  # what the daemon's own line says
+    return [Finding(name, *line) for name, line in gpus.hardware(held).items()]
 
 
 def _directory() -> Finding:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ep_runtime_client.cli import source
+    from ep_runtime_client.cli import gpus, source
 
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
 
@@ -37,16 +37,17 @@ def run(args: argparse.Namespace) -> int:
             code = cli.OK if healthy else cli.PARTIAL
             if args.quiet:
                 return code
+            found = gpus.told(gpus.held_by_gpu(status))
             if args.output == "json":
-                render.write_json("status", status, compact=bool(args.watch))
+                render.write_json("status", {**status, "gpus": found}, compact=bool(args.watch))
             else:
-                _write(status)
+                _write(status, found)
             return code
 
         return reading.repeat(args, once)
 
 
-def _write(status: dict[str, Any]) -> None:
+def _write(status: dict[str, Any], found: dict[str, Any]) -> None:
     render.write_pairs(
         [
             ("daemon", f"{status['state']}, version {status['server_version']}"),
@@ -64,8 +65,21 @@ def _write(status: dict[str, Any]) -> None:
     )
     render.out("")
     render.write_table(_POOLS, status["pools"], wide=False, empty="no memory pools")
+    _write_gpus(status, found)
     for rank in status["late_ranks"]:
         render.out(f"LATE: {rank['message']}")
+
+
+def _write_gpus(status: dict[str, Any], found: dict[str, Any]) -> None:
+    """The machine's GPUs; where NVML tells none, the reason matters to who has windows on some."""
+    from ep_runtime_client.cli import gpus
+
+    if found["items"]:
+        render.out("")
+        render.out(f"NVIDIA driver {found['driver']}")
+        render.write_table(gpus.COLUMNS, found["items"], wide=False, empty="")
+    elif gpus.held_by_gpu(status):
+        render.out(f"memory and links of the GPUs are not told: {found['reason']}")
 
 
 def _restarts(status: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,0 +1,151 @@
+"""GPUs, their memory and the links between them, as NVML tells them. Never an error: a reason.
+
+Virtual machines, containers and MIG hide parts of it; what is hidden is None or NOT_TOLD.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+NOT_TOLD = "not told"
+
+# nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo`.
+_LEVELS = {0: "INT", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+_P2P_NVLINK = 2
+_P2P_OK = 0
+_SWITCH = 2
+_MAX_LINKS = 36
+_LINK_SPEED_FIELD = 90  # MB/s of one link, each way
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU of the machine; CUDA_VISIBLE_DEVICES hides none."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int | None
+    free_bytes: int | None
+    link_mb_s: int | None
+    links: dict[int, str]  # by the other GPU's index: NV18, PIX, ..., NOT_TOLD
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What NVML told; `reason` says why where it told nothing."""
+
+    driver: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Handle:
+    """A GPU of NVML, its PCI address, and its NVLinks: to switches, and to GPUs by address."""
+
+    of: Any
+    bus: str
+    to_switches: int
+    to_gpus: collections.Counter[str]
+
+    def links_to(self, other: _Handle) -> int:
+        """Links that reach the other GPU; through switches all of them do."""
+        return self.to_switches or self.to_gpus[other.bus]
+
+
+def look() -> Machine:
+    """Asks NVML; takes a few tens of milliseconds."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return Machine(
+            reason="nvidia-ml-py is not installed (the extras cuda12 and cuda13 have it)"
+        )
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError, OSError) as error:
+        return Machine(reason=f"NVML: {error}")
+    try:
+        return _Asked(nvml).machine()
+    finally:
+        nvml.nvmlShutdown()
+
+
+class _Asked:
+    """NVML after its start."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """The call's answer; None where this machine or this NVML has none."""
+        try:
+            call: Callable[..., Any] = getattr(self._nvml, name)
+            return call(*arguments)
+        except (self._nvml.NVMLError, AttributeError, OSError, ValueError):
+            return None
+
+    def machine(self) -> Machine:
+        driver = _text(self._ask("nvmlSystemGetDriverVersion"))
+        found = [
+            self._handle(index, handle)
+            for index in range(self._ask("nvmlDeviceGetCount") or 0)
+            if (handle := self._ask("nvmlDeviceGetHandleByIndex", index)) is not None
+        ]
+        if not found:
+            return Machine(driver, reason="NVML shows no GPU")
+        kinds: dict[int, dict[int, str]] = {index: {} for index, _ in found}
+        for (a, left), (b, right) in itertools.combinations(found, 2):
+            kinds[a][b] = kinds[b][a] = self._kind(left, right)
+        return Machine(driver, tuple(self._gpu(index, h, kinds[index]) for index, h in found))
+
+    def _handle(self, index: int, of: Any) -> tuple[int, _Handle]:
+        pci = self._ask("nvmlDeviceGetPciInfo", of)
+        to_switches, to_gpus = 0, collections.Counter[str]()
+        for link in range(_MAX_LINKS):
+            if not self._ask("nvmlDeviceGetNvLinkState", of, link):
+                continue
+            if self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", of, link) == _SWITCH:
+                to_switches += 1
+                continue
+            remote = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", of, link)
+            to_gpus[_text(getattr(remote, "busId", "")).lower()] += 1
+        bus = _text(getattr(pci, "busId", "")).lower()
+        return index, _Handle(of, bus, to_switches, to_gpus)
+
+    def _kind(self, left: _Handle, right: _Handle) -> str:
+        if self._ask("nvmlDeviceGetP2PStatus", left.of, right.of, _P2P_NVLINK) == _P2P_OK:
+            return f"NV{left.links_to(right) or ''}"
+        level = self._ask("nvmlDeviceGetTopologyCommonAncestor", left.of, right.of)
+        return _LEVELS.get(level, NOT_TOLD)
+
+    def _gpu(self, index: int, handle: _Handle, links: dict[int, str]) -> Gpu:
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle.of)
+        return Gpu(
+            index=index,
+            uuid=_text(self._ask("nvmlDeviceGetUUID", handle.of)),
+            name=_text(self._ask("nvmlDeviceGetName", handle.of)),
+            total_bytes=None if memory is None else int(memory.total),
+            free_bytes=None if memory is None else int(memory.free),
+            link_mb_s=self._link_speed(handle),
+            links=links,
+        )
+
+    def _link_speed(self, handle: _Handle) -> int | None:
+        values = self._ask("nvmlDeviceGetFieldValues", handle.of, [_LINK_SPEED_FIELD])
+        if not values or values[0].nvmlReturn != 0:
+            return None
+        return int(values[0].value.uiVal) or None
+
+
+def _text(value: Any) -> str:
+    """NVML's strings, which older versions give as bytes."""
+    if value is None:
+        return NOT_TOLD
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
