@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -23,17 +24,49 @@ from ep_runtime_client.session import Session
 AXIS = "ep"
 ROWS = PartitionSpec(AXIS)
 HOST_WARMUP = 3
+COMPILERS = 16
 
-Operands = dict[str, Any]
+Operands = Mapping[str, Any]
+Program = Callable[[Any], Any]
 
 
 def alone() -> None:
     """One process is together as it is."""
 
 
+class Programs:
+    """Programs compiled ahead of the measurements, many at a time.
+
+    One process alone compiles in parallel; several compile one by one, all in the same order.
+    """
+
+    def __init__(self, parallel: bool) -> None:
+        self._pool = ThreadPoolExecutor(COMPILERS if parallel else 1, "bench-compile")
+        self._found: dict[Hashable, Future[Program]] = {}
+
+    def add(self, key: Hashable, function: Program, operands: Any) -> None:
+        """Starts to compile; `operands` may be abstract. A key that is there stays as it is."""
+        if key not in self._found:
+            self._found[key] = self._pool.submit(_compiled, function, operands)
+
+    def wait(self) -> None:
+        """Until all that was added is compiled, or has failed."""
+        for future in self._found.values():
+            future.exception()
+
+    def __getitem__(self, key: Hashable) -> Program:
+        """The compiled program. Raises what its compiling raised."""
+        return self._found[key].result()
+
+
+def _compiled(function: Program, operands: Any) -> Program:
+    compiled: Program = jax.jit(function).lower(operands).compile()
+    return compiled
+
+
 @dataclasses.dataclass
 class Bench:
-    """One process's view of a run.
+    """What every measurement has.
 
     Attributes:
         clock: of the devices.
@@ -50,15 +83,14 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.samples: list[DeviceSample] = []
-        self._programs: dict[Any, Any] = {}
+        self.programs = Programs(parallel=self.options.processes == 1)
         self._idx: dict[tuple[int, str], routing.Ints] = {}
         self._started = time.perf_counter()
 
-    def program(self, key: Any, make: Callable[[], Callable[..., Any]]) -> Any:
-        """The program of that name, jitted when first asked for."""
-        if key not in self._programs:
-            self._programs[key] = jax.jit(make())
-        return self._programs[key]
+    @property
+    def spread(self) -> NamedSharding:
+        """Dim 0 over the ranks."""
+        return NamedSharding(self.mesh, ROWS)
 
     def idx(self, tokens: int, name: str) -> routing.Ints:
         """Experts of all tokens, [tokens * N, K]."""
@@ -71,16 +103,19 @@ class Bench:
 
     def put(self, array: Any) -> jax.Array:
         """The array on the mesh, dim 0 over the ranks; every process holds all of it."""
-        sharding = NamedSharding(self.mesh, ROWS)
-        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+        return jax.make_array_from_callback(array.shape, self.spread, lambda part: array[part])
 
-    def mapped(self, body: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def abstract(self, *dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """An array to compile for, spread like the others."""
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=self.spread)
+
+    def mapped(self, body: Program) -> Program:
         """`body` once per device on its blocks of the operands, all spread on dim 0."""
         settings: dict[str, Any] = {"in_specs": (ROWS,), "out_specs": ROWS, "check_vma": False}
         return jax.shard_map(body, mesh=self.mesh, **settings)
 
-    def device_us(self, program: Any, operands: Operands, repeats: int) -> list[float]:
-        """Intervals of `repeats` runs of a chain, after one that compiles and warms."""
+    def device_us(self, program: Program, operands: Any, repeats: int) -> list[float]:
+        """Intervals of `repeats` runs of a chain, after one that warms."""
         found: list[float] = []
         for repeat in range(repeats + 1):
             self.start_together()
@@ -89,26 +124,30 @@ class Bench:
                 found += device_time.slowest_rank_us(readings)
         return found
 
-    def host_s(self, call: Callable[[], object], repeats: int) -> list[float]:
+    def host_s(self, program: Program, operands: Any, repeats: int) -> list[float]:
         """Seconds of `repeats` calls, each waited for, after HOST_WARMUP that warm."""
         found = []
         for repeat in range(repeats + HOST_WARMUP):
             self.start_together()
             started = time.perf_counter()
-            jax.block_until_ready(call())
+            jax.block_until_ready(program(operands))
             if repeat >= HOST_WARMUP:
                 found.append(time.perf_counter() - started)
         return found
 
+    def say(self, text: str) -> None:
+        """Shows how far this is: a table comes only at the end."""
+        if jax.process_index() == 0:
+            render.err(f"{time.perf_counter() - self._started:6.1f} s  {text}")
+
     def add(self, sample: DeviceSample) -> None:
-        """Keeps the figures, and shows that they are there: a table comes only at the end."""
+        """Keeps the figures."""
         self.samples.append(sample)
-        if jax.process_index() == 0 and sample.kernel_us:
-            render.err(
-                f"{time.perf_counter() - self._started:6.1f} s  {sample.subject:8}"
-                f"{sample.op:17}T={sample.tokens:<6}{sample.routing:8}{sample.precision:6}"
-                f"{sample.sms:4} SMs  p50 {median(sample.kernel_us):.1f} us"
-            )
+        self.say(
+            f"{sample.subject:8}{sample.op:17}T={sample.tokens:<6}{sample.routing:8}"
+            f"{sample.precision:6}{sample.blocks or sample.sms:4} SMs  "
+            f"p50 {median(sample.kernel_us):.1f} us"
+        )
 
 
 def start_gpus(options: BenchOptions, member: Member) -> Mesh:
@@ -135,7 +174,6 @@ def meeting(mesh: Mesh) -> Callable[[], object]:
 def token_rows(bench: Bench, tokens: int) -> jax.Array:
     """x [tokens * N, H] with values in [-1, 1), made on the devices."""
     shape = (tokens * bench.mesh.size, bench.options.hidden)
-    spread = NamedSharding(bench.mesh, ROWS)
 
     def values() -> jax.Array:
         row, column = (lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in (0, 1))
@@ -144,5 +182,5 @@ def token_rows(bench: Bench, tokens: int) -> jax.Array:
         wide: jax.Array = (bits >> 8).astype(jnp.float32) / (1 << 23) - 1
         return wide.astype(bench.options.dtype)
 
-    x: jax.Array = jax.jit(values, out_shardings=spread)()
+    x: jax.Array = jax.jit(values, out_shardings=bench.spread)()
     return x

@@ -1,16 +1,17 @@
 """What `bench dispatch combine` times on GPUs, in each process that takes part.
 
-Programs depend on names and sizes alone, so each is compiled once and serves every group of its
-precision, whatever its blocks and the routing.
+Everything is compiled first, then measured case by case. A case has programs of its own: a CUDA
+graph that XLA has recorded would go on with the group and the blocks it was recorded for.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import ep_runtime as ep
@@ -21,6 +22,7 @@ from ep_runtime_client.bench.device_bench import (
     ROWS,
     Bench,
     Operands,
+    Program,
     alone,
     meeting,
     start_gpus,
@@ -32,7 +34,7 @@ from ep_runtime_client.groups import Group
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.members import Member
 from ep_runtime_client.ops.calls import world_rank
-from ep_runtime_client.ops.plan import Dispatched
+from ep_runtime_client.ops.plan import Dispatched, Plan, PlanArrays
 from ep_runtime_client.ops.prepare import make_call
 
 CALLS = 10  # of one program
@@ -40,6 +42,7 @@ SLOW_CALLS = 2  # of transports that take tens of milliseconds
 SLOW_REPEATS = 3
 PAIR_TOKENS = 512  # a pair is timed up to here: what decoding has
 OP_TIMEOUT_S = 60.0
+_CLOCK = "clock"
 
 
 def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceSample]:
@@ -51,19 +54,33 @@ def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceS
 
 
 def measure_all(bench: Bench) -> list[DeviceSample]:
-    """The clock alone, then every transport in turn."""
+    """Compiles and measures: ours, then what it is compared with."""
     options = bench.options
-    for transport in options.transports:
-        if transport == "xla":
-            _measure_or_say(transport, bench, lambda: _measure_group(bench, "xla", "fast", 0))
-            continue
-        for precision in options.precision:
-            for sms in options.sms:
-                env.set_num_sms(sms)
-                _measure_group(bench, transport, precision, sms)
+    rounds = [_Round(bench, kind, precision) for kind, precision in _groups(options)]
+    for one in rounds:
+        one.compile()
+    bench.programs.wait()
+    bench.say("programs are compiled")
+    known: dict[tuple[int, str], Operands] = {}
+    for one in rounds:
+        if one.transport == "xla":
+            _measure_or_say("xla", bench, lambda one=one: one.measure(known))  # type: ignore[misc]
+        else:
+            one.measure(known)
+        one.close()
+    known.clear()
     if options.stock:
         _measure_or_say(STOCK, bench, lambda: device_stock.measure(bench))
     return bench.samples
+
+
+def _groups(options: BenchOptions) -> Iterator[tuple[str, str]]:
+    """(transport, precision) of every group."""
+    for transport in options.transports:
+        if transport == "xla":
+            yield transport, "fast"
+        else:
+            yield from ((transport, precision) for precision in options.precision)
 
 
 def _measure_or_say(name: str, bench: Bench, measure: Callable[[], None]) -> None:
@@ -76,159 +93,245 @@ def _measure_or_say(name: str, bench: Bench, measure: Callable[[], None]) -> Non
         render.err(f"{name} gives no more figures: {error}")
 
 
-def _measure_group(bench: Bench, transport: str, precision: str, sms: int) -> None:
-    """All sizes and routings on one group."""
-    options = bench.options
-    settings: dict[str, Any] = {
-        "num_experts": options.num_experts,
-        "hidden_size": options.hidden,
-        "max_tokens_per_rank": max(options.tokens),
-        "max_top_k": options.top_k,
-        "max_token_dtype": options.dtype,
-        "combine_precision": precision,
-        "transport": transport,
-        "op_timeout_s": OP_TIMEOUT_S,
-    }
-    name = f"bench-{transport}"
-    group = bench.session.create_group(name, bench.mesh, ep_axis=AXIS, replace=True, **settings)
-    layer = group.register_layer("layer", top_k=options.top_k)
-    for tokens in options.tokens:
-        size = _Size(bench, group, layer, tokens, sms)
-        for routed in options.routing:
-            size.measure(routed)
-    group.close()
+class _Round:
+    """One group after another with the same settings but for their blocks."""
+
+    def __init__(self, bench: Bench, transport: str, precision: str) -> None:
+        self.transport = transport
+        self._bench, self._precision = bench, precision
+        self._sms: tuple[int, ...] = (0,) if transport == "xla" else bench.options.sms
+        self._cases: list[_Case] = []
+        self._opened: tuple[int, Group] | None = None
+
+    def open(self, sms: int) -> EpLayer:
+        """The layer in a group with that many blocks."""
+        if self._opened is not None and self._opened[0] == sms:
+            layer = self._opened[1].layer("layer")
+            assert isinstance(layer, EpLayer)  # registered below
+            return layer
+        self.close()
+        bench, options = self._bench, self._bench.options
+        settings: dict[str, Any] = {
+            "num_experts": options.num_experts,
+            "hidden_size": options.hidden,
+            "max_tokens_per_rank": max(options.tokens),
+            "max_top_k": options.top_k,
+            "max_token_dtype": options.dtype,
+            "combine_precision": self._precision,
+            "transport": self.transport,
+            "op_timeout_s": OP_TIMEOUT_S,
+        }
+        env.set_num_sms(sms)
+        name = f"bench-{self.transport}-{self._precision}"
+        group = bench.session.create_group(name, bench.mesh, ep_axis=AXIS, **settings)
+        self._opened = (sms, group)
+        return group.register_layer("layer", top_k=options.top_k)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened[1].close()
+        self._opened = None
+
+    def compile(self) -> None:
+        """Starts to compile every case: programs know names and sizes, not blocks."""
+        layer = self.open(self._sms[0])
+        for sms in self._sms:
+            for tokens in self._bench.options.tokens:
+                self._cases.append(_Case(self._bench, layer, tokens, sms))
+                self._cases[-1].compile()
+
+    def measure(self, known: dict[tuple[int, str], Operands]) -> None:
+        """Every case with every routing; `known` keeps operands for the cases after it."""
+        for case in self._cases:
+            self.open(case.sms)
+            for name in self._bench.options.routing:
+                key = (case.tokens, name)
+                if key not in known:
+                    known[key] = case.operands(name)
+                case.measure(name, known[key])
 
 
-class _Size:
+@dataclasses.dataclass
+class _Case:
     """One number of tokens on one group."""
 
-    def __init__(self, bench: Bench, group: Group, layer: EpLayer, tokens: int, sms: int) -> None:
-        self._bench, self._layer, self._tokens, self._sms = bench, layer, tokens, sms
-        self._transport, self._precision = group.spec.transport, group.spec.combine_precision
-        self._slow = self._transport == "xla"
-        lead = (tokens * bench.mesh.size,)
-        self._call = make_call(layer, bench.mesh, lead, (ROWS,), handle=0, capacity=None)
+    bench: Bench
+    layer: EpLayer
+    tokens: int
+    sms: int
+
+    def __post_init__(self) -> None:
+        spec, mesh = self.layer.group_spec, self.bench.mesh
+        self._transport, self._precision = spec.transport, spec.combine_precision
+        lead = (self.tokens * mesh.size,)
+        self._call = make_call(self.layer, mesh, lead, (ROWS,), handle=0, capacity=None)
         self._ops = device_ops.our_ops(self._call)
-        self._x = token_rows(bench, tokens)
+        self._slow = self._transport == "xla"
         self._blocks: dict[str, int] = {}
+        options = self.bench.options
+        self._first_sms = self._slow or self.sms == options.sms[0]
+        self._first = self._first_sms and (self._slow or self._precision == options.precision[0])
 
-    def measure(self, routed: str) -> None:
-        """Every op with that routing."""
-        bench = self._bench
-        idx = bench.idx(self._tokens, routed)
-        operands, plan = self._operands(idx)
-        if not bench.samples:
-            self._add("clock", "clock", "", self._kernel_us("clock", device_time.nothing, operands))
-        if bench.with_ceiling and not self._slow:
-            self._ceilings(routed, operands, idx)
-        for op in self._wanted():
-            kernel_us = self._kernel_us(op, self._ops[op], operands)
-            step = self._step(op, operands, plan)
-            step_s = [] if step is None else bench.host_s(step, 2 * self._repeats)
-            self._add(op, self._transport, routed, kernel_us, step_s)
+    def compile(self) -> None:
+        """Starts to compile everything that this case runs."""
+        given = self._abstract()
+        for name, (function, needs) in self._programs().items():
+            operands = {key: given[key] for key in needs}
+            self.bench.programs.add((self._key, name), function, operands)
 
-    def _wanted(self) -> Iterator[str]:
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self._transport, self._precision, self.tokens, self.sms)
+
+    def _run(self, name: str) -> Program:
+        return self.bench.programs[self._key, name]
+
+    def _wanted(self) -> list[str]:
         """Names of the ops to time: what blocks or precision do not change, once."""
-        options = self._bench.options
-        first_sms = self._slow or self._sms == options.sms[0]
-        first_precision = self._slow or self._precision == options.precision[0]
-        if first_sms and first_precision:
-            yield "prepare"
-        if "dispatch" in options.benches and first_precision:
-            yield "dispatch"
-        if "combine" in options.benches:
-            yield "combine"
-        if not first_sms:
-            return
-        if {"dispatch", "combine"} <= {*options.benches} and self._tokens <= PAIR_TOKENS:
-            yield "pair"
-        yield from (op for op in options.also if op != "combine_bwd" or first_precision)
+        options = self.bench.options
+        once = self._slow or self._precision == options.precision[0]
+        found = ["prepare"] * self._first
+        found += ["dispatch"] * ("dispatch" in options.benches and once)
+        found += ["combine"] * ("combine" in options.benches)
+        if self._first_sms:
+            both = {"dispatch", "combine"} <= {*options.benches}
+            found += ["pair"] * (both and self.tokens <= PAIR_TOKENS)
+            found += [op for op in options.also if op != "combine_bwd" or once]
+        return found
+
+    @property
+    def _ceilings(self) -> list[str]:
+        """Ops whose ceiling to measure."""
+        if self._slow or not self.bench.with_ceiling:
+            return []
+        return [op for op in self._wanted() if op in ("dispatch", "combine")]
+
+    def _programs(self) -> dict[str, tuple[Program, tuple[str, ...]]]:
+        """name -> function of operands, and the names of those."""
+        bench, call = self.bench, self._call
+        found: dict[str, tuple[Program, tuple[str, ...]]] = {}
+        chained = {op: self._ops[op] for op in self._wanted()}
+        for op in self._ceilings:
+            copy = chained[f"{CEILING} {op}"] = device_ops.ceiling(call, op)
+            once = bench.mapped(lambda given, copy=copy: copy(world_rank(call.group), given))  # type: ignore[misc]
+            found[f"blocks {op}"] = (once, device_ops.NEEDS[CEILING])
+        chained[_CLOCK] = device_time.nothing
+        calls = SLOW_CALLS if self._slow else CALLS
+        for name, timed in chained.items():
+            token = lambda: world_rank(call.group)  # noqa: E731
+            body = device_time.chain(bench.clock, token, self._ops["prepare"], timed, calls)
+            needs = device_ops.NEEDS[name.split()[0]]
+            found[f"{name} chain"] = (bench.mapped(body), tuple({*needs, "idx"}))
+        steps = {"prepare", "dispatch", *self._wanted()} if self._first_sms else ()
+        for name, function in self._steps().items():
+            if name in steps:
+                found[name] = (function, device_ops.NEEDS[name])
+        return found
+
+    def _steps(self) -> dict[str, Program]:
+        """The public functions, of operands."""
+        layer, meta = self.layer, self._call.meta
+
+        def plan(given: Operands) -> Plan:
+            return Plan(PlanArrays(*given["plan"]), meta)
+
+        def dispatch(given: Operands) -> Any:
+            return ep.dispatch(layer, given["x"], None, given["weights"], plan=plan(given))
+
+        def combine(given: Operands, weights: Any = None) -> Any:
+            # Of what a dispatch returned, combine reads the plan alone.
+            rows, arrays = given["rows"], PlanArrays(*given["plan"])
+            num_recv = arrays.num_recv.reshape(-1)
+            sent = Dispatched(rows, rows[..., 0], arrays.group_sizes, num_recv, plan(given))
+            return ep.combine(layer, sent, rows, weights=weights)
+
+        def pair(given: Operands) -> Any:
+            sent = dispatch(given)
+            return ep.combine(layer, sent, sent.tokens)
+
+        def rows_of(given: Operands) -> Any:
+            sent = dispatch(given)
+            return sent.tokens, sent.weights
+
+        return {
+            "prepare": lambda given: ep.prepare(layer, given["idx"]).arrays,
+            "dispatch": rows_of,
+            "combine": combine,
+            "combine_weighted": lambda given: combine(given, given["row_weights"]),
+            "pair": pair,
+        }
+
+    def _abstract(self) -> Operands:
+        """Operands to compile for."""
+        options, ranks = self.bench.options, self.bench.mesh.size
+        count, capacity = self.tokens * ranks, self._call.capacity
+        array, dtype = self.bench.abstract, jnp.dtype(options.dtype)
+        prepare = lambda idx: ep.prepare(self.layer, idx).arrays  # noqa: E731
+        idx = array(count, options.top_k)
+        plan = jax.eval_shape(prepare, idx)
+        return {
+            "idx": idx,
+            "x": array(count, options.hidden, dtype=dtype),
+            "weights": array(count, options.top_k, dtype=jnp.float32),
+            "plan": tuple(array(*part.shape) for part in plan),
+            "rows": array(ranks, capacity, options.hidden, dtype=dtype),
+            "row_weights": array(ranks, capacity, dtype=jnp.float32),
+            "dst_rank": array(count, ranks),
+            "dst_row": array(count, ranks),
+        }
+
+    def operands(self, name: str) -> Operands:
+        """What every op needs with that routing; the same for all transports."""
+        bench, options = self.bench, self.bench.options
+        idx = bench.idx(self.tokens, name)
+        dst_rank, dst_row = routing.destinations(idx, bench.mesh.size, options.num_experts)
+        given: dict[str, Any] = {
+            "idx": bench.put(idx),
+            "x": token_rows(bench, self.tokens),
+            "weights": bench.put(np.full(idx.shape, 1.0 / idx.shape[1], np.float32)),
+            "dst_rank": bench.put(dst_rank),
+            "dst_row": bench.put(dst_row),
+        }
+        given["plan"] = tuple(self._run("prepare")(_only(given, "prepare")))
+        given["rows"], given["row_weights"] = self._run("dispatch")(_only(given, "dispatch"))
+        return given
+
+    def measure(self, name: str, given: Operands) -> None:
+        """Every op with that routing."""
+        if not self.bench.samples:
+            self._add(_CLOCK, _CLOCK, "", self._kernel_us(_CLOCK, given))
+        for op in self._ceilings:
+            self._blocks[op] = self._count_blocks(op, given)
+            self._add(op, CEILING, name, self._kernel_us(f"{CEILING} {op}", given))
+        repeats = 2 * self._repeats
+        for op in self._wanted():
+            kernel_us = self._kernel_us(op, given)
+            step_s: list[float] = []
+            if self._first_sms and op in self._steps():
+                step_s = self.bench.host_s(self._run(op), _only(given, op), repeats)
+            self._add(op, self._transport, name, kernel_us, step_s)
 
     @property
     def _repeats(self) -> int:
-        repeats = self._bench.options.repeats
+        repeats = self.bench.options.repeats
         return min(repeats, SLOW_REPEATS) if self._slow else repeats
 
-    def _program(self, what: str, make: Callable[[], Callable[..., Any]]) -> Any:
-        key = (what, self._transport, self._precision, self._tokens)
-        return self._bench.program(key, make)
+    def _kernel_us(self, name: str, given: Operands) -> list[float]:
+        operands = _only(given, name.split()[0]) | {"idx": given["idx"]}
+        return self.bench.device_us(self._run(f"{name} chain"), operands, self._repeats)
 
-    def _token(self) -> jax.Array:
-        return world_rank(self._call.group)
-
-    def _kernel_us(self, what: str, op: device_time.DeviceOp, operands: Operands) -> list[float]:
-        bench, gate = self._bench, self._ops["prepare"]
-        calls = SLOW_CALLS if self._slow else CALLS
-        body = device_time.chain(bench.clock, self._token, gate, op, calls)
-        program = self._program(what, lambda: bench.mapped(body))
-        return bench.device_us(program, operands, self._repeats)
-
-    def _operands(self, idx: routing.Ints) -> tuple[Operands, Any]:
-        """What the ops take per device, and the plan as the public functions have it."""
-        bench, layer = self._bench, self._layer
-        share = np.full(idx.shape, 1.0 / idx.shape[1], np.float32)
-        operands = {"idx": bench.put(idx), "weights": bench.put(share), "x": self._x}
-        prepare = self._program("ep.prepare", lambda: functools.partial(ep.prepare, layer))
-        plan = prepare(operands["idx"])
-        send = self._program("ep.dispatch", lambda: functools.partial(_dispatch, layer))
-        rows, row_weights = send(self._x, operands["weights"], plan)
-        arrays = {"plan": tuple(plan.arrays), "rows": rows, "row_weights": row_weights}
-        return operands | arrays, plan
-
-    def _step(self, op: str, operands: Operands, plan: Any) -> Callable[[], object] | None:
-        """One call through the public function; None for what is called by gradients alone."""
-        layer = self._layer
-        steps: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-            "prepare": (ep.prepare, (operands["idx"],)),
-            "dispatch": (_dispatch, (operands["x"], operands["weights"], plan)),
-            "combine": (_combine, (operands["rows"], None, plan)),
-            "combine_weighted": (_combine, (operands["rows"], operands["row_weights"], plan)),
-            "pair": (_pair, (operands["x"], operands["weights"], plan)),
-        }
-        if op not in steps:
-            return None
-        function, given = steps[op]
-        program = self._program(f"ep.{op}", lambda: functools.partial(function, layer))
-        return lambda: program(*given)
-
-    def _ceilings(self, routed: str, operands: Operands, idx: routing.Ints) -> None:
-        """What the link gives on as many blocks as each op has."""
-        bench = self._bench
-        where = routing.destinations(idx, bench.mesh.size, bench.options.num_experts)
-        to = {name: bench.put(x) for name, x in zip(("dst_rank", "dst_row"), where, strict=True)}
-        for like in ("dispatch", "combine"):
-            if like not in bench.options.benches:
-                continue
-            copy = device_ops.ceiling(self._call, like)
-            once = functools.partial(bench.mapped, self._once(copy))
-            count = self._program(f"blocks of {like}", once)
-            found = count(operands | to).addressable_shards[0].data
-            self._blocks[like] = int(np.asarray(found)[0])
-            kernel_us = self._kernel_us(f"ceiling of {like}", copy, operands | to)
-            self._add(like, CEILING, routed, kernel_us)
-
-    def _once(self, op: device_time.DeviceOp) -> Callable[[Operands], Any]:
-        return lambda operands: op(self._token(), operands)
+    def _count_blocks(self, op: str, given: Operands) -> int:
+        found = self._run(f"blocks {op}")(_only(given, CEILING))
+        return int(np.asarray(found.addressable_shards[0].data)[0])
 
     def _add(
-        self, op: str, subject: str, routed: str, kernel_us: list[float], step_s: Any = ()
+        self, op: str, subject: str, name: str, kernel_us: list[float], step_s: Any = ()
     ) -> None:
         blocks = self._blocks.get(LIKE.get(op, ""), 0)
-        case = (op, subject, self._tokens, routed, self._precision, self._sms, blocks)
-        self._bench.add(DeviceSample(*case, kernel_us, [*step_s]))
+        case = (op, subject, self.tokens, name, self._precision, self.sms, blocks)
+        self.bench.add(DeviceSample(*case, kernel_us, [*step_s]))
 
 
-def _dispatch(layer: EpLayer, x: Any, weights: Any, plan: Any) -> tuple[jax.Array, jax.Array]:
-    sent = ep.dispatch(layer, x, None, weights, plan=plan)
-    return sent.tokens, sent.weights
-
-
-def _combine(layer: EpLayer, rows: Any, weights: Any, plan: Any) -> jax.Array:
-    # Of what a dispatch returned, combine reads the plan alone.
-    sent = Dispatched(rows, rows[..., 0], plan.arrays.group_sizes, plan.arrays.num_recv, plan)
-    return ep.combine(layer, sent, rows, weights=weights)
-
-
-def _pair(layer: EpLayer, x: Any, weights: Any, plan: Any) -> jax.Array:
-    sent = ep.dispatch(layer, x, None, weights, plan=plan)
-    return ep.combine(layer, sent, sent.tokens)
+def _only(given: Operands, name: str) -> dict[str, Any]:
+    """The operands of that op, CEILING or the clock."""
+    return {key: given[key] for key in device_ops.NEEDS[name]}

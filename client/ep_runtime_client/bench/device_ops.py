@@ -21,6 +21,19 @@ from ep_runtime_client.ops.transports import per_device_ops
 
 Operands = Mapping[str, Any]
 
+# Names of the operands that each takes.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "prepare": ("idx",),
+    "dispatch": ("x", "weights", "plan"),
+    "combine": ("rows", "plan"),
+    "combine_weighted": ("rows", "row_weights", "plan"),
+    "dispatch_bwd": ("rows", "row_weights", "plan"),
+    "combine_bwd": ("x", "rows", "row_weights", "plan"),
+    "pair": ("x", "weights", "plan"),
+    "ceiling": ("x", "dst_rank", "dst_row"),
+    "clock": (),
+}
+
 
 def zero_of(token: jax.Array) -> jax.Array:
     """int32 [1] that is 0, which no compiler can know: a rank is not negative."""

@@ -6,7 +6,6 @@ places per expert. XLA on CPU has no ragged_all_to_all.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +97,7 @@ def _measure_case(bench: Bench, tokens: int, name: str, x: jax.Array) -> None:
     idx = bench.idx(tokens, name)
     ops = make_ops(capacity_of(idx, bench.mesh.size, options.num_experts))
     plan = jax.jit(bench.mapped(planner(options.num_experts)))(bench.put(idx))
-    operands: Operands = {"x": x, "plan": plan}
+    operands: dict[str, Any] = {"x": x, "plan": plan}
     operands["rows"] = jax.jit(bench.mapped(_once(ops["dispatch"])))(operands)
     for op, function in ops.items():
         if op not in options.benches:
@@ -106,8 +105,8 @@ def _measure_case(bench: Bench, tokens: int, name: str, x: jax.Array) -> None:
         repeats = min(REPEATS, options.repeats)
         chained = jax.jit(bench.mapped(chain(bench.clock, _rank, _gate, function, CALLS)))
         kernel_us = bench.device_us(chained, operands, repeats)
-        once = functools.partial(jax.jit(bench.mapped(_once(function))), operands)
-        step_s = bench.host_s(once, repeats)
+        once = jax.jit(bench.mapped(_once(function)))
+        step_s = bench.host_s(once, operands, repeats)
         bench.add(DeviceSample(op, STOCK, tokens, name, "", 0, 0, kernel_us, step_s))
 
 
