@@ -1,5 +1,6 @@
 import datetime
 
+from ep_runtime.v1 import node_service_pb2 as _node_service_pb2
 from ep_runtime.v1 import session_service_pb2 as _session_service_pb2
 from ep_runtime.v1 import types_pb2 as _types_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -12,6 +13,15 @@ from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ClusterLink(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CLUSTER_LINK_UNSPECIFIED: _ClassVar[ClusterLink]
+    CLUSTER_LINK_COORDINATOR: _ClassVar[ClusterLink]
+    CLUSTER_LINK_JOINING: _ClassVar[ClusterLink]
+    CLUSTER_LINK_JOINED: _ClassVar[ClusterLink]
+    CLUSTER_LINK_LOST: _ClassVar[ClusterLink]
+    CLUSTER_LINK_REFUSED: _ClassVar[ClusterLink]
 
 class SessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -29,6 +39,12 @@ class BufferState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BUFFER_STATE_LEASED: _ClassVar[BufferState]
     BUFFER_STATE_RETAINED: _ClassVar[BufferState]
     BUFFER_STATE_QUARANTINED: _ClassVar[BufferState]
+CLUSTER_LINK_UNSPECIFIED: ClusterLink
+CLUSTER_LINK_COORDINATOR: ClusterLink
+CLUSTER_LINK_JOINING: ClusterLink
+CLUSTER_LINK_JOINED: ClusterLink
+CLUSTER_LINK_LOST: ClusterLink
+CLUSTER_LINK_REFUSED: ClusterLink
 SESSION_STATE_UNSPECIFIED: SessionState
 SESSION_STATE_CONNECTED: SessionState
 SESSION_STATE_ACTIVE: SessionState
@@ -42,11 +58,13 @@ BUFFER_STATE_RETAINED: BufferState
 BUFFER_STATE_QUARANTINED: BufferState
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks")
+    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks", "cluster")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +83,7 @@ class GetStatusResponse(_message.Message):
     JOURNAL_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_FIELD_NUMBER: _ClassVar[int]
     LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     incarnation: str
     pid: int
@@ -83,7 +102,30 @@ class GetStatusResponse(_message.Message):
     journal: JournalStatus
     recovery: RecoveryStatus
     late_ranks: _containers.RepeatedCompositeFieldContainer[LateRank]
-    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ...) -> None: ...
+    cluster: ClusterStatus
+    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ...) -> None: ...
+
+class ClusterStatus(_message.Message):
+    __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSECURE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    coordinator: str
+    link: ClusterLink
+    since: _duration_pb2.Duration
+    error: str
+    cluster_id: str
+    epoch: int
+    insecure: bool
+    nodes: _containers.RepeatedCompositeFieldContainer[_node_service_pb2.NodeInfo]
+    def __init__(self, node: _Optional[str] = ..., coordinator: _Optional[str] = ..., link: _Optional[_Union[ClusterLink, str]] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., error: _Optional[str] = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., insecure: bool = ..., nodes: _Optional[_Iterable[_Union[_node_service_pb2.NodeInfo, _Mapping]]] = ...) -> None: ...
 
 class JournalStatus(_message.Message):
     __slots__ = ("error", "bytes")
@@ -195,12 +237,14 @@ class SessionInfo(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., job: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., process_index: _Optional[int] = ..., client_version: _Optional[str] = ..., groups: _Optional[_Iterable[str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., since_heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., progress: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
-    __slots__ = ("page_size", "page_token")
+    __slots__ = ("page_size", "page_token", "node")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ListSessionsResponse(_message.Message):
     __slots__ = ("sessions", "next_page_token")
@@ -211,14 +255,16 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class ListGroupsRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "name")
+    __slots__ = ("page_size", "page_token", "name", "node")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     name: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., name: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ListGroupsResponse(_message.Message):
     __slots__ = ("groups", "next_page_token")
@@ -249,14 +295,16 @@ class GroupInfo(_message.Message):
     def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., total_bytes: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., poison_reason: _Optional[str] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., wanted_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdminServiceListLayersRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "group")
+    __slots__ = ("page_size", "page_token", "group", "node")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class AdminServiceListLayersResponse(_message.Message):
     __slots__ = ("layers", "next_page_token")
@@ -281,16 +329,18 @@ class LayerInfo(_message.Message):
     def __init__(self, layer: _Optional[_Union[_types_pb2.RegisteredLayer, _Mapping]] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ListHandlesRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "group", "layer")
+    __slots__ = ("page_size", "page_token", "group", "layer", "node")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
     layer: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., layer: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., layer: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ListHandlesResponse(_message.Message):
     __slots__ = ("handles", "next_page_token")
@@ -337,14 +387,16 @@ class HandleInfo(_message.Message):
     def __init__(self, layer: _Optional[str] = ..., handle: _Optional[int] = ..., index: _Optional[int] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., last_op: _Optional[str] = ..., epoch: _Optional[int] = ..., lane: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., dropped_rows: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListBuffersRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "group")
+    __slots__ = ("page_size", "page_token", "group", "node")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ListBuffersResponse(_message.Message):
     __slots__ = ("buffers", "next_page_token")
@@ -383,14 +435,16 @@ class BufferInfo(_message.Message):
     def __init__(self, buffer_id: _Optional[str] = ..., bytes: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[_Union[_types_pb2.WindowKind, str]] = ..., state: _Optional[_Union[BufferState, str]] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., mapped_by: _Optional[_Iterable[int]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListEventsRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "after_sequence")
+    __slots__ = ("page_size", "page_token", "after_sequence", "node")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     after_sequence: int
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., after_sequence: _Optional[int] = ...) -> None: ...
+    node: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., after_sequence: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ListEventsResponse(_message.Message):
     __slots__ = ("events", "next_page_token")
@@ -419,14 +473,16 @@ class EventInfo(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kind: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ..., message: _Optional[str] = ..., fields_json: _Optional[str] = ...) -> None: ...
 
 class ListRanksRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "group")
+    __slots__ = ("page_size", "page_token", "group", "node")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ListRanksResponse(_message.Message):
     __slots__ = ("ranks", "next_page_token")

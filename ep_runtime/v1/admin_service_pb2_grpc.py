@@ -32,6 +32,8 @@ class AdminServiceStub(object):
     api.sock, another user        PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
+    `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus
+    `node`: no answer from it     UNAVAILABLE        names node and since when; retry
     """
 
     def __init__(self, channel):
@@ -104,6 +106,8 @@ class AdminServiceServicer(object):
     api.sock, another user        PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
+    `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus
+    `node`: no answer from it     UNAVAILABLE        names node and since when; retry
     """
 
     def GetStatus(self, request, context):
@@ -282,6 +286,8 @@ class AdminService(object):
     api.sock, another user        PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
+    `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus
+    `node`: no answer from it     UNAVAILABLE        names node and since when; retry
     """
 
     @staticmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -19,10 +21,36 @@ from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.windows import WindowState
 
 Context = grpc.aio.ServicerContext
+Reading = Callable[[Any, Any, Any], Coroutine[Any, Any, Any]]
+
+
+def of_any_node(method: Reading) -> Reading:
+    """A reading RPC whose request may name the node that is to answer."""
+
+    @functools.wraps(method)
+    async def call(self: AdminServicer, request: Any, context: Context[Any, Any]) -> Any:
+        cluster, node = self._runtime.cluster, request.node
+        if not node or (cluster is not None and node == cluster.settings.node):
+            return await method(self, request, context)
+        if cluster is None or not self.may_forward:
+            raise InvalidArgumentError(
+                f"node: this daemon belongs to no cluster, asked of node {node!r}"
+                if cluster is None
+                else f"node: this is node {cluster.settings.node!r}, asked of node {node!r}",
+                argument="node",
+            )
+        left_s = context.time_remaining()
+        return await cluster.ask_node(
+            node, method.__name__, request, config.NODE_READ_S if left_s is None else left_s
+        )
+
+    return call
 
 
 class AdminServicer(pb_grpc.AdminServiceServicer):
     """See admin_service.proto."""
+
+    may_forward = True
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -30,6 +58,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     def _groups(self, name: str) -> list[Group]:
         return [g for g in self._runtime.groups.all() if not name or g.owner.name == name]
 
+    @of_any_node
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: Context[Any, Any]
     ) -> pb.GetStatusResponse:
@@ -54,6 +83,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             journal=pb.JournalStatus(error=runtime.journal.error, bytes=runtime.journal.size_bytes),
             recovery=(views.recovery(runtime.recovery) if runtime.recovery.found_any else None),
             late_ranks=[views.late_rank(late) for late in runtime.late_ranks.now()],
+            cluster=runtime.cluster.status() if runtime.cluster is not None else None,
         )
 
     def _pools(self) -> list[pb.PoolStatus]:
@@ -72,6 +102,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             for device in pool.devices()
         ]
 
+    @of_any_node
     async def ListSessions(  # noqa: N802
         self, request: pb.ListSessionsRequest, context: Context[Any, Any]
     ) -> pb.ListSessionsResponse:
@@ -89,6 +120,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             next_page_token=token,
         )
 
+    @of_any_node
     async def ListGroups(  # noqa: N802
         self, request: pb.ListGroupsRequest, context: Context[Any, Any]
     ) -> pb.ListGroupsResponse:
@@ -98,6 +130,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             next_page_token=token,
         )
 
+    @of_any_node
     async def ListLayers(  # noqa: N802
         self, request: pb.AdminServiceListLayersRequest, context: Context[Any, Any]
     ) -> pb.AdminServiceListLayersResponse:
@@ -105,6 +138,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         found, token = page(rows, request.page_size, request.page_token)
         return pb.AdminServiceListLayersResponse(layers=found, next_page_token=token)
 
+    @of_any_node
     async def ListHandles(  # noqa: N802
         self, request: pb.ListHandlesRequest, context: Context[Any, Any]
     ) -> pb.ListHandlesResponse:
@@ -113,6 +147,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         found, token = page(rows, request.page_size, request.page_token)
         return pb.ListHandlesResponse(handles=found, next_page_token=token)
 
+    @of_any_node
     async def ListBuffers(  # noqa: N802
         self, request: pb.ListBuffersRequest, context: Context[Any, Any]
     ) -> pb.ListBuffersResponse:
@@ -123,6 +158,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         found, token = page(rows, request.page_size, request.page_token)
         return pb.ListBuffersResponse(buffers=found, next_page_token=token)
 
+    @of_any_node
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: Context[Any, Any]
     ) -> pb.ListEventsResponse:
@@ -130,6 +166,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         found, token = page(rows, request.page_size, request.page_token)
         return pb.ListEventsResponse(events=found, next_page_token=token)
 
+    @of_any_node
     async def ListRanks(  # noqa: N802
         self, request: pb.ListRanksRequest, context: Context[Any, Any]
     ) -> pb.ListRanksResponse:

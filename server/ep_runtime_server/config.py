@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_server.cluster_config import ClusterConfig
 from ep_runtime_server.host_memory import available_bytes
 
 HEARTBEAT_INTERVAL_S = 2.0
@@ -24,6 +25,18 @@ DEFAULT_DRAIN_S = 30.0
 # How long a restarted daemon waits for processes of before; a client reconnects within seconds.
 DEFAULT_RECOVERY_S = 30.0
 LATE_AFTER_S = 10.0
+# Between the daemons of a cluster: a report may be late by several before the lease is over.
+NODE_REPORT_INTERVAL_S = 2.0
+NODE_LEASE_S = 10.0
+NODE_RPC_S = 4.0
+# An answer about another node is worth less than one about those that answer.
+NODE_READ_S = 2.0
+NODE_LEAVE_S = 1.0
+NODE_RETRY_FIRST_S = 0.1
+NODE_RETRY_MOST_S = 1.0
+NODE_REFUSED_RETRY_S = 5.0
+NODE_FORGOTTEN_S = 24 * 3600.0
+MAX_NODES = 1024
 MAX_LABELS = 32
 MAX_LABEL_BYTES = 256
 MAX_LAYERS_PER_CALL = 100_000
@@ -47,6 +60,7 @@ class ServerConfig:
     ready_fd: gets one line of JSON when the sockets answer, then is closed.
     recovery_s: how long a restarted daemon waits for processes of before.
     testing: names of TESTING_SWITCHES, or failpoints.
+    cluster: None for a daemon of one node alone.
     """
 
     directory: Path
@@ -62,6 +76,7 @@ class ServerConfig:
     ready_fd: int | None = None
     recovery_s: float = DEFAULT_RECOVERY_S
     testing: frozenset[str] = frozenset()
+    cluster: ClusterConfig | None = None
 
     @property
     def open_to_others(self) -> bool:

@@ -23,16 +23,18 @@ from ep_runtime.v1 import (
 from ep_runtime_server import config, credentials
 from ep_runtime_server.admin_servicer import AdminServicer
 from ep_runtime_server.clock import Clock, SystemClock
+from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.cuda_device import Gpus
-from ep_runtime_server.directory import JOURNAL_FILE, SocketDirectory
+from ep_runtime_server.directory import CLUSTER_FILE, JOURNAL_FILE, SocketDirectory
 from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_server import FdServer
 from ep_runtime_server.fd_store import FdStore
 from ep_runtime_server.group_servicer import GroupServicer, LayerServicer
 from ep_runtime_server.interceptor import RpcPolicy
 from ep_runtime_server.journal import Journal
+from ep_runtime_server.reading_servicer import ReadingServicer
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.session_servicer import SessionServicer
 
@@ -97,6 +99,7 @@ class Daemon:
         self.runtime.restore(FdStore(env.notify_socket(), self._stored_fds), self._stored_fds)
         self.runtime.failpoints.hit("recovery.restored")
         self.runtime.on_drain(self._drained)
+        self._node_server = self._make_node_server()
         self._health = health.aio.HealthServicer()
         self._api = self._server(self.runtime, sessions_guard=True)
         self._admin = self._server(self.runtime, sessions_guard=False)
@@ -108,6 +111,9 @@ class Daemon:
         self._directory.sockets_bound()
         await self._api.start()
         await self._admin.start()
+        if self._node_server is not None and self.runtime.cluster is not None:
+            await self._node_server.start()
+            self.runtime.cluster.begin()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._tasks = [
             asyncio.get_running_loop().create_task(work)
@@ -122,6 +128,31 @@ class Daemon:
             incarnation=self.runtime.incarnation,
             max_host_bytes=settings.max_host_bytes,
         )
+
+    def _make_node_server(self) -> grpc.aio.Server | None:
+        """Where other nodes' daemons call; None without a cluster. Raises what Cluster raises."""
+        runtime = self.runtime
+        if self._settings.cluster is None:
+            return None
+        cluster = Cluster(
+            self._settings.cluster,
+            self._directory.path / CLUSTER_FILE,
+            runtime.incarnation,
+            runtime.clock,
+            runtime.events,
+            runtime.failpoints,
+        )
+        server = grpc.aio.server(
+            interceptors=[RpcPolicy(None, lambda method: None)],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
+        )
+        cluster.listen(server)
+        cluster.start(server)
+        add: Any = server
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(ReadingServicer(runtime), add)
+        runtime.cluster = cluster
+        return server
 
     def _server(self, runtime: Runtime, *, sessions_guard: bool) -> grpc.aio.Server:
         policy = RpcPolicy(runtime.sessions if sessions_guard else None, runtime.before_answer)
@@ -215,6 +246,9 @@ class Daemon:
         self.runtime.draining = True
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._fd_server.close()
+        if self._node_server is not None and self.runtime.cluster is not None:
+            await self.runtime.cluster.stop()
+            await self._node_server.stop(0)
         for session in self.runtime.sessions.all():
             session.tell(None)
         await asyncio.gather(self._api.stop(STOP_GRACE_S), self._admin.stop(STOP_GRACE_S))

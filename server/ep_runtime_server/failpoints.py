@@ -17,6 +17,11 @@ from ep_runtime.errors import InvalidArgumentError
 
 PREFIX = "failpoint:"
 NAMES = (
+    "cluster.after_write",
+    "cluster.before_rename",
+    "cluster.before_write",
+    "cluster.reserve",
+    "cluster.torn_write",
     "fd.before_send",
     "fd.after_send",
     "journal.after_write",

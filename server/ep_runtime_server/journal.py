@@ -5,8 +5,9 @@ forgets the key. The file is a magic number and records {length u32, crc32 u32, 
 payload}; it is read up to the first record that is not whole. Space for the next records is
 allocated ahead, so that a full disk is noticed before anything is promised.
 
-Nothing is synced to the disk: what a host crash takes from the page cache concerned processes and
-memory that the crash took too. A killed daemon loses nothing that `write` took.
+The daemon's own is not synced to the disk: what a host crash takes from the page cache concerned
+processes and memory that the crash took too. A killed daemon loses nothing that `write` took. What
+other hosts were told must survive this one's crash, so the cluster's is synced.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class Journal:
     """The facts of one directory; one process at a time, the directory's lock sees to it.
 
@@ -59,10 +68,19 @@ class Journal:
         error: why the last write failed; empty when the file holds everything.
     """
 
-    def __init__(self, path: Path, failpoints: Failpoints) -> None:
-        """Raises PoolExhaustedError where the file cannot be made."""
+    def __init__(
+        self, path: Path, failpoints: Failpoints, *, name: str = "journal", synced: bool = False
+    ) -> None:
+        """Raises PoolExhaustedError where the file cannot be made.
+
+        Args:
+            name: begins the names of its failpoints.
+            synced: a record that `append` took survives a crash of the host.
+        """
         self._path = path
         self._failpoints = failpoints
+        self._name = name
+        self._synced = synced
         self._fd = -1
         self._sequence = 0
         self._end = 0  # where the next record goes
@@ -138,7 +156,7 @@ class Journal:
     def _reserve(self, needed_bytes: int) -> None:
         if self._allocated - self._end >= needed_bytes:
             return
-        self._failpoints.hit("journal.reserve")
+        self._failpoints.hit(f"{self._name}.reserve")
         allocated = self._end + max(needed_bytes, RESERVE_BYTES)
         os.posix_fallocate(self._fd, self._end, allocated - self._end)
         self._allocated = allocated
@@ -156,20 +174,22 @@ class Journal:
             if not self._end:
                 data = MAGIC + data
             self._reserve(len(data))
-            self._failpoints.hit("journal.before_write")
+            self._failpoints.hit(f"{self._name}.before_write")
             self._write(data)
         except OSError as error:
             self.error = error.strerror or str(error)
             return False
         self._sequence = sequence
-        self._failpoints.hit("journal.after_write")
+        self._failpoints.hit(f"{self._name}.after_write")
         return True
 
     def _write(self, data: bytes) -> None:
-        if self._failpoints.due("journal.torn_write"):
+        if self._failpoints.due(f"{self._name}.torn_write"):
             os.pwrite(self._fd, data[: len(data) // 2], self._end)
             os.kill(os.getpid(), signal.SIGKILL)
         _write_all(self._fd, data, self._end)
+        if self._synced:
+            os.fdatasync(self._fd)
         self._end += len(data)
 
     @property
@@ -187,11 +207,15 @@ class Journal:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(fresh, flags, 0o600)
-            self._failpoints.hit("journal.reserve")
+            self._failpoints.hit(f"{self._name}.reserve")
             os.posix_fallocate(fd, 0, len(data) + RESERVE_BYTES)
             _write_all(fd, data, 0)
-            self._failpoints.hit("journal.before_rename")
+            if self._synced:
+                os.fsync(fd)
+            self._failpoints.hit(f"{self._name}.before_rename")
             os.rename(fresh, self._path)
+            if self._synced:
+                _sync_directory(self._path.parent)
         except OSError as error:
             self.error = error.strerror or str(error)
             if fd >= 0:

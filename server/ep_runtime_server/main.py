@@ -14,7 +14,7 @@ import setproctitle
 
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_server import config, events, failpoints, host_memory, systemd
+from ep_runtime_server import cluster_config, config, events, failpoints, host_memory, systemd
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
 
@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="after a restart, wait S seconds for processes of before",
     )
     add("--idle-exit-s", type=float, metavar="S", help="end after S seconds without a session")
+    cluster_config.add_arguments(parser)
     add("--parent-pidfd", type=int, metavar="FD", help="end when the process of this pidfd is gone")
     add("--ready-fd", type=int, metavar="FD", help="write one JSON line here once serving")
     add(
@@ -89,14 +90,17 @@ def make_config(arguments: argparse.Namespace) -> ServerConfig:
         ready_fd=arguments.ready_fd,
         recovery_s=arguments.recovery_s,
         testing=_check_testing(arguments.testing),
+        cluster=cluster_config.make_cluster_config(arguments),
     )
 
 
-def _tell_ready(settings: ServerConfig) -> None:
+def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
     systemd.notify(env.notify_socket(), "READY=1", f"STATUS=serving {settings.directory}")
     if settings.ready_fd is not None:
-        line = json.dumps({"directory": str(settings.directory), "pid": os.getpid()})
-        os.write(settings.ready_fd, f"{line}\n".encode())
+        facts: dict[str, object] = {"directory": str(settings.directory), "pid": os.getpid()}
+        if daemon.runtime.cluster is not None:
+            facts["cluster"] = daemon.runtime.cluster.address
+        os.write(settings.ready_fd, f"{json.dumps(facts)}\n".encode())
         os.close(settings.ready_fd)
 
 
@@ -106,7 +110,7 @@ async def serve(settings: ServerConfig) -> None:
     await daemon.start()
     daemon.handle_signals()
     try:
-        _tell_ready(settings)
+        _tell_ready(settings, daemon)
         await daemon.run_until_stopped()
     finally:
         systemd.notify(env.notify_socket(), "STOPPING=1")

@@ -20,6 +20,7 @@ from ep_runtime.v1 import session_service_pb2
 from ep_runtime.wire import duration
 from ep_runtime_server import config
 from ep_runtime_server.clock import Clock
+from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.devices import HostDevice
@@ -80,6 +81,7 @@ class Runtime:
         self.recorder = Recorder(journal, self.sessions, self.groups, self.pool, self.events, clock)
         self.late_ranks = LateRanks(self.groups, self.events, clock)
         self.failpoints = Failpoints(settings.testing)
+        self.cluster: Cluster | None = None  # where the daemon belongs to one
         self.draining = False
         self.stop_at_s: float | None = None  # set once the daemon is told to end
         self.loop_lag_s = 0.0
@@ -306,6 +308,8 @@ class Runtime:
         self.recovery.settle()
         self.recorder.tick()
         self.late_ranks.look()
+        if self.cluster is not None:
+            self.cluster.tick()
         if self.sessions.not_over() or self.groups.all():
             self._idle_since_s = self.clock.monotonic_s()  # retained memory waits for its job
 

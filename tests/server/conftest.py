@@ -6,7 +6,12 @@ import asyncio
 import threading
 
 import pytest
-from harness import FakeClock, Running, daemon_process  # noqa: F401 - found by name
+from harness import (  # noqa: F401 - fixtures are found by name
+    FakeClock,
+    Running,
+    daemon_process,
+    restarted,
+)
 from raw_client import WAIT_S
 
 from ep_runtime_server.config import ServerConfig

@@ -55,4 +55,9 @@ def _tell(made: dict[str, certificates.Paths], authority: str) -> None:
     for name, place in made.items():
         if name != authority:
             render.out(f"  {name}: {place.certificate} {place.key} {ca.certificate}")
+            render.out(
+                f"    ep-runtime serve --node {name} --tls-cert {place.certificate.name} "
+                f"--tls-key {place.key.name} --tls-ca {ca.certificate.name}"
+                " --coordinator HOST:PORT | --join HOST:PORT | --cluster FILE"
+            )
     render.out(f"Keep {ca.key} here: who has it can make nodes. It is needed to add more.")

@@ -1,0 +1,228 @@
+"""This daemon among those of other nodes: its node service, its place, its view of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+import ep_runtime
+from ep_runtime import wire
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
+from ep_runtime.v1 import admin_service_pb2, node_service_pb2_grpc
+from ep_runtime_server import config, node_wire
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.cluster_config import ClusterConfig, Endpoint, local_address_towards
+from ep_runtime_server.cluster_facts import ClusterFacts
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.journal import Journal
+from ep_runtime_server.membership import Link, Membership
+from ep_runtime_server.node_servicer import NodeServicer
+from ep_runtime_server.nodes import Node, NodeIdentity, Nodes, NodeState
+from ep_runtime_server.peers import Peers
+from ep_runtime_server.recorder import boot_id
+
+
+class Cluster:
+    """`start`, then `stop`. Lives on the event loop's thread."""
+
+    def __init__(
+        self,
+        settings: ClusterConfig,
+        journal: Path,
+        incarnation: str,
+        clock: Clock,
+        events: EventLog,
+        failpoints: Failpoints,
+    ) -> None:
+        """Raises PoolExhaustedError where the journal cannot be written."""
+        self.settings = settings
+        self._incarnation = incarnation
+        self._clock = clock
+        self._events = events
+        self.facts = ClusterFacts(Journal(journal, failpoints, name="cluster", synced=True))
+        self.peers = Peers(settings.tls, clock)
+        self.nodes: Nodes | None = None
+        self.membership: Membership | None = None
+        self._member_task: asyncio.Task[None] | None = None
+        self._started_s = clock.monotonic_s()
+        self.address = ""  # HOST:PORT at which others reach us, once started
+
+    def listen(self, server: grpc.aio.Server) -> None:
+        """Binds the address of the configuration.
+
+        Raises:
+            InvalidArgumentError: it cannot be bound, or the certificate is none.
+        """
+        wanted, tls = self.settings.listen, self.settings.tls
+        try:
+            if tls is None:
+                port = server.add_insecure_port(str(wanted))
+            else:
+                credentials = grpc.ssl_server_credentials(
+                    [(tls.key, tls.certificate)],
+                    root_certificates=tls.authority,
+                    require_client_auth=True,
+                )
+                port = server.add_secure_port(str(wanted), credentials)
+        except (RuntimeError, ValueError) as error:
+            port = 0
+            reason = str(error).split(";")[0]
+        else:
+            reason = "the certificate does not fit its key, or the address is none of this host's"
+        if not port:
+            raise InvalidArgumentError(f"cannot listen on {wanted}: {reason}", argument="--listen")
+        host = wanted.host
+        if wanted.is_any and self.settings.coordinator is not None:
+            host = local_address_towards(self.settings.coordinator)
+        elif wanted.is_any:
+            host = socket.gethostname()
+        self.address = str(Endpoint(host, port))
+
+    def start(self, server: grpc.aio.Server) -> None:
+        """Begins to coordinate, or to join; `server` is the one that listens.
+
+        Raises:
+            PoolExhaustedError: the journal cannot be written.
+        """
+        settings, facts = self.settings, self.facts
+        identity = self._identity()
+        if settings.coordinator is None:
+            facts.found()
+            facts.next_epoch()  # none of before is given again, whatever was lost
+            self.nodes = Nodes(identity, settings.expected, facts, self._clock, self._events)
+        else:
+            self.membership = Membership(
+                identity,
+                settings.coordinator,
+                settings.coordinator_name,
+                self.peers,
+                facts,
+                self._clock,
+                self._events,
+            )
+        servicer = NodeServicer(self.nodes, facts, self._clock, lambda: self.coordinator_address)
+        add: Any = server
+        node_service_pb2_grpc.add_NodeServiceServicer_to_server(servicer, add)
+        self._events.add(
+            "cluster.serving",
+            f"node {settings.node!r} {'coordinates' if self.nodes else 'serves'} at {self.address}"
+            + (" over PLAIN TCP" if settings.tls is None else ""),
+            node=settings.node,
+            address=self.address,
+            insecure=settings.tls is None,
+            epoch=facts.epoch,
+        )
+
+    def begin(self) -> None:
+        """The server answers: the coordinator may hear of us."""
+        if self.membership is not None:
+            loop = asyncio.get_running_loop()
+            self._member_task = loop.create_task(self.membership.run())
+            self._member_task.add_done_callback(_check_ended)
+
+    def _identity(self) -> NodeIdentity:
+        return NodeIdentity(
+            node=self.settings.node,
+            node_id=self.facts.node_id,
+            incarnation=self._incarnation,
+            boot_id=boot_id(),
+            host_name=socket.gethostname(),
+            uid=os.geteuid(),
+            pid=os.getpid(),
+            address=self.address,
+            server_version=ep_runtime.__version__,
+            api_versions=(wire.API_VERSION,),
+        )
+
+    @property
+    def coordinator_address(self) -> str:
+        return str(self.settings.coordinator or self.address)
+
+    def view(self) -> list[Node]:
+        """Every node, the coordinator first; whom we cannot reach ourselves is UNREACHABLE."""
+        if self.nodes is not None:
+            found = self.nodes.all()
+        else:
+            assert self.membership is not None
+            found = self.membership.nodes()
+        return [self._seen(node) for node in found]
+
+    def _seen(self, node: Node) -> Node:
+        silent_since_s = self.peers.silent_since_s(node.identity.address)
+        if silent_since_s is None or node.state is not NodeState.JOINED:
+            return node
+        return dataclasses.replace(node, state=NodeState.UNREACHABLE, since_s=silent_since_s)
+
+    def status(self) -> admin_service_pb2.ClusterStatus:
+        now = self._clock.monotonic_s()
+        member = self.membership
+        link = Link.COORDINATOR if member is None else member.link
+        since_s = self._started_s if member is None else member.since_s
+        return admin_service_pb2.ClusterStatus(
+            node=self.settings.node,
+            coordinator=self.coordinator_address,
+            link=f"CLUSTER_LINK_{link.value}",
+            since=wire.duration(max(0.0, now - since_s)),
+            error="" if member is None else member.error,
+            cluster_id=self.facts.cluster_id,
+            epoch=self.facts.epoch,
+            insecure=self.settings.tls is None,
+            nodes=[node_wire.node_to_proto(node, now) for node in self.view()],
+        )
+
+    async def ask_node(self, name: str, method: str, request: Any, left_s: float) -> Any:
+        """Another node's answer to a reading RPC of AdminService.
+
+        Raises:
+            InvalidArgumentError: no such node.
+            RuntimeUnavailableError: it does not answer; names node and since when.
+        """
+        view = self.view()
+        node = next((node for node in view if node.identity.node == name), None)
+        if node is None:
+            raise InvalidArgumentError(
+                f"no node {name!r} in the cluster, which has "
+                f"{[node.identity.node for node in view]}",
+                argument="node",
+            )
+        address = node.identity.address
+        if node.state is NodeState.ABSENT:
+            raise RuntimeUnavailableError(
+                f"node {name!r} at {address} has not joined", node=name, address=address
+            )
+        await self.peers.drop({node.identity.address for node in view} | {self.coordinator_address})
+        own = type(request)()
+        own.CopyFrom(request)
+        own.ClearField("node")
+        within_s = max(0.05, min(config.NODE_READ_S, 0.8 * left_s))
+        return await self.peers.ask(name, address, method, own, within_s=within_s)
+
+    def tick(self) -> None:
+        """What is due by the clock."""
+        if self.nodes is not None:
+            self.nodes.tick()
+
+    async def stop(self) -> None:
+        """Leaves the cluster; the node's groups go on."""
+        if self._member_task is not None and self.membership is not None:
+            self._member_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._member_task
+            await self.membership.leave()
+        await self.peers.close()
+        self.facts.close()
+
+
+def _check_ended(task: asyncio.Task[None]) -> None:
+    """Only a bug ends it: the node would be UNREACHABLE to the others without a word here."""
+    if not task.cancelled() and task.exception() is not None:
+        logging.getLogger(__name__).error("the membership ended", exc_info=task.exception())

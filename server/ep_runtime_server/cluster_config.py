@@ -1,0 +1,281 @@
+"""What `serve` was told about the cluster: addresses, certificates, and what plain TCP may do."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import ipaddress
+import re
+import socket
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError
+
+MAX_NODE_BYTES = 120
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_HOST = re.compile(r"[A-Za-z0-9_.-]+")
+_LOOPBACK = "127.0.0.1"
+_ANY = "0.0.0.0"
+_FLAGS = ("node", "listen", "tls_cert", "tls_key", "tls_ca", "insecure")
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """HOST:PORT; port 0 where the system chooses."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_any(self) -> bool:
+        """It means every address of the host."""
+        return _flag(self.host, "is_unspecified")
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host == "localhost" or _flag(self.host, "is_loopback")
+
+
+def _flag(host: str, name: str) -> bool:
+    try:
+        return bool(getattr(ipaddress.ip_address(host), name))
+    except ValueError:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """PEM texts of our certificate, its key, and the authority that every node trusts."""
+
+    certificate: bytes
+    key: bytes = dataclasses.field(repr=False)
+    authority: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+    """Args:
+    node: our name in the cluster.
+    listen: where our node service answers.
+    coordinator: where the coordinator's does; None where we are it.
+    coordinator_name: its name, where the cluster's file says it; empty otherwise.
+    tls: None for plain TCP.
+    expected: names and addresses of the cluster's file; empty without one.
+    """
+
+    node: str
+    listen: Endpoint
+    coordinator: Endpoint | None = None
+    coordinator_name: str = ""
+    tls: Tls | None = None
+    expected: Mapping[str, Endpoint] = dataclasses.field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of a daemon that belongs to a cluster."""
+    group = parser.add_argument_group(
+        "cluster", "daemons of several nodes that form groups together; one of them coordinates"
+    )
+    role = group.add_mutually_exclusive_group()
+    role.add_argument("--coordinator", metavar="HOST:PORT", help="coordinate, and listen there")
+    role.add_argument("--join", metavar="HOST:PORT", help="join the coordinator there")
+    role.add_argument("--cluster", metavar="FILE", help="TOML: coordinator, and [nodes] addresses")
+    add = group.add_argument
+    add("--node", metavar="NAME", help="this node's name (default: the host's)")
+    add("--listen", metavar="HOST:PORT", help="with --join: where other nodes reach this one")
+    add("--tls-cert", metavar="PEM", help="certificate with the node's name among its names")
+    add("--tls-key", metavar="PEM", help="its key")
+    add("--tls-ca", metavar="PEM", help="authority of every node's certificate")
+    add(
+        "--insecure",
+        action="store_true",
+        help="plain TCP without certificates, on loopback unless an address is named",
+    )
+
+
+def parse_endpoint(text: str, argument: str, *, default_host: str = "") -> Endpoint:
+    """Reads HOST:PORT or [IPV6]:PORT; :PORT and PORT where there is a default host.
+
+    Raises:
+        InvalidArgumentError: neither.
+    """
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]") and _flag(host[1:-1], "version"):
+        host = host[1:-1]
+    elif host and not _HOST.fullmatch(host):
+        port = ""
+    host = host or default_host
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidArgumentError(
+            f"{argument} must be HOST:PORT with a port up to 65535, got {text!r}",
+            argument=argument,
+        )
+    return Endpoint(host, int(port))
+
+
+def check_node_name(name: str, argument: str) -> str:
+    """Raises InvalidArgumentError unless a certificate can carry the name."""
+    if len(name) > MAX_NODE_BYTES or not _NAME.fullmatch(name):
+        raise InvalidArgumentError(
+            f"{argument} must be a lower-case DNS name of at most {MAX_NODE_BYTES} bytes, "
+            f"got {name!r}",
+            argument=argument,
+        )
+    return name
+
+
+def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
+    """The cluster of the flags; None where they name none.
+
+    Raises:
+        InvalidArgumentError: flags that contradict each other, files that cannot be read, an
+            address that plain TCP may not use.
+    """
+    if not (arguments.coordinator or arguments.join or arguments.cluster):
+        alone = [flag for flag in _FLAGS if getattr(arguments, flag)]
+        if alone:
+            flag = f"--{alone[0].replace('_', '-')}"
+            raise InvalidArgumentError(
+                f"{flag} needs --coordinator, --join or --cluster", argument=flag
+            )
+        return None
+    if arguments.listen and not arguments.join:
+        raise InvalidArgumentError("--listen goes with --join", argument="--listen")
+    tls = _read_tls(arguments)
+    name = check_node_name(arguments.node or socket.gethostname().lower(), "--node")
+    if arguments.cluster:
+        made = _from_file(Path(arguments.cluster), name, tls)
+    elif arguments.coordinator:
+        listen = parse_endpoint(
+            arguments.coordinator, "--coordinator", default_host=_ANY if tls else _LOOPBACK
+        )
+        made = ClusterConfig(name, listen, tls=tls)
+    else:
+        made = _joining(arguments, name, tls)
+    if tls is None and made.listen.is_any:
+        raise InvalidArgumentError(
+            f"--insecure serves loopback, or an address that is named, got {made.listen}, which "
+            "means every address of the host",
+            argument="--insecure",
+        )
+    return made
+
+
+def _joining(arguments: argparse.Namespace, name: str, tls: Tls | None) -> ClusterConfig:
+    coordinator = parse_endpoint(arguments.join, "--join", default_host=_LOOPBACK)
+    if arguments.listen:
+        listen = parse_endpoint(
+            arguments.listen, "--listen", default_host=_ANY if tls else _LOOPBACK
+        )
+    else:
+        listen = Endpoint(local_address_towards(coordinator), 0)
+        if tls is None and not listen.is_loopback:
+            raise InvalidArgumentError(
+                f"--insecure serves loopback unless the address is named: --listen {listen.host}"
+                ":PORT lets everybody who reaches it in",
+                argument="--insecure",
+            )
+    return ClusterConfig(name, listen, coordinator, tls=tls)
+
+
+def local_address_towards(target: Endpoint) -> str:
+    """The address of this host from which it reaches `target`; nothing is sent.
+
+    Raises:
+        InvalidArgumentError: the name is unknown, or there is no route.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(
+            target.host, target.port or 1, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"cannot tell by which address other nodes reach this one: {target} has no route "
+            f"({error.strerror or error}); give --listen HOST:PORT",
+            argument="--join",
+        ) from error
+
+
+def _read_tls(arguments: argparse.Namespace) -> Tls | None:
+    given = {
+        flag: getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        for flag in ("--tls-cert", "--tls-key", "--tls-ca")
+    }
+    missing = [flag for flag, path in given.items() if not path]
+    if arguments.insecure:
+        if len(missing) < len(given):
+            raise InvalidArgumentError(
+                "--insecure means no certificates; give either", argument="--insecure"
+            )
+        return None
+    if missing:
+        raise InvalidArgumentError(
+            f"daemons trust each other by certificates: {', '.join(missing)} missing (`ep-runtime "
+            "certs` makes some for a lab); plain TCP only with --insecure",
+            argument=missing[0],
+        )
+    texts = [_read_pem(flag, path) for flag, path in given.items()]
+    return Tls(*texts)
+
+
+def _read_pem(flag: str, path: str) -> bytes:
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{flag}: cannot read {path}: {error.strerror}", argument=flag
+        ) from error
+    wanted = b"PRIVATE KEY-----" if flag == "--tls-key" else b"-----BEGIN CERTIFICATE-----"
+    if wanted not in text:
+        raise InvalidArgumentError(
+            f"{flag}: {path} is no PEM file of a {'key' if flag == '--tls-key' else 'certificate'}",
+            argument=flag,
+        )
+    return text
+
+
+def _from_file(path: Path, name: str, tls: Tls | None) -> ClusterConfig:
+    """Raises InvalidArgumentError naming the key of the file that is wrong."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InvalidArgumentError(
+            f"--cluster: cannot read {path}: {reason}", argument="--cluster"
+        ) from error
+    expected = _nodes_of(path, content)
+    coordinator = content["coordinator"]
+    for wanted, what in ((coordinator, "coordinator"), (name, "--node (this host's by default)")):
+        if wanted not in expected:
+            raise InvalidArgumentError(
+                f"--cluster: {what} is {wanted!r}, and [nodes] of {path} has {sorted(expected)}",
+                argument="--cluster",
+            )
+    other = None if coordinator == name else expected[coordinator]
+    return ClusterConfig(name, expected[name], other, coordinator, tls, expected)
+
+
+def _nodes_of(path: Path, content: dict[str, Any]) -> dict[str, Endpoint]:
+    nodes = content.get("nodes")
+    unknown = sorted(content.keys() - {"coordinator", "nodes"})
+    if unknown or not isinstance(content.get("coordinator"), str) or not isinstance(nodes, dict):
+        raise InvalidArgumentError(
+            f'--cluster: {path} must have coordinator = "NAME" and [nodes] of NAME = "HOST:PORT"'
+            + (f", and nothing else; got {unknown}" if unknown else ""),
+            argument="--cluster",
+        )
+    return {
+        check_node_name(name, f"--cluster: a name in [nodes] of {path}"): parse_endpoint(
+            str(address), f"--cluster: address of {name!r} in {path}"
+        )
+        for name, address in nodes.items()
+    }

@@ -1,0 +1,172 @@
+"""A node's place in the cluster: joins the coordinator, reports, and joins again after a loss.
+
+Nothing here can end the daemon: a node whose coordinator is away serves its own jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
+from ep_runtime.v1 import node_service_pb2 as pb
+from ep_runtime_server import config, node_wire
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.cluster_config import Endpoint
+from ep_runtime_server.cluster_facts import ClusterFacts
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.nodes import Node, NodeIdentity, NodeState
+from ep_runtime_server.peers import Peers
+
+
+class Link(enum.Enum):
+    """How a daemon stands with its coordinator. Values are the names on the wire."""
+
+    COORDINATOR = "COORDINATOR"
+    JOINING = "JOINING"
+    JOINED = "JOINED"
+    LOST = "LOST"
+    REFUSED = "REFUSED"
+
+
+class Membership:
+    """Attributes:
+    link, since_s, error: how we stand with the coordinator, since when, and why.
+    """
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        coordinator: Endpoint,
+        coordinator_name: str,
+        peers: Peers,
+        facts: ClusterFacts,
+        clock: Clock,
+        events: EventLog,
+    ) -> None:
+        self._identity = identity
+        self._address = str(coordinator)
+        self._name = coordinator_name
+        self._peers = peers
+        self._facts = facts
+        self._clock = clock
+        self._events = events
+        self._lease_id = ""
+        self._nodes: list[Node] = []
+        self.link = Link.JOINING
+        self.since_s = clock.monotonic_s()
+        self.error = ""
+        self._heard_s = self.since_s
+
+    def nodes(self) -> list[Node]:
+        """As the coordinator told lately; of itself and of us we know better."""
+        found = [node for node in self._nodes if not node.coordinator]
+        ours = Node(self._identity, NodeState.JOINED, self.since_s)
+        if self.link in (Link.JOINING, Link.REFUSED):
+            ours.state = NodeState.ABSENT
+        found = [ours if node.identity.node == self._identity.node else node for node in found]
+        if ours not in found:
+            found.append(ours)
+        return [self._coordinator(), *sorted(found, key=lambda node: node.identity.node)]
+
+    def _coordinator(self) -> Node:
+        told = next((node for node in self._nodes if node.coordinator), None)
+        identity = told.identity if told is not None else NodeIdentity(self._name)
+        reachable = self.link in (Link.JOINED, Link.REFUSED)
+        return Node(
+            dataclasses.replace(identity, address=self._address),
+            NodeState.JOINED if reachable else NodeState.UNREACHABLE,
+            told.since_s if told is not None and reachable else self._heard_s,
+            coordinator=True,
+        )
+
+    async def run(self) -> None:
+        """Joins and reports until cancelled."""
+        pause_s = config.NODE_RETRY_FIRST_S
+        while True:
+            try:
+                await self._join()
+                pause_s = config.NODE_RETRY_FIRST_S
+                await self._report()
+                continue
+            except RuntimeUnavailableError as error:
+                # Where it never was there, nothing is lost yet.
+                self._stand(Link.JOINING if self.link is Link.JOINING else Link.LOST, str(error))
+                wait_s, pause_s = pause_s, min(2 * pause_s, config.NODE_RETRY_MOST_S)
+            except EpRuntimeError as error:
+                self._stand(Link.REFUSED, str(error))
+                wait_s, pause_s = config.NODE_REFUSED_RETRY_S, config.NODE_RETRY_FIRST_S
+            # Nodes that lost the same coordinator must not come back in one moment.
+            await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
+
+    async def _join(self) -> None:
+        request = pb.JoinClusterRequest(
+            identity=node_wire.identity_to_proto(self._identity), epoch=self._facts.epoch
+        )
+        answer: pb.JoinClusterResponse = await self._ask("JoinCluster", request)
+        self._facts.heard(answer.epoch, answer.cluster_id)
+        self._lease_id = answer.lease_id
+        self._heard(answer.nodes)
+        self._stand(Link.JOINED, "")
+
+    async def _report(self) -> None:
+        """Renews the lease; returns where the coordinator does not know it, having restarted."""
+        while True:
+            await asyncio.sleep(config.NODE_REPORT_INTERVAL_S)
+            request = pb.ReportNodeRequest(node=self._identity.node, lease_id=self._lease_id)
+            try:
+                answer: pb.ReportNodeResponse = await self._ask("ReportNode", request)
+            except StaleHandleError:
+                return
+            self._facts.heard(answer.epoch)
+            self._heard(answer.nodes)
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        return await self._peers.ask(
+            self._name, self._address, method, request, within_s=config.NODE_RPC_S
+        )
+
+    def _heard(self, nodes: Iterable[pb.NodeInfo]) -> None:
+        now = self._clock.monotonic_s()
+        self._heard_s = now
+        self._nodes = [node_wire.node_from_proto(message, now) for message in nodes]
+
+    def _stand(self, link: Link, error: str) -> None:
+        """One event where it changes, none where it goes on."""
+        before, self.error = self.link, error
+        if link is before:
+            return
+        self.link, self.since_s = link, self._clock.monotonic_s()
+        kind, level, text = {
+            Link.JOINED: ("cluster.joined", logging.INFO, "joined"),
+            Link.LOST: ("cluster.coordinator_lost", logging.WARNING, "lost"),
+            Link.REFUSED: ("cluster.refused", logging.ERROR, "is refused by"),
+        }[link]
+        self._events.add(
+            kind,
+            f"node {self._identity.node!r} {text} the coordinator at {self._address}"
+            + (f": {error}" if error else ""),
+            level=level,
+            node=self._identity.node,
+            coordinator=self._address,
+        )
+
+    async def leave(self) -> None:
+        """Says goodbye, for a moment at most."""
+        if self.link is Link.JOINED:
+            request = pb.LeaveClusterRequest(node=self._identity.node, lease_id=self._lease_id)
+            try:
+                await self._peers.ask(
+                    self._name,
+                    self._address,
+                    "LeaveCluster",
+                    request,
+                    within_s=config.NODE_LEAVE_S,
+                )
+            except EpRuntimeError as error:  # the lease ends by itself
+                logging.getLogger(__name__).info("no goodbye: %s", error)

@@ -1,0 +1,95 @@
+"""Nodes as protobuf messages, and back; what another daemon sent may be anything."""
+
+from __future__ import annotations
+
+from ep_runtime import wire
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.v1 import node_service_pb2
+from ep_runtime_server.cluster_config import check_node_name, parse_endpoint
+from ep_runtime_server.nodes import Node, NodeIdentity, NodeState
+
+MAX_TEXT_BYTES = 256
+MAX_API_VERSIONS = 16
+
+
+def identity_to_proto(identity: NodeIdentity) -> node_service_pb2.NodeIdentity:
+    return node_service_pb2.NodeIdentity(
+        node=identity.node,
+        node_id=identity.node_id,
+        incarnation=identity.incarnation,
+        boot_id=identity.boot_id,
+        host_name=identity.host_name,
+        uid=identity.uid,
+        pid=identity.pid,
+        address=identity.address,
+        server_version=identity.server_version,
+        api_versions=identity.api_versions,
+    )
+
+
+def identity_from_proto(message: node_service_pb2.NodeIdentity) -> NodeIdentity:
+    """Raises InvalidArgumentError naming the field that no daemon sends."""
+    versions = tuple(message.api_versions[: MAX_API_VERSIONS + 1])
+    texts = {
+        name: getattr(message, name)
+        for name in (
+            "node_id",
+            "incarnation",
+            "boot_id",
+            "host_name",
+            "address",
+            "server_version",
+        )
+    }
+    for name, text in (*texts.items(), *(("api_versions", version) for version in versions)):
+        if not text or not text.isprintable() or len(text.encode()) > MAX_TEXT_BYTES:
+            raise InvalidArgumentError(
+                f"{name} must be 1 to {MAX_TEXT_BYTES} bytes of printable text, got {text[:80]!r}",
+                argument=name,
+            )
+    if len(versions) > MAX_API_VERSIONS:
+        raise InvalidArgumentError(
+            f"api_versions must be at most {MAX_API_VERSIONS}", argument="api_versions"
+        )
+    parse_endpoint(texts["address"], "address")
+    return NodeIdentity(
+        node=check_node_name(message.node, "node"),
+        uid=message.uid,
+        pid=message.pid,
+        api_versions=versions,
+        **texts,
+    )
+
+
+def node_to_proto(node: Node, now_s: float) -> node_service_pb2.NodeInfo:
+    return node_service_pb2.NodeInfo(
+        identity=identity_to_proto(node.identity),
+        coordinator=node.coordinator,
+        state=f"NODE_STATE_{node.state.value}",
+        since=wire.duration(max(0.0, now_s - node.since_s)),
+    )
+
+
+def node_from_proto(message: node_service_pb2.NodeInfo, now_s: float) -> Node:
+    """As the coordinator tells of it; a state that this version does not know is UNREACHABLE."""
+    known = {
+        node_service_pb2.NodeState.Value(f"NODE_STATE_{state.value}"): state for state in NodeState
+    }
+    identity = message.identity
+    return Node(
+        NodeIdentity(
+            node=check_node_name(identity.node, "node"),
+            node_id=identity.node_id,
+            incarnation=identity.incarnation,
+            boot_id=identity.boot_id,
+            host_name=identity.host_name,
+            uid=identity.uid,
+            pid=identity.pid,
+            address=str(parse_endpoint(identity.address, "address")),
+            server_version=identity.server_version,
+            api_versions=tuple(identity.api_versions),
+        ),
+        known.get(message.state, NodeState.UNREACHABLE),
+        now_s - wire.seconds(message.since),
+        coordinator=message.coordinator,
+    )

@@ -1,0 +1,255 @@
+"""The coordinator's list of nodes: who may join, whose lease runs. Knows no socket."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from ep_runtime.errors import (
+    GroupBusyError,
+    InvalidArgumentError,
+    PoolExhaustedError,
+    StaleHandleError,
+    VersionSkewError,
+)
+from ep_runtime_server import config
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.cluster_config import Endpoint
+from ep_runtime_server.cluster_facts import ClusterFacts
+from ep_runtime_server.events import EventLog
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeIdentity:
+    """What a daemon says of itself; see node_service.proto."""
+
+    node: str
+    node_id: str = ""
+    incarnation: str = ""
+    boot_id: str = ""
+    host_name: str = ""
+    uid: int = 0
+    pid: int = 0
+    address: str = ""
+    server_version: str = ""
+    api_versions: tuple[str, ...] = ()
+
+
+class NodeState(enum.Enum):
+    """Values are the names on the wire."""
+
+    JOINED = "JOINED"
+    UNREACHABLE = "UNREACHABLE"
+    ABSENT = "ABSENT"
+
+
+@dataclasses.dataclass
+class Node:
+    """A node as the coordinator knows it; `since_s` and `heard_s` are monotonic."""
+
+    identity: NodeIdentity
+    state: NodeState
+    since_s: float
+    coordinator: bool = False
+    lease_id: str = ""
+    heard_s: float = 0.0
+
+
+def identity_of_fact(node: str, fields: Mapping[str, Any]) -> NodeIdentity:
+    known = {field.name for field in dataclasses.fields(NodeIdentity)} - {"node"}
+    taken = {key: value for key, value in fields.items() if key in known}
+    taken["api_versions"] = tuple(taken.get("api_versions", ()))
+    return NodeIdentity(node, **taken)
+
+
+def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
+    """Whether two daemons may form groups together: one protocol version, one minor release.
+
+    Raises:
+        VersionSkewError: names both nodes, the field and both values.
+    """
+    fields: list[tuple[str, Any, Any, bool]] = [
+        (
+            "api_versions",
+            list(ours.api_versions),
+            list(theirs.api_versions),
+            not set(ours.api_versions).isdisjoint(theirs.api_versions),
+        ),
+        (
+            "server_version",
+            ours.server_version,
+            theirs.server_version,
+            _minor(ours.server_version) == _minor(theirs.server_version),
+        ),
+    ]
+    for field, mine, other, fits in fields:
+        if not fits:
+            raise VersionSkewError(
+                f"node {theirs.node!r} has {field}={other}, the coordinator {ours.node!r} has "
+                f"{field}={mine}; install the same version on both",
+                node=theirs.node,
+                field=field,
+                theirs=other,
+                ours=mine,
+            )
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+class Nodes:
+    """Every node but the coordinator joins here, and reports before its lease is over."""
+
+    def __init__(
+        self,
+        own: NodeIdentity,
+        expected: Mapping[str, Endpoint],
+        facts: ClusterFacts,
+        clock: Clock,
+        events: EventLog,
+    ) -> None:
+        """A coordinator that starts again gives the nodes of before a whole lease's time."""
+        self._own = own
+        self._expected = expected
+        self._facts = facts
+        self._clock = clock
+        self._events = events
+        now = clock.monotonic_s()
+        self._nodes = {
+            name: Node(identity_of_fact(name, fields), NodeState.JOINED, now, heard_s=now)
+            for name, fields in facts.nodes.items()
+            if name != own.node and self._may_join(name)
+        }
+        for name, address in expected.items():
+            if name != own.node and name not in self._nodes:
+                self._nodes[name] = self._absent(name, address)
+        self._self = Node(own, NodeState.JOINED, now, coordinator=True)
+
+    def _may_join(self, name: str) -> bool:
+        return not self._expected or name in self._expected
+
+    def _absent(self, name: str, address: Endpoint) -> Node:
+        identity = NodeIdentity(name, address=str(address))
+        return Node(identity, NodeState.ABSENT, self._clock.monotonic_s())
+
+    def all(self) -> list[Node]:
+        """The coordinator first, then by name."""
+        return [self._self, *(self._nodes[name] for name in sorted(self._nodes))]
+
+    def join(self, identity: NodeIdentity) -> Node:
+        """Gives the node a new lease.
+
+        Raises:
+            InvalidArgumentError: a name that the cluster's file does not have.
+            VersionSkewError: see check_versions.
+            GroupBusyError: another daemon of that name lives, or may.
+            PoolExhaustedError: too many nodes, or the journal cannot be written.
+        """
+        name = identity.node
+        check_versions(self._own, identity)
+        if not self._may_join(name):
+            raise InvalidArgumentError(
+                f"node {name!r} is not in the coordinator's cluster file, which has "
+                f"{sorted(self._expected)}",
+                argument="node",
+            )
+        self._check_free(identity)
+        if name not in self._nodes and len(self._nodes) + 1 >= config.MAX_NODES:
+            raise PoolExhaustedError(f"a cluster has at most {config.MAX_NODES} nodes")
+        self._facts.remember(name, _fact(identity))
+        now = self._clock.monotonic_s()
+        before = self._nodes.get(name)
+        node = Node(identity, NodeState.JOINED, now, lease_id=secrets.token_hex(8), heard_s=now)
+        self._nodes[name] = node
+        again = before is not None and before.identity.incarnation == identity.incarnation
+        if again and before is not None and before.state is NodeState.JOINED:
+            node.since_s = before.since_s  # the coordinator was away, not the node
+        self._log("cluster.node_joined", node, "joined again" if again else "joined")
+        return node
+
+    def _check_free(self, identity: NodeIdentity) -> None:
+        name = identity.node
+        holder = self._own if name == self._own.node else None
+        known = self._nodes.get(name)
+        if known is not None and known.state is NodeState.JOINED:
+            holder = known.identity
+        # Its id lies in its directory, which one daemon locks, on one host: no copy of it counts.
+        if holder is not None and (holder.node_id, holder.boot_id) != (
+            identity.node_id,
+            identity.boot_id,
+        ):
+            raise GroupBusyError(
+                f"node name {name!r} is taken by the daemon {holder.pid} on host "
+                f"{holder.host_name!r} at {holder.address}; the one on host "
+                f"{identity.host_name!r} at {identity.address} needs another --node",
+                node=name,
+                pid=holder.pid,
+                host=holder.host_name,
+                address=holder.address,
+            )
+
+    def report(self, name: str, lease_id: str) -> None:
+        """Renews a lease. Raises StaleHandleError where it is none of ours."""
+        node = self._nodes.get(name)
+        if node is None or not lease_id or node.lease_id != lease_id:
+            raise StaleHandleError(
+                f"node {name!r} has no such lease with the coordinator; join again", node=name
+            )
+        now = self._clock.monotonic_s()
+        node.heard_s = now
+        if node.state is NodeState.UNREACHABLE:
+            node.state, node.since_s = NodeState.JOINED, now
+            self._log("cluster.node_back", node, "is reachable again")
+
+    def leave(self, name: str, lease_id: str) -> None:
+        """Frees the name at once; nothing happens where the lease is none of ours."""
+        node = self._nodes.get(name)
+        if node is None or not lease_id or node.lease_id != lease_id:
+            return
+        self._remove(name)
+        self._log("cluster.node_left", node, "left")
+
+    def _remove(self, name: str) -> None:
+        self._facts.forget(name)
+        del self._nodes[name]
+        if name in self._expected:
+            self._nodes[name] = self._absent(name, self._expected[name])
+
+    def tick(self) -> None:
+        """Marks who was not heard of, forgets who never came back."""
+        now = self._clock.monotonic_s()
+        for name, node in list(self._nodes.items()):
+            silent_s = now - node.heard_s
+            if node.state is NodeState.JOINED and silent_s >= config.NODE_LEASE_S:
+                node.state, node.since_s = NodeState.UNREACHABLE, node.heard_s
+                self._log(
+                    "cluster.node_unreachable",
+                    node,
+                    f"was not heard of for {silent_s:.0f} s",
+                    level=logging.WARNING,
+                )
+            elif node.state is NodeState.UNREACHABLE and silent_s >= config.NODE_FORGOTTEN_S:
+                self._remove(name)
+
+    def _log(self, kind: str, node: Node, what: str, *, level: int = logging.INFO) -> None:
+        identity = node.identity
+        self._events.add(
+            kind,
+            f"node {identity.node!r} at {identity.address} {what}",
+            level=level,
+            node=identity.node,
+            address=identity.address,
+            host=identity.host_name,
+            node_pid=identity.pid,
+        )
+
+
+def _fact(identity: NodeIdentity) -> dict[str, Any]:
+    fields = dataclasses.asdict(identity)
+    del fields["node"]
+    return {**fields, "api_versions": list(identity.api_versions)}

@@ -1,0 +1,105 @@
+"""Calls to the daemons of other nodes: one channel each, our certificate, bounded waits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from ep_runtime import wire
+from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime.v1 import admin_service_pb2_grpc, node_service_pb2_grpc
+from ep_runtime_server.clock import Clock
+from ep_runtime_server.cluster_config import Tls
+
+
+class Peers:
+    """Lives on the event loop's thread."""
+
+    def __init__(self, tls: Tls | None, clock: Clock) -> None:
+        self._credentials = (
+            grpc.ssl_channel_credentials(
+                root_certificates=tls.authority,
+                private_key=tls.key,
+                certificate_chain=tls.certificate,
+            )
+            if tls is not None
+            else None
+        )
+        self._clock = clock
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._silent_since_s: dict[str, float] = {}
+
+    def silent_since_s(self, address: str) -> float | None:
+        """When the calls to it began to fail; None where the last one got an answer."""
+        return self._silent_since_s.get(address)
+
+    def _channel(self, name: str, address: str) -> grpc.aio.Channel:
+        key = (name, address)
+        if key not in self._channels:
+            extra = []
+            if name and self._credentials is not None:
+                # The certificate says which node it is; by which address it is reached says less.
+                extra = [("grpc.ssl_target_name_override", name)]
+            options = wire.channel_options(extra)
+            self._channels[key] = (
+                grpc.aio.secure_channel(address, self._credentials, options=options)
+                if self._credentials is not None
+                else grpc.aio.insecure_channel(address, options=options)
+            )
+        return self._channels[key]
+
+    async def ask(
+        self, name: str, address: str, method: str, request: Any, *, within_s: float
+    ) -> Any:
+        """The answer of one unary RPC: NodeService's, or a reading one of AdminService.
+
+        Args:
+            name: which node must answer; "" for whoever has a certificate for the address.
+
+        Raises:
+            RuntimeUnavailableError: no answer; `fields` has node, address and since_s, the time
+                since the calls to that address began to fail.
+            EpRuntimeError: what the other daemon raised.
+        """
+        channel: Any = self._channel(name, address)
+        stub: Any = node_service_pb2_grpc.NodeServiceStub(channel)
+        if not hasattr(stub, method):
+            stub = admin_service_pb2_grpc.AdminServiceStub(channel)
+        try:
+            answer = await getattr(stub, method)(request, timeout=within_s)
+        except grpc.aio.AioRpcError as error:
+            ours = wire.error_from_rpc(error)
+            if not isinstance(ours, RuntimeUnavailableError) or ours.fields:
+                self._silent_since_s.pop(address, None)  # it did answer
+                raise ours from error
+            now = self._clock.monotonic_s()
+            since_s = now - self._silent_since_s.setdefault(address, now)
+            raise RuntimeUnavailableError(
+                f"node {name!r} at {address} does not answer: {_reason(error)}"
+                if name
+                else f"nobody answers at {address}: {_reason(error)}",
+                node=name,
+                address=address,
+                since_s=since_s,
+            ) from error
+        self._silent_since_s.pop(address, None)
+        return answer
+
+    async def drop(self, keep: set[str]) -> None:
+        """Closes the channels to all other addresses."""
+        for key in [key for key in self._channels if key[1] not in keep]:
+            await self._channels.pop(key).close()
+            self._silent_since_s.pop(key[1], None)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        self._channels = {}
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no answer in time"
+    details = error.details() or error.code().name
+    return details.removeprefix("failed to connect to all addresses; last error: ")[:200]

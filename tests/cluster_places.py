@@ -1,0 +1,41 @@
+"""Addresses and certificates for daemons of a cluster on one host."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+from ep_runtime_client import certificates
+
+PORT = 7700  # below the ports that the system gives to whoever asks for none
+_numbers = itertools.count(1)
+
+
+def loopback() -> str:
+    """A loopback address that no other test of this host uses: all of 127/8 is ours.
+
+    A daemon that was killed can start again on it, which a port from the system does not promise.
+    """
+    pid, number = os.getpid(), next(_numbers)
+    return f"127.{1 + pid // 250 % 250}.{pid % 250}.{number % 250 + 1}"
+
+
+def place() -> str:
+    """HOST:PORT of a daemon's own."""
+    return f"{loopback()}:{PORT}"
+
+
+def make_certificates(directory: Path, **hosts: str) -> Path:
+    """Of an authority, and of nodes with the addresses at which they are reached."""
+    nodes = [certificates.Node(name, (host,) if host else ()) for name, host in hosts.items()]
+    certificates.make(directory, nodes, days=2, force=False)
+    return directory
+
+
+def tls_flags(directory: Path, name: str) -> list[str]:
+    return [
+        *("--tls-cert", str(directory / f"{name}.pem")),
+        *("--tls-key", str(directory / f"{name}.key")),
+        *("--tls-ca", str(directory / "ca.pem")),
+    ]

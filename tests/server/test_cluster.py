@@ -1,0 +1,385 @@
+"""Daemons of several nodes on one host: joining, reading each other, losing the coordinator."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from cluster_places import loopback, make_certificates, place, tls_flags
+from harness import FakeClock, eventually
+from raw_client import WAIT_S, make_spec
+
+from ep_runtime import errors, wire
+from ep_runtime.v1 import admin_service_pb2 as pb
+from ep_runtime.v1 import admin_service_pb2_grpc, node_service_pb2, node_service_pb2_grpc
+from ep_runtime_server import config
+from ep_runtime_server.cluster_config import ClusterConfig, parse_endpoint
+
+# A node that lost its coordinator tries again every second at the latest.
+BACK_S = 5.0
+
+
+def coordinates(address: str, node: str = "a", **more) -> ClusterConfig:
+    return ClusterConfig(node, parse_endpoint(address, "listen"), **more)
+
+
+def joins(address: str, node: str = "b", **more) -> ClusterConfig:
+    target = parse_endpoint(address, "join")
+    return ClusterConfig(node, parse_endpoint(place(), "listen"), target, **more)
+
+
+def cluster_of(daemon, **request) -> pb.ClusterStatus:
+    return daemon.ask("GetStatus", **request).cluster
+
+
+def link(daemon) -> str:
+    return pb.ClusterLink.Name(cluster_of(daemon).link).removeprefix("CLUSTER_LINK_")
+
+
+def states(daemon) -> dict[str, str]:
+    return {
+        node.identity.node: node_service_pb2.NodeState.Name(node.state).removeprefix("NODE_STATE_")
+        for node in cluster_of(daemon).nodes
+    }
+
+
+def joined(daemon, within_s: float = BACK_S) -> None:
+    eventually(lambda: link(daemon) == "JOINED", within_s=within_s, what=cluster_of(daemon).error)
+
+
+@pytest.fixture
+def call_node():
+    """call_node(address, stub class, method, request): an RPC over TCP; errors come as ours."""
+    channels = []
+
+    def call(address, stub_class, method, request, *, credentials=None, name=""):
+        options = wire.channel_options([("grpc.ssl_target_name_override", name)] if name else [])
+        channel = (
+            grpc.secure_channel(address, credentials, options)
+            if credentials
+            else grpc.insecure_channel(address, options)
+        )
+        channels.append(channel)
+        try:
+            return getattr(stub_class(channel), method)(request, timeout=WAIT_S)
+        except grpc.RpcError as error:
+            raise wire.error_from_rpc(error) from None
+
+    yield call
+    for channel in channels:
+        channel.close()
+
+
+NODE = node_service_pb2_grpc.NodeServiceStub
+ADMIN = admin_service_pb2_grpc.AdminServiceStub
+
+
+def identity(node: str, **more) -> node_service_pb2.NodeIdentity:
+    fields = {
+        "node_id": "1",
+        "incarnation": "1",
+        "boot_id": "1",
+        "host_name": "h",
+        "address": "h:1",
+        "server_version": "0.1.0",
+        "api_versions": ["v1"],
+        **more,
+    }
+    return node_service_pb2.NodeIdentity(node=node, **fields)
+
+
+def test_a_daemon_alone_has_no_cluster(daemon):
+    assert not daemon.status().HasField("cluster")
+    with pytest.raises(errors.InvalidArgumentError, match="belongs to no cluster"):
+        daemon.ask("ListGroups", node="b")
+
+
+def test_a_node_that_joins_is_seen_from_both(start_daemon):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    b = start_daemon(cluster=joins(address))
+    joined(b)
+    assert link(a) == "COORDINATOR"
+    assert states(a) == states(b) == {"a": "JOINED", "b": "JOINED"}
+    ours, theirs = cluster_of(a), cluster_of(b)
+    assert (ours.cluster_id, ours.epoch) == (theirs.cluster_id, theirs.epoch)
+    assert (ours.node, theirs.node) == ("a", "b")
+    assert theirs.coordinator == address
+    assert [node.coordinator for node in theirs.nodes] == [True, False]
+
+
+def test_every_reading_call_goes_to_the_node_that_it_names(start_daemon):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    b = start_daemon(cluster=joins(address))
+    joined(b)
+    client = b.client()
+    client.ready(make_spec())
+    for here, there in ((a, "b"), (b, "b")):
+        assert here.ask("GetStatus", node=there).directory == str(b.directory)
+        (group,) = here.ask("ListGroups", node=there).groups
+        assert group.group.spec.name == "moe"
+        sessions = here.ask("ListSessions", node=there).sessions
+        assert client.session_id in [session.session_id for session in sessions]
+        assert here.ask("ListBuffers", node=there).buffers
+        assert here.ask("ListRanks", node=there).ranks
+        for method in ("ListLayers", "ListHandles", "ListEvents"):
+            here.ask(method, node=there)
+    assert not a.ask("ListGroups").groups
+    assert not b.ask("ListGroups", node="a").groups
+    with pytest.raises(errors.InvalidArgumentError, match="no node 'x' in the cluster"):
+        a.ask("ListGroups", node="x")
+
+
+def test_other_nodes_order_nothing_and_ask_nothing_on(start_daemon, call_node):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    client = a.client()
+    client.ready(make_spec())
+    orders = [
+        ("Drain", pb.DrainRequest()),
+        ("Fence", pb.FenceRequest(session_id=client.session_id)),
+        ("Reclaim", pb.ReclaimRequest(name="moe")),
+    ]
+    for method, request in orders:
+        with pytest.raises(errors.PermissionDeniedError, match=f"{method} is for the node's own"):
+            call_node(address, ADMIN, method, request)
+    assert a.group_states() == {"moe": "READY"}
+    with pytest.raises(errors.InvalidArgumentError, match="this is node 'a', asked of node 'b'"):
+        call_node(address, ADMIN, "ListGroups", pb.ListGroupsRequest(node="b"))
+
+
+def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(start_daemon):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    b = start_daemon(cluster=joins(address))
+    joined(b)
+    other = start_daemon(cluster=joins(address))
+    eventually(lambda: link(other) == "REFUSED")
+    status = cluster_of(other)
+    first = cluster_of(b).nodes[1].identity
+    assert f"'b' is taken by the daemon {first.pid}" in status.error
+    assert first.address in status.error
+    assert states(a) == {"a": "JOINED", "b": "JOINED"}
+    assert link(b) == "JOINED"
+    assert other.event_kinds().count("cluster.refused") == 1
+    other.client().ready(make_spec())  # it serves its own node all the same
+
+
+def test_a_node_that_ends_well_leaves_at_once(start_daemon):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    b = start_daemon(cluster=joins(address))
+    joined(b)
+    b.close()
+    eventually(lambda: states(a) == {"a": "JOINED"})
+    b.close = lambda: None
+
+
+def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, call_node):
+    address = place()
+    a = start_daemon(clock=FakeClock(), cluster=coordinates(address))
+    request = node_service_pb2.JoinClusterRequest(identity=identity("x", address=place()))
+    lease = call_node(address, NODE, "JoinCluster", request).lease_id
+    a.clock.advance(config.NODE_LEASE_S + 4)
+    eventually(lambda: states(a) == {"a": "JOINED", "x": "UNREACHABLE"})
+    assert cluster_of(a).nodes[1].since.ToSeconds() == config.NODE_LEASE_S + 4
+    with pytest.raises(errors.RuntimeUnavailableError, match="node 'x' at .* does not answer"):
+        a.ask("ListGroups", node="x")
+    report = node_service_pb2.ReportNodeRequest(node="x", lease_id=lease)
+    call_node(address, NODE, "ReportNode", report)
+    a.clock.advance(3)
+    with pytest.raises(errors.RuntimeUnavailableError) as caught:
+        a.ask("ListGroups", node="x")
+    assert caught.value.fields["since_s"] == 3.0
+    # The coordinator hears it, and yet cannot reach it.
+    assert states(a) == {"a": "JOINED", "x": "UNREACHABLE"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"server_version": "0.2.0"}, errors.VersionSkewError, "server_version=0.2.0"),
+        ({"api_versions": ["v9"]}, errors.VersionSkewError, "api_versions="),
+        ({"node": "A B"}, errors.InvalidArgumentError, "node must be"),
+        ({"address": "nowhere"}, errors.InvalidArgumentError, "address must be"),
+        ({"host_name": ""}, errors.InvalidArgumentError, "host_name must be"),
+        ({"boot_id": "x" * 300}, errors.InvalidArgumentError, "boot_id must be"),
+        ({"api_versions": ["v1"] * 99}, errors.InvalidArgumentError, "at most 16"),
+    ],
+)
+def test_what_no_daemon_of_ours_says_is_refused(start_daemon, call_node, fields, error, match):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    request = node_service_pb2.JoinClusterRequest(identity=identity(**{"node": "x", **fields}))
+    with pytest.raises(error, match=match):
+        call_node(address, NODE, "JoinCluster", request)
+    assert states(a) == {"a": "JOINED"}
+
+
+def test_a_node_whose_lease_is_not_known_joins_again(start_daemon, call_node):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    b = start_daemon(cluster=joins(address))
+    joined(b)
+    own = cluster_of(b).nodes[1].identity  # who says it is b takes b's place; plain TCP lets it
+    request = node_service_pb2.JoinClusterRequest(identity=own)
+    call_node(address, NODE, "JoinCluster", request)
+    eventually(
+        lambda: a.event_kinds().count("cluster.node_joined") == 3,
+        within_s=config.NODE_REPORT_INTERVAL_S + 1,
+    )
+    assert link(b) == "JOINED"
+    assert "cluster.coordinator_lost" not in b.event_kinds()
+
+
+def test_a_node_that_does_not_coordinate_says_who_does(start_daemon, call_node):
+    address = place()
+    start_daemon(cluster=coordinates(address))
+    b = start_daemon(cluster=joins(address))
+    joined(b)
+    request = node_service_pb2.JoinClusterRequest(identity=identity("x"))
+    with pytest.raises(errors.StaleHandleError, match=f"the coordinator is at {address}"):
+        call_node(cluster_of(b).nodes[1].identity.address, NODE, "JoinCluster", request)
+
+
+def test_one_address_has_one_daemon(daemon_process):
+    address = place()
+    first = daemon_process("--coordinator", address, "--insecure", "--node", "a")
+    assert first.ready["cluster"] == address
+    second = daemon_process("--coordinator", address, "--insecure", "--node", "b")
+    code, text = second.ended(within_s=5.0)
+    assert code == 2
+    assert f"cannot listen on {address}" in text
+    assert "Traceback" not in text
+
+
+def test_plain_tcp_is_refused_with_the_exit_code_of_wrong_usage(daemon_process):
+    refused = daemon_process("--coordinator", place())
+    code, text = refused.ended(within_s=5.0)
+    assert code == 1
+    assert "--insecure" in text
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    """Certificates of a and b under one authority, and of a and b under another."""
+    base = tmp_path_factory.mktemp("pki")
+    hosts = {"a": loopback(), "b": ""}
+    make_certificates(base / "ours", **hosts)
+    make_certificates(base / "theirs", **hosts)
+    return base, f"{hosts['a']}:7700"
+
+
+def credentials(directory, name: str) -> grpc.ChannelCredentials:
+    certificate, key, authority = (
+        (directory / file).read_bytes() for file in (f"{name}.pem", f"{name}.key", "ca.pem")
+    )
+    return grpc.ssl_channel_credentials(authority, key, certificate)
+
+
+def test_with_certificates_nobody_else_joins_or_reads(daemon_process, pki, call_node):
+    base, address = pki
+    ours = base / "ours"
+    a = daemon_process("--coordinator", address, "--node", "a", *tls_flags(ours, "a"))
+    b = daemon_process("--join", address, "--node", "b", *tls_flags(ours, "b"))
+    joined(b)
+    assert a.ask("GetStatus", node="b").pid == b.pid
+    assert b.ask("GetStatus", node="a").pid == a.pid
+    assert not cluster_of(a).insecure
+
+    trusting_us = grpc.ssl_channel_credentials((ours / "ca.pem").read_bytes())
+    for stranger in (None, trusting_us, credentials(base / "theirs", "b")):
+        with pytest.raises(errors.RuntimeUnavailableError):
+            call_node(
+                address, ADMIN, "GetStatus", pb.GetStatusRequest(), credentials=stranger, name="a"
+            )
+    request = node_service_pb2.JoinClusterRequest(identity=identity("c"))
+    with pytest.raises(errors.PermissionDeniedError, match=r"node 'c'.*certificate is for .*'b'"):
+        call_node(
+            address, NODE, "JoinCluster", request, credentials=credentials(ours, "b"), name="a"
+        )
+    assert states(a) == {"a": "JOINED", "b": "JOINED"}
+
+
+def test_a_node_does_not_trust_a_coordinator_of_another_authority(daemon_process, pki):
+    base, address = pki
+    daemon_process("--coordinator", address, "--node", "a", *tls_flags(base / "theirs", "a"))
+    b = daemon_process("--join", address, "--node", "b", *tls_flags(base / "ours", "b"))
+    eventually(lambda: cluster_of(b).error)
+    assert link(b) == "JOINING"
+    assert [node.state for node in cluster_of(b).nodes if node.coordinator] == [
+        node_service_pb2.NODE_STATE_UNREACHABLE
+    ]
+
+
+def test_the_coordinators_death_stops_nothing_and_its_return_is_noticed(daemon_process, restarted):
+    address = place()
+    flags = ("--coordinator", address, "--insecure", "--node", "a")
+    a = daemon_process(*flags)
+    b = daemon_process("--join", address, "--insecure", "--node", "b")
+    joined(b)
+    before = cluster_of(a)
+    client = b.client()
+    client.ready(make_spec())
+    a.kill()
+    eventually(lambda: link(b) == "LOST", within_s=config.NODE_REPORT_INTERVAL_S + 1)
+    assert b.group_states() == {"moe": "READY"}
+    assert b.healthy()
+    assert states(b) == {"a": "UNREACHABLE", "b": "JOINED"}
+    with pytest.raises(errors.RuntimeUnavailableError, match="node 'a' at"):
+        b.ask("ListGroups", node="a")
+    client.create(make_spec(name="another"))  # what needs this node alone goes on
+    a = restarted(a, *flags)
+    assert states(a) == {"a": "JOINED", "b": "JOINED"}  # it knows whom to await
+    joined(b)
+    after = cluster_of(a)
+    assert after.cluster_id == before.cluster_id
+    assert after.epoch > before.epoch
+    eventually(lambda: cluster_of(b).epoch == after.epoch)
+    kinds = b.event_kinds()
+    assert [kind for kind in kinds if kind.startswith("cluster.")] == [
+        "cluster.serving",
+        "cluster.joined",
+        "cluster.coordinator_lost",
+        "cluster.joined",
+    ]
+    assert a.ask("ListGroups", node="b").groups
+
+
+def test_a_node_may_be_there_before_its_coordinator(daemon_process):
+    address = place()
+    b = daemon_process("--join", address, "--insecure", "--node", "b")
+    eventually(lambda: cluster_of(b).error)
+    assert link(b) == "JOINING"
+    daemon_process("--coordinator", address, "--insecure", "--node", "a")
+    joined(b)
+
+
+def test_a_node_that_is_killed_takes_its_place_again(daemon_process, restarted):
+    address = place()
+    a = daemon_process("--coordinator", address, "--insecure", "--node", "a")
+    flags = ("--join", address, "--insecure", "--node", "b")
+    b = daemon_process(*flags)
+    joined(b)
+    b = restarted(b, *flags)
+    joined(b)
+    assert states(a) == {"a": "JOINED", "b": "JOINED"}
+    assert a.ask("GetStatus", node="b").pid == b.pid
+
+
+@pytest.mark.parametrize("point", ["before_write", "torn_write", "after_write"])
+@pytest.mark.slow
+def test_no_epoch_comes_twice_wherever_the_coordinator_dies(daemon_process, point):
+    address = place()
+    flags = ("--coordinator", address, "--insecure", "--node", "a")
+    seen = []
+    a = daemon_process(*flags)
+    for _ in range(5):
+        seen.append(cluster_of(a).epoch)
+        a.kill()
+        dying = daemon_process(
+            *flags, "--testing", f"failpoint:cluster.{point}=kill", directory=a.directory
+        )
+        assert dying.ended(within_s=5.0)[0] == -9
+        a = daemon_process(*flags, directory=a.directory)
+    assert seen == sorted(set(seen))

@@ -1,0 +1,168 @@
+"""What `serve` makes of the flags of a cluster, and what plain TCP may do."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_places import make_certificates, tls_flags
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_server import main
+from ep_runtime_server.cluster_config import ClusterConfig, Endpoint, parse_endpoint
+
+
+def read(*words: str) -> ClusterConfig | None:
+    return main.make_config(main.build_parser().parse_args(["--dir", "/tmp/d", *words])).cluster
+
+
+@pytest.fixture
+def tls(tmp_path) -> list[str]:
+    return tls_flags(make_certificates(tmp_path / "pki", a=""), "a")
+
+
+def test_without_flags_there_is_no_cluster():
+    assert read() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a.lab:1", Endpoint("a.lab", 1)),
+        ("10.0.0.1:7700", Endpoint("10.0.0.1", 7700)),
+        ("[::1]:7700", Endpoint("::1", 7700)),
+        (":7700", Endpoint("default", 7700)),
+        ("7700", Endpoint("default", 7700)),
+    ],
+)
+def test_an_endpoint_is_host_and_port(text, wanted):
+    found = parse_endpoint(text, "--x", default_host="default")
+    assert found == wanted
+    assert parse_endpoint(str(found), "--x") == wanted
+
+
+@pytest.mark.parametrize("text", ["", "a", "a:", "a:b", "a:65536", "::1:80", "unix:/a:1", "a b:1"])
+def test_what_is_none_is_refused(text):
+    with pytest.raises(InvalidArgumentError, match="--x must be HOST:PORT"):
+        parse_endpoint(text, "--x")
+
+
+def test_daemons_do_not_speak_plain_tcp_unless_told():
+    with pytest.raises(InvalidArgumentError, match="--tls-cert, --tls-key, --tls-ca missing"):
+        read("--coordinator", "127.0.0.1:7700")
+
+
+def test_half_of_the_certificates_is_none(tls):
+    with pytest.raises(InvalidArgumentError, match="--tls-ca missing"):
+        read("--coordinator", "127.0.0.1:7700", *tls[:4])
+
+
+def test_certificates_and_plain_tcp_exclude_each_other(tls):
+    with pytest.raises(InvalidArgumentError, match="give either"):
+        read("--coordinator", "127.0.0.1:7700", "--insecure", *tls)
+
+
+def test_a_file_that_is_no_certificate_is_named(tls):
+    tls[1], tls[3] = tls[3], tls[1]
+    with pytest.raises(InvalidArgumentError, match=r"--tls-cert: .*a\.key is no PEM file"):
+        read("--coordinator", "127.0.0.1:7700", *tls)
+
+
+def test_the_key_is_in_no_text_of_the_configuration(tls):
+    made = read("--coordinator", "127.0.0.1:7700", *tls)
+    assert made is not None
+    assert "PRIVATE KEY" not in repr(made)
+    assert made.tls is not None
+    assert b"PRIVATE KEY" in made.tls.key
+
+
+def test_with_certificates_a_port_alone_is_every_address(tls):
+    made = read("--coordinator", "7700", *tls)
+    assert made is not None
+    assert made.listen == Endpoint("0.0.0.0", 7700)
+
+
+def test_plain_tcp_stays_on_loopback_unless_the_address_is_named():
+    made = read("--coordinator", "7700", "--insecure")
+    assert made is not None
+    assert made.listen == Endpoint("127.0.0.1", 7700)
+    named = read("--coordinator", "10.0.0.1:7700", "--insecure")
+    assert named is not None
+    assert named.listen == Endpoint("10.0.0.1", 7700)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:7700", "[::]:7700"])
+@pytest.mark.parametrize("flag", ["--coordinator", "--listen"])
+def test_plain_tcp_on_every_address_is_refused(address, flag):
+    words = [flag, address] if flag == "--coordinator" else ["--join", "127.0.0.1:1", flag, address]
+    with pytest.raises(InvalidArgumentError, match="every address of the host"):
+        read(*words, "--insecure")
+
+
+def test_a_node_that_joins_listens_where_it_reaches_the_coordinator(monkeypatch):
+    made = read("--join", "127.0.0.1:7700", "--insecure", "--node", "b")
+    assert made == ClusterConfig("b", Endpoint("127.0.0.1", 0), Endpoint("127.0.0.1", 7700))
+
+
+def test_plain_tcp_off_loopback_is_not_chosen_for_the_user(monkeypatch):
+    monkeypatch.setattr(
+        "ep_runtime_server.cluster_config.local_address_towards", lambda target: "10.0.0.2"
+    )
+    with pytest.raises(InvalidArgumentError, match=r"--listen 10\.0\.0\.2:PORT"):
+        read("--join", "10.0.0.1:7700", "--insecure")
+    assert read("--join", "10.0.0.1:7700", "--insecure", "--listen", "10.0.0.2:0") is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--insecure"], "--insecure needs --coordinator, --join or --cluster"),
+        (["--tls-ca", "x"], "--tls-ca needs"),
+        (["--node", "a"], "--node needs"),
+        (["--coordinator", "1", "--insecure", "--listen", "2"], "--listen goes with --join"),
+        (["--coordinator", "1", "--insecure", "--node", "A"], "--node must be a lower-case DNS"),
+        (["--join", "nowhere.invalid:1", "--insecure"], "give --listen HOST:PORT"),
+        (["--cluster", "/nonexistent", "--insecure"], "cannot read /nonexistent"),
+    ],
+)
+def test_flags_that_make_no_cluster_are_refused(words, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        read(*words)
+
+
+FILE = """
+coordinator = "a"
+[nodes]
+a = "127.0.0.1:7700"
+b = "127.0.0.2:7700"
+"""
+
+
+def test_every_node_finds_its_place_in_the_file(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(FILE)
+    first = read("--cluster", str(path), "--insecure", "--node", "a")
+    second = read("--cluster", str(path), "--insecure", "--node", "b")
+    assert first is not None
+    assert second is not None
+    assert (first.listen, first.coordinator) == (Endpoint("127.0.0.1", 7700), None)
+    assert (second.listen, second.coordinator) == (Endpoint("127.0.0.2", 7700), first.listen)
+    assert second.coordinator_name == "a"
+    assert first.expected == second.expected
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (FILE + "c = 7", "address of 'c'"),
+        (FILE + 'C = "h:1"', r"a name in \[nodes\]"),
+        (FILE.replace('"a"', '"x"'), "coordinator is 'x'"),
+        (FILE.replace("a = ", "d = ").replace('"a"', '"d"'), "--node .* is 'a'"),
+        (FILE + "[more]", "nothing else; got .'more'"),
+        ("[nodes]", 'coordinator = "NAME"'),
+        ("coordinator =", "cannot read"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(tmp_path, text, match):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=match):
+        read("--cluster", str(path), "--insecure", "--node", "a")

@@ -1,0 +1,250 @@
+"""The coordinator's list: names, leases, versions, and what it remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from harness import FakeClock
+
+from ep_runtime.errors import (
+    GroupBusyError,
+    InvalidArgumentError,
+    PoolExhaustedError,
+    StaleHandleError,
+    VersionSkewError,
+)
+from ep_runtime_server import config
+from ep_runtime_server.cluster_config import Endpoint
+from ep_runtime_server.cluster_facts import ClusterFacts
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.journal import Journal
+from ep_runtime_server.nodes import NodeIdentity, Nodes
+
+
+def identity(node: str, **more) -> NodeIdentity:
+    made = NodeIdentity(
+        node=node,
+        node_id=f"id-{node}",
+        incarnation="1",
+        boot_id="boot",
+        host_name=f"host-{node}",
+        pid=7,
+        address=f"{node}:1",
+        server_version="1.2.3",
+        api_versions=("v1",),
+    )
+    return dataclasses.replace(made, **more)
+
+
+class Coordinator:
+    """The list on a journal; `restart` is a new life on the same one."""
+
+    def __init__(self, path, expected=None, *switches: str) -> None:
+        self.clock = FakeClock()
+        self.path = path
+        self.expected = expected or {}
+        self.start(*switches)
+
+    def start(self, *switches: str) -> None:
+        journal = Journal(self.path, Failpoints(switches), name="cluster", synced=True)
+        self.facts = ClusterFacts(journal)
+        self.events = EventLog(self.clock)
+        self.nodes = Nodes(identity("a"), self.expected, self.facts, self.clock, self.events)
+
+    def restart(self, *switches: str) -> None:
+        self.facts.close()
+        self.start(*switches)
+
+    def states(self) -> dict[str, str]:
+        return {node.identity.node: node.state.value for node in self.nodes.all()}
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events.after(0)]
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    made = Coordinator(tmp_path / "cluster")
+    yield made
+    made.facts.close()
+
+
+def test_a_node_that_reports_keeps_its_lease(coordinator):
+    lease = coordinator.nodes.join(identity("b")).lease_id
+    for _ in range(5):
+        coordinator.clock.advance(config.NODE_LEASE_S - 1)
+        coordinator.nodes.report("b", lease)
+        coordinator.nodes.tick()
+    assert coordinator.states() == {"a": "JOINED", "b": "JOINED"}
+
+
+def test_a_silent_node_is_unreachable_since_it_was_heard_last(coordinator):
+    lease = coordinator.nodes.join(identity("b")).lease_id
+    coordinator.clock.advance(config.NODE_LEASE_S)
+    coordinator.nodes.tick()
+    coordinator.nodes.tick()
+    (_, node) = coordinator.nodes.all()
+    assert node.state.value == "UNREACHABLE"
+    assert coordinator.clock.now_s - node.since_s == config.NODE_LEASE_S
+    coordinator.nodes.report("b", lease)
+    assert coordinator.states()["b"] == "JOINED"
+    assert coordinator.kinds() == [
+        "cluster.node_joined",
+        "cluster.node_unreachable",
+        "cluster.node_back",
+    ]
+
+
+def test_a_node_that_never_comes_back_is_forgotten(coordinator):
+    coordinator.nodes.join(identity("b"))
+    for _ in range(2):
+        coordinator.clock.advance(config.NODE_FORGOTTEN_S)
+        coordinator.nodes.tick()
+    assert coordinator.states() == {"a": "JOINED"}
+    coordinator.restart()
+    assert coordinator.states() == {"a": "JOINED"}
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_name_that_a_living_daemon_has_is_refused(coordinator, name):
+    coordinator.nodes.join(identity("b"))
+    other = identity(name, node_id="another", host_name="elsewhere", address="e:2")
+    with pytest.raises(GroupBusyError, match=f"node name '{name}' is taken") as caught:
+        coordinator.nodes.join(other)
+    assert caught.value.fields["host"] == f"host-{name}"
+    assert "elsewhere" in str(caught.value)
+    assert coordinator.states() == {"a": "JOINED", "b": "JOINED"}
+
+
+def test_a_copy_of_a_daemons_directory_on_another_host_is_another_daemon(coordinator):
+    coordinator.nodes.join(identity("b"))
+    with pytest.raises(GroupBusyError):
+        coordinator.nodes.join(identity("b", boot_id="other"))
+
+
+def test_a_daemon_that_starts_again_takes_its_own_place(coordinator):
+    first = coordinator.nodes.join(identity("b")).lease_id
+    coordinator.clock.advance(3)
+    second = coordinator.nodes.join(identity("b", incarnation="2", pid=8, address="b:2"))
+    assert (second.identity.pid, second.since_s) == (8, coordinator.clock.now_s)
+    with pytest.raises(StaleHandleError, match="join again"):
+        coordinator.nodes.report("b", first)
+
+
+def test_a_name_is_free_once_its_lease_is_over(coordinator):
+    first = coordinator.nodes.join(identity("b")).lease_id
+    coordinator.clock.advance(config.NODE_LEASE_S)
+    coordinator.nodes.tick()
+    coordinator.nodes.join(identity("b", node_id="another"))
+    with pytest.raises(StaleHandleError):
+        coordinator.nodes.report("b", first)
+    with pytest.raises(GroupBusyError):
+        coordinator.nodes.join(identity("b"))
+
+
+def test_a_node_that_leaves_frees_its_name_at_once(coordinator):
+    lease = coordinator.nodes.join(identity("b")).lease_id
+    coordinator.nodes.leave("b", "not its lease")
+    assert "b" in coordinator.states()
+    coordinator.nodes.leave("b", lease)
+    coordinator.nodes.leave("b", lease)
+    coordinator.nodes.join(identity("b", node_id="another"))
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs", "ours"),
+    [("server_version", "1.3.0", "1.2.3"), ("api_versions", ("v2",), ["v1"])],
+)
+def test_versions_that_do_not_fit_name_node_field_and_both_values(coordinator, field, theirs, ours):
+    with pytest.raises(VersionSkewError) as caught:
+        coordinator.nodes.join(identity("b", **{field: theirs}))
+    shown = list(theirs) if isinstance(theirs, tuple) else theirs
+    assert caught.value.fields == {"node": "b", "field": field, "theirs": shown, "ours": ours}
+    for part in ("node 'b'", f"{field}={shown}", f"{field}={ours}"):
+        assert part in str(caught.value)
+
+
+def test_a_bugfix_release_and_more_protocols_fit(coordinator):
+    coordinator.nodes.join(identity("b", server_version="1.2.9", api_versions=("v2", "v1")))
+
+
+def test_with_a_file_its_nodes_are_there_from_the_start_and_no_others_join(tmp_path):
+    names = {name: Endpoint(name, 1) for name in ("a", "b", "c")}
+    coordinator = Coordinator(tmp_path / "cluster", names)
+    assert coordinator.states() == {"a": "JOINED", "b": "ABSENT", "c": "ABSENT"}
+    lease = coordinator.nodes.join(identity("b")).lease_id
+    with pytest.raises(InvalidArgumentError, match="node 'x' is not in the coordinator's"):
+        coordinator.nodes.join(identity("x"))
+    assert coordinator.states() == {"a": "JOINED", "b": "JOINED", "c": "ABSENT"}
+    coordinator.nodes.leave("b", lease)
+    assert coordinator.states() == {"a": "JOINED", "b": "ABSENT", "c": "ABSENT"}
+    coordinator.facts.close()
+
+
+def test_the_number_of_nodes_is_bounded(coordinator, monkeypatch):
+    monkeypatch.setattr(config, "MAX_NODES", 3)
+    for name in ("b", "c", "b"):
+        coordinator.nodes.join(identity(name))
+    with pytest.raises(PoolExhaustedError, match="at most 3 nodes"):
+        coordinator.nodes.join(identity("d"))
+
+
+def test_a_coordinator_that_starts_again_awaits_its_nodes_a_whole_lease(coordinator):
+    lease = coordinator.nodes.join(identity("b")).lease_id
+    coordinator.clock.advance(config.NODE_LEASE_S - 1)
+    coordinator.restart()
+    assert coordinator.states() == {"a": "JOINED", "b": "JOINED"}
+    with pytest.raises(GroupBusyError):
+        coordinator.nodes.join(identity("b", node_id="another"))
+    with pytest.raises(StaleHandleError):
+        coordinator.nodes.report("b", lease)
+    before = coordinator.nodes.all()[1].since_s
+    coordinator.clock.advance(1)
+    assert coordinator.nodes.join(identity("b")).since_s == before  # it was there all the time
+    coordinator.clock.advance(config.NODE_LEASE_S)
+    coordinator.nodes.tick()
+    assert coordinator.states()["b"] == "UNREACHABLE"
+
+
+def test_no_epoch_is_given_twice_and_ids_stay(coordinator):
+    facts = coordinator.facts
+    facts.found()
+    node_id, cluster_id = facts.node_id, facts.cluster_id
+    given = [facts.next_epoch(), facts.next_epoch()]
+    coordinator.restart()
+    facts = coordinator.facts
+    assert (facts.node_id, facts.cluster_id) == (node_id, cluster_id)
+    facts.found()
+    given.append(facts.next_epoch())
+    facts.heard(57)  # of a node, by a coordinator whose file was lost
+    facts.heard(3)
+    given.append(facts.next_epoch())
+    assert given == [1, 2, 3, 58]
+
+
+def test_what_is_not_on_the_disk_is_not_said(tmp_path):
+    coordinator = Coordinator(tmp_path / "cluster")
+    coordinator.facts.next_epoch()
+    coordinator.restart("failpoint:cluster.before_write=enospc")
+    with pytest.raises(PoolExhaustedError, match="epoch"):
+        coordinator.facts.next_epoch()
+    assert coordinator.facts.epoch == 1
+    with pytest.raises(PoolExhaustedError):
+        coordinator.nodes.join(identity("b"))
+    assert coordinator.states() == {"a": "JOINED"}
+    coordinator.restart()
+    assert coordinator.facts.next_epoch() == 2
+    coordinator.facts.close()
+
+
+def test_a_disk_that_was_full_for_a_moment_is_forgiven(tmp_path):
+    coordinator = Coordinator(tmp_path / "cluster")
+    coordinator.restart("failpoint:cluster.before_write=enospc:1")
+    with pytest.raises(PoolExhaustedError):
+        coordinator.facts.next_epoch()
+    assert coordinator.facts.next_epoch() == 1
+    coordinator.restart()
+    assert coordinator.facts.epoch == 1
+    coordinator.facts.close()
