@@ -104,9 +104,10 @@ def num_sms() -> int:
     return int(value)
 
 
-def set_num_sms(count: int) -> None:
-    """Sets EP_RUNTIME_SMS for groups that this process creates from now on."""
-    os.environ["EP_RUNTIME_SMS"] = str(count)
+def set_for_groups(num_sms: int, tells_progress: bool) -> None:
+    """Sets EP_RUNTIME_SMS and EP_RUNTIME_BOARD for groups that this process creates from now on."""
+    os.environ["EP_RUNTIME_SMS"] = str(num_sms)
+    os.environ["EP_RUNTIME_BOARD"] = str(int(tells_progress))
 
 
 def no_color() -> bool:

@@ -52,7 +52,10 @@ def host_clock(token: jax.Array, arrays: Sequence[jax.Array]) -> tuple[jax.Array
 
 
 @pytest.fixture
-def session() -> Iterator[ep.Session]:
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[ep.Session]:
+    # The bench sets them; the tests after this one must not see it.
+    monkeypatch.setenv("EP_RUNTIME_SMS", "0")
+    monkeypatch.setenv("EP_RUNTIME_BOARD", "1")
     with ep.connect("embedded") as made:
         yield made
 
@@ -66,17 +69,14 @@ def bench_of(options: BenchOptions, session: ep.Session) -> device_bench.Bench:
 
 def test_every_op_is_timed_and_compared(session: ep.Session) -> None:
     also = ("combine_weighted", "dispatch_bwd", "combine_bwd")
-    memfd = dataclasses.replace(OPTIONS, transports=("memfd",), also=also, sms=(0, 24))
+    memfd = dataclasses.replace(
+        OPTIONS, transports=("memfd",), also=also, sms=(0, 24), board=("on", "off")
+    )
     samples = device_calls.measure_all(bench_of(memfd, session))
-    assert [(s.op, s.sms) for s in samples] == [
-        ("clock", 0),
-        ("prepare", 0),
-        ("dispatch", 0),
-        ("combine", 0),
-        ("pair", 0),
-        *((op, 0) for op in also),
-        ("dispatch", 24),
-        ("combine", 24),
+    assert [(s.op, s.sms, s.board) for s in samples] == [
+        *((op, 0, "on") for op in ("clock", "prepare", "dispatch", "combine", "pair", *also)),
+        *((op, 24, "on") for op in ("dispatch", "combine")),
+        *((op, 0, "off") for op in ("dispatch", "combine")),
     ]
     assert all(len(s.kernel_us) == device_calls.CALLS for s in samples)
     assert all(us > 0 for s in samples for us in s.kernel_us)

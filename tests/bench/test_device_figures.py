@@ -24,7 +24,7 @@ OPTIONS = BenchOptions(
     precision=("fast", "exact"),
     sms=(0, 24),
 )
-CLOCK = DeviceSample("clock", "clock", 128, "", "fast", 0, 0, [2.0, 4.0, 3.0], [])
+CLOCK = DeviceSample("clock", "clock", 128, "", "fast", 0, "on", 0, [2.0, 4.0, 3.0], [])
 
 
 def sample(
@@ -34,7 +34,8 @@ def sample(
     blocks = 0 if subject in ("xla", "stock") or op == "prepare" else sms or 40
     step_s = more.get("step_s", [])
     name = more.get("routing", "uniform")
-    return DeviceSample(op, subject, 128, name, precision, sms, blocks, times, step_s)
+    board = more.get("board", "on")
+    return DeviceSample(op, subject, 128, name, precision, sms, board, blocks, times, step_s)
 
 
 def row_of(samples: list[DeviceSample]) -> dict[str, Any]:
@@ -106,6 +107,14 @@ def test_ratios_are_to_the_ceiling_of_as_many_blocks_and_to_what_stands_beside()
     assert row_of(others)["ratio_to_stock"] == 1.0
 
 
+def test_the_boards_cost_is_the_ratio_to_a_group_without_it() -> None:
+    off = sample("dispatch", "nvlink", 50.0, board="off")
+    others = [sample("combine", "nvlink", 10.0, board="off"), off]
+    rows = device_movement.make_rows(OPTIONS, [CLOCK, *others, sample("dispatch", "nvlink", 51.0)])
+    found = {row["board"]: row["ratio_to_board_off"] for row in rows if row["op"] == "dispatch"}
+    assert found == {"on": 1.02, "off": None}
+
+
 def test_exact_sums_are_held_against_the_link_in_bytes_per_second() -> None:
     ceiling = sample("combine", "ceiling", 40.0, precision="exact")
     row = row_of([ceiling, sample("combine", "nvlink", 100.0, precision="exact")])
@@ -120,7 +129,7 @@ def test_prepare_has_times_alone() -> None:
 
 
 def test_a_call_of_several_processes_took_as_long_as_the_slowest() -> None:
-    case = ("dispatch", "nvlink", 128, "uniform", "fast", 0, 40)
+    case = ("dispatch", "nvlink", 128, "uniform", "fast", 0, "on", 40)
     one = DeviceSample(*case, [1.0, 5.0], [0.1, 0.3])
     two = DeviceSample(*case, [3.0, 4.0], [0.2, 0.1])
     (found,) = device_movement.slowest([[one], [two]])
@@ -154,6 +163,10 @@ def test_options_of_the_command_line_reach_the_bench() -> None:
     assert found.routing == ("uniform", "zipf", "one")
     assert (found.sms, found.precision) == ((16, 24), ("fast", "exact"))
     assert found.also == ("dispatch_bwd",)
+    assert options_of("--transports", "nvlink", "--devices", "4", "--board", "on,off").variants == (
+        (0, "on"),
+        (0, "off"),
+    )
     assert found.row_bytes_on_gpus == 8192
     assert (found.devices, found.top_k, found.num_experts) == (4, 4, 64)
 
@@ -161,13 +174,13 @@ def test_options_of_the_command_line_reach_the_bench() -> None:
 def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cli.gpus, "count", lambda: 4)
+    monkeypatch.setattr(cli.gpus, "usable", lambda: 4)
     found = options_of("dispatch", "combine")
     assert (found.transports, found.devices, found.num_experts) == (("nvlink", "xla"), 4, 256)
     assert found.sms == (0,)
     assert options_of("gemm").transports == ("memfd", "xla")
     assert options_of("dispatch", "--transports", "xla").devices == 8
-    monkeypatch.setattr(cli.gpus, "count", lambda: 0)
+    monkeypatch.setattr(cli.gpus, "usable", lambda: 0)
     assert options_of("dispatch", "combine").transports == ("memfd", "xla")
 
 

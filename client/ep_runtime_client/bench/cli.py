@@ -14,7 +14,6 @@ from typing import Any
 from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_client.bench import gpus
 from ep_runtime_client.bench.options import (
     ALSO,
     BENCHES,
@@ -26,7 +25,7 @@ from ep_runtime_client.bench.options import (
     Transport,
 )
 from ep_runtime_client.bench.routing import ROUTINGS
-from ep_runtime_client.cli import render
+from ep_runtime_client.cli import gpus, render
 
 GPU_EXPERTS = 256
 
@@ -78,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, chosen, text in (
         ("--routing", gpu.routing, f"of {', '.join(ROUTINGS)}"),
         ("--precision", gpu.precision, f"sums of combine, of {', '.join(COMBINE_PRECISIONS)}"),
+        ("--board", gpu.board, "progress told to the board, on, off or both"),
         ("--also", gpu.also, f"more to time, of {', '.join(ALSO)}"),
     ):
         said = ",".join(chosen) or "none"
@@ -135,7 +135,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
     )
     devices, experts = args.devices, args.experts
     if devices is None:
-        devices = max(1, gpus.count()) if said.on_gpus else said.devices
+        devices = max(1, gpus.usable()) if said.on_gpus else said.devices
     if experts is None:
         experts = GPU_EXPERTS if said.on_gpus else said.num_experts
     tokens = args.tokens or ()
@@ -156,6 +156,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         routing=args.routing,
         sms=args.sms or (env.num_sms(),),
         precision=args.precision,
+        board=args.board,
         also=args.also,
         top_k=args.top_k,
         num_experts=experts,
@@ -168,7 +169,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
 def _default_transports(benches: tuple[str, ...]) -> tuple[Transport, ...]:
     """GPUs where there are some and every bench runs on them."""
     able = all(name in ("dispatch", "combine", "connect") for name in benches)
-    return ON_GPUS if able and gpus.count() else ON_CPU
+    return ON_GPUS if able and gpus.usable() else ON_CPU
 
 
 def _module(name: str, options: BenchOptions) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from ep_runtime_client.bench.timing import median
 from ep_runtime_client.cli.render import Column
 
 CLIENTS = 5
+GPU_CLIENTS = 2  # each takes ten seconds and more to start JAX
 CLIENT_TIMEOUT_S = 120.0
 # What the runtime answers for; JAX's import, backend, tracing and compiling stand beside it.
 OURS = ("connect", "create_group", "register_layer", "first_call")
@@ -25,9 +27,10 @@ COLUMNS = (
 
 
 def run(options: BenchOptions) -> BenchReport:
-    """Runs CLIENTS fresh processes one after the other; the first warms the page cache."""
+    """Runs fresh processes one after the other; the first warms the page cache and the daemon."""
+    clients = GPU_CLIENTS if options.on_gpus else CLIENTS
     with warm_daemon() as address:
-        samples = [_client(address, options.devices) for _ in range(CLIENTS + 1)][1:]
+        samples = [_client(address, options) for _ in range(clients + 1)][1:]
     rows = [_row(stage, [sample[stage] for sample in samples]) for stage in samples[0]]
     rows.append(
         _row(
@@ -35,9 +38,10 @@ def run(options: BenchOptions) -> BenchReport:
             [sum(sample[stage] for stage in OURS) for sample in samples],
         )
     )
+    kind = "GPUs" if options.on_gpus else "CPU devices"
     title = (
-        f"first call on a warm daemon: {options.devices} CPU devices, {CLIENTS} fresh processes; "
-        f"the last line sums {' + '.join(OURS)}"
+        f"first call on a warm daemon: {options.devices} {kind}"
+        f", {clients} fresh processes; the last line sums {' + '.join(OURS)}"
     )
     return BenchReport("connect", title, COLUMNS, rows)
 
@@ -51,10 +55,13 @@ def _row(stage: str, samples: list[float]) -> dict[str, Any]:
     }
 
 
-def _client(address: str, devices: int) -> dict[str, float]:
+def _client(address: str, options: BenchOptions) -> dict[str, float]:
     command = [sys.executable, "-P", "-m", "ep_runtime_client.bench.first_call"]
+    transport = "nvlink" if options.on_gpus else "memfd"
+    sizes = json.dumps(dataclasses.asdict(options.sizes))
+    words = ["--devices", str(options.devices), "--transport", transport, "--sizes", sizes]
     done = subprocess.run(
-        [*command, "--address", address, "--devices", str(devices)],
+        [*command, "--address", address, *words],
         capture_output=True,
         text=True,
         timeout=CLIENT_TIMEOUT_S,

@@ -18,7 +18,7 @@ from ep_runtime_client.bench import device_time, routing
 from ep_runtime_client.bench.options import BenchOptions, DeviceSample
 from ep_runtime_client.bench.timing import median
 from ep_runtime_client.cli import render
-from ep_runtime_client.members import Member
+from ep_runtime_client.members import Member, start_jax
 from ep_runtime_client.session import Session
 
 AXIS = "ep"
@@ -145,21 +145,14 @@ class Bench:
         self.samples.append(sample)
         self.say(
             f"{sample.subject:8}{sample.op:17}T={sample.tokens:<6}{sample.routing:8}"
-            f"{sample.precision:6}{sample.blocks or sample.sms:4} SMs  "
+            f"{sample.precision:6}{sample.blocks or sample.sms:4} SMs  board {sample.board:4}"
             f"p50 {median(sample.kernel_us):.1f} us"
         )
 
 
 def start_gpus(options: BenchOptions, member: Member) -> Mesh:
-    """The GPUs of this process and, where there are several processes, jax.distributed."""
-    if member.processes > 1:
-        each = options.devices // member.processes
-        jax.distributed.initialize(
-            member.coordinator,
-            num_processes=member.processes,
-            process_id=member.index,
-            local_device_ids=range(member.index * each, (member.index + 1) * each),
-        )
+    """The GPUs of all processes."""
+    start_jax(options.devices, member, "gpu")
     return Mesh(np.array(jax.devices("gpu")[: options.devices]), (AXIS,))
 
 

@@ -44,6 +44,9 @@ PAIR_TOKENS = 512  # a pair is timed up to here: what decoding has
 OP_TIMEOUT_S = 60.0
 _CLOCK = "clock"
 
+Variant = tuple[int, str]  # sms, board
+NO_VARIANT: tuple[Variant, ...] = ((0, ""),)
+
 
 def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceSample]:
     """Every transport and case; the same order in every process."""
@@ -99,13 +102,13 @@ class _Round:
     def __init__(self, bench: Bench, transport: str, precision: str) -> None:
         self.transport = transport
         self._bench, self._precision = bench, precision
-        self._sms: tuple[int, ...] = (0,) if transport == "xla" else bench.options.sms
+        self._variants = NO_VARIANT if transport == "xla" else bench.options.variants
         self._cases: list[_Case] = []
-        self._opened: tuple[int, Group] | None = None
+        self._opened: tuple[Variant, Group] | None = None
 
-    def open(self, sms: int) -> EpLayer:
-        """The layer in a group with that many blocks."""
-        if self._opened is not None and self._opened[0] == sms:
+    def open(self, variant: Variant) -> EpLayer:
+        """The layer in a group with those blocks and that board."""
+        if self._opened is not None and self._opened[0] == variant:
             layer = self._opened[1].layer("layer")
             assert isinstance(layer, EpLayer)  # registered below
             return layer
@@ -121,10 +124,10 @@ class _Round:
             "transport": self.transport,
             "op_timeout_s": OP_TIMEOUT_S,
         }
-        env.set_num_sms(sms)
+        env.set_for_groups(variant[0], variant[1] != "off")
         name = f"bench-{self.transport}-{self._precision}"
         group = bench.session.create_group(name, bench.mesh, ep_axis=AXIS, **settings)
-        self._opened = (sms, group)
+        self._opened = (variant, group)
         return group.register_layer("layer", top_k=options.top_k)
 
     def close(self) -> None:
@@ -133,17 +136,18 @@ class _Round:
         self._opened = None
 
     def compile(self) -> None:
-        """Starts to compile every case: programs know names and sizes, not blocks."""
-        layer = self.open(self._sms[0])
-        for sms in self._sms:
+        """Starts to compile every case: programs know names and sizes, no variant."""
+        layer = self.open(self._variants[0])
+        for variant in self._variants:
             for tokens in self._bench.options.tokens:
-                self._cases.append(_Case(self._bench, layer, tokens, sms))
+                first = variant == self._variants[0]
+                self._cases.append(_Case(self._bench, layer, tokens, variant, first))
                 self._cases[-1].compile()
 
     def measure(self, known: dict[tuple[int, str], Operands]) -> None:
         """Every case with every routing; `known` keeps operands for the cases after it."""
         for case in self._cases:
-            self.open(case.sms)
+            self.open(case.variant)
             for name in self._bench.options.routing:
                 key = (case.tokens, name)
                 if key not in known:
@@ -153,12 +157,13 @@ class _Round:
 
 @dataclasses.dataclass
 class _Case:
-    """One number of tokens on one group."""
+    """One number of tokens on one group; what no variant changes is timed in the first."""
 
     bench: Bench
     layer: EpLayer
     tokens: int
-    sms: int
+    variant: Variant
+    first: bool
 
     def __post_init__(self) -> None:
         spec, mesh = self.layer.group_spec, self.bench.mesh
@@ -168,9 +173,6 @@ class _Case:
         self._ops = device_ops.our_ops(self._call)
         self._slow = self._transport == "xla"
         self._blocks: dict[str, int] = {}
-        options = self.bench.options
-        self._first_sms = self._slow or self.sms == options.sms[0]
-        self._first = self._first_sms and (self._slow or self._precision == options.precision[0])
 
     def compile(self) -> None:
         """Starts to compile everything that this case runs."""
@@ -181,7 +183,7 @@ class _Case:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return (self._transport, self._precision, self.tokens, self.sms)
+        return (self._transport, self._precision, self.tokens, self.variant)
 
     def _run(self, name: str) -> Program:
         return self.bench.programs[self._key, name]
@@ -190,10 +192,10 @@ class _Case:
         """Names of the ops to time: what blocks or precision do not change, once."""
         options = self.bench.options
         once = self._slow or self._precision == options.precision[0]
-        found = ["prepare"] * self._first
+        found = ["prepare"] * (self.first and once)
         found += ["dispatch"] * ("dispatch" in options.benches and once)
         found += ["combine"] * ("combine" in options.benches)
-        if self._first_sms:
+        if self.first:
             both = {"dispatch", "combine"} <= {*options.benches}
             found += ["pair"] * (both and self.tokens <= PAIR_TOKENS)
             found += [op for op in options.also if op != "combine_bwd" or once]
@@ -222,7 +224,7 @@ class _Case:
             body = device_time.chain(bench.clock, token, self._ops["prepare"], timed, calls)
             needs = device_ops.NEEDS[name.split()[0]]
             found[f"{name} chain"] = (bench.mapped(body), tuple({*needs, "idx"}))
-        steps = {"prepare", "dispatch", *self._wanted()} if self._first_sms else ()
+        steps = {"prepare", "dispatch", *self._wanted()} if self.first else ()
         for name, function in self._steps().items():
             if name in steps:
                 found[name] = (function, device_ops.NEEDS[name])
@@ -307,7 +309,7 @@ class _Case:
         for op in self._wanted():
             kernel_us = self._kernel_us(op, given)
             step_s: list[float] = []
-            if self._first_sms and op in self._steps():
+            if self.first and op in self._steps():
                 step_s = self.bench.host_s(self._run(op), _only(given, op), repeats)
             self._add(op, self._transport, name, kernel_us, step_s)
 
@@ -328,7 +330,7 @@ class _Case:
         self, op: str, subject: str, name: str, kernel_us: list[float], step_s: Any = ()
     ) -> None:
         blocks = self._blocks.get(LIKE.get(op, ""), 0)
-        case = (op, subject, self.tokens, name, self._precision, self.sms, blocks)
+        case = (op, subject, self.tokens, name, self._precision, *self.variant, blocks)
         self.bench.add(DeviceSample(*case, kernel_us, [*step_s]))
 
 

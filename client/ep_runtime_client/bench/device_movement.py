@@ -10,6 +10,7 @@ bytes of 2-byte rows. The ceiling is a kernel that only copies these rows, on as
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ COLUMNS = (
     Column("precision", "SUMS"),
     Column("transport", "TRANSPORT"),
     Column("sms", "SMS", "count"),
+    Column("board", "BOARD"),
     Column("kernel_p50_us", "KERNEL P50 US", "count"),
     Column("kernel_p99_us", "P99", "count"),
     Column("step_p50_us", "STEP P50 US", "count"),
@@ -42,6 +44,7 @@ COLUMNS = (
     Column("logical_gb_per_s", "LOGICAL GB/S", "count"),
     Column("physical_gb_per_s", "PHYSICAL GB/S", "count"),
     Column("ratio_to_ceiling", "X CEILING", "count"),
+    Column("ratio_to_board_off", "X BOARD OFF", "count"),
     Column("ratio_to_xla", "X XLA", "count"),
     Column("ratio_to_stock", "X STOCK", "count"),
     Column("busiest_gb_per_s", "BUSIEST LINK GB/S", "count", wide=True),
@@ -79,7 +82,7 @@ def _slowest(same: Sequence[DeviceSample]) -> DeviceSample:
     kernel_us = [max(taken) for taken in zip(*(s.kernel_us for s in same), strict=True)]
     step_s = [max(taken) for taken in zip(*(s.step_s for s in same), strict=True)]
     case = (first.op, first.subject, first.tokens, first.routing, first.precision)
-    return DeviceSample(*case, first.sms, first.blocks, kernel_us, step_s)
+    return DeviceSample(*case, first.sms, first.board, first.blocks, kernel_us, step_s)
 
 
 def make_rows(options: BenchOptions, samples: Sequence[DeviceSample]) -> list[dict[str, Any]]:
@@ -117,11 +120,13 @@ class _Table:
             "precision": sample.precision,
             "transport": sample.subject,
             "sms": sample.blocks or sample.sms or None,
+            "board": sample.board,
             "kernel_p50_us": round(p50, 1),
             "kernel_p99_us": round(quantile(sample.kernel_us, 0.99) - self._clock_us, 1),
             **self._steps(sample),
             **self._rates(sample, p50),
             "ratio_to_ceiling": self._ratio_to_ceiling(sample, p50),
+            "ratio_to_board_off": self._ratio_to_board_off(sample, p50),
             "kernel_us": [round(us, 3) for us in sample.kernel_us],
             "step_us": [round(s * 1e6, 1) for s in sample.step_s],
             "clock_us": round(self._clock_us, 3),
@@ -162,15 +167,19 @@ class _Table:
         if sample.op not in LIKE or sample.subject in (CEILING, "xla", STOCK):
             return None
         for other in self._samples:
-            alike = (other.tokens, other.routing, other.precision, other.sms) == (
-                sample.tokens,
-                sample.routing,
-                sample.precision,
-                sample.sms,
-            )
-            if other.subject == CEILING and other.op == LIKE[sample.op] and alike:
+            if other.subject == CEILING and _case(other) == (LIKE[sample.op], *_case(sample)[1:]):
                 factor = bytes_of(self._options, sample) / self._options.row_bytes_on_gpus
                 return round(self._kernel_us(other) * factor / p50, 3)
+        return None
+
+    def _ratio_to_board_off(self, sample: DeviceSample, p50: float) -> float | None:
+        """How many times as long it takes with the board as without."""
+        if sample.board != "on":
+            return None
+        wanted = (sample.subject, *_case(dataclasses.replace(sample, board="off")))
+        for other in self._samples:
+            if (other.subject, *_case(other)) == wanted:
+                return round(p50 / self._kernel_us(other), 3)
         return None
 
     def _ratio_to(self, subject: str, sample: DeviceSample, p50: float) -> float | None:
@@ -184,6 +193,11 @@ class _Table:
             if same and other.subject == subject and sample.subject != CEILING:
                 return round(self._kernel_us(other) / p50, 2)
         return None
+
+
+def _case(sample: DeviceSample) -> tuple[Any, ...]:
+    s = sample
+    return (s.op, s.tokens, s.routing, s.precision, s.sms, s.board)
 
 
 def bytes_of(options: BenchOptions, sample: DeviceSample) -> int:

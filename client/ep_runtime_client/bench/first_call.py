@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from ep_runtime_client.bench.options import TRANSPORTS, Transport
+from ep_runtime_client.bench.options import TRANSPORTS, Sizes, Transport
 
 
 class Stages:
@@ -27,41 +27,44 @@ class Stages:
         self._last = now
 
 
-def measure(address: str, devices: int, transport: Transport) -> dict[str, float]:
+def measure(address: str, devices: int, transport: Transport, sizes: Sizes) -> dict[str, float]:
     """Runs one dispatch from nothing and returns the stages' milliseconds."""
     stages = Stages()
     import jax
+    import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import ep_runtime as ep
     from ep_runtime_client import groups, ops, session  # noqa: F401 - loaded when first used
+    from ep_runtime_client.members import Member, start_jax
 
     stages.mark("import")
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
+    platform = "gpu" if transport == "nvlink" else "cpu"
+    start_jax(devices, Member(), platform)
     with ep.connect(address) as connected:
         stages.mark("connect")
-        mesh = Mesh(np.array(jax.devices("cpu")), ("ep",))
+        mesh = Mesh(np.array(jax.devices(platform)[:devices]), ("ep",))
         rows = NamedSharding(mesh, PartitionSpec("ep"))
-        x = jax.device_put(np.ones((8 * devices, 256), np.float32), rows)
-        topk_idx = jax.device_put(np.arange(8 * devices, dtype=np.int32)[:, None] % devices, rows)
+        count = sizes.tokens * devices
+        x = jax.device_put(np.ones((count, sizes.hidden), jnp.dtype(sizes.dtype)), rows)
+        topk_idx = jax.device_put(sizes.topk_idx(count), rows)
         jax.block_until_ready((x, topk_idx))
         stages.mark("jax_backend")
         group = connected.create_group(
             "bench",
             mesh,
             ep_axis="ep",
-            num_experts=devices,
-            hidden_size=256,
-            max_tokens_per_rank=8,
-            max_top_k=1,
-            max_token_dtype="float32",
-            alignment=8,
+            num_experts=sizes.num_experts,
+            hidden_size=sizes.hidden,
+            max_tokens_per_rank=sizes.tokens,
+            max_top_k=sizes.top_k,
+            max_token_dtype=sizes.dtype,
+            alignment=sizes.alignment,
             transport=transport,
         )
         stages.mark("create_group")
-        layer = group.register_layer("layer", top_k=1)
+        layer = group.register_layer("layer", top_k=sizes.top_k)
         stages.mark("register_layer")
 
         def forward(x: Any, topk_idx: Any) -> Any:
@@ -82,8 +85,10 @@ def main() -> int:
     parser.add_argument("--address", required=True)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--transport", choices=TRANSPORTS, default="memfd")
+    parser.add_argument("--sizes", type=json.loads, required=True)
     args = parser.parse_args()
-    sys.stdout.write(json.dumps(measure(args.address, args.devices, args.transport)) + "\n")
+    stages = measure(args.address, args.devices, args.transport, Sizes(**args.sizes))
+    sys.stdout.write(json.dumps(stages) + "\n")
     return 0
 
 

@@ -55,7 +55,9 @@ class BenchOptions:
         routing: of ROUTINGS, on GPUs.
         sms: blocks of a kernel, on GPUs; 0 is what the library has measured best.
         precision: combine_precision, on GPUs.
-        also: of ALSO, timed with the first of `sms` beside dispatch and combine.
+        board: of "on" and "off": whether kernels tell the board of their progress, on GPUs; the
+            second is timed with the first of `sms`.
+        also: of ALSO, timed with the first of `sms` and `board` beside dispatch and combine.
         top_k: K.
         num_experts: E.
         repeats: timed calls of each subject.
@@ -77,6 +79,7 @@ class BenchOptions:
     routing: tuple[str, ...] = ROUTINGS[:1]
     sms: tuple[int, ...] = (0,)
     precision: tuple[str, ...] = ("fast",)
+    board: tuple[str, ...] = ("on",)
     also: tuple[str, ...] = ()
     top_k: int = 8
     num_experts: int = 64
@@ -92,6 +95,7 @@ class BenchOptions:
             ("--dtype", (self.dtype,), ("bfloat16", "float16", "float32")),
             ("--routing", self.routing, ROUTINGS),
             ("--precision", self.precision, COMBINE_PRECISIONS),
+            ("--board", self.board, ("on", "off")),
         )
         for argument, values, choices in checks:
             unknown = [value for value in values if value not in choices]
@@ -148,6 +152,13 @@ class BenchOptions:
         return "nvlink" in self.transports
 
     @property
+    def variants(self) -> tuple[tuple[int, str], ...]:
+        """(sms, board) of every group of a transport and precision, on GPUs."""
+        first, *others = self.board
+        swept = tuple((sms, first) for sms in self.sms)
+        return swept + tuple((self.sms[0], board) for board in others)
+
+    @property
     def row_bytes_on_gpus(self) -> int:
         """Bytes of a token row there."""
         return self.hidden * DTYPE_BYTES[self.dtype]
@@ -189,6 +200,14 @@ class BenchOptions:
                 argument="num_experts",
             )
 
+    @property
+    def sizes(self) -> Sizes:
+        """What `connect` makes: little on CPU, where only the way counts; real windows on GPUs."""
+        if not self.on_gpus:
+            return Sizes(8, 256, self.devices, 1, "float32", 8)
+        case = (max(self.tokens), self.hidden, self.num_experts, self.top_k)
+        return Sizes(*case, self.dtype, 128)
+
     def tokens_for(self, row_bytes: int) -> int:
         """Tokens per rank for rows of this size."""
         if self.tokens_per_rank:
@@ -202,6 +221,25 @@ class BenchOptions:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the group and the one call of `connect`: T of one rank, H, E, K, rows of an expert."""
+
+    tokens: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    dtype: str
+    alignment: int
+
+    def topk_idx(self, count: int) -> Any:
+        """Experts that go round, int32 [count, K]."""
+        import numpy as np
+
+        first = np.arange(count, dtype=np.int32)[:, None] * self.top_k
+        return (first + np.arange(self.top_k, dtype=np.int32)) % self.num_experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +263,7 @@ class DeviceSample:
         routing: of ROUTINGS.
         precision: combine_precision of the group; "" where there is no group.
         sms: as asked for.
+        board: "on" or "off".
         blocks: that the kernel had; 0 where nobody says.
         kernel_us: microseconds on the device, of the slowest rank, a reading of the clock included.
         step_s: seconds of one jitted call on the host, waited for.
@@ -236,6 +275,7 @@ class DeviceSample:
     routing: str
     precision: str
     sms: int
+    board: str
     blocks: int
     kernel_us: Sequence[float]
     step_s: Sequence[float]
