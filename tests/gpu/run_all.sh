@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Builds, checks and times everything that needs GPUs, in one call, with a table at the end.
+#   tests/gpu/run_all.sh LOGS [part ...]
+# Every part has a time limit and a log in the folder LOGS. Without parts, all of these but `cases`:
+#   build       both native libraries and the kernels' harness
+#   kernels     every kernel against the reference, without JAX
+#   tests       this folder's tests
+#   plain       the same without XLA's command buffers
+#   cases       every case of token movement in every layout of processes
+#   soak        10,000 steps with random delays, one process
+#   processes   5,000 of them, one process for each GPU
+#   memcheck, racecheck   compute-sanitizer on small shapes, two ranks on one GPU
+#   bench       dispatch and combine beside the link's ceiling and XLA's collectives
+# Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
+# kernels_main (or some of them) to use as they are; BUILD_DIR; TESTS, more arguments of pytest;
+# BENCH, arguments of `ep-runtime bench`. Exits with 1 where a part failed.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+logs=${1:?folder for the logs}
+shift
+parts=("$@")
+if [ ${#parts[@]} = 0 ]; then
+  parts=(build kernels tests plain soak processes memcheck racecheck bench)
+fi
+mkdir -p "$logs"
+logs=$(cd "$logs" && pwd)
+python=${PYTHON:-python3}
+build=${BUILD_DIR:-build/gpu-all}
+prebuilt=${PREBUILT:-}
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+soak_gpus=$((gpus >= 4 ? 4 : gpus))
+export python build prebuilt logs soak_gpus
+# The tests' own process and those that it starts share the GPUs. Tuning matmuls takes most of a
+# small program's compile time and tells nothing here.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0"
+export PYTHONPATH="$PWD:$PWD/server:$PWD/client:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
+
+harness() {  # the kernels' harness; one that was built before is used as it is
+  if [ -n "$prebuilt" ] && [ -x "$prebuilt/kernels_main" ]; then
+    echo "$prebuilt/kernels_main"
+  else
+    echo "$build/kernels/kernels_main"
+  fi
+}
+part_build() {
+  mkdir -p ep_runtime/_native
+  if [ -n "$prebuilt" ] && [ -e "$prebuilt/libep_runtime_cuda.so" ]; then
+    cp "$prebuilt"/libep_runtime_*.so ep_runtime/_native/
+  else
+    cmake -S csrc -B "$build" -G Ninja -DEP_RUNTIME_CUDA=ON \
+      -DPython_EXECUTABLE="$(command -v "$python")"
+    cmake --build "$build"
+    cp "$build"/libep_runtime_cpu.so "$build"/cuda/libep_runtime_cuda.so ep_runtime/_native/
+  fi
+  if ! [ -x "$(harness)" ]; then BUILD_DIR=$build/kernels tests/gpu/run_kernels.sh build; fi
+  ls -l ep_runtime/_native "$(harness)"
+}
+part_kernels() { "$(harness)" check; }
+part_tests() {
+  "$python" -m pytest tests/gpu -q -p no:cacheprovider --durations=12 --timeout=200 "$@" ${TESTS:-}
+}
+part_plain() {
+  XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part_tests
+}
+part_cases() { part_tests -m slow -k test_every_case; }
+part_soak() { "$python" tests/gpu/soak.py --limit-s 150; }
+part_processes() { "$python" tests/gpu/soak.py --steps 5000 --limit-s 100 --gpus "$soak_gpus"; }
+sanitized() {
+  CUDA_VISIBLE_DEVICES=0 compute-sanitizer --tool "$1" --error-exitcode 3 "$(harness)" small 2
+}
+part_memcheck() { sanitized memcheck; }
+part_racecheck() { sanitized racecheck; }
+part_bench() {
+  # Times are taken as users have them: with tuned matmuls.
+  export XLA_FLAGS="${XLA_FLAGS/--xla_gpu_autotune_level=0/}"
+  "$python" -m ep_runtime_client.cli bench \
+    ${BENCH:-dispatch combine --transports nvlink,xla} --save "$logs/bench.json"
+}
+
+limit_of() {
+  case $1 in
+    build) echo 560 ;;
+    cases) echo 420 ;;
+    tests | plain | bench | racecheck) echo 300 ;;
+    soak | processes) echo 260 ;;
+    *) echo 180 ;;
+  esac
+}
+for part in "${parts[@]}"; do
+  if ! declare -F "part_$part" >/dev/null; then
+    echo "unknown part: $part" >&2
+    exit 2
+  fi
+done
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sort | uniq -c
+functions=$(declare -f)
+table=()
+failed=0
+for part in "${parts[@]}"; do
+  started=$SECONDS
+  timeout -k 20 "$(limit_of "$part")" \
+    bash -c "set -euo pipefail; $functions; part_$part" >"$logs/$part.log" 2>&1
+  code=$?
+  result=PASS
+  if [ $code = 124 ] || [ $code = 137 ]; then result=TIMEOUT; elif [ $code != 0 ]; then result=FAIL; fi
+  if [ $result != PASS ]; then
+    failed=1
+    echo "--- $part: exit code $code, the end of $logs/$part.log"
+    tail -n 40 "$logs/$part.log"
+  fi
+  table+=("$(printf '%-10s %-8s %4d s  %s' "$part" "$result" $((SECONDS - started)) \
+    "$(grep -v '^[[:space:]]*$' "$logs/$part.log" | tail -n 1 | cut -c1-90)")")
+  echo "${table[-1]}"
+done
+echo
+printf '%s\n' "${table[@]}"
+exit $failed
