@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from ep_runtime import layout
+from ep_runtime.env import MAX_SMS
 from ep_runtime.errors import InvalidArgumentError
 
 TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
@@ -35,7 +36,7 @@ DTYPE_BYTES = {
 }
 
 # Settings that change when things happen, never what a compiled program means.
-_NOT_IN_PROGRAMS = ("op_timeout_s", "retain_s")
+_NOT_IN_PROGRAMS = ("op_timeout_s", "retain_s", "num_sms")
 
 
 def stable_id(*parts: str) -> int:
@@ -85,6 +86,7 @@ class GroupSpec:
     partitioning: str
     op_timeout_s: float
     retain_s: float
+    num_sms: int = 0  # 0: as each process's environment says
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -227,6 +229,7 @@ def make_group_spec(
     partitioning: str = "auto",
     op_timeout_s: float = 600.0,
     retain_s: float = 60.0,
+    num_sms: int | None = None,
 ) -> GroupSpec:
     """Validates the arguments of `Session.create_group` and resolves its capacity.
 
@@ -253,6 +256,10 @@ def make_group_spec(
     if op_timeout_s <= 0:
         raise InvalidArgumentError(
             f"op_timeout_s must be positive, got {op_timeout_s}", argument="op_timeout_s"
+        )
+    if num_sms and not 2 <= num_sms <= MAX_SMS:  # 0 is how None travels
+        raise InvalidArgumentError(
+            f"num_sms must be None or 2 to {MAX_SMS}, got {num_sms}", argument="num_sms"
         )
     if recv_capacity_per_rank is not None and capacity_factor is not None:
         raise InvalidArgumentError(
@@ -291,6 +298,7 @@ def make_group_spec(
         partitioning=partitioning,
         op_timeout_s=float(op_timeout_s),
         retain_s=float(retain_s),
+        num_sms=int(num_sms or 0),
     )
 
 

@@ -115,6 +115,7 @@ def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
         partitioning=_to_enum(types_pb2.Partitioning, "PARTITIONING", spec.partitioning),
         op_timeout=duration(spec.op_timeout_s),
         retain=duration(spec.retain_s),
+        num_sms=spec.num_sms,
     )
 
 
@@ -141,6 +142,7 @@ def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
         partitioning=_from_enum(types_pb2.Partitioning, "PARTITIONING", message.partitioning),
         op_timeout_s=seconds(message.op_timeout),
         retain_s=seconds(message.retain),
+        num_sms=message.num_sms,
     )
 
 

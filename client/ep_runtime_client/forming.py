@@ -218,14 +218,17 @@ def _map(spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim) -
         window_fds=[found[rank] for rank in range(spec.world_size)],
         debug=env.debug(),
         local_ranks=claim.ranks,
-        gpus=_gpus(claim) if claim.ordinals else None,
+        gpus=on_gpus(spec, claim) if claim.ordinals else None,
     )
     return native.OpenGroup(library, number)
 
 
-def _gpus(claim: Claim) -> native.OnGpus:
+def on_gpus(spec: specs.GroupSpec, claim: Claim) -> native.OnGpus:
+    """How this process drives its ranks: what the group says, else its environment."""
     return native.OnGpus(
-        tuple(claim.ordinals), num_blocks=env.num_sms(), tell_progress=env.tells_progress()
+        tuple(claim.ordinals),
+        num_blocks=spec.num_sms or env.num_sms(),
+        tell_progress=env.tells_progress(),
     )
 
 

@@ -201,6 +201,7 @@ class Session:
         partitioning: Literal["auto", "rule", "shard_map"] = "auto",
         op_timeout_s: float = 600.0,
         retain_s: float = 60.0,
+        num_sms: int | None = None,
         replace: bool = False,
     ) -> Group:
         """Makes an expert-parallel group; collective over the mesh's processes.
@@ -212,8 +213,7 @@ class Session:
             mesh: the devices. The ranks of one EP group share every coordinate but `ep_axis`.
             ep_axis: the axis, or axes, that experts are spread over.
             outer_axes: axes that shard tokens beside it; every other axis replicates them.
-            num_experts: E of one EP group; a multiple of the ep axis's size.
-            hidden_size: H.
+            num_experts, hidden_size: E of one EP group, a multiple of the ep axis's size; H.
             max_tokens_per_rank: T of one rank at most.
             recv_capacity_per_rank: C, rows of one slab; None takes the no-drop worst case.
             capacity_factor: C from the balanced load instead, at least 1.0.
@@ -227,6 +227,7 @@ class Session:
             partitioning: who partitions the ops.
             op_timeout_s: how long a call waits for live but silent peers.
             retain_s: how long windows outlive the last process; 0 in private runtimes.
+            num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: EP_RUNTIME_SMS.
             replace: take the place of a group of that name with other settings.
 
         Raises:

@@ -36,7 +36,7 @@ Status CudaGroup::Open(const Group* group, const std::vector<int>& window_fds,
                        std::unique_ptr<CudaGroup>* out) {
   std::unique_ptr<CudaGroup> made(new CudaGroup(group));
   EP_RETURN_IF_ERROR(made->CheckLimits(devices));
-  EP_RETURN_IF_ERROR(made->ChooseBlocks(num_blocks));
+  EP_RETURN_IF_ERROR(made->ChooseBlocks(num_blocks, devices));
   EP_RETURN_IF_ERROR(made->board_.Map(*group));
   const FlagLayout flags(group->sizes());
   EP_RETURN_IF_ERROR(made->windows_.Map(window_fds, flags.window_bytes, devices));
@@ -66,8 +66,23 @@ Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
   return Status();
 }
 
-Status CudaGroup::ChooseBlocks(int64_t num_blocks) {
-  EP_RETURN_IF_ERROR(CheckAtMost("EP_RUNTIME_SMS", num_blocks, kMaxBlocks));
+// The blocks of a kernel wait for each other, so each has an SM of its own.
+Status CudaGroup::CheckBlocks(int64_t num_blocks, const std::vector<int>& devices) const {
+  for (int device : devices) {
+    int sms = 0;
+    EP_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    const int64_t most = std::min(sms, kMaxBlocks);
+    if (num_blocks <= most) continue;
+    return InvalidArgument("num_sms (or EP_RUNTIME_SMS) must be at most " + std::to_string(most) +
+                           ", the SMs of CUDA device " + std::to_string(device) + ", got " +
+                           std::to_string(num_blocks))
+        .With("argument", std::string("num_sms"));
+  }
+  return Status();
+}
+
+Status CudaGroup::ChooseBlocks(int64_t num_blocks, const std::vector<int>& devices) {
+  EP_RETURN_IF_ERROR(CheckBlocks(num_blocks, devices));
   blocks_ = kDefaultBlocks;
   if (num_blocks > 0) {
     const auto total = static_cast<int32_t>(std::max<int64_t>(num_blocks, 2));

@@ -65,7 +65,8 @@ class CudaGroup : public GroupDevice {
   explicit CudaGroup(const Group* group) : group_(group) {}
 
   Status CheckLimits(const std::vector<int>& devices) const;
-  Status ChooseBlocks(int64_t num_blocks);
+  Status CheckBlocks(int64_t num_blocks, const std::vector<int>& devices) const;
+  Status ChooseBlocks(int64_t num_blocks, const std::vector<int>& devices);
   Status OpenRank(int64_t world_rank, int device);
   Status FirstFailure() const;
   Status ErrorOf(const FailRecord& record) const;

@@ -122,6 +122,8 @@ def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> Non
         ({"capacity_factor": 2.0, "recv_capacity_per_rank": 8}, "not both"),
         ({"transport": "memfd"}, 'address="none"'),
         ({"lanes": 0}, "lanes must be at least 1, got 0"),
+        ({"num_sms": 1}, "num_sms must be None or 2 to 256, got 1"),
+        ({"num_sms": 257}, "num_sms must be None or 2 to 256, got 257"),
         ({"retain_s": -1}, "retain_s must be at least 0, got -1"),
     ],
 )

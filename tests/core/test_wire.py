@@ -46,6 +46,7 @@ class FakeRpcError(grpc.RpcError):
         {"on_overflow": "error", "combine_precision": "exact"},
         {"op_timeout_s": 0.1, "retain_s": 0.0},
         {"retain_s": 59.9999999999},
+        {"num_sms": 24},
     ],
 )
 def test_a_group_spec_comes_back_equal(changes):
