@@ -90,6 +90,19 @@ def test_connect_shows_every_stage_and_their_sum() -> None:
     assert stages[-1] == "connect to end of first handler"
 
 
+def test_staging_does_not_grow_with_layers() -> None:
+    sizes = ["--devices", "2", "--tokens", "8", "--hidden", "64", "--experts", "8"]
+    rows = figures("staging", *sizes)["staging"]
+    assert [(row["known"], row["ranks"], row["layers"]) for row in rows] == [
+        ("held", 2, 1),
+        ("held", 2, 1000),
+        ("computed", 8, None),
+    ]
+    assert rows[0]["bytes_per_rank"] == rows[1]["bytes_per_rank"] > 2 * 2 * 8 * 64 * 2
+    # Two lanes of 8 ranks' tokens, and little beside them.
+    assert 1.0 < rows[2]["bytes_per_rank"] / (2 * 8 * 8 * 64 * 2) < 20.0
+
+
 def test_control_registers_layers_and_times_calls() -> None:
     found = figures("control", "--layers", "20")
     what = [row["what"] for row in found["control"]]

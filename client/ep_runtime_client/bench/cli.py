@@ -17,6 +17,7 @@ from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_client.bench.options import (
     ALSO,
     BENCHES,
+    GPU_BENCHES,
     ON_CPU,
     ON_GPUS,
     STOCK,
@@ -168,7 +169,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
 
 def _default_transports(benches: tuple[str, ...]) -> tuple[Transport, ...]:
     """GPUs where there are some and every bench runs on them."""
-    able = all(name in ("dispatch", "combine", "connect") for name in benches)
+    able = all(name in GPU_BENCHES for name in benches)
     return ON_GPUS if able and gpus.usable() else ON_CPU
 
 

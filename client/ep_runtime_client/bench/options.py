@@ -12,7 +12,8 @@ from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
 from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli.render import Column
 
-BENCHES = ("dispatch", "combine", "gemm", "connect", "control", "compile")
+BENCHES = ("dispatch", "combine", "gemm", "connect", "staging", "control", "compile")
+GPU_BENCHES = ("dispatch", "combine", "connect", "staging")
 Transport = Literal["memfd", "nvlink", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
@@ -174,9 +175,7 @@ class BenchOptions:
                     argument="transports",
                 )
             return
-        elsewhere = [
-            name for name in self.benches if name not in ("dispatch", "combine", "connect")
-        ]
+        elsewhere = [name for name in self.benches if name not in GPU_BENCHES]
         if "memfd" in self.transports or elsewhere:
             what = ", ".join(["memfd"] * ("memfd" in self.transports) + elsewhere)
             raise InvalidArgumentError(
