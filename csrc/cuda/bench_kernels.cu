@@ -49,6 +49,7 @@ __global__ void ClockKernel(ClockParams params) {
   const uint64_t now = GlobalTimerNs();
   params.now[0] = static_cast<uint32_t>(now);
   params.now[1] = static_cast<uint32_t>(now >> 32);
+  while (GlobalTimerNs() - now < params.hold_ns) __nanosleep(1000);
 }
 
 }  // namespace

@@ -29,10 +29,12 @@ struct CeilingParams {
 cudaError_t LaunchCeiling(cudaStream_t stream, const CeilingParams& params);
 
 // Reads the device's clock between two calls. The token, passed on, makes one wait for the other.
+// `hold_ns` keeps the stream busy for so long after the reading: the host gets ahead meanwhile.
 struct ClockParams {
   const int32_t* token;  // [1], device
   int32_t* token_out;    // [1], device
   uint32_t* now;         // [2], device: nanoseconds, low word first
+  uint64_t hold_ns;
 };
 cudaError_t LaunchClock(cudaStream_t stream, const ClockParams& params);
 

@@ -1,3 +1,5 @@
+#include <string>
+
 #include "cuda/bench_kernels.h"
 #include "cuda/driver.h"
 #include "ffi/cuda_call.h"
@@ -8,6 +10,7 @@ namespace {
 using xla::ffi::DataType;
 
 constexpr int kCeilingWarps = 15;  // 4 reach the link as well, on 20 blocks and more
+constexpr int64_t kMaxHoldNs = 100'000'000;
 
 }  // namespace
 
@@ -41,16 +44,21 @@ Status LaunchCeilingCall(const CudaCall& call) {
   return call.Launched(cuda::LaunchCeiling(call.stream, params));
 }
 
-// ep_clock_v1(token s32 [1], anything...) -> token s32 [1], nanoseconds u32 [2], low word first
-Status LaunchClockCall(const CallFrame& frame, cudaStream_t stream) {
+// ep_clock_v1(token s32 [1], anything...; hold_ns) -> token s32 [1], nanoseconds u32 [2], low word
+// first
+Status LaunchClockCall(const CallFrame& frame, cudaStream_t stream, int64_t hold_ns) {
   if (frame.args.empty()) return InvalidArgument("ep_clock_v1 needs a token");
   EP_RETURN_IF_ERROR(CheckCount(frame, frame.args.size(), 2));
   EP_RETURN_IF_ERROR(CheckArray(frame, "token", frame.args[0], DataType::S32, {1}));
   EP_RETURN_IF_ERROR(CheckArray(frame, "token", frame.rets[0], DataType::S32, {1}));
   EP_RETURN_IF_ERROR(CheckArray(frame, "now", frame.rets[1], DataType::U32, {2}));
-  const cuda::ClockParams params{static_cast<const int32_t*>(frame.args[0].data),
-                                 static_cast<int32_t*>(frame.rets[0].data),
-                                 static_cast<uint32_t*>(frame.rets[1].data)};
+  if (hold_ns < 0 || hold_ns > kMaxHoldNs) {
+    return InvalidArgument("ep_clock_v1: hold_ns must be 0 to " + std::to_string(kMaxHoldNs) +
+                           ", got " + std::to_string(hold_ns));
+  }
+  const cuda::ClockParams params{
+      static_cast<const int32_t*>(frame.args[0].data), static_cast<int32_t*>(frame.rets[0].data),
+      static_cast<uint32_t*>(frame.rets[1].data), static_cast<uint64_t>(hold_ns)};
   return cuda::Check(cuda::LaunchClock(stream, params), "the clock's launch");
 }
 

@@ -39,7 +39,7 @@ Status LaunchDispatchBwdCall(const CudaCall& call);
 Status LaunchCombineBwdCall(const CudaCall& call);
 // Of the bench. The clock belongs to no group.
 Status LaunchCeilingCall(const CudaCall& call);
-Status LaunchClockCall(const CallFrame& frame, cudaStream_t stream);
+Status LaunchClockCall(const CallFrame& frame, cudaStream_t stream, int64_t hold_ns);
 
 }  // namespace ep_runtime
 

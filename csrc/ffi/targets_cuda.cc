@@ -93,10 +93,11 @@ ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-ffi::Error ReadClock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+ffi::Error ReadClock(cudaStream_t stream, int64_t hold_ns, ffi::RemainingArgs args,
+                     ffi::RemainingRets rets) {
   CallFrame frame{};
   Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchClockCall(frame, stream);
+  if (status.ok()) status = LaunchClockCall(frame, stream, hold_ns);
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
@@ -120,10 +121,13 @@ XLA_FFI_DEFINE_HANDLER(kPrepareSyncV1, (Execute<OpCode::kPrepare, LaunchPrepareC
                        EP_RUNTIME_BINDING);
 EP_RUNTIME_CUDA_TARGET(kDispatchCeilingV1, OpCode::kDispatch, LaunchCeilingCall);
 EP_RUNTIME_CUDA_TARGET(kCombineCeilingV1, OpCode::kCombine, LaunchCeilingCall);
-XLA_FFI_DEFINE_HANDLER(
-    kClockV1, ReadClock,
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets(),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kClockV1, ReadClock,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attr<int64_t>("hold_ns")
+                           .RemainingArgs()
+                           .RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

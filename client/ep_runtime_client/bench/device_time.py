@@ -4,8 +4,9 @@ A program makes n calls, each of which waits for the one before, and reads the d
 between them (custom call `ep_clock_v1`, one thread that stores %globaltimer). An interval is what
 one call took: its kernels, and the launches that no kernel hid. It holds one reading as well,
 which is measured alone (calls that do nothing) and taken off. Ranks are compared by intervals,
-never by their clocks. The first call comes after a `gate`, a call that waits for all ranks; its
-interval is dropped, because it holds what is left of the skew between the processes' launches.
+never by their clocks. The first call comes after a `gate`, a call that waits for all ranks, and
+after a pause in which the host launches the rest; its interval is dropped, because it holds what is
+left of the skew between the ranks.
 
 Neither a profiler nor its permissions are needed, and it works the same with XLA's command buffers
 on and off; the host is in none of the figures.
@@ -23,18 +24,22 @@ import numpy.typing as npt
 
 from ep_runtime_client.ops._ffi import ensure_registered
 
-# (token int32 [1], arrays) -> the token, and nanoseconds uint32 [2], low word first. The token
-# comes after the arrays are there, and whoever takes it comes after the reading.
-Clock = Callable[[jax.Array, Sequence[jax.Array]], tuple[jax.Array, jax.Array]]
+# (token int32 [1], arrays, hold_ns) -> the token, and nanoseconds uint32 [2], low word first. The
+# token comes after the arrays are there, and whoever takes it comes after the reading and hold_ns.
+Clock = Callable[[jax.Array, Sequence[jax.Array], int], tuple[jax.Array, jax.Array]]
+# Time for the host to launch a whole chain.
+HOLD_NS = 500_000
 # (token, operands of this device) -> results; every result must depend on the token.
 DeviceOp = Callable[[jax.Array, Any], Any]
 
 
-def gpu_clock(token: jax.Array, arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def gpu_clock(
+    token: jax.Array, arrays: Sequence[jax.Array], hold_ns: int
+) -> tuple[jax.Array, jax.Array]:
     """The Clock of NVIDIA GPUs."""
     ensure_registered("cuda")
     shapes = (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.uint32))
-    after, now = jax.ffi.ffi_call("ep_clock_v1", shapes)(token, *arrays)
+    after, now = jax.ffi.ffi_call("ep_clock_v1", shapes)(token, *arrays, hold_ns=np.int64(hold_ns))
     return after, now
 
 
@@ -51,11 +56,11 @@ def chain(
 
     def body(operands: Any) -> jax.Array:
         after = token()
-        after, _ = clock(after, jax.tree.leaves(gate(after, operands)))
-        after, now = clock(after, ())
+        after, _ = clock(after, jax.tree.leaves(gate(after, operands)), HOLD_NS)
+        after, now = clock(after, (), 0)
         readings = [now]
         for _ in range(calls + 1):
-            after, now = clock(after, jax.tree.leaves(op(after, operands)))
+            after, now = clock(after, jax.tree.leaves(op(after, operands)), 0)
             readings.append(now)
         return jnp.stack(readings)[None]
 
