@@ -269,7 +269,9 @@ __device__ inline void EndCall(const Call& call, const Output (&outputs)[kOutput
   }
   __syncthreads();
   if (!last) return;
-  if (Failed(call)) {
+  // A spoiled rank's plans stay whole: its calls go on, or its peers would wait for them.
+  const bool is_plan = call.op == static_cast<uint32_t>(OpCode::kPrepare);
+  if (Failed(call) || (!is_plan && LoadRelaxed(&group->spoiled) != 0)) {
     for (int i = 0; i < kOutputs; ++i) FillOutput(outputs[i]);
   }
   if (threadIdx.x == 0) {

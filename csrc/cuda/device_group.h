@@ -48,6 +48,15 @@ struct FailRecord {
   uint64_t waited_ns;
 };
 
+// Host-mapped. The first expert index that names no expert; `valid` is stored last.
+struct BadIndex {
+  uint32_t valid;
+  int32_t token;  // of the rank
+  int32_t slot;
+  int32_t value;
+  uint64_t layer_id;
+};
+
 // One 128-byte line per (lane, source): what the source runs in this lane.
 struct CallLine {
   uint64_t epoch;
@@ -160,11 +169,13 @@ struct DeviceGroup {
   uint64_t budget_ns;
   const uint64_t* poison_generation;  // host-mapped word of the board
   FailRecord* record;                 // host-mapped
+  BadIndex* bad_index;                // host-mapped; null: indices are not checked
   int32_t* scratch;                   // ScratchBytes
 
-  uint32_t open;    // the host clears it when the group closes
-  uint32_t failed;  // set by the first failing wait, never cleared
-  uint64_t epoch;   // of the last call that ended
+  uint32_t open;     // the host clears it when the group closes
+  uint32_t failed;   // set by the first failing wait, never cleared
+  uint32_t spoiled;  // set by the first bad index, never cleared
+  uint64_t epoch;    // of the last call that ended
   uint64_t verdicts;
   uint32_t arrived[kBarriers];
   uint32_t ended;  // blocks of the running kernel

@@ -20,6 +20,12 @@ Status CheckAtMost(const char* name, int64_t got, int64_t most) {
       .With("argument", std::string(name));
 }
 
+// Of a record that a device writes.
+bool IsWritten(const uint32_t& valid) {
+  const auto* word = reinterpret_cast<const std::atomic<uint32_t>*>(&valid);
+  return word->load(std::memory_order_acquire) != 0;
+}
+
 template <typename T>
 Status AllocateHost(T** out) {
   void* memory = nullptr;
@@ -106,9 +112,10 @@ Status CudaGroup::OpenRank(int64_t world_rank, int device) {
   const GroupSizes& sizes = group_->sizes();
   const FlagLayout flags(sizes);
   const OnDevice on_device(device);
-  LocalRank rank{world_rank, device, nullptr, nullptr, nullptr};
+  LocalRank rank{world_rank, device, nullptr, nullptr, nullptr, nullptr};
   EP_RETURN_IF_ERROR(AllocateHost(&rank.record));
   EP_RETURN_IF_ERROR(AllocateHost(&rank.verdict));
+  if (group_->options().debug) EP_RETURN_IF_ERROR(AllocateHost(&rank.bad_index));
   void* memory = nullptr;
   EP_RETURN_IF_CUDA(cudaMalloc(&memory, sizeof(DeviceGroup)));
   rank.group = static_cast<DeviceGroup*>(memory);
@@ -132,6 +139,7 @@ Status CudaGroup::OpenRank(int64_t world_rank, int device) {
   group.poison_generation = board_.poison_generation();
   group.progress = progress;
   group.record = rank.record;
+  group.bad_index = rank.bad_index;
   group.scratch = static_cast<int32_t*>(memory);
   group.open = 1;
   EP_RETURN_IF_CUDA(cudaMemcpy(rank.group, &group, sizeof(group), cudaMemcpyHostToDevice));
@@ -194,10 +202,21 @@ Status CudaGroup::ErrorOf(const FailRecord& record) const {
   }
 }
 
+Status CudaGroup::ErrorOf(const BadIndex& record) const {
+  const std::string layer = ThisProcess().registry.LayerName(record.layer_id);
+  return InvalidArgument("layer " + layer + ": topk_idx must be in [-1, " +
+                         std::to_string(group_->sizes().num_experts) + "), got " +
+                         std::to_string(record.value) + " at token " +
+                         std::to_string(record.token) + " slot " + std::to_string(record.slot))
+      .With("argument", std::string("topk_idx"));
+}
+
 Status CudaGroup::FirstFailure() const {
   for (const LocalRank& rank : ranks_) {
-    const auto* valid = reinterpret_cast<const std::atomic<uint32_t>*>(&rank.record->valid);
-    if (valid->load(std::memory_order_acquire) != 0) return ErrorOf(*rank.record);
+    if (rank.bad_index != nullptr && IsWritten(rank.bad_index->valid)) {
+      return ErrorOf(*rank.bad_index);
+    }
+    if (IsWritten(rank.record->valid)) return ErrorOf(*rank.record);
   }
   return Status();
 }

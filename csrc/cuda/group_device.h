@@ -24,10 +24,11 @@ namespace cuda {
 // graph that is replayed after the group closed still reads the descriptor, and writes the record.
 struct LocalRank {
   int64_t world_rank;
-  int device;          // CUDA ordinal
-  DeviceGroup* group;  // in memory of the device
-  FailRecord* record;  // in host memory that the device writes
-  Verdict* verdict;    // likewise
+  int device;           // CUDA ordinal
+  DeviceGroup* group;   // in memory of the device
+  FailRecord* record;   // in host memory that the device writes
+  Verdict* verdict;     // likewise
+  BadIndex* bad_index;  // likewise; null: indices are not checked
 };
 
 struct LaunchBlocks {
@@ -70,6 +71,7 @@ class CudaGroup : public GroupDevice {
   Status OpenRank(int64_t world_rank, int device);
   Status FirstFailure() const;
   Status ErrorOf(const FailRecord& record) const;
+  Status ErrorOf(const BadIndex& record) const;
 
   // Runs that are remembered; more than XLA keeps in flight.
   static constexpr size_t kMaxRuns = 1024;

@@ -1,4 +1,5 @@
 #include "cuda/call.cuh"
+#include "cuda/check_indices.cuh"
 #include "cuda/prepare_kernels.h"
 #include "cuda/staged_index.cuh"
 
@@ -533,6 +534,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = BeginCall(params.group, params.name, OpCode::kPrepare);
   const int num_experts = params.num_experts;
   const Experts experts(dynamic, num_experts);
+  if (!call.dead && params.group->bad_index != nullptr) CheckIndices(call, params, num_experts);
   if (!call.dead) Route(call, params, experts, num_experts, &shared);
   const MutablePlan& plan = params.plan;
   const int64_t slots = int64_t{params.sizes.tokens} * params.sizes.top_k * 4;

@@ -65,3 +65,47 @@ def test_more_sms_than_the_gpu_has_are_refused_with_both_numbers(
     with pytest.raises(ep.InvalidArgumentError, match=r"num_sms .* at most \d+, .* got 256"):
         make_group(session, gpus, num_sms=256)
     np.testing.assert_array_equal(round_trip(make_group(session, gpus), indices(gpus)), 2.0)
+
+
+@pytest.fixture
+def debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_RUNTIME_DEBUG", "1")
+
+
+@pytest.mark.usefixtures("debug")
+@pytest.mark.parametrize("value", [EXPERTS, -2, 1 << 30])
+def test_an_index_that_names_no_expert_is_an_error_with_its_place(
+    session: ep.Session, gpus: list[Any], value: int
+) -> None:
+    group = make_group(session, gpus)
+    idx = indices(gpus)
+    idx[-3, 1] = value  # token 29 of the last rank
+    assert not np.isfinite(round_trip(group, idx)[-TOKENS:]).any()
+    text = rf"layer moe: topk_idx must be in \[-1, 16\), got {value} at token 29 slot 1"
+    with pytest.raises(ep.InvalidArgumentError, match=text):
+        group.check()
+    with pytest.raises(ep.InvalidArgumentError, match=text), ep.translate_errors():
+        round_trip(group, idx)
+    group.close()
+    np.testing.assert_array_equal(round_trip(make_group(session, gpus), indices(gpus)), 2.0)
+
+
+@pytest.mark.usefixtures("debug")
+def test_unused_slots_are_no_error(session: ep.Session, gpus: list[Any]) -> None:
+    group = make_group(session, gpus)
+    idx = indices(gpus)
+    idx[::2, 1] = -1
+    np.testing.assert_array_equal(round_trip(group, idx)[::2], 1.0)
+    group.check()
+
+
+def test_without_the_switch_such_an_index_is_an_unused_slot(
+    session: ep.Session, gpus: list[Any]
+) -> None:
+    group = make_group(session, gpus)
+    idx = indices(gpus)
+    idx[3, 0] = EXPERTS
+    out = round_trip(group, idx)
+    np.testing.assert_array_equal(np.delete(out, 3, axis=0), 2.0)
+    np.testing.assert_array_equal(out[3], 1.0)
+    group.check()
