@@ -11,6 +11,7 @@
 #include "core/registry.h"
 #include "cuda/driver.h"
 #include "ffi/cuda_call.h"
+#include "ffi/nvtx_range.h"
 #include "ffi/read_call.h"
 #include "ffi/target.h"
 #include "xla/ffi/api/ffi.h"
@@ -61,6 +62,7 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
   const cuda::CallName name{launch.attributes.layer_id, layer_index, launch.attributes.handle,
                             layer.handle_base + launch.attributes.handle,
                             static_cast<uint32_t>(layer.in_flight)};
+  const NvtxRange range(op, layer.name);
   return launch.launch_fn(
       CudaCall{launch.frame, context, *device_group, *rank, name, launch.stream});
 }
