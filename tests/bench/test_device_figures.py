@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.bench import cli, device_movement, device_time, routing
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
+from ep_runtime_client.bench import cli, device_calls, device_movement, device_time, routing
 from ep_runtime_client.bench.options import ALSO, LIKE, BenchOptions, DeviceSample
 
 OPTIONS = BenchOptions(
@@ -143,12 +145,18 @@ def test_readings_of_the_clock_become_intervals_without_the_first() -> None:
     np.testing.assert_array_equal(device_time.intervals_us(words), [[1.1, 2.5], [1.0, 8.0]])
 
 
-def options_of(*words: str) -> BenchOptions:
-    import argparse
-
+def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    return cli.make_options(parser.parse_args(words))
+    return parser.parse_args(words)
+
+
+def options_of(*words: str) -> BenchOptions:
+    return cli.make_options(arguments(*words))
+
+
+def run(*words: str) -> int:
+    return cli.run(arguments(*words))
 
 
 def test_options_of_the_command_line_reach_the_bench() -> None:
@@ -202,6 +210,33 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
 def test_options_that_cannot_be_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(InvalidArgumentError, match=said):
         options_of(*words)
+
+
+def test_the_command_writes_a_table_and_keeps_every_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = [CLOCK, sample("dispatch", "ceiling", 40.0), sample("dispatch", "nvlink", 50.0)]
+    monkeypatch.setattr(device_calls, "measure", lambda options, address, member: made)
+    monkeypatch.setattr(cli.gpus, "usable", lambda: 4)
+    kept = tmp_path / "bench.json"
+    words = ["dispatch", "--tokens", "128", "--experts", "16", "--top-k", "4", "--hidden", "512"]
+    assert run(*words, "--save", str(kept)) == 0
+    table = capsys.readouterr().out
+    assert "4 GPUs in one process" in table
+    assert "X CEILING" in table
+    found = json.loads(kept.read_text())
+    assert run(*words, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == found
+    ours = found["movement"][1]
+    assert (ours["transport"], ours["ratio_to_ceiling"]) == ("nvlink", 0.8)
+    assert ours["kernel_us"] == [52.0, 53.0, 60.0]
+    assert found["options"]["tokens"] == [128]
+
+
+def test_gpus_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.gpus, "usable", lambda: 1)
+    with pytest.raises(RuntimeUnavailableError, match="wants 2 GPUs .* found 1"):
+        run("dispatch", "--transports", "nvlink", "--devices", "2")
 
 
 def test_everything_that_can_be_timed_says_whose_rows_it_moves() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime import env
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_client.bench.options import (
     ALSO,
@@ -173,6 +173,17 @@ def _default_transports(benches: tuple[str, ...]) -> tuple[Transport, ...]:
     return ON_GPUS if able and gpus.usable() else ON_CPU
 
 
+def _check_devices(options: BenchOptions) -> None:
+    """Raises RuntimeUnavailableError where there are fewer GPUs than wanted; says why."""
+    if options.on_gpus and gpus.usable() < options.devices:
+        found = gpus.check()
+        raise RuntimeUnavailableError(
+            f"--transports {','.join(options.transports)} wants {options.devices} GPUs that JAX "
+            f"and this package can use, found {gpus.usable()}: {found.found}"
+            + (f"; {found.advice}" if found.advice else "")
+        )
+
+
 def _module(name: str, options: BenchOptions) -> str:
     # Dispatch and combine are measured together, on the same operands.
     if name not in ("dispatch", "combine"):
@@ -183,6 +194,7 @@ def _module(name: str, options: BenchOptions) -> str:
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen benches and writes their tables, or one JSON document."""
     options = make_options(args)
+    _check_devices(options)
     modules = dict.fromkeys(_module(name, options) for name in options.benches)
     reports = [
         importlib.import_module(f"ep_runtime_client.bench.{module}").run(options)

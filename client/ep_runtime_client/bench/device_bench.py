@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -18,7 +17,6 @@ from ep_runtime_client.bench import device_time, routing
 from ep_runtime_client.bench.options import BenchOptions, DeviceSample
 from ep_runtime_client.bench.timing import median
 from ep_runtime_client.cli import render
-from ep_runtime_client.members import Member, start_jax
 from ep_runtime_client.session import Session
 
 AXIS = "ep"
@@ -148,12 +146,6 @@ class Bench:
             f"{sample.precision:6}{sample.blocks or sample.sms:4} SMs  board {sample.board:4}"
             f"p50 {median(sample.kernel_us):.1f} us"
         )
-
-
-def start_gpus(options: BenchOptions, member: Member) -> Mesh:
-    """The GPUs of all processes."""
-    start_jax(options.devices, member, "gpu")
-    return Mesh(np.array(jax.devices("gpu")[: options.devices]), (AXIS,))
 
 
 def meeting(mesh: Mesh) -> Callable[[], object]:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime import env
@@ -26,14 +27,13 @@ from ep_runtime_client.bench.device_bench import (
     Program,
     alone,
     meeting,
-    start_gpus,
     token_rows,
 )
 from ep_runtime_client.bench.options import CEILING, LIKE, STOCK, BenchOptions, DeviceSample
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups import Group
 from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.members import Member
+from ep_runtime_client.members import Member, start_jax
 from ep_runtime_client.ops.calls import world_rank
 from ep_runtime_client.ops.plan import Dispatched, Plan, PlanArrays
 from ep_runtime_client.ops.prepare import make_call
@@ -51,8 +51,9 @@ NO_VARIANT: tuple[Variant, ...] = ((0, ""),)
 
 def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceSample]:
     """Every transport and case; the same order in every process."""
-    mesh = start_gpus(options, member)
+    start_jax(options.devices, member, "gpu")
     with ep.connect(address) as session:
+        mesh = Mesh(np.array(jax.devices("gpu")[: options.devices]), (AXIS,))
         together = meeting(mesh) if member.processes > 1 else alone
         return measure_all(Bench(options, session, mesh, device_time.gpu_clock, together))
 
