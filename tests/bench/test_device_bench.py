@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -104,37 +104,70 @@ def test_the_transport_of_collectives_is_compared_with(session: ep.Session) -> N
     assert all(row["ratio_to_xla"] > 0 for row in dispatches)
 
 
-@pytest.mark.parametrize("transport", ["memfd", "xla"])
-def test_calls_of_a_chain_are_neither_merged_nor_dropped(
-    session: ep.Session, transport: str
-) -> None:
-    bench = bench_of(OPTIONS, session)
+def reached(jaxpr: Any, first: int) -> list[bool]:
+    """Which results depend on operand `first`, an equation taken as a whole."""
+    known = {jaxpr.invars[first]}
+    for equation in jaxpr.eqns:
+        if any(isinstance(v, Hashable) and v in known for v in equation.invars):
+            known.update(equation.outvars)
+    return [v in known for v in jaxpr.outvars]
+
+
+def call_of(bench: device_bench.Bench, session: ep.Session, transport: str) -> Any:
     settings: dict[str, Any] = {"max_top_k": 2, "hidden_size": 16, "transport": transport}
     group = session.create_group(
         "g", bench.mesh, ep_axis="ep", num_experts=8, max_tokens_per_rank=4, **settings
     )
     layer = group.register_layer("layer", top_k=2)
-    call = make_call(layer, bench.mesh, (16,), (device_bench.ROWS,), handle=0, capacity=None)
-    ops = device_ops.our_ops(call)
-    sizes = {"idx": ((16, 2), jnp.int32), "x": ((16, 16), jnp.bfloat16)}
-    operands: dict[str, Any] = {k: jax.ShapeDtypeStruct(*v) for k, v in sizes.items()}
-    operands["weights"] = jax.ShapeDtypeStruct((16, 2), jnp.float32)
-    plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx).arrays, operands["idx"])
-    operands["plan"] = tuple(plan)
+    return make_call(layer, bench.mesh, (16,), (device_bench.ROWS,), handle=0, capacity=None)
 
-    def count(calls: int) -> int:
-        token = lambda: world_rank(call.group)  # noqa: E731
-        body = device_time.chain(host_clock, token, ops["prepare"], ops["dispatch"], calls)
-        text = jax.jit(bench.mapped(body)).lower(operands).compile().as_text()
-        sign = '"ep_dispatch_v1"' if transport == "memfd" else " all-to-all("
-        return text.count(sign)
 
-    once, thrice = count(0), count(2)
-    per_call = (thrice - once) // 2
-    assert per_call >= 1
-    # xla's gate uses the same collective.
-    assert (thrice - once) % 2 == 0
-    assert once >= per_call
+def operands_of(call: Any) -> dict[str, Any]:
+    """Abstract operands of 4 ranks, 4 tokens each."""
+    array = jax.ShapeDtypeStruct
+    idx = array((16, 2), jnp.int32)
+    plan = jax.eval_shape(lambda idx: ep.prepare(call.layer, idx).arrays, idx)
+    return {
+        "idx": idx,
+        "x": array((16, 16), jnp.bfloat16),
+        "weights": array((16, 2), jnp.float32),
+        "plan": tuple(plan),
+        "rows": array((4, call.capacity, 16), jnp.bfloat16),
+        "row_weights": array((4, call.capacity), jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("transport", ["memfd", "xla", "stock"])
+def test_every_call_waits_for_the_one_before(session: ep.Session, transport: str) -> None:
+    """XLA may merge or reorder whatever does not depend on the token."""
+    bench = bench_of(OPTIONS, session)
+    if transport == "stock":
+        ops = device_stock.make_ops(32)
+        plan = jax.eval_shape(
+            bench.mapped(device_stock.planner(8)), jax.ShapeDtypeStruct((16, 2), jnp.int32)
+        )
+        operands = {"x": jax.ShapeDtypeStruct((16, 16), jnp.bfloat16), "plan": plan}
+        operands["rows"] = jax.ShapeDtypeStruct((128, 16), jnp.bfloat16)
+    else:
+        call = call_of(bench, session, transport)
+        ops, operands = device_ops.our_ops(call), operands_of(call)
+    for name, op in ops.items():
+        body = lambda given, op=op: op(given[0], given[1])  # noqa: E731
+        token = jax.ShapeDtypeStruct((4,), jnp.int32)
+        traced = jax.make_jaxpr(bench.mapped(body))((token, operands))
+        (mapped,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "shard_map")
+        assert all(reached(mapped.params["jaxpr"], 0)), name
+
+
+def test_calls_of_a_chain_are_neither_merged_nor_dropped(session: ep.Session) -> None:
+    bench = bench_of(OPTIONS, session)
+    call = call_of(bench, session, "memfd")
+    ops, operands = device_ops.our_ops(call), operands_of(call)
+    token = lambda: world_rank(call.group)  # noqa: E731
+    body = device_time.chain(host_clock, token, ops["prepare"], ops["dispatch"], 2)
+    text = jax.jit(bench.mapped(body)).lower(operands).compile().as_text()
+    assert text.count('custom_call_target="ep_prepare_v1"') == 1
+    assert text.count('custom_call_target="ep_dispatch_v1"') == 3
 
 
 def test_stock_moves_every_slot_and_sums_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +215,7 @@ def test_the_ceiling_and_the_clock_lower_to_custom_calls_of_the_cuda_library(
     monkeypatch.setattr(device_time, "ensure_registered", lambda platform: None)
     monkeypatch.setattr(device_ops, "ensure_registered", lambda platform: None)
     bench = bench_of(OPTIONS, session)
-    group = session.create_group(
-        "g", bench.mesh, ep_axis="ep", num_experts=8, max_tokens_per_rank=4, hidden_size=16
-    )
-    layer = group.register_layer("layer", top_k=2)
-    call = make_call(layer, bench.mesh, (16,), (device_bench.ROWS,), handle=0, capacity=None)
+    call = call_of(bench, session, "memfd")
     copy = device_ops.ceiling(call, "combine")
     token = lambda: world_rank(call.group)  # noqa: E731
     body = device_time.chain(device_time.gpu_clock, token, device_time.nothing, copy, 2)
