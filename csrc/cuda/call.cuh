@@ -206,24 +206,25 @@ __device__ inline Call BeginCall(DeviceGroup* group, const CallName& name, OpCod
   call.group = group;
   call.epoch = group->epoch + 1;
   call.generation = group->generation;
-  const int32_t layer_index = name.layer_index != nullptr ? *name.layer_index : 0;
-  call.layer_id = name.layer_id + layer_index;
+  call.layer_id = name.layer_id + (name.layer_index != nullptr ? *name.layer_index : 0);
   call.handle = name.handle;
   call.op = static_cast<uint32_t>(op);
   call.tag = TagOf(call.epoch, call.layer_id, call.handle, call.op);
   call.me = group->ep_rank;
   call.ranks = group->ep_size;
   call.lane = static_cast<int64_t>(call.epoch % group->lanes);
+  BoardNote note;
   bool alive = true;
   if (threadIdx.x == 0) {
     alive = !Failed(call);
     if (alive && LoadRelaxed(&group->open) == 0) {
       Fail(call, FailReason::kClosed, -1, 0, 0, 0);
       alive = false;
-    } else if (alive && blockIdx.x == 0 && Poisoned(call)) {
-      // One block looks: the board is host memory.
-      Fail(call, FailReason::kPoisoned, -1, 0, 0, 0);
-      alive = false;
+    } else if (alive && blockIdx.x == 0) {
+      // One block looks: the board is host memory. Both reads of it are under way together.
+      note = ReadBoard(group, BoardIndex(name));
+      alive = !Poisoned(call);
+      if (!alive) Fail(call, FailReason::kPoisoned, -1, 0, 0, 0);
     }
   }
   call.dead = !__syncthreads_and(alive);
@@ -237,8 +238,7 @@ __device__ inline Call BeginCall(DeviceGroup* group, const CallName& name, OpCod
     StoreReleaseSys(&line->epoch, call.epoch);
   }
   if (!call.dead && blockIdx.x == 0 && threadIdx.x == 0) {
-    TellBegin(group, call.epoch, call.layer_id, call.handle, call.op,
-              name.board_index + layer_index * name.board_stride);
+    TellBegin(group, note, call.epoch, call.layer_id, call.handle, call.op, BoardIndex(name));
   }
   return call;
 }
@@ -262,7 +262,9 @@ __device__ inline void EndCall(const Call& call, const Output (&outputs)[kOutput
   __shared__ bool last;
   DeviceGroup* group = call.group;
   __syncthreads();
+  CallStart start{};
   if (threadIdx.x == 0) {
+    start = ReadStart(group);
     __threadfence();
     last = atomicAdd(&group->ended, 1u) == gridDim.x - 1;
     __threadfence();
@@ -270,14 +272,15 @@ __device__ inline void EndCall(const Call& call, const Output (&outputs)[kOutput
   __syncthreads();
   if (!last) return;
   // A spoiled rank's plans stay whole: its calls go on, or its peers would wait for them.
-  const bool is_plan = call.op == static_cast<uint32_t>(OpCode::kPrepare);
-  if (Failed(call) || (!is_plan && LoadRelaxed(&group->spoiled) != 0)) {
+  const bool failed = Failed(call);
+  const bool spoiled = LoadRelaxed(&group->spoiled) != 0;
+  if (failed || (spoiled && call.op != static_cast<uint32_t>(OpCode::kPrepare))) {
     for (int i = 0; i < kOutputs; ++i) FillOutput(outputs[i]);
   }
   if (threadIdx.x == 0) {
     group->ended = 0;
     for (int i = 0; i < kBarriers; ++i) group->arrived[i] = 0;
-    TellEnd(group, call.epoch, call.op);
+    TellEnd(group, start, call.epoch, call.op);
     group->epoch = call.epoch;
   }
 }

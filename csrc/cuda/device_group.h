@@ -109,7 +109,7 @@ inline int64_t ScratchBytes(const GroupSizes& sizes) {
               sizes.max_tokens_per_rank * sizes.ep_size);
 }
 
-// Of one handle, by one rank since the group was opened.
+// Of one handle, by one rank since the group was opened; calls by world rank 0 alone.
 struct HandleTotals {
   uint64_t calls;
   uint64_t rows;
@@ -117,25 +117,24 @@ struct HandleTotals {
   uint64_t reserved;
 };
 
+// How a call began; one sector, so that it is read at once.
+struct alignas(32) CallStart {
+  uint64_t epoch;
+  uint64_t now_ns;    // the board's time
+  uint64_t timer_ns;  // the device's
+  uint32_t index;     // of the handle's record
+};
+
 // What a rank tells on the board; progress.cuh does. The host fills the pointers, null where
 // nothing is told.
 struct Progress {
+  CallStart start;         // of the running call
   const uint64_t* now_ns;  // host-mapped BoardHeader::now_ns
   void* rank;              // host-mapped RankRecord
   void* handles;           // host-mapped [kMaxHandles] HandleRecord
   void* device_rows;       // host-mapped [kMaxHandles] DeviceRows of this rank
   HandleTotals* totals;    // [kMaxHandles], device
-
-  // Of the running call, written by its first block.
-  uint64_t call_epoch;
-  uint64_t call_now_ns;    // the board's time as it began
-  uint64_t call_timer_ns;  // the device's
-  uint32_t call_index;     // of the handle's record
-  // Of the running call, written by whichever block knows.
-  uint64_t call_rows;
-  uint64_t call_dropped_rows;
-  // Of all calls.
-  uint64_t rows;
+  uint64_t rows;           // of all calls
   uint64_t dropped_rows;
 };
 

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kMaxDispatchWarps * 32, 1)
       const int block = blockIdx.x - params.grid.push_blocks;
       const int warp = threadIdx.x / 32 * params.grid.place_blocks + block;
       const int warps = params.grid.place_blocks * block_warps;
-      if (warp == 0) CountReceived(call, params.plan);
+      if (warp == 0) CountReceived(call, params.name, params.plan);
       ZeroPadding(params, ring, warp, warps);
       PlaceRows<kBuffers>(call, params, ring, pieces, warp, warps);
     }

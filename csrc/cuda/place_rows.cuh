@@ -29,11 +29,11 @@ struct SourceCounts {
 };
 
 // Tells the board how many rows this rank receives; by one whole warp.
-__device__ inline void CountReceived(const Call& call, const Plan& plan) {
+__device__ inline void CountReceived(const Call& call, const CallName& name, const Plan& plan) {
   const int lane = threadIdx.x % 32;
   const int32_t rows =
       __reduce_add_sync(~0u, lane < call.ranks ? plan.recv_count[lane * 4 + 1] : 0);
-  if (lane == 0) CountRows(call.group, rows, 0);
+  if (lane == 0) CountRows(call.group, BoardIndex(name), rows, 0);
 }
 
 // The entries of one staged row; lane i holds the i-th.

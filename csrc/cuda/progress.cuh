@@ -63,38 +63,76 @@ __device__ __forceinline__ void TellHandle(const Progress& progress, uint32_t in
              static_cast<uint32_t>(lane), 0);
 }
 
-// By one thread of the kernel, as the call begins. `index`: of the handle's record.
-__device__ inline void TellBegin(DeviceGroup* group, uint64_t epoch, uint64_t layer_id,
-                                 uint32_t handle, uint32_t op, uint32_t index) {
-  Progress& progress = group->progress;
-  if (progress.rank == nullptr || index >= kMaxHandles) return;
-  const uint64_t now_ns = *static_cast<const volatile uint64_t*>(progress.now_ns);
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(&progress.totals[index]));
-  const auto lane = static_cast<int32_t>(epoch % group->lanes);
-  progress.call_index = index;
-  TellState(progress, RankState::kRunning, op, -1);
-  TellHandle(progress, index, HandleState::kBusy, op, lane);
-  StoreBoard(progress.rank, offsetof(RankRecord, layer_id), static_cast<uint32_t>(layer_id),
-             static_cast<uint32_t>(layer_id >> 32), handle, static_cast<uint32_t>(lane));
-  StoreBoard(progress.rank, offsetof(RankRecord, epoch), epoch, now_ns);
-  progress.call_epoch = epoch;
-  progress.call_now_ns = now_ns;
-  progress.call_timer_ns = GlobalTimerNs();
+__device__ inline uint32_t BoardIndex(const CallName& name) {
+  const int32_t layer = name.layer_index != nullptr ? *name.layer_index : 0;
+  return name.board_index + layer * name.board_stride;
 }
 
-// What the running call counts; before the block that calls it ends.
-__device__ inline void CountRows(DeviceGroup* group, uint64_t rows, uint64_t dropped_rows) {
-  group->progress.call_rows = rows;
-  group->progress.call_dropped_rows = dropped_rows;
+// What the thread that tells reads before it needs it: host memory is far.
+struct BoardNote {
+  uint64_t now_ns = 0;
+  uint64_t calls = 0;
+  bool tells = false;
+};
+
+__device__ __forceinline__ BoardNote ReadBoard(const DeviceGroup* group, uint32_t index) {
+  const Progress& progress = group->progress;
+  BoardNote note;
+  note.tells = progress.rank != nullptr && index < kMaxHandles;
+  if (!note.tells) return note;
+  note.now_ns = *static_cast<const volatile uint64_t*>(progress.now_ns);
+  note.calls = progress.totals[index].calls;
+  return note;
+}
+
+// By one thread of the kernel, as the call begins. `index`: of the handle's record.
+__device__ inline void TellBegin(DeviceGroup* group, const BoardNote& note, uint64_t epoch,
+                                 uint64_t layer_id, uint32_t handle, uint32_t op, uint32_t index) {
+  if (!note.tells) return;
+  Progress& progress = group->progress;
+  progress.start = {epoch, note.now_ns, GlobalTimerNs(), index};
+  const auto lane = static_cast<int32_t>(epoch % group->lanes);
+  TellState(progress, RankState::kRunning, op, -1);
+  StoreBoard(progress.rank, offsetof(RankRecord, layer_id), static_cast<uint32_t>(layer_id),
+             static_cast<uint32_t>(layer_id >> 32), handle, static_cast<uint32_t>(lane));
+  StoreBoard(progress.rank, offsetof(RankRecord, epoch), epoch, note.now_ns);
+  TellHandle(progress, index, HandleState::kBusy, op, lane);
+  if (group->first_rank + group->ep_rank != 0) return;
+  progress.totals[index].calls = note.calls + 1;
+  StoreBoard(progress.handles, index * sizeof(HandleRecord) + offsetof(HandleRecord, epoch), epoch,
+             note.calls + 1);
+}
+
+// Rows of the running call, by one thread that nobody waits for.
+__device__ inline void CountRows(DeviceGroup* group, uint32_t index, uint64_t rows,
+                                 uint64_t dropped_rows) {
+  Progress& progress = group->progress;
+  if (rows + dropped_rows == 0 || progress.rank == nullptr || index >= kMaxHandles) return;
+  HandleTotals& totals = progress.totals[index];
+  totals.rows += rows;
+  totals.dropped_rows += dropped_rows;
+  progress.rows += rows;
+  progress.dropped_rows += dropped_rows;
+  StoreBoard(progress.device_rows, index * sizeof(DeviceRows), totals.rows, totals.dropped_rows);
+  StoreBoard(progress.rank, offsetof(RankRecord, rows), progress.rows, progress.dropped_rows);
+}
+
+// How the running call began. The first block wrote it, so other blocks read past the L1 cache.
+__device__ __forceinline__ CallStart ReadStart(const DeviceGroup* group) {
+  const CallStart& start = group->progress.start;
+  return {__ldcg(&start.epoch), __ldcg(&start.now_ns), __ldcg(&start.timer_ns),
+          __ldcg(&start.index)};
 }
 
 // A wait that has lasted since `started_ns` of the device's clock; `source` is an EP rank.
 __device__ inline void TellWait(const DeviceGroup* group, uint32_t op, int source,
                                 uint64_t started_ns) {
   const Progress& progress = group->progress;
-  if (progress.rank == nullptr || __ldcg(&progress.call_epoch) != group->epoch + 1) return;
+  if (progress.rank == nullptr) return;
+  const CallStart start = ReadStart(group);
+  if (start.epoch != group->epoch + 1) return;
   StoreBoard(progress.rank, offsetof(RankRecord, since_ns),
-             __ldcg(&progress.call_now_ns) + (started_ns - __ldcg(&progress.call_timer_ns)));
+             start.now_ns + (started_ns - start.timer_ns));
   TellState(progress, RankState::kWaiting, op, group->first_rank + source);
 }
 
@@ -105,39 +143,25 @@ __device__ inline void TellArrived(const DeviceGroup* group, uint32_t op, uint64
   TellState(progress, RankState::kRunning, op, -1);
 }
 
-// By one thread of the last block that ends, before the epoch advances. What other blocks of the
-// kernel wrote is read past the L1 cache.
-__device__ inline void TellEnd(DeviceGroup* group, uint64_t epoch, uint32_t op) {
-  Progress& progress = group->progress;
+// By one thread of the last block that ends, before the epoch advances. `start` as this block read
+// it while it ended; it is of an earlier call where the first block was later than that.
+__device__ inline void TellEnd(const DeviceGroup* group, CallStart start, uint64_t epoch,
+                               uint32_t op) {
+  const Progress& progress = group->progress;
+  if (progress.rank == nullptr) return;
+  if (start.epoch != epoch) start = ReadStart(group);
   // A closed group has no board any more.
   const bool open = *static_cast<const volatile uint32_t*>(&group->open) != 0;
-  if (progress.rank == nullptr || __ldcg(&progress.call_epoch) != epoch || !open) return;
-  const uint32_t index = __ldcg(&progress.call_index);
-  HandleTotals totals = progress.totals[index];  // used last: it may come from far
-  const uint64_t rows = __ldcg(&progress.call_rows);
-  const uint64_t dropped_rows = __ldcg(&progress.call_dropped_rows);
-  const uint64_t now_ns =
-      __ldcg(&progress.call_now_ns) + (GlobalTimerNs() - __ldcg(&progress.call_timer_ns));
-  progress.call_rows = progress.call_dropped_rows = 0;
-  progress.rows += rows;
-  progress.dropped_rows += dropped_rows;
-  TellState(progress, RankState::kIdle, op, -1);
-  StoreBoard(progress.rank, offsetof(RankRecord, progress_ns), now_ns, epoch);
-  StoreBoard(progress.rank, offsetof(RankRecord, rows), progress.rows, progress.dropped_rows);
+  if (start.epoch != epoch || !open) return;
+  const uint64_t now_ns = start.now_ns + (GlobalTimerNs() - start.timer_ns);
   const auto code = static_cast<OpCode>(op);
   const bool ends = code == OpCode::kCombine || code == OpCode::kDispatchBwd;
-  TellHandle(progress, index, ends ? HandleState::kIdle : HandleState::kOpen, op,
+  TellState(progress, RankState::kIdle, op, -1);
+  StoreBoard(progress.rank, offsetof(RankRecord, progress_ns), now_ns, epoch);
+  TellHandle(progress, start.index, ends ? HandleState::kIdle : HandleState::kOpen, op,
              static_cast<int32_t>(epoch % group->lanes));
-  const size_t record = index * sizeof(HandleRecord);
-  StoreBoard(progress.handles, record + offsetof(HandleRecord, updated_ns), now_ns);
-  totals.calls += 1;
-  totals.rows += rows;
-  totals.dropped_rows += dropped_rows;
-  progress.totals[index] = totals;
-  if (group->first_rank + group->ep_rank == 0) {
-    StoreBoard(progress.handles, record + offsetof(HandleRecord, epoch), epoch, totals.calls);
-  }
-  StoreBoard(progress.device_rows, index * sizeof(DeviceRows), totals.rows, totals.dropped_rows);
+  StoreBoard(progress.handles,
+             start.index * sizeof(HandleRecord) + offsetof(HandleRecord, updated_ns), now_ns);
 }
 
 }  // namespace cuda
