@@ -200,7 +200,9 @@ async def wait_until(group: Group, done: Callable[[], bool], wait_s: float) -> b
     while not done():
         changed = group.changed
         try:
-            await asyncio.wait_for(changed.wait(), deadline - loop.time())
+            # Not wait_for: before Python 3.12 that loses a cancellation that comes with a change.
+            async with asyncio.timeout_at(deadline):
+                await changed.wait()
         except TimeoutError:
             return done()
     return True

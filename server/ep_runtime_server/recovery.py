@@ -248,7 +248,10 @@ class Recovery:
         deadline = loop.time() + wait_s
         while self._waits or self._restoring(owner):
             try:
-                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+                # Not wait_for: before Python 3.12 that loses a cancellation that comes with a
+                # change, and the daemon would not end before its recovery is over.
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
             except TimeoutError:
                 return not (self._waits or self._restoring(owner))
         return True

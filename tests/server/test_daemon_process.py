@@ -93,6 +93,17 @@ def test_a_session_that_stays_does_not_hold_it_for_ever(daemon_process, how):
     assert daemon.ended(within_s=5.0)[0] == 0
 
 
+def test_a_daemon_that_recovers_ends_when_told(daemon_process):
+    first = daemon_process()
+    client = first.client(process=True)
+    client.ready(make_spec())
+    first.kill()
+    second = daemon_process("--drain-s", "0", directory=first.directory)
+    eventually(lambda: second.status().recovery.num_awaited == 1)
+    second.popen.terminate()
+    assert second.ended(within_s=5.0)[0] == 0
+
+
 def test_drain_with_shutdown_ends_it_when_the_sessions_are_gone(daemon_process):
     daemon = daemon_process()
     client = daemon.client(process=True)
