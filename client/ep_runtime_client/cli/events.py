@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--after", type=int, default=0, metavar="SEQ", help="only events after this number"
     )
+    reading.add_node_argument(parser, "the daemon itself; numbers are a node's own")
     reading.add_output_arguments(parser)
     reading.add_daemon_arguments(parser)
 
@@ -31,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli import source
 
     after = args.after
-    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+    with source.open_source(args.address, timeout_s=args.timeout) as asked:
+        daemon = asked.of_node(args.node) if args.node else asked
 
         def once() -> int:
             nonlocal after

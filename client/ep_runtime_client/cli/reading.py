@@ -65,8 +65,14 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser, noun: str) -> None:
     """Options of a listing command."""
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"describe this {noun} only")
+    add_node_argument(parser, "every node of the daemon's cluster")
     add_output_arguments(parser)
     add_daemon_arguments(parser)
+
+
+def add_node_argument(parser: argparse.ArgumentParser, default: str) -> None:
+    """Whose rows to show."""
+    parser.add_argument("--node", metavar="NODE", help=f"ask this node only (default: {default})")
 
 
 def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = True) -> int:
@@ -83,18 +89,21 @@ def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = T
 
 def run(args: argparse.Namespace, view: View) -> int:
     """Runs a listing command."""
-    from ep_runtime_client.cli import source  # brings gRPC, which --help does not need
+    from ep_runtime_client import cli
+    from ep_runtime_client.cli import nodes, source  # brings gRPC, which --help does not need
 
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
 
         def once() -> int:
-            write(args, view, select(view, view.fetch(daemon, args), args.name))
-            return 0
+            found = nodes.everywhere(daemon, lambda node: view.fetch(node, args), args.node)
+            nodes.tell_missing(found.missing)
+            write(args, view, select(view, found.rows, args.name), found.missing)
+            return cli.PARTIAL if found.missing else cli.OK
 
         return repeat(args, once)
 
 
-def select(view: View, rows: list[Row], name: str | None) -> list[Row]:
+def select(view: View, rows: Sequence[Row], name: str | None) -> Sequence[Row]:
     """The rows whose key is `name`, or all without one.
 
     Raises:
@@ -113,10 +122,15 @@ def select(view: View, rows: list[Row], name: str | None) -> list[Row]:
     return found
 
 
-def write(args: argparse.Namespace, view: View, rows: list[Row]) -> None:
+def write(
+    args: argparse.Namespace, view: View, rows: Sequence[Row], missing: Sequence[Row]
+) -> None:
     """Writes rows as the options say; a single named object as one line per value."""
+    from ep_runtime_client.cli import nodes
+
     if args.output == "json":
-        render.write_json(view.kind, {"items": rows}, compact=bool(args.watch))
+        body = {"items": rows, "unreachable": missing}
+        render.write_json(view.kind, body, compact=bool(args.watch))
     elif args.name is not None and len(rows) == 1:
         titles = {column.key: column for column in view.columns}
         render.write_pairs(
@@ -126,4 +140,6 @@ def write(args: argparse.Namespace, view: View, rows: list[Row]) -> None:
             ]
         )
     else:
-        render.write_table(view.columns, rows, wide=args.output == "wide", empty=view.empty)
+        several = any(row["node"] for row in rows)
+        columns = (nodes.COLUMN, *view.columns) if several else view.columns
+        render.write_table(columns, rows, wide=args.output == "wide", empty=view.empty)

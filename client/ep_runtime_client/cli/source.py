@@ -24,16 +24,27 @@ _PAGE_SIZE = 1000
 class Source:
     """A connection to the admin service of one daemon."""
 
-    def __init__(self, directory: Path, channel: grpc.Channel, timeout_s: float) -> None:
+    def __init__(
+        self, directory: Path, channel: grpc.Channel, timeout_s: float, node: str = ""
+    ) -> None:
+        """`node` of the daemon's cluster answers; "" is the daemon itself."""
         self.directory = directory
+        self._channel = channel
+        self._node = node
         self._timeout_s = timeout_s
         self._stub: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
+
+    def of_node(self, node: str) -> Source:
+        """The same calls, for reading, answered by another node of the daemon's cluster."""
+        return Source(self.directory, self._channel, self._timeout_s, node)
 
     def call(self, method: str, request: Any) -> dict[str, Any]:
         """One RPC's answer as plain values. Raises EpRuntimeError."""
         return plain(self._send(method, request))
 
     def _send(self, method: str, request: Any) -> Any:
+        if self._node:
+            request.node = self._node
         try:
             return getattr(self._stub, method)(request, timeout=self._timeout_s)
         except grpc.RpcError as error:

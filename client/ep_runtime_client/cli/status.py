@@ -1,12 +1,19 @@
-"""`ep-runtime status`: the daemon on one screen; `--quiet` only sets the exit code."""
+"""`ep-runtime status`: the daemon on one screen, with the nodes of its cluster.
+
+`--quiet` only sets the exit code, and is about this daemon alone: what probes it must not restart
+it because another node is away.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ep_runtime_client import cli
 from ep_runtime_client.cli import reading, render
+
+if TYPE_CHECKING:
+    from ep_runtime_client.cli import nodes
 
 _POOLS = (
     render.Column("device", "DEVICE"),
@@ -27,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ep_runtime_client.cli import gpus, source
+    from ep_runtime_client.cli import gpus, nodes, source
 
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
 
@@ -38,11 +45,14 @@ def run(args: argparse.Namespace) -> int:
             if args.quiet:
                 return code
             found = gpus.told(gpus.held_by_gpu(status))
+            others = nodes.table(daemon, status) if status["cluster"] else nodes.Found([], [])
             if args.output == "json":
-                render.write_json("status", {**status, "gpus": found}, compact=bool(args.watch))
+                document = {**status, "gpus": found, "nodes": others.rows}
+                render.write_json("status", document, compact=bool(args.watch))
             else:
                 _write(status, found)
-            return code
+                _write_cluster(status["cluster"], others)
+            return cli.PARTIAL if others.missing else code
 
         return reading.repeat(args, once)
 
@@ -68,6 +78,29 @@ def _write(status: dict[str, Any], found: dict[str, Any]) -> None:
     _write_gpus(status, found)
     for rank in status["late_ranks"]:
         render.out(f"LATE: {rank['message']}")
+
+
+def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found) -> None:
+    """The daemon's place in its cluster, and every node with what it has."""
+    from ep_runtime_client.cli import nodes
+
+    if cluster is None:
+        return
+    render.out("")
+    since = render.cell(cluster["since_s"], "seconds")
+    place = {
+        "COORDINATOR": f"coordinates for {since}",
+        "JOINING": f"has not reached the coordinator at {cluster['coordinator']} for {since}",
+        "JOINED": f"joined the coordinator at {cluster['coordinator']} {since} ago",
+        "LOST": f"LOST the coordinator at {cluster['coordinator']} {since} ago; "
+        "what runs goes on, nothing new forms across nodes",
+        "REFUSED": f"is REFUSED by the coordinator at {cluster['coordinator']} for {since}",
+    }.get(cluster["link"], cluster["link"])
+    plain = ", over PLAIN TCP" if cluster["insecure"] else ""
+    render.out(f"node {cluster['node']} {place}{plain}, epoch {cluster['epoch']}")
+    if cluster["error"]:
+        render.out(f"  {cluster['error']}")
+    render.write_table(nodes.COLUMNS, found.rows, wide=False, empty="no nodes")
 
 
 def _write_gpus(status: dict[str, Any], found: dict[str, Any]) -> None:
