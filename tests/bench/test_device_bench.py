@@ -72,15 +72,18 @@ def bench_of(options: BenchOptions, session: ep.Session) -> device_bench.Bench:
 
 def test_every_op_is_timed_and_compared(session: ep.Session) -> None:
     also = ("combine_weighted", "dispatch_bwd", "combine_bwd")
-    memfd = dataclasses.replace(
-        OPTIONS, transports=("memfd",), also=also, sms=(0, 24), board=("on", "off")
-    )
+    cases: dict[str, Any] = {"sms": (0, 24), "board": ("on", "off"), "precision": ("fast", "exact")}
+    memfd = dataclasses.replace(OPTIONS, transports=("memfd",), also=also, **cases)
     samples = device_calls.measure_all(bench_of(memfd, session))
     assert [(s.op, s.sms, s.board) for s in samples] == [
         *((op, 0, "on") for op in ("clock", "prepare", "dispatch", "combine", "pair", *also)),
         *((op, 24, "on") for op in ("dispatch", "combine")),
         *((op, 0, "off") for op in ("dispatch", "combine")),
+        *((op, 0, "on") for op in ("combine", "pair", "combine_weighted", "dispatch_bwd")),
+        ("combine", 24, "on"),
+        ("combine", 0, "off"),
     ]
+    assert [s.precision for s in samples] == ["fast"] * 12 + ["exact"] * 6
     assert all(len(s.kernel_us) == device_calls.CALLS for s in samples)
     assert all(us > 0 for s in samples for us in s.kernel_us)
     rows = device_movement.make_rows(memfd, samples)

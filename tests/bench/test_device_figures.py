@@ -118,7 +118,7 @@ def test_the_boards_cost_is_the_ratio_to_a_group_without_it() -> None:
 
 
 def test_exact_sums_are_held_against_the_link_in_bytes_per_second() -> None:
-    ceiling = sample("combine", "ceiling", 40.0, precision="exact")
+    ceiling = sample("combine", "ceiling", 40.0)
     row = row_of([ceiling, sample("combine", "nvlink", 100.0, precision="exact")])
     assert row["ratio_to_ceiling"] == 0.8
 

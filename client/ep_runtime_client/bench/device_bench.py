@@ -70,6 +70,7 @@ class Bench:
         clock: of the devices.
         start_together: returns once every process is here.
         with_ceiling: the link's ceiling can be measured.
+        blocks: of a kernel, by op and variant of the group.
     """
 
     options: BenchOptions
@@ -81,6 +82,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.samples: list[DeviceSample] = []
+        self.blocks: dict[tuple[str, tuple[int, str]], int] = {}
         self.programs = Programs(parallel=self.options.processes == 1)
         self._idx: dict[tuple[int, str], routing.Ints] = {}
         self._started = time.perf_counter()

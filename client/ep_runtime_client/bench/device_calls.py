@@ -61,7 +61,7 @@ def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceS
 def measure_all(bench: Bench) -> list[DeviceSample]:
     """Compiles and measures: ours, then what it is compared with."""
     options = bench.options
-    rounds = [_Round(bench, kind, precision) for kind, precision in _groups(options)]
+    rounds = [_Round(bench, *group, lead=i == 0) for i, group in enumerate(_groups(options))]
     for one in rounds:
         one.compile()
     bench.programs.wait()
@@ -98,8 +98,9 @@ def _may_fail(bench: Bench, name: str, measure: Callable[[], None]) -> None:
 class _Round:
     """One group after another with the same settings but for their blocks."""
 
-    def __init__(self, bench: Bench, transport: str, precision: str) -> None:
+    def __init__(self, bench: Bench, transport: str, precision: str, *, lead: bool) -> None:
         self.transport = transport
+        self._lead = lead
         self._bench, self._precision = bench, precision
         self._variants = NO_VARIANT if transport == "xla" else bench.options.variants
         self._cases: list[_Case] = []
@@ -140,7 +141,8 @@ class _Round:
         for variant in self._variants:
             for tokens in self._bench.options.tokens:
                 first = variant == self._variants[0]
-                self._cases.append(_Case(self._bench, layer, tokens, variant, first))
+                lead = first and self._lead
+                self._cases.append(_Case(self._bench, layer, tokens, variant, first, lead))
                 self._cases[-1].compile()
 
     def measure(self, known: dict[tuple[int, str], Operands]) -> None:
@@ -156,13 +158,19 @@ class _Round:
 
 @dataclasses.dataclass
 class _Case:
-    """One number of tokens on one group; what no variant changes is timed in the first."""
+    """One number of tokens on one group.
+
+    Attributes:
+        first: of the variants: times what they do not change as well.
+        lead: in the first group of all: makes the operands that all cases share.
+    """
 
     bench: Bench
     layer: EpLayer
     tokens: int
     variant: Variant
     first: bool
+    lead: bool
 
     def __post_init__(self) -> None:
         spec, mesh = self.layer.group_spec, self.bench.mesh
@@ -171,7 +179,6 @@ class _Case:
         self._call = make_call(self.layer, mesh, lead, (ROWS,), handle=0, capacity=None)
         self._ops = device_ops.our_ops(self._call)
         self._slow = self._transport == "xla"
-        self._blocks: dict[str, int] = {}
 
     def compile(self) -> None:
         """Starts to compile everything that this case runs."""
@@ -202,8 +209,9 @@ class _Case:
 
     @property
     def _ceilings(self) -> list[str]:
-        """Ops whose ceiling to measure."""
-        if self._slow or not self.bench.with_ceiling:
+        """Ops whose ceiling to measure; it does not depend on the precision."""
+        known = self._precision != self.bench.options.precision[0]
+        if self._slow or known or not self.bench.with_ceiling:
             return []
         return [op for op in self._wanted() if op in ("dispatch", "combine")]
 
@@ -216,14 +224,17 @@ class _Case:
             copy = chained[f"{CEILING} {op}"] = device_ops.ceiling(call, op)
             once = bench.mapped(lambda given, copy=copy: copy(world_rank(call.group), given))  # type: ignore[misc]
             found[f"blocks {op}"] = (once, device_ops.NEEDS[CEILING])
-        chained[_CLOCK] = device_time.nothing
+        if self.lead:
+            chained[_CLOCK] = device_time.nothing
         calls = SLOW_CALLS if self._slow else CALLS
         for name, timed in chained.items():
             token = lambda: world_rank(call.group)  # noqa: E731
             body = device_time.chain(bench.clock, token, self._ops["prepare"], timed, calls)
             needs = device_ops.NEEDS[name.split()[0]]
             found[f"{name} chain"] = (bench.mapped(body), tuple({*needs, "idx"}))
-        steps = {"prepare", "dispatch", *self._wanted()} if self.first else ()
+        steps = {*self._wanted()} if self.first else set()
+        if self.lead:
+            steps |= {"prepare", "dispatch"}
         for name, function in self._steps().items():
             if name in steps:
                 found[name] = (function, device_ops.NEEDS[name])
@@ -302,7 +313,7 @@ class _Case:
         if not self.bench.samples:
             self._add(_CLOCK, _CLOCK, "", self._kernel_us(_CLOCK, given))
         for op in self._ceilings:
-            self._blocks[op] = self._count_blocks(op, given)
+            self.bench.blocks[op, self.variant] = self._count_blocks(op, given)
             self._add(op, CEILING, name, self._kernel_us(f"{CEILING} {op}", given))
         for op in self._wanted():
             measure = functools.partial(self._measure_op, op, name, given)
@@ -336,7 +347,7 @@ class _Case:
     def _add(
         self, op: str, subject: str, name: str, kernel_us: list[float], step_s: Any = ()
     ) -> None:
-        blocks = self._blocks.get(LIKE.get(op, ""), 0)
+        blocks = self.bench.blocks.get((LIKE.get(op, ""), self.variant), 0)
         case = (op, subject, self.tokens, name, self._precision, *self.variant, blocks)
         self.bench.add(DeviceSample(*case, kernel_us, [*step_s]))
 

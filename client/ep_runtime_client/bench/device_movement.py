@@ -5,7 +5,8 @@ one jitted call on the host until its result is there; each the slowest rank's, 
 timed calls. Rates are of kernel p50 and of one rank. Logical bytes are those of every (token, slot)
 row. Physical bytes cross a link: each token once per distinct rank that is not its own, whatever
 was sent, so that rates of transports that send more compare; exact combine sends f32, twice the
-bytes of 2-byte rows. The ceiling is a kernel that only copies these rows, on as many blocks.
+bytes of 2-byte rows. Physical rates are the mean rank's; "busiest" is the link that carries most,
+in its busier direction. The ceiling is a kernel that only copies these rows, on as many blocks.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ COLUMNS = (
     Column("step_p99_us", "P99", "count"),
     Column("logical_gb_per_s", "LOGICAL GB/S", "count"),
     Column("physical_gb_per_s", "PHYSICAL GB/S", "count"),
+    Column("busiest_gb_per_s", "BUSIEST", "count"),
     Column("ratio_to_ceiling", "X CEILING", "count"),
     Column("ratio_to_board_off", "X BOARD OFF", "count"),
     Column("ratio_to_xla", "X XLA", "count"),
     Column("ratio_to_stock", "X STOCK", "count"),
-    Column("busiest_gb_per_s", "BUSIEST LINK GB/S", "count", wide=True),
 )
 
 
@@ -167,7 +168,8 @@ class _Table:
         if sample.op not in LIKE or sample.subject in (CEILING, "xla", STOCK):
             return None
         for other in self._samples:
-            if other.subject == CEILING and _case(other) == (LIKE[sample.op], *_case(sample)[1:]):
+            wanted = dataclasses.replace(sample, op=LIKE[sample.op], precision=other.precision)
+            if other.subject == CEILING and _case(other) == _case(wanted):
                 factor = bytes_of(self._options, sample) / self._options.row_bytes_on_gpus
                 return round(self._kernel_us(other) * factor / p50, 3)
         return None
