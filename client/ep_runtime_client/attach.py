@@ -80,7 +80,8 @@ def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: 
     except BaseException:
         discard(group)
         raise
-    estimate.report(spec, mesh.devices.flat[0], len(claim.ranks))
+    ours = meshes.rank_devices(mesh, spec)[claim.ranks[0]]  # XLA tells of its own process's alone
+    estimate.report(spec, ours, len(claim.ranks))
     return group
 
 

@@ -134,6 +134,9 @@ __device__ inline bool PeerRunsAnother(const Call& call, int source) {
          seen->generation != call.generation;
 }
 
+// Calls that all ranks have begun end long before this; a rank whose group is closed begins none.
+constexpr uint64_t kClosedWaitNs = 500'000'000;
+
 // Looks at everything that ends a wait early; false: the wait is over and has been recorded.
 __device__ inline bool KeepWaiting(const Call& call, int source, uint32_t seen, uint32_t expected,
                                    uint64_t started_ns) {
@@ -142,6 +145,8 @@ __device__ inline bool KeepWaiting(const Call& call, int source, uint32_t seen, 
   FailReason reason = FailReason::kNone;
   if (Poisoned(call)) {
     reason = FailReason::kPoisoned;
+  } else if (waited_ns > kClosedWaitNs && LoadRelaxed(&call.group->open) == 0) {
+    reason = FailReason::kClosed;
   } else if (waited_ns > call.group->budget_ns) {
     reason = FailReason::kTimeout;
   } else if (source >= 0 && PeerRunsAnother(call, source)) {

@@ -256,10 +256,14 @@ void CudaGroup::FillStaging(int byte) {
 void CudaGroup::Close() {
   if (std::exchange(closed_, true)) return;
   const uint32_t closed = 0;
+  // All ranks first: a kernel may be waiting for one that begins no call any more.
   for (const LocalRank& rank : ranks_) {
     const OnDevice on_device(rank.device);
     cudaMemcpy(&rank.group->open, &closed, sizeof(closed), cudaMemcpyHostToDevice);
-    // Kernels under way still use the windows; the budget and the poison bound their waits.
+  }
+  for (const LocalRank& rank : ranks_) {
+    const OnDevice on_device(rank.device);
+    // Kernels under way still use the windows; their waits end soon after the above.
     cudaDeviceSynchronize();
   }
   windows_.Unmap();
