@@ -231,3 +231,16 @@ def test_the_ceiling_and_the_clock_lower_to_custom_calls_of_the_cuda_library(
     text = lowered.as_text()
     assert text.count("@ep_combine_ceiling_v1") == 3
     assert text.count("@ep_clock_v1") == 5
+
+
+def test_a_slow_program_is_run_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr(device_bench.time, "perf_counter", lambda: next(now))
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("ep",))
+    options = dataclasses.replace(OPTIONS, devices=1)
+    bench = device_bench.Bench(options, None, mesh, host_clock, device_bench.alone)  # type: ignore[arg-type]
+    slow = bench.host_s(lambda operands: 0, {}, 40)
+    assert len(slow) == device_bench.LEAST - device_bench.HOST_WARMUP
+    several = dataclasses.replace(options, devices=2, processes=2)
+    bench.options = several
+    assert len(bench.host_s(lambda operands: 0, {}, 40)) == 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,8 @@ from ep_runtime_client.session import Session
 AXIS = "ep"
 ROWS = PartitionSpec(AXIS)
 HOST_WARMUP = 3
+ENOUGH_S = 0.7
+LEAST = HOST_WARMUP + 2
 COMPILERS = 16
 
 Operands = Mapping[str, Any]
@@ -115,25 +117,33 @@ class Bench:
         return jax.shard_map(body, mesh=self.mesh, **settings)
 
     def device_us(self, program: Program, operands: Any, repeats: int) -> list[float]:
-        """Intervals of `repeats` runs of a chain, after one that warms."""
+        """Intervals of up to `repeats` runs of a chain, after one that warms."""
         found: list[float] = []
-        for repeat in range(repeats + 1):
-            self.start_together()
-            readings = jax.block_until_ready(program(operands))
+        for repeat, (readings, _) in enumerate(self._runs(program, operands, repeats + 1)):
             if repeat:
                 found += device_time.slowest_rank_us(readings)
         return found
 
     def host_s(self, program: Program, operands: Any, repeats: int) -> list[float]:
-        """Seconds of `repeats` calls, each waited for, after HOST_WARMUP that warm."""
-        found = []
-        for repeat in range(repeats + HOST_WARMUP):
+        """Seconds of up to `repeats` calls, each waited for, after HOST_WARMUP that warm."""
+        runs = self._runs(program, operands, repeats + HOST_WARMUP)
+        return [seconds for _, seconds in runs][HOST_WARMUP:]
+
+    def _runs(self, program: Program, operands: Any, count: int) -> Iterator[tuple[Any, float]]:
+        """(result, seconds) of calls that all processes start together.
+
+        Fewer than `count` where one process alone would take longer than ENOUGH_S: slow subjects
+        need no more samples. Several processes could not agree on when.
+        """
+        ends = time.perf_counter() + ENOUGH_S
+        for number in range(count):
+            enough = number >= LEAST and self.options.processes == 1
+            if enough and time.perf_counter() > ends:
+                return
             self.start_together()
             started = time.perf_counter()
-            jax.block_until_ready(program(operands))
-            if repeat >= HOST_WARMUP:
-                found.append(time.perf_counter() - started)
-        return found
+            result = jax.block_until_ready(program(operands))
+            yield result, time.perf_counter() - started
 
     def say(self, text: str) -> None:
         """Shows how far this is: a table comes only at the end."""
