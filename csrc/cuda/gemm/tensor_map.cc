@@ -1,0 +1,54 @@
+#include "cuda/gemm/tensor_map.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+namespace {
+
+using EncodeFn = decltype(&cuTensorMapEncodeTiled);
+
+// Null where the driver has no such function. Looked up by name: nothing here links the driver.
+EncodeFn FindEncode() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                             12000, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<EncodeFn>(found);
+}
+
+CUtensorMapDataType DataType(FloatType type) {
+  switch (type) {
+    case FloatType::kBF16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case FloatType::kF16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case FloatType::kF32:
+      break;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+}
+
+}  // namespace
+
+cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map) {
+  static const EncodeFn encode = FindEncode();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint64_t element = array.type == FloatType::kF32 ? 4 : 2;
+  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(array.width),
+                              static_cast<cuuint64_t>(array.lines),
+                              static_cast<cuuint64_t>(array.planes)};
+  const cuuint64_t strides[2] = {dims[0] * element, dims[0] * dims[1] * element};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / element),
+                             static_cast<cuuint32_t>(box_lines), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result =
+      encode(map, DataType(array.type), 3, const_cast<void*>(array.data), dims, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime

@@ -1,0 +1,33 @@
+// Descriptions of arrays for the tensor copy engine.
+#ifndef EP_RUNTIME_CUDA_GEMM_TENSOR_MAP_H_
+#define EP_RUNTIME_CUDA_GEMM_TENSOR_MAP_H_
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/gemm/grouped_gemm.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+// [planes, lines, width], dense.
+struct Array {
+  const void* data;  // device, 16-byte aligned
+  FloatType type;
+  int64_t width;
+  int64_t lines;
+  int64_t planes;
+};
+
+// Boxes of `box_lines` lines of 128 bytes, swizzled over 128 bytes in shared memory; zeros are read
+// outside of the array.
+cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map);
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_TENSOR_MAP_H_

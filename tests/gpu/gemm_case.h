@@ -1,0 +1,105 @@
+// A grouped product on random data, checked against sums in f64.
+#ifndef EP_RUNTIME_TESTS_GPU_GEMM_CASE_H_
+#define EP_RUNTIME_TESTS_GPU_GEMM_CASE_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cuda/gemm/grouped_gemm.h"
+
+namespace gemm_test {
+
+namespace ec = ep_runtime::cuda;
+using ec::FloatType;
+using ec::GemmProduct;
+
+#define CHECK_CUDA(expr)                                                 \
+  do {                                                                   \
+    const cudaError_t error_ = (expr);                                   \
+    if (error_ != cudaSuccess) {                                         \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #expr, \
+                   cudaGetErrorString(error_));                          \
+      std::exit(3);                                                      \
+    }                                                                    \
+  } while (0)
+
+struct GemmCase {
+  std::string name;
+  GemmProduct product = GemmProduct::kForward;
+  FloatType type = FloatType::kBF16;
+  FloatType out_type = FloatType::kBF16;
+  int slabs = 1;
+  int slab_rows = 0;
+  int experts = 0;
+  int in_features = 0;
+  int out_features = 0;
+  std::vector<int> sizes;  // [slabs * groups]
+  bool bias = false;
+  ec::GemmTuning tuning;
+
+  int groups_per_slab() const { return static_cast<int>(sizes.size()) / slabs; }
+  int64_t rows() const { return int64_t{slabs} * slab_rows; }
+};
+
+// Group and range of every row; what exceeds a slab is cut off.
+struct Layout {
+  std::vector<int> row_expert;  // [rows], -1: of no group
+  std::vector<int> starts;      // [groups]
+  std::vector<int> sizes;
+  int64_t total = 0;
+};
+Layout LayOut(const GemmCase& c);
+
+struct Mismatch {
+  unsigned long long count;
+  unsigned long long first;  // index into the output
+  float got;
+  double want;
+  double worst;                      // error / tolerance where it fits
+  unsigned long long in_rows[8];     // mismatches by 16 rows of a tile
+  unsigned long long in_columns[8];  // mismatches by 32 columns of a tile
+};
+
+// Device arrays of a case: operands with NaN wherever no group has rows, a poisoned output.
+class Data {
+ public:
+  explicit Data(const GemmCase& c);
+  ~Data();
+  Data(const Data&) = delete;
+  Data& operator=(const Data&) = delete;
+
+  ec::GroupedGemmParams Params() const;
+  void Poison();
+  // Compares every `stride`-th element of the output with what it must be.
+  Mismatch Compare(int64_t stride);
+  // Count of bytes in which two runs differ.
+  unsigned long long RunTwiceAndDiffer(cudaStream_t stream);
+  int64_t total() const { return layout_.total; }
+  int64_t out_elements() const { return out_elements_; }
+
+ private:
+  void* Allocate(int64_t bytes);
+
+  GemmCase case_;
+  Layout layout_;
+  std::vector<void*> owned_;
+  int64_t out_elements_ = 0;
+  int64_t out_bytes_ = 0;
+  int* sizes_ = nullptr;
+  int* row_expert_ = nullptr;
+  int* starts_ = nullptr;
+  int* clipped_ = nullptr;
+  void* lhs_ = nullptr;
+  void* rhs_ = nullptr;
+  void* bias_ = nullptr;
+  void* out_ = nullptr;
+  Mismatch* result_ = nullptr;
+};
+
+}  // namespace gemm_test
+
+#endif  // EP_RUNTIME_TESTS_GPU_GEMM_CASE_H_

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Builds the grouped products with their harness, checks them against sums in f64 and times them.
+#   tests/gpu/run_gemm.sh build     compile only (no GPU needed)
+#   tests/gpu/run_gemm.sh [check|small|time|tune|sanitize|dense|all]
+# dense: the same work as one torch.matmul. NVCC, BUILD_DIR and PYTHON may be set.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+what=${1:-all}
+nvcc=${NVCC:-nvcc}
+build=${BUILD_DIR:-build/gpu}
+program=$build/gemm_main
+
+build_all() {
+  mkdir -p "$build"
+  local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo -Icsrc -Itests/gpu)
+  local source objects=()
+  for source in csrc/cuda/gemm/*.cu csrc/cuda/gemm/*.cc tests/gpu/gemm_case.cu \
+      tests/gpu/gemm_main.cu; do
+    local object
+    object=$build/$(basename "${source%.*}").o
+    objects+=("$object")
+    if [ ! "$object" -nt "$source" ] || [ -n "$(find csrc/cuda tests/gpu \
+        -name '*.*h' -newer "$object" -print -quit)" ]; then
+      "$nvcc" "${flags[@]}" -c "$source" -o "$object"
+    fi
+  done
+  "$nvcc" -cudart static "${objects[@]}" -o "$program"
+}
+
+# A binary that travelled with the tree is used as it is, where it runs.
+if [ "$what" = build ] || ! [ -x "$program" ]; then build_all; fi
+case $what in
+  build) ;;
+  check | small | time | tune) "$program" "$what" ;;
+  sanitize) compute-sanitizer --tool memcheck --error-exitcode 3 "$program" small ;;
+  dense) "${PYTHON:-python3}" tests/gpu/dense_gemm.py ;;
+  all)
+    "$program" check
+    "${PYTHON:-python3}" tests/gpu/dense_gemm.py
+    "$program" time
+    ;;
+  *)
+    echo "unknown: $what (build, check, small, time, tune, sanitize, dense or all)" >&2
+    exit 2
+    ;;
+esac
