@@ -10,6 +10,7 @@
 #   soak        10,000 steps with random delays, one process
 #   processes   5,000 of them, one process for each GPU
 #   memcheck, racecheck   compute-sanitizer on small shapes, two ranks on one GPU
+#   demo        `doctor`, the demo against its twin on stock collectives, and one process for each GPU
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
 # kernels_main (or some of them) to use as they are; BUILD_DIR; TESTS, more arguments of pytest;
@@ -20,7 +21,7 @@ logs=${1:?folder for the logs}
 shift
 parts=("$@")
 if [ ${#parts[@]} = 0 ]; then
-  parts=(build kernels tests plain soak processes memcheck racecheck bench)
+  parts=(build kernels tests plain soak processes memcheck racecheck demo bench)
 fi
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
@@ -71,6 +72,12 @@ sanitized() {
 }
 part_memcheck() { sanitized memcheck; }
 part_racecheck() { sanitized racecheck; }
+part_demo() {
+  "$python" -m ep_runtime_client.cli doctor
+  local demo=("$python" -m ep_runtime_client.cli demo --platform gpu --layers 1 --sample 8)
+  "${demo[@]}" --devices "$soak_gpus" --steps 20 --compare
+  "${demo[@]}" --devices "$soak_gpus" --processes "$soak_gpus" --steps 10
+}
 part_bench() {
   # Times are taken as users have them: with tuned matmuls.
   export XLA_FLAGS="${XLA_FLAGS/--xla_gpu_autotune_level=0/}"
