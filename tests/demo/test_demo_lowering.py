@@ -45,5 +45,5 @@ def test_the_training_step_lowers_for_gpus(session: ep.Session, recipe: str) -> 
     exported = jax.export.export(step, platforms=["cuda"], disabled_checks=ep.export_checks())(
         *shapes
     )
-    assert set(re.findall(r"custom_call @(ep_\w+)", exported.mlir_module())) == CALLS
+    assert set(re.findall(r"custom_call @(ep_\w+)", exported.mlir_module())) >= CALLS
     trainer.close()
