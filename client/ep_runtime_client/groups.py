@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ep_runtime import board, errors, specs, wire
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
-from ep_runtime_client import estimate, forming, transport
+from ep_runtime_client import estimate, forming, jax_state, meshes, transport
 from ep_runtime_client.jax_state import eager
 from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
 
@@ -334,6 +334,8 @@ class Group:
         Waits, bounded, for calls under way; programs that use its layers later fail with
         StaleHandleError.
         """
+        if self.spec.transport == "nvlink" and not self.closed and self.session.is_ours:
+            jax_state.settle(meshes.devices_of(self.mesh).ravel())
         if self._shut():
             forming.leave(self.session, self.name, self.generation, self.native_group)
             self._memory.close()

@@ -10,7 +10,9 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 from ep_runtime import env
@@ -21,6 +23,9 @@ _log = logging.getLogger("ep_runtime")
 # XLA:CPU below jaxlib 0.12 runs launches and what they wait for on one pool; a device may have
 # 32 launches in flight.
 _MIN_CPU_THREADS = 32
+
+# How long a group's close waits for steps that are under way.
+SETTLE_S = 10.0
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -113,3 +118,31 @@ def prepare_cpu_pool() -> None:
             len(jax.devices("cpu")),
             _MIN_CPU_THREADS,
         )
+
+
+def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
+    """Waits until the devices of this process are done with all that was launched before.
+
+    XLA launches a program's devices one after another and returns before it has: a group closed
+    in between would be there for some of them only, and the others hang in the next collective.
+
+    Returns:
+        False where they were not done within `within_s`.
+    """
+    jax = _module("jax")
+    ours = [device for device in devices if device.process_index == jax.process_index()]
+    # A device runs its programs in order.
+    following = _following()
+    last = [following(jax.device_put(0, device)) for device in ours]
+    deadline = time.monotonic() + within_s
+    pause = threading.Event()
+    while not all(array.is_ready() for array in last):
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.001)
+    return True
+
+
+@functools.cache
+def _following() -> Any:
+    return _module("jax").jit(lambda x: x + 1)

@@ -1,7 +1,6 @@
 #include "cuda/group_device.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "core/registry.h"
@@ -18,21 +17,6 @@ Status CheckAtMost(const char* name, int64_t got, int64_t most) {
   return InvalidArgument(std::string("transport nvlink takes ") + name + " up to " +
                          std::to_string(most) + ", got " + std::to_string(got))
       .With("argument", std::string(name));
-}
-
-// Of a record that a device writes.
-bool IsWritten(const uint32_t& valid) {
-  const auto* word = reinterpret_cast<const std::atomic<uint32_t>*>(&valid);
-  return word->load(std::memory_order_acquire) != 0;
-}
-
-template <typename T>
-Status AllocateHost(T** out) {
-  void* memory = nullptr;
-  EP_RETURN_IF_CUDA(cudaHostAlloc(&memory, sizeof(T), cudaHostAllocPortable | cudaHostAllocMapped));
-  std::memset(memory, 0, sizeof(T));
-  *out = static_cast<T*>(memory);  // unified addressing: devices use the same address
-  return Status();
 }
 
 }  // namespace
@@ -89,6 +73,7 @@ Status CudaGroup::CheckBlocks(int64_t num_blocks, const std::vector<int>& device
 
 Status CudaGroup::ChooseBlocks(int64_t num_blocks, const std::vector<int>& devices) {
   EP_RETURN_IF_ERROR(CheckBlocks(num_blocks, devices));
+  num_blocks_ = num_blocks;
   blocks_ = kDefaultBlocks;
   if (num_blocks > 0) {
     const auto total = static_cast<int32_t>(std::max<int64_t>(num_blocks, 2));
@@ -108,47 +93,43 @@ Status CudaGroup::ChooseBlocks(int64_t num_blocks, const std::vector<int>& devic
                      (kMaxBlockSlots - sizes.max_top_k) * kMaxPrepareBlocks);
 }
 
+Status CudaGroup::DescribeRank(const LocalRank& rank, DeviceGroup* group) {
+  const GroupSizes& sizes = group_->sizes();
+  const int64_t ep_rank = rank.world_rank % sizes.ep_size;
+  const int64_t first_rank = rank.world_rank - ep_rank;
+  SetSizes(sizes, first_rank, ep_rank, group);
+  group->generation = group_->options().generation;
+  group->windows = windows_.window(first_rank);
+  group->window_stride = windows_.stride();
+  group->budget_ns = static_cast<uint64_t>(group_->options().op_timeout_ns);
+  group->poison_generation = board_.poison_generation();
+  EP_RETURN_IF_ERROR(board_.OpenRank(*group_, rank.world_rank, &group->progress));
+  if (group->progress.rank != nullptr) group->progress.totals = rank.totals;
+  group->record = rank.record;
+  group->bad_index = group_->options().debug ? rank.bad_index : nullptr;
+  group->scratch = rank.scratch;
+  group->open = 1;
+  return Status();
+}
+
 Status CudaGroup::OpenRank(int64_t world_rank, int device) {
   const GroupSizes& sizes = group_->sizes();
-  const FlagLayout flags(sizes);
   const OnDevice on_device(device);
-  LocalRank rank{world_rank, device, nullptr, nullptr, nullptr, nullptr};
-  EP_RETURN_IF_ERROR(AllocateHost(&rank.record));
-  EP_RETURN_IF_ERROR(AllocateHost(&rank.verdict));
-  if (group_->options().debug) EP_RETURN_IF_ERROR(AllocateHost(&rank.bad_index));
-  void* memory = nullptr;
-  EP_RETURN_IF_CUDA(cudaMalloc(&memory, sizeof(DeviceGroup)));
-  rank.group = static_cast<DeviceGroup*>(memory);
-  Progress progress;
-  EP_RETURN_IF_ERROR(board_.OpenRank(*group_, world_rank, &progress));
-  if (progress.rank != nullptr) {
-    const size_t bytes = kMaxHandles * sizeof(HandleTotals);
-    EP_RETURN_IF_CUDA(cudaMalloc(&memory, bytes));
-    EP_RETURN_IF_CUDA(cudaMemset(memory, 0, bytes));
-    progress.totals = static_cast<HandleTotals*>(memory);
-  }
-  EP_RETURN_IF_CUDA(cudaMalloc(&memory, ScratchBytes(sizes)));
-  const int64_t ep_rank = world_rank % sizes.ep_size;
-  const int64_t first_rank = world_rank - ep_rank;
+  LocalRank rank{};
+  EP_RETURN_IF_ERROR(
+      ProcessRankMemories().Take(group_->options(), num_blocks_, world_rank, device, &rank));
+  rank.world_rank = world_rank;
+  rank.device = device;
+  ranks_.push_back(rank);  // from here on Close gives it back
   DeviceGroup group{};
-  SetSizes(sizes, first_rank, ep_rank, &group);
-  group.generation = group_->options().generation;
-  group.windows = windows_.window(first_rank);
-  group.window_stride = windows_.stride();
-  group.budget_ns = static_cast<uint64_t>(group_->options().op_timeout_ns);
-  group.poison_generation = board_.poison_generation();
-  group.progress = progress;
-  group.record = rank.record;
-  group.bad_index = rank.bad_index;
-  group.scratch = static_cast<int32_t*>(memory);
-  group.open = 1;
-  EP_RETURN_IF_CUDA(cudaMemcpy(rank.group, &group, sizeof(group), cudaMemcpyHostToDevice));
+  EP_RETURN_IF_ERROR(DescribeRank(rank, &group));
   uint8_t* window = windows_.window(world_rank);
   const int64_t lanes_bytes = WindowBytes(sizes);
-  EP_RETURN_IF_CUDA(cudaMemset(window + lanes_bytes, 0, flags.window_bytes - lanes_bytes));
+  const int64_t flag_bytes = FlagLayout(sizes).window_bytes - lanes_bytes;
+  EP_RETURN_IF_CUDA(cudaMemset(window + lanes_bytes, 0, flag_bytes));
   if (group_->options().debug) EP_RETURN_IF_CUDA(cudaMemset(window, 0xFF, lanes_bytes));
+  EP_RETURN_IF_CUDA(cudaMemcpy(rank.group, &group, sizeof(group), cudaMemcpyHostToDevice));
   EP_RETURN_IF_CUDA(cudaDeviceSynchronize());
-  ranks_.push_back(rank);
   return Status();
 }
 
@@ -211,11 +192,23 @@ Status CudaGroup::ErrorOf(const BadIndex& record) const {
       .With("argument", std::string("topk_idx"));
 }
 
+// Of a program whose group was made again with other settings.
+Status CudaGroup::ReplayError(const FailRecord& record) const {
+  const std::string layer = ThisProcess().registry.LayerName(record.layer_id);
+  const std::string op = OpName(static_cast<OpCode>(record.op));
+  return Error(Code::kFailedPrecondition, "StaleHandleError")
+      .Says(op + " of layer " + layer + " ran for generation " + std::to_string(record.generation) +
+            " of group " + group_->options().name + ", which is closed; this is generation " +
+            std::to_string(group_->options().generation) +
+            " with other settings: trace and compile the program again")
+      .With("layer", layer)
+      .With("op", op)
+      .With("generation", static_cast<int64_t>(record.generation));
+}
+
 Status CudaGroup::FirstFailure() const {
   for (const LocalRank& rank : ranks_) {
-    if (rank.bad_index != nullptr && IsWritten(rank.bad_index->valid)) {
-      return ErrorOf(*rank.bad_index);
-    }
+    if (IsWritten(rank.bad_index->valid)) return ErrorOf(*rank.bad_index);
     if (IsWritten(rank.record->valid)) return ErrorOf(*rank.record);
   }
   return Status();
@@ -238,10 +231,14 @@ Status CudaGroup::Decide(uint64_t run, const std::string& layer_name, OpCode op)
 
 std::string CudaGroup::TakeError() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (told_) return std::string();
-  const Status status = FirstFailure();
-  told_ = !status.ok();
-  return status.text();
+  if (!told_) {
+    const Status status = FirstFailure();
+    told_ = !status.ok();
+    if (told_) return status.text();
+  }
+  FailRecord replay;
+  if (!ProcessRankMemories().TakeReplay(group_->options().name, &replay)) return std::string();
+  return ReplayError(replay).text();
 }
 
 void CudaGroup::FillStaging(int byte) {
@@ -268,6 +265,9 @@ void CudaGroup::Close() {
   }
   windows_.Unmap();
   board_.Unmap();
+  for (const LocalRank& rank : ranks_) {
+    ProcessRankMemories().GiveBack(group_->options().name, rank);
+  }
 }
 
 }  // namespace cuda

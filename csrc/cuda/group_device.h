@@ -15,20 +15,15 @@
 #include "cuda/device_board.h"
 #include "cuda/device_group.h"
 #include "cuda/device_windows.h"
-#include "cuda/prepare_kernels.h"
+#include "cuda/rank_memory.h"
 
 namespace ep_runtime {
 namespace cuda {
 
-// One world rank that this process drives. Nothing here but the windows is ever freed: a CUDA
-// graph that is replayed after the group closed still reads the descriptor, and writes the record.
-struct LocalRank {
+// One world rank that this process drives.
+struct LocalRank : RankMemory {
   int64_t world_rank;
-  int device;           // CUDA ordinal
-  DeviceGroup* group;   // in memory of the device
-  FailRecord* record;   // in host memory that the device writes
-  Verdict* verdict;     // likewise
-  BadIndex* bad_index;  // likewise; null: indices are not checked
+  int device;  // CUDA ordinal
 };
 
 struct LaunchBlocks {
@@ -69,9 +64,11 @@ class CudaGroup : public GroupDevice {
   Status CheckBlocks(int64_t num_blocks, const std::vector<int>& devices) const;
   Status ChooseBlocks(int64_t num_blocks, const std::vector<int>& devices);
   Status OpenRank(int64_t world_rank, int device);
+  Status DescribeRank(const LocalRank& rank, DeviceGroup* group);
   Status FirstFailure() const;
   Status ErrorOf(const FailRecord& record) const;
   Status ErrorOf(const BadIndex& record) const;
+  Status ReplayError(const FailRecord& record) const;
 
   // Runs that are remembered; more than XLA keeps in flight.
   static constexpr size_t kMaxRuns = 1024;
@@ -81,6 +78,7 @@ class CudaGroup : public GroupDevice {
   DeviceBoard board_;
   std::vector<LocalRank> ranks_;
   LaunchBlocks blocks_{};
+  int64_t num_blocks_ = 0;
   bool closed_ = false;
 
   std::mutex mutex_;

@@ -43,11 +43,9 @@ class Steps:
         self, session: ep.Session, name: str, devices: Sequence[Any], **settings: Any
     ) -> None:
         self.mesh = Mesh(np.array(devices), ("ep",))
-        given = {**SETTINGS, **settings}
-        self.group = session.create_group(
-            name, self.mesh, ep_axis="ep", transport=TRANSPORT, **given
-        )
-        layer = self.layer = self.group.register_layer("moe/0", top_k=TOP_K)
+        given = self._given = {**SETTINGS, **settings}
+        self._session, self._name = session, name
+        layer = self.make_group()
         rng = np.random.default_rng(len(devices))
         count = TOKENS * len(devices)
         # Small integers: sums are exact in any order.
@@ -65,6 +63,14 @@ class Steps:
         session.create_group(
             f"{name} compiled", self.mesh, ep_axis="ep", transport="xla", **given
         ).close()
+
+    def make_group(self) -> ep.EpLayer:
+        """The group, made once more where it is closed, and its layer."""
+        self.group = self._session.create_group(
+            self._name, self.mesh, ep_axis="ep", transport=TRANSPORT, **self._given
+        )
+        self.layer = self.group.register_layer("moe/0", top_k=TOP_K)
+        return self.layer
 
     def _put(self, array: Any) -> jax.Array:
         sharding = NamedSharding(self.mesh, PartitionSpec("ep"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -161,7 +162,7 @@ def test_a_stopped_process_is_named_at_the_budget_and_learns_that_it_is_over(
         job.finish()
 
 
-def test_a_group_closed_under_enqueued_steps_gives_no_wrong_values(
+def test_a_group_closed_under_enqueued_steps_finishes_them_and_refuses_more(
     session: ep.Session, gpus: list[Any]
 ) -> None:
     budget_s = 5.0
@@ -172,13 +173,35 @@ def test_a_group_closed_under_enqueued_steps_gives_no_wrong_values(
     closing = time.monotonic()
     steps.group.close()
     assert time.monotonic() - closing < budget_s + KNOWN_WITHIN_S
-    right = 0
-    for out in [*started, *_refused_or_started(steps, 5)]:
-        right += _is_right_or_nan(steps, out)
-    assert right < 55
+    right = [_is_right_or_nan(steps, out) for out in started]
+    assert all(right) or gpu_jobs.TRIAL  # CPU devices refuse those that were not begun
+    assert not any(_is_right_or_nan(steps, out) for out in _refused_or_started(steps, 5))
     with pytest.raises(ep.StaleHandleError):
         steps.group.check()
     gpu_steps.Steps(session, "next", gpus).run()
+
+
+def test_a_compiled_program_goes_on_with_the_group_made_again(
+    session: ep.Session, gpus: list[Any]
+) -> None:
+    """Also where XLA replays what it recorded for the closed one and asks nobody."""
+    steps = gpu_steps.Steps(session, "again", gpus)
+    for _ in range(gpu_steps.WARM_STEPS):
+        steps.run()
+    for _ in range(3):
+        generation = steps.group.generation
+        steps.group.close()
+        steps.make_group()
+        assert steps.group.generation > generation
+        for _ in range(gpu_steps.WARM_STEPS):
+            steps.run()
+    steps.group.close()
+    # With other settings the recorded programs find their own group closed, and that is told.
+    other = gpu_steps.Steps(session, "again", gpus, max_tokens_per_rank=2 * gpu_steps.TOKENS)
+    assert not any(_is_right_or_nan(steps, out) for out in _refused_or_started(steps, 3))
+    with contextlib.suppress(ep.StaleHandleError):  # where one was replayed, the new group tells
+        other.group.check()
+    other.run()
 
 
 def _refused_or_started(steps: gpu_steps.Steps, count: int) -> list[Any]:
@@ -188,7 +211,7 @@ def _refused_or_started(steps: gpu_steps.Steps, count: int) -> list[Any]:
         try:
             with ep.translate_errors():
                 outs.append(steps.start())
-        except ep.StaleHandleError:
+        except ep.EpRuntimeError:
             continue
     return outs
 
@@ -198,7 +221,7 @@ def _is_right_or_nan(steps: gpu_steps.Steps, out: Any) -> bool:
     try:
         with ep.translate_errors():
             shards = steps.shards_of(jax.block_until_ready(out))
-    except ep.StaleHandleError:
+    except ep.EpRuntimeError:
         return False
     is_right = True
     for got, want in shards:
