@@ -21,8 +21,8 @@ std::string Text(ffi::DataType type) {
 
 Error Wrong(const CallFrame& frame, const char* name, const std::string& want,
             const std::string& got) {
-  return InvalidArgument(std::string(OpName(frame.op)) + ": " + name + " must be " + want +
-                         ", got " + got)
+  const char* call = frame.call == nullptr ? OpName(frame.op) : frame.call;
+  return InvalidArgument(std::string(call) + ": " + name + " must be " + want + ", got " + got)
       .With("argument", std::string(name));
 }
 

@@ -27,6 +27,7 @@ struct Buffer {
 // What XLA handed to one call. XLA's own frame is gone once the handler returns.
 struct CallFrame {
   OpCode op;
+  const char* call = nullptr;  // names in errors what is no op of a group
   std::vector<Buffer> args;
   std::vector<Buffer> rets;
 };

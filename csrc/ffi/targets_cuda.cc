@@ -1,6 +1,7 @@
-// The custom calls on NVIDIA GPUs. A handler checks, looks the group up and launches one kernel:
-// it neither allocates nor synchronises, so XLA may record it into a command buffer. The one that
-// must look at its result, prepare of groups with on_overflow="error", has a target of its own.
+// The custom calls on NVIDIA GPUs. A handler checks, looks the group up where there is one, and
+// launches: it neither allocates nor synchronises, so XLA may record it into a command buffer. The
+// one that must look at its result, prepare of groups with on_overflow="error", has a target of its
+// own.
 
 #include <cuda_runtime.h>
 
@@ -11,6 +12,7 @@
 #include "core/registry.h"
 #include "cuda/driver.h"
 #include "ffi/cuda_call.h"
+#include "ffi/grouped_gemm_ffi_cuda.h"
 #include "ffi/nvtx_range.h"
 #include "ffi/read_call.h"
 #include "ffi/target.h"
@@ -103,6 +105,21 @@ ffi::Error ReadClock(cudaStream_t stream, int64_t hold_ns, ffi::RemainingArgs ar
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
+ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets) {
+  CallFrame frame{};
+  Status status = ReadFrame(args, rets, &frame);
+  if (status.ok()) status = LaunchGroupedGemmCall(std::move(frame), stream, data_grad != 0);
+  return status.ok() ? ffi::Error::Success() : ToXla(status);
+}
+
+ffi::Error GroupedGemmDw(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  CallFrame frame{};
+  Status status = ReadFrame(args, rets, &frame);
+  if (status.ok()) status = LaunchGroupedGemmDwCall(std::move(frame), stream);
+  return status.ok() ? ffi::Error::Success() : ToXla(status);
+}
+
 #define EP_RUNTIME_BINDING                      \
   ffi::Ffi::Bind()                              \
       .Ctx<ffi::PlatformStream<cudaStream_t>>() \
@@ -130,6 +147,17 @@ XLA_FFI_DEFINE_HANDLER(kClockV1, ReadClock,
                            .RemainingArgs()
                            .RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kGroupedGemmV1, GroupedGemm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attr<int64_t>("data_grad")
+                           .RemainingArgs()
+                           .RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    kGroupedGemmDwV1, GroupedGemmDw,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
@@ -143,6 +171,8 @@ const Target kTargets[] = {
     {"ep_dispatch_ceiling_v1", nullptr, kDispatchCeilingV1},
     {"ep_combine_ceiling_v1", nullptr, kCombineCeilingV1},
     {"ep_clock_v1", nullptr, kClockV1},
+    {"ep_grouped_gemm_v1", nullptr, kGroupedGemmV1},
+    {"ep_grouped_gemm_dw_v1", nullptr, kGroupedGemmDwV1},
 };
 const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
 

@@ -39,6 +39,7 @@ struct GemmCase {
   int out_features = 0;
   std::vector<int> sizes;  // [slabs * groups]
   bool bias = false;
+  bool clear_slack = false;
   ec::GemmTuning tuning;
 
   int groups_per_slab() const { return static_cast<int>(sizes.size()) / slabs; }

@@ -45,6 +45,7 @@ GemmCase MakeCase(const char* name, GemmProduct product, std::vector<int> sizes,
   c.in_features = in;
   c.out_features = out;
   c.sizes = std::move(sizes);
+  c.tuning = ec::TunedGemm(product);
   return c;
 }
 
@@ -97,6 +98,11 @@ std::vector<GemmCase> Variants(const std::vector<GemmCase>& cases) {
       other.bias = true;
       all.push_back(other);
     }
+    if (c.product == GemmProduct::kDataGrad) {
+      GemmCase other = c;
+      other.clear_slack = true;
+      all.push_back(other);
+    }
   }
   return all;
 }
@@ -124,6 +130,7 @@ GemmCase RandomCase(std::mt19937& random) {
   c.slab_rows = std::max(1, most + below(200) - 20);
   c.tuning.band = 1 + below(9);
   c.bias = c.product == GemmProduct::kForward && below(2) == 0;
+  c.clear_slack = c.product == GemmProduct::kDataGrad && below(2) == 0;
   switch (below(4)) {
     case 0:
       c.out_type = FloatType::kF32;
@@ -150,7 +157,9 @@ void Describe(const GemmCase& c) {
   std::printf("%s, %s, %s -> %s, %d x %d rows, %d experts, K' %d, N' %d, tile %d, band %d%s, sizes",
               c.name.c_str(), Name(c.product), Name(c.type), Name(c.out_type), c.slabs, c.slab_rows,
               c.experts, c.in_features, c.out_features, c.tuning.tile_columns, c.tuning.band,
-              c.bias ? ", bias" : "");
+              c.clear_slack ? ", slack cleared"
+              : c.bias      ? ", bias"
+                            : "");
   for (size_t i = 0; i < std::min<size_t>(c.sizes.size(), 16); ++i) std::printf(" %d", c.sizes[i]);
   std::printf("\n");
 }

@@ -27,6 +27,9 @@ struct GemmTuning {
   int32_t band = 8;            // pairs of row tiles that share their columns in L2
 };
 
+// What measured best.
+GemmTuning TunedGemm(GemmProduct product);
+
 struct GroupedGemmParams {
   GemmProduct product;
   FloatType type;      // of lhs and rhs: kBF16 or kF16
@@ -42,12 +45,13 @@ struct GroupedGemmParams {
   const void* rhs;             // [G, K', N'] type (kWeightGrad: [S * C, N']), device, likewise
   const void* bias;            // [G, N'] bias_type, device; null: none. kForward only
   FloatType bias_type;
-  void* out;  // out_type, device, 16-byte aligned. Rows of no group are left as they are; experts
-              // without rows get zeros.
+  void* out;         // out_type, device, 16-byte aligned. Experts without rows get zeros.
+  bool clear_slack;  // rows of no group get zeros; they are left as they are without it
   GemmTuning tuning;
 };
 
-// One launch, no workspace. cudaErrorInvalidValue: a limit above does not hold.
+// One launch, two with clear_slack; no workspace. cudaErrorInvalidValue: a limit above does not
+// hold.
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmParams& params);
 
 }  // namespace cuda

@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "cuda/gemm/groups.cuh"
+
 namespace ep_runtime {
 namespace cuda {
 namespace gemm {
@@ -17,34 +19,6 @@ namespace gemm {
 constexpr int kTileRows = 128;
 constexpr int kTileDepth = 64;
 constexpr int kMaxExperts = 1024;
-
-struct Groups {
-  const int32_t* sizes;  // [slabs, groups_per_slab]
-  int32_t num_groups;    // of all slabs
-  int32_t groups_per_slab;
-  int32_t num_experts;
-  int32_t slab_rows;
-};
-
-struct Rows {
-  int32_t start;
-  int32_t size;
-};
-
-__device__ __forceinline__ int32_t GroupSize(const Groups& groups, int group, int32_t left) {
-  return min(max(__ldg(groups.sizes + group), 0), left);
-}
-
-// Called by whole warps. `start` is counted from the first row of all slabs.
-__device__ inline Rows FindRows(const Groups& groups, int group) {
-  const int slab = group / groups.groups_per_slab;
-  int32_t before = 0;
-  for (int g = slab * groups.groups_per_slab + threadIdx.x % 32; g < group; g += 32) {
-    before += GroupSize(groups, g, groups.slab_rows);
-  }
-  before = min(__reduce_add_sync(0xFFFFFFFFu, before), groups.slab_rows);
-  return {slab * groups.slab_rows + before, GroupSize(groups, group, groups.slab_rows - before)};
-}
 
 struct Tile {
   int32_t expert;

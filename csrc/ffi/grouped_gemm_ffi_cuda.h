@@ -1,0 +1,17 @@
+#ifndef EP_RUNTIME_FFI_GROUPED_GEMM_FFI_CUDA_H_
+#define EP_RUNTIME_FFI_GROUPED_GEMM_FFI_CUDA_H_
+
+#include <cuda_runtime.h>
+
+#include "ffi/call_frame.h"
+
+namespace ep_runtime {
+
+// Calls of no group: operands and a stream are all they need. What the tensor copies are told of an
+// operand, its address included, is an argument of the kernel: XLA captures anew where it changes.
+Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream, bool data_grad);
+Status LaunchGroupedGemmDwCall(CallFrame frame, cudaStream_t stream);
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_FFI_GROUPED_GEMM_FFI_CUDA_H_
