@@ -39,6 +39,23 @@ def ensure_registered(platform: str = "cpu") -> None:
         jax.ffi.register_ffi_target(target.name, handlers, _XLA_PLATFORMS[platform], api_version=1)
 
 
+@functools.cache
+def register_for_gpus() -> bool:
+    """`ensure_registered("cuda")` where JAX has NVIDIA GPUs and this package the library for them.
+
+    Returns:
+        Whether both are there.
+    """
+    if not native.library_path("cuda").exists():
+        return False
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        return False
+    ensure_registered("cuda")
+    return True
+
+
 def _capsule(pointer: int) -> Any:
     """A nameless PyCapsule of an address in the library, which stays loaded."""
     new = ctypes.pythonapi.PyCapsule_New

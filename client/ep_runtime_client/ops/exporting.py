@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jax.export import DisabledSafetyCheck
 
-from ep_runtime_client.ops import memfd
+from ep_runtime_client.ops import gemm_kernels, memfd
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
@@ -22,4 +22,6 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     Returns:
         One check per custom call; other checks stay on.
     """
-    return [DisabledSafetyCheck.custom_call(name) for name in memfd.TARGETS]
+    return [
+        DisabledSafetyCheck.custom_call(name) for name in (*memfd.TARGETS, *gemm_kernels.TARGETS)
+    ]

@@ -176,7 +176,9 @@ class Backward(_GemmOp):
             if summed:
                 gemm = dataclasses.replace(gemm, out_dtype=wide(grad, rhs))
             d_lhs = sums.total(local_gemm.data_grad(gemm, grad, rhs, sizes), summed)
-            d_rhs = local_gemm.weight_grad(gemm, lhs, grad, sizes, experts)
+            # What is added up over devices stays wide.
+            dtype = None if roles.real(shared) else self.weight_dtype
+            d_rhs = local_gemm.weight_grad(gemm, lhs, grad, sizes, experts, dtype)
             d_rhs = sums.back(d_rhs, place.weight.gathered, shared)
             return d_lhs.astype(self.gemm.out_dtype), d_rhs.astype(self.weight_dtype), *d_bias
 

@@ -1,5 +1,7 @@
 """Grouped GEMM on one device, in plain JAX: one dot per row block of the rows that are there.
 
+On a GPU the kernels of `gemm_kernels.py` stand in for what they take.
+
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the weights on
 this device, K' contracted, N' the kernel's trailing dims (one, or more such as [2, M]).
 
@@ -8,13 +10,14 @@ dot itself is f32.
 
 Every function takes rows [C, ...] with group_sizes [L], or [S, C, ...] with [S, L]; group l of
 slab s uses expert (s * L + l) % G. Rows past sum(group_sizes) are neither read nor trusted and
-come out as zeros. Nothing here is differentiable: the ops around it define their gradients by
-`data_grad`, `weight_grad` and `bias_grad`.
+come out as zeros; those of a forward pass on a GPU are undefined. Nothing here is differentiable:
+the ops around it define their gradients by `data_grad`, `weight_grad` and `bias_grad`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -22,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import row_blocks
+from ep_runtime_client.ops import gemm_kernels, row_blocks
 from ep_runtime_client.ops.block_operands import Part, kernel_reader, row_reader
 from ep_runtime_client.ops.row_blocks import Block, Blocks
 
@@ -59,6 +62,17 @@ def forward(
 
     Cost: sum(ceil(group_size / block)) dots, and C * N' zeros.
     """
+    operands = (lhs, rhs, bias, group_sizes)
+    plain = functools.partial(_forward, gemm)
+    if not _served(gemm, lhs, rhs, rhs.shape, _num_rows(lhs, group_sizes)):
+        return plain(*operands)
+    kernel = functools.partial(gemm_kernels.forward, gemm.out_dtype, gemm.compute_dtype)
+    return gemm_kernels.choose(kernel, plain, *operands)
+
+
+def _forward(
+    gemm: Gemm, lhs: Any, rhs: Any, bias: jax.Array | None, group_sizes: jax.Array
+) -> jax.Array:
     lead = group_sizes.ndim
     blocks = _cut(gemm, lhs, group_sizes)
     rows = row_reader(lhs, lead, dtype=gemm.compute_dtype)
@@ -82,6 +96,14 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
 
     Both may be QuantizedTensors; MXFP8 kernels are read by their column-wise copy.
     """
+    plain = functools.partial(_data_grad, gemm)
+    if not _served(gemm, grad, rhs, rhs.shape, _num_rows(grad, group_sizes)):
+        return plain(grad, rhs, group_sizes)
+    kernel = functools.partial(gemm_kernels.data_grad, gemm.out_dtype, gemm.compute_dtype)
+    return gemm_kernels.choose(kernel, plain, grad, rhs, group_sizes)
+
+
+def _data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Array:
     lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes)
     rows = row_reader(grad, lead, dtype=gemm.compute_dtype)
@@ -97,7 +119,12 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
 
 
 def weight_grad(
-    gemm: Gemm, lhs: Any, grad: Any, group_sizes: jax.Array, num_experts: int | None = None
+    gemm: Gemm,
+    lhs: Any,
+    grad: Any,
+    group_sizes: jax.Array,
+    num_experts: int | None = None,
+    out_dtype: Any = None,
 ) -> jax.Array:
     """Gradient of the kernels.
 
@@ -108,16 +135,29 @@ def weight_grad(
         grad: [C, *N'], likewise.
         group_sizes: [L] int32.
         num_experts: G; None is as many as there are groups.
+        out_dtype: of the result; None is the dtype of sums, f32 (f64 where an operand is f64).
 
     Returns:
-        [G, K', *N'] in f32 (f64 where an operand is f64), zeros for experts without rows.
+        [G, K', *N'], zeros for experts without rows.
     """
+    experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
+    dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
+    plain = functools.partial(_weight_grad, gemm, dtype, experts)
+    shape = (experts, lhs.shape[-1], *grad.shape[group_sizes.ndim :])
+    if not _served(gemm, lhs, grad, shape, _num_rows(lhs, group_sizes)):
+        return plain(lhs, grad, group_sizes)
+    kernel = functools.partial(gemm_kernels.weight_grad, dtype, gemm.compute_dtype, experts)
+    return gemm_kernels.choose(kernel, plain, lhs, grad, group_sizes)
+
+
+def _weight_grad(
+    gemm: Gemm, dtype: Any, experts: int, lhs: Any, grad: Any, group_sizes: jax.Array
+) -> jax.Array:
     lead = group_sizes.ndim
     blocks = _cut(gemm, lhs, group_sizes)
     rows = row_reader(lhs, lead, columns=True, dtype=gemm.compute_dtype)
     grads = row_reader(grad, lead, columns=True, dtype=gemm.compute_dtype)
     trailing = grad.shape[lead:]
-    experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
     out = jnp.zeros((experts, lhs.shape[-1], math.prod(trailing)), _wide(lhs, grad))
 
     def step(block: Block, out: jax.Array) -> jax.Array:
@@ -125,7 +165,7 @@ def weight_grad(
         return row_blocks.add_at(out, blocks.expert(block, experts), product)
 
     out = row_blocks.loop(blocks, step, out, lhs, grad)
-    return out.reshape(experts, lhs.shape[-1], *trailing)
+    return out.reshape(experts, lhs.shape[-1], *trailing).astype(dtype)
 
 
 def bias_grad(
@@ -150,6 +190,17 @@ def bias_grad(
 def _wide(*operands: Any) -> Any:
     """Dtype of sums."""
     return jnp.float64 if any(x.dtype == jnp.float64 for x in operands) else jnp.float32
+
+
+def _num_rows(rows: Any, group_sizes: jax.Array) -> int:
+    return math.prod(rows.shape[: group_sizes.ndim])
+
+
+def _served(gemm: Gemm, left: Any, right: Any, kernel: tuple[int, ...], rows: int) -> bool:
+    """Whether GPU kernels take a product of weights of the shape `kernel`."""
+    return gemm_kernels.serve(
+        left, right, gemm.compute_dtype, rows=rows, experts=kernel[0], features=kernel[1:]
+    )
 
 
 def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array) -> Blocks:

@@ -1,0 +1,164 @@
+"""Grouped GEMM on a GPU: custom calls of the CUDA library, for what its kernels take.
+
+They serve arrays of bf16 or f16, both operands alike, with K' and N' multiples of 8. Everything
+else, f32 and quantized operands among it, runs as plain JAX there too (`local_gemm.py`). Which of
+the two a program has is decided when it is lowered for a platform.
+
+Letters as in `local_gemm.py`; here N' is one dim, and rows are [S * C, ...] with sizes [S, L].
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ep_runtime import native
+from ep_runtime_client.ops._ffi import register_for_gpus
+from ep_runtime_client.ops.varying import spread_over, varied_axes
+from ep_runtime_client.quantized import QuantizedTensor
+
+TARGETS = ("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
+MAX_EXPERTS = 1024  # on one device
+MULTIPLE = 8  # of features: tensor copies move 16 bytes at a time
+_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_log = logging.getLogger(__name__)
+
+
+def installed() -> bool:
+    """Whether this package has the CUDA library; without it nothing here serves anybody."""
+    return native.library_path("cuda").exists()
+
+
+def serve(
+    left: Any, right: Any, cast: Any, *, rows: int, experts: int, features: Sequence[int]
+) -> bool:
+    """Whether the kernels take a product, should its program be lowered for a GPU.
+
+    Args:
+        left: an operand, an array or a QuantizedTensor.
+        right: the other one.
+        cast: dtype that both are cast to before, or None.
+        rows: S * C.
+        experts: G.
+        features: K' and the trailing dims N'.
+
+    A 16-bit product that they leave to plain JAX is said once, in a process that has GPUs.
+    """
+    if any(isinstance(x, QuantizedTensor) for x in (left, right)):
+        return False
+    dtypes = {jnp.dtype(x.dtype if cast is None else cast) for x in (left, right)}
+    if len(dtypes) > 1 or not dtypes <= {*_TYPES} or not installed():
+        return False
+    on_gpus = register_for_gpus()
+    widths = (features[0], math.prod(features[1:]))
+    if 0 in (rows, experts, *widths):
+        return False
+    if experts > MAX_EXPERTS or any(width % MULTIPLE for width in widths):
+        if on_gpus:
+            _say_plain(experts, widths)
+        return False
+    return rows < 2**31
+
+
+@functools.cache
+def _say_plain(experts: int, widths: tuple[int, int]) -> None:
+    _log.warning(
+        "a grouped GEMM of %d experts with K'=%d and N'=%d runs as plain JAX, many times slower: "
+        "the GPU kernels take K' and N' that are multiples of %d and up to %d experts a device",
+        experts,
+        *widths,
+        MULTIPLE,
+        MAX_EXPERTS,
+    )
+
+
+def choose(
+    kernel: Callable[..., jax.Array], plain: Callable[..., jax.Array], *operands: Any
+) -> jax.Array:
+    """`kernel(*operands)` where the program is lowered for a GPU, else `plain(*operands)`."""
+    axes = tuple(sorted(varied_axes(operands)))
+
+    def typed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda *given: spread_over(function(*given), axes)
+
+    chosen: jax.Array = lax.platform_dependent(*operands, cuda=typed(kernel), default=typed(plain))
+    return chosen
+
+
+def forward(
+    out_dtype: Any,
+    cast: Any,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.forward`, but rows past the last group are undefined."""
+    kernels = _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
+    rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
+    if bias is None:
+        bias = jnp.zeros((0, 0), jnp.float32)
+    else:
+        bias = bias.astype(bias.dtype if bias.dtype in _TYPES else jnp.float32)
+        bias = bias.reshape(rhs.shape[0], -1)
+    shape = (rows.shape[0], kernels.shape[2])
+    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, bias, data_grad=0)
+    return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
+
+
+def data_grad(
+    out_dtype: Any, cast: Any, grad: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """As `local_gemm.data_grad`, zeros past the last group included."""
+    kernels = _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
+    rows = _cast(grad, cast).reshape(-1, kernels.shape[2])
+    shape = (rows.shape[0], rhs.shape[1])
+    none = jnp.zeros((0, 0), jnp.float32)
+    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, none, data_grad=1)
+    return out.reshape(*grad.shape[: group_sizes.ndim], rhs.shape[1])
+
+
+def weight_grad(
+    out_dtype: Any,
+    cast: Any,
+    experts: int,
+    lhs: jax.Array,
+    grad: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.weight_grad`; sums are f32 and rounded once."""
+    trailing = grad.shape[group_sizes.ndim :]
+    rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
+    grads = _cast(grad, cast).reshape(rows.shape[0], -1)
+    shape = (experts, rows.shape[1], grads.shape[1])
+    out = _call(TARGETS[1], shape, out_dtype, group_sizes, rows, grads)
+    return out.reshape(experts, rows.shape[1], *trailing)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if dtype is None else x.astype(dtype)
+
+
+def _call(
+    target: str,
+    shape: tuple[int, ...],
+    out_dtype: Any,
+    group_sizes: jax.Array,
+    *operands: jax.Array,
+    **attributes: int,
+) -> jax.Array:
+    wanted = jnp.dtype(out_dtype)
+    made = wanted if wanted == operands[0].dtype else jnp.dtype(jnp.float32)
+    sizes = group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
+    values = {name: np.int64(value) for name, value in attributes.items()}
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, made))
+    out: jax.Array = call(sizes, *operands, **values)
+    return out.astype(wanted)

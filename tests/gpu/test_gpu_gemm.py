@@ -1,0 +1,271 @@
+"""Grouped GEMM by the GPU kernels: against f64, against CPU, and inside of programs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu.gpu_jobs import TRIAL
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ops import grouped_cases as cases
+
+import ep_runtime as ep
+from ep_runtime_client.ops import gemm_kernels, local_gemm
+from ep_runtime_client.ops import grouped_reference as reference
+
+_AGAIN = 20
+# Of the largest value: the result's own rounding, and f32 sums in another order.
+_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
+_SUMS = 1e-5
+_TYPES = [
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float16", "float16"),
+    ("float16", "float32"),
+]
+_SHAPES = [(72, (200,)), (264, (2, 40)), (8, (8,))]
+
+
+def _on(device: Any, *arrays: Any) -> list[Any]:
+    return [jax.device_put(x, device) for x in arrays]
+
+
+def _assert_close(got: Any, want: Any, name: str) -> None:
+    got, want = np.asarray(got), np.asarray(want, np.float64)
+    limit = (_ROUNDING[got.dtype.name] + _SUMS) * max(np.abs(want).max(initial=0), 1e-9)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=limit, err_msg=name)
+
+
+@functools.cache
+def _products(out_dtype: str) -> Any:
+    """Forward, data gradient, weight gradient of one slab."""
+    gemm = local_gemm.Gemm(jnp.dtype(out_dtype))
+
+    def run(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
+        return (
+            local_gemm.forward(gemm, lhs, rhs, bias, sizes),
+            local_gemm.data_grad(gemm, grad, rhs, sizes),
+            local_gemm.weight_grad(gemm, lhs, grad, sizes, out_dtype=gemm.out_dtype),
+        )
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("types", _TYPES, ids="-".join)
+@pytest.mark.parametrize("shape", _SHAPES, ids=str)
+def test_products_are_those_of_f64_for_any_sizes(gpus: list[Any], shape: Any, types: Any) -> None:
+    for name, sizes in cases.SIZES.items():
+        given = cases.operands(sizes, *shape)
+        narrow = cases.Operands(*(x.astype(jnp.dtype(types[0])) for x in given))
+        operands = _on(gpus[0], *narrow, np.int32(sizes))
+        got = _products(types[1])(*operands)
+        used = sum(sizes)
+        want = (
+            reference.grouped_gemm(narrow.lhs, narrow.rhs, narrow.bias, sizes),
+            reference.data_grad(narrow.grad, narrow.rhs, sizes),
+            reference.weight_grad(narrow.lhs, narrow.grad, sizes),
+        )
+        _assert_close(got[0][:used], want[0][:used], f"{name}: forward")
+        for mine, meant in zip(got[1:], want[1:], strict=True):
+            _assert_close(mine, meant, name)
+            np.testing.assert_array_equal(np.asarray(mine)[meant == 0], 0)
+        again = _products(types[1])(*operands)
+        np.testing.assert_array_equal(again[0][:used], got[0][:used])
+        for mine, before in zip(again[1:], got[1:], strict=True):
+            np.testing.assert_array_equal(mine, before)
+
+
+def test_random_shapes_slabs_and_alignments(gpus: list[Any]) -> None:
+    gemm = local_gemm.Gemm(jnp.bfloat16)
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        slabs, groups = rng.integers(1, 4), rng.integers(1, 9)
+        experts = int(slabs * groups if rng.integers(2) else groups)
+        features = 8 * rng.integers(1, 70, 2)
+        sizes = rng.integers(0, 3, (slabs, groups)) * rng.integers(0, 90, (slabs, groups))
+        rows = int(sizes.sum(-1).max()) + int(rng.integers(0, 60))
+        operands = (
+            rng.standard_normal((slabs, rows, features[0])).astype(jnp.bfloat16),
+            rng.standard_normal((experts, *features)).astype(jnp.bfloat16),
+            rng.standard_normal((slabs, rows, features[1])).astype(jnp.bfloat16),
+        )
+        for slab, used in enumerate(sizes.sum(-1)):
+            operands[0][slab, used:] = operands[2][slab, used:] = np.nan
+
+        def run(lhs: Any, rhs: Any, grad: Any, sizes: Any, experts: int = experts) -> Any:
+            mine = jnp.arange(lhs.shape[1]) < sizes.sum(-1)[:, None]
+            out = local_gemm.forward(gemm, lhs, rhs, None, sizes)
+            return (
+                jnp.where(mine[..., None], out, 0),
+                local_gemm.data_grad(gemm, grad, rhs, sizes),
+                local_gemm.weight_grad(gemm, lhs, grad, sizes, experts),
+            )
+
+        everything = (*operands, sizes.astype(np.int32))
+        got = jax.jit(run)(*_on(gpus[0], *everything))
+        want = jax.jit(run)(*_on(jax.devices("cpu")[0], *everything))
+        for mine, theirs in zip(got, want, strict=True):
+            note = f"{sizes.tolist()}, {rows} rows of {features}, {experts} experts"
+            tolerance = 2.0**-7 * max(np.abs(np.asarray(theirs, np.float64)).max(initial=0), 1e-9)
+            _assert_near(mine, theirs, tolerance, note)
+
+
+def _assert_near(got: Any, want: Any, tolerance: float, note: str = "") -> None:
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance, err_msg=note)
+
+
+# What follows runs whole programs: rows [R, C, K'], two experts a slab.
+_RANKS, _ROWS, _IN, _OUT = 4, 96, 64, 64
+_SIZES = np.int32([[5, 80], [0, 33], [96, 0], [0, 0]])
+
+
+def _drawn() -> tuple[Any, Any, Any, Any]:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((_RANKS, _ROWS, _IN)).astype(jnp.bfloat16)
+    for slab, used in enumerate(_SIZES.sum(-1)):
+        x[slab, used:] = np.nan
+    kernel = (rng.standard_normal((2 * _RANKS, _IN, _OUT)) / 8).astype(jnp.bfloat16)
+    bias = rng.standard_normal((2 * _RANKS, _OUT)).astype(jnp.bfloat16)
+    return x, kernel, bias, _SIZES
+
+
+def _loss(multiply: Any, x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
+    out = multiply(x, kernel, sizes, bias)
+    mine = jnp.arange(x.shape[1]) < sizes.sum(-1)[:, None]
+    return jnp.sin(jnp.where(mine[..., None], out, 0).astype(jnp.float32)).sum()
+
+
+def _multiply(x: Any, kernel: Any, sizes: Any, bias: Any, **options: Any) -> Any:
+    return ep.grouped_gemm(x, kernel, sizes, bias=bias, **options)
+
+
+def _scanned(x: Any, kernel: Any, sizes: Any, bias: Any) -> Any:
+    """Three times in a row, with remat."""
+
+    def step(x: Any, scale: Any) -> Any:
+        return jnp.tanh(_multiply(x, kernel * scale, sizes, bias)), None
+
+    scales = jnp.asarray([1, 0.5, 2], jnp.bfloat16)
+    return jax.lax.scan(jax.checkpoint(step), x, scales)[0]
+
+
+_PROGRAMS = {
+    "plain": _multiply,
+    "remat": jax.checkpoint(_multiply),
+    "scan with remat": _scanned,
+    "f32 out": functools.partial(_multiply, out_dtype=jnp.float32),
+}
+
+
+@pytest.mark.parametrize("multiply", _PROGRAMS.values(), ids=_PROGRAMS)
+def test_programs_give_what_they_give_on_cpu_every_time(gpus: list[Any], multiply: Any) -> None:
+    run = jax.jit(jax.value_and_grad(functools.partial(_loss, multiply), argnums=(0, 1, 2)))
+    operands = _on(gpus[0], *_drawn())
+    got = jax.block_until_ready(run(*operands))
+    _compare(got, run(*_on(jax.devices("cpu")[0], *_drawn())))
+    for _ in range(_AGAIN):  # replays what was captured
+        again = run(*operands)
+    jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
+
+
+def _compare(got: Any, want: Any) -> None:
+    """Loss and gradients of x, kernel and bias; rows of the slack have zeros."""
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-2, atol=1e-1)
+    for name, mine, theirs in zip(("x", "kernel", "bias"), got[1], want[1], strict=True):
+        largest = float(np.abs(np.asarray(theirs, np.float64)).max())
+        _assert_near(mine, theirs, 2.0**-5 * largest, name)
+    for slab, used in enumerate(_SIZES.sum(-1)):
+        np.testing.assert_array_equal(np.asarray(got[1][0])[slab, used:], 0)
+
+
+def test_compiled_programs_hold_the_calls_and_choose_nothing_at_run_time(gpus: list[Any]) -> None:
+    if TRIAL:
+        pytest.skip("the calls are those of GPUs")
+    run = jax.jit(jax.grad(functools.partial(_loss, _multiply), argnums=(0, 1)))
+    text = run.lower(*_on(gpus[0], *_drawn())).compile().as_text()
+    assert [text.count(f'custom_call_target="{name}"') for name in gemm_kernels.TARGETS] == [2, 1]
+    assert " conditional(" not in text
+
+
+def test_other_buffers_than_those_that_were_captured(gpus: list[Any]) -> None:
+    """Addresses are in what a command buffer holds: new ones must get there."""
+    run = jax.jit(jax.grad(functools.partial(_loss, _multiply), argnums=(0, 1)))
+    x, kernel, bias, sizes = _drawn()
+    x[np.isnan(x)] = 0  # other rows belong to groups each time
+    kept = []
+    for turn in range(8):
+        scaled = kernel * np.asarray(turn + 1, jnp.bfloat16)
+        everything = (x, scaled, bias, np.roll(sizes, turn, 0))
+        want = run(*_on(jax.devices("cpu")[0], *everything))
+        kept.append(_on(gpus[0], *everything))
+        got = run(*kept[-1])
+        for mine, theirs in zip(got, want, strict=True):
+            largest = float(np.abs(np.asarray(theirs, np.float64)).max())
+            _assert_near(mine, theirs, 2.0**-5 * largest, f"turn {turn}")
+
+
+def _sharded(gpus: list[Any], mode: str) -> Any:
+    """value and gradients of the loss with slabs and experts spread over the GPUs."""
+    mesh = Mesh(np.array(gpus), ("ep",))
+    spec = PartitionSpec("ep")
+    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x in _drawn()]
+    loss: Any = functools.partial(_loss, _multiply)
+
+    def part(*blocks: Any) -> Any:
+        return jax.lax.psum(_loss(_multiply, *blocks), "ep")
+
+    if mode == "shard_map":
+        loss = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    return jax.block_until_ready(run(*put))
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "rule"])
+def test_spread_over_gpus(gpus: list[Any], mode: str) -> None:
+    run = jax.jit(jax.value_and_grad(functools.partial(_loss, _multiply), argnums=(0, 1, 2)))
+    want = run(*_on(jax.devices("cpu")[0], *_drawn()))
+    got = _sharded(gpus, mode)
+    _compare(got, want)
+    jax.tree.map(np.testing.assert_array_equal, _sharded(gpus, mode), got)
+
+
+def test_known_layouts_and_a_weight_that_is_gathered(gpus: list[Any]) -> None:
+    """Without jit around: every device has its rows, all have shards of all kernels."""
+    mesh = Mesh(np.array(gpus), ("fsdp",))
+    x, kernel, bias, sizes = _drawn()
+    kernel, bias = kernel[:2], bias[:2]
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    columns = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    put = [jax.device_put(a, rows) for a in (x, sizes)]
+
+    def grads(x: Any, kernel: Any, sizes: Any) -> Any:
+        run = functools.partial(_loss, lambda x, k, s, _: ep.grouped_gemm(x, k, s))
+        return jax.grad(run, argnums=(0, 1))(x, kernel, None, sizes)
+
+    got = grads(put[0], jax.device_put(kernel, columns), put[1])
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = grads(*_on(jax.devices("cpu")[0], x, kernel, sizes))
+    for mine, theirs in zip(got, want, strict=True):
+        largest = float(np.abs(np.asarray(theirs, np.float64)).max())
+        _assert_near(mine, theirs, 2.0**-5 * largest)
+
+
+def test_what_the_kernels_do_not_take_runs_as_before(
+    gpus: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = cases.SIZES["uneven, one empty"]
+    for dtype, shape in (("float32", (72, (40,))), ("bfloat16", (33, (9,)))):
+        given = cases.operands(sizes, *shape)
+        narrow = cases.Operands(*(x.astype(jnp.dtype(dtype)) for x in given))
+        with jax.default_matmul_precision("highest"):
+            got = _products(dtype)(*_on(gpus[0], *narrow, np.int32(sizes)))
+        _assert_close(
+            got[0], reference.grouped_gemm(narrow.lhs, narrow.rhs, narrow.bias, sizes), dtype
+        )
+    if not TRIAL:
+        assert sum("plain JAX" in line.message for line in caplog.records) == 1

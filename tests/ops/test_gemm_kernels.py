@@ -1,0 +1,132 @@
+"""Which programs hold the GPU kernels of grouped_gemm, seen in what they are lowered to."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client import recipes
+from ep_runtime_client.ops import gemm_kernels, local_gemm
+
+SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library need not be there to lower for it."""
+    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+
+
+def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
+    mine = jnp.arange(lhs.shape[1]) < SIZES.sum(-1)[:, None]
+    out = ep.grouped_gemm(lhs, rhs, SIZES, bias=bias, **options)
+    return jnp.sin(jnp.where(mine[..., None], out, 0).astype(jnp.float32)).sum()
+
+
+# Sizes that no other test has: JAX keeps what it traced with or without the library.
+def drawn(dtype: Any = jnp.bfloat16, k: int = 104, n: int = 88) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 24, k), (8, k, n), (8, n))
+    lhs, rhs, bias = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return lhs, rhs, bias
+
+
+def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[int]:
+    """How often each of gemm_kernels.TARGETS is in the program."""
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    return [text.count(f"@{name}(") for name in gemm_kernels.TARGETS]
+
+
+def graded(**options: Any) -> Any:
+    return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gpus_get_the_kernels_and_cpus_do_not(dtype: Any) -> None:
+    operands = drawn(dtype)
+    assert calls(graded(), *operands) == [2, 1]
+    assert calls(graded(), *operands, platform="cpu") == [0, 0]
+    assert calls(jax.checkpoint(loss), *operands) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("operands", "options"),
+    [
+        (drawn(jnp.float32), {}),
+        (drawn(k=100), {}),
+        (drawn(n=84), {}),
+        (drawn(), {"recipe": recipes.TensorScaling()}),
+    ],
+    ids=["f32", "K' of 100", "N' of 84", "FP8"],
+)
+def test_what_the_kernels_do_not_take_is_plain_jax(operands: Any, options: Any) -> None:
+    assert calls(graded(**options), *operands) == [0, 0]
+
+
+def test_the_bf16_recipe_takes_the_kernels_for_f32_parameters() -> None:
+    assert calls(graded(recipe=recipes.BF16()), *drawn(jnp.float32)) == [2, 1]
+    # f32 gradients times bf16 operands are f32 products.
+    wide = graded(recipe=recipes.BF16(), out_dtype=jnp.float32)
+    assert calls(wide, *drawn(jnp.float32)) == [1, 0]
+
+
+def test_without_the_library_every_program_is_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_kernels, "installed", lambda: False)
+    assert calls(graded(), *drawn(k=136)) == [0, 0]
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "unchecked"])
+def test_a_shard_map_of_the_user_gives_the_same_numbers(checked: bool) -> None:
+    mesh, spec = fakes.mesh_of({"ep": 2}), PartitionSpec("ep")
+    lhs, rhs, bias = drawn()
+
+    def part(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, sizes, bias=bias)
+
+    spread = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+
+    def both(lhs: Any, rhs: Any, bias: Any) -> Any:
+        out, pull = jax.vjp(lambda *args: spread(*args, SIZES), lhs, rhs, bias)
+        return out, pull(jnp.cos(out))
+
+    def whole(lhs: Any, rhs: Any, bias: Any) -> Any:
+        out, pull = jax.vjp(lambda *args: part(*args, SIZES), lhs, rhs, bias)
+        return out, pull(jnp.cos(out))
+
+    assert calls(both, lhs, rhs, bias) == [2, 1]
+    got, want = jax.jit(both)(lhs, rhs, bias), jax.jit(whole)(lhs, rhs, bias)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_one_export_serves_both_platforms() -> None:
+    operands = drawn()
+    exported = jax.export.export(
+        jax.jit(graded()), platforms=("cpu", "cuda"), disabled_checks=ep.export_checks()
+    )(*operands)
+    assert all(f"@{name}(" in exported.mlir_module() for name in gemm_kernels.TARGETS)
+    again = jax.export.deserialize(exported.serialize())
+    wanted = jax.jit(graded())(*operands)
+    jax.tree.map(np.testing.assert_array_equal, again.call(*operands), wanted)
+
+
+def test_a_weight_gradient_is_rounded_where_it_is_summed() -> None:
+    """The f32 sums of a large weight would take twice its memory."""
+    lhs, rhs, _ = drawn()
+
+    def run(lhs: Any, rhs: Any) -> Any:
+        gemm = local_gemm.Gemm(jnp.bfloat16)
+        return local_gemm.weight_grad(gemm, lhs, lhs, SIZES, 8, out_dtype=jnp.bfloat16)
+
+    made = [eqn.outvars[0].aval for eqn in jax.make_jaxpr(run)(lhs, rhs).eqns]
+    assert made[-1].dtype == jnp.bfloat16
+    text = jax.jit(graded()).trace(*drawn()).lower(lowering_platforms=("cuda",)).as_text()
+    line = next(line for line in text.splitlines() if "@ep_grouped_gemm_dw_v1(" in line)
+    assert line.rstrip().endswith("-> tensor<8x104x88xbf16>")
