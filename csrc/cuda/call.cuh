@@ -36,6 +36,10 @@ __device__ __forceinline__ void StoreReleaseSys(uint32_t* word, uint32_t value) 
 __device__ __forceinline__ void StoreReleaseSys(uint64_t* word, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+__device__ __forceinline__ void StoreRelaxedSys(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ void FenceSys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void AddReleaseGpu(uint32_t* word, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -248,6 +252,20 @@ __device__ inline Call BeginCall(DeviceGroup* group, const CallName& name, OpCod
   return call;
 }
 
+constexpr int kEmptyTicket = 2;  // word of DeviceGroup::arrived that hands out empty rows
+constexpr int kItemTicket = 3;   // and other work
+
+// The next number of a counter that starts from 0 in every call.
+__device__ inline uint32_t TakeTicketAlone(const Call& call, int which) {
+  return atomicAdd(&call.group->arrived[which], 1u);
+}
+// The same for the whole warp.
+__device__ inline uint32_t TakeTicket(const Call& call, int which) {
+  uint32_t ticket = 0;
+  if (threadIdx.x % 32 == 0) ticket = TakeTicketAlone(call, which);
+  return __shfl_sync(~0u, ticket, 0);
+}
+
 struct Output {
   void* data;
   int64_t bytes;     // a multiple of 4, or of 1-byte rows
@@ -260,12 +278,32 @@ __device__ inline void FillOutput(const Output& output) {
   for (int64_t i = threadIdx.x; i < words; i += blockDim.x) out[i] = output.pattern;
 }
 
+// Waits until `source` has begun this call, and so has ended the one before. A rank that neither
+// sends to this one nor gets anything waits for nothing else: without this one of the two could run
+// ahead by a round of lanes, and write what the other still reads.
+__device__ inline void AwaitBegun(const Call& call, int source) {
+  const uint64_t* epoch = &call.Line(call.me, source)->epoch;
+  const uint64_t started_ns = GlobalTimerNs();
+  for (uint32_t polls = 1;; ++polls) {
+    const uint64_t seen = LoadAcquireSys(epoch);
+    if (seen >= call.epoch) return;
+    if (polls % kPollsPerLook == 0 && !KeepWaiting(call, source, static_cast<uint32_t>(seen),
+                                                   static_cast<uint32_t>(call.epoch), started_ns)) {
+      return;
+    }
+    __nanosleep(20);
+  }
+}
+
 // Last thing of every kernel, called by every thread. The last block to end advances the epoch;
 // after a failure it also overwrites all outputs, so that no half-made result survives.
 template <int kOutputs>
 __device__ inline void EndCall(const Call& call, const Output (&outputs)[kOutputs]) {
   __shared__ bool last;
   DeviceGroup* group = call.group;
+  if (!call.dead && blockIdx.x == 0 && threadIdx.x < call.ranks) {
+    AwaitBegun(call, static_cast<int>(threadIdx.x));
+  }
   __syncthreads();
   CallStart start{};
   if (threadIdx.x == 0) {

@@ -271,7 +271,10 @@ struct PeerSums {
       if (staged >= __shfl_sync(~0u, count, source)) continue;
       next += step;
       const int64_t first = __shfl_sync(~0u, counts.first + skip, source);
-      const EntryRows entries = ReadEntries(params.plan, params.sizes, first + staged);
+      StagedRow entries{};
+      entries.ReadBounds(params.plan, first + staged);
+      entries.ReadEntries(params.plan, params.sizes);
+      entries.CheckEntries(params.sizes);
       const bool real = static_cast<int>(threadIdx.x % 32) < entries.count;
       // A row that no prepare wrote: the item is left empty.
       const bool good = __all_sync(~0u, !real || entries.row >= 0);

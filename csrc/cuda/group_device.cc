@@ -10,7 +10,7 @@ namespace cuda {
 namespace {
 
 // As measured on H200: more blocks win little and take SMs from the GEMMs beside them.
-constexpr LaunchBlocks kDefaultBlocks = {32, 20, 20, 24, 16};
+constexpr LaunchBlocks kDefaultBlocks = {32, 12, 28, 28, 20};
 
 Status CheckAtMost(const char* name, int64_t got, int64_t most) {
   if (got <= most) return Status();
@@ -77,8 +77,8 @@ Status CudaGroup::ChooseBlocks(int64_t num_blocks, const std::vector<int>& devic
   blocks_ = kDefaultBlocks;
   if (num_blocks > 0) {
     const auto total = static_cast<int32_t>(std::max<int64_t>(num_blocks, 2));
-    blocks_.place = total / 2;
-    blocks_.push = total - blocks_.place;
+    blocks_.push = std::max(total * 3 / 10, 1);
+    blocks_.place = total - blocks_.push;
     blocks_.sum = std::max(total * 2 / 5, 1);
     blocks_.reduce = total - blocks_.sum;
   }

@@ -1,4 +1,4 @@
-// The receiving half of dispatch and of combine's backward: where arrived rows go.
+// The receiving half of dispatch and of combine's backward: which rows arrive, and where they go.
 #ifndef EP_RUNTIME_CUDA_PLACE_ROWS_CUH_
 #define EP_RUNTIME_CUDA_PLACE_ROWS_CUH_
 
@@ -11,9 +11,8 @@ namespace cuda {
 struct SourceCounts {
   int32_t staged;
   int32_t first;  // staged rows of earlier sources
-  int32_t most;   // of any one source
+  int32_t most;   // of any one peer
 
-  // Staged rows [skip, skip + staged) of each source count: those of one half of the tokens.
   __device__ SourceCounts(const Call& call, const Plan& plan, int tokens) {
     const int lane = threadIdx.x % 32;
     staged = lane < call.ranks ? plan.recv_count[lane * 4] : 0;
@@ -24,7 +23,7 @@ struct SourceCounts {
       if (lane >= step) sum += other;
     }
     first = sum - staged;
-    most = __reduce_max_sync(~0u, staged);
+    most = __reduce_max_sync(~0u, lane == call.me ? 0 : staged);
   }
 };
 
@@ -36,60 +35,108 @@ __device__ inline void CountReceived(const Call& call, const CallName& name, con
   if (lane == 0) CountRows(call.group, BoardIndex(name), rows, 0);
 }
 
-// The entries of one staged row; lane i holds the i-th.
-struct EntryRows {
+// A staged row of a peer and its entries; lane i holds the i-th.
+struct StagedRow {
+  int32_t source;
+  int32_t staged;  // -1: there is none
+  int32_t begin;
+  int32_t end;
   int count;
-  int32_t row;
+  int32_t row;  // -1: no entry
   int32_t slot;
+
+  // Number `item` of all peers' staged rows, sources in turn, which is about the order of arrival;
+  // none where that source has fewer. Reads where its entries are.
+  __device__ void Find(const Call& call, const Plan& plan, const SourceCounts& counts, int item) {
+    const int peers = call.ranks - 1;
+    const int number = item / peers;
+    source = call.me + 1 + item % peers;
+    if (source >= call.ranks) source -= call.ranks;
+    staged = number < __shfl_sync(~0u, counts.staged, source) ? number : -1;
+    const int64_t at = __shfl_sync(~0u, counts.first, source) + int64_t{number};
+    if (staged >= 0) ReadBounds(plan, at);
+  }
+  // `at`: the staged row's number among those of all sources.
+  __device__ void ReadBounds(const Plan& plan, int64_t at) {
+    begin = plan.staged_start[at];
+    end = plan.staged_start[at + 1];
+  }
+  __device__ void ReadEntries(const Plan& plan, const CallSizes& sizes) {
+    const int lane = threadIdx.x % 32;
+    const bool good = begin >= 0 && end <= sizes.capacity && end >= begin;
+    count = good ? min(end - begin, sizes.top_k) : 0;
+    row = lane < count ? plan.staged_row[begin + lane] : -1;
+    slot = lane < count ? plan.staged_slot[begin + lane] : 0;
+  }
+  // A plan is an ordinary array: nothing is written by its numbers unseen.
+  __device__ void CheckEntries(const CallSizes& sizes) {
+    if (static_cast<uint32_t>(row) >= static_cast<uint32_t>(sizes.capacity) ||
+        static_cast<uint32_t>(slot) >= static_cast<uint32_t>(sizes.top_k)) {
+      row = -1;
+    }
+  }
 };
 
-__device__ inline EntryRows ReadEntries(const Plan& plan, const CallSizes& sizes, int64_t staged) {
-  const int lane = threadIdx.x % 32;
-  const int32_t begin = plan.staged_start[staged];
-  const int32_t end = plan.staged_start[staged + 1];
-  EntryRows entries{0, -1, 0};
-  if (begin < 0 || end > sizes.capacity || end < begin) return entries;
-  entries.count = min(end - begin, sizes.top_k);
-  if (lane < entries.count) {
-    entries.row = plan.staged_row[begin + lane];
-    entries.slot = plan.staged_slot[begin + lane];
-    // A plan is an ordinary array: nothing is written by its numbers unseen.
-    if (static_cast<uint32_t>(entries.row) >= static_cast<uint32_t>(sizes.capacity)) {
-      entries.row = -1;
-    }
-    if (static_cast<uint32_t>(entries.slot) >= static_cast<uint32_t>(sizes.top_k)) {
-      entries.row = -1;
-    }
-  }
-  return entries;
-}
+// The staged rows of one warp of `step` warps, in the order of their numbers.
+struct StagedRows {
+  const Call& call;
+  const Plan& plan;
+  const SourceCounts& counts;
+  int next;
+  int step;
 
-// Calls visit(row) for the padding rows that are warp `warp`'s share; returns the end of the last
-// zone. The whole warp calls it and visits together.
-template <typename Visit>
-__device__ int VisitPadding(const Plan& plan, const CallSizes& sizes, int warp, int warps,
-                            const Visit& visit) {
-  const int lane = threadIdx.x % 32;
-  int base = 0;
-  int seen = 0;
-  for (int start = 0; start < sizes.experts; start += 32) {
-    const bool real = start + lane < sizes.experts;
-    const int32_t kept = real ? plan.kept[start + lane] : 0;
-    const int32_t zone = real ? plan.group_sizes[start + lane] : 0;
-    for (int e = 0; e < min(32, sizes.experts - start); ++e) {
-      const int rows = __shfl_sync(~0u, kept, e);
-      const int size = __shfl_sync(~0u, zone, e);
-      if (rows >= 0 && size >= rows && base + size <= sizes.capacity) {
-        const int padding = size - rows;
-        int i = (warp - seen % warps + warps) % warps;
-        for (; i < padding; i += warps) visit(base + rows + i);
-        seen += padding;
-        base += size;
-      }
+  __device__ StagedRow Next() {
+    const int total = call.ranks > 1 ? counts.most * (call.ranks - 1) : 0;
+    StagedRow row{};
+    row.staged = -1;
+    while (row.staged < 0 && next < total) {
+      row.Find(call, plan, counts, next);
+      next += step;
+    }
+    return row;
+  }
+};
+
+// Tokens of this rank, in order; every warp that has time takes the next. Reads run ahead of use.
+struct OwnTokens {
+  const Call& call;
+  const Plan& plan;
+  const CallSizes& sizes;
+  uint32_t ticket;     // lane 0's
+  int32_t token = -1;  // -1: there is none
+  int32_t rank = -1;   // lane k: of slot k
+  int32_t row = -1;
+
+  __device__ OwnTokens(const Call& c, const Plan& p, const CallSizes& s)
+      : call(c), plan(p), sizes(s), ticket(0) {
+    Draw();
+    Advance();
+  }
+  __device__ void Draw() {
+    if (threadIdx.x % 32 == 0) ticket = TakeTicketAlone(call, kItemTicket);
+  }
+  __device__ void Advance() {
+    const uint32_t drawn = __shfl_sync(~0u, ticket, 0);
+    if (drawn >= static_cast<uint32_t>(sizes.tokens)) {
+      token = -1;
+      return;
+    }
+    Draw();
+    const int lane = threadIdx.x % 32;
+    token = static_cast<int32_t>(drawn);
+    rank = row = -1;
+    if (lane < sizes.top_k) {
+      const int64_t slot = int64_t{token} * sizes.top_k + lane;
+      rank = plan.dst_rank[slot];
+      row = plan.dst_row[slot];
     }
   }
-  return base;
-}
+  // Lane k: the row of slot k where it is one of this rank, else -1.
+  __device__ int32_t OwnRow() const {
+    const bool good = static_cast<uint32_t>(row) < static_cast<uint32_t>(sizes.capacity);
+    return rank == call.me && good ? row : -1;
+  }
+};
 
 }  // namespace cuda
 }  // namespace ep_runtime

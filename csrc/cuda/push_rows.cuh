@@ -9,8 +9,34 @@
 namespace ep_runtime {
 namespace cuda {
 
-constexpr int kPieceBytes = 16384;  // most that one buffer holds of a row
+constexpr int kPieceBytes = 8192;  // most that one buffer holds of a row
 constexpr int kMaxBuffers = 4;
+constexpr int kMaxSenders = 8;  // sending warps of a block
+
+// How many tokens of each sending warp of a block have landed. A flag needs a fence of system scope
+// before it, and that waits for the stores of the whole multiprocessor. So no sending warp executes
+// one: it counts, and the publishing warp stores the flags of all that landed behind one fence.
+struct LandedTokens {
+  uint32_t count[kMaxSenders];
+
+  // Every thread calls it, and meets its block before anything else here.
+  __device__ void Clear() {
+    if (threadIdx.x < kMaxSenders) count[threadIdx.x] = 0;
+  }
+  // One thread: one more, and what the warp stored before it last met.
+  __device__ void Add(int sender) {
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(SharedAddress(&count[sender]))
+                 : "memory");
+  }
+  __device__ uint32_t Read(int sender) {
+    uint32_t value;
+    asm volatile("atom.acquire.cta.shared::cta.add.u32 %0, [%1], 0;"
+                 : "=r"(value)
+                 : "r"(SharedAddress(&count[sender]))
+                 : "memory");
+    return value;
+  }
+};
 
 // The buffers of one warp.
 struct Ring {
@@ -47,6 +73,16 @@ struct PushJob {
   int32_t pieces;
 };
 
+// Who sends which tokens: warp `index` of `count` takes tokens index, index + count, ...
+struct WarpShare {
+  int index;
+  int count;
+  __device__ int Token(int i) const { return index + i * count; }
+  __device__ int Tokens(int tokens) const {
+    return tokens > index ? (tokens - index + count - 1) / count : 0;
+  }
+};
+
 // What the lanes of a warp know of one token: lane r its staged row on rank r, lane k its slot k.
 struct TokenSlots {
   int32_t staged;
@@ -55,18 +91,19 @@ struct TokenSlots {
   float weight;
 };
 
-__device__ inline TokenSlots ReadSlots(const Call& call, const PushJob& job, int64_t token) {
+__device__ inline TokenSlots ReadSlots(const Call& call, const PushJob& job, TokenCounter* counter,
+                                       int token) {
   const int lane = threadIdx.x % 32;
   TokenSlots slots{-1, -1, -1, 1.0f};
-  if (lane < call.ranks) slots.staged = __ldcg(&StagedTable(call)[token * call.ranks + lane]);
   if (lane < job.top_k) {
-    const int64_t slot = token * job.top_k + lane;
+    const int64_t slot = int64_t{token} * job.top_k + lane;
     slots.rank = job.dst_rank[slot];
     slots.row = job.dst_row[slot];
-    if (slots.rank >= call.ranks || static_cast<uint32_t>(slots.row) >= job.capacity) {
-      slots.rank = -1;
-    }
     if (job.weights != nullptr) slots.weight = job.weights[slot];
+  }
+  slots.staged = counter->Number(job.dst_rank, job.top_k, call.ranks, job.tokens, token);
+  if (slots.rank >= call.ranks || static_cast<uint32_t>(slots.row) >= job.capacity) {
+    slots.rank = -1;
   }
   return slots;
 }
@@ -80,39 +117,63 @@ __device__ inline void SendWeights(const Call& call, const PushJob& job, const T
   entries[int64_t{staged} * job.top_k + lane] = slots.weight;
 }
 
-// Tells the peers that the staged rows of one token are in their windows.
-__device__ inline void PublishRow(const Call& call, int32_t staged) {
+// The publishing warp of a sending block: tells the peers which staged rows are in their windows.
+// The block's j-th token is warp j % senders' one; they are published in order.
+__device__ inline void PublishTokens(const Call& call, const PushJob& job, LandedTokens* landed,
+                                     int block, int blocks, int senders) {
   const int lane = threadIdx.x % 32;
-  __syncwarp();
-  if (staged < 0 || lane == call.me) return;
-  FenceProxyAsync();
-  StoreReleaseSys(call.Ready(lane, call.me) + staged, call.tag);
+  const int tokens = WarpShare{block, blocks}.Tokens(job.tokens);
+  TokenCounter counter;
+  for (int j = 0; j < tokens;) {
+    int end = tokens;
+    if (lane < senders) {
+      end = min(end, static_cast<int>(landed->Read(lane)) * senders + lane);
+    }
+    end = __reduce_min_sync(~0u, end);
+    if (end <= j) {
+      __nanosleep(100);
+      continue;
+    }
+    __syncwarp();
+    FenceSys();
+    for (; j < end; ++j) {
+      const int token = block + j * blocks;
+      const int32_t staged = counter.Number(job.dst_rank, job.top_k, call.ranks, job.tokens, token);
+      if (staged >= 0 && lane != call.me) {
+        StoreRelaxedSys(call.Ready(lane, call.me) + staged, call.tag);
+      }
+    }
+  }
 }
 
-// Warp `warp` of `warps` sends tokens warp, warp + warps, ...: rows arrive in token order.
-// `keep(token, slots, mine, buffer, offset, bytes)` gets every piece of rows that stay here, with
-// `mine` a bit per slot.
-template <int kBuffers, typename Keep>
-__device__ void PushRows(const Call& call, const PushJob& job, const Ring& ring, int warp,
-                         int warps, const Keep& keep) {
+// Copies of one more token of the warp have landed.
+__device__ inline void CountLanded(LandedTokens* landed) {
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  FenceProxyAsync();
+  landed->Add(threadIdx.x / 32);
+}
+
+// Sends the tokens of one warp; all warps together send them in order, so rows arrive in order.
+// Returns how many pieces went through the ring.
+template <int kBuffers>
+__device__ int PushRows(const Call& call, const PushJob& job, const Ring& ring,
+                        const WarpShare& share, LandedTokens* landed) {
   const int lane = threadIdx.x % 32;
-  const int count = job.tokens > warp ? (job.tokens - warp + warps - 1) / warps : 0;
+  const int count = share.Tokens(job.tokens);
   const int total = count * job.pieces;
   const auto load = [&](int q) {
-    const int64_t token = warp + int64_t{q / job.pieces} * warps;
+    const int64_t token = share.Token(q / job.pieces);
     const uint32_t offset = (q % job.pieces) * ring.piece_bytes;
     const uint32_t bytes = min(ring.piece_bytes, job.row_bytes - offset);
     const int slot = q % kBuffers;
     ring.barriers[slot].Load(ring.Buffer(slot), job.rows + token * job.row_bytes + offset, bytes);
   };
   if (lane == 0 && total > 0) load(0);
-  TokenSlots next = count > 0 ? ReadSlots(call, job, warp) : TokenSlots{-1, -1, -1, 1.0f};
-  int32_t sent = -1;
+  TokenCounter counter;
+  TokenSlots slots{-1, -1, -1, 1.0f};
+  if (count > 0) slots = ReadSlots(call, job, &counter, share.Token(0));
   for (int i = 0; i < count; ++i) {
-    const int64_t token = warp + int64_t{i} * warps;
-    const TokenSlots slots = next;
-    if (i + 1 < count) next = ReadSlots(call, job, token + warps);
-    const uint32_t mine = __ballot_sync(~0u, slots.rank == call.me);
     const uint32_t peers = __ballot_sync(~0u, slots.staged >= 0 && lane != call.me);
     if (job.weights != nullptr) SendWeights(call, job, slots);
     for (int piece = 0; piece < job.pieces; ++piece) {
@@ -135,15 +196,15 @@ __device__ void PushRows(const Call& call, const PushJob& job, const Ring& ring,
           BulkStore(call.Rows(dest, call.me) + staged * job.row_bytes + offset, buffer, bytes);
         }
       }
-      if (mine != 0) keep(token, slots, mine, buffer, offset, bytes);
       if (lane == 0) CommitStores();
     }
+    if (i + 1 < count) slots = ReadSlots(call, job, &counter, share.Token(i + 1));
     if (lane == 0) WaitStores<1>();
-    PublishRow(call, sent);
-    sent = slots.staged;
+    if (i > 0) CountLanded(landed);
   }
   if (lane == 0) WaitStores<0>();
-  PublishRow(call, sent);
+  if (count > 0) CountLanded(landed);
+  return total;
 }
 
 }  // namespace cuda

@@ -28,12 +28,48 @@ struct StagedIndexShared {
 // Bit r: a slot of the token keeps a row on rank r.
 __device__ inline uint32_t RanksOfToken(const int32_t* dst_rank, int top_k, int ranks) {
   uint32_t mask = 0;
-  for (int k = 0; k < top_k; ++k) {
-    const int32_t rank = dst_rank[k];
+  const auto add = [&](int32_t rank) {
     if (rank >= 0 && rank < ranks) mask |= 1u << rank;
+  };
+  if (top_k % 4 == 0 && reinterpret_cast<uintptr_t>(dst_rank) % 16 == 0) {
+    for (int k = 0; k < top_k; k += 4) {
+      const int4 four = __ldg(reinterpret_cast<const int4*>(dst_rank + k));
+      add(four.x);
+      add(four.y);
+      add(four.z);
+      add(four.w);
+    }
+  } else {
+    for (int k = 0; k < top_k; ++k) add(dst_rank[k]);
   }
   return mask;
 }
+
+// Numbers the tokens that each rank keeps, for a warp that takes tokens in increasing order and
+// passes over those of other warps: no block waits for another.
+struct TokenCounter {
+  int32_t start = -32;  // of the 32 tokens that are looked at
+  uint32_t kept = 0;    // lane r, bit i: rank r keeps token start + i
+  int32_t before = 0;   // lane r: tokens before `start` that rank r keeps
+
+  // Lane r gets the token's number among those that rank r keeps, -1 where it keeps none.
+  __device__ int32_t Number(const int32_t* dst_rank, int top_k, int ranks, int tokens, int token) {
+    const int lane = threadIdx.x % 32;
+    while (token - start >= 32) {
+      before += __popc(kept);
+      start += 32;
+      const int at = start + lane;
+      const uint32_t mask =
+          at < tokens ? RanksOfToken(dst_rank + int64_t{at} * top_k, top_k, ranks) : 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        const uint32_t found = __ballot_sync(~0u, mask >> rank & 1);
+        if (lane == rank) kept = found;
+      }
+    }
+    const int bit = token - start;
+    return (kept >> bit & 1) != 0 ? before + __popc(kept & ((1u << bit) - 1)) : -1;
+  }
+};
 
 // Lane r gets how many of the warp's tokens in [first, last) rank r keeps.
 __device__ inline int32_t CountTokens(const Call& call, const int32_t* dst_rank, int top_k,

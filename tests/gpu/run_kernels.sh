@@ -33,7 +33,11 @@ if [ "$what" = build ] || ! [ -x "$program" ]; then build_all; fi
 case $what in
   build) ;;
   check | time | quick) "$program" "$what" $ranks ;;
-  sanitize) compute-sanitizer --tool memcheck --error-exitcode 3 "$program" small "${ranks:-2}" ;;
+  sanitize)
+    for tool in memcheck racecheck; do
+      compute-sanitizer --tool "$tool" --error-exitcode 3 "$program" small "${ranks:-2}"
+    done
+    ;;
   all)
     "$program" check $ranks
     "$program" time $ranks
