@@ -186,7 +186,8 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     found = options_of("dispatch", "combine")
     assert (found.transports, found.devices, found.num_experts) == (("nvlink", "xla"), 4, 256)
     assert found.sms == (0,)
-    assert options_of("gemm").transports == ("memfd", "xla")
+    assert options_of("gemm").transports == ("nvlink", "xla")
+    assert options_of("control").transports == ("memfd", "xla")
     assert options_of("dispatch", "--transports", "xla").devices == 8
     monkeypatch.setattr(cli.gpus, "usable", lambda: 0)
     assert options_of("dispatch", "combine").transports == ("memfd", "xla")
@@ -196,7 +197,7 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     ("words", "said"),
     [
         (["--transports", "nvlink,memfd"], "memfd runs on CPU devices, nvlink on GPUs"),
-        (["gemm", "--transports", "nvlink"], "gemm runs on CPU devices"),
+        (["control", "--transports", "nvlink"], "control runs on CPU devices"),
         (["--transports", "xla,stock"], "stock stands beside nvlink alone"),
         (["--transports", "xla", "--tokens", "1,2"], "--tokens takes one number for CPU"),
         (["--transports", "nvlink", "--devices", "3"], "--experts must be a multiple of"),

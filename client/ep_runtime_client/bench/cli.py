@@ -186,6 +186,8 @@ def _check_devices(options: BenchOptions) -> None:
 
 def _module(name: str, options: BenchOptions) -> str:
     # Dispatch and combine are measured together, on the same operands.
+    if name == "gemm":
+        return "device_gemm" if options.on_gpus else "gemm"
     if name not in ("dispatch", "combine"):
         return name
     return "device_movement" if options.on_gpus else "movement"

@@ -13,7 +13,7 @@ from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli.render import Column
 
 BENCHES = ("dispatch", "combine", "gemm", "connect", "staging", "control", "compile")
-GPU_BENCHES = ("dispatch", "combine", "connect", "staging")
+GPU_BENCHES = ("dispatch", "combine", "gemm", "connect", "staging")
 Transport = Literal["memfd", "nvlink", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")

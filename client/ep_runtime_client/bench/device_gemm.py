@@ -1,0 +1,232 @@
+"""Grouped GEMM on one GPU, beside a dense product of the same work and `jax.lax.ragged_dot`.
+
+Each subject is a program of its own. Between calls the device's clock is read, in the order of the
+stream, so that an interval is one call and one reading, and the reading is taken off; subjects of a
+case come one after the other, each warmed before. TFLOP/s count 2 * rows * K' * N' of the rows that
+groups have. The dense product has as many rows and one weight; its own speed differs by a few
+percent with the shape. Both layers of an expert are measured: K' is H, then the inner size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ep_runtime_client.bench import device_time
+from ep_runtime_client.bench.device_time import HOLD_NS, Clock, gpu_clock, intervals_us
+from ep_runtime_client.bench.options import BenchOptions, BenchReport
+from ep_runtime_client.bench.timing import median
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.render import Column
+from ep_runtime_client.ops import local_gemm
+
+ROWS = 32768  # unless tokens say otherwise
+INNER = 2048  # M of an expert: N' of the first layer is gate and up, 2 * M
+GROUPS = (8, 32, 128)
+LOADS = ("uniform", "zipf", "half-empty")
+ALIGNMENT = 128
+# ragged_dot takes many times as long, and memory that grows with the groups.
+MAX_RAGGED_GROUPS = 32
+RAGGED_CALLS = 2
+WARMUP = 2
+PRODUCTS = ("forward", "data grad", "weight grad")
+COLUMNS = (
+    Column("product", "PRODUCT"),
+    Column("in_features", "K'", "count"),
+    Column("out_features", "N'", "count"),
+    Column("groups", "GROUPS", "count"),
+    Column("load", "LOAD"),
+    Column("rows", "ROWS", "count"),
+    Column("ms", "MS", "count"),
+    Column("tflops", "TFLOP/S", "count"),
+    Column("dense_tflops", "DENSE", "count"),
+    Column("ratio_to_dense", "X DENSE", "count"),
+    Column("ragged_dot_tflops", "RAGGED_DOT", "count"),
+)
+
+Program = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is measured together, on the same operands.
+
+    Attributes:
+        rows: C of the slab.
+        in_features: K'.
+        out_features: N'.
+        groups: L.
+    """
+
+    rows: int
+    in_features: int
+    out_features: int
+    groups: int
+
+
+def run(options: BenchOptions) -> BenchReport:
+    """Measures every product, load and number of groups on the first GPU."""
+    device = jax.devices("cuda")[0]
+    with jax.default_device(device):
+        rows = [*measure(options, gpu_clock)]
+    title = (
+        f"grouped GEMM on {device.device_kind}: {options.dtype}, medians of {options.repeats}; "
+        "dense is one product of as many rows"
+    )
+    return BenchReport("gemm", title, COLUMNS, rows)
+
+
+def measure(
+    options: BenchOptions, clock: Clock, groups: tuple[int, ...] = GROUPS, inner: int = INNER
+) -> Iterator[dict[str, Any]]:
+    """Rows of the table, by any clock."""
+    capacity = options.tokens_per_rank * options.top_k or ROWS
+    timer = _Timer(clock, options.repeats)
+    for k, n in ((options.hidden, 2 * inner), (inner, options.hidden)):
+        dense = {count: _dense(options, timer, count, k, n) for count in (capacity, capacity // 2)}
+        for count in groups:
+            shape = Shape(capacity, k, n, count)
+            yield from _case(options, timer, shape, dense)
+
+
+def loads(name: str, groups: int, rows: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Rows of each group, in multiples of 128 where there are enough: all, or half of `rows`."""
+    step = ALIGNMENT if rows >= groups * ALIGNMENT else 1
+    sizes = np.full(groups, rows // groups, np.int32)
+    if name == "half-empty":
+        return sizes // 2
+    if name == "zipf":
+        share = 1 / np.arange(1, groups + 1)
+        sizes = (rows / step * share / share.sum()).astype(np.int32) * step
+        sizes[0] += rows - sizes.sum()
+        np.random.default_rng(0).shuffle(sizes)
+    return sizes
+
+
+class _Timer:
+    """Microseconds of calls, by a device's clock."""
+
+    def __init__(self, clock: Clock, repeats: int) -> None:
+        self.repeats = repeats
+        self._hold = jax.jit(lambda token: clock(token, (), HOLD_NS))
+        self._read = jax.jit(lambda token, arrays: clock(token, jax.tree.leaves(arrays), 0))
+        self._reading_us = median(self._intervals(device_time.nothing, (None, None), repeats))
+
+    def call_us(self, program: Program, operands: tuple[Any, ...], repeats: int) -> float:
+        """Of one call, the median."""
+        for _ in range(WARMUP):
+            jax.block_until_ready(program(*operands))
+        taken = median(self._intervals(program, operands, repeats))
+        return max(taken - self._reading_us, 1e-3)
+
+    def _intervals(self, program: Any, operands: Any, repeats: int) -> list[float]:
+        token, _ = self._hold(jnp.zeros(1, jnp.int32))
+        token, now = self._read(token, ())
+        readings = [now]
+        for _ in range(repeats + 1):
+            token, now = self._read(token, program(*operands))
+            readings.append(now)
+        found: list[float] = intervals_us(np.stack(readings)[None])[0].tolist()
+        return found
+
+
+def _draw(seed: int, dtype: str, *shape: int) -> jax.Array:
+    draw = jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype)))
+    drawn: jax.Array = draw()
+    return drawn
+
+
+def _dense(options: BenchOptions, timer: _Timer, rows: int, k: int, n: int) -> dict[str, float]:
+    """Microseconds of every product as one matmul."""
+    x, grad, w = (_draw(0, options.dtype, *shape) for shape in ((rows, k), (rows, n), (k, n)))
+    operands = {"forward": (x, w), "data grad": (grad, w), "weight grad": (x, grad)}
+    contract = {"forward": (1, 0), "data grad": (1, 1), "weight grad": (0, 0)}
+    found = {}
+    for product, dims in contract.items():
+        numbers = (((dims[0],), (dims[1],)), ((), ()))
+        multiply = jax.jit(lambda a, b, numbers=numbers: lax.dot_general(a, b, numbers))
+        found[product] = timer.call_us(multiply, operands[product], options.repeats)
+    return found
+
+
+def _ours(shape: Shape, dtype: str) -> dict[str, Program]:
+    """Of (x, grad, w, sizes)."""
+    gemm = local_gemm.Gemm(jnp.dtype(dtype), ALIGNMENT)
+    return {
+        "forward": lambda x, grad, w, sizes: local_gemm.forward(gemm, x, w, None, sizes),
+        "data grad": lambda x, grad, w, sizes: local_gemm.data_grad(gemm, grad, w, sizes),
+        "weight grad": lambda x, grad, w, sizes: local_gemm.weight_grad(
+            gemm, x, grad, sizes, shape.groups, gemm.out_dtype
+        ),
+    }
+
+
+def _ragged() -> dict[str, Program]:
+    def pullback(of: int) -> Program:
+        def run(x: Any, grad: Any, w: Any, sizes: Any) -> jax.Array:
+            _, pull = jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)
+            found: jax.Array = pull(grad)[of]
+            return found
+
+        return run
+
+    return {
+        "forward": lambda x, grad, w, sizes: lax.ragged_dot(x, w, sizes),
+        "data grad": pullback(0),
+        "weight grad": pullback(1),
+    }
+
+
+def _case(
+    options: BenchOptions, timer: _Timer, shape: Shape, dense: dict[int, dict[str, float]]
+) -> Iterator[dict[str, Any]]:
+    k, n = shape.in_features, shape.out_features
+    shapes = ((shape.rows, k), (shape.rows, n), (shape.groups, k, n))
+    arrays = [_draw(seed, options.dtype, *each) for seed, each in enumerate(shapes)]
+    ours = {name: jax.jit(program) for name, program in _ours(shape, options.dtype).items()}
+    ragged = {name: jax.jit(program) for name, program in _ragged().items()}
+    for load in LOADS:
+        sizes = loads(load, shape.groups, shape.rows)
+        operands = (*arrays, jnp.asarray(sizes))
+        rows = int(sizes.sum())
+        for product in PRODUCTS:
+            us = timer.call_us(ours[product], operands, options.repeats)
+            beside = dense[shape.rows if rows > shape.rows // 2 else shape.rows // 2][product]
+            other = None
+            if shape.groups <= MAX_RAGGED_GROUPS:
+                other = _if_it_fits(timer, ragged[product], operands)
+            speeds = [_tflops(rows, k, n, taken) for taken in (us, beside, other)]
+            render.err(f"{product} {k} x {n}, {shape.groups} groups, {load}: {speeds[0]} TFLOP/s")
+            yield {
+                "product": product,
+                "in_features": k,
+                "out_features": n,
+                "groups": shape.groups,
+                "load": load,
+                "rows": rows,
+                "ms": round(us / 1e3, 4),
+                "tflops": speeds[0],
+                "dense_tflops": speeds[1],
+                "ratio_to_dense": round(beside / us, 3),
+                "ragged_dot_tflops": speeds[2],
+            }
+
+
+def _if_it_fits(timer: _Timer, program: Program, operands: tuple[Any, ...]) -> float | None:
+    """Microseconds of one call of ragged_dot; None where its copies take more than the memory."""
+    try:
+        return timer.call_us(program, operands, RAGGED_CALLS)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+
+
+def _tflops(rows: int, k: int, n: int, us: float | None) -> float | None:
+    return None if us is None else round(2 * rows * k * n / us / 1e6, 1)

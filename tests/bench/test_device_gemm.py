@@ -1,0 +1,59 @@
+"""The bench of grouped GEMM on GPUs without a GPU: its programs on a CPU device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ep_runtime_client.bench import device_gemm
+from ep_runtime_client.bench.options import BenchOptions
+
+OPTIONS = BenchOptions(benches=("gemm",), tokens_per_rank=32, top_k=4, hidden=16, repeats=2)
+
+
+def host_clock(
+    token: jax.Array, arrays: Sequence[jax.Array], hold_ns: int
+) -> tuple[jax.Array, jax.Array]:
+    """The clock of the host, read once the arrays are there."""
+    del hold_ns
+
+    def read(token: Any, *arrays: Any) -> Any:
+        now = time.perf_counter_ns()
+        return np.asarray(token), np.array([now & 0xFFFFFFFF, now >> 32], np.uint32)
+
+    shapes = (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.uint32))
+    first = [array.reshape(-1)[:1] for array in arrays]
+    after, now = jax.pure_callback(read, shapes, token, *first)
+    return after, now
+
+
+def test_every_product_and_load_has_a_row_beside_dense_and_ragged_dot() -> None:
+    found = [*device_gemm.measure(OPTIONS, host_clock, groups=(4,), inner=8)]
+    assert [(r["in_features"], r["groups"], r["load"], r["product"]) for r in found] == [
+        (k, 4, load, product)
+        for k in (16, 8)
+        for load in device_gemm.LOADS
+        for product in device_gemm.PRODUCTS
+    ]
+    for row in found:
+        assert row["rows"] == (64 if row["load"] == "half-empty" else 128)
+        assert row["out_features"] == 16
+        assert row["ms"] > 0
+        assert min(row["dense_tflops"], row["ragged_dot_tflops"]) >= 0
+
+
+@pytest.mark.parametrize("groups", [8, 32, 128])
+@pytest.mark.parametrize(("name", "total"), [("uniform", 1), ("zipf", 1), ("half-empty", 0.5)])
+def test_loads_fill_the_slab_as_they_say(groups: int, name: str, total: float) -> None:
+    sizes = device_gemm.loads(name, groups, device_gemm.ROWS)
+    assert (sizes.dtype, sizes.shape) == (np.dtype(np.int32), (groups,))
+    assert sizes.sum() == total * device_gemm.ROWS
+    assert (sizes % 128 == 0).all()
+    spread = sizes.max() / device_gemm.ROWS * groups
+    assert spread > 2 if name == "zipf" else spread == total
