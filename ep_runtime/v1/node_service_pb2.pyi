@@ -1,5 +1,6 @@
 import datetime
 
+from ep_runtime.v1 import types_pb2 as _types_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -16,10 +17,19 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_JOINED: _ClassVar[NodeState]
     NODE_STATE_UNREACHABLE: _ClassVar[NodeState]
     NODE_STATE_ABSENT: _ClassVar[NodeState]
+
+class ViewOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VIEW_OUTCOME_UNSPECIFIED: _ClassVar[ViewOutcome]
+    VIEW_OUTCOME_COMMITTED: _ClassVar[ViewOutcome]
+    VIEW_OUTCOME_ABORTED: _ClassVar[ViewOutcome]
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_JOINED: NodeState
 NODE_STATE_UNREACHABLE: NodeState
 NODE_STATE_ABSENT: NodeState
+VIEW_OUTCOME_UNSPECIFIED: ViewOutcome
+VIEW_OUTCOME_COMMITTED: ViewOutcome
+VIEW_OUTCOME_ABORTED: ViewOutcome
 
 class NodeIdentity(_message.Message):
     __slots__ = ("node", "node_id", "incarnation", "boot_id", "host_name", "uid", "pid", "address", "server_version", "api_versions")
@@ -106,5 +116,131 @@ class LeaveClusterRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ...) -> None: ...
 
 class LeaveClusterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GroupKey(_message.Message):
+    __slots__ = ("uid", "job", "name")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    uid: int
+    job: str
+    name: str
+    def __init__(self, uid: _Optional[int] = ..., job: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class NodeClaim(_message.Message):
+    __slots__ = ("world_ranks", "session_id", "pid")
+    WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    world_ranks: _containers.RepeatedScalarFieldContainer[int]
+    session_id: str
+    pid: int
+    def __init__(self, world_ranks: _Optional[_Iterable[int]] = ..., session_id: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class ViewMember(_message.Message):
+    __slots__ = ("world_rank", "node", "session_id", "pid")
+    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    world_rank: int
+    node: str
+    session_id: str
+    pid: int
+    def __init__(self, world_rank: _Optional[int] = ..., node: _Optional[str] = ..., session_id: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class GroupView(_message.Message):
+    __slots__ = ("epoch", "attempt", "members")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    members: _containers.RepeatedCompositeFieldContainer[ViewMember]
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ViewMember, _Mapping]]] = ...) -> None: ...
+
+class JoinGroupRequest(_message.Message):
+    __slots__ = ("node", "lease_id", "key", "spec", "claims", "missing_ranks", "wait")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    lease_id: str
+    key: GroupKey
+    spec: _types_pb2.GroupSpec
+    claims: _containers.RepeatedCompositeFieldContainer[NodeClaim]
+    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    wait: _duration_pb2.Duration
+    def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., claims: _Optional[_Iterable[_Union[NodeClaim, _Mapping]]] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class JoinGroupResponse(_message.Message):
+    __slots__ = ("view", "missing_ranks")
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
+    view: GroupView
+    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, view: _Optional[_Union[GroupView, _Mapping]] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReportInitRequest(_message.Message):
+    __slots__ = ("node", "lease_id", "key", "epoch", "error")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    lease_id: str
+    key: GroupKey
+    epoch: int
+    error: str
+    def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., epoch: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class ReportInitResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AwaitGroupRequest(_message.Message):
+    __slots__ = ("node", "lease_id", "key", "epoch", "wait")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    lease_id: str
+    key: GroupKey
+    epoch: int
+    wait: _duration_pb2.Duration
+    def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., epoch: _Optional[int] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class AwaitGroupResponse(_message.Message):
+    __slots__ = ("outcome", "reason")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    outcome: ViewOutcome
+    reason: str
+    def __init__(self, outcome: _Optional[_Union[ViewOutcome, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class TellGroupRequest(_message.Message):
+    __slots__ = ("node", "key", "epoch", "lost_ranks", "left_ranks")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOST_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_RANKS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    key: GroupKey
+    epoch: int
+    lost_ranks: _containers.RepeatedScalarFieldContainer[int]
+    left_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., epoch: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., left_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TellGroupResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

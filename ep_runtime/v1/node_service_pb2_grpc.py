@@ -55,6 +55,26 @@ class NodeServiceStub(object):
                 request_serializer=ep__runtime_dot_v1_dot_node__service__pb2.LeaveClusterRequest.SerializeToString,
                 response_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.LeaveClusterResponse.FromString,
                 _registered_method=True)
+        self.JoinGroup = channel.unary_unary(
+                '/ep_runtime.v1.NodeService/JoinGroup',
+                request_serializer=ep__runtime_dot_v1_dot_node__service__pb2.JoinGroupRequest.SerializeToString,
+                response_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.JoinGroupResponse.FromString,
+                _registered_method=True)
+        self.ReportInit = channel.unary_unary(
+                '/ep_runtime.v1.NodeService/ReportInit',
+                request_serializer=ep__runtime_dot_v1_dot_node__service__pb2.ReportInitRequest.SerializeToString,
+                response_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.ReportInitResponse.FromString,
+                _registered_method=True)
+        self.AwaitGroup = channel.unary_unary(
+                '/ep_runtime.v1.NodeService/AwaitGroup',
+                request_serializer=ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupRequest.SerializeToString,
+                response_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupResponse.FromString,
+                _registered_method=True)
+        self.TellGroup = channel.unary_unary(
+                '/ep_runtime.v1.NodeService/TellGroup',
+                request_serializer=ep__runtime_dot_v1_dot_node__service__pb2.TellGroupRequest.SerializeToString,
+                response_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.TellGroupResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -96,6 +116,53 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinGroup(self, request, context):
+        """Says which ranks of a group the node's processes claim, and waits until every rank of it is
+        claimed on some node. Then all nodes get one view, under an epoch that was written before.
+        Another call of the same node for the same group takes the place of this one; the claims are
+        given up with the call.
+
+        unknown lease                 FAILED_PRECONDITION  JoinCluster, then again
+        another node's spec differs   ALREADY_EXISTS       SpecMismatchError (node, field, theirs,
+        ours), there too
+        rank claimed on another node  UNAVAILABLE          GroupBusyError (node, rank, pid)
+        too many groups form          RESOURCE_EXHAUSTED   retry
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportInit(self, request, context):
+        """Whether the node's processes attached under that view. When every node said so, the view is
+        committed, which is written before anybody hears of it; one that says no ends the attempt for
+        all, and they join again. Idempotent.
+
+        unknown lease                 FAILED_PRECONDITION  JoinCluster, then again
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitGroup(self, request, context):
+        """Waits until the view is committed or given up. An epoch that the coordinator does not know is
+        given up: it writes before it tells.
+
+        unknown lease                 FAILED_PRECONDITION  JoinCluster, then again
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TellGroup(self, request, context):
+        """From node to node, without the coordinator: processes of a committed view ended, or left.
+        Idempotent; of an epoch that is over it says nothing new.
+
+        ranks of another node         PERMISSION_DENIED    a bug of the caller
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +180,26 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.LeaveCluster,
                     request_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.LeaveClusterRequest.FromString,
                     response_serializer=ep__runtime_dot_v1_dot_node__service__pb2.LeaveClusterResponse.SerializeToString,
+            ),
+            'JoinGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinGroup,
+                    request_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.JoinGroupRequest.FromString,
+                    response_serializer=ep__runtime_dot_v1_dot_node__service__pb2.JoinGroupResponse.SerializeToString,
+            ),
+            'ReportInit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportInit,
+                    request_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.ReportInitRequest.FromString,
+                    response_serializer=ep__runtime_dot_v1_dot_node__service__pb2.ReportInitResponse.SerializeToString,
+            ),
+            'AwaitGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitGroup,
+                    request_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupRequest.FromString,
+                    response_serializer=ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupResponse.SerializeToString,
+            ),
+            'TellGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.TellGroup,
+                    request_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.TellGroupRequest.FromString,
+                    response_serializer=ep__runtime_dot_v1_dot_node__service__pb2.TellGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -202,6 +289,114 @@ class NodeService(object):
             '/ep_runtime.v1.NodeService/LeaveCluster',
             ep__runtime_dot_v1_dot_node__service__pb2.LeaveClusterRequest.SerializeToString,
             ep__runtime_dot_v1_dot_node__service__pb2.LeaveClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_runtime.v1.NodeService/JoinGroup',
+            ep__runtime_dot_v1_dot_node__service__pb2.JoinGroupRequest.SerializeToString,
+            ep__runtime_dot_v1_dot_node__service__pb2.JoinGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportInit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_runtime.v1.NodeService/ReportInit',
+            ep__runtime_dot_v1_dot_node__service__pb2.ReportInitRequest.SerializeToString,
+            ep__runtime_dot_v1_dot_node__service__pb2.ReportInitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_runtime.v1.NodeService/AwaitGroup',
+            ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupRequest.SerializeToString,
+            ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TellGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_runtime.v1.NodeService/TellGroup',
+            ep__runtime_dot_v1_dot_node__service__pb2.TellGroupRequest.SerializeToString,
+            ep__runtime_dot_v1_dot_node__service__pb2.TellGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -166,19 +166,21 @@ class RegisteredLayer(_message.Message):
     def __init__(self, spec: _Optional[_Union[LayerSpec, _Mapping]] = ..., num_layers: _Optional[int] = ..., base_id: _Optional[int] = ..., handle_base: _Optional[int] = ..., already_registered: bool = ...) -> None: ...
 
 class GroupMember(_message.Message):
-    __slots__ = ("world_rank", "session_id", "pid", "attached")
+    __slots__ = ("world_rank", "session_id", "pid", "attached", "node")
     WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     world_rank: int
     session_id: str
     pid: int
     attached: bool
-    def __init__(self, world_rank: _Optional[int] = ..., session_id: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ...) -> None: ...
+    node: str
+    def __init__(self, world_rank: _Optional[int] = ..., session_id: _Optional[str] = ..., pid: _Optional[int] = ..., attached: bool = ..., node: _Optional[str] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("spec", "job", "uid", "generation", "state", "members", "window_bytes", "board_bytes", "create_time", "retained_left")
+    __slots__ = ("spec", "job", "uid", "generation", "state", "members", "window_bytes", "board_bytes", "create_time", "retained_left", "epoch", "attempt")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +191,8 @@ class Group(_message.Message):
     BOARD_BYTES_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     RETAINED_LEFT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     spec: GroupSpec
     job: str
     uid: int
@@ -199,7 +203,9 @@ class Group(_message.Message):
     board_bytes: int
     create_time: _timestamp_pb2.Timestamp
     retained_left: _duration_pb2.Duration
-    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ..., window_bytes: _Optional[int] = ..., board_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., retained_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    epoch: int
+    attempt: int
+    def __init__(self, spec: _Optional[_Union[GroupSpec, _Mapping]] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., state: _Optional[_Union[GroupState, str]] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ..., window_bytes: _Optional[int] = ..., board_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., retained_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class WindowDescriptor(_message.Message):
     __slots__ = ("kind", "world_rank", "bytes", "generation")

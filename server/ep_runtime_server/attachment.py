@@ -144,6 +144,8 @@ async def report_attached(session: Session, group: Group, generation: int, wait_
             group=group.owner.name,
             missing_ranks=missing,
         )
+    if group.failure is not None:
+        raise type(group.failure)(str(group.failure), **group.failure.fields)
     group.member(session, generation)
     if group.state is not State.READY:
         rank = group.lost_ranks[0] if group.lost_ranks else -1

@@ -15,20 +15,26 @@ import grpc
 
 import ep_runtime
 from ep_runtime import wire
-from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
-from ep_runtime.v1 import admin_service_pb2, node_service_pb2_grpc
-from ep_runtime_server import config, node_wire
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError, StaleHandleError
+from ep_runtime.v1 import admin_service_pb2, node_service_pb2, node_service_pb2_grpc
+from ep_runtime_server import config, node_wire, view_wire
+from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import ClusterConfig, Endpoint, local_address_towards
 from ep_runtime_server.cluster_facts import ClusterFacts
+from ep_runtime_server.coordination import Coordination, OwnCoordination, RemoteCoordination
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.formation import Groups
+from ep_runtime_server.groups import Group
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.membership import Link, Membership
 from ep_runtime_server.node_servicer import NodeServicer
 from ep_runtime_server.nodes import Node, NodeIdentity, Nodes, NodeState
 from ep_runtime_server.peers import Peers
 from ep_runtime_server.recorder import boot_id
+from ep_runtime_server.spanning import Spanning
+from ep_runtime_server.windows import Owner
 
 
 class Cluster:
@@ -50,6 +56,8 @@ class Cluster:
         self._events = events
         self.facts = ClusterFacts(Journal(journal, failpoints, name="cluster", synced=True))
         self.peers = Peers(settings.tls, clock)
+        self.assemblies = Assemblies(self.facts, clock, events)
+        self.spanning: Spanning | None = None
         self.nodes: Nodes | None = None
         self.membership: Membership | None = None
         self._member_task: asyncio.Task[None] | None = None
@@ -87,31 +95,27 @@ class Cluster:
             host = socket.gethostname()
         self.address = str(Endpoint(host, port))
 
-    def start(self, server: grpc.aio.Server) -> None:
+    def start(self, server: grpc.aio.Server, groups: Groups) -> None:
         """Begins to coordinate, or to join; `server` is the one that listens.
 
         Raises:
             PoolExhaustedError: the journal cannot be written.
         """
         settings, facts = self.settings, self.facts
-        identity = self._identity()
-        if settings.coordinator is None:
-            facts.found()
-            facts.next_epoch()  # none of before is given again, whatever was lost
-            self.nodes = Nodes(identity, settings.expected, facts, self._clock, self._events)
-        else:
-            self.membership = Membership(
-                identity,
-                settings.coordinator,
-                settings.coordinator_name,
-                self.peers,
-                facts,
-                self._clock,
-                self._events,
-            )
-        servicer = NodeServicer(self.nodes, facts, self._clock, lambda: self.coordinator_address)
+        self.spanning = Spanning(
+            settings.node, self._take_part(), groups, self._tell_node, self._events
+        )
+        servicer = NodeServicer(
+            self.nodes,
+            self.assemblies,
+            self.spanning,
+            facts,
+            self._clock,
+            lambda: self.coordinator_address,
+        )
         add: Any = server
         node_service_pb2_grpc.add_NodeServiceServicer_to_server(servicer, add)
+        self._listen_to(groups, self.spanning)
         self._events.add(
             "cluster.serving",
             f"node {settings.node!r} {'coordinates' if self.nodes else 'serves'} at {self.address}"
@@ -121,6 +125,74 @@ class Cluster:
             insecure=settings.tls is None,
             epoch=facts.epoch,
         )
+
+    def _take_part(self) -> Coordination:
+        """As coordinator, or as a node that joins one."""
+        settings, facts, identity = self.settings, self.facts, self._identity()
+        if settings.coordinator is None:
+            facts.found()
+            facts.next_epoch()  # none of before is given again, whatever was lost
+            self.nodes = Nodes(
+                identity,
+                settings.expected,
+                facts,
+                self._clock,
+                self._events,
+                self.assemblies.node_gone,
+            )
+            return OwnCoordination(settings.node, self.assemblies)
+        self.membership = Membership(
+            identity,
+            settings.coordinator,
+            settings.coordinator_name,
+            self.peers,
+            facts,
+            self._clock,
+            self._events,
+        )
+        return RemoteCoordination(settings.node, self.membership, self._ask_coordinator)
+
+    @staticmethod
+    def _listen_to(groups: Groups, spanning: Spanning) -> None:
+        """After the journal's: what other nodes are told is written before."""
+        before = groups.on_change
+
+        def both(group: Group) -> None:
+            before(group)
+            spanning.changed(group)
+
+        groups.on_change = both
+        for group in groups.all():
+            group.on_change = both
+
+    async def _ask_coordinator(self, method: str, request: Any, within_s: float) -> Any:
+        try:
+            return await self.peers.ask(
+                self.settings.coordinator_name,
+                self.coordinator_address,
+                method,
+                request,
+                within_s=within_s,
+            )
+        except StaleHandleError:
+            assert self.membership is not None
+            self.membership.doubt()
+            raise
+
+    async def _tell_node(
+        self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]
+    ) -> None:
+        address = next((n.identity.address for n in self.view() if n.identity.node == node), None)
+        if not address:
+            raise RuntimeUnavailableError(f"node {node!r} is not in the cluster now", node=node)
+        request = node_service_pb2.TellGroupRequest(
+            node=self.settings.node,
+            key=view_wire.key_to_proto(owner),
+            epoch=epoch,
+            lost_ranks=lost,
+            left_ranks=left,
+        )
+        await self.peers.ask(node, address, "TellGroup", request, within_s=config.NODE_RPC_S)
 
     def begin(self) -> None:
         """The server answers: the coordinator may hear of us."""
@@ -210,9 +282,12 @@ class Cluster:
         """What is due by the clock."""
         if self.nodes is not None:
             self.nodes.tick()
+            self.assemblies.tick()
 
     async def stop(self) -> None:
         """Leaves the cluster; the node's groups go on."""
+        if self.spanning is not None:
+            await self.spanning.stop()
         if self._member_task is not None and self.membership is not None:
             self._member_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -10,6 +10,10 @@ from ep_runtime.errors import PoolExhaustedError
 from ep_runtime_server.journal import Journal
 
 _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
+_COMMITTED = "committed/"
+
+# Of groups whose last view was committed; who still asks about an older one was away for long.
+MAX_COMMITTED = 4096
 
 
 class ClusterFacts:
@@ -77,6 +81,19 @@ class ClusterFacts:
         """A node left. Where that cannot be written a restart takes it for unreachable."""
         if self._facts.pop(_NODE + node, None) is not None:
             self._journal.append([(_NODE + node, None)])
+
+    def committed_epoch(self, group: str) -> int:
+        """Of the group's last committed view; 0 for none."""
+        return int(self._facts.get(_COMMITTED + group, 0))
+
+    def commit(self, group: str, epoch: int) -> None:
+        """The group's view of that epoch holds, whatever happens. Raises PoolExhaustedError."""
+        self._put(_COMMITTED + group, epoch)
+        known = [key for key in self._facts if key.startswith(_COMMITTED)]
+        if len(known) > MAX_COMMITTED:
+            oldest = min(known, key=lambda key: int(self._facts[key]))
+            del self._facts[oldest]
+            self._journal.append([(oldest, None)])
 
     def _put(self, key: str, value: Any) -> None:
         """On the disk first: who was told must find it true after any crash."""

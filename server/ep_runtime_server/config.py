@@ -35,6 +35,14 @@ NODE_LEAVE_S = 1.0
 NODE_RETRY_FIRST_S = 0.1
 NODE_RETRY_MOST_S = 1.0
 NODE_REFUSED_RETRY_S = 5.0
+# One wait of a node for the others; it asks again.
+NODE_POLL_S = 5.0
+# Claims live on between two such waits.
+NODE_CLAIM_LIFE_S = 3.0
+# From a view to every node's word on it: processes may have windows to map.
+NODE_INIT_S = 600.0
+NODE_TELL_S = 600.0
+MAX_ASSEMBLIES = 4096
 NODE_FORGOTTEN_S = 24 * 3600.0
 MAX_NODES = 1024
 MAX_LABELS = 32

@@ -148,7 +148,7 @@ class Daemon:
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
         cluster.listen(server)
-        cluster.start(server)
+        cluster.start(server, runtime.groups)
         add: Any = server
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(ReadingServicer(runtime), add)
         runtime.cluster = cluster

@@ -103,7 +103,7 @@ class Groups:
                 group=spec.name,
             )
         if not group.formed:
-            missing = group.missing_ranks
+            missing = [rank for rank in group.missing_ranks if rank not in group.elsewhere]
             self._depart(group, session, Event.CLAIMANT_LOST)
             raise GroupNotReadyError(
                 f"group {spec.name!r}: ranks {missing} of {spec.world_size} were not claimed "
@@ -136,7 +136,7 @@ class Groups:
         if group is None:
             group = self._new_group(owner, spec)
         member = group.members.get(session.session_id)
-        if member is not None and group.state is not State.BROKEN:
+        if member is not None and group.state is not State.BROKEN and not group.others_left:
             if member.ranks != ranks:
                 raise InvalidArgumentError(
                     f"this process claims the ranks {list(member.ranks)} of group {spec.name!r}, "
@@ -153,10 +153,19 @@ class Groups:
             self._pool.lease(group.windows)
             # Who claims again has unmapped the older generation; the contract says so.
             self._pool.drop_holder(session.session_id, group.windows)
+        self.complete(group)
+        return group
+
+    def complete(self, group: Group) -> None:
+        """Gets the memory of a group whose ranks are all claimed; else nothing."""
         if not group.missing_ranks and (group.formation is None or group.formation.done()):
             group.formation = asyncio.get_running_loop().create_task(self._form(group))
             group.formation.add_done_callback(lambda task: self._check_formed(group, task))
-        return group
+
+    def fail(self, group: Group, error: EpRuntimeError) -> None:
+        """Ends the forming of a group, and its callers' waits, with that error."""
+        group.failure = error
+        self._close(group, Event.FAILED, str(error))
 
     def _fail_unequal(
         self, group: Group, ranks: tuple[int, ...], difference: tuple[str, object, object]

@@ -31,6 +31,15 @@ class Member:
     attached: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class RemoteMember:
+    """A process of another node, as the view of the group's epoch names it."""
+
+    node: str
+    session_id: str
+    pid: int
+
+
 def _nobody(group: Group) -> None:
     """Who listens where no journal is kept."""
 
@@ -64,7 +73,13 @@ class Group:
         self.reattached = False
         self.formation: asyncio.Task[None] | None = None
         self.failure: EpRuntimeError | None = None
-        self.lost: dict[int, Session] = {}  # by world rank: whose process is gone
+        self.lost: dict[int, Session | RemoteMember] = {}  # by world rank: whose process is gone
+        # Of a group that forms across nodes: the view of its epoch, and whether it is committed.
+        self.remote: dict[int, RemoteMember] = {}  # by world rank
+        self.epoch = self.attempt = 0
+        self.committed = False
+        self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet
+        self.last_event: Event | None = None
         self.retained_until_s: float | None = None  # means something in RETAINED only
         self.created_s = 0.0
         self.created_wall_s = 0.0
@@ -85,7 +100,11 @@ class Group:
     @property
     def missing_ranks(self) -> list[int]:
         claimed = self.claims
-        return [rank for rank in range(self.spec.world_size) if rank not in claimed]
+        return [
+            rank
+            for rank in range(self.spec.world_size)
+            if rank not in claimed and rank not in self.remote
+        ]
 
     @property
     def unattached_ranks(self) -> list[int]:
@@ -93,8 +112,14 @@ class Group:
         return [
             rank
             for rank in range(self.spec.world_size)
-            if rank not in claimed or not claimed[rank].attached
+            if (not self.committed if rank in self.remote else True)
+            and (rank not in claimed or not claimed[rank].attached)
         ]
+
+    @property
+    def others_left(self) -> bool:
+        """Processes of other nodes closed the group; who creates it again wants a new one."""
+        return any(member.session_id in self.left for member in self.remote.values())
 
     @property
     def can_form_again(self) -> bool:
@@ -106,6 +131,7 @@ class Group:
     def advance(self, event: Event, reason: str = "") -> None:
         """Takes the transition, wakes who waits, tells the members."""
         before, self.state = self.state, next_state(self.state, event)
+        self.last_event = event
         if self.state is not before:
             self._tell(reason or event.value)
         self.notify()
@@ -164,6 +190,14 @@ class Group:
         self.left = set()
         self.formed = self.reattached = False
         self.lost = {}
+        self.leave_view()
+
+    def leave_view(self) -> None:
+        """The epoch is over for this node."""
+        self.remote = {}
+        self.epoch = self.attempt = 0
+        self.committed = False
+        self.elsewhere = frozenset()
 
     def member(self, session: Session, generation: int) -> Member:
         """Raises StaleHandleError for another generation, PermissionDeniedError for a stranger."""

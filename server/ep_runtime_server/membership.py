@@ -6,6 +6,7 @@ Nothing here can end the daemon: a node whose coordinator is away serves its own
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -37,6 +38,7 @@ class Link(enum.Enum):
 class Membership:
     """Attributes:
     link, since_s, error: how we stand with the coordinator, since when, and why.
+    lease_id: of the last join; empty before.
     """
 
     def __init__(
@@ -56,12 +58,17 @@ class Membership:
         self._facts = facts
         self._clock = clock
         self._events = events
-        self._lease_id = ""
+        self.lease_id = ""
         self._nodes: list[Node] = []
         self.link = Link.JOINING
         self.since_s = clock.monotonic_s()
         self.error = ""
         self._heard_s = self.since_s
+        self._doubted = asyncio.Event()
+
+    def doubt(self) -> None:
+        """Somebody heard that the lease is not known: reports now, and joins again if so."""
+        self._doubted.set()
 
     def nodes(self) -> list[Node]:
         """As the coordinator told lately; of itself and of us we know better."""
@@ -110,15 +117,18 @@ class Membership:
         )
         answer: pb.JoinClusterResponse = await self._ask("JoinCluster", request)
         self._facts.heard(answer.epoch, answer.cluster_id)
-        self._lease_id = answer.lease_id
+        self.lease_id = answer.lease_id
         self._heard(answer.nodes)
         self._stand(Link.JOINED, "")
 
     async def _report(self) -> None:
         """Renews the lease; returns where the coordinator does not know it, having restarted."""
         while True:
-            await asyncio.sleep(config.NODE_REPORT_INTERVAL_S)
-            request = pb.ReportNodeRequest(node=self._identity.node, lease_id=self._lease_id)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(config.NODE_REPORT_INTERVAL_S):
+                    await self._doubted.wait()
+            self._doubted.clear()
+            request = pb.ReportNodeRequest(node=self._identity.node, lease_id=self.lease_id)
             try:
                 answer: pb.ReportNodeResponse = await self._ask("ReportNode", request)
             except StaleHandleError:
@@ -159,7 +169,7 @@ class Membership:
     async def leave(self) -> None:
         """Says goodbye, for a moment at most."""
         if self.link is Link.JOINED:
-            request = pb.LeaveClusterRequest(node=self._identity.node, lease_id=self._lease_id)
+            request = pb.LeaveClusterRequest(node=self._identity.node, lease_id=self.lease_id)
             try:
                 await self._peers.ask(
                     self._name,

@@ -8,13 +8,15 @@ from typing import Any
 import grpc
 
 from ep_runtime import wire
-from ep_runtime.errors import PermissionDeniedError, StaleHandleError
+from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError, StaleHandleError
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2_grpc
-from ep_runtime_server import config, node_wire
+from ep_runtime_server import config, node_wire, view_wire
+from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.nodes import Nodes
+from ep_runtime_server.spanning import Spanning
 
 Context = grpc.aio.ServicerContext
 
@@ -42,10 +44,18 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
     """See node_service.proto."""
 
     def __init__(
-        self, nodes: Nodes | None, facts: ClusterFacts, clock: Clock, coordinator: Callable[[], str]
+        self,
+        nodes: Nodes | None,
+        assemblies: Assemblies,
+        spanning: Spanning,
+        facts: ClusterFacts,
+        clock: Clock,
+        coordinator: Callable[[], str],
     ) -> None:
         """`nodes` is None where we are not the coordinator, which is at `coordinator()`."""
         self._nodes = nodes
+        self._assemblies = assemblies
+        self._spanning = spanning
         self._facts = facts
         self._clock = clock
         self._coordinator = coordinator
@@ -94,3 +104,64 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         check_certificate(context, request.node)
         nodes.leave(request.node, request.lease_id)
         return pb.LeaveClusterResponse()
+
+    def _check_lease(self, request: Any, context: Context[Any, Any]) -> None:
+        nodes = self._list()
+        check_certificate(context, request.node)
+        nodes.report(request.node, request.lease_id)
+
+    async def JoinGroup(  # noqa: N802
+        self, request: pb.JoinGroupRequest, context: Context[Any, Any]
+    ) -> pb.JoinGroupResponse:
+        self._check_lease(request, context)
+        spec = wire.group_spec_from_proto(request.spec)
+        view, missing = await self._assemblies.join(
+            request.node,
+            view_wire.key_from_proto(request.key),
+            spec,
+            view_wire.claims_from_proto(request.claims, spec),
+            known_missing=list(request.missing_ranks),
+            wait_s=_wait_s(request),
+        )
+        return pb.JoinGroupResponse(
+            view=view_wire.view_to_proto(view) if view is not None else None, missing_ranks=missing
+        )
+
+    async def ReportInit(  # noqa: N802
+        self, request: pb.ReportInitRequest, context: Context[Any, Any]
+    ) -> pb.ReportInitResponse:
+        self._check_lease(request, context)
+        owner = view_wire.key_from_proto(request.key)
+        self._assemblies.report(request.node, owner, request.epoch, request.error)
+        return pb.ReportInitResponse()
+
+    async def AwaitGroup(  # noqa: N802
+        self, request: pb.AwaitGroupRequest, context: Context[Any, Any]
+    ) -> pb.AwaitGroupResponse:
+        self._check_lease(request, context)
+        owner = view_wire.key_from_proto(request.key)
+        outcome, reason = await self._assemblies.outcome(owner, request.epoch, _wait_s(request))
+        return pb.AwaitGroupResponse(outcome=f"VIEW_OUTCOME_{outcome.value}", reason=reason)
+
+    async def TellGroup(  # noqa: N802
+        self, request: pb.TellGroupRequest, context: Context[Any, Any]
+    ) -> pb.TellGroupResponse:
+        check_certificate(context, request.node)
+        self._spanning.heard(
+            request.node,
+            view_wire.key_from_proto(request.key),
+            request.epoch,
+            list(request.lost_ranks),
+            list(request.left_ranks),
+        )
+        return pb.TellGroupResponse()
+
+
+def _wait_s(request: Any) -> float:
+    """Raises InvalidArgumentError for a wait that no node asks for."""
+    wait_s = wire.seconds(request.wait)
+    if not 0 <= wait_s <= config.MAX_WAIT_S:
+        raise InvalidArgumentError(
+            f"wait must be 0 to {config.MAX_WAIT_S:.0f} s, got {wait_s}", argument="wait"
+        )
+    return wait_s

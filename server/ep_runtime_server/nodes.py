@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ep_runtime.errors import (
@@ -112,8 +112,13 @@ class Nodes:
         facts: ClusterFacts,
         clock: Clock,
         events: EventLog,
+        on_gone: Callable[[str], None] = lambda node: None,
     ) -> None:
-        """A coordinator that starts again gives the nodes of before a whole lease's time."""
+        """A coordinator that starts again gives the nodes of before a whole lease's time.
+
+        `on_gone(node)`: it left, is unreachable, or its daemon started again.
+        """
+        self._on_gone = on_gone
         self._own = own
         self._expected = expected
         self._facts = facts
@@ -169,6 +174,8 @@ class Nodes:
         again = before is not None and before.identity.incarnation == identity.incarnation
         if again and before is not None and before.state is NodeState.JOINED:
             node.since_s = before.since_s  # the coordinator was away, not the node
+        if not again:
+            self._on_gone(name)
         self._log("cluster.node_joined", node, "joined again" if again else "joined")
         return node
 
@@ -212,6 +219,7 @@ class Nodes:
         if node is None or not lease_id or node.lease_id != lease_id:
             return
         self._remove(name)
+        self._on_gone(name)
         self._log("cluster.node_left", node, "left")
 
     def _remove(self, name: str) -> None:
@@ -227,6 +235,7 @@ class Nodes:
             silent_s = now - node.heard_s
             if node.state is NodeState.JOINED and silent_s >= config.NODE_LEASE_S:
                 node.state, node.since_s = NodeState.UNREACHABLE, node.heard_s
+                self._on_gone(name)
                 self._log(
                     "cluster.node_unreachable",
                     node,

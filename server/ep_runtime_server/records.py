@@ -9,7 +9,7 @@ from typing import Any
 from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
 from ep_runtime.wire import RegisteredLayer
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import Group, Member
+from ep_runtime_server.groups import Group, Member, RemoteMember
 from ep_runtime_server.sessions import LIVE, Session, SessionState
 from ep_runtime_server.windows import Buffer, Owner, WindowSet, WindowState
 
@@ -114,6 +114,11 @@ def of_group(group: Group) -> dict[str, Any] | None:
         "retained_until_s": group.retained_until_s,
         "created_s": group.created_s,
         "created_wall_s": group.created_wall_s,
+        # A view that was not committed is nothing to a daemon that starts again.
+        "epoch": group.epoch if group.committed else 0,
+        "remote": [[rank, m.node, m.session_id, m.pid] for rank, m in group.remote.items()]
+        if group.committed
+        else [],
     }
 
 
@@ -135,6 +140,8 @@ def to_group(
         }
         setattr(group, name, found)
     group.left = set(value["left"])
+    group.remote = {rank: RemoteMember(*rest) for rank, *rest in value.get("remote", ())}
+    group.committed, group.epoch = bool(group.remote), value.get("epoch", 0)
     group.windows = sets[value["windows"]] if value["windows"] is not None else None
     for name in ("formed", "reattached", "retained_until_s", "created_s", "created_wall_s"):
         setattr(group, name, value[name])

@@ -53,10 +53,20 @@ def group(group: Group, clock: Clock) -> types_pb2.Group:
         window_bytes=board.window_bytes(group.spec) if group.has_windows else 0,
         board_bytes=board.board_bytes(group.spec) if group.has_windows else 0,
         create_time=timestamp(group.created_wall_s),
+        epoch=group.epoch,
+        attempt=group.attempt,
     )
     for rank in range(group.spec.world_size):
-        member = claims.get(rank)
-        if member is None:
+        member, remote = claims.get(rank), group.remote.get(rank)
+        if remote is not None:
+            message.members.add(
+                world_rank=rank,
+                session_id=remote.session_id,
+                pid=remote.pid,
+                attached=group.committed,
+                node=remote.node,
+            )
+        elif member is None:
             message.members.add(world_rank=rank)
         else:
             message.members.add(

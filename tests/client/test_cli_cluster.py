@@ -116,7 +116,7 @@ def test_status_lists_the_nodes_with_what_they_have(pair, capsys):
     assert [node["role"] for node in document["nodes"]] == ["coordinator", ""]
 
 
-@pytest.mark.parametrize("lost", ["coordinator", "member"])
+@pytest.mark.parametrize("lost", ["coordinator", pytest.param("member", marks=pytest.mark.slow)])
 def test_a_node_that_is_away_is_said_with_since_when(pair, capsys, lost):
     a, b = pair
     gone, left = (a, b) if lost == "coordinator" else (b, a)

@@ -27,8 +27,9 @@ _KEYS = {
     "sessions": "session_id state uid pid job labels process_index client_version groups "
     "create_time age_s since_heartbeat_s progress",
     "groups": "name job uid generation state window_bytes board_bytes create_time retained_left_s "
-    "age_s world_size ep_size mesh_axes pids num_layers num_handles total_bytes poison_reason "
-    "late_ranks wanted_ranks ep_axis outer_axes num_experts hidden_size max_tokens_per_rank "
+    "epoch attempt age_s world_size ep_size mesh_axes pids num_layers num_handles total_bytes "
+    "poison_reason late_ranks wanted_ranks ep_axis outer_axes num_experts hidden_size "
+    "max_tokens_per_rank "
     "recv_capacity_per_rank max_top_k max_token_dtype alignment lanes on_overflow "
     "combine_precision transport partitioning op_timeout_s retain_s num_sms members",
     "layers": "name group job uid generation top_k alignment in_flight num_experts hidden_size "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import grpc
 import pytest
 from harness import (  # noqa: F401 - fixtures are found by name
     FakeClock,
@@ -14,6 +15,7 @@ from harness import (  # noqa: F401 - fixtures are found by name
 )
 from raw_client import WAIT_S
 
+from ep_runtime import wire
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
 
@@ -65,3 +67,26 @@ def daemon(start_daemon) -> Running:
 def clocked(start_daemon) -> Running:
     """A daemon whose clock is `clocked.clock`."""
     return start_daemon(clock=FakeClock())
+
+
+@pytest.fixture
+def call_node():
+    """call_node(address, stub class, method, request): an RPC over TCP; errors come as ours."""
+    channels = []
+
+    def call(address, stub_class, method, request, *, credentials=None, name=""):
+        options = wire.channel_options([("grpc.ssl_target_name_override", name)] if name else [])
+        channel = (
+            grpc.secure_channel(address, credentials, options)
+            if credentials
+            else grpc.insecure_channel(address, options)
+        )
+        channels.append(channel)
+        try:
+            return getattr(stub_class(channel), method)(request, timeout=WAIT_S)
+        except grpc.RpcError as error:
+            raise wire.error_from_rpc(error) from None
+
+    yield call
+    for channel in channels:
+        channel.close()

@@ -6,9 +6,9 @@ import grpc
 import pytest
 from cluster_places import loopback, make_certificates, place, tls_flags
 from harness import FakeClock, eventually
-from raw_client import WAIT_S, make_spec
+from raw_client import make_spec
 
-from ep_runtime import errors, wire
+from ep_runtime import errors
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc, node_service_pb2, node_service_pb2_grpc
 from ep_runtime_server import config
@@ -44,29 +44,6 @@ def states(daemon) -> dict[str, str]:
 
 def joined(daemon, within_s: float = BACK_S) -> None:
     eventually(lambda: link(daemon) == "JOINED", within_s=within_s, what=cluster_of(daemon).error)
-
-
-@pytest.fixture
-def call_node():
-    """call_node(address, stub class, method, request): an RPC over TCP; errors come as ours."""
-    channels = []
-
-    def call(address, stub_class, method, request, *, credentials=None, name=""):
-        options = wire.channel_options([("grpc.ssl_target_name_override", name)] if name else [])
-        channel = (
-            grpc.secure_channel(address, credentials, options)
-            if credentials
-            else grpc.insecure_channel(address, options)
-        )
-        channels.append(channel)
-        try:
-            return getattr(stub_class(channel), method)(request, timeout=WAIT_S)
-        except grpc.RpcError as error:
-            raise wire.error_from_rpc(error) from None
-
-    yield call
-    for channel in channels:
-        channel.close()
 
 
 NODE = node_service_pb2_grpc.NodeServiceStub
@@ -242,6 +219,7 @@ def test_a_node_that_does_not_coordinate_says_who_does(start_daemon, call_node):
         call_node(cluster_of(b).nodes[1].identity.address, NODE, "JoinCluster", request)
 
 
+@pytest.mark.slow
 def test_one_address_has_one_daemon(daemon_process):
     address = place()
     first = daemon_process("--coordinator", address, "--insecure", "--node", "a")
@@ -253,6 +231,7 @@ def test_one_address_has_one_daemon(daemon_process):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_plain_tcp_is_refused_with_the_exit_code_of_wrong_usage(daemon_process):
     refused = daemon_process("--coordinator", place())
     code, text = refused.ended(within_s=5.0)
@@ -301,6 +280,7 @@ def test_with_certificates_nobody_else_joins_or_reads(daemon_process, pki, call_
     assert states(a) == {"a": "JOINED", "b": "JOINED"}
 
 
+@pytest.mark.slow
 def test_a_node_does_not_trust_a_coordinator_of_another_authority(daemon_process, pki):
     base, address = pki
     daemon_process("--coordinator", address, "--node", "a", *tls_flags(base / "theirs", "a"))
@@ -346,6 +326,7 @@ def test_the_coordinators_death_stops_nothing_and_its_return_is_noticed(daemon_p
     assert a.ask("ListGroups", node="b").groups
 
 
+@pytest.mark.slow
 def test_a_node_may_be_there_before_its_coordinator(daemon_process):
     address = place()
     b = daemon_process("--join", address, "--insecure", "--node", "b")
@@ -355,6 +336,7 @@ def test_a_node_may_be_there_before_its_coordinator(daemon_process):
     joined(b)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_takes_its_place_again(daemon_process, restarted):
     address = place()
     a = daemon_process("--coordinator", address, "--insecure", "--node", "a")

@@ -21,6 +21,8 @@ VIEW = reading.View(
         Column("total_bytes", "BYTES", "bytes"),
         Column("pids", "PIDS"),
         Column("age_s", "AGE", "seconds"),
+        Column("epoch", "EPOCH", "count", wide=True),
+        Column("attempt", "ATTEMPT", "count", wide=True),
         Column("transport", "TRANSPORT", wide=True),
         Column("nccl_version", "NCCL", wide=True),
         Column("nccl_state", "NCCL-STATE", wide=True),

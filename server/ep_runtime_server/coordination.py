@@ -1,0 +1,113 @@
+"""What a node asks its coordinator about groups; the coordinator's own node asks without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ep_runtime import wire
+from ep_runtime.specs import GroupSpec
+from ep_runtime.v1 import node_service_pb2 as pb
+from ep_runtime_server import config, view_wire
+from ep_runtime_server.assembly import Assemblies, GroupView, NodeClaim, Outcome
+from ep_runtime_server.membership import Membership
+from ep_runtime_server.windows import Owner
+
+
+class Coordination(Protocol):
+    """See node_service.proto; every call may raise RuntimeUnavailableError."""
+
+    async def join(
+        self,
+        owner: Owner,
+        spec: GroupSpec,
+        claims: tuple[NodeClaim, ...],
+        known_missing: list[int],
+    ) -> tuple[GroupView | None, list[int]]: ...
+
+    async def report(self, owner: Owner, epoch: int, error: str) -> None: ...
+
+    async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]: ...
+
+
+class OwnCoordination:
+    """On the coordinator's own node."""
+
+    def __init__(self, node: str, assemblies: Assemblies) -> None:
+        self._node = node
+        self._assemblies = assemblies
+
+    async def join(
+        self,
+        owner: Owner,
+        spec: GroupSpec,
+        claims: tuple[NodeClaim, ...],
+        known_missing: list[int],
+    ) -> tuple[GroupView | None, list[int]]:
+        return await self._assemblies.join(
+            self._node,
+            owner,
+            spec,
+            claims,
+            known_missing=known_missing,
+            wait_s=config.NODE_POLL_S,
+        )
+
+    async def report(self, owner: Owner, epoch: int, error: str) -> None:
+        self._assemblies.report(self._node, owner, epoch, error)
+
+    async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
+        return await self._assemblies.outcome(owner, epoch, config.NODE_POLL_S)
+
+
+class RemoteCoordination:
+    """On every other node."""
+
+    def __init__(
+        self, node: str, membership: Membership, ask: Callable[[str, Any, float], Any]
+    ) -> None:
+        """`ask(method, request, within_s)` is one call to the coordinator."""
+        self._node = node
+        self._membership = membership
+        self._ask = ask
+
+    def _who(self) -> dict[str, Any]:
+        return {"node": self._node, "lease_id": self._membership.lease_id}
+
+    async def join(
+        self,
+        owner: Owner,
+        spec: GroupSpec,
+        claims: tuple[NodeClaim, ...],
+        known_missing: list[int],
+    ) -> tuple[GroupView | None, list[int]]:
+        request = pb.JoinGroupRequest(
+            **self._who(),
+            key=view_wire.key_to_proto(owner),
+            spec=wire.group_spec_to_proto(spec),
+            claims=view_wire.claims_to_proto(claims),
+            missing_ranks=known_missing,
+            wait=wire.duration(config.NODE_POLL_S),
+        )
+        within_s = config.NODE_POLL_S + config.NODE_RPC_S
+        answer: pb.JoinGroupResponse = await self._ask("JoinGroup", request, within_s)
+        view = view_wire.view_from_proto(answer.view) if answer.HasField("view") else None
+        return view, list(answer.missing_ranks)
+
+    async def report(self, owner: Owner, epoch: int, error: str) -> None:
+        request = pb.ReportInitRequest(
+            **self._who(), key=view_wire.key_to_proto(owner), epoch=epoch, error=error[:500]
+        )
+        await self._ask("ReportInit", request, config.NODE_RPC_S)
+
+    async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
+        request = pb.AwaitGroupRequest(
+            **self._who(),
+            key=view_wire.key_to_proto(owner),
+            epoch=epoch,
+            wait=wire.duration(config.NODE_POLL_S),
+        )
+        within_s = config.NODE_POLL_S + config.NODE_RPC_S
+        answer: pb.AwaitGroupResponse = await self._ask("AwaitGroup", request, within_s)
+        name = pb.ViewOutcome.Name(answer.outcome).removeprefix("VIEW_OUTCOME_")
+        return Outcome(name), answer.reason

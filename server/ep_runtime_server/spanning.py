@@ -1,0 +1,317 @@
+"""This node's part in groups that form across nodes: joins, installs the view, tells of ends.
+
+A group whose windows are memory of one host never spans: only those of transport "xla" do. While a
+group lacks ranks on this node, one task per group joins it at the coordinator; where every rank is
+claimed here meanwhile, that task ends and nobody else hears of the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from ep_runtime.errors import (
+    EpRuntimeError,
+    PermissionDeniedError,
+    PoolExhaustedError,
+    RuntimeUnavailableError,
+    StaleHandleError,
+)
+from ep_runtime_server import config
+from ep_runtime_server.assembly import GroupView, NodeClaim, Outcome
+from ep_runtime_server.coordination import Coordination
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.formation import Groups
+from ep_runtime_server.group_fsm import Event, State
+from ep_runtime_server.groups import Group, RemoteMember
+from ep_runtime_server.windows import Owner
+
+# (node, owner, epoch, lost ranks, left ranks) to that node's daemon.
+Teller = Callable[[str, Owner, int, list[int], list[int]], Awaitable[None]]
+
+# Ends of an attempt after which a group still wants to form; the next one may be better.
+_TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
+
+
+def _claims(group: Group) -> tuple[NodeClaim, ...]:
+    return tuple(
+        NodeClaim(member.session.session_id, member.session.pid, member.ranks)
+        for member in group.members.values()
+    )
+
+
+def _wants_others(group: Group) -> bool:
+    """Whether it forms and needs processes of other nodes."""
+    open_view = bool(group.remote) and not group.committed
+    return (
+        group.state is State.FORMING
+        and bool(group.members)
+        and not group.has_windows
+        and not group.restoring
+        and (open_view or bool(group.missing_ranks))
+    )
+
+
+class Spanning:
+    """Lives on the event loop's thread. `changed` hears of every change of a group."""
+
+    def __init__(
+        self, node: str, coordination: Coordination, groups: Groups, tell: Teller, events: EventLog
+    ) -> None:
+        self._node = node
+        self._coordination = coordination
+        self._groups = groups
+        self._tell = tell
+        self._events = events
+        self._drivers: dict[str, asyncio.Task[None]] = {}  # by group id
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told: dict[str, tuple[int, set[int]]] = {}  # by group id: epoch, ranks told
+
+    def changed(self, group: Group) -> None:
+        driver = self._drivers.get(group.group_id)
+        if _wants_others(group) and (driver is None or driver.done()):
+            self._drivers[group.group_id] = self._start(self._drive(group))
+        self._tell_ends(group)
+        if group.state is State.CLOSED:
+            self._drivers.pop(group.group_id, None)
+            self._told.pop(group.group_id, None)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logging.getLogger(__name__).error("forming failed", exc_info=task.exception())
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Forming
+
+    async def _drive(self, group: Group) -> None:
+        """Joins until the group is formed everywhere, or needs nobody else any more."""
+        pause_s = config.NODE_RETRY_FIRST_S
+        known: list[int] = []
+        while _wants_others(group):
+            generation = group.generation
+            try:
+                claims = _claims(group)
+                join = self._coordination.join(group.owner, group.spec, claims, known)
+                answer = await self._while_same(group, join)
+                if answer is None:
+                    known = []
+                    continue
+                view, known = answer
+                pause_s = config.NODE_RETRY_FIRST_S
+                group.elsewhere = frozenset(group.missing_ranks).difference(known)
+                if view is not None:
+                    known = []
+                    await self._attempt(group, generation, claims, view)
+            except _TRY_AGAIN as error:
+                self._events.add(
+                    "cluster.join_waits",
+                    f"group {group.owner}: {error}",
+                    group=group.owner.name,
+                    level=logging.DEBUG,
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, config.NODE_RETRY_MOST_S)
+            except EpRuntimeError as error:
+                if group.state is State.FORMING and group.generation == generation:
+                    self._groups.fail(group, error)
+
+    async def _while_same(self, group: Group, call: Coroutine[Any, Any, Any]) -> Any:
+        """The call's answer; None, and the call cancelled, where the claims change before."""
+        before = group.generation, _claims(group)
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                change = asyncio.ensure_future(group.changed.wait())
+                await asyncio.wait({task, change}, return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                if (group.generation, _claims(group)) != before or not _wants_others(group):
+                    return None
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):
+                    await task
+
+    async def _attempt(
+        self, group: Group, generation: int, claims: tuple[NodeClaim, ...], view: GroupView
+    ) -> None:
+        """Installs the view, reports, and does what the coordinator decides."""
+        if not self._install(group, view):
+            await self._coordination.report(group.owner, view.epoch, "its claims changed")
+            return
+
+        def holds() -> bool:
+            same = group.generation == generation and group.epoch == view.epoch
+            return same and _claims(group) == claims and group.state is State.FORMING
+
+        outcome, reason = await self._decision(group, view, holds)
+        if outcome is Outcome.COMMITTED and holds():
+            group.committed = True
+            group.advance(Event.ALL_ATTACHED)
+            if group.lost:  # who had heard of it told us before
+                group.advance(Event.MEMBER_LOST, "a process of another node is gone")
+        elif group.epoch == view.epoch and not group.committed:
+            self._log("cluster.attempt_over", group, reason or "given up here")
+            if group.state is State.FORMING:
+                group.lost = {}
+                group.leave_view()
+                group.notify()
+
+    def _install(self, group: Group, view: GroupView) -> bool:
+        """Whether the view says of this node what is true here."""
+        theirs = {m.rank: m.session_id for m in view.members if m.node == self._node}
+        ours = {rank: member.session.session_id for rank, member in group.claims.items()}
+        whole = [member.rank for member in view.members] == list(range(group.spec.world_size))
+        if ours != theirs or not whole or not _wants_others(group):
+            return False
+        group.remote = {
+            m.rank: RemoteMember(m.node, m.session_id, m.pid)
+            for m in view.members
+            if m.node != self._node
+        }
+        group.epoch, group.attempt, group.elsewhere = view.epoch, view.attempt, frozenset()
+        self._log("cluster.attempt", group, f"{len(view.nodes)} nodes, attempt {view.attempt}")
+        group.notify()
+        self._groups.complete(group)
+        return True
+
+    async def _decision(
+        self, group: Group, view: GroupView, holds: Callable[[], bool]
+    ) -> tuple[Outcome, str]:
+        """Says once that the processes attached, or that they cannot; then waits for the others.
+
+        A coordinator that is away is waited for: nobody but it knows what was decided.
+        """
+        reported, pause_s = False, config.NODE_RETRY_FIRST_S
+        while True:
+            try:
+                if not holds():
+                    return self._withdraw(group.owner, view)
+                attached = group.formed and all(m.attached for m in group.members.values())
+                if attached and not reported:
+                    await self._coordination.report(group.owner, view.epoch, "")
+                    reported = True
+                outcome, reason = await self._next_word(group, view, attached)
+                if outcome is not Outcome.UNSPECIFIED:
+                    return outcome, reason
+                pause_s = config.NODE_RETRY_FIRST_S
+            except _TRY_AGAIN:
+                if not holds():
+                    return self._withdraw(group.owner, view)
+                reported = False
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, config.NODE_RETRY_MOST_S)
+
+    def _withdraw(self, owner: Owner, view: GroupView) -> tuple[Outcome, str]:
+        """This node cannot use the view any more. It may be committed already, or be committed by a
+        coordinator that does not answer now: so the other nodes hear of it too."""
+        why = f"a process of node {self._node!r} ended"
+        self._start(
+            self._until_heard(lambda: self._coordination.report(owner, view.epoch, why), owner)
+        )
+        ours = [member.rank for member in view.members if member.node == self._node]
+        for node in sorted(view.nodes - {self._node}):
+            self._tell_node(node, owner, view.epoch, ours, [])
+        return Outcome.ABORTED, why
+
+    async def _next_word(
+        self, group: Group, view: GroupView, attached: bool
+    ) -> tuple[Outcome, str]:
+        """The coordinator's, or UNSPECIFIED where something changed here."""
+        call = asyncio.ensure_future(self._coordination.outcome(group.owner, view.epoch))
+        change = asyncio.ensure_future(group.changed.wait())
+        try:
+            await asyncio.wait({call, change}, return_when=asyncio.FIRST_COMPLETED)
+            return call.result() if call.done() else (Outcome.UNSPECIFIED, "")
+        finally:
+            change.cancel()
+            if not call.done():
+                call.cancel()
+                with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):
+                    await call
+
+    # Ends
+
+    def _tell_ends(self, group: Group) -> None:
+        """Tells the other nodes of processes that ended or left, once each."""
+        if not group.committed or not group.remote:
+            return
+        epoch, told = self._told.get(group.group_id, (0, set()))
+        if epoch != group.epoch:
+            told = set()
+        own = set(range(group.spec.world_size)) - group.remote.keys()
+        gone = own - group.claims.keys() - told
+        if not gone or group.state is State.FORMING:
+            return
+        quiet = group.last_event in (Event.MEMBER_LEFT, Event.EMPTIED_FOR_GOOD)
+        lost = sorted(gone if not quiet else gone & group.lost.keys())
+        left = sorted(gone.difference(lost))
+        self._told[group.group_id] = (group.epoch, told | gone)
+        for node in sorted({member.node for member in group.remote.values()}):
+            self._tell_node(node, group.owner, group.epoch, lost, left)
+
+    def _tell_node(
+        self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]
+    ) -> None:
+        self._start(self._until_heard(lambda: self._tell(node, owner, epoch, lost, left), owner))
+
+    async def _until_heard(self, say: Callable[[], Awaitable[None]], owner: Owner) -> None:
+        """Says it again for a while: the other daemon may be starting again."""
+        loop = asyncio.get_running_loop()
+        deadline, pause_s = loop.time() + config.NODE_TELL_S, config.NODE_RETRY_FIRST_S
+        while loop.time() < deadline:
+            try:
+                await say()
+                return
+            except _TRY_AGAIN:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, config.NODE_RETRY_MOST_S)
+            except EpRuntimeError as error:
+                logging.getLogger(__name__).warning("group %s: not heard: %s", owner, error)
+                return
+
+    def heard(self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
+        """Another node tells of its processes. Raises PermissionDeniedError for others' ranks."""
+        group = self._groups.find(owner)
+        if group is None or group.epoch != epoch:
+            return
+        for rank in (*lost, *left):
+            if rank not in group.remote or group.remote[rank].node != node:
+                raise PermissionDeniedError(
+                    f"rank {rank} of group {owner.name!r} is not of node {node!r}", node=node
+                )
+        fresh = [rank for rank in lost if rank not in group.lost]
+        gone = [group.remote[rank].session_id for rank in left]
+        if not fresh and group.left.issuperset(gone):
+            return
+        group.lost.update({rank: group.remote[rank] for rank in fresh})
+        group.left.update(gone)
+        if fresh and group.state in (State.READY, State.BROKEN):
+            group.advance(Event.MEMBER_LOST, f"processes of node {node} are gone: ranks {fresh}")
+            self._log("group.broken", group, f"node {node!r} lost the processes of ranks {fresh}")
+        else:
+            group.notify()
+
+    def _log(self, kind: str, group: Group, message: str) -> None:
+        self._events.add(
+            kind,
+            f"group {group.owner}, epoch {group.epoch}: {message}",
+            group=group.owner.name,
+            epoch=group.epoch,
+            generation=group.generation,
+        )

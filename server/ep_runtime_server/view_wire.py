@@ -1,0 +1,73 @@
+"""Claims and views of groups that form across nodes as protobuf messages, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import GroupSpec, check_name
+from ep_runtime.v1 import node_service_pb2 as pb
+from ep_runtime_server.assembly import GroupView, NodeClaim, ViewMember
+from ep_runtime_server.cluster_config import check_node_name
+from ep_runtime_server.windows import Owner
+
+
+def key_to_proto(owner: Owner) -> pb.GroupKey:
+    return pb.GroupKey(uid=owner.uid, job=owner.job, name=owner.name)
+
+
+def key_from_proto(message: pb.GroupKey) -> Owner:
+    """Raises InvalidArgumentError for a name that no group has."""
+    check_name("group", message.name)
+    check_name("job", message.job)
+    return Owner(message.uid, message.job, message.name)
+
+
+def claims_to_proto(claims: Iterable[NodeClaim]) -> list[pb.NodeClaim]:
+    return [
+        pb.NodeClaim(world_ranks=claim.ranks, session_id=claim.session_id, pid=claim.pid)
+        for claim in claims
+    ]
+
+
+def claims_from_proto(messages: Sequence[pb.NodeClaim], spec: GroupSpec) -> tuple[NodeClaim, ...]:
+    """Raises InvalidArgumentError where they are not distinct ranks of the group."""
+    claims = tuple(
+        NodeClaim(message.session_id, message.pid, tuple(message.world_ranks))
+        for message in messages
+    )
+    ranks = [rank for claim in claims for rank in claim.ranks]
+    within = all(0 <= rank < spec.world_size for rank in ranks)
+    if not ranks or not within or len(set(ranks)) != len(ranks):
+        raise InvalidArgumentError(
+            f"claims must be distinct ranks in 0..{spec.world_size - 1}, got {ranks[:16]}",
+            argument="claims",
+        )
+    return claims
+
+
+def view_to_proto(view: GroupView) -> pb.GroupView:
+    return pb.GroupView(
+        epoch=view.epoch,
+        attempt=view.attempt,
+        members=[
+            pb.ViewMember(
+                world_rank=member.rank,
+                node=member.node,
+                session_id=member.session_id,
+                pid=member.pid,
+            )
+            for member in view.members
+        ],
+    )
+
+
+def view_from_proto(message: pb.GroupView) -> GroupView:
+    """Raises InvalidArgumentError for a node's name that none has."""
+    members = tuple(
+        ViewMember(
+            member.world_rank, check_node_name(member.node, "node"), member.session_id, member.pid
+        )
+        for member in message.members
+    )
+    return GroupView(message.epoch, message.attempt, members)

@@ -1,0 +1,125 @@
+"""A job under jax.distributed whose processes live on two nodes, each with its own daemon."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_places import loopback, make_certificates, tls_flags
+from daemon_fixtures import start_daemon, wait_until
+from multiprocess.launch import Job
+
+from ep_runtime_client import children
+from ep_runtime_client.cli import source
+
+WAIT_S = 60.0
+# A dead process is known on every node within this time.
+TOLD_S = 2.0
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[children.Child]]:
+    """Two daemons that trust each other by certificates."""
+    base = Path(tempfile.mkdtemp(prefix="ept-"))
+    host = loopback()
+    make_certificates(base / "pki", a=host, b="")
+    started = []
+    for name, role in (("a", "--coordinator"), ("b", "--join")):
+        directory = base / name
+        directory.mkdir(mode=0o700)
+        flags = [role, f"{host}:7700", "--node", name, *tls_flags(base / "pki", name)]
+        started.append(start_daemon(directory, *flags, "--drain-s", "0"))
+    wait_until(lambda: read(started[1])["cluster"]["link"] == "JOINED", "b joins")
+    yield started
+    codes = [child.stop() for child in started]
+    logs = "\n".join(child.log_tail(40) for child in started)
+    shutil.rmtree(base)
+    assert codes == [0, 0], logs
+
+
+def read(child: children.Child) -> dict:
+    with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
+        return {**daemon.status(), "found": daemon.groups()}
+
+
+_JOB = """
+ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
+                 max_top_k=2, alignment=8, max_token_dtype="float32", transport="xla")
+session = ep.connect(job="two-nodes", timeout_s=60)
+mesh = mesh_of()
+group = session.create_group("g", mesh, **ARGUMENTS)
+layer = group.register_layer("l", top_k=2)
+
+def step(x, logits):
+    routing = ep.route(logits, 2)
+    there = ep.dispatch(layer, x, routing.topk_idx, routing.topk_weights)
+    return ep.combine(layer, there, there.tokens * 2.0, weights=there.weights)
+
+rows = 4 * mesh.size
+place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
+random = np.random.default_rng(0)
+x = random.standard_normal((rows, 16), dtype=np.float32)
+logits = random.standard_normal((rows, 8), dtype=np.float32)
+spread = [jax.make_array_from_callback(v.shape, place, lambda i, v=v: v[i]) for v in (x, logits)]
+out = jax.jit(step)(*spread)
+# The weights of a token add up to 1, so twice the tokens come back.
+parts = [(np.asarray(part.data), x[part.index]) for part in out.addressable_shards]
+error = max(float(np.abs(got - 2 * sent).max()) for got, sent in parts)
+say(pid=os.getpid(), generation=group.generation, error=error)
+"""
+
+
+def environments(nodes: list[children.Child]) -> list[dict[str, str]]:
+    return [{"EP_RUNTIME_ADDRESS": f"unix://{child.directory}"} for child in nodes]
+
+
+@pytest.mark.slow
+def test_a_group_over_two_daemons_moves_tokens(nodes) -> None:
+    with Job(
+        _JOB + "hear(); group.close(); session.close()",
+        processes=2,
+        devices=2,
+        own=environments(nodes),
+    ) as job:
+        heard = job.heard()
+        assert max(row["error"] for row in heard) < 1e-5
+        found = [read(child)["found"] for child in nodes]
+        assert [[row["state"] for row in rows] for rows in found] == [["READY"], ["READY"]]
+        assert found[0][0]["epoch"] == found[1][0]["epoch"] > 0
+        pids = [row["pid"] for row in heard]
+        for rows, own in zip(found, pids, strict=True):
+            assert [member["pid"] for member in rows[0]["members"]] == [pids[0]] * 2 + [pids[1]] * 2
+            assert rows[0]["pids"] == sorted(pids)
+            assert [m["node"] == "" for m in rows[0]["members"]].count(True) == 2
+            assert own in rows[0]["pids"]
+        job.tell()
+        job.finish()
+
+
+_HEARS = """
+try:
+    while True:
+        group.check()
+        time.sleep(0.01)
+except ep.EpRuntimeError as error:
+    say(error=type(error).__name__, text=str(error))
+hear()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_dead_process_is_heard_of_on_the_other_node(nodes) -> None:
+    with Job(_JOB + _HEARS, processes=2, devices=1, own=environments(nodes)) as job:
+        job.heard()
+        job.workers[1].kill()
+        begin = time.monotonic()
+        heard = job.workers[0].heard()
+        assert time.monotonic() - begin < TOLD_S
+        assert heard["error"] in ("PeerLostError", "StaleHandleError")
+        assert "processes of node b are gone: ranks [1]" in heard["text"]
+        job.workers[0].tell()

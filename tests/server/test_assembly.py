@@ -1,0 +1,167 @@
+"""The coordinator's decisions on groups: one view or none, also after it started again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from harness import FakeClock
+from raw_client import make_spec
+
+from ep_runtime_server import config
+from ep_runtime_server.assembly import Assemblies, NodeClaim, Outcome
+from ep_runtime_server.cluster_facts import ClusterFacts
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.journal import Journal
+from ep_runtime_server.windows import Owner
+
+OWNER = Owner(7, "job", "moe")
+SPEC = make_spec(ranks=2, transport="xla")
+CLAIMS = {"b": (NodeClaim("s-b", 1, (0,)),), "c": (NodeClaim("s-c", 2, (1,)),)}
+
+
+class Coordinator:
+    """Decisions on a journal; `restart` is a new life on the same one."""
+
+    def __init__(self, path) -> None:
+        self._path = path
+        self.clock = FakeClock()
+        self.start()
+
+    def start(self) -> None:
+        self.facts = ClusterFacts(Journal(self._path, Failpoints(), name="cluster", synced=True))
+        self.decisions = Assemblies(self.facts, self.clock, EventLog(self.clock))
+
+    def restart(self) -> None:
+        self.facts.close()
+        self.start()
+
+    async def join(self, node: str, claims=None, *, known=(), wait_s: float = 5.0):
+        found = CLAIMS[node] if claims is None else claims
+        return await self.decisions.join(
+            node, OWNER, SPEC, found, known_missing=list(known), wait_s=wait_s
+        )
+
+    async def both(self):
+        """The view that b and c get."""
+        (first, _), (second, _) = await asyncio.gather(self.join("b", known=[1]), self.join("c"))
+        assert first is not None
+        assert first == second
+        return first
+
+    def report(self, node: str, epoch: int, error: str = "") -> None:
+        self.decisions.report(node, OWNER, epoch, error)
+
+    async def outcome(self, epoch: int, wait_s: float = 0.0) -> Outcome:
+        return (await self.decisions.outcome(OWNER, epoch, wait_s))[0]
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    made = Coordinator(tmp_path / "cluster")
+    yield made
+    made.facts.close()
+
+
+def test_a_view_holds_once_every_node_reported(coordinator):
+    async def run():
+        view = await coordinator.both()
+        assert [(m.rank, m.node) for m in view.members] == [(0, "b"), (1, "c")]
+        for node in ("b", "b", "x"):
+            coordinator.report(node, view.epoch)
+            assert await coordinator.outcome(view.epoch) is Outcome.UNSPECIFIED
+        waiting = asyncio.ensure_future(coordinator.outcome(view.epoch, 5.0))
+        coordinator.report("c", view.epoch)
+        assert await waiting is Outcome.COMMITTED
+        coordinator.report("b", view.epoch, "too late to say no")
+        coordinator.decisions.node_gone("b")
+        assert await coordinator.outcome(view.epoch) is Outcome.COMMITTED
+
+    asyncio.run(run())
+
+
+def test_what_was_decided_is_known_to_the_next_life_and_the_rest_is_given_up(coordinator):
+    async def run():
+        first = await coordinator.both()
+        coordinator.report("b", first.epoch)
+        coordinator.report("c", first.epoch)
+        coordinator.restart()
+        assert await coordinator.outcome(first.epoch) is Outcome.COMMITTED
+        second = await coordinator.both()
+        coordinator.report("b", second.epoch)
+        coordinator.restart()
+        coordinator.report("c", second.epoch)
+        assert await coordinator.outcome(second.epoch) is Outcome.ABORTED
+        third = await coordinator.both()
+        assert first.epoch < second.epoch < third.epoch
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["says no", "gone", "joins again", "says nothing"])
+def test_one_node_ends_an_attempt_for_all_and_the_next_has_another_epoch(coordinator, how):
+    async def run():
+        view = await coordinator.both()
+        coordinator.report("c", view.epoch)
+        if how == "says no":
+            coordinator.report("b", view.epoch, "a process ended")
+        elif how == "gone":
+            coordinator.decisions.node_gone("b")
+        elif how == "joins again":
+            assert await coordinator.join("b", wait_s=0.0) == (None, [1])
+        else:
+            coordinator.clock.advance(config.NODE_INIT_S)
+            coordinator.decisions.tick()
+        assert await coordinator.outcome(view.epoch) is Outcome.ABORTED
+        coordinator.report("b", view.epoch)
+        assert await coordinator.outcome(view.epoch) is Outcome.ABORTED
+        again = await coordinator.both()
+        assert again.epoch > view.epoch
+        assert again.attempt == 2
+        for node in ("b", "c"):
+            coordinator.report(node, again.epoch)
+        assert (await coordinator.both()).attempt == 1  # counted anew since it was READY
+
+    asyncio.run(run())
+
+
+def test_a_view_made_between_two_calls_of_a_node_is_given_to_the_second(coordinator):
+    async def run():
+        assert await coordinator.join("b") == (None, [1])
+        view, _ = await coordinator.join("c")
+        assert view is not None
+        assert await coordinator.join("b", known=[1]) == (view, [])
+        # Given once: who asks again has not got it, or cannot use it.
+        assert await coordinator.join("b", wait_s=0.0) == (None, [1])
+        assert await coordinator.outcome(view.epoch) is Outcome.ABORTED
+
+    asyncio.run(run())
+
+
+def test_claims_end_with_their_call_or_soon_after(coordinator):
+    async def run():
+        waiting = asyncio.ensure_future(coordinator.join("b", known=[1]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert await coordinator.join("c", wait_s=0.0) == (None, [0])
+        coordinator.clock.advance(config.NODE_CLAIM_LIFE_S)
+        coordinator.decisions.tick()
+        assert await coordinator.join("b", wait_s=0.0) == (None, [1])
+
+    asyncio.run(run())
+
+
+def test_a_waiting_node_hears_at_once_which_ranks_are_missing_still(coordinator):
+    async def run():
+        spec = make_spec(ranks=3, transport="xla")
+        join = coordinator.decisions.join
+        waiting = asyncio.ensure_future(
+            join("b", OWNER, spec, CLAIMS["b"], known_missing=[1, 2], wait_s=5.0)
+        )
+        await asyncio.sleep(0)
+        answer = await join("c", OWNER, spec, CLAIMS["c"], known_missing=[], wait_s=5.0)
+        assert answer == await waiting == (None, [2])
+
+    asyncio.run(run())
