@@ -1,0 +1,51 @@
+"""Windows in GPU memory that find no room: a clean error, and nothing is left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu import gpu_steps
+from gpu.gpu_jobs import TRIAL
+
+import ep_runtime as ep
+
+_HELD_BYTES = 32 << 30
+_HIDDEN = 16384
+
+
+def _settings(ranks: int, window_bytes: int) -> dict[str, Any]:
+    """Of a group whose windows have about that size."""
+    lanes, row_bytes = 2, 4 * _HIDDEN
+    return {
+        "num_experts": ranks,
+        "hidden_size": _HIDDEN,
+        "max_tokens_per_rank": window_bytes // (lanes * ranks * row_bytes),
+        "max_top_k": 1,
+        "capacity_factor": 1.0,
+    }
+
+
+def _memory_bytes(ordinal: int) -> int:
+    from cuda.bindings import driver
+
+    for result, *values in (driver.cuInit(0), driver.cuDeviceTotalMem(ordinal)):
+        assert result == driver.CUresult.CUDA_SUCCESS, result.name
+    return int(values[0])
+
+
+@pytest.mark.skipif(TRIAL, reason="CPU devices have no memory of their own")
+@pytest.mark.parametrize("share", [0.85, 4.0], ids=["what XLA holds is missing", "never"])
+def test_windows_without_room_are_refused_with_sizes_and_a_hint(
+    session: ep.Session, gpus: list[Any], share: float
+) -> None:
+    total = _memory_bytes(gpus[0].local_hardware_id)
+    held = jax.block_until_ready(jnp.ones(_HELD_BYTES // 4, jnp.float32, device=gpus[0]))
+    with pytest.raises(ep.PoolExhaustedError, match="asked for") as caught:
+        gpu_steps.Steps(session, "large", gpus, **_settings(len(gpus), int(share * total)))
+    assert int(caught.value.fields["asked_bytes"]) > 0.8 * share * total
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in str(caught.value) or share > 1
+    held.delete()
+    gpu_steps.Steps(session, "small", gpus).run()
