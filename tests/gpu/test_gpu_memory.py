@@ -31,9 +31,10 @@ def _settings(ranks: int, window_bytes: int) -> dict[str, Any]:
 def _memory_bytes(ordinal: int) -> int:
     from cuda.bindings import driver
 
-    for result, *values in (driver.cuInit(0), driver.cuDeviceTotalMem(ordinal)):
-        assert result == driver.CUresult.CUDA_SUCCESS, result.name
-    return int(values[0])
+    (started,) = driver.cuInit(0)
+    result, total = driver.cuDeviceTotalMem(ordinal)
+    assert started == result == driver.CUresult.CUDA_SUCCESS, result.name
+    return int(total)
 
 
 @pytest.mark.skipif(TRIAL, reason="CPU devices have no memory of their own")
