@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,19 @@ def test_gpus_behind_switches_reach_each_other_over_all_their_links(
         said["gpu memory"].found
     )
     assert asked.shut_down
+
+
+def test_who_multiplies_is_said(
+    machine: Callable[..., FakeNvml], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(count=1)
+    library = tmp_path / "libep_runtime_cuda.so"
+    monkeypatch.setattr(native, "library_path", lambda platform: library)
+    said = gpus.hardware({})["gpu matmuls"]
+    assert (said.state, said.found) == ("WARN", "all of grouped_gemm is plain JAX")
+    library.touch()
+    said = gpus.hardware({})["gpu matmuls"]
+    assert (said.state, said.found[:12]) == ("OK", "bf16 and f16")
 
 
 def test_bridges_link_some_pairs_and_the_others_say_how_far_they_are(

@@ -89,7 +89,16 @@ def hardware(window_bytes: Mapping[str, int]) -> dict[str, Gpus]:
         "gpu driver": Gpus("OK", f"{machine.driver}, {len(memory)} x {machine.gpus[0].name}"),
         "gpu memory": Gpus("OK", "; ".join(memory)),
         "gpu links": Gpus("OK", _links(machine)),
+        "gpu matmuls": _matmuls(),
     }
+
+
+def _matmuls() -> Gpus:
+    """Which products of grouped_gemm have kernels."""
+    if not native.library_path("cuda").exists():
+        return Gpus("WARN", "all of grouped_gemm is plain JAX", _BUILD)
+    kernels = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
+    return Gpus("OK", f"{kernels}; f32, 8-bit recipes and other GPUs by plain JAX")
 
 
 def _memory(gpu: nvml.Gpu, window_bytes: int) -> str:
