@@ -21,7 +21,7 @@ from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.calls import Call, open_layer
 from ep_runtime_client.ops.combine import combine
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
-from ep_runtime_client.ops.grouped_gemm import grouped_gemm
+from ep_runtime_client.ops.grouped_gemm import multiply
 from ep_runtime_client.ops.local_activation import Activation, Function
 from ep_runtime_client.ops.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched
@@ -194,7 +194,7 @@ def _run_experts(
     (wi_recipe, wo_recipe), static = block.recipes, resolve(layer)[0]
     wi_bias, wo_bias = (_bias(block, name, params) for name in ("wi_bias", "wo_bias"))
     with scope("experts", static):
-        hidden = grouped_gemm(
+        hidden = multiply(
             dispatched.tokens,
             _operand(params.wi, wi_recipe, dtype),
             sizes,
@@ -203,12 +203,13 @@ def _run_experts(
             recipe=wi_recipe,
             out_dtype=dtype,
             rhs_spec=block.specs["wi"],
+            clear_slack=False,  # dispatch's gradient does not read it
         )
         hidden = checkpoint_name(hidden, "ep_wi")
         inner = activate(
             layer, block.activation, hidden, row_weights, sizes, inner_axes=block.inner_axes
         )
-        out = grouped_gemm(
+        out = multiply(
             inner,
             _operand(params.wo, wo_recipe, dtype),
             sizes,
@@ -217,6 +218,7 @@ def _run_experts(
             recipe=wo_recipe,
             out_dtype=dtype,
             rhs_spec=block.specs["wo"],
+            clear_slack=False,  # the activation's does not
         )
         tagged: jax.Array = checkpoint_name(out, "ep_wo")
         return tagged

@@ -73,9 +73,11 @@ Status LaunchIt(const CallFrame& frame, cudaStream_t stream, GroupedGemmParams p
 }  // namespace
 
 // ep_grouped_gemm_v1(group_sizes s32 [S, L], lhs [S * C, K'], rhs [G, K', N'],
-//                    bias [G, N'] or f32 [0, 0]; data_grad=0) -> [S * C, N']
-//   data_grad=1: lhs [S * C, N'], no bias -> [S * C, K']; rows of no group get zeros
-Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream, bool data_grad) {
+//                    bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> [S * C, N']
+//   data_grad=1: lhs [S * C, N'], no bias -> [S * C, K']
+Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream,
+                             const GroupedGemmAttributes& attributes) {
+  const bool data_grad = attributes.data_grad;
   frame.call = "ep_grouped_gemm_v1";
   EP_RETURN_IF_ERROR(CheckCount(frame, 4, 1));
   GroupedGemmParams params{};
@@ -96,7 +98,7 @@ Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream, bool data_gra
   params.num_experts = static_cast<int32_t>(rhs.dim(0));
   params.in_features = static_cast<int32_t>(in);
   params.out_features = static_cast<int32_t>(out);
-  params.clear_slack = data_grad;
+  params.clear_slack = attributes.clear_slack;
   return LaunchIt(frame, stream, params);
 }
 

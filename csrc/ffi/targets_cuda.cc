@@ -105,11 +105,12 @@ ffi::Error ReadClock(cudaStream_t stream, int64_t hold_ns, ffi::RemainingArgs ar
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets) {
+ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_slack,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets) {
   CallFrame frame{};
   Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchGroupedGemmCall(std::move(frame), stream, data_grad != 0);
+  if (status.ok())
+    status = LaunchGroupedGemmCall(std::move(frame), stream, {data_grad != 0, clear_slack != 0});
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
@@ -151,6 +152,7 @@ XLA_FFI_DEFINE_HANDLER(kGroupedGemmV1, GroupedGemm,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Attr<int64_t>("data_grad")
+                           .Attr<int64_t>("clear_slack")
                            .RemainingArgs()
                            .RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});

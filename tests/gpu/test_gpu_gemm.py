@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ops import grouped_cases as cases
 
 import ep_runtime as ep
-from ep_runtime_client.ops import gemm_kernels, local_gemm
+from ep_runtime_client.ops import gemm_kernels, local_activation, local_gemm
 from ep_runtime_client.ops import grouped_reference as reference
+from ep_runtime_client.ops.local_activation import Activation
 
 _AGAIN = 20
 # Of the largest value: the result's own rounding, and f32 sums in another order.
@@ -253,6 +254,29 @@ def test_known_layouts_and_a_weight_that_is_gathered(gpus: list[Any]) -> None:
     for mine, theirs in zip(got, want, strict=True):
         largest = float(np.abs(np.asarray(theirs, np.float64)).max())
         _assert_near(mine, theirs, 2.0**-5 * largest)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_activations_between_the_products(gpus: list[Any], dtype: str) -> None:
+    static = Activation("silu", True, jnp.dtype(dtype))
+    sizes = np.int32([[16, 9000, 280], [8, 24, 0]])
+    there = np.arange(9600) < sizes.sum(1, keepdims=True)
+    rng = np.random.default_rng(0)
+    hidden = rng.standard_normal((2, 9600, 2, 16)).astype(jnp.dtype(dtype))
+    grad = rng.standard_normal((2, 9600, 16)).astype(jnp.dtype(dtype))
+    hidden[~there] = grad[~there] = np.nan
+    weights = rng.standard_normal((2, 9600)).astype(np.float32)
+
+    def both(hidden: Any, weights: Any, sizes: Any, grad: Any) -> Any:
+        out = local_activation.forward(static, hidden, weights, sizes)
+        return out, *local_activation.pullback(static, hidden, weights, sizes, grad)
+
+    got = jax.jit(both)(*_on(gpus[0], hidden, weights, sizes, grad))
+    want = jax.jit(both)(*_on(jax.devices("cpu")[0], hidden, weights, sizes, grad))
+    for mine, meant in zip(got, want, strict=True):
+        tolerance = (_ROUNDING[mine.dtype.name] + _SUMS) * 16
+        _assert_near(np.asarray(mine)[there], np.asarray(meant)[there], tolerance)
+    np.testing.assert_array_equal(np.asarray(got[2])[~there], 0)
 
 
 def test_what_the_kernels_do_not_take_runs_as_before(

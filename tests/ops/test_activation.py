@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ep_runtime_client import ops
 from ep_runtime_client.explain import explain
 from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.ops import local_activation
+from ep_runtime_client.ops import gemm_kernels, local_activation
 from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.local_activation import Activation
 
@@ -76,6 +76,28 @@ def test_rows_that_are_there_and_no_others(form: str, sizes: list[int]) -> None:
     np.testing.assert_allclose(got, keep(want, 0.0), rtol=1e-6, atol=1e-6)
     for left, right in zip(found, pull(keep(grad, 0.0)), strict=True):
         np.testing.assert_allclose(keep(left, 0.0), keep(right, 0.0), rtol=1e-5, atol=1e-5)
+
+
+def test_the_long_blocks_of_gpus_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    static = Activation("silu", True, jnp.dtype(jnp.bfloat16))
+    slabs = jnp.int32([[16, 296, 288], [8, 24, 0]])
+    there = np.arange(600) < np.asarray(slabs).sum(1, keepdims=True)
+    hidden = jnp.where(there[..., None, None], draw(2, 600, 2, INNER), jnp.nan)
+    grad = jnp.where(there[..., None], draw(2, 600, INNER), jnp.nan)
+    operands = (hidden.astype(jnp.bfloat16), draw(2, 600), slabs)
+
+    def both(grad: Any, *operands: Any) -> Any:
+        out = local_activation.forward(static, *operands)
+        return out, *local_activation.pullback(static, *operands, grad)
+
+    want = jax.jit(lambda *args: both(*args))(grad.astype(jnp.bfloat16), *operands)
+    monkeypatch.setattr(local_activation, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(local_activation, "GPU_BLOCK_ROWS", 512)
+    monkeypatch.setattr(gemm_kernels, "choose", lambda gpu, here, *operands: gpu(*operands))
+    got = jax.jit(lambda *args: both(*args))(grad.astype(jnp.bfloat16), *operands)
+    for mine, meant in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine)[there], np.asarray(meant)[there])
+    np.testing.assert_array_equal(np.asarray(got[2])[~there], 0)
 
 
 def test_half_precision_is_rounded_once() -> None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.ops import gemm_kernels, local_gemm
+from ep_runtime_client.ops.grouped_gemm import multiply
 
 SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 
@@ -76,6 +77,28 @@ def test_the_bf16_recipe_takes_the_kernels_for_f32_parameters() -> None:
     # f32 gradients times bf16 operands are f32 products.
     wide = graded(recipe=recipes.BF16(), out_dtype=jnp.float32)
     assert calls(wide, *drawn(jnp.float32)) == [1, 0]
+
+
+def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, wanted in ((("9.0", "9.0"), [2, 1]), (("9.0", "8.0"), [0, 0])):
+        monkeypatch.setattr(gemm_kernels, "register_for_gpus", lambda found=found: found)
+        assert calls(graded(), *drawn(n=40 + 8 * len(set(found)))) == wanted
+
+
+def test_rows_of_no_group_get_a_gradient_of_zero_unless_nobody_looks() -> None:
+    lhs, rhs, bias = drawn()
+
+    def text(**options: Any) -> str:
+        def run(lhs: Any, rhs: Any) -> Any:
+            settings: dict[str, Any] = {"layer": None, "recipe": None, "rhs_spec": None}
+            out = multiply(lhs, rhs, SIZES, bias=bias, out_dtype=None, **settings, **options)
+            return jnp.sin(out.astype(jnp.float32)).sum()
+
+        traced = jax.jit(jax.grad(run)).trace(lhs, rhs)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    for clear in (True, False):
+        assert f"clear_slack = {int(clear)} : i64, data_grad = 1" in text(clear_slack=clear)
 
 
 def test_without_the_library_every_program_is_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,20 +40,20 @@ def ensure_registered(platform: str = "cpu") -> None:
 
 
 @functools.cache
-def register_for_gpus() -> bool:
+def register_for_gpus() -> tuple[str, ...]:
     """`ensure_registered("cuda")` where JAX has NVIDIA GPUs and this package the library for them.
 
     Returns:
-        Whether both are there.
+        The compute capability of each GPU, such as "9.0"; nothing where either is missing.
     """
     if not native.library_path("cuda").exists():
-        return False
+        return ()
     try:
-        jax.devices("cuda")
+        devices = jax.devices("cuda")
     except RuntimeError:
-        return False
+        return ()
     ensure_registered("cuda")
-    return True
+    return tuple(str(getattr(device, "compute_capability", "")) for device in devices)
 
 
 def _capsule(pointer: int) -> Any:

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,14 @@ from ep_runtime_client.ops._ffi import register_for_gpus
 from ep_runtime_client.ops.varying import spread_over, varied_axes
 from ep_runtime_client.quantized import QuantizedTensor
 
+CAPABILITY = "9.0"  # Hopper: what the kernels are written and compiled for
 TARGETS = ("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
 MAX_EXPERTS = 1024  # on one device
 MULTIPLE = 8  # of features: tensor copies move 16 bytes at a time
 _TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def installed() -> bool:
@@ -50,19 +53,22 @@ def serve(
         experts: G.
         features: K' and the trailing dims N'.
 
-    A 16-bit product that they leave to plain JAX is said once, in a process that has GPUs.
+    A 16-bit product that they leave to plain JAX is said once, in a process that has GPUs of
+    theirs. Where there is any other GPU, they serve nothing.
     """
     if any(isinstance(x, QuantizedTensor) for x in (left, right)):
         return False
     dtypes = {jnp.dtype(x.dtype if cast is None else cast) for x in (left, right)}
     if len(dtypes) > 1 or not dtypes <= {*_TYPES} or not installed():
         return False
-    on_gpus = register_for_gpus()
+    gpus = register_for_gpus()
+    if any(capability != CAPABILITY for capability in gpus):
+        return False
     widths = (features[0], math.prod(features[1:]))
     if 0 in (rows, experts, *widths):
         return False
     if experts > MAX_EXPERTS or any(width % MULTIPLE for width in widths):
-        if on_gpus:
+        if gpus:
             _say_plain(experts, widths)
         return False
     return rows < 2**31
@@ -80,16 +86,15 @@ def _say_plain(experts: int, widths: tuple[int, int]) -> None:
     )
 
 
-def choose(
-    kernel: Callable[..., jax.Array], plain: Callable[..., jax.Array], *operands: Any
-) -> jax.Array:
+def choose(kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any) -> Result:
     """`kernel(*operands)` where the program is lowered for a GPU, else `plain(*operands)`."""
     axes = tuple(sorted(varied_axes(operands)))
 
-    def typed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return lambda *given: spread_over(function(*given), axes)
+    def typed(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: jax.tree.map(lambda x: spread_over(x, axes), function(*given))
 
-    chosen: jax.Array = lax.platform_dependent(*operands, cuda=typed(kernel), default=typed(plain))
+    branches = {"cuda": typed(kernel), "default": typed(plain)}
+    chosen: Result = lax.platform_dependent(*operands, **branches)
     return chosen
 
 
@@ -110,19 +115,26 @@ def forward(
         bias = bias.astype(bias.dtype if bias.dtype in _TYPES else jnp.float32)
         bias = bias.reshape(rhs.shape[0], -1)
     shape = (rows.shape[0], kernels.shape[2])
-    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, bias, data_grad=0)
+    way = {"data_grad": 0, "clear_slack": 0}
+    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, bias, **way)
     return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
 
 
 def data_grad(
-    out_dtype: Any, cast: Any, grad: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+    out_dtype: Any,
+    cast: Any,
+    clear_slack: bool,
+    grad: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.data_grad`, zeros past the last group included."""
+    """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
     kernels = _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
     rows = _cast(grad, cast).reshape(-1, kernels.shape[2])
     shape = (rows.shape[0], rhs.shape[1])
     none = jnp.zeros((0, 0), jnp.float32)
-    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, none, data_grad=1)
+    way = {"data_grad": 1, "clear_slack": int(clear_slack)}
+    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, none, **way)
     return out.reshape(*grad.shape[: group_sizes.ndim], rhs.shape[1])
 
 

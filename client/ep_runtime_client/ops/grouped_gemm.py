@@ -76,6 +76,35 @@ def grouped_gemm(
     Cost: dots follow sum(group_sizes); per call one all-gather of rhs over its outer axes, of
         1-byte data and scales with a recipe; backward the same, and one reduce-scatter.
     """
+    return multiply(
+        lhs,
+        rhs,
+        group_sizes,
+        layer=layer,
+        bias=bias,
+        recipe=recipe,
+        out_dtype=out_dtype,
+        rhs_spec=rhs_spec,
+        state=state,
+        clear_slack=True,
+    )
+
+
+def multiply(
+    lhs: Matrix,
+    rhs: Matrix,
+    group_sizes: jax.Array,
+    *,
+    layer: EpLayer | TracedLayer | None,
+    bias: jax.Array | None,
+    recipe: Recipe | None,
+    out_dtype: Any,
+    rhs_spec: PartitionSpec | None,
+    state: DelayedState | None = None,
+    clear_slack: bool,
+) -> Any:
+    """`grouped_gemm`. Without `clear_slack` nobody reads the gradient of rows past the last group:
+    GPUs leave them as they are, and write nothing for a capacity that is not used."""
     flat_rows = group_sizes.ndim == 1
     check_gemm(lhs, rhs, _whole_kernel(rhs, rhs_spec, layer), group_sizes, bias, recipe)
     plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, rhs))
@@ -87,6 +116,7 @@ def grouped_gemm(
         lhs, group_sizes = jax.tree.map(lambda x: x[None], lhs), group_sizes[None]
     group_sizes = group_sizes.astype(jnp.int32)
     call = _call(lhs, rhs, group_sizes, bias, layer, recipe, out_dtype, rhs_spec)
+    call = dataclasses.replace(call, gemm=dataclasses.replace(call.gemm, clear_slack=clear_slack))
     out, state = _run(call, lhs, rhs, bias, group_sizes, state)
     out = out[0] if flat_rows else out
     return out if state is None else (out, state)

@@ -10,17 +10,23 @@ S: slabs on this device, one but where nothing is spread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import row_blocks
+from ep_runtime_client.ops import gemm_kernels, row_blocks
+from ep_runtime_client.ops._ffi import register_for_gpus
 from ep_runtime_client.ops.row_blocks import Block
 
+# A step of a loop costs a GPU tens of microseconds; so many rows hide them.
+GPU_BLOCK_ROWS = 8192
+
+Result = TypeVar("Result")
 Function = str | Callable[..., jax.Array]
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -96,13 +102,30 @@ def forward(
     Returns:
         [S, C, M] in static.dtype; zero past the last zone.
     """
+    return _on_platform(_forward, static, hidden, row_weights, group_sizes)
 
+
+def _on_platform(function: Callable[..., Result], static: Activation, *operands: Any) -> Result:
+    """`function(static, on_gpu, *operands)` for the platform that the program is lowered for."""
+    here = functools.partial(function, static, False)
+    if not register_for_gpus():
+        return here(*operands)
+    return gemm_kernels.choose(functools.partial(function, static, True), here, *operands)
+
+
+def _forward(
+    static: Activation,
+    on_gpu: bool,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+) -> jax.Array:
     def block(_: Any, hidden: jax.Array, weights: jax.Array | None) -> tuple[jax.Array]:
         return (_weighted(static, hidden, weights),)
 
     width = math.prod(hidden.shape[2:]) // (2 if static.gated else 1)
     out = jnp.zeros((*hidden.shape[:2], width), static.dtype)
-    return _walk((hidden, row_weights), (out,), group_sizes, block)[0]
+    return _walk((hidden, row_weights), (out,), group_sizes, block, on_gpu)[0]
 
 
 def pullback(
@@ -118,9 +141,21 @@ def pullback(
     is undefined, and that of row_weights zero. The gradient of a weight sums over the M that are
     here.
     """
+    return _on_platform(_pullback, static, hidden, row_weights, group_sizes, grad)
+
+
+def _pullback(
+    static: Activation,
+    on_gpu: bool,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+    grad: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
     # Rows turn into their gradients in place: a fresh buffer costs a fill of all C rows. Not so
-    # narrow ones: XLA before 0.11 widens a whole bf16 buffer for every slice that a loop changes.
-    in_place = hidden.dtype == static.wide
+    # narrow ones on CPU: XLA before 0.11 widens a whole bf16 buffer for every slice that a loop
+    # changes.
+    in_place = on_gpu or hidden.dtype == static.wide
 
     def block(
         before: tuple[jax.Array, ...],
@@ -135,7 +170,7 @@ def pullback(
     start = hidden if in_place else jnp.zeros_like(hidden)
     outs = (start,) if row_weights is None else (start, jnp.zeros_like(row_weights))
     inputs = (grad, row_weights, None if in_place else hidden)
-    grads = _walk(inputs, outs, group_sizes, block)
+    grads = _walk(inputs, outs, group_sizes, block, on_gpu)
     return grads[0], None if row_weights is None else grads[1]
 
 
@@ -149,11 +184,13 @@ def _walk(
     outs: tuple[jax.Array, ...],
     group_sizes: jax.Array,
     rows_to_rows: Callable[..., Any],
+    on_gpu: bool,
 ) -> tuple[jax.Array, ...]:
     """`outs` with a function of their and the inputs' rows over the rows that the zones cover."""
     slabs, capacity = outs[0].shape[:2]
     totals = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
-    blocks = row_blocks.cut(capacity, totals, row_blocks.MAX_BLOCK_ROWS)
+    rows = GPU_BLOCK_ROWS if on_gpu else row_blocks.MAX_BLOCK_ROWS
+    blocks = row_blocks.cut(capacity, totals, rows, rows)
 
     def flat(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else x.reshape(slabs * capacity, *x.shape[2:])

@@ -38,11 +38,14 @@ class Gemm:
         out_dtype: dtype of the rows that `forward` and `data_grad` return.
         alignment: what group sizes are known to be multiples of; chooses the block's rows only.
         compute_dtype: what arrays are cast to, block by block; None multiplies them as they are.
+        clear_slack: somebody may look at the gradient of rows past the last group. Without it a
+            GPU leaves them undefined; elsewhere they are zeros anyway.
     """
 
     out_dtype: Any
     alignment: int = 1
     compute_dtype: Any = None
+    clear_slack: bool = True
 
 
 def forward(
@@ -99,7 +102,8 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
     plain = functools.partial(_data_grad, gemm)
     if not _served(gemm, grad, rhs, rhs.shape, _num_rows(grad, group_sizes)):
         return plain(grad, rhs, group_sizes)
-    kernel = functools.partial(gemm_kernels.data_grad, gemm.out_dtype, gemm.compute_dtype)
+    static = (gemm.out_dtype, gemm.compute_dtype, gemm.clear_slack)
+    kernel = functools.partial(gemm_kernels.data_grad, *static)
     return gemm_kernels.choose(kernel, plain, grad, rhs, group_sizes)
 
 

@@ -105,7 +105,9 @@ class Blocks:
         return Block(group, start, (row >= first) & (row < pick(self.end, group)))
 
 
-def cut(capacity: int, group_sizes: jax.Array, alignment: int = 1) -> Blocks:
+def cut(
+    capacity: int, group_sizes: jax.Array, alignment: int = 1, most: int = MAX_BLOCK_ROWS
+) -> Blocks:
     """Cuts the groups of slabs of `capacity` rows into blocks.
 
     Args:
@@ -113,11 +115,12 @@ def cut(capacity: int, group_sizes: jax.Array, alignment: int = 1) -> Blocks:
         group_sizes: [G] int32 of one slab, or [S, L] of S slabs that lie one after another in
             arrays of S * C rows. What goes past a slab's end is left out.
         alignment: what group sizes are a multiple of, where the caller knows: blocks of that many
-            rows, within 64 and 256, leave no tail. Any other value is right too.
+            rows, within 64 and `most`, leave no tail. Any other value is right too.
+        most: rows of a block at most.
     """
     slabs = (group_sizes if group_sizes.ndim == 2 else group_sizes[None]).astype(jnp.int32)
     num_rows = capacity * slabs.shape[0]
-    rows = min(num_rows, max(MIN_BLOCK_ROWS, min(alignment, MAX_BLOCK_ROWS)))
+    rows = min(num_rows, max(MIN_BLOCK_ROWS, min(alignment, most)))
     end = jnp.cumsum(slabs, axis=-1, dtype=jnp.int32)
     base = capacity * jnp.arange(slabs.shape[0], dtype=jnp.int32)[:, None]
     offset = (base + jnp.minimum(end - slabs, capacity)).reshape(-1)
