@@ -4,6 +4,7 @@
 # Every part has a time limit and a log in the folder LOGS. Without parts, all of these but `cases`:
 #   build       both native libraries and the kernels' harness
 #   kernels     every kernel against the reference, without JAX
+#   gemm        grouped products against sums in f64, without JAX
 #   tests       this folder's tests
 #   plain       the same without XLA's command buffers
 #   cases       every case of token movement in every layout of processes
@@ -21,7 +22,7 @@ logs=${1:?folder for the logs}
 shift
 parts=("$@")
 if [ ${#parts[@]} = 0 ]; then
-  parts=(build kernels tests plain soak processes memcheck racecheck demo bench)
+  parts=(build kernels gemm tests plain soak processes memcheck racecheck demo bench)
 fi
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
@@ -58,6 +59,13 @@ part_build() {
   ls -l ep_runtime/_native "$(harness)"
 }
 part_kernels() { "$(harness)" check; }
+part_gemm() {
+  if [ -n "$prebuilt" ] && [ -x "$prebuilt/gemm_main" ]; then
+    "$prebuilt/gemm_main" check
+  else
+    BUILD_DIR=$build/gemm tests/gpu/run_gemm.sh check
+  fi
+}
 part_tests() {
   "$python" -m pytest tests/gpu -q -p no:cacheprovider --durations=12 --timeout=200 "$@" ${TESTS:-}
 }
