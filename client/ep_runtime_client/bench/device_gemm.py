@@ -4,7 +4,7 @@ Each subject is a program of its own, which takes much longer than its launch. B
 device's clock is read, in the order of the stream: an interval is one call, one reading and the
 launches of both, some microseconds more than the call. Subjects of a case come one after the other,
 each warmed before. TFLOP/s count 2 * rows * K' * N' of the rows that groups have. The dense product
-has as many rows and one weight. Both layers of an expert are measured: K' is H, then the inner size.
+has as many rows and one weight. Both layers of an expert are measured: K' is H, then M.
 """
 
 from __future__ import annotations
