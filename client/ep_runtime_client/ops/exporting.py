@@ -17,7 +17,8 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     other settings of group or layer ends with StaleHandleError where it runs.
 
     Where an exported program or a serialized executable is loaded, the group must be open and its
-    layers registered before it runs; nothing of it is traced there.
+    layers registered before it runs; nothing of it is traced there. GPU kernels of `grouped_gemm`
+    are known there once a group of transport "nvlink" is open, or any `grouped_gemm` was traced.
 
     Returns:
         One check per custom call; other checks stay on.
