@@ -77,7 +77,7 @@ def test_export_checks_name_every_custom_call() -> None:
     fakes.require_native()
     assert {target.name for target in native.library().targets()} == {*memfd.TARGETS}
     named = [check.is_custom_call() for check in ep.export_checks()]
-    assert named == [*memfd.TARGETS, *gemm_kernels.TARGETS]
+    assert named == [*memfd.TARGETS, memfd.SYNC_TARGET, *gemm_kernels.TARGETS]
 
 
 def test_without_the_checks_an_export_is_refused(layer: Any) -> None:

@@ -23,6 +23,5 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     Returns:
         One check per custom call; other checks stay on.
     """
-    return [
-        DisabledSafetyCheck.custom_call(name) for name in (*memfd.TARGETS, *gemm_kernels.TARGETS)
-    ]
+    names = (*memfd.TARGETS, memfd.SYNC_TARGET, *gemm_kernels.TARGETS)
+    return [DisabledSafetyCheck.custom_call(name) for name in names]

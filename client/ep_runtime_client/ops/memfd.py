@@ -26,6 +26,8 @@ TARGETS = (
     "ep_dispatch_bwd_v1",
     "ep_combine_bwd_v1",
 )
+# On GPUs, where it must wait for its verdict.
+SYNC_TARGET = "ep_prepare_sync_v1"
 
 
 def _call(call: Call, target: str, results: Any, *operands: jax.Array) -> Any:
@@ -65,7 +67,7 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     results = tuple(_shape(jnp.int32, *size) for size in dims)
     # On a GPU only a call that XLA does not record into a command buffer can fail a step.
     waits = call.group.transport == "nvlink" and call.group.on_overflow == "error"
-    target = "ep_prepare_sync_v1" if waits else "ep_prepare_v1"
+    target = SYNC_TARGET if waits else "ep_prepare_v1"
     return PlanArrays(*_call(call, target, results, rank, index, topk_idx))
 
 
