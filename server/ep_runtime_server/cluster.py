@@ -103,7 +103,12 @@ class Cluster:
         """
         settings, facts = self.settings, self.facts
         self.spanning = Spanning(
-            settings.node, self._take_part(), groups, self._tell_node, self._events
+            settings.node,
+            self._take_part(),
+            groups,
+            self._tell_node,
+            facts.heard,
+            self._events,
         )
         servicer = NodeServicer(
             self.nodes,
@@ -229,7 +234,7 @@ class Cluster:
         return [self._seen(node) for node in found]
 
     def _seen(self, node: Node) -> Node:
-        silent_since_s = self.peers.silent_since_s(node.identity.address)
+        silent_since_s = self.peers.silent_since_s(node.identity.address, node.heard_s)
         if silent_since_s is None or node.state is not NodeState.JOINED:
             return node
         return dataclasses.replace(node, state=NodeState.UNREACHABLE, since_s=silent_since_s)

@@ -10,6 +10,7 @@ import grpc
 from ep_runtime import wire
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2_grpc, node_service_pb2_grpc
+from ep_runtime_server import config
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import Tls
 
@@ -29,11 +30,18 @@ class Peers:
         )
         self._clock = clock
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
-        self._silent_since_s: dict[str, float] = {}
+        self._silent: dict[str, tuple[float, float]] = {}  # first and last failure in a row
 
-    def silent_since_s(self, address: str) -> float | None:
-        """When the calls to it began to fail; None where the last one got an answer."""
-        return self._silent_since_s.get(address)
+    def silent_since_s(self, address: str, heard_s: float) -> float | None:
+        """When the calls to it began to fail.
+
+        None where the last one got an answer, failed long ago, or it was heard of since.
+        """
+        if address not in self._silent:
+            return None
+        first_s, last_s = self._silent[address]
+        old = self._clock.monotonic_s() - last_s > config.NODE_LEASE_S
+        return None if old or heard_s > last_s else first_s
 
     def _channel(self, name: str, address: str) -> grpc.aio.Channel:
         key = (name, address)
@@ -72,26 +80,27 @@ class Peers:
         except grpc.aio.AioRpcError as error:
             ours = wire.error_from_rpc(error)
             if not isinstance(ours, RuntimeUnavailableError) or ours.fields:
-                self._silent_since_s.pop(address, None)  # it did answer
+                self._silent.pop(address, None)  # it did answer
                 raise ours from error
             now = self._clock.monotonic_s()
-            since_s = now - self._silent_since_s.setdefault(address, now)
+            first_s, _ = self._silent.get(address, (now, now))
+            self._silent[address] = (first_s, now)
             raise RuntimeUnavailableError(
                 f"node {name!r} at {address} does not answer: {_reason(error)}"
                 if name
                 else f"nobody answers at {address}: {_reason(error)}",
                 node=name,
                 address=address,
-                since_s=since_s,
+                since_s=now - first_s,
             ) from error
-        self._silent_since_s.pop(address, None)
+        self._silent.pop(address, None)
         return answer
 
     async def drop(self, keep: set[str]) -> None:
         """Closes the channels to all other addresses."""
         for key in [key for key in self._channels if key[1] not in keep]:
             await self._channels.pop(key).close()
-            self._silent_since_s.pop(key[1], None)
+            self._silent.pop(key[1], None)
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))

@@ -59,8 +59,16 @@ class Spanning:
     """Lives on the event loop's thread. `changed` hears of every change of a group."""
 
     def __init__(
-        self, node: str, coordination: Coordination, groups: Groups, tell: Teller, events: EventLog
+        self,
+        node: str,
+        coordination: Coordination,
+        groups: Groups,
+        tell: Teller,
+        heard_epoch: Callable[[int], None],
+        events: EventLog,
     ) -> None:
+        """`heard_epoch` writes it down: a coordinator that lost its file learns it from us."""
+        self._heard_epoch = heard_epoch
         self._node = node
         self._coordination = coordination
         self._groups = groups
@@ -115,6 +123,7 @@ class Spanning:
                 group.elsewhere = frozenset(group.missing_ranks).difference(known)
                 if view is not None:
                     known = []
+                    self._heard_epoch(view.epoch)
                     await self._attempt(group, generation, claims, view)
             except _TRY_AGAIN as error:
                 self._events.add(
