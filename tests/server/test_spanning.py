@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import random
+import time
 
 import pytest
 from cluster_places import place
@@ -379,3 +381,100 @@ def test_a_daemon_that_starts_again_goes_on_with_the_groups_view(three, restarte
     joined(c)
     second.process.kill()
     eventually(lambda: state(b) == "BROKEN", within_s=TOLD_S)
+
+
+class Job:
+    """Two ranks on b, two on c; each is a process that creates the group until it has it."""
+
+    def __init__(self, pool, daemons) -> None:
+        self._pool = pool
+        self._homes = [daemons[rank // 2] for rank in range(4)]
+        self.clients = [home.client(process=True) for home in self._homes]
+        self._dead: set = set()
+
+    def _form(self, rank: int):
+        """A process that lost a peer while it formed asks again, as a job's does."""
+        client = self.clients[rank]
+        for _ in range(20):
+            try:
+                return client.ready(spec_of(4), ranks=[rank])
+            except errors.EpRuntimeError as error:
+                if client in self._dead or not isinstance(error, _FORMS_AGAIN):
+                    return error
+        raise AssertionError(f"rank {rank} never had the group")
+
+    def start(self):
+        return [self.form(rank) for rank in range(4)]
+
+    def form(self, rank: int):
+        return self._pool.submit(self._form, rank)
+
+    def formed(self, forming) -> list:
+        """The groups of all ranks under one epoch. Who had it before another died asks again."""
+        found: list = []
+
+        def whole() -> bool:
+            found[:] = []
+            for rank, future in enumerate(forming):
+                if not future.done():
+                    continue
+                group, home = future.result(), self._homes[rank]
+                assert not isinstance(group, Exception), group
+                if state(home) == "READY" and group_of(home).epoch == group.epoch:
+                    found.append(group)
+                elif state(home) != "FORMING" or group_of(home).epoch != group.epoch:
+                    forming[rank] = self.form(rank)
+            return len(found) == 4 and len({group.epoch for group in found}) == 1
+
+        eventually(whole, within_s=3 * WAIT_S)
+        return found
+
+    def kill(self, rank: int) -> None:
+        self._dead.add(self.clients[rank])
+        self.clients[rank].process.kill()
+
+    def replace(self, rank: int) -> None:
+        self.clients[rank] = self._homes[rank].client(process=True)
+
+
+_FORMS_AGAIN = (errors.PeerLostError, errors.StaleHandleError, errors.GroupNotReadyError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(three, restarted, pool, seed):
+    """Processes and the coordinator die at any moment; whoever is left forms the group."""
+    chance = random.Random(seed)
+    a, flags, daemons = three()
+    job = Job(pool, daemons)
+    views: dict[int, list] = {}
+
+    def note(group) -> None:
+        if group.epoch:
+            assert views.setdefault(group.epoch, members(group)) == members(group)
+
+    for _ in range(8):
+        forming = job.start()
+        victims = chance.sample(range(4), chance.randrange(3))
+        end = time.monotonic() + chance.uniform(0.0, 0.4)
+        while time.monotonic() < end:
+            for daemon in daemons:
+                for item in daemon.ask("ListGroups").groups:
+                    note(item.group)
+        if chance.random() < 0.5:
+            a = restarted(a, *flags)
+        for rank in victims:
+            job.kill(rank)
+        for rank in victims:
+            forming[rank].exception(WAIT_S)
+            job.replace(rank)
+            forming[rank] = job.form(rank)
+        for group in job.formed(forming):
+            note(group)
+        for rank in range(4):  # the next round forms anew
+            job.kill(rank)
+        for daemon in daemons:
+            eventually(lambda daemon=daemon: state(daemon) == "GONE", within_s=TOLD_S)
+        for rank in range(4):
+            job.replace(rank)
+    assert len(views) >= 8
