@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -10,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.demo.cli import add_arguments, make_config
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
 SMALL = [
@@ -152,3 +156,21 @@ def test_the_options_are_there_without_jax(command: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--nodes", "0"], "--nodes must be at least 1, got 0"),
+        (["--nodes", "2", "--processes", "1"], "--processes must be a multiple of nodes=2, got 1"),
+        (["--nodes", "2", "--transport", "memfd"], "windows do not span nodes, got 'memfd'"),
+        (["--nodes", "2", "--compare"], "--nodes must be 1 with --compare"),
+        (["--nodes", "2", "--address", "node"], "--address must be left out with --nodes"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(options: list[str], text: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(InvalidArgumentError) as caught:
+        make_config(parser.parse_args([*SMALL, *options]))
+    assert text in str(caught.value)

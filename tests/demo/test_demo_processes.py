@@ -112,3 +112,21 @@ def test_a_stop_is_agreed_before_anybody_gets_there(tmp_path: Path) -> None:
     assert not first.requested  # does one more step, and says so before
     assert [second.requested for _ in range(4)] == [False, False, True, True]
     assert [first.requested for _ in range(2)] == [True, True]
+
+
+@pytest.mark.slow
+def test_nodes_of_one_machine_train_together(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [*COMMAND, *SMALL, "--nodes", "2", "--steps", "2"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("step 2/2  loss ") == 1
+    assert "transport xla" in done.stdout
+    assert "node0" in done.stdout.split("sample continuation")[1]
+    place = done.stdout.split("runtime: unix://")[1].split(",")[0]
+    assert not Path(place).exists()

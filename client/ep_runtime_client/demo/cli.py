@@ -40,9 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes",
         type=int,
-        default=default.processes,
         metavar="P",
-        help="processes that share the devices, D/P each, under jax.distributed; default 1",
+        help="processes that share the devices, D/P each, under jax.distributed; default 1, with "
+        "--nodes two per node",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=default.nodes,
+        metavar="N",
+        help="daemons that form a cluster on this machine, P/N processes each, transport xla; "
+        "default 1",
     )
     parser.add_argument(
         "--ep",
@@ -136,7 +144,8 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
         steps=steps if args.steps is None else args.steps,
         devices=devices,
         platform=platform,
-        processes=args.processes,
+        processes=_default_processes(args.nodes) if args.processes is None else args.processes,
+        nodes=args.nodes,
         ep_size=defaults.default_ep_size(devices) if args.ep is None else args.ep,
         mesh=args.mesh,
         rules=args.rules,
@@ -154,6 +163,10 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
         seed=args.seed,
         address=args.address,
     ).checked()
+
+
+def _default_processes(nodes: int) -> int:
+    return 2 * nodes if nodes > 1 else defaults.DemoConfig.processes
 
 
 def _choose_platform(wanted: str, devices: int | None) -> tuple[defaults.Platform, int]:

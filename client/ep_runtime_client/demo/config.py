@@ -47,6 +47,8 @@ class DemoConfig:
         seq: bytes per window.
         seed: of parameters, batches and sampling.
         address: of a runtime; None finds or starts one.
+        nodes: daemons of a cluster on this machine, between which the processes are divided.
+        addresses: of these daemons, once they run.
     """
 
     steps: int = DEFAULT_STEPS
@@ -73,6 +75,8 @@ class DemoConfig:
     sample_bytes: int = 160
     seed: int = 0
     address: str | None = None
+    nodes: int = 1
+    addresses: tuple[str, ...] = ()
 
     def checked(self) -> DemoConfig:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
@@ -88,6 +92,7 @@ class DemoConfig:
         self._check_sizes()
         self._check_recipes()
         self._check_transport()
+        self._check_nodes()
         if self.plot is not None and not Path(self.plot).absolute().parent.is_dir():
             _refuse("plot", "a file in a directory that exists", self.plot)
         return self
@@ -102,6 +107,27 @@ class DemoConfig:
             _refuse("transport", f"one of {served} with --platform {self.platform}", self.transport)
         if self.compare and self.transport == "xla":
             _refuse("transport", "auto with --compare (the twin is the xla one)", "xla")
+
+    def _check_nodes(self) -> None:
+        if self.nodes < 1:
+            _refuse("nodes", "at least 1", self.nodes)
+        if self.nodes == 1:
+            return
+        if self.processes % self.nodes:
+            _refuse("processes", f"a multiple of nodes={self.nodes}", self.processes)
+        if self.transport not in ("auto", "xla"):
+            _refuse("transport", "xla with --nodes: windows do not span nodes", self.transport)
+        if self.compare:
+            _refuse("nodes", "1 with --compare (the group is an xla one already)", self.nodes)
+        if self.address is not None:
+            _refuse("address", "left out with --nodes, which starts daemons", self.address)
+
+    def of_process(self, index: int) -> DemoConfig:
+        """For one process, which talks to its own node's daemon."""
+        if not self.addresses:
+            return self
+        node = index * self.nodes // self.processes
+        return dataclasses.replace(self, address=self.addresses[node])
 
     def _check_mesh(self) -> None:
         if self.mesh is None:

@@ -1,5 +1,7 @@
 """`ep-runtime demo --processes P`: P processes of `demo/worker.py` with D / P devices each.
 
+With `--nodes N` they are divided between N daemons that form a cluster on this machine.
+
 Imports no JAX.
 """
 
@@ -10,14 +12,23 @@ import tempfile
 from pathlib import Path
 
 from ep_runtime_client import runtime
+from ep_runtime_client.demo import nodes
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.members import Members, reserved_coordinator
 
 
 def run(config: DemoConfig) -> int:
     """Runs the demo's processes; the exit code of the first one that failed, else 0."""
+    if config.nodes > 1:
+        with nodes.started(config.nodes) as addresses:
+            ready = dataclasses.replace(config, transport="xla", addresses=tuple(addresses))
+            return _run(ready)
     if config.address is None and runtime.choose(None).kind == runtime.EMBEDDED:
         config = dataclasses.replace(config, address=runtime.NODE)
+    return _run(config)
+
+
+def _run(config: DemoConfig) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="ep-runtime-demo-") as directory,
         reserved_coordinator() as coordinator,

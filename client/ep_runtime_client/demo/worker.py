@@ -12,7 +12,7 @@ from ep_runtime_client.members import Member, run_member
 def work(order: dict[str, Any], member: Member) -> int:
     """Runs this process's part; returns its exit code."""
     job = importlib.import_module("ep_runtime_client.demo.job")
-    return int(job.run(DemoConfig(**order), member))
+    return int(job.run(DemoConfig(**order).of_process(member.index), member))
 
 
 if __name__ == "__main__":
