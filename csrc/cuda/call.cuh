@@ -187,18 +187,24 @@ __device__ __forceinline__ bool AwaitWord(const Call& call, const uint32_t* word
   return AwaitWordSlowly(call, word, expected, source);
 }
 
+// One thread waits until `blocks` blocks have come to a barrier. False: the call failed.
+__device__ inline bool AwaitBlocks(const Call& call, int barrier, uint32_t blocks) {
+  const uint32_t* arrived = &call.group->arrived[barrier];
+  const uint64_t started_ns = GlobalTimerNs();
+  for (uint32_t polls = 1; LoadAcquireGpu(arrived) < blocks; ++polls) {
+    if (polls % kPollsPerLook == 0 && !KeepWaiting(call, -1, 0, blocks, started_ns)) return false;
+  }
+  return true;
+}
+
 // Meets `blocks` blocks of this kernel; all of them must be resident at once. Every thread of the
 // block calls it. False: the call failed somewhere.
 __device__ inline bool MeetBlocks(const Call& call, int barrier, uint32_t blocks) {
   __syncthreads();
   bool alive = true;
   if (threadIdx.x == 0) {
-    uint32_t* arrived = &call.group->arrived[barrier];
-    AddReleaseGpu(arrived, 1);
-    const uint64_t started_ns = GlobalTimerNs();
-    for (uint32_t polls = 1; alive && LoadAcquireGpu(arrived) < blocks; ++polls) {
-      if (polls % kPollsPerLook == 0) alive = KeepWaiting(call, -1, 0, blocks, started_ns);
-    }
+    AddReleaseGpu(&call.group->arrived[barrier], 1);
+    alive = AwaitBlocks(call, barrier, blocks);
   }
   return __syncthreads_and(alive);
 }

@@ -1,7 +1,7 @@
-#include "cuda/bulk_copy.cuh"
 #include "cuda/combine_kernels.h"
+#include "cuda/landed_sums.cuh"
+#include "cuda/part_sums.cuh"
 #include "cuda/place_rows.cuh"
-#include "cuda/row_math.cuh"
 #include "cuda/staged_index.cuh"
 
 namespace ep_runtime {
@@ -10,10 +10,9 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kVectors = 4;                      // of a row that a lane sums at a time
-constexpr int kPieceBytes = 32 * 16 * kVectors;  // of a row that a warp sums at a time
-constexpr int kRingBytes = 12 * 1024;            // of a warp
-constexpr int kMaxSlots = kRingBytes / kPieceBytes;
+constexpr int kSenders = kWarps - 1;       // of a block that reduces; its last warp publishes
+constexpr int kPeerTicket = kEmptyTicket;  // combine has no empty rows
+constexpr int kSharedBytes = kWarps * kRingBytes + sizeof(StagedIndexShared);
 
 // The tokens of one launch: all, or one half.
 struct Pass {
@@ -22,141 +21,18 @@ struct Pass {
   int32_t half;  // 0: all, 1: first, 2: second
 };
 
-// What one warp sums: rows of this rank, in slot order, and partial sums of other ranks, in rank
-// order around them. Lane i holds the i-th part.
-struct Item {
-  const uint8_t* part;
-  float weight;
-  uint32_t own;  // bit i: the part is a row of this rank
-  int count;
-  uint8_t* out;
-  int32_t rank;    // of the peer that gets the sum; lane k: rank of the token's slot k
-  int32_t staged;  // there; lane r: staged row on rank r
-  int32_t slot;    // lane i: slot of the i-th part's row
-  int32_t row;     // lane i: row of the i-th part
-  int64_t token;
+// Numbers of one kind of work: the first `warps` belong to a warp each, every later one to the warp
+// that draws next. A warp does what it drew.
+struct WorkNumbers {
+  int which;  // counter
+  uint32_t warps;
+  uint32_t number;  // lane 0's
+
+  __device__ void Draw(const Call& call) {
+    if (threadIdx.x % 32 == 0) number = warps + TakeTicketAlone(call, which);
+  }
+  __device__ uint32_t Get() const { return __shfl_sync(~0u, number, 0); }
 };
-
-// A warp's place in the list of its loads: parts of piece 0, parts of piece 1, ...
-struct Cursor {
-  int piece;
-  int part;
-  __device__ bool Done(const Item& item, int pieces) const {
-    return item.count == 0 || piece >= pieces;
-  }
-  __device__ void Advance(const Item& item) {
-    if (++part < item.count) return;
-    part = 0;
-    ++piece;
-  }
-};
-
-template <RowType kType>
-using Sums = float[kVectors][Element<kType>::kPerVector];
-
-template <RowType kType>
-__device__ __forceinline__ void Clear(Sums<kType>& sums) {
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-    for (int j = 0; j < Element<kType>::kPerVector; ++j) sums[u][j] = 0.0f;
-  }
-}
-
-// The loads of one warp, several parts ahead of their use. The lane that holds a part loads it.
-template <RowType kType, bool kExact>
-struct PartRing {
-  static constexpr int kWide = kExact ? 4 * Element<kType>::kPerVector / 16 : 1;
-  static constexpr int kSlotBytes = kPieceBytes * kWide;
-  static constexpr int kSlots = kRingBytes / kSlotBytes;
-
-  uint8_t* data;
-  LoadBarrier* barriers;
-  int row_bytes;
-  int issued;
-  int used;
-
-  __device__ bool Full() const { return issued - used >= kSlots; }
-  __device__ void Issue(const Item& item, const Cursor& at) {
-    const int slot = issued++ % kSlots;
-    if (static_cast<int>(threadIdx.x % 32) != at.part) return;
-    const int wide = (item.own >> at.part & 1) != 0 ? 1 : kWide;
-    const int64_t offset = int64_t{at.piece} * kPieceBytes;
-    const int bytes = min(kPieceBytes, row_bytes - static_cast<int>(offset)) * wide;
-    barriers[slot].Load(data + slot * kSlotBytes, item.part + offset * wide, bytes);
-  }
-  __device__ const uint8_t* Await() {
-    const int slot = used % kSlots;
-    barriers[slot].Wait(used / kSlots & 1);
-    return data + slot * kSlotBytes;
-  }
-};
-
-// A lane's share of one part's piece.
-template <RowType kType, bool kWide>
-struct PartVectors {
-  using E = Element<kWide ? RowType::kF32 : kType>;
-  static constexpr int kWords = Element<kType>::kPerVector / E::kPerVector;
-  uint4 words[kVectors][kWords];
-
-  __device__ __forceinline__ void Read(const uint8_t* part, int vectors) {
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      const int index = u * 32 + static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        words[u][i] = index < vectors ? reinterpret_cast<const uint4*>(part)[index * kWords + i]
-                                      : make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
-  template <bool kWeighted>
-  __device__ __forceinline__ void AddTo(float weight, Sums<kType>& sums) const {
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        float x[E::kPerVector];
-        E::Unpack(words[u][i], x);
-#pragma unroll
-        for (int j = 0; j < E::kPerVector; ++j) {
-          float& sum = sums[u][i * E::kPerVector + j];
-          sum = __fadd_rn(sum, kWeighted ? __fmul_rn(weight, x[j]) : x[j]);
-        }
-      }
-    }
-  }
-};
-
-// sums += own, rounded as a partial sum that travels is rounded.
-template <RowType kType, bool kExact>
-__device__ __forceinline__ void AddOwn(Sums<kType>& own, Sums<kType>& sums) {
-  using E = Element<kType>;
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-    if constexpr (!kExact) E::Unpack(E::Pack(own[u]), own[u]);
-#pragma unroll
-    for (int j = 0; j < E::kPerVector; ++j) sums[u][j] = __fadd_rn(sums[u][j], own[u][j]);
-  }
-}
-
-// Stores the sums of a piece: in f32 where `wide`, else in the row type.
-template <RowType kType, bool kWide>
-__device__ __forceinline__ void StoreSums(const Sums<kType>& sums, uint8_t* out, int vectors) {
-  using E = Element<kType>;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-    const int index = u * 32 + lane;
-    if (index >= vectors) continue;
-    if constexpr (kWide && E::kPerVector == 8) {
-      StoreVector(out + index * 32, Element<RowType::kF32>::Pack(&sums[u][0]));
-      StoreVector(out + index * 32 + 16, Element<RowType::kF32>::Pack(&sums[u][4]));
-    } else {
-      StoreVector(out + index * 16, E::Pack(sums[u]));
-    }
-  }
-}
 
 // Sums one piece of an item, keeping the ring full with `refill` on the way.
 template <RowType kType, bool kExact, bool kWeighted, bool kForPeer, typename Refill>
@@ -201,13 +77,15 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kExact>* ring, const It
   }
 }
 
-// Runs a warp's items. `source` has: bool Fetch(Item*) for the next item, bool Ready(item) that
-// does not wait, bool Await(item) that does, and Finish(item) after its sums are stored.
+// Runs a warp's items. `source` has: bool Fetch(Item*) for the item that was drawn last, Draw() for
+// the next one, bool Ready(item) that does not wait, bool Await(item) that does, and Finish(item)
+// after its sums are stored.
 template <RowType kType, bool kExact, bool kWeighted, bool kForPeer, typename Source>
-__device__ void SumItems(PartRing<kType, kExact> ring, Source source) {
+__device__ void SumItems(PartRing<kType, kExact>& ring, Source& source) {
   const int pieces = (ring.row_bytes + kPieceBytes - 1) / kPieceBytes;
   Item item;
   if (!source.Fetch(&item) || !source.Await(item)) return;
+  source.Draw();
   Cursor at{0, 0};
   while (true) {
     Item next;
@@ -228,6 +106,8 @@ __device__ void SumItems(PartRing<kType, kExact> ring, Source source) {
       }
     };
     for (int piece = 0; piece < pieces; ++piece) {
+      // Late enough that a slow warp holds no more than it sums and loads.
+      if (more && piece + 1 == pieces) source.Draw();
       SumPiece<kType, kExact, kWeighted, kForPeer>(&ring, item, piece, refill);
     }
     source.Finish(item);
@@ -235,7 +115,7 @@ __device__ void SumItems(PartRing<kType, kExact> ring, Source source) {
     item = next;
     at = next_at;
   }
-  // Loads that were issued must land before the block's shared memory is given away.
+  // Loads that were issued must land before the ring is used again, or given away.
   for (; ring.used < ring.issued; ++ring.used) ring.Await();
 }
 
@@ -245,31 +125,39 @@ struct PeerSums {
   const Call& call;
   const CombineParams& params;
   SourceCounts counts;
+  LandedSums<kSenders>* landed;
+  WorkNumbers numbers;
   int32_t skip;
   int32_t count;
   int32_t most;
-  int64_t partial_bytes;
-  int64_t next;
-  int64_t step;
+  int32_t partial_bytes;
 
-  __device__ PeerSums(const Call& c, const CombineParams& p, const Pass& pass, int warp, int warps)
-      : call(c), params(p), counts(c, p.plan, p.sizes.tokens), next(warp), step(warps) {
+  // Warp number `warp` of the `warps` that start with this work.
+  __device__ PeerSums(const Call& c, const CombineParams& p, const Pass& pass,
+                      LandedSums<kSenders>* l, uint32_t warp, uint32_t warps)
+      : call(c),
+        params(p),
+        counts(c, p.plan, p.sizes.tokens),
+        landed(l),
+        numbers{kPeerTicket, warps, warp} {
     const int lane = threadIdx.x % 32;
     const int32_t half = lane < call.ranks ? params.plan.recv_count[lane * 4 + 2] : 0;
     const int32_t first_half = min(max(half, 0), counts.staged);
     skip = pass.half == 2 ? first_half : 0;
     count = pass.half == 1 ? first_half : counts.staged - skip;
-    most = __reduce_max_sync(~0u, count);
-    partial_bytes = kExact ? int64_t{params.sizes.width} * 4 : params.row_bytes;
+    most = __reduce_max_sync(~0u, lane == call.me ? 0 : count);
+    partial_bytes = kExact ? params.sizes.width * 4 : params.row_bytes;
   }
 
+  __device__ void Draw() { numbers.Draw(call); }
   __device__ bool Fetch(Item* item) {
-    const int peers = call.ranks - 1;
-    for (; peers > 0 && next / peers < most; next += step) {
-      const int32_t staged = static_cast<int32_t>(next / peers);
-      const int source = (call.me + 1 + static_cast<int>(next % peers)) % call.ranks;
+    const uint32_t peers = call.ranks - 1;
+    for (; peers > 0; Draw()) {
+      const uint32_t number = numbers.Get();
+      if (number / peers >= static_cast<uint32_t>(most)) return false;
+      const auto staged = static_cast<int32_t>(number / peers);
+      const int source = (call.me + 1 + static_cast<int>(number % peers)) % call.ranks;
       if (staged >= __shfl_sync(~0u, count, source)) continue;
-      next += step;
       const int64_t first = __shfl_sync(~0u, counts.first + skip, source);
       StagedRow entries{};
       entries.ReadBounds(params.plan, first + staged);
@@ -287,21 +175,21 @@ struct PeerSums {
       item->weight = kWeighted && entries.row >= 0 ? params.weights[entries.row] : 1.0f;
       item->rank = source;
       item->staged = staged;
-      item->out = call.Rows(source, call.me) + staged * partial_bytes;
+      item->out = call.Rows(source, call.me) + int64_t{staged} * partial_bytes;
       return true;
     }
     return false;
   }
   __device__ bool Ready(const Item&) const { return true; }
   __device__ bool Await(const Item&) const { return true; }
-  __device__ void Finish(const Item& item) const {
+  __device__ void Finish(const Item& item) {
     const int lane = threadIdx.x % 32;
     if (params.d_weights != nullptr && lane < item.count) {
       auto* sent = reinterpret_cast<float*>(call.Entries(item.rank, call.me));
       sent[int64_t{item.staged} * params.sizes.top_k + item.slot] = params.d_weights[item.row];
     }
     __syncwarp();
-    if (lane == 0) StoreReleaseSys(call.Ready(item.rank, call.me) + item.staged, call.tag);
+    if (lane == 0) landed->Land(threadIdx.x / 32, {item.rank, item.staged});
   }
 };
 
@@ -328,26 +216,27 @@ template <bool kExact, bool kWeighted>
 struct TokenSums {
   const Call& call;
   const CombineParams& params;
-  int64_t end;
-  int64_t partial_bytes;
-  int64_t next;
-  int64_t step;
+  const Pass& pass;
+  WorkNumbers numbers;
+  int32_t partial_bytes;
 
-  __device__ TokenSums(const Call& c, const CombineParams& p, const Pass& pass, int warp, int warps)
-      : call(c), params(p), end(pass.end), next(pass.begin + warp), step(warps) {
-    partial_bytes = kExact ? int64_t{params.sizes.width} * 4 : params.row_bytes;
+  __device__ TokenSums(const Call& c, const CombineParams& p, const Pass& tokens,
+                       const WorkNumbers& first)
+      : call(c), params(p), pass(tokens), numbers(first) {
+    partial_bytes = kExact ? params.sizes.width * 4 : params.row_bytes;
   }
 
+  __device__ void Draw() { numbers.Draw(call); }
   __device__ bool Fetch(Item* item) {
-    if (next >= end) return false;
+    const uint32_t number = numbers.Get();
+    if (number >= static_cast<uint32_t>(pass.end - pass.begin)) return false;
     const int lane = threadIdx.x % 32;
-    item->token = next;
-    next += step;
-    const int64_t slot = item->token * params.sizes.top_k + lane;
+    item->token = pass.begin + static_cast<int32_t>(number);
+    const int64_t slot = int64_t{item->token} * params.sizes.top_k + lane;
     item->staged = -1;
     item->rank = -1;
     if (lane < call.ranks) {
-      item->staged = __ldcg(&StagedTable(call)[item->token * call.ranks + lane]);
+      item->staged = __ldcg(&StagedTable(call)[int64_t{item->token} * call.ranks + lane]);
     }
     int32_t row = -1;
     if (lane < params.sizes.top_k) {
@@ -372,9 +261,9 @@ struct TokenSums {
     item->row = own_row;
     item->part = mine ? static_cast<const uint8_t*>(params.rows) +
                             int64_t{max(own_row, 0)} * params.row_bytes
-                      : call.Rows(call.me, from) + max(staged, 0) * partial_bytes;
+                      : call.Rows(call.me, from) + int64_t{max(staged, 0)} * partial_bytes;
     item->weight = kWeighted && mine ? params.weights[own_row] : 1.0f;
-    item->out = static_cast<uint8_t*>(params.tokens) + item->token * params.row_bytes;
+    item->out = static_cast<uint8_t*>(params.tokens) + int64_t{item->token} * params.row_bytes;
     return true;
   }
   __device__ bool Wanted(const Item& item) const {
@@ -403,7 +292,7 @@ struct TokenSums {
   }
   __device__ void Finish(const Item& item) const {
     if (params.d_weights == nullptr) return;
-    const int64_t slot = item.token * params.sizes.top_k + threadIdx.x % 32;
+    const int64_t slot = int64_t{item.token} * params.sizes.top_k + threadIdx.x % 32;
     ReadWeightGrads(call, params, item.rank, slot, item.staged);
   }
 };
@@ -412,32 +301,40 @@ template <RowType kType, bool kExact, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, 1)
     CombineKernel(const __grid_constant__ CombineParams params, Pass pass, uint32_t nan) {
   extern __shared__ __align__(128) uint8_t dynamic[];
-  __shared__ StagedIndexShared index;
   __shared__ LoadBarrier barriers[kWarps * kMaxSlots];
+  __shared__ LandedSums<kSenders> landed;
+  landed.Clear();
   const Call call = BeginCall(params.group, params.name, params.op);
-  const int warp_in_block = threadIdx.x / 32;
+  const uint32_t warp = threadIdx.x / 32;
   const int sum_blocks = params.grid.sum_blocks;
   const int reduce_blocks = params.grid.reduce_blocks;
-  PartRing<kType, kExact> ring{dynamic + warp_in_block * kRingBytes,
-                               barriers + warp_in_block * kMaxSlots, params.row_bytes, 0, 0};
-  if (threadIdx.x % 32 == 0) {
-    for (int i = 0; i < ring.kSlots; ++i) ring.barriers[i].Init();
-    FenceBarrierInit();
-  }
-  __syncwarp();
+  auto ring = MakeRing<kType, kExact>(dynamic, barriers, params.row_bytes);
   if (!call.dead) {
+    WorkNumbers numbers{kItemTicket, static_cast<uint32_t>(sum_blocks * kWarps), 0};
+    bool alive;
     if (static_cast<int>(blockIdx.x) < sum_blocks) {
-      if (IndexTokens(call, &index, params.plan.dst_rank, params.sizes.top_k, pass.begin, pass.end,
-                      blockIdx.x, sum_blocks)) {
-        const TokenSums<kExact, kWeighted> tokens(
-            call, params, pass, warp_in_block * sum_blocks + blockIdx.x, sum_blocks * kWarps);
-        SumItems<kType, kExact, kWeighted, false>(ring, tokens);
-      }
+      auto* index = reinterpret_cast<StagedIndexShared*>(dynamic + kWarps * kRingBytes);
+      alive = IndexTokens(call, index, params.plan.dst_rank, params.sizes.top_k, pass.begin,
+                          pass.end, blockIdx.x, sum_blocks);
+      numbers.number = warp * sum_blocks + blockIdx.x;
     } else {
-      const int block = blockIdx.x - sum_blocks;
-      const PeerSums<kExact, kWeighted> peers(
-          call, params, pass, warp_in_block * reduce_blocks + block, reduce_blocks * kWarps);
-      SumItems<kType, kExact, kWeighted, true>(ring, peers);
+      if (warp < kSenders) {
+        PeerSums<kExact, kWeighted> peers(call, params, pass, &landed,
+                                          warp * reduce_blocks + blockIdx.x - sum_blocks,
+                                          reduce_blocks * kSenders);
+        SumItems<kType, kExact, kWeighted, true>(ring, peers);
+        if (threadIdx.x % 32 == 0) landed.End();
+      } else {
+        landed.Publish(call);
+      }
+      // Nothing more to send. What is left to sum waits for peers that send, never for sums.
+      alive = threadIdx.x % 32 != 0 || AwaitBlocks(call, kTableBarrier, sum_blocks);
+      alive = __all_sync(~0u, alive);
+      if (alive) numbers.Draw(call);
+    }
+    if (alive) {
+      TokenSums<kExact, kWeighted> tokens(call, params, pass, numbers);
+      SumItems<kType, kExact, kWeighted, false>(ring, tokens);
     }
   }
   // All tokens, also after the second half failed: the first half's must not survive it.
@@ -455,10 +352,10 @@ cudaError_t LaunchPass(cudaStream_t stream, const CombineParams& params, const P
   const uint32_t nan = NanPattern(params.type);
   const auto kernel = params.weights != nullptr ? CombineKernel<kType, kExact, true>
                                                 : CombineKernel<kType, kExact, false>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWarps * kRingBytes);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, kThreads, kWarps * kRingBytes, stream>>>(params, pass, nan);
+  kernel<<<blocks, kThreads, kSharedBytes, stream>>>(params, pass, nan);
   return cudaGetLastError();
 }
 

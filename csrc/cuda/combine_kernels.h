@@ -10,7 +10,7 @@ namespace cuda {
 
 // All blocks of a kernel must be resident at once, beside whatever else runs: keep them few.
 struct CombineGrid {
-  int32_t reduce_blocks = 24;  // sum rows here and send them
+  int32_t reduce_blocks = 24;  // sum rows here and send them; then they help the others
   int32_t sum_blocks = 16;     // sum what arrives
 };
 

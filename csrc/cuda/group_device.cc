@@ -10,7 +10,7 @@ namespace cuda {
 namespace {
 
 // As measured on H200: more blocks win little and take SMs from the GEMMs beside them.
-constexpr LaunchBlocks kDefaultBlocks = {32, 12, 28, 28, 20};
+constexpr LaunchBlocks kDefaultBlocks = {32, 12, 28, 24, 16};
 
 Status CheckAtMost(const char* name, int64_t got, int64_t most) {
   if (got <= most) return Status();

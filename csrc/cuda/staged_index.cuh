@@ -88,9 +88,11 @@ __device__ inline int32_t CountTokens(const Call& call, const int32_t* dst_rank,
   return count;
 }
 
+constexpr int kTableBarrier = 1;
+
 // Writes table[token, rank] = number of the token among those of [begin, end) that rank keeps, -1
-// where it keeps none. `blocks` blocks share the work, this one is number `block`; uses barriers 0
-// and 1. False: the call failed.
+// where it keeps none. `blocks` blocks share the work, this one is number `block`; uses barrier 0,
+// and kTableBarrier, which all of them have met once the table is whole. False: the call failed.
 __device__ inline bool IndexTokens(const Call& call, StagedIndexShared* shared,
                                    const int32_t* dst_rank, int top_k, int begin, int end,
                                    int block, int blocks) {
@@ -143,7 +145,7 @@ __device__ inline bool IndexTokens(const Call& call, StagedIndexShared* shared,
     }
     __syncthreads();
   }
-  return MeetBlocks(call, 1, blocks);
+  return MeetBlocks(call, kTableBarrier, blocks);
 }
 
 }  // namespace cuda

@@ -94,8 +94,8 @@ class CaseRunner {
     for (int r = 0; r < c_.ranks; ++r) Upload(r);
   }
 
-  // Enqueues all ops on one rank's stream.
-  void Enqueue(int rank) {
+  // Enqueues all ops on one rank's stream; not `whole`: prepare and dispatch alone.
+  void Enqueue(int rank, bool whole = true) {
     world_.Use(rank);
     RankData& d = data_[rank];
     const cudaStream_t stream = world_.stream(rank);
@@ -111,7 +111,7 @@ class CaseRunner {
         stream, {group, name, sizes, c_.type, row_bytes, d.tokens->as<void>(),
                  c_.weighted ? d.topk_weights->as<float>() : nullptr, plan, d.recv->as<void>(),
                  d.recv_weights->as<float>(), grids_.dispatch}));
-    if (c_.type == RowType::kBytes) return;
+    if (c_.type == RowType::kBytes || !whole) return;
     const int64_t lane_rows = ep_runtime::LaneLayout(world_.sizes()).source_rows_bytes;
     ec::CombineParams combine{group,
                               name,
