@@ -154,8 +154,9 @@ class NodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TellGroup(self, request, context):
-        """From node to node, without the coordinator: processes of a committed view ended, or left.
-        Idempotent; of an epoch that is over it says nothing new.
+        """From node to node, without the coordinator: processes of a committed view ended, or left. The
+        coordinator hears it too, and lets other nodes claim these ranks. Idempotent; of an epoch that
+        is over it says nothing new.
 
         ranks of another node         PERMISSION_DENIED    a bug of the caller
         """

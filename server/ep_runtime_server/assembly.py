@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ep_runtime.errors import (
     EpRuntimeError,
@@ -92,12 +92,25 @@ class _Proposal:
     until_s: float
     delivered: set[str] = dataclasses.field(default_factory=set)
     attached: set[str] = dataclasses.field(default_factory=set)
+    ended: set[int] = dataclasses.field(default_factory=set)  # ranks whose processes are gone
     outcome: Outcome = Outcome.UNSPECIFIED
     reason: str = ""
 
     @property
     def open(self) -> bool:
         return self.outcome is Outcome.UNSPECIFIED
+
+    @property
+    def lives(self) -> bool:
+        """It is committed, and processes of it are there."""
+        everybody = {member.rank for member in self.view.members}
+        return self.outcome is Outcome.COMMITTED and self.ended != everybody
+
+    def held(self) -> dict[int, ViewMember]:
+        """Ranks that a process has, by rank: what nobody else may claim."""
+        if self.outcome is Outcome.ABORTED:
+            return {}
+        return {m.rank: m for m in self.view.members if m.rank not in self.ended}
 
     def awaits(self, node: str, claims: tuple[NodeClaim, ...]) -> bool:
         """Made between two calls of that node, which still claims what it claimed."""
@@ -211,9 +224,9 @@ class Assemblies:
 
     def _check(self, assembly: _Assembly, owner: Owner, part: _Part) -> None:
         taken: dict[int, tuple[str, int]] = {}
-        proposal = assembly.proposal
-        if proposal is not None and proposal.open:
-            taken = {m.rank: (m.node, m.pid) for m in proposal.view.members}
+        if assembly.proposal is not None:
+            held = assembly.proposal.held().items()  # a node knows its own processes better
+            taken = {rank: (m.node, m.pid) for rank, m in held if m.node != part.node}
         for other in assembly.parts.values():
             if other.node == part.node:
                 continue
@@ -291,6 +304,14 @@ class Assemblies:
             self._log("cluster.committed", owner, proposal.view, "every node attached")
             assembly.notify()
 
+    def ended(self, node: str, owner: Owner, epoch: int, ranks: Iterable[int]) -> None:
+        """Processes of the node ended, or left the group: their ranks can be claimed anywhere."""
+        found = self._proposal(owner, epoch)
+        if found is not None:
+            _, proposal = found
+            own = {member.rank for member in proposal.view.members if member.node == node}
+            proposal.ended |= own.intersection(ranks)
+
     async def outcome(self, owner: Owner, epoch: int, wait_s: float) -> tuple[Outcome, str]:
         """What became of a view, and why."""
         found = self._proposal(owner, epoch)
@@ -326,6 +347,8 @@ class Assemblies:
             proposal = assembly.proposal
             if proposal is not None and node in proposal.view.nodes:
                 self._give_up(assembly, owner, f"node {node!r} is gone")
+                # Its processes may live; where they do not, the job must be able to go elsewhere.
+                proposal.ended |= {m.rank for m in proposal.view.members if m.node == node}
 
     def tick(self) -> None:
         """Drops claims that nobody renewed, and views that nobody decided."""
@@ -335,7 +358,7 @@ class Assemblies:
                 if not part.waits and part.until_s <= now:
                     self._drop(assembly, part)
             proposal = assembly.proposal
-            if proposal is not None and proposal.until_s <= now:
+            if proposal is not None and proposal.until_s <= now and not proposal.lives:
                 if proposal.open:
                     waited = sorted(proposal.view.nodes - proposal.attached)
                     self._give_up(assembly, owner, f"nodes {waited} said nothing")

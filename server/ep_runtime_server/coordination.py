@@ -29,6 +29,8 @@ class Coordination(Protocol):
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]: ...
 
+    async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None: ...
+
 
 class OwnCoordination:
     """On the coordinator's own node."""
@@ -58,6 +60,9 @@ class OwnCoordination:
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
         return await self._assemblies.outcome(owner, epoch, config.NODE_POLL_S)
+
+    async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
+        self._assemblies.ended(self._node, owner, epoch, (*lost, *left))
 
 
 class RemoteCoordination:
@@ -111,3 +116,13 @@ class RemoteCoordination:
         answer: pb.AwaitGroupResponse = await self._ask("AwaitGroup", request, within_s)
         name = pb.ViewOutcome.Name(answer.outcome).removeprefix("VIEW_OUTCOME_")
         return Outcome(name), answer.reason
+
+    async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
+        request = pb.TellGroupRequest(
+            node=self._node,
+            key=view_wire.key_to_proto(owner),
+            epoch=epoch,
+            lost_ranks=lost,
+            left_ranks=left,
+        )
+        await self._ask("TellGroup", request, config.NODE_RPC_S)

@@ -147,13 +147,10 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         self, request: pb.TellGroupRequest, context: Context[Any, Any]
     ) -> pb.TellGroupResponse:
         check_certificate(context, request.node)
-        self._spanning.heard(
-            request.node,
-            view_wire.key_from_proto(request.key),
-            request.epoch,
-            list(request.lost_ranks),
-            list(request.left_ranks),
-        )
+        owner = view_wire.key_from_proto(request.key)
+        lost, left = list(request.lost_ranks), list(request.left_ranks)
+        self._assemblies.ended(request.node, owner, request.epoch, (*lost, *left))
+        self._spanning.heard(request.node, owner, request.epoch, lost, left)
         return pb.TellGroupResponse()
 
 

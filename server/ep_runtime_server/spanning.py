@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from ep_runtime.errors import (
@@ -230,12 +231,9 @@ class Spanning:
         """This node cannot use the view any more. It may be committed already, or be committed by a
         coordinator that does not answer now: so the other nodes hear of it too."""
         why = f"a process of node {self._node!r} ended"
-        self._start(
-            self._until_heard(lambda: self._coordination.report(owner, view.epoch, why), owner)
-        )
+        self._say(owner, lambda: self._coordination.report(owner, view.epoch, why))
         ours = [member.rank for member in view.members if member.node == self._node]
-        for node in sorted(view.nodes - {self._node}):
-            self._tell_node(node, owner, view.epoch, ours, [])
+        self._tell_all(owner, view.epoch, view.nodes - {self._node}, ours, [])
         return Outcome.ABORTED, why
 
     async def _next_word(
@@ -271,13 +269,19 @@ class Spanning:
         lost = sorted(gone if not quiet else gone & group.lost.keys())
         left = sorted(gone.difference(lost))
         self._told[group.group_id] = (group.epoch, told | gone)
-        for node in sorted({member.node for member in group.remote.values()}):
-            self._tell_node(node, group.owner, group.epoch, lost, left)
+        nodes = {member.node for member in group.remote.values()}
+        self._tell_all(group.owner, group.epoch, nodes, lost, left)
 
-    def _tell_node(
-        self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]
+    def _tell_all(
+        self, owner: Owner, epoch: int, nodes: Iterable[str], lost: list[int], left: list[int]
     ) -> None:
-        self._start(self._until_heard(lambda: self._tell(node, owner, epoch, lost, left), owner))
+        """The view's other nodes break or mark their groups; the coordinator frees the ranks."""
+        for node in sorted(nodes):
+            self._say(owner, functools.partial(self._tell, node, owner, epoch, lost, left))
+        self._say(owner, lambda: self._coordination.ended(owner, epoch, lost, left))
+
+    def _say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
+        self._start(self._until_heard(say, owner))
 
     async def _until_heard(self, say: Callable[[], Awaitable[None]], owner: Owner) -> None:
         """Says it again for a while: the other daemon may be starting again."""

@@ -161,6 +161,26 @@ def test_a_rank_that_two_nodes_claim_is_refused_to_the_second(nodes, pool):
     assert again.result(WAIT_S).state == 2
 
 
+def test_a_rank_whose_process_lives_is_not_taken_by_another_node(start_daemon, pool):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    b, c = (start_daemon(cluster=joins(address, name)) for name in ("b", "c"))
+    for daemon in (b, c):
+        joined(daemon)
+    first, second = a.client(), b.client(process=True)
+    groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
+    late = c.client()
+    for rank, node in enumerate(("a", "b")):
+        with pytest.raises(errors.GroupBusyError, match=f"on node '{node}', which lives"):
+            late.create(spec_of(), ranks=[rank])
+    assert (state(a), state(b)) == ("READY", "READY")
+    second.process.kill()
+    eventually(lambda: state(a) == "BROKEN", within_s=TOLD_S)
+    again = all_ready(pool, spec_of(), (first, [0]), (late, [1]))
+    assert again[0].epoch > groups[0].epoch
+    assert [m.node for m in again[0].members] == ["", "c"]
+
+
 def test_a_process_that_dies_before_the_view_is_replaced(nodes, pool):
     a, b = nodes
     waiting = pool.submit(a.client().ready, spec_of(3), ranks=[0])
