@@ -23,7 +23,7 @@ from ep_runtime_client.bench.options import (
     STOCK,
     TRANSPORTS,
     BenchOptions,
-    Transport,
+    BenchReport,
 )
 from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli import gpus, render
@@ -80,9 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--precision", gpu.precision, f"sums of combine, of {', '.join(COMBINE_PRECISIONS)}"),
         ("--board", gpu.board, "progress told to the board, on, off or both"),
         ("--also", gpu.also, f"more to time, of {', '.join(ALSO)}"),
+        ("--cases", gpu.cases, "layers of `moe`"),
     ):
         said = ",".join(chosen) or "none"
-        what = f"on GPUs: {text}; {said}"
+        what = f"{text}; {said}" if flag == "--cases" else f"on GPUs: {text}; {said}"
         parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
     parser.add_argument(
         "--sms",
@@ -129,9 +130,10 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
     """
     benches = tuple(args.benches) or BenchOptions().benches
     transports = args.transports or _default_transports(benches)
+    ours: Any = tuple(name for name in transports if name != STOCK)
     said = BenchOptions(
         benches=benches,
-        transports=tuple(name for name in transports if name != STOCK),
+        transports=ours,
         stock=STOCK in transports,
     )
     devices, experts = args.devices, args.experts
@@ -159,6 +161,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         precision=args.precision,
         board=args.board,
         also=args.also,
+        cases=args.cases,
         top_k=args.top_k,
         num_experts=experts,
         repeats=args.repeats,
@@ -167,10 +170,11 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
     ).checked()
 
 
-def _default_transports(benches: tuple[str, ...]) -> tuple[Transport, ...]:
-    """GPUs where there are some and every bench runs on them."""
+def _default_transports(benches: tuple[str, ...]) -> tuple[str, ...]:
+    """GPUs where there are some and every bench runs on them; a layer stands beside stock JAX."""
     able = all(name in GPU_BENCHES for name in benches)
-    return ON_GPUS if able and gpus.usable() else ON_CPU
+    found = ON_GPUS if able and gpus.usable() else ON_CPU
+    return (found[0], STOCK) if benches == ("moe",) else found
 
 
 def _check_devices(options: BenchOptions) -> None:
@@ -198,10 +202,10 @@ def run(args: argparse.Namespace) -> int:
     options = make_options(args)
     _check_devices(options)
     modules = dict.fromkeys(_module(name, options) for name in options.benches)
-    reports = [
-        importlib.import_module(f"ep_runtime_client.bench.{module}").run(options)
-        for module in modules
-    ]
+    reports: list[BenchReport] = []
+    for module in modules:
+        found = importlib.import_module(f"ep_runtime_client.bench.{module}").run(options)
+        reports += found if isinstance(found, list) else [found]
     body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
     for report in reports:
         body[report.name] = list(report.rows)

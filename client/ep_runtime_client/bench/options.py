@@ -9,16 +9,17 @@ from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
+from ep_runtime_client.bench.moe_cases import CASES, CPU_CASES
 from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli.render import Column
 
-BENCHES = ("dispatch", "combine", "gemm", "connect", "staging", "control", "compile")
-GPU_BENCHES = ("dispatch", "combine", "gemm", "connect", "staging")
+BENCHES = ("dispatch", "combine", "gemm", "moe", "connect", "staging", "control", "compile")
+GPU_BENCHES = ("dispatch", "combine", "gemm", "moe", "connect", "staging")
 Transport = Literal["memfd", "nvlink", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
 ON_GPUS: tuple[Transport, ...] = ("nvlink", "xla")
-STOCK = "stock"  # JAX without this package, beside nvlink
+STOCK = "stock"  # JAX without this package, beside nvlink; of `moe` on CPU too
 CEILING = "ceiling"
 # Beside dispatch and combine: what else can be timed on GPUs, and whose rows each op moves.
 ALSO = ("combine_weighted", "dispatch_bwd", "combine_bwd")
@@ -43,7 +44,7 @@ class BenchOptions:
         benches: of BENCHES.
         transports: of TRANSPORTS; ratios compare with "xla" where it is there. With "nvlink" the
             devices are GPUs.
-        stock: stock JAX is measured too, on GPUs.
+        stock: stock JAX is measured too, on GPUs, or on CPU by `moe`.
         row_bytes: sizes of a token row, on CPU.
         devices: D, one EP group.
         mesh: (axis, size) of every axis of the mesh that `compile` uses, "ep" among them, D devices
@@ -59,6 +60,7 @@ class BenchOptions:
         board: of "on" and "off": whether kernels tell the board of their progress, on GPUs; the
             second is timed with the first of `sms`.
         also: of ALSO, timed with the first of `sms` and `board` beside dispatch and combine.
+        cases: that `moe` measures, names of its CASES.
         top_k: K.
         num_experts: E.
         repeats: timed calls of each subject.
@@ -82,6 +84,7 @@ class BenchOptions:
     precision: tuple[str, ...] = ("fast",)
     board: tuple[str, ...] = ("on",)
     also: tuple[str, ...] = ()
+    cases: tuple[str, ...] = tuple(CASES)
     top_k: int = 8
     num_experts: int = 64
     repeats: int = 15
@@ -97,6 +100,7 @@ class BenchOptions:
             ("--routing", self.routing, ROUTINGS),
             ("--precision", self.precision, COMBINE_PRECISIONS),
             ("--board", self.board, ("on", "off")),
+            ("--cases", self.cases, tuple(CASES)),
         )
         for argument, values, choices in checks:
             unknown = [value for value in values if value not in choices]
@@ -121,6 +125,7 @@ class BenchOptions:
                 )
         self._check_mesh()
         self._check_gpus()
+        self._check_cases()
         if self.devices % self.processes:
             raise InvalidArgumentError(
                 f"--processes must divide --devices={self.devices}, got {self.processes}",
@@ -147,6 +152,16 @@ class BenchOptions:
                 argument="mesh",
             )
 
+    def _check_cases(self) -> None:
+        known = CASES if self.on_gpus else CPU_CASES
+        odd = [name for name in self.cases if known[name].num_experts % self.devices]
+        if "moe" in self.benches and odd:
+            raise InvalidArgumentError(
+                f"--devices must divide the experts of every case, got {self.devices} with "
+                f"{', '.join(f'{known[name].num_experts} of {name}' for name in odd)}",
+                argument="devices",
+            )
+
     @property
     def on_gpus(self) -> bool:
         """Whether the devices are GPUs."""
@@ -169,9 +184,10 @@ class BenchOptions:
         if unknown:
             raise InvalidArgumentError(f"--also must be of {ALSO}, got {unknown}", argument="also")
         if not self.on_gpus:
-            if self.stock:
+            if self.stock and self.benches != ("moe",):
                 raise InvalidArgumentError(
-                    f"--transports {STOCK} stands beside nvlink alone, got {self.transports}",
+                    f"--transports {STOCK} stands beside nvlink alone, but for moe, got "
+                    f"{self.transports}",
                     argument="transports",
                 )
             return

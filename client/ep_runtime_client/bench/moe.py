@@ -1,0 +1,255 @@
+"""The whole MoE layer, forward and backward, beside stock JAX: time, memory, and kernels.
+
+A step is the sum of squares of the layer's result and its gradient in tokens, router and experts,
+in one process with all devices. "step" is one jitted step that the host waits for; "enqueued" one
+of many launched one after another, divided by their number. "stock padded" drops tokens past 1.25
+times an expert's even share, "stock dropless" and ours drop none. Memory is the peak of the fullest
+device with our windows; every subject and case is measured in a fresh process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ep_runtime import env
+from ep_runtime_client.bench.daemon import warm_daemon
+from ep_runtime_client.bench.moe_cases import (
+    CASES,
+    CPU_CASES,
+    DROPLESS,
+    GO,
+    PADDED,
+    Measured,
+    Order,
+    Step,
+)
+from ep_runtime_client.bench.options import BenchOptions, BenchReport
+from ep_runtime_client.bench.timing import median, quantile
+from ep_runtime_client.children import python_command
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.render import Column
+
+CLIENT_TIMEOUT_S = 120.0
+SHOWN = 0.01  # of a step: kernels that take less are summed up
+# All devices are shared with the process that comes next, which has started already.
+_CLIENT_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+COLUMNS = (
+    Column("case", "CASE"),
+    Column("subject", "SUBJECT"),
+    Column("step_p50_ms", "STEP P50 MS", "count"),
+    Column("step_p99_ms", "P99", "count"),
+    Column("enqueued_ms", "ENQUEUED MS", "count"),
+    Column("tflops", "TFLOP/S", "count"),
+    Column("times_as_fast_as_padded", "X PADDED", "count"),
+    Column("times_as_fast_as_dropless", "X DROPLESS", "count"),
+    Column("memory_bytes", "MEMORY", "bytes"),
+    Column("memory_to_padded", "X PADDED", "count"),
+    Column("window_bytes", "WINDOWS", "bytes", wide=True),
+    Column("planned_bytes", "PLANNED", "bytes", wide=True),
+)
+KERNEL_COLUMNS = (
+    Column("case", "CASE"),
+    Column("subject", "SUBJECT", wide=True),
+    Column("part", "PART"),
+    Column("kernel", "KERNEL"),
+    Column("calls", "CALLS", "count"),
+    Column("ms", "MS", "count"),
+    Column("percent", "% OF STEP", "count"),
+)
+
+Found = Mapping[tuple[str, str], Measured]  # by case and subject
+
+
+def run(options: BenchOptions) -> list[BenchReport]:
+    """Measures every case by every subject, ours first.
+
+    Raises:
+        RuntimeError: a process of ours failed; one of stock JAX is only said.
+    """
+    with warm_daemon() as address:
+        found = dict(_measure(orders(options, address)))
+    kind = "GPUs" if options.on_gpus else "CPU devices"
+    title = f"MoE layer, forward and backward: {options.devices} {kind}, {options.dtype}"
+    kernels = "where the time goes: kernels of device 0 in one step, without remat"
+    return [
+        BenchReport("moe", title, COLUMNS, make_rows(options, found)),
+        BenchReport("moe_kernels", kernels, KERNEL_COLUMNS, [*kernel_rows(found)]),
+    ]
+
+
+def orders(options: BenchOptions, address: str) -> list[Order]:
+    """What is measured, in that order."""
+    known = CASES if options.on_gpus else CPU_CASES
+    subjects: list[str] = [*options.transports]
+    if options.stock:
+        subjects += [PADDED, DROPLESS] if options.on_gpus else [PADDED]
+    found = []
+    for subject in subjects:
+        for name in options.cases:
+            case = known[name]
+            if options.tokens_per_rank:
+                case = dataclasses.replace(case, tokens=options.tokens_per_rank)
+            platform = "gpu" if options.on_gpus else "cpu"
+            how = (options.devices, platform, options.dtype, options.repeats, address)
+            found.append(Order(subject, name, case, *how))
+    return found
+
+
+def _measure(wanted: list[Order]) -> Iterator[tuple[tuple[str, str], Measured]]:
+    """One process after the other; the next one starts JAX while this one compiles."""
+    with contextlib.ExitStack() as all_ended:
+
+        def start(number: int) -> _Client | None:
+            if number >= len(wanted):
+                return None
+            return all_ended.enter_context(_Client(wanted[number]))
+
+        client = start(0)
+        for number, order in enumerate(wanted):
+            assert client is not None  # as many as there are orders
+            client.hear()
+            after = start(number + 1)
+            client.go()
+            if after is not None:
+                after.hear()  # from here on it is quiet
+            client.hear()
+            client.go()
+            found = client.result()
+            if found is not None:
+                yield (order.name, order.subject), found
+            elif not order.is_stock:
+                raise RuntimeError(f"{order.name}: {order.subject} failed, see above")
+            client = after
+
+
+class _Client:
+    """Context manager: one process; none outlives the block, nor CLIENT_TIMEOUT_S of its turn."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._heard: list[str] = []
+        self._stages_begun = 0
+        command = python_command(
+            "ep_runtime_client.bench.moe_client", [json.dumps(dataclasses.asdict(order))]
+        )
+        environment = env.child_environment() | _CLIENT_ENVIRONMENT
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
+        self._limit = self._limited()
+
+    def _limited(self) -> threading.Timer:
+        timer = threading.Timer(CLIENT_TIMEOUT_S, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def __enter__(self) -> _Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._limit.cancel()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def hear(self) -> None:
+        """Waits for the next stage; nothing where it has ended, or this stage was heard."""
+        if len(self._heard) == self._stages_begun:
+            assert self._process.stdout is not None
+            self._heard.append(self._process.stdout.readline())
+
+    def go(self) -> None:
+        """Lets it begin the next stage."""
+        self._stages_begun += 1
+        self._limit.cancel()
+        self._limit = self._limited()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `result` tells that it has ended
+            self._process.stdin.write(GO + "\n")
+            self._process.stdin.flush()
+
+    def result(self) -> Measured | None:
+        """What it measured; None, with a line that says why, where it failed."""
+        out, _ = self._process.communicate()
+        if self._process.returncode == 0:
+            return Measured.from_dict(json.loads(out))
+        order = self._order
+        code = self._process.returncode
+        render.err(f"{order.name}: {order.subject}: no figures, it ended with exit code {code}")
+        return None
+
+
+def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
+    """The table: a case's subjects together, ours first."""
+    known = list(dict.fromkeys(case for case, _ in found))
+    return [row for case in known for row in _case_rows(options, found, case)]
+
+
+def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[str, Any]]:
+    subjects = {subject: measured for (name, subject), measured in found.items() if name == case}
+    beside = {name: subjects[name].steps[0] for name in (PADDED, DROPLESS) if name in subjects}
+    flops = {order.name: order.case.flops for order in orders(options, "")}[case]
+    for subject, measured in subjects.items():
+        for step in reversed(measured.steps):  # without remat first
+            p50 = median(step.step_s)
+            memory = None
+            if step.peak_bytes is not None:
+                memory = step.peak_bytes + measured.window_bytes
+            yield {
+                "case": case,
+                "subject": f"{subject} {step.variant}".strip(),
+                "step_p50_ms": round(p50 * 1e3, 3),
+                "step_p99_ms": round(quantile(step.step_s, 0.99) * 1e3, 3),
+                "enqueued_ms": round(step.enqueued_s * 1e3, 3),
+                "tflops": round(flops / step.enqueued_s / 1e12, 1),
+                **_ratios(step, memory, beside),
+                "memory_bytes": memory,
+                "window_bytes": measured.window_bytes,
+                "planned_bytes": step.planned_bytes,
+            }
+
+
+def _ratios(step: Step, memory: int | None, beside: Mapping[str, Step]) -> dict[str, Any]:
+    """Of enqueued times and of memory; none of what was not measured."""
+    ratios: dict[str, Any] = {}
+    for name, key in ((PADDED, "padded"), (DROPLESS, "dropless")):
+        if name in beside:
+            ratio = beside[name].enqueued_s / step.enqueued_s
+            ratios[f"times_as_fast_as_{key}"] = round(ratio, 3)
+    other = beside[PADDED].peak_bytes if PADDED in beside else None
+    if memory is not None and other:
+        ratios["memory_to_padded"] = round(memory / other, 3)
+    return ratios
+
+
+def kernel_rows(found: Found) -> Iterator[dict[str, Any]]:
+    """Per case of ours: kernels above SHOWN of a step, the others together, and the time of none.
+
+    Shares are of an enqueued step. Kernels that run at the same time can sum to more than that.
+    """
+    for (case, subject), measured in found.items():
+        if not measured.kernels:
+            continue
+        step_s = next(step.enqueued_s for step in measured.steps if not step.variant)
+        shown = [each for each in measured.kernels if each.step_s > SHOWN * step_s]
+        rest = [each for each in measured.kernels if each.step_s <= SHOWN * step_s]
+        busy_s = sum(each.step_s for each in measured.kernels)
+        lines = [(each.part, each.kernel, each.calls, each.step_s) for each in shown]
+        lines.append(("others", "", sum(e.calls for e in rest), sum(e.step_s for e in rest)))
+        lines.append(("no kernel", "", 0.0, max(0.0, step_s - busy_s)))
+        for part, kernel, calls, seconds in lines:
+            yield {
+                "case": case,
+                "subject": subject,
+                "part": part,
+                "kernel": kernel,
+                "calls": round(calls, 2),
+                "ms": round(seconds * 1e3, 3),
+                "percent": round(100 * seconds / step_s, 1),
+            }

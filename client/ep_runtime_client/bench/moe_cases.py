@@ -1,0 +1,143 @@
+"""What `bench moe` measures: layers of known shapes, by whom, and what a process hands back.
+
+Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PADDED = "stock padded"
+DROPLESS = "stock dropless"
+REMAT = "remat"
+# What processes and bench say to each other.
+READY, COMPILED, GO = "ready", "compiled", "go"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One MoE layer, gated.
+
+    Attributes:
+        tokens: T of one rank.
+        hidden: H.
+        inner: M of an expert.
+        num_experts: E.
+        top_k: K.
+    """
+
+    tokens: int
+    hidden: int
+    inner: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def flops(self) -> int:
+        """Of one step of one rank: both matmuls of every slot, forward and twice that backward."""
+        return 3 * 2 * self.tokens * self.top_k * 3 * self.hidden * self.inner
+
+
+CASES: dict[str, Case] = {
+    "deepseek-like": Case(4096, 7168, 2048, 64, 8),
+    "mixtral-like": Case(8192, 4096, 14336, 8, 2),
+    "small-experts": Case(8192, 2048, 768, 128, 8),
+}
+# The same proportions where an expert must fit a laptop.
+CPU_CASES: dict[str, Case] = {
+    "deepseek-like": Case(64, 128, 64, 16, 4),
+    "mixtral-like": Case(64, 64, 256, 8, 2),
+    "small-experts": Case(64, 64, 32, 32, 4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What one fresh process is told.
+
+    Attributes:
+        subject: a transport, PADDED or DROPLESS.
+        name: of the case.
+        case: the layer.
+        devices: N.
+        platform: "gpu" or "cpu".
+        dtype: of tokens and parameters.
+        repeats: timed steps, fewer where they are slow.
+        address: of the daemon.
+    """
+
+    subject: str
+    name: str
+    case: Case
+    devices: int
+    platform: str
+    dtype: str
+    repeats: int
+    address: str
+
+    @property
+    def is_stock(self) -> bool:
+        return self.subject in (PADDED, DROPLESS)
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Order:
+        return cls(**{**said, "case": Case(**said["case"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one program took.
+
+    Attributes:
+        variant: "" or REMAT.
+        step_s: seconds of every step that the host waited for.
+        enqueued_s: seconds of a step of many that were enqueued one after another, the median.
+        peak_bytes: most that the fullest device held so far, None where it does not say.
+        planned_bytes: operands, results and temporaries of the program, of one device.
+    """
+
+    variant: str
+    step_s: Sequence[float]
+    enqueued_s: float
+    peak_bytes: int | None
+    planned_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTime:
+    """Kernels of one name in one part of a step.
+
+    Attributes:
+        part: forward or backward, and whose: "backward experts/grouped_gemm"; "" where the
+            profile does not say.
+        kernel: its name.
+        calls: in a step.
+        step_s: seconds of all of them in a step of device 0.
+    """
+
+    part: str
+    kernel: str
+    calls: float
+    step_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one process found.
+
+    Attributes:
+        steps: of every variant.
+        window_bytes: of staging per rank, which no allocator of XLA counts.
+        kernels: where the time of the first variant went, longest first; nothing of stock JAX.
+    """
+
+    steps: Sequence[Step]
+    window_bytes: int = 0
+    kernels: Sequence[KernelTime] = ()
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Measured:
+        steps = [Step(**one) for one in said["steps"]]
+        return cls(steps, said["window_bytes"], [KernelTime(**one) for one in said["kernels"]])

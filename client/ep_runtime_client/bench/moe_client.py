@@ -1,0 +1,210 @@
+"""`python -m ep_runtime_client.bench.moe_client`: one MoE layer by one subject, in a fresh process.
+
+Peaks of memory are of a process's whole life, so each subject and case has one of its own. It
+says "ready" once JAX is up, "compiled" once its programs are, and last what it measured; it goes
+on when it is told to, so that the next process can start meanwhile and disturbs no measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client import estimate
+from ep_runtime_client.bench import moe_stock, moe_trace
+from ep_runtime_client.bench.device_bench import AXIS
+from ep_runtime_client.bench.moe_cases import COMPILED, GO, READY, REMAT, Measured, Order, Step
+from ep_runtime_client.bench.timing import median
+from ep_runtime_client.cli import render
+from ep_runtime_client.groups import Group
+from ep_runtime_client.members import Member, start_jax
+from ep_runtime_client.session import Session
+
+WARMUP = 2
+ENQUEUED = 10
+ROUNDS = 5
+ENOUGH_S = 0.5  # of each way to time: slow subjects need no more samples
+
+Clock = Callable[[], float]
+Operands = tuple[Any, ...]
+Loss = Callable[..., jax.Array]
+
+
+def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measured:
+    """Builds, compiles and measures the subject; `told(stage)` returns when it may go on."""
+    with ExitStack() as opened:
+        session = None
+        if not order.is_stock:  # before JAX starts, where it can still choose XLA's threads
+            session = opened.enter_context(ep.connect(order.address))
+        start_jax(order.devices, Member(), order.platform)
+        mesh = Mesh(np.array(jax.devices(order.platform)[: order.devices]), (AXIS,))
+        told(READY)
+        group = None if session is None else _create_group(order, mesh, session)
+        operands = make_operands(order, mesh)
+        losses = _losses(order, mesh, group)
+        programs = {name: _compiled(loss, operands) for name, loss in losses.items()}
+        jax.block_until_ready(operands)
+        told(COMPILED)
+        steps = [_timed(name, made, operands, order, clock) for name, made in programs.items()]
+        if group is None:
+            return Measured(steps)
+        plain = programs[""]
+        run = lambda: jax.block_until_ready(plain(*operands))  # noqa: E731
+        kernels = moe_trace.kernel_times(plain.as_text(), run)
+        group.check()  # a call that failed is over at once: its time would look good
+        windows = 0 if order.subject == "xla" else estimate.staging_bytes(group.spec)
+        return Measured(steps, windows, kernels)
+
+
+def make_operands(order: Order, mesh: Mesh) -> Operands:
+    """x [N * T, H], router [H, E], wi [E, H, 2M] or ours [E, H, 2, M], wo [E, M, H]."""
+    case, spread = order.case, NamedSharding(mesh, PartitionSpec(AXIS))
+    whole = NamedSharding(mesh, PartitionSpec())
+    inner = (2 * case.inner,) if order.is_stock else (2, case.inner)
+    drawn = {
+        "x": ((case.tokens * mesh.size, case.hidden), 1, spread),
+        "router": ((case.hidden, case.num_experts), case.hidden, whole),
+        "wi": ((case.num_experts, case.hidden, *inner), case.hidden, spread),
+        "wo": ((case.num_experts, case.inner, case.hidden), case.inner, spread),
+    }
+    return tuple(
+        jax.jit(_values, static_argnums=(0, 1, 2, 3), out_shardings=sharding)(
+            seed, shape, fan_in, order.dtype
+        )
+        for seed, (shape, fan_in, sharding) in enumerate(drawn.values())
+    )
+
+
+def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.Array:
+    """Uniform values of variance 1 / fan_in, by a hash of each place: made without copies."""
+    bits = jnp.full(shape, seed * 0x9E3779B9 & 0xFFFFFFFF, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        bits += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+        stride = stride * shape[dim] & 0xFFFFFFFF
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        bits = (bits ^ bits >> 16) * jnp.uint32(factor)
+    wide = ((bits ^ bits >> 16) >> 8).astype(jnp.float32) / (1 << 23) - 1
+    values: jax.Array = (wide * (3 / fan_in) ** 0.5).astype(dtype)
+    return values
+
+
+def _losses(order: Order, mesh: Mesh, group: Group | None) -> dict[str, Loss]:
+    """Losses of the four operands by variant."""
+    if group is None:
+        rows, whole = PartitionSpec(AXIS), PartitionSpec()
+        settings: dict[str, Any] = {"in_specs": (rows, whole, rows, rows), "out_specs": rows}
+        body = moe_stock.make_layer(order.subject, order.case)
+        return {"": _loss(jax.shard_map(body, mesh=mesh, check_vma=False, **settings))}
+    layer = group.register_layer("layer", top_k=order.case.top_k)
+
+    def block(x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array) -> jax.Array:
+        y: jax.Array = ep.moe(layer, x, ep.MoEParams(router, wi, wo))[0]
+        return y
+
+    # The smaller peak first: a process's peak never falls.
+    return {REMAT: _loss(jax.checkpoint(block, policy=ep.remat_policy())), "": _loss(block)}
+
+
+def _create_group(order: Order, mesh: Mesh, session: Session) -> Group:
+    case, transport = order.case, cast(Any, order.subject)
+    return session.create_group(
+        "bench",
+        mesh,
+        ep_axis=AXIS,
+        num_experts=case.num_experts,
+        hidden_size=case.hidden,
+        max_tokens_per_rank=case.tokens,
+        max_top_k=case.top_k,
+        max_token_dtype=order.dtype,
+        transport=transport,
+    )
+
+
+def _loss(block: Callable[..., jax.Array]) -> Loss:
+    return lambda *operands: jnp.square(block(*operands).astype(jnp.float32)).sum()
+
+
+def _compiled(loss: Loss, operands: Operands) -> Any:
+    """The loss and its gradient in every operand, compiled."""
+    step = jax.value_and_grad(loss, argnums=tuple(range(len(operands))))
+    return jax.jit(step).lower(*operands).compile()
+
+
+def _timed(variant: str, program: Any, operands: Operands, order: Order, clock: Clock) -> Step:
+    def run() -> float:
+        started = clock()
+        jax.block_until_ready(program(*operands))
+        return clock() - started
+
+    for _ in range(WARMUP):
+        run()
+    step_s = _until_enough(run, order.repeats, clock)
+    # Before steps are enqueued: several in flight hold several steps' results.
+    peak = _peak_bytes(order)
+
+    def many() -> float:
+        started, last = clock(), None
+        for _ in range(ENQUEUED):
+            last = program(*operands)
+        jax.block_until_ready(last)
+        return (clock() - started) / ENQUEUED
+
+    enqueued_s = median(_until_enough(many, ROUNDS, clock))
+    render.err(
+        f"{order.name}: {order.subject}{' ' * bool(variant)}{variant}: "
+        f"step p50 {median(step_s) * 1e3:.2f} ms, enqueued {enqueued_s * 1e3:.2f} ms"
+    )
+    return Step(variant, step_s, enqueued_s, peak, _planned_bytes(program))
+
+
+def _until_enough(run: Callable[[], float], most: int, clock: Clock) -> list[float]:
+    """Up to `most` figures, at least one, within about ENOUGH_S."""
+    ends = clock() + ENOUGH_S
+    found = [run()]
+    while len(found) < most and clock() < ends:
+        found.append(run())
+    return found
+
+
+def _peak_bytes(order: Order) -> int | None:
+    devices = jax.devices(order.platform)[: order.devices]
+    stats = [device.memory_stats() or {} for device in devices]
+    peaks = [int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
+
+
+def _planned_bytes(program: Any) -> int:
+    plan = program.memory_analysis()
+    parts = (plan.argument_size_in_bytes, plan.output_size_in_bytes, plan.temp_size_in_bytes)
+    return int(sum(parts) - plan.alias_size_in_bytes)
+
+
+def _told(stage: str) -> None:
+    """Says the stage to the parent and waits for its word; without a parent nobody wants us."""
+    sys.stdout.write(stage + "\n")
+    sys.stdout.flush()
+    if sys.stdin.readline().strip() != GO:
+        sys.exit("the bench that started this process has ended")
+
+
+def main() -> int:
+    order = Order.from_dict(json.loads(sys.argv[1]))
+    measured = measure(order, _told, time.perf_counter)
+    sys.stdout.write(json.dumps(dataclasses.asdict(measured)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""The bench of the MoE layer without a GPU: programs on CPU devices, tables from figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.bench import moe, moe_client, moe_stock, moe_trace
+from ep_runtime_client.bench.device_bench import AXIS, ROWS
+from ep_runtime_client.bench.moe_cases import (
+    CASES,
+    COMPILED,
+    DROPLESS,
+    PADDED,
+    READY,
+    REMAT,
+    Case,
+    KernelTime,
+    Measured,
+    Order,
+    Step,
+)
+from ep_runtime_client.bench.options import BenchOptions
+
+RANKS = 2
+CASE = Case(tokens=8, hidden=16, inner=8, num_experts=4, top_k=2)
+ON_GPUS = BenchOptions(benches=("moe",), transports=("nvlink",), stock=True, devices=4)
+
+
+def order_of(subject: str) -> Order:
+    return Order(subject, "tiny", CASE, RANKS, "cpu", "float32", 3, "embedded")
+
+
+def test_ours_and_stock_without_drops_are_the_same_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA on CPU has no ragged_all_to_all: the same by gathering what all ranks send."""
+
+    def ragged(x: Any, out: Any, *where: Any, axis_name: str) -> Any:
+        arrays = [jax.lax.all_gather(a, axis_name) for a in (x, *where)]
+        me, row = jax.lax.axis_index(axis_name), jnp.arange(x.shape[0])
+        for source in range(RANKS):
+            rows, starts, sizes, targets, _ = (a[source] for a in arrays)
+            mine = (row >= starts[me]) & (row < starts[me] + sizes[me])
+            to = jnp.where(mine, targets[me] + row - starts[me], out.shape[0])
+            out = out.at[to].set(rows, mode="drop")
+        return out
+
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
+    mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), (AXIS,))
+    stock = moe_client.make_operands(order_of(DROPLESS), mesh)
+    rows, whole = ROWS, jax.sharding.PartitionSpec()
+    how: dict[str, Any] = {"in_specs": (rows, whole, rows, rows), "out_specs": rows}
+    found = {}
+    for name, factor in ((DROPLESS, 1.0), (PADDED, float(CASE.num_experts)), ("dropping", 0.01)):
+        monkeypatch.setattr(moe_stock, "CAPACITY_FACTOR", factor)
+        monkeypatch.setattr(moe_stock, "_ROW_TILE", 1)
+        layer = moe_stock.make_layer(DROPLESS if name == DROPLESS else PADDED, CASE)
+        mapped = jax.shard_map(layer, mesh=mesh, check_vma=False, **how)
+        found[name] = np.asarray(jax.jit(mapped)(*stock))
+    x, router, wi, wo = (np.asarray(a) for a in stock)
+    wi = wi.reshape(CASE.num_experts, CASE.hidden, 2, CASE.inner)
+    logits = x @ router
+    want = np.zeros_like(x)
+    for token, scores in enumerate(logits):
+        picked = np.argsort(-scores)[: CASE.top_k]
+        share = np.exp(scores[picked] - scores.max())
+        for expert, weight in zip(picked, share / share.sum(), strict=True):
+            gate, up = (x[token] @ wi[expert, :, half] for half in (0, 1))
+            want[token] += weight * (gate / (1 + np.exp(-gate)) * up) @ wo[expert]
+    np.testing.assert_allclose(found[DROPLESS], want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[PADDED], want, rtol=1e-4, atol=1e-5)
+    assert np.abs(found["dropping"] - want).max() > 1e-2
+
+
+def test_a_process_measures_both_variants_and_their_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moe_client, "start_jax", lambda *args: None)
+    ticks = itertools.count()
+    heard: list[str] = []
+    measured = moe_client.measure(order_of("memfd"), heard.append, lambda: float(next(ticks)))
+    assert heard == [READY, COMPILED]
+    assert [step.variant for step in measured.steps] == [REMAT, ""]
+    for step in measured.steps:
+        assert [*step.step_s] == [1.0]  # one is enough by a clock that runs so fast
+        assert step.enqueued_s == 1.0 / moe_client.ENQUEUED
+        assert step.planned_bytes > 0
+    assert measured.window_bytes > 0
+    parts = {each.part for each in measured.kernels}
+    assert {"forward prepare", "forward dispatch", "backward dispatch/dispatch_bwd"} <= parts
+    assert any(part.startswith("backward experts") for part in parts)
+    assert all(each.step_s >= 0 for each in measured.kernels)
+    said = json.loads(json.dumps(dataclasses.asdict(measured)))
+    assert Measured.from_dict(said) == measured
+
+
+def test_both_matmuls_of_stock_and_ours_start_from_the_same_values() -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), (AXIS,))
+    stock, ours = (moe_client.make_operands(order_of(name), mesh) for name in (PADDED, "memfd"))
+    for theirs, mine in zip(stock, ours, strict=True):
+        np.testing.assert_array_equal(np.asarray(theirs).ravel(), np.asarray(mine).ravel())
+    x = np.asarray(stock[0])
+    assert abs(x.mean()) < 0.2
+    np.testing.assert_allclose(x.std(), 1.0, atol=0.15)
+
+
+def test_ours_is_measured_before_what_it_is_compared_with() -> None:
+    found = moe.orders(ON_GPUS, "address")
+    assert [(each.subject, each.name) for each in found] == [
+        (subject, name) for subject in ("nvlink", PADDED, DROPLESS) for name in CASES
+    ]
+    assert Order.from_dict(dataclasses.asdict(found[0])) == found[0]
+
+
+def test_rows_compare_with_stock_in_time_and_memory() -> None:
+    found = {
+        ("mixtral-like", "nvlink"): Measured(
+            [Step(REMAT, [3.0], 2.0, 50, 40), Step("", [2.0, 4.0], 1.0, 70, 60)],
+            30,
+            [KernelTime("forward experts", "GroupedGemmKernel", 1.0, 0.5)],
+        ),
+        ("mixtral-like", PADDED): Measured([Step("", [2.0], 2.0, 200, 90)]),
+        ("mixtral-like", DROPLESS): Measured([Step("", [9.0], 8.0, 400, 90)]),
+    }
+    ours, again, padded, dropless = moe.make_rows(ON_GPUS, found)
+    assert [row["subject"] for row in (ours, again)] == ["nvlink", "nvlink remat"]
+    assert (ours["step_p50_ms"], ours["step_p99_ms"], ours["enqueued_ms"]) == (3000, 4000, 1000)
+    assert (ours["times_as_fast_as_padded"], ours["times_as_fast_as_dropless"]) == (2, 8)
+    assert (ours["memory_bytes"], ours["memory_to_padded"]) == (100, 0.5)
+    assert again["memory_to_padded"] == 0.4
+    assert (padded["times_as_fast_as_padded"], dropless["times_as_fast_as_padded"]) == (1, 0.25)
+    assert ours["tflops"] == round(CASES["mixtral-like"].flops / 1e12, 1)
+
+
+def test_kernels_below_one_percent_are_summed_and_the_rest_is_no_kernel() -> None:
+    kernels = [
+        KernelTime("forward experts", "GroupedGemmKernel", 2.0, 0.5),
+        KernelTime("forward router", "fusion", 1.0, 0.009),
+        KernelTime("backward router", "fusion", 3.0, 0.002),
+    ]
+    found = {
+        ("a", "nvlink"): Measured([Step("", [1.0], 1.0, None, 0)], 0, kernels),
+        ("a", PADDED): Measured([Step("", [1.0], 1.0, None, 0)]),
+    }
+    rows = [*moe.kernel_rows(found)]
+    assert [(row["part"], row["calls"], row["percent"]) for row in rows] == [
+        ("forward experts", 2, 50.0),
+        ("others", 4, 1.1),
+        ("no kernel", 0, 48.9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op_name", "part"),
+    [
+        ("jit(f)/jvp(ep_router/layer)/dot_general", "forward router"),
+        ("jit(f)/transpose(jvp(ep_router/layer))/dot_general", "backward router"),
+        (
+            "jit(f)/transpose(jvp(ep_dispatch/layer))/ep_dispatch_bwd/layer/x",
+            "backward dispatch/dispatch_bwd",
+        ),
+        ("jit(f)/mul", "forward mul"),
+    ],
+)
+def test_parts_of_a_step_are_named_by_scope_and_direction(op_name: str, part: str) -> None:
+    assert moe_trace.part_of(op_name) == part
+
+
+def test_kernel_names_are_cut_to_what_tells_them_apart() -> None:
+    full = "void ep::(anonymous namespace)::DispatchKernel<256>(ep::DispatchParams, int)"
+    assert moe_trace.short(full) == "DispatchKernel"
+    assert moe_trace.short("loop_add_fusion_3") == "loop_add_fusion_3"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cases": ("gpt",)}, {"cases": ()}, {"devices": 3}],
+    ids=["unknown case", "no case", "experts that do not divide"],
+)
+def test_wrong_options_are_refused_by_name(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="--cases|--devices"):
+        dataclasses.replace(ON_GPUS, **change).checked()
+
+
+def test_a_process_that_fails_is_fatal_only_where_it_is_ours(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit(7)"]
+    monkeypatch.setattr(moe, "python_command", lambda *args: command)
+    assert [*moe._measure([order_of(PADDED), order_of(DROPLESS)])] == []
+    assert f"{PADDED}: no figures, it ended with exit code 7" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="memfd failed"):
+        [*moe._measure([order_of("memfd"), order_of(PADDED)])]
+
+
+@pytest.mark.slow
+def test_the_command_writes_both_tables() -> None:
+    words = ["--devices", "2", "--repeats", "2", "--cases", "small-experts", "-o", "json"]
+    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "bench", "moe", *words]
+    done = subprocess.run(
+        [*command, "--transports", "memfd,stock"],
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    subjects = [row["subject"] for row in found["moe"]]
+    assert subjects == ["memfd", "memfd remat", PADDED]
+    assert found["moe_kernels"][-1]["part"] == "no kernel"
