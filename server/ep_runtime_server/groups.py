@@ -78,6 +78,7 @@ class Group:
         self.remote: dict[int, RemoteMember] = {}  # by world rank
         self.epoch = self.attempt = 0
         self.committed = False
+        self.spans = False  # had a view under this generation: what is missing is on other nodes
         self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet
         self.last_event: Event | None = None
         self.retained_until_s: float | None = None  # means something in RETAINED only
@@ -190,6 +191,7 @@ class Group:
         self.left = set()
         self.formed = self.reattached = False
         self.lost = {}
+        self.spans = False
         self.leave_view()
 
     def leave_view(self) -> None:

@@ -115,6 +115,7 @@ def of_group(group: Group) -> dict[str, Any] | None:
         "created_s": group.created_s,
         "created_wall_s": group.created_wall_s,
         # A view that was not committed is nothing to a daemon that starts again.
+        "spans": group.spans,
         "epoch": group.epoch if group.committed else 0,
         "remote": [[rank, m.node, m.session_id, m.pid] for rank, m in group.remote.items()]
         if group.committed
@@ -141,6 +142,7 @@ def to_group(
         setattr(group, name, found)
     group.left = set(value["left"])
     group.remote = {rank: RemoteMember(*rest) for rank, *rest in value.get("remote", ())}
+    group.spans = value.get("spans", False)
     group.committed, group.epoch = bool(group.remote), value.get("epoch", 0)
     group.windows = sets[value["windows"]] if value["windows"] is not None else None
     for name in ("formed", "reattached", "retained_until_s", "created_s", "created_wall_s"):

@@ -152,7 +152,7 @@ class Recovery:
             group.state = State.BROKEN if group.previous else State.RETAINED
             if group.state is State.RETAINED:
                 group.retained_until_s = self._clock.monotonic_s() + group.spec.retain_s
-        elif self._incomplete_journal and group.missing_ranks:
+        elif self._incomplete_journal and group.missing_ranks and not group.spans:
             group.restoring = True  # the cut took the rest of its members
         self._groups.add(group)
 

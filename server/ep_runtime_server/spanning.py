@@ -195,6 +195,7 @@ class Spanning:
             if m.node != self._node
         }
         group.epoch, group.attempt, group.elsewhere = view.epoch, view.attempt, frozenset()
+        group.spans = True
         self._log("cluster.attempt", group, f"{len(view.nodes)} nodes, attempt {view.attempt}")
         group.notify()
         self._groups.complete(group)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
+import signal
 import time
 
 import pytest
 from cluster_places import place
 from harness import FakeClock, Watcher, eventually
 from raw_client import WAIT_S, make_spec
-from test_cluster import cluster_of, coordinates, identity, joined, joins
+from test_cluster import cluster_of, coordinates, identity, joined, joins, link
 
 from ep_runtime import errors, wire
 from ep_runtime.v1 import node_service_pb2
@@ -498,3 +499,86 @@ def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(three, restart
         for rank in range(4):
             job.replace(rank)
     assert len(views) >= 8
+
+
+@pytest.fixture
+def two(daemon_process):
+    """a, which coordinates, and b; each with its flags, for a restart."""
+    address = place()
+    flags = {
+        "a": ["--coordinator", address, "--insecure", "--node", "a"],
+        "b": ["--join", address, "--insecure", "--node", "b"],
+    }
+    daemons = {name: daemon_process(*words) for name, words in flags.items()}
+    joined(daemons["b"])
+    return daemons, flags
+
+
+def resumed(client, group, rank: int) -> None:
+    """What the client library does after its daemon started again."""
+    assert client.resume()
+    client.restore(group, ranks=[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_daemon_killed_under_a_view_forms_the_group_all_the_same(two, restarted, pool, name):
+    daemons, flags = two
+    clients = {node: daemon.client() for node, daemon in daemons.items()}
+    made = [
+        pool.submit(client.create, spec_of(), ranks=[rank])
+        for rank, client in enumerate(clients.values())
+    ]
+    groups = dict(zip("ab", (future.result(WAIT_S).group for future in made), strict=True))
+    other = "b" if name == "a" else "a"
+    waiting = pool.submit(clients[other].attached, groups[other])
+    eventually(lambda: group_of(daemons[other]).members["ab".index(other)].attached)
+    daemons[name] = restarted(daemons[name], *flags[name])
+    resumed(clients[name], groups[name], "ab".index(name))
+    found = clients[name].attached(groups[name]), waiting.result(WAIT_S)
+    assert {group.state for group in found} == {2}
+    assert found[0].epoch == found[1].epoch > groups["a"].epoch
+    assert members(found[0]) == members(found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_daemon_killed_under_a_ready_group_still_tells_of_its_processes(
+    two, restarted, pool, name
+):
+    daemons, flags = two
+    clients = {node: daemon.client(process=True) for node, daemon in daemons.items()}
+    claims = [(client, [rank]) for rank, client in enumerate(clients.values())]
+    groups = all_ready(pool, spec_of(), *claims)
+    other = "b" if name == "a" else "a"
+    daemons[name] = restarted(daemons[name], *flags[name])
+    resumed(clients[name], groups["ab".index(name)], "ab".index(name))
+    joined(daemons["b"])
+    found = group_of(daemons[name])
+    assert (found.state, found.epoch) == (2, groups[0].epoch)
+    assert members(found) == members(groups[0])
+    clients[name].process.kill()
+    eventually(lambda: state(daemons[other]) == "BROKEN", within_s=TOLD_S)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_hangs_is_as_good_as_away_until_it_goes_on(three, pool):
+    a, _, (b, c) = three()
+    first, second = b.client(), c.client()
+    groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
+    a.popen.send_signal(signal.SIGSTOP)
+    try:
+        lost_s = config.NODE_REPORT_INTERVAL_S + config.NODE_RPC_S + 1.0
+        eventually(lambda: (link(b), link(c)) == ("LOST", "LOST"), within_s=lost_s)
+        assert (state(b), state(c)) == ("READY", "READY")
+        waiting = [
+            pool.submit(client.ready, spec_of(name="later"), ranks=[rank])
+            for rank, client in enumerate((first, second))
+        ]
+        eventually(lambda: b.group_states().get("later") == "FORMING")
+    finally:
+        a.popen.send_signal(signal.SIGCONT)
+    later = [future.result(2 * WAIT_S) for future in waiting]
+    assert later[0].epoch == later[1].epoch > groups[0].epoch
+    for daemon in (b, c):
+        joined(daemon, within_s=10.0)
