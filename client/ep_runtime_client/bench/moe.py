@@ -9,6 +9,7 @@ device with our windows; every subject and case is measured in a fresh process.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -21,10 +22,12 @@ from ep_runtime import env
 from ep_runtime_client.bench.daemon import warm_daemon
 from ep_runtime_client.bench.moe_cases import (
     CASES,
+    COMPILED,
     CPU_CASES,
     DROPLESS,
     GO,
     PADDED,
+    READY,
     Measured,
     Order,
     Step,
@@ -36,9 +39,14 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
 
 CLIENT_TIMEOUT_S = 120.0
+# One after the other they would take seconds each; a measurement waits until all of them are up.
+STARTED_TOGETHER = 3
 SHOWN = 0.01  # of a step: kernels that take less are summed up
-# All devices are shared with the process that comes next, which has started already.
-_CLIENT_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+# Processes that have started already share the devices with the one that measures.
+_CLIENT_ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
+}
 COLUMNS = (
     Column("case", "CASE"),
     Column("subject", "SUBJECT"),
@@ -76,7 +84,8 @@ def run(options: BenchOptions) -> list[BenchReport]:
         found = dict(_measure(orders(options, address)))
     kind = "GPUs" if options.on_gpus else "CPU devices"
     title = f"MoE layer, forward and backward: {options.devices} {kind}, {options.dtype}"
-    kernels = "where the time goes: kernels of device 0 in one step, without remat"
+    whose = "kernels of device 0" if options.on_gpus else "operations of all devices together"
+    kernels = f"where the time goes: {whose} in one step, without remat"
     return [
         BenchReport("moe", title, COLUMNS, make_rows(options, found)),
         BenchReport("moe_kernels", kernels, KERNEL_COLUMNS, [*kernel_rows(found)]),
@@ -102,39 +111,39 @@ def orders(options: BenchOptions, address: str) -> list[Order]:
 
 
 def _measure(wanted: list[Order]) -> Iterator[tuple[tuple[str, str], Measured]]:
-    """One process after the other; the next one starts JAX while this one compiles."""
+    """One process after the other; JAX starts in those that come next while one compiles."""
+    left = collections.deque(wanted)
+    waiting: collections.deque[_Client] = collections.deque()
     with contextlib.ExitStack() as all_ended:
 
-        def start(number: int) -> _Client | None:
-            if number >= len(wanted):
-                return None
-            return all_ended.enter_context(_Client(wanted[number]))
+        def start_some() -> None:
+            for _ in range(min(STARTED_TOGETHER, len(left))):
+                waiting.append(all_ended.enter_context(_Client(left.popleft())))
 
-        client = start(0)
-        for number, order in enumerate(wanted):
-            assert client is not None  # as many as there are orders
-            client.hear()
-            after = start(number + 1)
+        start_some()
+        for order in wanted:
+            client = waiting.popleft()
+            client.hear(READY)
+            if not waiting:
+                start_some()
             client.go()
-            if after is not None:
-                after.hear()  # from here on it is quiet
-            client.hear()
+            for other in waiting:
+                other.hear(READY)  # from here on they are quiet
+            client.hear(COMPILED)
             client.go()
             found = client.result()
             if found is not None:
                 yield (order.name, order.subject), found
             elif not order.is_stock:
                 raise RuntimeError(f"{order.name}: {order.subject} failed, see above")
-            client = after
 
 
 class _Client:
-    """Context manager: one process; none outlives the block, nor CLIENT_TIMEOUT_S of its turn."""
+    """Context manager: one process; none outlives the block, or a stage CLIENT_TIMEOUT_S."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._heard: list[str] = []
-        self._stages_begun = 0
+        self._heard: set[str] = set()
         command = python_command(
             "ep_runtime_client.bench.moe_client", [json.dumps(dataclasses.asdict(order))]
         )
@@ -158,15 +167,16 @@ class _Client:
             self._process.kill()
         self._process.communicate()
 
-    def hear(self) -> None:
-        """Waits for the next stage; nothing where it has ended, or this stage was heard."""
-        if len(self._heard) == self._stages_begun:
-            assert self._process.stdout is not None
-            self._heard.append(self._process.stdout.readline())
+    def hear(self, stage: str) -> None:
+        """Waits until it has said that stage, or has ended."""
+        assert self._process.stdout is not None
+        if stage not in self._heard:
+            self._process.stdout.readline()
+            self._heard.add(stage)
+            self._limit.cancel()  # it may wait for its turn as long as others need
 
     def go(self) -> None:
         """Lets it begin the next stage."""
-        self._stages_begun += 1
         self._limit.cancel()
         self._limit = self._limited()
         assert self._process.stdin is not None

@@ -57,7 +57,7 @@ def _totals(profile: Any, parts: dict[str, str], steps: int) -> list[KernelTime]
     count: collections.Counter[tuple[str, str]] = collections.Counter()
     nanoseconds: collections.Counter[tuple[str, str]] = collections.Counter()
     for kernel, instruction, duration in _events(profile):
-        key = (parts.get(instruction, instruction), short(kernel))
+        key = (parts.get(instruction, ""), short(kernel))
         count[key] += 1
         nanoseconds[key] += duration
     return [
