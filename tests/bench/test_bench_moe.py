@@ -71,12 +71,12 @@ def test_stock_is_the_layer_and_drops_only_past_its_capacity(
         found[name] = np.asarray(jax.jit(mapped)(*stock))
     arrays = [np.asarray(array) for array in stock]
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
-    np.testing.assert_allclose(found[DROPLESS], by_hand(*arrays, room=CASE.tokens), **close)
+    np.testing.assert_allclose(found[DROPLESS], by_hand(CASE.tokens, *arrays), **close)
     np.testing.assert_allclose(found[PADDED], found[DROPLESS], **close)
-    np.testing.assert_allclose(found["dropping"], by_hand(*arrays, room=1), **close)
+    np.testing.assert_allclose(found["dropping"], by_hand(1, *arrays), **close)
 
 
-def by_hand(x: Any, router: Any, wi: Any, wo: Any, room: int) -> Any:
+def by_hand(room: int, x: Any, router: Any, wi: Any, wo: Any) -> Any:
     """The layer in NumPy; an expert takes the first `room` slots of each rank's tokens."""
     y = np.zeros_like(x)
     for token, scores in enumerate(x @ router):
