@@ -126,6 +126,15 @@ class BenchOptions:
         self._check_mesh()
         self._check_gpus()
         self._check_cases()
+        self._check_processes()
+        if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
+            raise InvalidArgumentError(
+                f"--row-bytes must be multiples of {ROW_ITEM_BYTES}, got {self.row_bytes}",
+                argument="row_bytes",
+            )
+        return self
+
+    def _check_processes(self) -> None:
         if self.devices % self.processes:
             raise InvalidArgumentError(
                 f"--processes must divide --devices={self.devices}, got {self.processes}",
@@ -137,12 +146,6 @@ class BenchOptions:
                 f"--processes is of dispatch and combine, got it with {', '.join(alone)}",
                 argument="processes",
             )
-        if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
-            raise InvalidArgumentError(
-                f"--row-bytes must be multiples of {ROW_ITEM_BYTES}, got {self.row_bytes}",
-                argument="row_bytes",
-            )
-        return self
 
     def _check_mesh(self) -> None:
         sizes = dict(self.mesh)
