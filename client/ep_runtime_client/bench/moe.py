@@ -45,8 +45,9 @@ SHOWN = 0.01  # of a step: kernels that take less are summed up
 # Processes that have started already share the devices with the one that measures.
 _CLIENT_ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
+    "XLA_CLIENT_MEM_FRACTION": "0.9",
 }
+_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
 COLUMNS = (
     Column("case", "CASE"),
     Column("subject", "SUBJECT"),
@@ -148,6 +149,7 @@ class _Client:
             "ep_runtime_client.bench.moe_client", [json.dumps(dataclasses.asdict(order))]
         )
         environment = env.child_environment() | _CLIENT_ENVIRONMENT
+        environment.pop(_OLD_NAME, None)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
         self._limit = self._limited()
