@@ -62,10 +62,10 @@ def windows() -> Iterator[np.ndarray]:
 
 
 def run(
-    *losses: Sequence[float], steps: int = 3, stop_at: int = 100
+    *losses: Sequence[float], steps: int = 3, stop_at: int = 100, platform: str = "cpu"
 ) -> tuple[TrainingReport, Silent]:
     progress = Silent()
-    config = DemoConfig(steps=steps, batch=8, seq=4)
+    config = DemoConfig(steps=steps, batch=8, seq=4, platform=platform)
     trainers = [Scripted(values) for values in losses]
     report = train(config, trainers, windows(), progress, StopAt(progress, stop_at))
     return report, progress
@@ -97,6 +97,14 @@ def test_the_first_differing_step_ends_a_comparison() -> None:
     assert report.difference is not None
     assert report.difference.step == 2
     assert report.difference.twin_loss == np.float32(last_bit)
+
+
+def test_twins_on_gpus_agree_within_a_tolerance() -> None:
+    assert run([2.0, 4.0], [2.001, 4.003], platform="gpu", steps=2)[0].difference is None
+    for far in (2.003, np.nan):
+        report, _ = run([2.0, 2.0], [2.0, far], platform="gpu", steps=2)
+        assert report.difference is not None
+        assert report.difference.step == 2
 
 
 def test_a_difference_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,5 +145,5 @@ def verdict(config: DemoConfig, report: TrainingReport, reporter: Reporter, stop
         reporter.different(report.difference)
         return DIFFERENT
     if config.compare and report.steps:
-        reporter.equal(report)
+        reporter.equal(report, config.loss_tolerance)
     return INTERRUPTED if stop.requested else 0

@@ -166,10 +166,9 @@ class Reporter:
         self.say("sample continuation, after the bar:")
         self.say(f"{_readable(prompt)}|{_readable(text)}")
 
-    def equal(self, report: TrainingReport) -> None:
-        self.say(
-            f"every step's loss is bit-equal to transport xla: {report.steps} of {report.steps}"
-        )
+    def equal(self, report: TrainingReport, tolerance: float) -> None:
+        agrees = f"within {tolerance:.1%} of" if tolerance else "bit-equal to"
+        self.say(f"every step's loss is {agrees} transport xla: {report.steps} of {report.steps}")
 
     def different(self, difference: Difference) -> None:
         self.say(

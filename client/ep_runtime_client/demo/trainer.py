@@ -131,11 +131,12 @@ class Trainer:
         layout = jax.tree.map(lambda leaf: leaf.sharding, state)
         key = jax.random.key(self._config.seed)
         self._state = jax.jit(self._init, out_shardings=layout)(key)
-        # Twins are compared bit by bit, and GPUs add what is scattered in any order otherwise.
+        # XLA tunes the matmuls of each program by themselves, and TF32 ones differ in their sums.
         exact = self._config.compare and self._config.platform == "gpu"
         options: dict[str, str | bool] | None
         options = {"xla_gpu_deterministic_ops": True} if exact else None
-        self._step = step.lower(state, window).compile(compiler_options=options)
+        with jax.default_matmul_precision("highest" if exact else None):
+            self._step = step.lower(state, window).compile(compiler_options=options)
         return time.perf_counter() - started
 
     def step(self, window: Array) -> StepResult:

@@ -1,4 +1,4 @@
-"""The training loop: one model, or a model and its twin whose losses must be bit-equal."""
+"""The training loop: one model, or a model and its twin whose losses must agree."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TrainingReport:
         losses: of every step, nats per byte.
         loads: [layers, E], slots per expert of the last step; None before the first.
         stopped: somebody asked to stop before the last step.
-        difference: None where every compared loss was bit-equal, or nothing was compared.
+        difference: None where every compared loss agreed, or nothing was compared.
     """
 
     steps: int = 0
@@ -92,7 +92,7 @@ def train(
             report.stopped = True
             break
         results = [trainer.step(window) for trainer in trainers]
-        _note(report, results, config.tokens_per_step)
+        _note(report, results, config)
         report.seconds = time.perf_counter() - started
         speed = config.tokens_per_step / results[0].seconds
         progress.step(report.steps, results[0], speed, report.dropped)
@@ -101,14 +101,20 @@ def train(
     return report
 
 
-def _note(report: TrainingReport, results: Sequence[StepResult], tokens: int) -> None:
+def _note(report: TrainingReport, results: Sequence[StepResult], config: DemoConfig) -> None:
     first = results[0]
     report.steps += 1
-    report.tokens += tokens
+    report.tokens += config.tokens_per_step
     report.dropped += first.dropped
     report.losses.append(first.loss)
     report.loads = first.loads
     for twin in results[1:]:
-        # Bits, not values: a NaN equals itself here and -0.0 differs from 0.0.
-        if first.loss.tobytes() != twin.loss.tobytes():
+        if not _agree(first.loss, twin.loss, config.loss_tolerance):
             report.difference = Difference(report.steps, first.loss, twin.loss)
+
+
+def _agree(ours: np.float32, twins: np.float32, tolerance: float) -> bool:
+    # Bits, not values: a NaN equals itself here and -0.0 differs from 0.0.
+    if tolerance == 0:
+        return ours.tobytes() == twins.tobytes()
+    return bool(abs(ours - twins) <= tolerance * abs(twins))
