@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -190,6 +191,31 @@ def test_kernel_names_are_cut_to_what_tells_them_apart() -> None:
     full = "void ep::(anonymous namespace)::DispatchKernel<256>(ep::DispatchParams, int)"
     assert moe_trace.short(full) == "DispatchKernel"
     assert moe_trace.short("loop_add_fusion_3") == "loop_add_fusion_3"
+
+
+def test_kernels_of_a_gpu_are_those_on_streams_of_the_first_device() -> None:
+    def line(name: str, *events: tuple[str, str, float]) -> Any:
+        made = [
+            SimpleNamespace(name=kernel, stats=[("hlo_op", op)] if op else [], duration_ns=taken)
+            for kernel, op, taken in events
+        ]
+        return SimpleNamespace(name=name, events=made)
+
+    streams = (
+        line("Stream #1(Compute)", ("a::DispatchKernel<2>", "call.1", 3e9), ("nccl", "", 1e9)),
+        line("Stream #2(Compute)", ("a::DispatchKernel<2>", "call.1", 5e9)),
+        line("XLA Ops", ("call.1", "call.1", 8e9)),
+    )
+    planes = [
+        SimpleNamespace(name="/host:CPU", lines=[line("main", ("x", "call.1", 1e9))]),
+        SimpleNamespace(name="/device:GPU:0", lines=streams),
+        SimpleNamespace(name="/device:GPU:1", lines=streams),
+    ]
+    found = moe_trace._totals(SimpleNamespace(planes=planes), {"call.1": "forward dispatch"}, 2)
+    assert found == [
+        KernelTime("forward dispatch", "DispatchKernel", 1.0, 4.0),
+        KernelTime("", "nccl", 0.5, 0.5),
+    ]
 
 
 @pytest.mark.parametrize(
