@@ -93,6 +93,8 @@ def by_hand(room: int, x: Any, router: Any, wi: Any, wo: Any) -> Any:
     return y
 
 
+# JAX's reader of profiles makes its types without modules; Python 3.12 warns, and it would abort.
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
 def test_a_process_measures_both_variants_and_their_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
