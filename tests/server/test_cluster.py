@@ -193,6 +193,7 @@ def test_what_no_daemon_of_ours_says_is_refused(start_daemon, call_node, fields,
     assert states(a) == {"a": "JOINED"}
 
 
+@pytest.mark.slow
 def test_a_node_whose_lease_is_not_known_joins_again(start_daemon, call_node):
     address = place()
     a = start_daemon(cluster=coordinates(address))

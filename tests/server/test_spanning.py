@@ -121,15 +121,15 @@ def test_windows_do_not_span_nodes(nodes, pool):
 
 def test_ranks_that_no_node_has_are_named_at_the_deadline(nodes, pool):
     a, b = nodes
-    futures = [
-        pool.submit(client.create, spec_of(4), ranks=[rank], wait_s=1.0)
-        for client, rank in ((a.client(), 0), (b.client(), 2))
-    ]
-    for future in futures:
-        with pytest.raises(errors.GroupNotReadyError, match=r"ranks \[1, 3\] of 4") as caught:
-            future.result(WAIT_S)
-        assert caught.value.fields["missing_ranks"] == [1, 3]
-    eventually(lambda: (state(a), state(b)) == ("GONE", "GONE"))
+    waiting = pool.submit(a.client().ready, spec_of(4), ranks=[0])
+    eventually(lambda: state(a) == "FORMING")
+    late = b.client()
+    with pytest.raises(errors.GroupNotReadyError, match=r"ranks \[1, 3\] of 4") as caught:
+        late.create(spec_of(4), ranks=[2], wait_s=1.0)
+    assert caught.value.fields["missing_ranks"] == [1, 3]
+    eventually(lambda: state(b) == "GONE")
+    group = late.ready(spec_of(4), ranks=[1, 2, 3])
+    assert waiting.result(WAIT_S).epoch == group.epoch
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -294,7 +294,7 @@ def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
     view = call_node(address, NodeServiceStub, "JoinGroup", request).view
     group = waiting.result(WAIT_S).group
     assert (group.epoch, group.members[1].node) == (view.epoch, "x")
-    attached = pool.submit(client.attached, group, wait_s=1.0)
+    attached = pool.submit(client.attached, group, wait_s=0.5)
     a.clock.advance(config.NODE_LEASE_S + 1)
     eventually(lambda: group_of(a).epoch == 0, within_s=TOLD_S)
     with pytest.raises(errors.GroupNotReadyError, match=r"ranks \[1\]"):
@@ -328,12 +328,13 @@ _VIEW, _DECISION = 6, 7
 @pytest.mark.parametrize(
     ("point", "count"),
     [
-        pytest.param("before_write", _VIEW, marks=pytest.mark.slow),
-        pytest.param("after_write", _VIEW, marks=pytest.mark.slow),
-        pytest.param("before_write", _DECISION, marks=pytest.mark.slow),
+        ("before_write", _VIEW),
+        ("after_write", _VIEW),
+        ("before_write", _DECISION),
         ("after_write", _DECISION),
     ],
 )
+@pytest.mark.slow
 def test_a_coordinator_that_dies_while_a_group_forms_is_waited_for(
     three, restarted, pool, point, count
 ):
@@ -390,6 +391,7 @@ def test_a_running_group_does_not_need_the_coordinator(three, restarted, pool):
     assert again[0].epoch == again[1].epoch > groups[0].epoch
 
 
+@pytest.mark.slow
 def test_a_daemon_that_starts_again_goes_on_with_the_groups_view(three, restarted, pool):
     _, flags, (b, c) = three()
     first, second = b.client(), c.client(process=True)
