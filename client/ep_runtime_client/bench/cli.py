@@ -74,6 +74,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=N,...",
         help='mesh of `compile`, such as dp=2,fsdp=2,ep=2; default "ep" over all devices',
     )
+    _add_gpu_arguments(parser)
+    _add_numbers(parser)
+    parser.add_argument("-o", "--output", choices=render.OUTPUTS, default="table")
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="output", help="as `-o json`"
+    )
+    parser.add_argument("--save", metavar="FILE", help="writes the JSON document there as well")
+
+
+def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
     gpu = BenchOptions(transports=ON_GPUS)
     for flag, chosen, text in (
         ("--routing", gpu.routing, f"of {', '.join(ROUTINGS)}"),
@@ -101,6 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per device; on GPUs one or more numbers, default "
         f"{','.join(map(str, gpu.tokens))}; on CPU one, default about 16 MiB of rows",
     )
+
+
+def _add_numbers(parser: argparse.ArgumentParser) -> None:
+    default = BenchOptions()
     for flag, value, text in (
         ("--devices", None, f"devices D, all in one EP group; {default.devices}, or every GPU"),
         (
@@ -115,11 +129,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--model-layers", default.model_layers, f"that `compile` has; {default.model_layers}"),
     ):
         parser.add_argument(flag, type=int, default=value, metavar="N", help=text)
-    parser.add_argument("-o", "--output", choices=render.OUTPUTS, default="table")
-    parser.add_argument(
-        "--json", action="store_const", const="json", dest="output", help="as `-o json`"
-    )
-    parser.add_argument("--save", metavar="FILE", help="writes the JSON document there as well")
 
 
 def make_options(args: argparse.Namespace) -> BenchOptions:
