@@ -14,6 +14,7 @@ from harness import (  # noqa: F401 - fixtures are found by name
     restarted,
 )
 from raw_client import WAIT_S
+from spanning import nodes, pool  # noqa: F401 - fixtures are found by name
 
 from ep_runtime import wire
 from ep_runtime_server.config import ServerConfig

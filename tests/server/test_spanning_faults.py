@@ -1,0 +1,302 @@
+"""Daemons and processes that die while a group forms over nodes, or after."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+from cluster_places import place
+from harness import eventually
+from raw_client import WAIT_S
+from spanning import TOLD_S, all_ready, group_of, members, spec_of, state
+from test_cluster import cluster_of, joined, link
+
+from ep_runtime import errors
+from ep_runtime_server import config
+
+
+@pytest.fixture
+def three(daemon_process):
+    """three(*switches): a coordinates and has no ranks; b and c join."""
+
+    def start(*switches: str):
+        address = place()
+        flags = ["--coordinator", address, "--insecure", "--node", "a"]
+        testing = [word for switch in switches for word in ("--testing", switch)]
+        a = daemon_process(*flags, *testing)
+        others = [
+            daemon_process("--join", address, "--insecure", "--node", name) for name in ("b", "c")
+        ]
+        for other in others:
+            joined(other)
+        return a, flags, others
+
+    return start
+
+
+# What the coordinator writes: its two ids, its first epoch, two nodes, then the view's epoch and
+# the decision.
+_VIEW, _DECISION = 6, 7
+
+
+@pytest.mark.parametrize(
+    ("point", "count"),
+    [
+        ("before_write", _VIEW),
+        ("after_write", _VIEW),
+        ("before_write", _DECISION),
+        ("after_write", _DECISION),
+    ],
+)
+@pytest.mark.slow
+def test_a_coordinator_that_dies_while_a_group_forms_is_waited_for(
+    three, restarted, pool, point, count
+):
+    a, flags, (b, c) = three(f"failpoint:cluster.{point}=kill:{count}")
+    first, second = b.client(), c.client()
+    futures = [
+        pool.submit(client.ready, spec_of(), ranks=[rank])
+        for rank, client in enumerate((first, second))
+    ]
+    assert a.ended(within_s=5.0)[0] == -9
+    assert not any(future.done() for future in futures)
+    a = restarted(a, *flags)
+    groups = [future.result(WAIT_S) for future in futures]
+    assert {group.state for group in groups} == {2}
+    assert len({group.epoch for group in groups}) == 1
+    assert members(groups[0]) == members(groups[1])
+    assert groups[0].epoch <= cluster_of(a).epoch
+
+
+def test_a_process_that_dies_while_nobody_knows_the_decision_is_not_forgotten(
+    three, restarted, pool
+):
+    a, flags, (b, c) = three(f"failpoint:cluster.after_write=kill:{_DECISION}")
+    dying = c.client(process=True)
+    futures = [
+        pool.submit(client.ready, spec_of(), ranks=[rank])
+        for rank, client in enumerate((b.client(), dying))
+    ]
+    assert a.ended(within_s=5.0)[0] == -9  # the view is committed, and it told nobody
+    dying.process.kill()
+    eventually(lambda: state(c) != "FORMING", within_s=TOLD_S)
+    eventually(lambda: list(group_of(b).members)[1].node == "c")
+    restarted(a, *flags)
+    with pytest.raises(errors.PeerLostError, match="rank 1 is gone"):
+        futures[0].result(WAIT_S)
+    assert state(b) == "BROKEN"
+    assert futures[1].exception(WAIT_S) is not None
+
+
+def test_a_running_group_does_not_need_the_coordinator(three, restarted, pool):
+    a, flags, (b, c) = three()
+    first, dying = b.client(), c.client(process=True)
+    groups = all_ready(pool, spec_of(), (first, [0]), (dying, [1]))
+    a.kill()
+    assert (state(b), state(c)) == ("READY", "READY")
+    dying.process.kill()
+    eventually(lambda: state(b) == "BROKEN", within_s=TOLD_S)  # from node to node
+    waiting = [
+        pool.submit(client.ready, spec_of(), ranks=[rank])
+        for rank, client in ((0, first), (1, c.client()))
+    ]
+    a = restarted(a, *flags)
+    again = [future.result(WAIT_S) for future in waiting]
+    assert again[0].epoch == again[1].epoch > groups[0].epoch
+
+
+@pytest.mark.slow
+def test_a_daemon_that_starts_again_goes_on_with_the_groups_view(three, restarted, pool):
+    _, flags, (b, c) = three()
+    first, second = b.client(), c.client(process=True)
+    groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
+    flags = ("--join", flags[1], "--insecure", "--node", "c")
+    c = restarted(c, *flags)
+    assert state(b) == "READY"
+    found = group_of(c)
+    assert (found.epoch, members(found)) == (groups[0].epoch, members(groups[0]))
+    joined(c)
+    second.process.kill()
+    eventually(lambda: state(b) == "BROKEN", within_s=TOLD_S)
+
+
+class Job:
+    """Two ranks on b, two on c; each is a process that creates the group until it has it."""
+
+    def __init__(self, pool, daemons) -> None:
+        self._pool = pool
+        self._homes = [daemons[rank // 2] for rank in range(4)]
+        self.clients = [home.client(process=True) for home in self._homes]
+        self._dead: set = set()
+
+    def _form(self, rank: int):
+        """A process that lost a peer while it formed asks again, as a job's does."""
+        client = self.clients[rank]
+        for _ in range(20):
+            try:
+                return client.ready(spec_of(4), ranks=[rank])
+            except errors.EpRuntimeError as error:
+                if client in self._dead or not isinstance(error, _FORMS_AGAIN):
+                    return error
+        raise AssertionError(f"rank {rank} never had the group")
+
+    def start(self):
+        return [self.form(rank) for rank in range(4)]
+
+    def form(self, rank: int):
+        return self._pool.submit(self._form, rank)
+
+    def formed(self, forming) -> list:
+        """The groups of all ranks under one epoch. Who had it before another died asks again."""
+        found: list = []
+
+        def whole() -> bool:
+            found[:] = []
+            for rank, future in enumerate(forming):
+                if not future.done():
+                    continue
+                group, home = future.result(), self._homes[rank]
+                assert not isinstance(group, Exception), group
+                if state(home) == "READY" and group_of(home).epoch == group.epoch:
+                    found.append(group)
+                elif state(home) != "FORMING" or group_of(home).epoch != group.epoch:
+                    forming[rank] = self.form(rank)
+            return len(found) == 4 and len({group.epoch for group in found}) == 1
+
+        eventually(whole, within_s=3 * WAIT_S)
+        return found
+
+    def kill(self, rank: int) -> None:
+        self._dead.add(self.clients[rank])
+        self.clients[rank].process.kill()
+
+    def replace(self, rank: int) -> None:
+        self.clients[rank] = self._homes[rank].client(process=True)
+
+
+_FORMS_AGAIN = (errors.PeerLostError, errors.StaleHandleError, errors.GroupNotReadyError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(three, restarted, pool, seed):
+    """Processes and the coordinator die at any moment; whoever is left forms the group."""
+    chance = random.Random(seed)
+    a, flags, daemons = three()
+    job = Job(pool, daemons)
+    views: dict[int, list] = {}
+
+    def note(group) -> None:
+        if group.epoch:
+            assert views.setdefault(group.epoch, members(group)) == members(group)
+
+    for _ in range(8):
+        forming = job.start()
+        victims = chance.sample(range(4), chance.randrange(3))
+        end = time.monotonic() + chance.uniform(0.0, 0.4)
+        while time.monotonic() < end:
+            for daemon in daemons:
+                for item in daemon.ask("ListGroups").groups:
+                    note(item.group)
+        if chance.random() < 0.5:
+            a = restarted(a, *flags)
+        for rank in victims:
+            job.kill(rank)
+        for rank in victims:
+            forming[rank].exception(WAIT_S)
+            job.replace(rank)
+            forming[rank] = job.form(rank)
+        for group in job.formed(forming):
+            note(group)
+        for rank in range(4):  # the next round forms anew
+            job.kill(rank)
+        for daemon in daemons:
+            eventually(lambda daemon=daemon: state(daemon) == "GONE", within_s=TOLD_S)
+        for rank in range(4):
+            job.replace(rank)
+    assert len(views) >= 8
+
+
+@pytest.fixture
+def two(daemon_process):
+    """a, which coordinates, and b; each with its flags, for a restart."""
+    address = place()
+    flags = {
+        "a": ["--coordinator", address, "--insecure", "--node", "a"],
+        "b": ["--join", address, "--insecure", "--node", "b"],
+    }
+    daemons = {name: daemon_process(*words) for name, words in flags.items()}
+    joined(daemons["b"])
+    return daemons, flags
+
+
+def resumed(client, group, rank: int) -> None:
+    """What the client library does after its daemon started again."""
+    assert client.resume()
+    client.restore(group, ranks=[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_daemon_killed_under_a_view_forms_the_group_all_the_same(two, restarted, pool, name):
+    daemons, flags = two
+    clients = {node: daemon.client() for node, daemon in daemons.items()}
+    made = [
+        pool.submit(client.create, spec_of(), ranks=[rank])
+        for rank, client in enumerate(clients.values())
+    ]
+    groups = dict(zip("ab", (future.result(WAIT_S).group for future in made), strict=True))
+    other = "b" if name == "a" else "a"
+    waiting = pool.submit(clients[other].attached, groups[other])
+    eventually(lambda: group_of(daemons[other]).members["ab".index(other)].attached)
+    daemons[name] = restarted(daemons[name], *flags[name])
+    resumed(clients[name], groups[name], "ab".index(name))
+    found = clients[name].attached(groups[name]), waiting.result(WAIT_S)
+    assert {group.state for group in found} == {2}
+    assert found[0].epoch == found[1].epoch > groups["a"].epoch
+    assert members(found[0]) == members(found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_daemon_killed_under_a_ready_group_still_tells_of_its_processes(
+    two, restarted, pool, name
+):
+    daemons, flags = two
+    clients = {node: daemon.client(process=True) for node, daemon in daemons.items()}
+    claims = [(client, [rank]) for rank, client in enumerate(clients.values())]
+    groups = all_ready(pool, spec_of(), *claims)
+    other = "b" if name == "a" else "a"
+    daemons[name] = restarted(daemons[name], *flags[name])
+    resumed(clients[name], groups["ab".index(name)], "ab".index(name))
+    joined(daemons["b"])
+    found = group_of(daemons[name])
+    assert (found.state, found.epoch) == (2, groups[0].epoch)
+    assert members(found) == members(groups[0])
+    clients[name].process.kill()
+    eventually(lambda: state(daemons[other]) == "BROKEN", within_s=TOLD_S)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_hangs_is_as_good_as_away_until_it_goes_on(three, pool):
+    a, _, (b, c) = three()
+    first, second = b.client(), c.client()
+    groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
+    a.popen.send_signal(signal.SIGSTOP)
+    try:
+        lost_s = config.NODE_REPORT_INTERVAL_S + config.NODE_RPC_S + 1.0
+        eventually(lambda: (link(b), link(c)) == ("LOST", "LOST"), within_s=lost_s)
+        assert (state(b), state(c)) == ("READY", "READY")
+        waiting = [
+            pool.submit(client.ready, spec_of(name="later"), ranks=[rank])
+            for rank, client in enumerate((first, second))
+        ]
+        eventually(lambda: b.group_states().get("later") == "FORMING")
+    finally:
+        a.popen.send_signal(signal.SIGCONT)
+    later = [future.result(2 * WAIT_S) for future in waiting]
+    assert later[0].epoch == later[1].epoch > groups[0].epoch
+    for daemon in (b, c):
+        joined(daemon, within_s=10.0)
