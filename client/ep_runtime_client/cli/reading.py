@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime.errors import InvalidArgumentError
@@ -77,14 +80,38 @@ def add_node_argument(parser: argparse.ArgumentParser, default: str) -> None:
 
 def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = True) -> int:
     """Calls `once`; with --watch every S seconds until Ctrl-C. Returns its last exit code."""
-    code = once()
-    pause = threading.Event()
-    while args.watch:
-        pause.wait(args.watch)
-        if clear and args.output != "json":
-            render.clear_screen()
+    with _interrupted() as interrupted:
         code = once()
+        while args.watch:
+            if interrupted.wait(args.watch):
+                raise KeyboardInterrupt
+            if clear and args.output != "json":
+                render.clear_screen()
+            code = once()
     return code
+
+
+@contextlib.contextmanager
+def _interrupted() -> Iterator[threading.Event]:
+    """Set by Ctrl-C, which raises KeyboardInterrupt as well.
+
+    The exception is lost where it is raised in one of gRPC's callbacks or in a finalizer: those
+    only say that they ignored it.
+    """
+    found = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals never come here
+        yield found
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        found.set()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def run(args: argparse.Namespace, view: View) -> int:
