@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_clock import host_clock
 
 from ep_runtime_client.bench import device_gemm
 from ep_runtime_client.bench.options import BenchOptions
 
 OPTIONS = BenchOptions(benches=("gemm",), tokens_per_rank=32, top_k=4, hidden=16, repeats=2)
-
-
-def host_clock(
-    token: jax.Array, arrays: Sequence[jax.Array], hold_ns: int
-) -> tuple[jax.Array, jax.Array]:
-    """The clock of the host, read once the arrays are there."""
-    del hold_ns
-
-    def read(token: Any, *arrays: Any) -> Any:
-        now = time.perf_counter_ns()
-        return np.asarray(token), np.array([now & 0xFFFFFFFF, now >> 32], np.uint32)
-
-    shapes = (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.uint32))
-    first = [array.reshape(-1)[:1] for array in arrays]
-    after, now = jax.pure_callback(read, shapes, token, *first)
-    return after, now
 
 
 def test_every_product_and_load_has_a_row_beside_dense_and_ragged_dot() -> None:

@@ -27,10 +27,10 @@ def missing() -> str:
     if not native.library_path("cuda").exists():
         return "built without EP_RUNTIME_CUDA=ON"
     try:
-        found = len(jax.devices("gpu"))
+        jax.devices("gpu")
     except RuntimeError:
         return "JAX sees no GPU"
-    return "" if found else "JAX sees no GPU"
+    return ""
 
 
 @pytest.fixture(scope="session")
