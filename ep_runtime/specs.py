@@ -18,6 +18,8 @@ from ep_runtime.env import MAX_SMS
 from ep_runtime.errors import InvalidArgumentError
 
 TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
+# Those that move rows between nodes of a group by collectives and inside a node by windows.
+NODE_TRANSPORTS = ("memfd", "nccl")
 ON_OVERFLOW = ("drop", "error")
 COMBINE_PRECISIONS = ("fast", "exact")
 PARTITIONINGS = ("auto", "rule", "shard_map")
@@ -87,6 +89,8 @@ class GroupSpec:
     op_timeout_s: float
     retain_s: float
     num_sms: int = 0  # 0: as each process's environment says
+    # G, consecutive ep ranks that share windows; 0: one set serves the EP group, or there is none.
+    node_size: int = 0
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -96,6 +100,16 @@ class GroupSpec:
     def ep_size(self) -> int:
         """N, ranks of one EP group."""
         return prod(self.axis_sizes[axis] for axis in self.ep_axis)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ep ranks whose windows a rank maps: its node's, or all N."""
+        return self.node_size or self.ep_size
+
+    @property
+    def num_nodes(self) -> int:
+        """D, nodes of one EP group. Ep rank = node * ranks_per_node + local rank."""
+        return self.ep_size // self.ranks_per_node
 
     @property
     def outer_size(self) -> int:
@@ -208,6 +222,21 @@ def _check_axes(
         )
 
 
+def _check_node_size(node_size: int, ep_size: int, transport: str) -> None:
+    if node_size == 0:
+        return
+    if node_size < 1 or ep_size % node_size:
+        raise InvalidArgumentError(
+            f"node_size must be 0 or divide the ep size {ep_size}, got {node_size}",
+            argument="node_size",
+        )
+    if transport not in NODE_TRANSPORTS:
+        raise InvalidArgumentError(
+            f"node_size={node_size} needs a transport of {NODE_TRANSPORTS}, got {transport!r}",
+            argument="node_size",
+        )
+
+
 def make_group_spec(
     *,
     name: str,
@@ -230,6 +259,7 @@ def make_group_spec(
     op_timeout_s: float = 600.0,
     retain_s: float = 60.0,
     num_sms: int | None = None,
+    node_size: int = 0,
 ) -> GroupSpec:
     """Validates the arguments of `Session.create_group` and resolves its capacity.
 
@@ -268,6 +298,7 @@ def make_group_spec(
             argument="capacity_factor",
         )
     ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
+    _check_node_size(node_size, ep_size, transport)
     computed = layout.recv_capacity(
         num_experts=num_experts,
         top_k=max_top_k,
@@ -299,6 +330,7 @@ def make_group_spec(
         op_timeout_s=float(op_timeout_s),
         retain_s=float(retain_s),
         num_sms=int(num_sms or 0),
+        node_size=int(node_size),
     )
 
 

@@ -116,6 +116,7 @@ def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
         op_timeout=duration(spec.op_timeout_s),
         retain=duration(spec.retain_s),
         num_sms=spec.num_sms,
+        node_size=spec.node_size,
     )
 
 
@@ -143,6 +144,7 @@ def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
         op_timeout_s=seconds(message.op_timeout),
         retain_s=seconds(message.retain),
         num_sms=message.num_sms,
+        node_size=message.node_size,
     )
 
 

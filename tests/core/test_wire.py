@@ -47,6 +47,7 @@ class FakeRpcError(grpc.RpcError):
         {"op_timeout_s": 0.1, "retain_s": 0.0},
         {"retain_s": 59.9999999999},
         {"num_sms": 24},
+        {"node_size": 2},
     ],
 )
 def test_a_group_spec_comes_back_equal(changes):
