@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ep_runtime import specs
+from ep_runtime_client import jax_state
 from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
 
 _generations = itertools.count(1)
@@ -117,6 +118,8 @@ class LocalGroup:
     def close(self) -> None:
         if self.closed:
             return
+        if self.native_group is not None:
+            jax_state.settle(self.mesh.devices.ravel())
         self.closed = True
         live_groups.remove(self)  # type: ignore[arg-type]
         if self.native_group is not None:

@@ -334,7 +334,7 @@ class Group:
         Waits, bounded, for calls under way; programs that use its layers later fail with
         StaleHandleError.
         """
-        if self.spec.transport == "nvlink" and not self.closed and self.session.is_ours:
+        if self.native_group is not None and not self.closed and self.session.is_ours:
             jax_state.settle(meshes.devices_of(self.mesh).ravel())
         if self._shut():
             forming.leave(self.session, self.name, self.generation, self.native_group)

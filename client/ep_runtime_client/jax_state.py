@@ -123,17 +123,17 @@ def prepare_cpu_pool() -> None:
 def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
     """Waits until the devices of this process are done with all that was launched before.
 
-    XLA launches a program's devices one after another and returns before it has: a group closed
-    in between would be there for some of them only, and the others hang in the next collective.
+    XLA launches a program's devices one after another, returns before it has, and one array's
+    value may be there while other devices still run. A group closed in between would be there for
+    some devices only, and the others hang in the next collective, which ends the process.
 
     Returns:
         False where they were not done within `within_s`.
     """
     jax = _module("jax")
-    ours = [device for device in devices if device.process_index == jax.process_index()]
-    # A device runs its programs in order.
-    following = _following()
-    last = [following(jax.device_put(0, device)) for device in ours]
+    ours = tuple(device for device in devices if device.process_index == jax.process_index())
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # not the caller's
+        last = _launch_last(ours)
     deadline = time.monotonic() + within_s
     pause = threading.Event()
     while not all(array.is_ready() for array in last):
@@ -141,6 +141,28 @@ def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
             return False
         pause.wait(0.001)
     return True
+
+
+def _launch_last(devices: tuple[Any, ...]) -> list[Any]:
+    """Arrays that are ready once the devices have run everything launched before."""
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        # XLA:CPU keeps the order of programs for several devices, not of those for one.
+        ones, add_up = _sum_over(devices)
+        return [add_up(ones)]
+    # A GPU runs its programs in order.
+    jax, following = _module("jax"), _following()
+    return [following(jax.device_put(0, device)) for device in devices]
+
+
+@functools.cache
+def _sum_over(devices: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(an array with an element per device, a program that adds it up)."""
+    jax, np = _module("jax"), _module("numpy")
+    mesh = jax.sharding.Mesh(devices, ("all",))
+    spec = jax.sharding.PartitionSpec
+    ones = jax.device_put(np.ones(len(devices)), jax.sharding.NamedSharding(mesh, spec("all")))
+    whole = jax.sharding.NamedSharding(mesh, spec())
+    return ones, jax.jit(lambda x: x.sum(), out_shardings=whole)
 
 
 @functools.cache

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import Any
 
+import fakes
 import jax
+import numpy as np
 import pytest
 
 import ep_runtime as ep
@@ -79,3 +82,31 @@ def test_connect_warns_where_the_backend_started_with_too_few() -> None:
         "ep.connect('none'); ep.connect('none')\n"
     )
     assert _run(program, PJRT_NPROC="").count("before ep.connect()") == 1
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_settling_waits_for_the_last_device_of_what_was_launched(explicit: bool) -> None:
+    mesh = fakes.mesh_of({"dp": 2, "ep": 2}, explicit=explicit)
+    spec, may_end = jax.sharding.PartitionSpec(("dp", "ep")), threading.Event()
+
+    def hold_back(rank: np.ndarray, x: np.ndarray) -> np.ndarray:
+        if int(rank) == 3:
+            assert may_end.wait(30), "nobody let the last device end within 30 s"
+        return x
+
+    def body(x: jax.Array) -> jax.Array:
+        rank = jax.lax.axis_index(("dp", "ep"))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(hold_back, shape, rank, x)
+
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    x = jax.device_put(np.arange(8.0), jax.sharding.NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        y = program(x)
+        assert not jax_state.settle(mesh.devices.ravel(), within_s=0.1)
+        may_end.set()
+        assert jax_state.settle(mesh.devices.ravel())
+    assert y.is_ready()
+    np.testing.assert_array_equal(y, np.arange(8.0))
