@@ -167,3 +167,46 @@ def test_groups_replaced_and_reclaimed_again_and_again_leave_nothing(
     program.tell("end")
     assert program.finish() == 0
     wait_until(lambda: not admin.buffers(), "everything is freed")
+
+
+def test_closing_lets_a_launched_step_end_on_every_device(
+    run_program: Start, address: str
+) -> None:
+    program = run_program(
+        _PROGRAM
+        + """
+import threading
+mesh = mesh_of()
+group = session.create_group("g", mesh, **ARGUMENTS)
+layer = group.register_layer("moe/0", top_k=2)
+spec, last, may_end = jax.P("ep"), group.spec.ep_size - 1, threading.Event()
+
+def hold_back(rank, x):
+    assert int(rank) != last or may_end.wait(30), "nobody let the last device go on within 30 s"
+    return x
+
+def body(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(hold_back, shape, jax.lax.axis_index("ep"), x)
+
+held = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+@jax.jit
+def step(tokens):
+    dispatched = ep.dispatch(layer, held(tokens), topk_idx)
+    return ep.combine(layer, dispatched, dispatched.tokens * 2)
+
+out = step(tokens)
+closing = threading.Thread(target=group.close)
+closing.start()
+closing.join(0.3)
+say(closed_early=not closing.is_alive())
+may_end.set()
+closing.join(30)
+assert group.closed and not closing.is_alive()
+np.testing.assert_array_equal(out, tokens * 4)
+""",
+        EP_RUNTIME_ADDRESS=address,
+    )
+    assert not program.heard()["closed_early"]
+    assert program.finish() == 0
