@@ -169,9 +169,7 @@ def test_groups_replaced_and_reclaimed_again_and_again_leave_nothing(
     wait_until(lambda: not admin.buffers(), "everything is freed")
 
 
-def test_closing_lets_a_launched_step_end_on_every_device(
-    run_program: Start, address: str
-) -> None:
+def test_closing_lets_a_launched_step_end_on_every_device(run_program: Start, address: str) -> None:
     program = run_program(
         _PROGRAM
         + """
