@@ -9,6 +9,7 @@ rank, C rows of one slab.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
 from ep_runtime.errors import InvalidArgumentError
@@ -17,6 +18,25 @@ from ep_runtime.errors import InvalidArgumentError
 def align_up(value: int, alignment: int) -> int:
     """`value` rounded up to a multiple of `alignment`."""
     return -(-value // alignment) * alignment
+
+
+def node_size(nodes: Sequence[str], ep_size: int) -> int:
+    """G, consecutive ranks of an EP group that can share windows, which are memory of one node.
+
+    Args:
+        nodes: node of every world rank.
+        ep_size: N, which divides their number; N consecutive world ranks are one EP group.
+
+    Returns:
+        The largest divisor of N such that each aligned block of so many ranks lies on one node.
+    """
+
+    def fits(size: int) -> bool:
+        blocks = (nodes[first : first + size] for first in range(0, len(nodes), size))
+        return all(len(set(block)) == 1 for block in blocks)
+
+    divisors = (size for size in range(ep_size, 0, -1) if ep_size % size == 0)
+    return next(size for size in divisors if fits(size))
 
 
 def recv_capacity(

@@ -43,6 +43,11 @@ def without_retention(spec: specs.GroupSpec) -> specs.GroupSpec:
     return dataclasses.replace(spec, retain_s=0.0)
 
 
+def asked(spec: specs.GroupSpec) -> specs.GroupSpec:
+    """The spec as a caller says it: the daemons say where its ranks share windows."""
+    return dataclasses.replace(spec, node_size=0)
+
+
 def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> bool:
     """True where create_group may return `found`; False where it must make a new one.
 
@@ -51,7 +56,7 @@ def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -
     """
     if found.is_gone:
         return False
-    difference = spec.difference(found.spec)
+    difference = spec.difference(asked(found.spec))
     if difference is None:
         theirs, ours = ([d.id for d in meshes.rank_devices(m, spec)] for m in (found.mesh, mesh))
         if theirs == ours:
@@ -74,14 +79,14 @@ def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: 
     """Forms the group and makes it this process's live group of that name."""
     _check_free(session, spec.name)
     claim = _claim(spec, mesh)
-    group = Group(session, spec, mesh, forming.form(session, spec, claim, replace=replace))
+    group = Group(session, mesh, forming.form(session, spec, claim, replace=replace))
     try:
         live_groups.add(group)
     except BaseException:
         discard(group)
         raise
     ours = meshes.rank_devices(mesh, spec)[claim.ranks[0]]  # XLA tells of its own process's alone
-    estimate.report(spec, ours, len(claim.ranks))
+    estimate.report(group.spec, ours, len(claim.ranks))
     return group
 
 
@@ -133,7 +138,7 @@ def stored_spec(session: Session, name: str) -> specs.GroupSpec:
         )
     control = session.control
     answer = control.call(control.groups.GetGroup, group_service_pb2.GetGroupRequest(name=name))
-    return wire.group_spec_from_proto(answer.group.spec)
+    return asked(wire.group_spec_from_proto(answer.group.spec))
 
 
 def default_mesh(spec: specs.GroupSpec) -> Mesh:

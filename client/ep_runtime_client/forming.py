@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 # The daemon answers at `wait`; the call's own deadline only ends a call nobody answers.
 _GRACE_S = 5.0
 
+# In the place of the descriptor of a window that is another node's.
+_NOT_HERE = -1
+
 
 @dataclasses.dataclass(frozen=True)
 class Formed:
     """A group that is READY.
 
     Attributes:
+        spec: as asked for, and how many ranks share windows.
         generation: the daemon's; 0 without a daemon.
         native_group: as the native library has it; None for transport "xla".
         reattached: retained windows were taken over and nothing was allocated.
@@ -34,6 +38,7 @@ class Formed:
         uuids: of the GPUs that drive the ranks; empty for other devices.
     """
 
+    spec: specs.GroupSpec
     generation: int
     native_group: native.OpenGroup | None
     reattached: bool
@@ -47,6 +52,11 @@ class Memory:
 
     def __init__(self, held: list[tuple[types_pb2.WindowDescriptor, int]]) -> None:
         self._held = held
+
+    @property
+    def window_ranks(self) -> list[int]:
+        """World ranks whose windows are among them."""
+        return sorted(item.world_rank for item, _ in self._held if item.world_rank >= 0)
 
     def of(self, ranks: Sequence[int]) -> list[tuple[types_pb2.WindowDescriptor, int]]:
         """Those of these world ranks; -1 is the board."""
@@ -81,7 +91,7 @@ def form(session: Session, spec: specs.GroupSpec, claim: Claim, *, replace: bool
         SpecMismatchError, GroupBusyError, GroupNotReadyError, PoolExhaustedError: of the daemon.
     """
     if not session.has_daemon:
-        return Formed(0, None, False, claim.ranks)
+        return Formed(spec, 0, None, False, claim.ranks)
     formation = _Formation(session, spec, claim, replace=replace)
     try:
         return session.run(formation.attempt)
@@ -132,25 +142,28 @@ class _Formation:
         )
         answer = control.call(control.groups.CreateGroup, request, timeout_s=wait_s + _GRACE_S)
         generation = int(answer.group.generation)
+        spec = dataclasses.replace(self._spec, node_size=int(answer.group.spec.node_size))
         memory, native_group = Memory([]), None
         try:
             if answer.group.window_bytes:
-                memory = _fetch(self._session, control, self._spec.name, generation)
-                native_group = _map(self._spec, generation, memory, self._claim)
+                memory = _fetch(self._session, control, spec.name, generation)
+                here = [int(m.world_rank) for m in answer.group.members if not m.node]
+                native_group = _map(spec, generation, memory, self._claim, here)
         except BaseException:
-            leave(self._session, self._spec.name, generation, native_group)
+            leave(self._session, spec.name, generation, native_group)
             memory.close()
             raise
-        reattached = bool(answer.reattached)
-        return Formed(generation, native_group, reattached, self._claim.ranks, memory, self._uuids)
+        reattached, ranks = bool(answer.reattached), self._claim.ranks
+        return Formed(spec, generation, native_group, reattached, ranks, memory, self._uuids)
 
     def _goes_on(self, control: transport.ControlChannel, formed: Formed) -> bool:
         """Whether the daemon that was started again still knows what this process holds."""
         request = group_service_pb2.RestoreGroupRequest(
-            spec=wire.group_spec_to_proto(self._spec),
+            spec=wire.group_spec_to_proto(formed.spec),
             generation=formed.generation,
             world_ranks=formed.ranks,
             device_uuids=formed.uuids,
+            window_ranks=formed.memory.window_ranks,
         )
         directory, token = self._session.directory, self._session.token
         try:
@@ -180,7 +193,7 @@ def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
 def _fetch(
     session: Session, control: transport.ControlChannel, name: str, generation: int
 ) -> Memory:
-    """The descriptors of the group's board and of every window."""
+    """The descriptors of the group's board and of every window of this node."""
     ticket = control.call(
         control.groups.AcquireWindows,
         group_service_pb2.AcquireWindowsRequest(name=name, generation=generation),
@@ -196,7 +209,10 @@ def _fetch(
         raise
 
 
-def _map(spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim) -> native.OpenGroup:
+def _map(
+    spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim, here: list[int]
+) -> native.OpenGroup:
+    """Maps the board and the windows of the world ranks `here`, which this node has."""
     from ep_runtime_client.ops import _ffi
 
     platform = native.PLATFORMS[spec.transport]
@@ -205,17 +221,17 @@ def _map(spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim) -
     # Now, not when an op is first traced: exported programs and stored executables run untraced.
     _ffi.ensure_registered(platform)
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
-    if sorted(found) != list(range(-1, spec.world_size)):
+    if sorted(found) != [-1, *here]:
         raise EpRuntimeError(
             f"group {spec.name!r}: the daemon sent a board and windows as {sorted(found)}, wanted "
-            f"-1 (the board) to {spec.world_size - 1}"
+            f"-1 (the board) and {here}"
         )
     library = native.library(platform)
     number = library.open_group(
         spec,
         generation=generation,
         board_fd=found[-1],
-        window_fds=[found[rank] for rank in range(spec.world_size)],
+        window_fds=[found.get(rank, _NOT_HERE) for rank in range(spec.world_size)],
         debug=env.debug(),
         local_ranks=claim.ranks,
         gpus=on_gpus(spec, claim) if claim.ordinals else None,

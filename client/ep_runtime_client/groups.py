@@ -28,7 +28,8 @@ class Group:
 
     Attributes:
         name: inside (uid, job).
-        spec: everything that the daemon and compiled programs know of it.
+        spec: everything that the daemon and compiled programs know of it; its `node_size` says how
+            many consecutive ep ranks share windows where an EP group spans nodes.
         mesh: the mesh it was created on.
         session: the session it belongs to.
         generation: of the daemon; grows whenever the group is formed anew.
@@ -36,11 +37,9 @@ class Group:
         reattached: True where the windows of an earlier process were taken over.
     """
 
-    def __init__(
-        self, session: Session, spec: specs.GroupSpec, mesh: Mesh, formed: forming.Formed
-    ) -> None:
-        self.name = spec.name
-        self.spec = spec
+    def __init__(self, session: Session, mesh: Mesh, formed: forming.Formed) -> None:
+        self.name = formed.spec.name
+        self.spec = formed.spec
         self.mesh = mesh
         self.session = session
         self.generation = formed.generation
@@ -294,6 +293,7 @@ class Group:
             world_ranks=self._ranks,
             layers=[wire.registered_to_proto(item) for item in [*self._registered.values()]],
             device_uuids=self._uuids,
+            window_ranks=self._memory.window_ranks,
         )
         try:
             found = forming.restore(self.session.directory, token, control, request, self._memory)

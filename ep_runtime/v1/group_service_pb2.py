@@ -26,7 +26,7 @@ from ep_runtime.v1 import types_pb2 as ep__runtime_dot_v1_dot_types__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!ep_runtime/v1/group_service.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\"\xb0\x01\n\x12\x43reateGroupRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.ep_runtime.v1.GroupSpec\x12\x13\n\x0bworld_ranks\x18\x03 \x03(\x03\x12\x0f\n\x07replace\x18\x04 \x01(\x08\x12\'\n\x04wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x64\x65vice_uuids\x18\x06 \x03(\t\"N\n\x13\x43reateGroupResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.Group\x12\x12\n\nreattached\x18\x02 \x01(\x08\"N\n\x15\x41\x63quireWindowsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bworld_ranks\x18\x03 \x03(\x03\"\x8f\x01\n\x16\x41\x63quireWindowsResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x34\n\x0b\x64\x65scriptors\x18\x02 \x03(\x0b\x32\x1f.ep_runtime.v1.WindowDescriptor\x12/\n\x0ctime_to_live\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"b\n\x15ReportAttachedRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x16ReportAttachedResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.Group\"\xac\x01\n\x13RestoreGroupRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.GroupSpec\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bworld_ranks\x18\x03 \x03(\x03\x12.\n\x06layers\x18\x04 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\x12\x14\n\x0c\x64\x65vice_uuids\x18\x05 \x03(\t\"Q\n\x14RestoreGroupResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.Group\x12\x14\n\x0cwanted_ranks\x18\x02 \x03(\x03\"5\n\x11\x43loseGroupRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\")\n\x12\x43loseGroupResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x1f\n\x0fGetGroupRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"g\n\x10GetGroupResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.Group\x12.\n\x06layers\x18\x02 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer2\x9b\x04\n\x0cGroupService\x12T\n\x0b\x43reateGroup\x12!.ep_runtime.v1.CreateGroupRequest\x1a\".ep_runtime.v1.CreateGroupResponse\x12]\n\x0e\x41\x63quireWindows\x12$.ep_runtime.v1.AcquireWindowsRequest\x1a%.ep_runtime.v1.AcquireWindowsResponse\x12]\n\x0eReportAttached\x12$.ep_runtime.v1.ReportAttachedRequest\x1a%.ep_runtime.v1.ReportAttachedResponse\x12W\n\x0cRestoreGroup\x12\".ep_runtime.v1.RestoreGroupRequest\x1a#.ep_runtime.v1.RestoreGroupResponse\x12Q\n\nCloseGroup\x12 .ep_runtime.v1.CloseGroupRequest\x1a!.ep_runtime.v1.CloseGroupResponse\x12K\n\x08GetGroup\x12\x1e.ep_runtime.v1.GetGroupRequest\x1a\x1f.ep_runtime.v1.GetGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!ep_runtime/v1/group_service.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\"\xb0\x01\n\x12\x43reateGroupRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.ep_runtime.v1.GroupSpec\x12\x13\n\x0bworld_ranks\x18\x03 \x03(\x03\x12\x0f\n\x07replace\x18\x04 \x01(\x08\x12\'\n\x04wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x64\x65vice_uuids\x18\x06 \x03(\t\"N\n\x13\x43reateGroupResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.Group\x12\x12\n\nreattached\x18\x02 \x01(\x08\"N\n\x15\x41\x63quireWindowsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bworld_ranks\x18\x03 \x03(\x03\"\x8f\x01\n\x16\x41\x63quireWindowsResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x34\n\x0b\x64\x65scriptors\x18\x02 \x03(\x0b\x32\x1f.ep_runtime.v1.WindowDescriptor\x12/\n\x0ctime_to_live\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"b\n\x15ReportAttachedRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x16ReportAttachedResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.Group\"\xc2\x01\n\x13RestoreGroupRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.GroupSpec\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0bworld_ranks\x18\x03 \x03(\x03\x12.\n\x06layers\x18\x04 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\x12\x14\n\x0c\x64\x65vice_uuids\x18\x05 \x03(\t\x12\x14\n\x0cwindow_ranks\x18\x06 \x03(\x03\"Q\n\x14RestoreGroupResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.Group\x12\x14\n\x0cwanted_ranks\x18\x02 \x03(\x03\"5\n\x11\x43loseGroupRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\")\n\x12\x43loseGroupResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x1f\n\x0fGetGroupRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"g\n\x10GetGroupResponse\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.Group\x12.\n\x06layers\x18\x02 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer2\x9b\x04\n\x0cGroupService\x12T\n\x0b\x43reateGroup\x12!.ep_runtime.v1.CreateGroupRequest\x1a\".ep_runtime.v1.CreateGroupResponse\x12]\n\x0e\x41\x63quireWindows\x12$.ep_runtime.v1.AcquireWindowsRequest\x1a%.ep_runtime.v1.AcquireWindowsResponse\x12]\n\x0eReportAttached\x12$.ep_runtime.v1.ReportAttachedRequest\x1a%.ep_runtime.v1.ReportAttachedResponse\x12W\n\x0cRestoreGroup\x12\".ep_runtime.v1.RestoreGroupRequest\x1a#.ep_runtime.v1.RestoreGroupResponse\x12Q\n\nCloseGroup\x12 .ep_runtime.v1.CloseGroupRequest\x1a!.ep_runtime.v1.CloseGroupResponse\x12K\n\x08GetGroup\x12\x1e.ep_runtime.v1.GetGroupRequest\x1a\x1f.ep_runtime.v1.GetGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,17 +46,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTATTACHEDRESPONSE']._serialized_start=696
   _globals['_REPORTATTACHEDRESPONSE']._serialized_end=757
   _globals['_RESTOREGROUPREQUEST']._serialized_start=760
-  _globals['_RESTOREGROUPREQUEST']._serialized_end=932
-  _globals['_RESTOREGROUPRESPONSE']._serialized_start=934
-  _globals['_RESTOREGROUPRESPONSE']._serialized_end=1015
-  _globals['_CLOSEGROUPREQUEST']._serialized_start=1017
-  _globals['_CLOSEGROUPREQUEST']._serialized_end=1070
-  _globals['_CLOSEGROUPRESPONSE']._serialized_start=1072
-  _globals['_CLOSEGROUPRESPONSE']._serialized_end=1113
-  _globals['_GETGROUPREQUEST']._serialized_start=1115
-  _globals['_GETGROUPREQUEST']._serialized_end=1146
-  _globals['_GETGROUPRESPONSE']._serialized_start=1148
-  _globals['_GETGROUPRESPONSE']._serialized_end=1251
-  _globals['_GROUPSERVICE']._serialized_start=1254
-  _globals['_GROUPSERVICE']._serialized_end=1793
+  _globals['_RESTOREGROUPREQUEST']._serialized_end=954
+  _globals['_RESTOREGROUPRESPONSE']._serialized_start=956
+  _globals['_RESTOREGROUPRESPONSE']._serialized_end=1037
+  _globals['_CLOSEGROUPREQUEST']._serialized_start=1039
+  _globals['_CLOSEGROUPREQUEST']._serialized_end=1092
+  _globals['_CLOSEGROUPRESPONSE']._serialized_start=1094
+  _globals['_CLOSEGROUPRESPONSE']._serialized_end=1135
+  _globals['_GETGROUPREQUEST']._serialized_start=1137
+  _globals['_GETGROUPREQUEST']._serialized_end=1168
+  _globals['_GETGROUPRESPONSE']._serialized_start=1170
+  _globals['_GETGROUPRESPONSE']._serialized_end=1273
+  _globals['_GROUPSERVICE']._serialized_start=1276
+  _globals['_GROUPSERVICE']._serialized_end=1815
 # @@protoc_insertion_point(module_scope)

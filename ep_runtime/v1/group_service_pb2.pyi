@@ -71,18 +71,20 @@ class ReportAttachedResponse(_message.Message):
     def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ...) -> None: ...
 
 class RestoreGroupRequest(_message.Message):
-    __slots__ = ("spec", "generation", "world_ranks", "layers", "device_uuids")
+    __slots__ = ("spec", "generation", "world_ranks", "layers", "device_uuids", "window_ranks")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_UUIDS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_RANKS_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.GroupSpec
     generation: int
     world_ranks: _containers.RepeatedScalarFieldContainer[int]
     layers: _containers.RepeatedCompositeFieldContainer[_types_pb2.RegisteredLayer]
     device_uuids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., generation: _Optional[int] = ..., world_ranks: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ..., device_uuids: _Optional[_Iterable[str]] = ...) -> None: ...
+    window_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., generation: _Optional[int] = ..., world_ranks: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ..., device_uuids: _Optional[_Iterable[str]] = ..., window_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RestoreGroupResponse(_message.Message):
     __slots__ = ("group", "wanted_ranks")

@@ -108,7 +108,7 @@ class GroupServiceServicer(object):
         no such group                 FAILED_PRECONDITION StaleHandleError: create it
         another generation            FAILED_PRECONDITION StaleHandleError: create it again
         not a member                  PERMISSION_DENIED   claim a rank first
-        rank out of range             INVALID_ARGUMENT    a bug of the caller
+        rank not of this node         INVALID_ARGUMENT    a bug of the caller
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,11 +13,11 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     StaleHandleError,
 )
+from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.group_fsm import Event, State
 from ep_runtime_server.groups import Group, wait_until
 from ep_runtime_server.sessions import Session
 from ep_runtime_server.tickets import TicketBook
-from ep_runtime_server.windows import Buffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,8 @@ def acquire(
     generation: int,
     world_ranks: tuple[int, ...],
 ) -> tuple[str, list[Buffer]]:
-    """A ticket, and what it stands for: the board, then the windows of those ranks (all if none).
+    """A ticket, and what it stands for: the board, then the windows of those ranks, which are on
+    this node (every one here if none).
 
     Raises:
         StaleHandleError, PermissionDeniedError: see Group.member.
@@ -55,12 +56,13 @@ def acquire(
             f"group {group.owner.name!r} is not formed; finish CreateGroup first",
             group=group.owner.name,
         )
-    wanted = (-1, *(world_ranks or range(group.spec.world_size)))
     by_rank = {buffer.world_rank: buffer for buffer in group.windows.buffers}
+    here = [rank for rank in by_rank if rank >= 0]
+    wanted = (-1, *(world_ranks or here))
     for rank in wanted[1:]:
-        if rank < 0 or rank not in by_rank:
+        if rank not in here:
             raise InvalidArgumentError(
-                f"world_ranks must be in 0..{group.spec.world_size - 1}, got {rank}",
+                f"world_ranks must be of {here}, whose windows are on this node, got {rank}",
                 argument="world_ranks",
             )
     return tickets.give(session, group, wanted), [by_rank[rank] for rank in wanted]

@@ -18,6 +18,7 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.group_fsm import Event, State
+from ep_runtime_server.group_memory import get_windows
 from ep_runtime_server.groups import Group, wait_until
 from ep_runtime_server.sessions import Session, SessionState
 from ep_runtime_server.windows import Owner, WindowPool
@@ -212,11 +213,11 @@ class Groups:
         """Gets the memory of a fully claimed group; at most one runs per group."""
         try:
             while True:
-                generation = group.generation
-                await self._get_windows(group)
+                wanted = group.generation, group.epoch
+                await get_windows(group, self._pool, self._events)
                 if group.state is State.CLOSED or group.missing_ranks:
                     break
-                if group.generation == generation:
+                if (group.generation, group.epoch) == wanted:
                     group.formed = True
                     self._log("group.formed", group, "every rank is claimed, the memory is there")
                     break
@@ -233,22 +234,6 @@ class Groups:
                 elif group.state is State.RETAINED:
                     self._pool.retain(group.windows)
             group.notify()
-
-    async def _get_windows(self, group: Group) -> None:
-        if not group.has_windows:
-            return
-        windows = group.windows
-        usable = windows is not None and windows.lies_on(group.uuids)
-        if windows is not None and usable and not windows.holders and not windows.wanted_ranks:
-            await self._pool.format_again(windows, group.generation)
-            group.reattached = True
-            return
-        if windows is not None:  # somebody who claims no rank may still write to it
-            self._pool.release(windows)
-            group.windows = None
-        group.windows = await self._pool.allocate(
-            group.owner, group.spec, group.generation, group.uuids
-        )
 
     # Ends
 
@@ -270,6 +255,11 @@ class Groups:
         why = f"ranks {missing} did not come back after the daemon started again"
         group.advance(Event.MEMBER_LOST, why)
         self._log("group.broken", group, why)
+
+    def lost_elsewhere(self, group: Group, why: str) -> None:
+        """Processes of other nodes are gone, which `group.lost` names."""
+        group.poison(PoisonReason.PEER_LOST, group.lost_ranks[0])
+        group.advance(Event.MEMBER_LOST, why)
 
     def leave(self, session: Session, group: Group) -> int:
         """The process unmapped the group in good order; bytes on their way back."""

@@ -76,6 +76,12 @@ def _check_ranks(ranks: tuple[int, ...], spec: GroupSpec) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
+def _check_windows(request: pb.RestoreGroupRequest, spec: GroupSpec) -> tuple[int, ...]:
+    """World ranks, ascending, whose windows the caller holds; none: all."""
+    ranks = tuple(request.window_ranks)
+    return _check_ranks(ranks, spec) if ranks else ()
+
+
 def _check_uuids(
     request: pb.CreateGroupRequest | pb.RestoreGroupRequest, spec: GroupSpec
 ) -> tuple[str, ...]:
@@ -104,6 +110,11 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         self._runtime.check_serving()
         spec = wire.group_spec_from_proto(request.spec)
         check_spec(spec)
+        if spec.node_size:
+            raise InvalidArgumentError(
+                f"node_size follows from where the ranks are; leave it 0, got {spec.node_size}",
+                argument="node_size",
+            )
         ranks = _check_ranks(tuple(request.world_ranks), spec)
         uuids = _check_uuids(request, spec)
         wait_s = _wait_s(request)
@@ -158,6 +169,7 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
             ranks=ranks,
             layers=tuple(wire.registered_from_proto(layer) for layer in request.layers),
             uuids=_check_uuids(request, spec),
+            windows=_check_windows(request, spec),
         )
         group, wanted = self._runtime.rejoin.restore_group(current_session(), claim)
         return pb.RestoreGroupResponse(

@@ -7,6 +7,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable
 
+from ep_runtime import layout
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
     EpRuntimeError,
@@ -14,7 +15,7 @@ from ep_runtime.errors import (
     PermissionDeniedError,
     StaleHandleError,
 )
-from ep_runtime.specs import GroupSpec
+from ep_runtime.specs import NODE_TRANSPORTS, GroupSpec
 from ep_runtime.v1 import session_service_pb2, types_pb2
 from ep_runtime_server.group_fsm import Event, State, next_state
 from ep_runtime_server.layers import LayerTable
@@ -49,6 +50,9 @@ class Group:
 
     Attributes:
         group_id: its name in the journal; never used again.
+        spec: what its creators ask for.
+        node_size: ranks that share windows since the memory of this generation is there; 0: all of
+            an EP group.
         on_change: called after every change.
         restoring: made of what processes say of it, because the daemon lost its journal.
     """
@@ -59,6 +63,7 @@ class Group:
         self.restoring = False
         self.owner = owner
         self.spec = spec
+        self.node_size = 0
         self.generation = generation
         self.state = State.FORMING
         self.layers = LayerTable(spec)
@@ -93,6 +98,27 @@ class Group:
     @property
     def has_windows(self) -> bool:
         return self.spec.transport != "xla"
+
+    @property
+    def resolved(self) -> GroupSpec:
+        """The spec that its memory and its programs have."""
+        return dataclasses.replace(self.spec, node_size=self.node_size)
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """World ranks that no other node has."""
+        return [rank for rank in range(self.spec.world_size) if rank not in self.remote]
+
+    @property
+    def node_size_of_view(self) -> int:
+        """What `node_size` is to be with every rank claimed; the same on every node."""
+        remote, spec = self.remote, self.spec
+        if not remote or spec.transport not in NODE_TRANSPORTS:
+            return 0
+        nodes = [remote[r].node if r in remote else "" for r in range(spec.world_size)]
+        size = layout.node_size(nodes, spec.ep_size)
+        # Verdicts go to every slab of the group, so they cannot stay in windows.
+        return 0 if size == spec.ep_size and spec.on_overflow != "error" else size
 
     @property
     def claims(self) -> dict[int, Member]:

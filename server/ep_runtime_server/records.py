@@ -8,10 +8,11 @@ from typing import Any
 
 from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
 from ep_runtime.wire import RegisteredLayer
+from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group, Member, RemoteMember
 from ep_runtime_server.sessions import LIVE, Session, SessionState
-from ep_runtime_server.windows import Buffer, Owner, WindowSet, WindowState
+from ep_runtime_server.windows import Owner, WindowSet, WindowState
 
 
 def of_session(session: Session) -> dict[str, Any] | None:
@@ -103,6 +104,7 @@ def of_group(group: Group) -> dict[str, Any] | None:
     return {
         "owner": _of_owner(group.owner),
         "spec": _of_spec(group.spec),
+        "node_size": group.node_size,
         "generation": group.generation,
         "state": group.state.value,
         "formed": group.formed,
@@ -143,6 +145,7 @@ def to_group(
     group.left = set(value["left"])
     group.remote = {rank: RemoteMember(*rest) for rank, *rest in value.get("remote", ())}
     group.spans = value.get("spans", False)
+    group.node_size = value.get("node_size", 0)
     group.committed, group.epoch = bool(group.remote), value.get("epoch", 0)
     group.windows = sets[value["windows"]] if value["windows"] is not None else None
     for name in ("formed", "reattached", "retained_until_s", "created_s", "created_wall_s"):

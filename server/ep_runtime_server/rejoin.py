@@ -13,13 +13,14 @@ from ep_runtime.board import PoisonReason
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import RegisteredLayer
+from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.devices import Allocation
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import Event, State
 from ep_runtime_server.groups import Group
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.sessions import Session
-from ep_runtime_server.windows import Buffer, Owner, WindowPool, WindowSet, WindowState
+from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
 
 MAX_GENERATION = 1 << 62  # a client's word must not use the counter up
 
@@ -33,6 +34,7 @@ class Claim:
     ranks: tuple[int, ...]
     layers: tuple[RegisteredLayer, ...]
     uuids: tuple[str, ...] = ()  # of the ranks' GPUs
+    windows: tuple[int, ...] = ()  # world ranks whose windows it holds; all where empty
 
 
 class Rejoin:
@@ -97,7 +99,7 @@ class Rejoin:
                 f"no group {claim.spec.name!r} in job {session.job!r}; create it again",
                 group=claim.spec.name,
             )
-        difference = group.spec.difference(claim.spec)
+        difference = group.resolved.difference(claim.spec)
         if difference is not None:
             field, theirs, ours = difference
             raise SpecMismatchError(
@@ -113,10 +115,13 @@ class Rejoin:
     def _make(self, session: Session, claim: Claim) -> Group:
         """A group that we know from its processes alone; it is READY once all of it is back."""
         owner = Owner(session.uid, session.job, claim.spec.name)
-        group = Group(owner, claim.spec, claim.generation)
+        asked = dataclasses.replace(claim.spec, node_size=0)
+        group = Group(owner, asked, claim.generation)
+        group.node_size = claim.spec.node_size
         group.restoring = group.formed = group.reattached = True
         if group.has_windows:
-            group.windows = self._pool.expect(owner, claim.spec, claim.generation)
+            held = claim.windows or range(claim.spec.world_size)
+            group.windows = self._pool.expect(owner, claim.spec, claim.generation, held)
         self._groups.begin(group)
         return group
 
@@ -163,7 +168,7 @@ class Rejoin:
         unknown = sorted(set(fds) - set(by_rank))
         if unknown:
             raise InvalidArgumentError(
-                f"world_rank must be in -1..{len(by_rank) - 2}, got {unknown[0]}",
+                f"world_rank must be of {sorted(by_rank)}, got {unknown[0]}",
                 argument="world_rank",
             )
         for device in {buffer.device for buffer in windows.buffers}:

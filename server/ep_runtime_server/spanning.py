@@ -1,8 +1,8 @@
 """This node's part in groups that form across nodes: joins, installs the view, tells of ends.
 
-A group whose windows are memory of one host never spans: only those of transport "xla" do. While a
-group lacks ranks on this node, one task per group joins it at the coordinator; where every rank is
-claimed here meanwhile, that task ends and nobody else hears of the group.
+While a group lacks ranks on this node, one task per group joins it at the coordinator; where every
+rank is claimed here meanwhile, that task ends and nobody else hears of the group. Each node has the
+windows of its own ranks; device memory that GPUs of several nodes reach is not served.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 
 from ep_runtime.errors import (
     EpRuntimeError,
+    InvalidArgumentError,
     PermissionDeniedError,
     PoolExhaustedError,
     RuntimeUnavailableError,
     StaleHandleError,
 )
+from ep_runtime.specs import NODE_TRANSPORTS
 from ep_runtime_server import config
 from ep_runtime_server.assembly import GroupView, NodeClaim, Outcome
 from ep_runtime_server.coordination import Coordination
@@ -36,6 +38,17 @@ Teller = Callable[[str, Owner, int, list[int], list[int]], Awaitable[None]]
 # Ends of an attempt after which a group still wants to form; the next one may be better.
 _TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
 
+_SPANNING = (*NODE_TRANSPORTS, "xla")
+
+
+def _cannot_span(group: Group, view: GroupView) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"transport={group.spec.transport!r} moves rows between GPUs of one node, and the ranks of "
+        f"group {group.owner.name!r} are on the nodes {sorted(view.nodes)}; choose "
+        'transport="nccl" or transport="xla"',
+        argument="transport",
+    )
+
 
 def _claims(group: Group) -> tuple[NodeClaim, ...]:
     return tuple(
@@ -50,7 +63,6 @@ def _wants_others(group: Group) -> bool:
     return (
         group.state is State.FORMING
         and bool(group.members)
-        and not group.has_windows
         and not group.restoring
         and (open_view or bool(group.missing_ranks))
     )
@@ -160,7 +172,15 @@ class Spanning:
     async def _attempt(
         self, group: Group, generation: int, claims: tuple[NodeClaim, ...], view: GroupView
     ) -> None:
-        """Installs the view, reports, and does what the coordinator decides."""
+        """Installs the view, reports, and does what the coordinator decides.
+
+        Raises:
+            InvalidArgumentError: the group's transport serves one node alone.
+        """
+        if group.spec.transport not in _SPANNING:
+            error = _cannot_span(group, view)
+            await self._coordination.report(group.owner, view.epoch, str(error))
+            raise error
         if not self._install(group, view):
             await self._coordination.report(group.owner, view.epoch, "its claims changed")
             return
@@ -174,7 +194,7 @@ class Spanning:
             group.committed = True
             group.advance(Event.ALL_ATTACHED)
             if group.lost:  # who had heard of it told us before
-                group.advance(Event.MEMBER_LOST, "a process of another node is gone")
+                self._groups.lost_elsewhere(group, "a process of another node is gone")
         elif group.epoch == view.epoch and not group.committed:
             self._log("cluster.attempt_over", group, reason or "given up here")
             if group.state is State.FORMING:
@@ -316,7 +336,8 @@ class Spanning:
         group.lost.update({rank: group.remote[rank] for rank in fresh})
         group.left.update(gone)
         if fresh and group.state in (State.READY, State.BROKEN):
-            group.advance(Event.MEMBER_LOST, f"processes of node {node} are gone: ranks {fresh}")
+            why = f"processes of node {node} are gone: ranks {fresh}"
+            self._groups.lost_elsewhere(group, why)
             self._log("group.broken", group, f"node {node!r} lost the processes of ranks {fresh}")
         else:
             group.notify()

@@ -43,15 +43,15 @@ def descriptor(world_rank: int, size_bytes: int, generation: int) -> types_pb2.W
 
 
 def group(group: Group, clock: Clock) -> types_pb2.Group:
-    claims = group.claims
+    claims, spec = group.claims, group.resolved
     message = types_pb2.Group(
-        spec=wire.group_spec_to_proto(group.spec),
+        spec=wire.group_spec_to_proto(spec),
         job=group.owner.job,
         uid=group.owner.uid,
         generation=group.generation,
         state=f"GROUP_STATE_{group.state.value}",
-        window_bytes=board.window_bytes(group.spec) if group.has_windows else 0,
-        board_bytes=board.board_bytes(group.spec) if group.has_windows else 0,
+        window_bytes=board.window_bytes(spec) if group.has_windows else 0,
+        board_bytes=board.board_bytes(spec) if group.has_windows else 0,
         create_time=timestamp(group.created_wall_s),
         epoch=group.epoch,
         attempt=group.attempt,

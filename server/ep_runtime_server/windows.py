@@ -1,9 +1,9 @@
 """Window memory: who holds how much, who may still touch it, and when it may be freed.
 
-A `WindowSet` is the memory of one group: a board and one window per world rank. Its holders are
-the sessions that fetched descriptors. Memory is freed only when no holder is left, and a holder
-leaves only by saying that it unmapped or by its pidfd proving that its process is gone: LEASED ->
-RETAINED -> LEASED ..., LEASED -> QUARANTINED -> freed.
+A `WindowSet` is the memory of one group: a board and one window per world rank of this node. Its
+holders are the sessions that fetched descriptors. Memory is freed only when no holder is left, and
+a holder leaves only by saying that it unmapped or by its pidfd proving that its process is gone:
+LEASED -> RETAINED -> LEASED ..., LEASED -> QUARANTINED -> freed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ep_runtime import board
 from ep_runtime.errors import EpRuntimeError, PoolExhaustedError
 from ep_runtime.specs import GroupSpec
+from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.devices import Allocation, Device
@@ -45,27 +46,6 @@ class Owner:
 
     def __str__(self) -> str:
         return f"{self.name} (uid {self.uid}, job {self.job})"
-
-
-@dataclasses.dataclass
-class Buffer:
-    """One allocation; world_rank -1 is the board.
-
-    After a restart `allocation` is None until a descriptor of it came back; `identity` is None
-    too where nobody remembers it.
-    """
-
-    buffer_id: str
-    device: str
-    world_rank: int
-    size_bytes: int
-    identity: tuple[int, int] | None = None
-    allocation: Allocation | None = None
-
-    @property
-    def counted(self) -> bool:
-        """Whether it counts against the limit; what a process merely says of memory does not."""
-        return self.allocation is not None or self.identity is not None
 
 
 def _label(owner: Owner, generation: int, world_rank: int) -> str:
@@ -101,6 +81,11 @@ class WindowSet:
     def wanted_ranks(self) -> list[int]:
         """World ranks, -1 for the board, of which no descriptor came back yet."""
         return [buffer.world_rank for buffer in self.buffers if buffer.allocation is None]
+
+    def serves(self, spec: GroupSpec, ranks: Sequence[int]) -> bool:
+        """Whether it is the memory of those world ranks under that spec."""
+        ours = [buffer.world_rank for buffer in self.buffers if buffer.world_rank >= 0]
+        return self.spec == spec and ours == list(ranks)
 
     def lies_on(self, uuids: Mapping[int, str]) -> bool:
         """Whether every window is on the GPU that its rank has now."""
@@ -232,12 +217,14 @@ class WindowPool:
         spec: GroupSpec,
         generation: int,
         uuids: Mapping[int, str] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> WindowSet:
         """A new set, its board formatted; windows on the host are zeroed.
 
         Args:
             owner, spec, generation: of the group.
             uuids: the GPU of each world rank; None for windows on the host.
+            ranks: world ranks, ascending, that get a window; None for all.
 
         Raises:
             PoolExhaustedError: over a limit, also after memory being freed came back.
@@ -245,7 +232,7 @@ class WindowPool:
             RuntimeUnavailableError: there is no CUDA driver here.
         """
         loop = asyncio.get_running_loop()
-        parts = await loop.run_in_executor(self._admit, self._parts, spec, uuids or {})
+        parts = await loop.run_in_executor(self._admit, self._parts, spec, uuids or {}, ranks)
         on = dict.fromkeys(device for _, device, _ in parts)
         demand = {device: sum(size for _, d, size in parts if d is device) for device in on}
         while (full := self._first_full(demand)) is not None:
@@ -270,25 +257,29 @@ class WindowPool:
         self._sets.append(windows)
         self.on_change(windows)
 
-    def expect(self, owner: Owner, spec: GroupSpec, generation: int) -> WindowSet:
+    def expect(
+        self, owner: Owner, spec: GroupSpec, generation: int, ranks: Sequence[int]
+    ) -> WindowSet:
         """A set of a daemon before us, known from its processes; its descriptors follow.
 
         Windows count as the host's until `assume` says more.
         """
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
-        for rank, device, size_bytes in self._parts(spec, {}):
+        for rank, device, size_bytes in self._parts(spec, {}, ranks):
             windows.buffers.append(
                 Buffer(_label(owner, generation, rank), device.name, rank, size_bytes)
             )
         self.add(windows)
         return windows
 
-    def _parts(self, spec: GroupSpec, uuids: Mapping[int, str]) -> list[tuple[int, Device, int]]:
+    def _parts(
+        self, spec: GroupSpec, uuids: Mapping[int, str], ranks: Sequence[int] | None
+    ) -> list[tuple[int, Device, int]]:
         """(world rank, device, bytes); the board, -1, first."""
         window_bytes = board.window_bytes(spec)
         return [(-1, self._host, board.board_bytes(spec))] + [
             (rank, self.device(uuids.get(rank, self._host.name)), window_bytes)
-            for rank in range(spec.world_size)
+            for rank in (range(spec.world_size) if ranks is None else ranks)
         ]
 
     def check_room(self, device: str, asked: int) -> None:

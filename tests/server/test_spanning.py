@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cluster_places import place
 from harness import FakeClock, Watcher, eventually
-from raw_client import WAIT_S, make_spec
+from raw_client import WAIT_S
 from spanning import TOLD_S, all_ready, group_of, members, spec_of, state
 from test_cluster import cluster_of, coordinates, identity, joined, joins
 
@@ -57,18 +57,6 @@ def test_a_group_of_one_node_needs_no_coordinator(nodes, pool):
     first, second = b.client(), b.client()
     groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
     assert {(group.epoch, group.state) for group in groups} == {(0, 2)}
-
-
-def test_windows_do_not_span_nodes(nodes, pool):
-    a, b = nodes
-    futures = [
-        pool.submit(client.create, make_spec(ranks=2), ranks=[rank], wait_s=0.5)
-        for rank, client in enumerate((a.client(), b.client()))
-    ]
-    for rank, future in enumerate(futures):
-        with pytest.raises(errors.GroupNotReadyError) as caught:
-            future.result(WAIT_S)
-        assert caught.value.fields["missing_ranks"] == [1 - rank]
 
 
 def test_ranks_that_no_node_has_are_named_at_the_deadline(nodes, pool):

@@ -1,0 +1,68 @@
+"""The memory that a forming group gets: windows kept from before where they fit, else new ones."""
+
+from __future__ import annotations
+
+from ep_runtime.errors import StaleHandleError
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.groups import Group
+from ep_runtime_server.windows import WindowPool
+
+
+async def get_windows(group: Group, pool: WindowPool, events: EventLog) -> None:
+    """Gives the group, whose ranks are all claimed, its windows; nothing where it needs none.
+
+    Raises:
+        StaleHandleError: its processes have mapped windows that do not fit the view any more.
+        PoolExhaustedError, InvalidArgumentError, RuntimeUnavailableError: as WindowPool.allocate.
+    """
+    if not group.has_windows:
+        return
+    windows, ranks = group.windows, group.local_ranks
+    node_size, before = group.node_size_of_view, group.node_size
+    if group.formed and node_size != before:
+        raise _other_nodes(group)
+    group.node_size = node_size
+    if windows is not None and windows.serves(group.resolved, ranks):
+        if windows.generation == group.generation:  # of a view before, given up meanwhile
+            return
+        usable = windows.lies_on(group.uuids) and not windows.wanted_ranks
+        if usable and not windows.holders:
+            await pool.format_again(windows, group.generation)
+            group.reattached = True
+            return
+    elif group.formed:
+        raise _other_nodes(group)
+    if windows is not None:  # somebody who claims no rank may still write to it
+        _say_anew(group, before, events)
+        pool.release(windows)
+        group.windows = None
+    group.reattached = False
+    group.windows = await pool.allocate(
+        group.owner, group.resolved, group.generation, group.uuids, ranks
+    )
+
+
+def _other_nodes(group: Group) -> StaleHandleError:
+    return StaleHandleError(
+        f"group {group.owner.name!r} formed again with ranks on other nodes than its processes "
+        "have mapped; create it again",
+        group=group.owner.name,
+    )
+
+
+def _say_anew(group: Group, before: int, events: EventLog) -> None:
+    assert group.windows is not None
+    fits = group.windows.serves(group.resolved, group.local_ranks)
+    why = (
+        "processes of before may still write to it, or it lies elsewhere"
+        if fits
+        else f"it is of other ranks, or of {before or 'all'} ranks that share windows, now "
+        f"{group.node_size or 'all'}"
+    )
+    events.add(
+        "windows.replaced",
+        f"group {group.owner}: new memory for ranks {group.local_ranks}: {why}",
+        group=group.owner.name,
+        generation=group.generation,
+        node_size=group.node_size,
+    )
