@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.bench import moe, moe_client, moe_stock, moe_trace
 from ep_runtime_client.bench.device_bench import AXIS, ROWS
@@ -109,6 +110,7 @@ def test_a_process_measures_both_variants_and_their_kernels(
         assert step.enqueued_s == 1.0 / moe_client.ENQUEUED
         assert step.planned_bytes > 0
     assert measured.window_bytes > 0
+    assert measured.dropped == 0
     parts = {each.part for each in measured.kernels}
     assert {"forward prepare", "forward dispatch", "backward dispatch/dispatch_bwd"} <= parts
     assert any(part.startswith("backward experts") for part in parts)
@@ -133,6 +135,30 @@ def test_ours_is_measured_before_what_it_is_compared_with() -> None:
         (subject, name) for subject in ("nvlink", PADDED, DROPLESS) for name in CASES
     ]
     assert Order.from_dict(dataclasses.asdict(found[0])) == found[0]
+
+
+def test_each_capacity_is_a_subject_of_its_own() -> None:
+    options = dataclasses.replace(ON_GPUS, capacity=(0.0, 1.25), cases=("mixtral-like",))
+    found = moe.orders(options, "address")
+    assert [each.label for each in found] == ["nvlink", "nvlink 1.25x", PADDED, DROPLESS]
+    with pytest.raises(InvalidArgumentError, match=r"--capacity must be .* got \(-1\.0,\)"):
+        dataclasses.replace(ON_GPUS, capacity=(-1.0,)).checked()
+
+
+def test_what_finds_no_row_is_counted() -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), (AXIS,))
+    case = dataclasses.replace(CASE, tokens=256)
+    order = dataclasses.replace(order_of("xla"), case=case, capacity_factor=1.0)
+    with ep.connect("none") as session:
+        group = moe_client._create_group(order, mesh, session)
+        layer = group.register_layer("layer", top_k=CASE.top_k)
+        _, router, wi, wo = moe_client.make_operands(order, mesh)
+        x = jnp.ones((RANKS * case.tokens, case.hidden))
+        to_one_rank = jnp.zeros_like(router).at[:, :2].set([2.0, 1.0])
+        dropped = moe_client._run(layer, x, to_one_rank, wi, wo)[2].dropped
+    # Its even share is all that a rank has room for.
+    assert group.capacity_per_rank == case.tokens * case.top_k
+    assert dropped == (RANKS - 1) * case.tokens * case.top_k
 
 
 def test_rows_compare_with_stock_in_time_and_memory() -> None:

@@ -31,6 +31,10 @@ from ep_runtime_client.cli import gpus, render
 GPU_EXPERTS = 256
 
 
+def _factors(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -73,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.mesh,
         metavar="AXIS=N,...",
         help='mesh of `compile`, such as dp=2,fsdp=2,ep=2; default "ep" over all devices',
+    )
+    parser.add_argument(
+        "--capacity",
+        type=_factors,
+        default=default.capacity,
+        metavar="F,F",
+        help="room of a rank's slab in `moe`, in even shares of all slots, such as 0,1.25; 0, the "
+        "default, is room for any routing",
     )
     _add_gpu_arguments(parser)
     _add_numbers(parser)
@@ -171,6 +183,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         board=args.board,
         also=args.also,
         cases=args.cases,
+        capacity=args.capacity,
         top_k=args.top_k,
         num_experts=experts,
         repeats=args.repeats,

@@ -3,8 +3,9 @@
 A step is the sum of squares of the layer's result and its gradient in tokens, router and experts,
 in one process with all devices. "step" is one jitted step that the host waits for; "enqueued" one
 of many launched one after another, divided by their number. "stock padded" drops tokens past 1.25
-times an expert's even share, "stock dropless" and ours drop none. Memory is the peak of the fullest
-device with our windows; every subject and case is measured in a fresh process.
+times an expert's even share, "stock dropless" drops none. Ours has room for any routing, or with a
+capacity factor that much of a rank's even share, and DROPPED tells what found no row. Memory is the
+peak of the fullest device with our windows; every subject and case is measured in a fresh process.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ COLUMNS = (
     Column("times_as_fast_as_dropless", "X DROPLESS", "count"),
     Column("memory_bytes", "MEMORY", "bytes"),
     Column("memory_to_padded", "X PADDED", "count"),
+    Column("dropped", "DROPPED", "count"),
     Column("window_bytes", "WINDOWS", "bytes", wide=True),
     Column("planned_bytes", "PLANNED", "bytes", wide=True),
 )
@@ -96,18 +98,21 @@ def run(options: BenchOptions) -> list[BenchReport]:
 def orders(options: BenchOptions, address: str) -> list[Order]:
     """What is measured, in that order."""
     known = CASES if options.on_gpus else CPU_CASES
-    subjects: list[str] = [*options.transports]
+    subjects: list[tuple[str, float]] = [
+        (name, factor) for name in options.transports for factor in options.capacity
+    ]
     if options.stock:
-        subjects += [PADDED, DROPLESS] if options.on_gpus else [PADDED]
+        stock = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
+        subjects += [(name, 0.0) for name in stock]
     found = []
-    for subject in subjects:
+    for subject, factor in subjects:
         for name in options.cases:
             case = known[name]
             if options.tokens_per_rank:
                 case = dataclasses.replace(case, tokens=options.tokens_per_rank)
             platform = "gpu" if options.on_gpus else "cpu"
             how = (options.devices, platform, options.dtype, options.repeats, address)
-            found.append(Order(subject, name, case, *how))
+            found.append(Order(subject, name, case, *how, capacity_factor=factor))
     return found
 
 
@@ -134,9 +139,9 @@ def _measure(wanted: list[Order]) -> Iterator[tuple[tuple[str, str], Measured]]:
             client.go()
             found = client.result()
             if found is not None:
-                yield (order.name, order.subject), found
+                yield (order.name, order.label), found
             elif not order.is_stock:
-                raise RuntimeError(f"{order.name}: {order.subject} failed, see above")
+                raise RuntimeError(f"{order.name}: {order.label} failed, see above")
 
 
 class _Client:
@@ -193,7 +198,7 @@ class _Client:
             return Measured.from_dict(json.loads(out))
         order = self._order
         code = self._process.returncode
-        render.err(f"{order.name}: {order.subject}: no figures, it ended with exit code {code}")
+        render.err(f"{order.name}: {order.label}: no figures, it ended with exit code {code}")
         return None
 
 
@@ -222,6 +227,7 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
                 "tflops": round(flops / step.enqueued_s / 1e12, 1),
                 **_ratios(step, memory, beside),
                 "memory_bytes": memory,
+                "dropped": measured.dropped,
                 "window_bytes": measured.window_bytes,
                 "planned_bytes": step.planned_bytes,
             }

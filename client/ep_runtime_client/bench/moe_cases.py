@@ -66,6 +66,7 @@ class Order:
         dtype: of tokens and parameters.
         repeats: timed steps, fewer where they are slow.
         address: of the daemon.
+        capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
     """
 
     subject: str
@@ -76,6 +77,13 @@ class Order:
     dtype: str
     repeats: int
     address: str
+    capacity_factor: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """The subject and its capacity, where that is not the one for any routing."""
+        factor = self.capacity_factor
+        return f"{self.subject} {factor:g}x" if factor else self.subject
 
     @property
     def is_stock(self) -> bool:
@@ -131,13 +139,16 @@ class Measured:
         steps: of every variant.
         window_bytes: of staging per rank, which no allocator of XLA counts.
         kernels: where the time of the first variant went, longest first; nothing of stock JAX.
+        dropped: slots of a step that found no row, on all devices; None where nobody counts.
     """
 
     steps: Sequence[Step]
     window_bytes: int = 0
     kernels: Sequence[KernelTime] = ()
+    dropped: int | None = None
 
     @classmethod
     def from_dict(cls, said: Mapping[str, Any]) -> Measured:
         steps = [Step(**one) for one in said["steps"]]
-        return cls(steps, said["window_bytes"], [KernelTime(**one) for one in said["kernels"]])
+        kernels = [KernelTime(**one) for one in said["kernels"]]
+        return cls(steps, said["window_bytes"], kernels, said["dropped"])

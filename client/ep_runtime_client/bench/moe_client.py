@@ -8,6 +8,7 @@ on when it is told to, so that the next process can start meanwhile and disturbs
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -62,7 +63,8 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
         told(READY)
         group = None if session is None else _create_group(order, mesh, session)
         operands = make_operands(order, mesh)
-        losses = _losses(order, mesh, group)
+        layer = None if group is None else group.register_layer("layer", top_k=order.case.top_k)
+        losses = _losses(order, mesh, layer)
         with ThreadPoolExecutor(len(losses)) as pool:
             made = pool.map(lambda loss: _compiled(loss, operands), losses.values())
             programs = dict(zip(losses, made, strict=True))
@@ -71,10 +73,11 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
         steps = [_timed(name, each, operands, order, clock) for name, each in programs.items()]
         if group is None:
             return Measured(steps)
+        dropped = int(jax.jit(functools.partial(_run, layer))(*operands)[2].dropped)
         kernels = _kernels(programs[""], operands)
         group.check()  # a call that failed is over at once: its time would look good
         windows = 0 if order.subject == "xla" else estimate.staging_bytes(group.spec)
-        return Measured(steps, windows, kernels)
+        return Measured(steps, windows, kernels, dropped)
 
 
 def _kernels(program: Any, operands: Operands) -> list[KernelTime]:
@@ -120,17 +123,21 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
     return values
 
 
-def _losses(order: Order, mesh: Mesh, group: Group | None) -> dict[str, Loss]:
-    """Losses of the four operands by variant."""
-    if group is None:
+def _run(layer: Any, x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array) -> Any:
+    """Our layer's (y, aux, stats)."""
+    return ep.moe(layer, x, ep.MoEParams(router, wi, wo), return_stats=True)
+
+
+def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
+    """Losses of the four operands by variant; of stock JAX where there is no layer of ours."""
+    if layer is None:
         rows, whole = PartitionSpec(AXIS), PartitionSpec()
         settings: dict[str, Any] = {"in_specs": (rows, whole, rows, rows), "out_specs": rows}
         body = moe_stock.make_layer(order.subject, order.case)
         return {"": _loss(jax.shard_map(body, mesh=mesh, check_vma=False, **settings))}
-    layer = group.register_layer("layer", top_k=order.case.top_k)
 
-    def block(x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array) -> jax.Array:
-        y: jax.Array = ep.moe(layer, x, ep.MoEParams(router, wi, wo))[0]
+    def block(*operands: jax.Array) -> jax.Array:
+        y: jax.Array = _run(layer, *operands)[0]  # the stats are nobody's result: not computed
         return y
 
     # The smaller peak first: a process's peak never falls.
@@ -148,6 +155,7 @@ def _create_group(order: Order, mesh: Mesh, session: Session) -> Group:
         max_tokens_per_rank=case.tokens,
         max_top_k=case.top_k,
         max_token_dtype=order.dtype,
+        capacity_factor=order.capacity_factor or None,
         transport=transport,
     )
 

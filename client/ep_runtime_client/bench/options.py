@@ -61,6 +61,7 @@ class BenchOptions:
             second is timed with the first of `sms`.
         also: of ALSO, timed with the first of `sms` and `board` beside dispatch and combine.
         cases: that `moe` measures, names of its CASES.
+        capacity: capacity factors of our slabs that `moe` measures; 0 is room for any routing.
         top_k: K.
         num_experts: E.
         repeats: timed calls of each subject.
@@ -85,6 +86,7 @@ class BenchOptions:
     board: tuple[str, ...] = ("on",)
     also: tuple[str, ...] = ()
     cases: tuple[str, ...] = tuple(CASES)
+    capacity: tuple[float, ...] = (0.0,)
     top_k: int = 8
     num_experts: int = 64
     repeats: int = 15
@@ -163,6 +165,11 @@ class BenchOptions:
                 f"--devices must divide the experts of every case, got {self.devices} with "
                 f"{', '.join(f'{known[name].num_experts} of {name}' for name in odd)}",
                 argument="devices",
+            )
+        if not self.capacity or any(0 != factor < 1 for factor in self.capacity):
+            raise InvalidArgumentError(
+                f"--capacity must be 0 or factors of at least 1, got {self.capacity}",
+                argument="capacity",
             )
 
     @property
