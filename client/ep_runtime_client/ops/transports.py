@@ -11,6 +11,11 @@ from types import ModuleType
 
 from ep_runtime_client.ops.calls import Call
 
+# Between nodes, and of transport "xla" everywhere; `collectives.py` says what such a module has.
+_COLLECTIVES = {
+    "xla": "ep_runtime_client.ops.collectives",
+    "memfd": "ep_runtime_client.ops.collectives",
+}
 _MODULES = {
     "xla": "ep_runtime_client.ops.xla",
     "memfd": "ep_runtime_client.ops.memfd",
@@ -24,10 +29,23 @@ def per_device_ops(call: Call) -> ModuleType:
     Raises:
         NotImplementedError: this build has no such transport.
     """
+    return _module(call, _MODULES)
+
+
+def collectives(call: Call) -> ModuleType:
+    """The module by which ranks of the call's transport send each other what windows do not.
+
+    Raises:
+        NotImplementedError: this build has none.
+    """
+    return _module(call, _COLLECTIVES)
+
+
+def _module(call: Call, modules: dict[str, str]) -> ModuleType:
     transport = call.group.transport
-    if transport not in _MODULES:
+    if transport not in modules:
         raise NotImplementedError(
             f"transport {transport!r} of group {call.group.name!r} is not in this build, "
-            f"which has {sorted(_MODULES)}"
+            f"which has {sorted(modules)}"
         )
-    return importlib.import_module(_MODULES[transport])
+    return importlib.import_module(modules[transport])

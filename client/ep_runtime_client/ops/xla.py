@@ -19,9 +19,10 @@ from jax import lax
 
 from ep_runtime_client.ops import xla_plan
 from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.collectives import exchange
 from ep_runtime_client.ops.plan import PlanArrays
 from ep_runtime_client.ops.varying import like
-from ep_runtime_client.ops.xla_plan import exchange, exclusive_sum, rows_at
+from ep_runtime_client.ops.xla_plan import exclusive_sum, packed, rows_at
 
 prepare = xla_plan.prepare
 
@@ -45,15 +46,9 @@ class _Receiver(NamedTuple):
 
 
 def _source(call: Call, plan: PlanArrays) -> _Source:
-    ranks, tokens = call.group.ep_size, plan.dst_rank.shape[0]
-    peers = jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
+    peers = jnp.arange(call.group.ep_size, dtype=jnp.int32)[:, None, None]
     has = (plan.dst_rank == peers).any(-1)
-    place = exclusive_sum(has.astype(jnp.int32))
-    where = jnp.where(has, place, tokens)
-    numbers = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), has.shape)
-    blank = jnp.zeros((ranks, tokens), jnp.int32)
-    token = blank.at[jnp.arange(ranks)[:, None], where].set(numbers, mode="drop")
-    return _Source(has, place, token)
+    return _Source(has, *packed(has))
 
 
 def _receiver(call: Call, plan: PlanArrays) -> _Receiver:
@@ -100,21 +95,11 @@ def _rounded(product: jax.Array, plan: PlanArrays) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(product, bits) ^ zero, product.dtype)
 
 
-def _exchange_rows(call: Call, rows: jax.Array) -> jax.Array:
-    """`exchange` of [N, T, H]; narrow types travel as bits, or XLA:CPU would widen them."""
-    width = rows.dtype.itemsize
-    if width >= 4 or not jnp.issubdtype(rows.dtype, jnp.floating):
-        return exchange(call, rows)
-    bits = jnp.uint16 if width == 2 else jnp.uint8
-    moved = exchange(call, lax.bitcast_convert_type(rows, bits))
-    return lax.bitcast_convert_type(moved, rows.dtype)
-
-
-def _sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: Any) -> Any:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _round_to(values: jax.Array, dtype: Any) -> jax.Array:
+def round_to(values: jax.Array, dtype: Any) -> jax.Array:
     """A cast that XLA does not elide together with a later cast back."""
     if dtype == jnp.bfloat16:
         values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
@@ -124,7 +109,7 @@ def _round_to(values: jax.Array, dtype: Any) -> jax.Array:
 def _place_rows(call: Call, plan: PlanArrays, tokens: jax.Array) -> jax.Array:
     """tokens [T, H] -> slab [C, H]: each row a copy of its token, zero where none belongs."""
     source, receiver = _source(call, plan), _receiver(call, plan)
-    lanes = _exchange_rows(call, rows_at(tokens, source.token))
+    lanes = exchange(call, rows_at(tokens, source.token))
     rows = rows_at(lanes.reshape(-1, tokens.shape[1]), receiver.row_lane)
     return jnp.where(receiver.filled[:, None], rows, jnp.zeros((), tokens.dtype))
 
@@ -158,7 +143,7 @@ def _reduce_rows(
     call: Call, plan: PlanArrays, rows: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
     """Slab [C, H] -> tokens [T, H]: per rank in slot order, then over ranks in order."""
-    dtype, wide = rows.dtype, _sum_dtype(rows.dtype)
+    dtype, wide = rows.dtype, sum_dtype(rows.dtype)
     tokens, top_k = plan.dst_rank.shape
     staged = plan.recv_count[:, 0]
     places = jnp.arange(tokens, dtype=jnp.int32)
@@ -176,15 +161,15 @@ def _reduce_rows(
             value = _rounded(value * rows_at(weights, row)[:, None].astype(wide), plan)
         total = total + jnp.where((start + slot < end)[:, None], value, 0)
     if call.group.combine_precision == "fast":
-        total = _round_to(total, dtype)
+        total = round_to(total, dtype)
     lanes = total.reshape(call.group.ep_size, tokens, -1)
-    back = _exchange_rows(call, lanes)
+    back = exchange(call, lanes)
     source = _source(call, plan)
     result = jnp.zeros((tokens, rows.shape[1]), wide)
     for peer in range(call.group.ep_size):
         value = rows_at(back[peer], source.place[peer]).astype(wide)
         result = result + jnp.where(source.has[peer][:, None], value, 0)
-    return _round_to(result, dtype)
+    return round_to(result, dtype)
 
 
 def combine(
@@ -265,8 +250,8 @@ def combine_bwd(
         rows = _place_rows(call, plan, grad)
         if weights is None or expert_out is None:
             return rows, None
-        wide, filled = _sum_dtype(grad.dtype), _receiver(call, plan).filled
-        scaled = _round_to(rows.astype(wide) * weights[:, None].astype(wide), grad.dtype)
+        wide, filled = sum_dtype(grad.dtype), _receiver(call, plan).filled
+        scaled = round_to(rows.astype(wide) * weights[:, None].astype(wide), grad.dtype)
         d_expert_out = jnp.where(filled[:, None], scaled, jnp.zeros((), grad.dtype))
         products = _rounded(rows.astype(wide) * expert_out.astype(wide), plan)
         d_weights = jnp.where(filled, _halving_sum(products), 0).astype(jnp.float32)

@@ -6,32 +6,19 @@ plain Python. Everything here runs per device, inside manual axes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import overflow
+from ep_runtime_client.ops import collectives, overflow
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import PlanArrays
 from ep_runtime_client.ops.varying import like
 
-
-def ep_axes(call: Call) -> tuple[str, ...]:
-    """The ep axes that need a collective; an axis of size 1 needs none."""
-    sizes = call.group.axis_sizes
-    return tuple(axis for axis in call.group.ep_axis if sizes[axis] > 1)
-
-
-def exchange(call: Call, blocks: jax.Array) -> jax.Array:
-    """all_to_all over the EP group: block d of [N, ...] goes to rank d, block j comes from j."""
-    axes = ep_axes(call)
-    return lax.all_to_all(blocks, axes, 0, 0) if axes else blocks
-
-
-def ep_rank(call: Call) -> jax.Array:
-    """This device's rank in its EP group, int32 []."""
-    axes = ep_axes(call)
-    return lax.axis_index(axes) if axes else jnp.int32(0)
+Gather = Callable[[Call, jax.Array], jax.Array]
 
 
 def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
@@ -43,6 +30,22 @@ def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
     """array[index] along dim 0 where every index is in range: no wrap-around to compile."""
     rows: jax.Array = array.at[index].get(mode="promise_in_bounds")
     return rows
+
+
+def packed(has: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which tokens go to each of X places, [X, T] bool, lined up per place in token order.
+
+    Returns:
+        (position of each token there, meaningless where it does not go; token at each position,
+        any token past the last): int32 [X, T] both.
+    """
+    places, tokens = has.shape
+    position = exclusive_sum(has.astype(jnp.int32))
+    where = jnp.where(has, position, tokens)
+    numbers = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), has.shape)
+    blank = jnp.zeros((places, tokens), jnp.int32)
+    token = blank.at[jnp.arange(places)[:, None], where].set(numbers, mode="drop")
+    return position, token
 
 
 def _blocks(rows: jax.Array, alignment: int) -> jax.Array:
@@ -95,22 +98,36 @@ def _ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, ja
     return counts[:num_experts], jnp.zeros(slots, jnp.int32).at[order].set(in_order)
 
 
-def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
-    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
+class Routed(NamedTuple):
+    """What the counts of all ranks decide: the fields of PlanArrays of the same names."""
+
+    dst_rank: jax.Array
+    dst_row: jax.Array
+    kept: jax.Array
+    group_sizes: jax.Array
+    num_recv: jax.Array
+
+
+def route(
+    call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array, gather: Gather
+) -> Routed:
+    """topk_idx [T, K] int32 -> where each slot's row goes, on any transport.
+
+    `gather` is the transport's all_gather, as in `collectives.py`.
+    """
     group, alignment = call.group, call.layer.alignment
     num_experts, ranks, local = group.num_experts, group.ep_size, group.experts_per_rank
     flat = topk_idx.reshape(-1)
     used = (flat >= 0) & (flat < num_experts)
     expert = jnp.where(used, flat, num_experts)
     counts, position = _ranks_in_expert(expert, num_experts)
-    axes = ep_axes(call)
-    matrix = lax.all_gather(counts, axes) if axes else counts[None]
+    matrix = gather(call, counts)
     demand = matrix.sum(0, dtype=jnp.int32).reshape(ranks, local)
     kept = kept_rows(demand, call.capacity, alignment)
     zones = _up(kept, alignment)
     base = exclusive_sum(zones).reshape(-1)
 
-    me = ep_rank(call)
+    me = collectives.ep_rank(call)
     num_recv = rows_at(_up(demand, alignment), me).sum(dtype=jnp.int32)
     if group.on_overflow == "error":
         used = used & (overflow.passed(call, rank, index, num_recv) == 0)
@@ -120,22 +137,25 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     keep = used & (position < rows_at(kept.reshape(-1), safe))
     dst_rank = jnp.where(keep, _blocks(safe, local), -1).reshape(topk_idx.shape)
     dst_row = jnp.where(keep, rows_at(base, safe) + position, -1).reshape(topk_idx.shape)
-    peers = jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
-    arriving = exchange(call, jnp.where(dst_rank == peers, dst_row, -1))
-    return PlanArrays(
-        dst_rank,
-        dst_row,
-        *_receiver_side(arriving, call.capacity),
-        rows_at(kept, me),
-        rows_at(zones, me),
-        num_recv.reshape(1),
-    )
+    return Routed(dst_rank, dst_row, rows_at(kept, me), rows_at(zones, me), num_recv.reshape(1))
 
 
-def _receiver_side(
+def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
+    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
+    routed = route(call, rank, index, topk_idx, collectives.all_gather)
+    peers = jnp.arange(call.group.ep_size, dtype=jnp.int32)[:, None, None]
+    arriving = jnp.where(routed.dst_rank == peers, routed.dst_row, -1)
+    received = receiver_side(collectives.exchange(call, arriving), call.capacity)
+    return PlanArrays(routed.dst_rank, routed.dst_row, *received, *routed[2:])
+
+
+def receiver_side(
     arriving: jax.Array, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows that each source's slots fill here, [N, T, K] with -1, as the receiver's plan arrays."""
+    """Rows that each source's slots fill here, [N, T, K] with -1, as the receiver's plan arrays.
+
+    recv_count, staged_start, staged_row and staged_slot, for any number of sources and tokens.
+    """
     ranks, tokens, top_k = arriving.shape
     fills = arriving >= 0
     staged = fills.any(-1)

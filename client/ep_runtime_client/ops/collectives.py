@@ -1,0 +1,75 @@
+"""What the ranks of an EP group send each other beside windows: the jax.lax implementation.
+
+A module that takes its place, which `transports.collectives` names per transport, has these four
+functions. Each runs per device, inside manual axes, with the static `call` first; every rank of
+the EP group makes the same calls in the same order, some of them inside a `lax.while_loop` whose
+trip count all of them agree on. Bits arrive as they were sent, whatever the dtype; no gradient is
+taken. Letters: N ranks of an EP group on D nodes of G; ep rank = node * G + local rank.
+
+    all_gather(call, x [...])       -> [N, ...]  block j is rank j's x
+    exchange(call, blocks [N, ...]) -> [N, ...]  block d goes to rank d, block j comes from rank j
+    rail(call, blocks [D, ...])     -> [D, ...]  the same between the ranks of equal local rank, in
+                                                 order of their nodes: all that crosses the network
+    node(call, blocks [G, ...])     -> [G, ...]  the same between the ranks of this node
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops.calls import Call
+
+
+def ep_axes(call: Call) -> tuple[str, ...]:
+    """The ep axes that need a collective; an axis of size 1 needs none."""
+    sizes = call.group.axis_sizes
+    return tuple(axis for axis in call.group.ep_axis if sizes[axis] > 1)
+
+
+def ep_rank(call: Call) -> jax.Array:
+    """This device's rank in its EP group, int32 []."""
+    axes = ep_axes(call)
+    return lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def all_gather(call: Call, x: jax.Array) -> jax.Array:
+    axes = ep_axes(call)
+    gathered: jax.Array = lax.all_gather(x, axes) if axes else x[None]
+    return gathered
+
+
+def exchange(call: Call, blocks: jax.Array) -> jax.Array:
+    return _all_to_all(call, blocks, None)
+
+
+def rail(call: Call, blocks: jax.Array) -> jax.Array:
+    size, nodes = call.group.ranks_per_node, call.group.num_nodes
+    peers = [[node * size + local for node in range(nodes)] for local in range(size)]
+    return blocks if nodes == 1 else _all_to_all(call, blocks, peers)
+
+
+def node(call: Call, blocks: jax.Array) -> jax.Array:
+    size, nodes = call.group.ranks_per_node, call.group.num_nodes
+    peers = [[node * size + local for local in range(size)] for node in range(nodes)]
+    return blocks if size == 1 else _all_to_all(call, blocks, peers)
+
+
+def _all_to_all(call: Call, blocks: jax.Array, groups: list[list[int]] | None) -> jax.Array:
+    """Narrow floats travel as bits, or XLA:CPU would widen them."""
+    axes, dtype = ep_axes(call), blocks.dtype
+    if not axes:
+        return blocks
+    if dtype.itemsize >= 4 or not jnp.issubdtype(dtype, jnp.floating):
+        return _move(blocks, axes, groups)
+    bits = jnp.uint16 if dtype.itemsize == 2 else jnp.uint8
+    moved = _move(lax.bitcast_convert_type(blocks, bits), axes, groups)
+    return lax.bitcast_convert_type(moved, dtype)
+
+
+def _move(blocks: jax.Array, axes: Any, groups: list[list[int]] | None) -> jax.Array:
+    moved: jax.Array = lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=groups)
+    return moved
