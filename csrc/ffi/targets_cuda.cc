@@ -15,6 +15,7 @@
 #include "ffi/grouped_gemm_ffi_cuda.h"
 #include "ffi/nvtx_range.h"
 #include "ffi/read_call.h"
+#include "ffi/rows_ffi_cuda.h"
 #include "ffi/target.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -175,6 +176,8 @@ const Target kTargets[] = {
     {"ep_clock_v1", nullptr, kClockV1},
     {"ep_grouped_gemm_v1", nullptr, kGroupedGemmV1},
     {"ep_grouped_gemm_dw_v1", nullptr, kGroupedGemmDwV1},
+    {"ep_activation_v1", nullptr, kActivationV1},
+    {"ep_activation_bwd_v1", nullptr, kActivationBwdV1},
 };
 const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
 

@@ -2,7 +2,7 @@
 
 Zones follow each other from row 0 of a slab, so the rows of all experts are a prefix of it: a loop
 with a dynamic trip count walks it in blocks, forward and backward. Nothing past the last zone is
-read. One fused kernel can stand in for either function.
+read. On a GPU the kernels of `activation_kernels.py` stand in for what they take.
 
 S: slabs on this device, one but where nothing is spread.
 """
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import gemm_kernels, row_blocks
+from ep_runtime_client.ops import activation_kernels, gemm_kernels, row_blocks
 from ep_runtime_client.ops._ffi import register_for_gpus
 from ep_runtime_client.ops.row_blocks import Block
 
@@ -100,9 +100,13 @@ def forward(
         group_sizes: [S, L] int32, rows of each expert's zone.
 
     Returns:
-        [S, C, M] in static.dtype; zero past the last zone.
+        [S, C, M] in static.dtype; past the last zone zeros, or undefined on a GPU.
     """
-    return _on_platform(_forward, static, hidden, row_weights, group_sizes)
+    operands = (hidden, row_weights, group_sizes)
+    if activation_kernels.serve(static, hidden, group_sizes):
+        kernel = functools.partial(activation_kernels.forward, static)
+        return gemm_kernels.choose(kernel, functools.partial(_forward, static, False), *operands)
+    return _on_platform(_forward, static, *operands)
 
 
 def _on_platform(function: Callable[..., Result], static: Activation, *operands: Any) -> Result:
@@ -141,7 +145,11 @@ def pullback(
     is undefined, and that of row_weights zero. The gradient of a weight sums over the M that are
     here.
     """
-    return _on_platform(_pullback, static, hidden, row_weights, group_sizes, grad)
+    operands = (hidden, row_weights, group_sizes, grad)
+    if activation_kernels.serve(static, hidden, group_sizes):
+        kernel = functools.partial(activation_kernels.pullback, static)
+        return gemm_kernels.choose(kernel, functools.partial(_pullback, static, False), *operands)
+    return _on_platform(_pullback, static, *operands)
 
 
 def _pullback(

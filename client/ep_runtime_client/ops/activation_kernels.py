@@ -1,0 +1,91 @@
+"""The experts' activation on a GPU: custom calls of the CUDA library.
+
+They serve the named functions on rows of one dtype, f32, bf16 or f16, whose M is a multiple of 16
+bytes. Letters as in `local_activation.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops import row_kernels
+
+if TYPE_CHECKING:
+    from ep_runtime_client.ops.local_activation import Activation
+
+TARGETS = ("ep_activation_v1", "ep_activation_bwd_v1")
+# Numbers of csrc/cuda/rows/activation.h.
+FUNCTIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu": 1,
+    "relu": 2,
+    "squared_relu": 3,
+    "sigmoid": 4,
+    "tanh": 5,
+    "linear": 6,
+}
+
+
+def serve(static: Activation, hidden: jax.Array, group_sizes: jax.Array) -> bool:
+    """Whether the kernels take it, should its program be lowered for a GPU."""
+    if static.function not in FUNCTIONS or not row_kernels.available():
+        return False
+    if hidden.dtype not in row_kernels.FLOATS or hidden.dtype != static.dtype:
+        return False
+    width = _width(static, hidden)
+    return width > 0 and row_kernels.fit(group_sizes.shape, hidden, width=width)
+
+
+def forward(
+    static: Activation,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_activation.forward`, but rows past the last zone are undefined."""
+    rows = math.prod(hidden.shape[:2])
+    result = jax.ShapeDtypeStruct((rows, _width(static, hidden)), hidden.dtype)
+    sizes = row_kernels.sizes_of(group_sizes)
+    operands = (sizes, hidden.reshape(rows, -1), _weights(row_weights))
+    (out,) = row_kernels.call(TARGETS[0], (result,), operands, _attributes(static))
+    return out.reshape(*hidden.shape[:2], -1)
+
+
+def pullback(
+    static: Activation,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+    grad: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    """As `local_activation.pullback`. The gradient of hidden takes its memory."""
+    rows = math.prod(hidden.shape[:2])
+    given = (hidden.reshape(rows, -1), _weights(row_weights))
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)
+    sizes = row_kernels.sizes_of(group_sizes)
+    operands = (sizes, *given, grad.astype(hidden.dtype).reshape(rows, -1))
+    attributes = _attributes(static)
+    d_hidden, d_weights = row_kernels.call(TARGETS[1], results, operands, attributes, {1: 0})
+    d_hidden = d_hidden.reshape(hidden.shape)
+    return d_hidden, None if row_weights is None else d_weights.reshape(row_weights.shape)
+
+
+def _width(static: Activation, hidden: jax.Array) -> int:
+    """M."""
+    return math.prod(hidden.shape[2:]) // (2 if static.gated else 1)
+
+
+def _weights(row_weights: jax.Array | None) -> jax.Array:
+    if row_weights is None:
+        return jnp.zeros(0, jnp.float32)
+    return row_weights.astype(jnp.float32).reshape(-1)
+
+
+def _attributes(static: Activation) -> dict[str, int]:
+    assert isinstance(static.function, str)
+    return {"function": FUNCTIONS[static.function], "gated": int(static.gated)}

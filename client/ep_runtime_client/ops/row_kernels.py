@@ -1,0 +1,64 @@
+"""When kernels of the CUDA library go over rows instead of XLA: activation, quantization, moves.
+
+They are written for Hopper. `EP_RUNTIME_ROW_KERNELS=0` leaves every program to XLA.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep_runtime import env
+from ep_runtime_client.ops import gemm_kernels
+from ep_runtime_client.ops._ffi import register_for_gpus
+
+VECTOR_BYTES = 16  # of a load: widths are multiples of it
+MAX_GROUPS = 1024  # of one slab
+MAX_SLABS = 65535
+FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
+
+
+def available() -> bool:
+    """Whether this process has GPUs, all of the kind that the kernels are for, and wants them."""
+    gpus = register_for_gpus()
+    return bool(gpus) and {*gpus} == {gemm_kernels.CAPABILITY} and env.row_kernels()
+
+
+def fit(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
+    """Whether slabs of groups [L] or [S, L] and arrays [S * C, ...] are within the limits.
+
+    Args:
+        groups: shape of group_sizes.
+        arrays: with .shape and .dtype; nothing is empty, and 16 bytes divide `width` values.
+        width: of a row; None is the last dim.
+    """
+    if not 1 <= groups[-1] <= MAX_GROUPS or math.prod(groups[:-1]) > MAX_SLABS:
+        return False
+    sizes = [math.prod(x.shape) for x in arrays]
+    widths = [(x.shape[-1] if width is None else width) * x.dtype.itemsize for x in arrays]
+    aligned = not any(size % VECTOR_BYTES for size in widths)
+    return aligned and 0 not in sizes and math.prod(arrays[0].shape[: len(groups)]) < 2**31
+
+
+def call(
+    target: str,
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    operands: tuple[jax.Array, ...],
+    attributes: dict[str, int] | None = None,
+    aliases: dict[int, int] | None = None,
+) -> tuple[jax.Array, ...]:
+    """The custom call; under vmap one after the other."""
+    made = jax.ffi.ffi_call(
+        target, results, vmap_method="sequential", input_output_aliases=aliases or {}
+    )
+    values = {name: np.int64(value) for name, value in (attributes or {}).items()}
+    return tuple(made(*operands, **values))
+
+
+def sizes_of(group_sizes: jax.Array) -> jax.Array:
+    """[L] or [S, L] as int32 [S, L]."""
+    return group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])

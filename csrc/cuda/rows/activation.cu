@@ -1,0 +1,227 @@
+#include "cuda/row_math.cuh"
+#include "cuda/rows/activation.h"
+#include "cuda/rows/activation_math.cuh"
+#include "cuda/rows/row_groups.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace rows {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerProcessor = 8;
+constexpr int kUnroll = 2;  // vectors of a lane on their way at once, of each operand
+
+struct ActivationArguments {
+  ActivationFunction function;
+  RowGroups groups;
+  int32_t vectors;  // of M
+  int32_t lanes;    // that share a row: a power of two up to 32
+  const uint4* hidden;
+  const float* weights;
+  const uint4* grad;
+  uint4* out;
+  float* d_weights;
+};
+
+// Where a row's vectors lie.
+template <bool kGated>
+struct RowAt {
+  __device__ RowAt(const ActivationArguments& a, int64_t row)
+      : hidden(row * a.vectors * (kGated ? 2 : 1)), inner(row * a.vectors) {}
+  int64_t hidden;  // first vector of the row of hidden; the up half begins a.vectors later
+  int64_t inner;   // of a row [M]
+};
+
+template <RowType kType, bool kGated>
+__device__ __forceinline__ uint4 Values(ActivationFunction function, const uint4& gate,
+                                        const uint4& up, float weight) {
+  using E = Element<kType>;
+  float x[E::kPerVector], other[E::kPerVector];
+  E::Unpack(gate, x);
+  if (kGated) E::Unpack(up, other);
+  WithFunction(function, [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < E::kPerVector; ++i) {
+      const float value = decltype(f)::At(x[i]).value;
+      x[i] = (kGated ? value * other[i] : value) * weight;
+    }
+  });
+  return E::Pack(x);
+}
+
+template <RowType kType, bool kGated>
+__device__ __forceinline__ void ForwardRow(const ActivationArguments& a, int64_t row, int lane) {
+  const RowAt<kGated> at(a, row);
+  const float weight = a.weights == nullptr ? 1.0f : __ldg(a.weights + row);
+  for (int base = lane; base < a.vectors; base += kUnroll * a.lanes) {
+    uint4 gate[kUnroll], up[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int v = base + u * a.lanes;
+      if (v >= a.vectors) break;
+      gate[u] = LoadStream(a.hidden + at.hidden + v);
+      if (kGated) up[u] = LoadStream(a.hidden + at.hidden + a.vectors + v);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int v = base + u * a.lanes;
+      if (v >= a.vectors) break;
+      StoreVector(a.out + at.inner + v, Values<kType, kGated>(a.function, gate[u], up[u], weight));
+    }
+  }
+}
+
+// Turns `gate` and `up` into their gradients. Returns the sum of grad times value.
+template <RowType kType, bool kGated>
+__device__ __forceinline__ float Gradients(ActivationFunction function, const uint4& grad,
+                                           float weight, uint4* gate, uint4* up) {
+  using E = Element<kType>;
+  float g[E::kPerVector], x[E::kPerVector], other[E::kPerVector];
+  E::Unpack(grad, g);
+  E::Unpack(*gate, x);
+  if (kGated) E::Unpack(*up, other);
+  float sum = 0.0f;
+  WithFunction(function, [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < E::kPerVector; ++i) {
+      const Derived derived = decltype(f)::At(x[i]);
+      const float scaled = g[i] * weight;
+      sum += g[i] * (kGated ? derived.value * other[i] : derived.value);
+      x[i] = (kGated ? scaled * other[i] : scaled) * derived.slope;
+      if (kGated) other[i] = scaled * derived.value;
+    }
+  });
+  *gate = E::Pack(x);
+  if (kGated) *up = E::Pack(other);
+  return sum;
+}
+
+// Returns the lane's part of the gradient of the row's weight.
+template <RowType kType, bool kGated>
+__device__ __forceinline__ float BackwardRow(const ActivationArguments& a, int64_t row, int lane) {
+  const RowAt<kGated> at(a, row);
+  const float weight = a.weights == nullptr ? 1.0f : __ldg(a.weights + row);
+  float sum = 0.0f;
+  for (int base = lane; base < a.vectors; base += kUnroll * a.lanes) {
+    uint4 gate[kUnroll], up[kUnroll], grad[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int v = base + u * a.lanes;
+      if (v >= a.vectors) break;
+      // The memory may be that of `out`: not through the read-only cache.
+      gate[u] = LoadShared(a.hidden + at.hidden + v);
+      if (kGated) up[u] = LoadShared(a.hidden + at.hidden + a.vectors + v);
+      grad[u] = LoadStream(a.grad + at.inner + v);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int v = base + u * a.lanes;
+      if (v >= a.vectors) break;
+      sum += Gradients<kType, kGated>(a.function, grad[u], weight, &gate[u], &up[u]);
+      StoreVector(a.out + at.hidden + v, gate[u]);
+      if (kGated) StoreVector(a.out + at.hidden + a.vectors + v, up[u]);
+    }
+  }
+  return sum;
+}
+
+// Gradient of the weight of a row whose lanes have summed parts of it. Called by whole warps.
+__device__ __forceinline__ void StoreSum(const ActivationArguments& a, int64_t row, bool there,
+                                         int lane, float sum) {
+  for (int step = a.lanes / 2; step > 0; step /= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, step);
+  }
+  if (there && lane == 0) a.d_weights[row] = sum;
+}
+
+// blockIdx.y: the slab. Rows are dealt to groups of `lanes` lanes; sums have one order.
+template <RowType kType, bool kGated, bool kBackward>
+__global__ void __launch_bounds__(kThreads)
+    ActivationKernel(const __grid_constant__ ActivationArguments a) {
+  const int slab = blockIdx.y;
+  const int32_t used = SlabRows(a.groups, slab);
+  const int64_t first = static_cast<int64_t>(slab) * a.groups.slab_rows;
+  const int lane = threadIdx.x % a.lanes;
+  const int rows_per_block = kThreads / a.lanes;
+  // Whole warps go round together: lanes of other rows take part in the sums.
+  const int in_warp = threadIdx.x % 32 / a.lanes;
+  const int64_t start =
+      static_cast<int64_t>(blockIdx.x) * rows_per_block + threadIdx.x / a.lanes - in_warp;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * rows_per_block;
+  for (int64_t base = start; base < used; base += stride) {
+    const int64_t row = first + base + in_warp;
+    const bool there = base + in_warp < used;
+    if constexpr (kBackward) {
+      const float sum = there ? BackwardRow<kType, kGated>(a, row, lane) : 0.0f;
+      if (a.d_weights != nullptr) StoreSum(a, row, there, lane, sum);
+    } else {
+      if (there) ForwardRow<kType, kGated>(a, row, lane);
+    }
+  }
+  if constexpr (kBackward) {
+    if (a.d_weights == nullptr) return;
+    for (int64_t row = used + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+         row < a.groups.slab_rows; row += static_cast<int64_t>(gridDim.x) * kThreads) {
+      a.d_weights[first + row] = 0.0f;
+    }
+  }
+}
+
+using KernelFn = void (*)(const ActivationArguments);
+
+template <RowType kType>
+KernelFn FindKernel(bool gated, bool backward) {
+  if (gated) {
+    return backward ? ActivationKernel<kType, true, true> : ActivationKernel<kType, true, false>;
+  }
+  return backward ? ActivationKernel<kType, false, true> : ActivationKernel<kType, false, false>;
+}
+
+KernelFn FindKernel(const ActivationParams& p) {
+  const bool backward = p.grad != nullptr;
+  switch (p.type) {
+    case RowType::kF32:
+      return FindKernel<RowType::kF32>(p.gated, backward);
+    case RowType::kBF16:
+      return FindKernel<RowType::kBF16>(p.gated, backward);
+    case RowType::kF16:
+      return FindKernel<RowType::kF16>(p.gated, backward);
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+}  // namespace rows
+
+cudaError_t LaunchActivation(cudaStream_t stream, const ActivationParams& p) {
+  const rows::KernelFn kernel = rows::FindKernel(p);
+  const int element = p.type == RowType::kF32 ? 4 : 2;
+  const bool aligned = rows::Aligned(p.hidden) && rows::Aligned(p.grad) && rows::Aligned(p.out);
+  const auto function = static_cast<int32_t>(p.function);
+  if (kernel == nullptr || !rows::Fits(p.groups) || !aligned || p.width <= 0 ||
+      p.width * static_cast<int64_t>(element) % rows::kVectorBytes != 0 || function < 0 ||
+      function >= kActivationFunctions) {
+    return cudaErrorInvalidValue;
+  }
+  rows::ActivationArguments a{p.function,
+                              p.groups,
+                              p.width / (rows::kVectorBytes / element),
+                              1,
+                              static_cast<const uint4*>(p.hidden),
+                              p.weights,
+                              static_cast<const uint4*>(p.grad),
+                              static_cast<uint4*>(p.out),
+                              p.d_weights};
+  while (a.lanes < 32 && a.lanes < a.vectors) a.lanes *= 2;
+  dim3 grid;
+  const cudaError_t error =
+      rows::GridOf(p.groups, rows::kThreads / a.lanes, rows::kBlocksPerProcessor, &grid);
+  if (error != cudaSuccess) return error;
+  kernel<<<grid, rows::kThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime

@@ -1,0 +1,47 @@
+// What stands between the experts' two products: values of rows, or their gradients, in one pass
+// over the rows that groups have.
+#ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_H_
+#define EP_RUNTIME_CUDA_ROWS_ACTIVATION_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/device_group.h"
+#include "cuda/rows/row_groups.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+enum class ActivationFunction : int32_t {
+  kSilu = 0,
+  kGelu = 1,  // by tanh
+  kRelu = 2,
+  kSquaredRelu = 3,
+  kSigmoid = 4,
+  kTanh = 5,
+  kLinear = 6,
+};
+constexpr int kActivationFunctions = 7;
+
+struct ActivationParams {
+  ActivationFunction function;
+  RowType type;  // of all rows: kF32, kBF16 or kF16; computed in f32
+  bool gated;    // f(gate) * up instead of f(h)
+  rows::RowGroups groups;
+  int32_t width;         // M; 16 bytes divide a row of it
+  const void* hidden;    // [S * C, M], gated [S * C, 2 * M] (gate, then up), device
+  const float* weights;  // [S * C], device, times the values; null: none
+  const void* grad;      // [S * C, M], device: backward; null: forward
+  void* out;             // forward [S * C, M], backward like hidden and maybe the same memory
+  float* d_weights;      // [S * C], backward with weights: of slack rows zeros; else null
+};
+
+// One launch. Slack rows are not read; those of `out` stay as they are. cudaErrorInvalidValue: a
+// limit above does not hold.
+cudaError_t LaunchActivation(cudaStream_t stream, const ActivationParams& params);
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_ROWS_ACTIVATION_H_

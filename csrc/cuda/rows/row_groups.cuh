@@ -1,0 +1,75 @@
+// Which rows of a slab belong to somebody, as the device reads it off the sizes of its groups.
+//
+// Letters: S slabs of C rows, L groups of a slab, one after the other from the slab's first row on.
+// What comes behind the last group is slack.
+#ifndef EP_RUNTIME_CUDA_ROWS_ROW_GROUPS_CUH_
+#define EP_RUNTIME_CUDA_ROWS_ROW_GROUPS_CUH_
+
+#include <cuda_runtime.h>
+
+#include "cuda/rows/row_groups.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace rows {
+
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+// Rows of group `group` of all slabs, no more than `left`.
+__device__ __forceinline__ int32_t GroupSize(const RowGroups& groups, int64_t group, int32_t left) {
+  return min(max(__ldg(groups.sizes + group), 0), left);
+}
+
+// Called by whole warps: rows of all groups of a slab. Without sizes all rows are somebody's.
+__device__ inline int32_t SlabRows(const RowGroups& groups, int slab) {
+  if (groups.sizes == nullptr) return groups.slab_rows;
+  const int64_t first = static_cast<int64_t>(slab) * groups.groups_per_slab;
+  int32_t sum = 0;
+  for (int g = threadIdx.x % 32; g < groups.groups_per_slab; g += 32) {
+    sum += GroupSize(groups, first + g, groups.slab_rows);
+  }
+  return min(__reduce_add_sync(kAllLanes, sum), groups.slab_rows);
+}
+
+// Called by whole blocks: ends[l] is the row behind group l of the slab. Ends with a barrier.
+__device__ inline void GroupEnds(const RowGroups& groups, int slab, int32_t* ends) {
+  if (groups.sizes == nullptr) {
+    if (threadIdx.x == 0) ends[0] = groups.slab_rows;
+  } else if (threadIdx.x < 32) {
+    const int64_t first = static_cast<int64_t>(slab) * groups.groups_per_slab;
+    int32_t before = 0;
+    for (int base = 0; base < groups.groups_per_slab; base += 32) {
+      const int g = base + threadIdx.x;
+      int32_t sum = g < groups.groups_per_slab ? GroupSize(groups, first + g, groups.slab_rows) : 0;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int32_t other = __shfl_up_sync(kAllLanes, sum, step);
+        if (threadIdx.x >= step) sum += other;
+      }
+      sum = min(before + sum, groups.slab_rows);
+      if (g < groups.groups_per_slab) ends[g] = sum;
+      before = __shfl_sync(kAllLanes, sum, 31);
+    }
+  }
+  __syncthreads();
+}
+
+// The group of a row that has one.
+__device__ inline int GroupOf(const int32_t* ends, int count, int32_t row) {
+  int low = 0, high = count - 1;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (row < ends[middle]) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+}  // namespace rows
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_ROWS_ROW_GROUPS_CUH_

@@ -1,0 +1,63 @@
+// Rows in slabs and groups, as kernels that go over rows are told of them.
+#ifndef EP_RUNTIME_CUDA_ROWS_ROW_GROUPS_H_
+#define EP_RUNTIME_CUDA_ROWS_ROW_GROUPS_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace ep_runtime {
+namespace cuda {
+namespace rows {
+
+constexpr int kMaxSlabs = 65535;         // the grid's y
+constexpr int kMaxGroupsPerSlab = 1024;  // a block holds their ends
+constexpr int64_t kMaxRows = 1ll << 31;  // of all slabs, exclusive
+constexpr int kVectorBytes = 16;         // of a load: widths are multiples of it
+
+struct RowGroups {
+  const int32_t* sizes;     // [num_slabs, groups_per_slab], device; null: one group of all rows
+  int32_t num_slabs;        // S, at most kMaxSlabs
+  int32_t groups_per_slab;  // L, at most kMaxGroupsPerSlab; 1 without sizes
+  int32_t slab_rows;        // C; what the sizes of a slab exceed it by is cut off
+};
+
+inline bool Fits(const RowGroups& groups) {
+  return groups.num_slabs > 0 && groups.num_slabs <= kMaxSlabs && groups.groups_per_slab >= 0 &&
+         groups.groups_per_slab <= kMaxGroupsPerSlab && groups.slab_rows > 0 &&
+         static_cast<int64_t>(groups.num_slabs) * groups.slab_rows < kMaxRows &&
+         (groups.sizes != nullptr || groups.groups_per_slab == 1);
+}
+
+inline bool Aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
+}
+
+inline cudaError_t Processors(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error == cudaSuccess
+             ? cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device)
+             : error;
+}
+
+// Blocks for the rows of every slab: at most `per_processor` of each multiprocessor in all, and no
+// more than there is work for.
+inline cudaError_t GridOf(const RowGroups& groups, int rows_per_block, int per_processor,
+                          dim3* grid) {
+  int processors = 0;
+  const cudaError_t error = Processors(&processors);
+  if (error != cudaSuccess) return error;
+  const int64_t useful =
+      (static_cast<int64_t>(groups.slab_rows) + rows_per_block - 1) / rows_per_block;
+  const int64_t most =
+      (static_cast<int64_t>(processors) * per_processor + groups.num_slabs - 1) / groups.num_slabs;
+  *grid = dim3(static_cast<unsigned>(useful < most ? useful : most), groups.num_slabs);
+  return cudaSuccess;
+}
+
+}  // namespace rows
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_ROWS_ROW_GROUPS_H_

@@ -1,0 +1,111 @@
+"""Which programs hold the GPU kernels that go over rows, seen in what they are lowered to."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ep_runtime_client.ops import activation_kernels, gemm_kernels, local_activation, row_kernels
+from ep_runtime_client.ops.local_activation import Activation
+
+SIZES = np.int32([[5, 0, 9], [1, 13, 2]])
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU need be there to lower for one."""
+    monkeypatch.setattr(row_kernels, "available", lambda: True)
+
+
+def lowered(function: Any, *operands: Any, platform: str = "cuda") -> str:
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
+def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
+    """The row kernels of the program, in order of their names."""
+    text = lowered(function, *operands, platform=platform)
+    return [name for name in sorted(TARGETS) for _ in range(text.count(f"@{name}("))]
+
+
+TARGETS = (*activation_kernels.TARGETS,)
+
+
+def drawn(*shape: int, dtype: Any = BF16) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def activated(static: Activation, hidden: Any, weights: Any, grad: Any) -> Any:
+    out = local_activation.forward(static, hidden, weights, SIZES)
+    return out, local_activation.pullback(static, hidden, weights, SIZES, grad)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["bare", "weighted"])
+@pytest.mark.parametrize("shape", [(2, 24), (48,)], ids=["pair", "halves"])
+def test_gpus_activate_by_kernels_and_cpus_do_not(shape: Any, weighted: bool) -> None:
+    operands = (
+        drawn(2, 20, *shape),
+        drawn(2, 20, dtype=np.float32) if weighted else None,
+        drawn(2, 20, 24),
+    )
+    run = functools.partial(activated, Activation("swish", True, BF16))
+    assert calls(run, *operands) == sorted(activation_kernels.TARGETS)
+    assert calls(run, *operands, platform="cpu") == []
+    there = np.arange(20) < SIZES.sum(1, keepdims=True)
+    found = jax.jit(run)(*operands)
+    assert np.isfinite(np.asarray(found[0], np.float32)[there]).all()
+
+
+def test_every_named_function_has_a_kernel() -> None:
+    assert {*activation_kernels.FUNCTIONS} == {*local_activation.ACTIVATIONS}
+    numbers = {local_activation.ACTIVATIONS[n]: k for n, k in activation_kernels.FUNCTIONS.items()}
+    assert sorted(numbers.values()) == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("static", "inner"),
+    [
+        (Activation(jax.nn.silu, True, BF16), 24),
+        (Activation("silu", True, jnp.dtype(jnp.float32)), 24),
+        (Activation("silu", True, BF16), 20),
+    ],
+    ids=["a function", "another dtype", "M of 20"],
+)
+def test_what_the_kernels_do_not_take_is_plain_jax(static: Activation, inner: int) -> None:
+    grad = drawn(2, 20, inner, dtype=static.dtype)
+    run = functools.partial(activated, static)
+    assert calls(run, drawn(2, 20, 2, inner), None, grad) == []
+
+
+def test_gradients_take_the_memory_of_what_they_are_of() -> None:
+    run = functools.partial(activated, Activation("gelu", False, BF16))
+    text = lowered(run, drawn(2, 20, 16), None, drawn(2, 20, 16))
+    line = next(line for line in text.splitlines() if "@ep_activation_bwd_v1(" in line)
+    assert "output_operand_alias<output_tuple_indices = [0], operand_index = 1" in line
+
+
+def test_one_call_after_the_other_under_vmap() -> None:
+    static = Activation("relu", False, BF16)
+    mapped = jax.vmap(lambda h, g: activated(static, h, None, g))
+    operands = (drawn(3, 2, 20, 8), drawn(3, 2, 20, 8))
+    assert calls(mapped, *operands) == sorted(activation_kernels.TARGETS)
+    found, wanted = jax.jit(mapped)(*operands), jax.vmap(mapped)(*(x[None] for x in operands))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[0]), found, wanted)
+
+
+def test_gpus_of_another_kind_and_those_told_not_to_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.delenv("EP_RUNTIME_ROW_KERNELS", raising=False)
+    for found, wanted in (((), False), (("9.0", "9.0"), True), (("9.0", "8.0"), False)):
+        monkeypatch.setattr(row_kernels, "register_for_gpus", lambda found=found: found)
+        assert row_kernels.available() == wanted
+    monkeypatch.setattr(row_kernels, "register_for_gpus", lambda: (gemm_kernels.CAPABILITY,))
+    monkeypatch.setenv("EP_RUNTIME_ROW_KERNELS", "0")
+    assert not row_kernels.available()
