@@ -106,7 +106,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes")
+    __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes", "num_answered")
     NODE_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class ClusterStatus(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INSECURE_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     node: str
     coordinator: str
     link: ClusterLink
@@ -125,7 +126,8 @@ class ClusterStatus(_message.Message):
     epoch: int
     insecure: bool
     nodes: _containers.RepeatedCompositeFieldContainer[_node_service_pb2.NodeInfo]
-    def __init__(self, node: _Optional[str] = ..., coordinator: _Optional[str] = ..., link: _Optional[_Union[ClusterLink, str]] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., error: _Optional[str] = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., insecure: bool = ..., nodes: _Optional[_Iterable[_Union[_node_service_pb2.NodeInfo, _Mapping]]] = ...) -> None: ...
+    num_answered: int
+    def __init__(self, node: _Optional[str] = ..., coordinator: _Optional[str] = ..., link: _Optional[_Union[ClusterLink, str]] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., error: _Optional[str] = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., insecure: bool = ..., nodes: _Optional[_Iterable[_Union[_node_service_pb2.NodeInfo, _Mapping]]] = ..., num_answered: _Optional[int] = ...) -> None: ...
 
 class JournalStatus(_message.Message):
     __slots__ = ("error", "bytes")

@@ -58,6 +58,7 @@ class Cluster:
         self.peers = Peers(settings.tls, clock)
         self.assemblies = Assemblies(self.facts, clock, events)
         self.spanning: Spanning | None = None
+        self._num_answered = 0
         self.nodes: Nodes | None = None
         self.membership: Membership | None = None
         self._member_task: asyncio.Task[None] | None = None
@@ -239,6 +240,10 @@ class Cluster:
             return node
         return dataclasses.replace(node, state=NodeState.UNREACHABLE, since_s=silent_since_s)
 
+    def answering(self, method: str) -> None:
+        """An RPC of another daemon did its work."""
+        self._num_answered += 1
+
     def status(self) -> admin_service_pb2.ClusterStatus:
         now = self._clock.monotonic_s()
         member = self.membership
@@ -253,6 +258,7 @@ class Cluster:
             cluster_id=self.facts.cluster_id,
             epoch=self.facts.epoch,
             insecure=self.settings.tls is None,
+            num_answered=self._num_answered,
             nodes=[node_wire.node_to_proto(node, now) for node in self.view()],
         )
 

@@ -143,7 +143,7 @@ class Daemon:
             runtime.failpoints,
         )
         server = grpc.aio.server(
-            interceptors=[RpcPolicy(None, lambda method: None)],
+            interceptors=[RpcPolicy(None, cluster.answering)],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
