@@ -89,14 +89,22 @@ PROLOGUE = prologue_of(_CPU)
 class Worker:
     """One process of a job."""
 
-    def __init__(self, index: int, script: str, log: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        script: str,
+        log: Path,
+        environment: dict[str, str],
+        launcher: Sequence[str] = (),
+    ) -> None:
+        """`launcher` is a command that ends in running its arguments in its own process."""
         self.index = index
         self.log = log
         self._heard = b""
         self._talk, theirs = os.pipe()
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", script],
+                [*launcher, sys.executable, "-P", "-c", script],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -180,6 +188,8 @@ class Job:
         environment: more variables for every process, for example EP_RUNTIME_ADDRESS.
         prologue: what runs before the script.
         own: more variables of each process alone, in order.
+        places: of each process, a command that ends in running its arguments where it is to run.
+        host: address of process 0 to the others.
     """
 
     def __init__(
@@ -191,10 +201,14 @@ class Job:
         prologue: str = PROLOGUE,
         life_s: float = LIFE_S,
         own: Sequence[Mapping[str, str]] = (),
+        places: Sequence[Sequence[str]] = (),
+        host: str = "127.0.0.1",
         **environment: str,
     ) -> None:
         self.processes, self.devices = processes, devices
         self._own = own or [{}] * processes
+        self._places = places or [()] * processes
+        self._host = host
         self._script = prologue + script
         self._environment = {
             **os.environ,
@@ -211,10 +225,11 @@ class Job:
         with contextlib.ExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ept-job-")))
             port = stack.enter_context(reserved_port())
-            environment = {**self._environment, "TEST_COORDINATOR": f"127.0.0.1:{port}"}
+            environment = {**self._environment, "TEST_COORDINATOR": f"{self._host}:{port}"}
             for index in range(self.processes):
                 mine = {**environment, **self._own[index]}
-                worker = Worker(index, self._script, logs / f"{index}.log", mine)
+                log, launcher = logs / f"{index}.log", self._places[index]
+                worker = Worker(index, self._script, log, mine, launcher)
                 stack.callback(worker.close)
                 self.workers.append(worker)
             self._stack = stack.pop_all()

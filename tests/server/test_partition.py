@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
-import os
-import shutil
-import subprocess
 
 import pytest
+from cluster_nets import HOSTS
 from cluster_places import make_certificates, tls_flags
 from harness import Watcher, eventually
 from raw_client import WAIT_S, make_spec
@@ -20,63 +17,8 @@ from ep_runtime_server import config
 
 pytestmark = pytest.mark.slow
 
-HOSTS = {"a": "10.77.0.1", "b": "10.77.0.2"}
 # A packet that got lost is sent again after a while, and that while doubles.
 MENDED_S = 20.0
-_numbers = itertools.count(1)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
-
-
-class Net:
-    """Two hosts, a and b, as the kernel sees them."""
-
-    def __init__(self) -> None:
-        prefix = f"ept{os.getpid()}n{next(_numbers)}"
-        self.names = {host: f"{prefix}{host}" for host in HOSTS}
-        made: list[str] = []
-        try:
-            for name in self.names.values():
-                ip("netns", "add", name)
-                made.append(name)
-            a, b = self.names.values()
-            ip("link", "add", "eth", "netns", a, "type", "veth", "peer", "eth", "netns", b)
-            for host, name in self.names.items():
-                ip("-n", name, "addr", "add", f"{HOSTS[host]}/24", "dev", "eth")
-                for device in ("lo", "eth"):
-                    ip("-n", name, "link", "set", device, "up")
-        except BaseException:
-            for name in made:
-                ip("netns", "del", name)
-            raise
-
-    def launcher(self, host: str) -> list[str]:
-        return ["ip", "netns", "exec", self.names[host]]
-
-    def cut(self) -> None:
-        """The cable is out at b: a's packets vanish and nobody tells a."""
-        ip("-n", self.names["b"], "link", "set", "eth", "down")
-
-    def mend(self) -> None:
-        ip("-n", self.names["b"], "link", "set", "eth", "up")
-
-    def close(self) -> None:
-        for name in self.names.values():
-            ip("netns", "del", name)
-
-
-@pytest.fixture
-def net():
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    try:
-        made = Net()
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-    yield made
-    made.close()
 
 
 @pytest.fixture
