@@ -9,6 +9,8 @@
 | EP_RUNTIME_BOARD | 1 | 0: GPUs write no progress to the board; `status` then shows none of them |
 | EP_RUNTIME_ROW_KERNELS | 1 | 0: on GPUs XLA activates, quantizes and permutes, not our kernels |
 | EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
+| EP_RUNTIME_NCCL | 0 | 1: GPU groups of transport "nvlink" get NCCL communicators too |
+| EP_RUNTIME_NCCL_LIBRARY | unset | libnccl.so.2 for a process in which JAX has loaded none |
 | JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
@@ -85,6 +87,16 @@ def tells_progress() -> bool:
 def row_kernels() -> bool:
     """EP_RUNTIME_ROW_KERNELS. Raises InvalidArgumentError where it is neither on nor off."""
     return _switch("EP_RUNTIME_ROW_KERNELS", "1")
+
+
+def wants_nccl() -> bool:
+    """EP_RUNTIME_NCCL. Raises InvalidArgumentError where it is neither on nor off."""
+    return _switch("EP_RUNTIME_NCCL", "0")
+
+
+def nccl_library() -> str | None:
+    """EP_RUNTIME_NCCL_LIBRARY, or None."""
+    return _text("EP_RUNTIME_NCCL_LIBRARY")
 
 
 def jax_platforms() -> list[str]:
@@ -219,6 +231,11 @@ def child_environment() -> dict[str, str]:
     watchdog = ("WATCHDOG_USEC", "WATCHDOG_PID")
     dropped = ("NOTIFY_SOCKET", *watchdog, "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID")
     return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def unique_id_environment() -> dict[str, str]:
+    """Environment of a process that makes NCCL's unique ids: ours, without an id for everybody."""
+    return {name: value for name, value in child_environment().items() if name != "NCCL_COMM_ID"}
 
 
 def raise_pjrt_nproc(least: int) -> bool:

@@ -18,6 +18,8 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         "EP_RUNTIME_JOB",
         "EP_RUNTIME_DEBUG",
         "EP_RUNTIME_BOARD",
+        "EP_RUNTIME_NCCL",
+        "EP_RUNTIME_NCCL_LIBRARY",
         "JAX_PLATFORMS",
         "EP_RUNTIME_SMS",
         "SLURM_JOB_ID",
@@ -155,3 +157,24 @@ def test_memory_is_kept_unless_told_or_set_otherwise(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GLIBC_TUNABLES", "")
     monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
     assert env.malloc_is_set()
+
+
+def test_nccl_is_off_for_groups_that_map_windows_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert env.wants_nccl() is False
+    monkeypatch.setenv("EP_RUNTIME_NCCL", "on")
+    assert env.wants_nccl() is True
+    assert env.nccl_library() is None
+    monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", "/opt/libnccl.so.2")
+    assert env.nccl_library() == "/opt/libnccl.so.2"
+
+
+def test_who_makes_unique_ids_takes_none_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_COMM_ID", "127.0.0.1:4000")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    made = env.unique_id_environment()
+    assert "NCCL_COMM_ID" not in made
+    assert made["NCCL_SOCKET_IFNAME"] == "lo"

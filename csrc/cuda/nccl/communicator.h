@@ -1,0 +1,71 @@
+#ifndef EP_RUNTIME_CUDA_NCCL_COMMUNICATOR_H_
+#define EP_RUNTIME_CUDA_NCCL_COMMUNICATOR_H_
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+
+#include "cuda/nccl/api.h"
+
+namespace ep_runtime {
+namespace nccl {
+
+// One rank of an EP domain that this process drives.
+struct Place {
+  int64_t world_rank;
+  int device;   // CUDA ordinal
+  int ranks;    // N of the domain
+  int rank;     // EP rank in it
+  UniqueId id;  // the domain's
+};
+
+// Whether the group goes on; its error ends every wait.
+using Alive = std::function<Status()>;
+
+// One non-blocking NCCL communicator. Any thread may use it; every call of NCCL on it is under one
+// lock and returns at once, so aborting it never waits for another thread's wait.
+class Communicator {
+ public:
+  Communicator(const Api& api, const Place& place) : api_(api), place_(place) {}
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  const Place& place() const { return place_; }
+
+  // Begins to join the others; the device must be current. Wait tells when it is done.
+  Status Start();
+  // What `issue` calls on the communicator, as one NCCL group. Returns once all of it is on its
+  // stream: until then XLA must not go on with that stream. The first call may wait for peers,
+  // because NCCL connects to them when it first needs them.
+  Status Run(const std::function<int(Comm*)>& issue, int64_t budget_ns, const Alive& alive);
+  // Until NCCL has finished what it does in the background.
+  Status Wait(const char* what, int64_t budget_ns, const Alive& alive);
+  // That the communicator is what was asked for.
+  Status CheckShape();
+  // What NCCL found out meanwhile, such as a lost connection.
+  Status AsyncError();
+
+  // Waits, at most `budget_ns`, until nothing of it is under way at NCCL, sockets included. Ranks
+  // must not part before: a message that a peer still waits for would go with us.
+  void Finalize(int64_t budget_ns, const Alive& alive);
+  // Ends what runs on it and frees it; the device must be current. Idempotent. NCCL waits for the
+  // device's kernels here, which end because of it.
+  void Abort();
+  bool gone();
+
+ private:
+  Status Poll(const char* what, bool* done);
+  Status Gone(const char* what) const;
+
+  const Api& api_;
+  const Place place_;
+  std::mutex mutex_;
+  Comm* comm_ = nullptr;
+  bool aborted_ = false;
+};
+
+}  // namespace nccl
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_NCCL_COMMUNICATOR_H_

@@ -1,0 +1,171 @@
+#include "cuda/nccl/communicators.h"
+
+#include <utility>
+
+namespace ep_runtime {
+namespace nccl {
+namespace {
+
+// A dead peer's group is poisoned within milliseconds; the survivors' kernels end that much later.
+constexpr std::chrono::milliseconds kWatchEvery(20);
+constexpr std::chrono::seconds kAbortBound(10);
+// Threads of Init notice the deadline themselves; this is for one that NCCL does not give back.
+constexpr std::chrono::seconds kInitGrace(2);
+
+}  // namespace
+
+Communicators::Communicators(const Api& api, Devices devices, Alive alive,
+                             const std::vector<Place>& places)
+    : api_(api), devices_(std::move(devices)), alive_([asked = asked_] {
+        std::lock_guard<std::mutex> lock(asked->mutex);
+        return asked->alive ? asked->alive() : Stale("the communicators are closed");
+      }) {
+  asked_->alive = std::move(alive);
+  for (const Place& place : places) all_.push_back(std::make_shared<Communicator>(api_, place));
+}
+
+// Runs `work` for each communicator on a thread of its own, its device current. False where some
+// have not ended within `bound`: they go on without us.
+bool Communicators::OnEach(std::function<Status(Communicator&)> work,
+                           std::chrono::nanoseconds bound, Status* first_error) {
+  const auto shared = std::make_shared<Shared>();
+  shared->busy = static_cast<int>(all_.size());
+  for (const std::shared_ptr<Communicator>& communicator : all_) {
+    std::thread([shared, communicator, work, set = devices_.set] {
+      Status status = set(communicator->place().device);
+      if (status.ok()) status = work(*communicator);
+      std::lock_guard<std::mutex> lock(shared->mutex);
+      --shared->busy;
+      if (shared->error.ok()) shared->error = status;
+      shared->changed.notify_all();
+    }).detach();
+  }
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  const bool ended = shared->changed.wait_for(lock, bound, [&] { return shared->busy == 0; });
+  if (first_error != nullptr) *first_error = shared->error;
+  return ended;
+}
+
+Status Communicators::Init(int64_t budget_ns) {
+  Status error;
+  // The first that fails ends the others' waits: its peers would wait for it in vain.
+  const auto shared_failure = std::make_shared<std::pair<std::mutex, Status>>();
+  const Alive alive = [shared_failure, outer = alive_] {
+    {
+      std::lock_guard<std::mutex> lock(shared_failure->first);
+      if (!shared_failure->second.ok()) return shared_failure->second;
+    }
+    return outer();
+  };
+  const auto try_out = devices_.try_out;
+  const auto init = [shared_failure, alive, try_out, budget_ns](Communicator& communicator) {
+    Status status = communicator.Start();
+    if (status.ok()) status = communicator.Wait("init", budget_ns, alive);
+    if (status.ok()) status = communicator.CheckShape();
+    if (status.ok()) status = try_out(communicator, budget_ns, alive);
+    if (!status.ok()) {
+      std::lock_guard<std::mutex> lock(shared_failure->first);
+      if (shared_failure->second.ok()) shared_failure->second = status;
+    }
+    return status;
+  };
+  if (!OnEach(init, std::chrono::nanoseconds(budget_ns) + kInitGrace, &error) && error.ok()) {
+    error = Internal(
+        "NCCL did not give back a thread that makes a communicator; is "
+        "NCCL_COMM_BLOCKING set?");
+  }
+  if (error.ok()) {
+    watcher_ = std::thread([this] { Watch(); });
+    return Status();
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    failure_ = error;
+  }
+  Abort();
+  return error;
+}
+
+// Until Close. Looks at the generation and at NCCL's own findings, and ends all at the first sign.
+void Communicators::Watch() {
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      stop_or_failed_.wait_for(lock, kWatchEvery, [&] { return stopping_ || !failure_.ok(); });
+      if (stopping_) return;
+    }
+    Status status = Failure();
+    if (status.ok()) status = alive_();
+    for (const auto& communicator : all_) {
+      if (status.ok()) status = communicator->AsyncError();
+    }
+    if (status.ok()) continue;
+    Fail(status);
+    Abort();
+    return;
+  }
+}
+
+Communicator* Communicators::OfRank(int64_t world_rank) const {
+  for (const auto& communicator : all_) {
+    if (communicator->place().world_rank == world_rank) return communicator.get();
+  }
+  return nullptr;
+}
+
+Status Communicators::Failure() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+void Communicators::Fail(const Status& error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (failure_.ok()) failure_ = error;
+  stop_or_failed_.notify_all();
+}
+
+void Communicators::Abort() {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (std::exchange(abort_begun_, true)) {  // whoever comes second waits for the first
+      abort_ended_.wait_for(lock, kAbortBound, [&] { return abort_over_; });
+      return;
+    }
+  }
+  OnEach(
+      [](Communicator& communicator) {
+        communicator.Abort();
+        return Status();
+      },
+      kAbortBound, nullptr);
+  std::lock_guard<std::mutex> lock(mutex_);
+  abort_over_ = true;
+  abort_ended_.notify_all();
+}
+
+void Communicators::StopWatching() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+    stop_or_failed_.notify_all();
+  }
+  if (watcher_.joinable()) watcher_.join();
+}
+
+void Communicators::Close(int64_t finalize_ns) {
+  StopWatching();
+  if (finalize_ns > 0 && Failure().ok() && alive_().ok()) {
+    OnEach(
+        [finalize_ns, alive = alive_](Communicator& communicator) {
+          communicator.Finalize(finalize_ns, alive);
+          return Status();
+        },
+        std::chrono::nanoseconds(finalize_ns) + kInitGrace, nullptr);
+  }
+  Abort();
+  std::lock_guard<std::mutex> lock(asked_->mutex);
+  asked_->alive = nullptr;
+}
+
+}  // namespace nccl
+}  // namespace ep_runtime

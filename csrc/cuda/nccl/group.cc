@@ -1,0 +1,199 @@
+#include "cuda/nccl/group.h"
+
+#include <chrono>
+#include <utility>
+
+namespace ep_runtime {
+namespace nccl {
+namespace {
+
+// Peers are at the same point of the program when a group closes; sockets drain in milliseconds.
+constexpr int64_t kFinalizeNs = 3'000'000'000;
+
+}  // namespace
+
+Peers PeersOf(int64_t ep_rank, int64_t ep_size, int64_t node_size, bool rail) {
+  if (node_size == 0) return {0, 1, ep_size, ep_rank};
+  const int64_t local = ep_rank % node_size;
+  if (rail) return {local, node_size, ep_size / node_size, ep_rank / node_size};
+  return {ep_rank - local, 1, node_size, local};
+}
+
+std::shared_ptr<Group> Group::Make(const Api& api, Devices devices, GroupOptions options) {
+  std::shared_ptr<Group> made(new Group(std::move(options)));
+  // The group outlives its communicators, which ask it no more once they are closed.
+  made->communicators_ = std::make_unique<Communicators>(
+      api, std::move(devices), [group = made.get()] { return group->Alive(); },
+      made->options_.places);
+  return made;
+}
+
+Status Group::Init(int64_t budget_ns) {
+  const Status status = communicators_->Init(budget_ns);
+  const Status why = Alive();  // says more than that communicators were aborted
+  return status.ok() || why.ok() ? status : why;
+}
+
+std::string Group::version() const { return VersionText(communicators_->version()); }
+
+Status Group::Alive() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return over_;
+}
+
+Communicator* Group::OfDevice(int device) const {
+  for (const Place& place : options_.places) {
+    if (place.device == device) return communicators_->OfRank(place.world_rank);
+  }
+  return nullptr;
+}
+
+Status Group::Decide(uint64_t run) {
+  Status now = Alive();
+  if (now.ok()) now = communicators_->Failure();
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto [found, is_new] = runs_.emplace(run, now);
+  if (!is_new) return found->second;
+  run_order_.push_back(run);
+  if (run_order_.size() > kMaxRuns) {
+    runs_.erase(run_order_.front());
+    run_order_.pop_front();
+  }
+  return now;
+}
+
+Status Group::Run(Communicator& communicator, const std::function<int(Comm*)>& issue) {
+  Status status = communicators_->Failure();
+  if (status.ok()) {
+    status = communicator.Run(issue, options_.op_timeout_ns, communicators_->alive());
+  }
+  if (status.ok()) return status;
+  // Why the communicator went away says more than that it is gone.
+  const Status why = Alive();
+  communicators_->Fail(why.ok() ? status : why);
+  return communicators_->Failure();
+}
+
+void Group::Abort(const Status& why) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (over_.ok()) over_ = why;
+  }
+  communicators_->Fail(why);
+  communicators_->Abort();
+}
+
+bool Group::BeginCall() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return false;
+  ++running_calls_;
+  return true;
+}
+
+void Group::EndCall() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--running_calls_ == 0) no_calls_.notify_all();
+}
+
+void Group::Close(int64_t timeout_ns) {
+  bool quiet = false;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    closed_ = true;
+    quiet = no_calls_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                               [&] { return running_calls_ == 0; });
+  }
+  communicators_->Close(quiet ? kFinalizeNs : 0);
+}
+
+Status Group::ClosedError(const std::string& layer) const {
+  return Stale("layer " + layer + ": group " + options_.name + " generation " +
+               std::to_string(options_.generation) + " is closed")
+      .With("layer", layer)
+      .With("group", options_.name)
+      .With("generation", static_cast<int64_t>(options_.generation));
+}
+
+std::string Group::TakeError() {
+  const Status failure = communicators_->Failure();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (failure.ok() || std::exchange(told_, true)) return std::string();
+  return failure.text();
+}
+
+int64_t Registry::Add(std::shared_ptr<Group> group) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  groups_.emplace(++last_id_, std::move(group));
+  return last_id_;
+}
+
+std::shared_ptr<Group> Registry::Find(int64_t id) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = groups_.find(id);
+  return found == groups_.end() ? nullptr : found->second;
+}
+
+Status Registry::AddLayers(int64_t group_id, const std::vector<Layer>& layers) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = groups_.find(group_id);
+  if (found == groups_.end()) {
+    return Stale("no open group has the number " + std::to_string(group_id));
+  }
+  const GroupOptions& options = found->second->options();
+  for (const Layer& layer : layers) {
+    layers_[layer.id] =
+        Registered{layer, group_id, found->second, options.name, options.generation};
+  }
+  return Status();
+}
+
+std::shared_ptr<Group> Registry::Remove(int64_t group_id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = groups_.find(group_id);
+  if (found == groups_.end()) return nullptr;
+  std::shared_ptr<Group> group = std::move(found->second);
+  groups_.erase(found);
+  for (auto& [id, registered] : layers_) {
+    if (registered.group_id == group_id) registered.group = nullptr;
+  }
+  return group;
+}
+
+Status Registry::Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* name,
+                         std::shared_ptr<Group>* group) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = layers_.find(layer_id);
+  if (found == layers_.end()) {
+    return Stale("layer id " + std::to_string(layer_id) +
+                 " is not registered in this process; create its group and register it first")
+        .With("layer_id", static_cast<int64_t>(layer_id));
+  }
+  const Registered& registered = found->second;
+  *name = registered.layer.name;
+  if (registered.group == nullptr) {
+    return Stale("layer " + registered.layer.name + ": group " + registered.group_name +
+                 " generation " + std::to_string(registered.generation) + " is closed")
+        .With("layer", registered.layer.name)
+        .With("group", registered.group_name)
+        .With("generation", static_cast<int64_t>(registered.generation));
+  }
+  if (registered.layer.fingerprint != fingerprint) {
+    return Stale("layer " + registered.layer.name + ": the program was compiled for fingerprint " +
+                 std::to_string(fingerprint) + ", the layer of generation " +
+                 std::to_string(registered.generation) + " has " +
+                 std::to_string(registered.layer.fingerprint) + "; trace it again")
+        .With("layer", registered.layer.name)
+        .With("group", registered.group_name)
+        .With("generation", static_cast<int64_t>(registered.generation));
+  }
+  *group = registered.group;
+  return Status();
+}
+
+Registry& ThisProcessGroups() {
+  static auto* const groups = new Registry;
+  return *groups;
+}
+
+}  // namespace nccl
+}  // namespace ep_runtime

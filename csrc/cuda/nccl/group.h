@@ -1,0 +1,129 @@
+#ifndef EP_RUNTIME_CUDA_NCCL_GROUP_H_
+#define EP_RUNTIME_CUDA_NCCL_GROUP_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cuda/nccl/communicators.h"
+
+namespace ep_runtime {
+namespace nccl {
+
+struct GroupOptions {
+  std::string name;
+  uint64_t generation;
+  int64_t ep_size;
+  int64_t op_timeout_ns;
+  std::vector<Place> places;  // of the local ranks
+};
+
+// The ranks of an EP domain that one exchange is between: first, first + stride, ...
+struct Peers {
+  int64_t first;
+  int64_t stride;
+  int64_t count;
+  int64_t self;  // which of them this rank is
+};
+
+// Which ranks those are: all of the domain with `node_size` 0, else every rank of the same place on
+// its node (`rail`), or all of this node. `node_size` divides `ep_size`.
+Peers PeersOf(int64_t ep_rank, int64_t ep_size, int64_t node_size, bool rail);
+
+// A group's NCCL side in this process: its communicators, and what its calls need to end together.
+class Group {
+ public:
+  static std::shared_ptr<Group> Make(const Api& api, Devices devices, GroupOptions options);
+  // Joins the other ranks of the domains, which do so too; Abort from another thread ends it.
+  Status Init(int64_t budget_ns);
+
+  const GroupOptions& options() const { return options_; }
+  // "2.28.9".
+  std::string version() const;
+  // The communicator of the rank that the device drives, or null.
+  Communicator* OfDevice(int device) const;
+
+  // Whether that run may go on. The first call of a run decides for all devices of the process:
+  // one that left a run which the others stay in would hang XLA's next collective. For the same
+  // reason a call that fails later fills its results and says nothing to XLA.
+  Status Decide(uint64_t run);
+  // One call's part on one device: `issue` is called on the communicator inside an NCCL group.
+  Status Run(Communicator& communicator, const std::function<int(Comm*)>& issue);
+
+  // The generation is over: every call under way and to come ends with `why`. Returns once all
+  // communicators are aborted, or a bound is over.
+  void Abort(const Status& why);
+  // Counts running calls; false once closed.
+  bool BeginCall();
+  void EndCall();
+  // Refuses further calls, waits at most `timeout_ns` for the running ones, then ends the
+  // communicators: in good order where nothing failed.
+  void Close(int64_t timeout_ns);
+  Status ClosedError(const std::string& layer) const;
+  // The first error since the last time this was asked, or "".
+  std::string TakeError();
+
+ private:
+  explicit Group(GroupOptions options) : options_(std::move(options)) {}
+  Status Alive() const;
+
+  // Runs that are remembered; more than XLA keeps in flight.
+  static constexpr size_t kMaxRuns = 1024;
+
+  const GroupOptions options_;
+  std::unique_ptr<Communicators> communicators_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable no_calls_;
+  Status over_;
+  bool closed_ = false;
+  bool told_ = false;
+  int64_t running_calls_ = 0;
+  std::unordered_map<uint64_t, Status> runs_;
+  std::deque<uint64_t> run_order_;
+};
+
+struct Layer {
+  uint64_t id;
+  std::string name;
+  uint64_t fingerprint;
+};
+
+// Groups and layers of this process. Programs carry layer ids only; calls resolve them here.
+class Registry {
+ public:
+  int64_t Add(std::shared_ptr<Group> group);
+  std::shared_ptr<Group> Find(int64_t id) const;
+  Status AddLayers(int64_t group_id, const std::vector<Layer>& layers);
+  // Layers stay known by name: their calls say that the group is closed.
+  std::shared_ptr<Group> Remove(int64_t group_id);
+  Status Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* name,
+                 std::shared_ptr<Group>* group) const;
+
+ private:
+  struct Registered {
+    Layer layer;
+    int64_t group_id;
+    std::shared_ptr<Group> group;  // null once closed
+    std::string group_name;
+    uint64_t generation;
+  };
+
+  mutable std::mutex mutex_;
+  int64_t last_id_ = 0;
+  std::unordered_map<int64_t, std::shared_ptr<Group>> groups_;
+  std::unordered_map<uint64_t, Registered> layers_;
+};
+
+// Never destroyed: XLA's threads may still end calls while the process exits.
+Registry& ThisProcessGroups();
+
+}  // namespace nccl
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_NCCL_GROUP_H_

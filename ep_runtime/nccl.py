@@ -1,0 +1,257 @@
+"""NCCL through the CUDA library: finds libnccl, and makes, aborts and closes communicators. No JAX.
+
+A process has one libnccl, the one that JAX loaded: two copies corrupt each other's communicators.
+Structs as in `csrc/ffi/nccl_table.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ep_runtime import env, native
+from ep_runtime.errors import EpRuntimeError, VersionSkewError, parse
+
+ABI = 1
+UNIQUE_ID_BYTES = 128
+LIBRARY = "libnccl.so.2"
+CLOSE_TIMEOUT_S = 10.0
+_TEXT_BYTES = 4096
+_LONGEST_S = 1e9  # in nanoseconds it still fits 64 bits
+
+_I64 = ctypes.c_int64
+
+
+class _Text(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_char_p), ("size", _I64)]
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [
+        ("library", ctypes.c_char_p),
+        ("name", ctypes.c_char_p),
+        ("generation", ctypes.c_uint64),
+        ("ep_size", _I64),
+        ("op_timeout_ns", _I64),
+        ("local_ranks", ctypes.POINTER(_I64)),
+        ("local_devices", ctypes.POINTER(ctypes.c_int32)),
+        ("num_local_ranks", _I64),
+        ("ids", ctypes.c_char_p),
+        ("num_domains", _I64),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("fingerprint", ctypes.c_uint64),
+    ]
+
+
+class _Table(ctypes.Structure):
+    _fields_ = [
+        ("abi", ctypes.c_uint32),
+        ("bytes", ctypes.c_uint32),
+        ("version", ctypes.CFUNCTYPE(_I64, ctypes.c_char_p, _Text)),
+        ("make_group", ctypes.CFUNCTYPE(_I64, ctypes.POINTER(_Options), _Text)),
+        ("init_group", ctypes.CFUNCTYPE(_I64, _I64, _I64, _Text)),
+        ("add_layers", ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(_Layer), _I64, _Text)),
+        ("abort_group", ctypes.CFUNCTYPE(None, _I64, ctypes.c_char_p)),
+        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, _Text)),
+        ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
+    ]
+
+
+def version_text(version: int) -> str:
+    """ "2.28.9" of 22809."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def find_library() -> str:
+    """Path of libnccl.so.2 for a process that has none: what EP_RUNTIME_NCCL_LIBRARY says, else the
+    wheel that JAX's CUDA extras bring, else the name, for the system's loader to find.
+
+    The wheel's path must be the one JAX itself takes, so that what is loaded first serves both.
+    """
+    given = env.nccl_library()
+    if given is not None:
+        return given
+    # A namespace package of several wheels; importing it would run nothing either.
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        spec = None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / "lib" / LIBRARY
+        if path.exists():
+            return str(path)
+    return LIBRARY
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """What this process brings to a group's communicators.
+
+    Attributes:
+        name: of the group.
+        generation: of the group.
+        ep_size: N, ranks of one EP domain, each with a communicator of N ranks.
+        world_ranks: of this process.
+        ordinals: CUDA ordinal of each.
+        op_timeout_s: how long one call may wait for its peers.
+    """
+
+    name: str
+    generation: int
+    ep_size: int
+    world_ranks: tuple[int, ...]
+    ordinals: tuple[int, ...]
+    op_timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer as calls name it."""
+
+    id: int
+    name: str
+    fingerprint: int
+
+
+class NcclLibrary:
+    """The NCCL side of the loaded CUDA library. Get it from `library()`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises as `native.NativeLibrary`."""
+        if not path.exists():
+            native.NativeLibrary(path)  # its error says how to build it
+        loaded = ctypes.CDLL(str(path))
+        entry = getattr(loaded, "EpRuntimeNcclTable", None)
+        if entry is not None:
+            entry.restype = ctypes.POINTER(_Table)
+            self._table = entry().contents
+        if entry is None or self._table.abi != ABI or self._table.bytes < ctypes.sizeof(_Table):
+            raise VersionSkewError(
+                f"{path} has no NCCL of this package's version; build it again", package=ABI
+            )
+
+    def version(self) -> int:
+        """22809 of 2.28.9; loads NCCL where the process has none yet.
+
+        Raises:
+            RuntimeUnavailableError: there is none.
+            VersionSkewError: it is too old, or newer than this package knows.
+        """
+        text = _Buffer()
+        found = int(self._table.version(find_library().encode(), text.struct))
+        return found if found >= 0 else _raise(text)
+
+    def make_group(self, ranks: Ranks, ids: Sequence[bytes]) -> NcclGroup:
+        """A group without communicators yet; `ids` has one unique id per EP domain.
+
+        Raises:
+            As `version`; InvalidArgumentError for a domain without an id.
+        """
+        wrong = [len(unique_id) for unique_id in ids if len(unique_id) != UNIQUE_ID_BYTES]
+        if wrong:
+            raise EpRuntimeError(f"a unique id has {UNIQUE_ID_BYTES} bytes, got {wrong[0]}")
+        count = len(ranks.world_ranks)
+        options = _Options(
+            library=find_library().encode(),
+            name=ranks.name.encode(),
+            generation=ranks.generation,
+            ep_size=ranks.ep_size,
+            op_timeout_ns=_nanoseconds(ranks.op_timeout_s),
+            local_ranks=(_I64 * count)(*ranks.world_ranks),
+            local_devices=(ctypes.c_int32 * count)(*ranks.ordinals),
+            num_local_ranks=count,
+            ids=b"".join(ids),
+            num_domains=len(ids),
+        )
+        text = _Buffer()
+        number = int(self._table.make_group(ctypes.byref(options), text.struct))
+        return NcclGroup(self._table, number if number >= 0 else _raise(text))
+
+
+class NcclGroup:
+    """A group's communicators in this process. Thread-safe."""
+
+    def __init__(self, table: _Table, number: int) -> None:
+        self._table = table
+        self.number = number
+
+    def init(self, budget_s: float) -> None:
+        """Joins the other ranks, and moves the first bytes between them.
+
+        Raises:
+            OpTimeoutError: they did not join within the budget.
+            EpRuntimeError: what NCCL says, or what `abort` was given meanwhile.
+        """
+        text = _Buffer()
+        if self._table.init_group(self.number, _nanoseconds(budget_s), text.struct) < 0:
+            _raise(text)
+
+    def add_layers(self, layers: Sequence[Layer]) -> None:
+        """Makes layers known to the custom calls."""
+        made = (_Layer * len(layers))(
+            *(_Layer(item.id, item.name.encode(), item.fingerprint) for item in layers)
+        )
+        text = _Buffer()
+        if self._table.add_layers(self.number, made, len(layers), text.struct) < 0:
+            _raise(text)
+
+    def abort(self, why: EpRuntimeError) -> None:
+        """Ends every call under way, here and so on the peers, with this error."""
+        self._table.abort_group(self.number, _text_of(why).encode())
+
+    def check(self) -> str | None:
+        """Text of the first error since this was last asked, or None."""
+        text = _Buffer()
+        return text.value if self._table.check_group(self.number, text.struct) else None
+
+    def close(self) -> None:
+        """Ends the communicators within a bound: in good order where nothing failed."""
+        self._table.close_group(self.number, _nanoseconds(CLOSE_TIMEOUT_S))
+
+
+@functools.cache
+def library() -> NcclLibrary:
+    """NCCL of the CUDA library.
+
+    Raises:
+        RuntimeUnavailableError: the CUDA library is not installed.
+        VersionSkewError: it belongs to another version of this package.
+    """
+    return NcclLibrary(native.library_path("cuda"))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(min(seconds, _LONGEST_S) * 1e9)
+
+
+class _Buffer:
+    """Where the library writes a text."""
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(_TEXT_BYTES)
+        self.struct = _Text(ctypes.cast(self._memory, ctypes.c_char_p), _TEXT_BYTES)
+
+    @property
+    def value(self) -> str:
+        return self._memory.value.decode(errors="replace")
+
+
+def _text_of(error: EpRuntimeError) -> str:
+    """As the native library writes its own errors, for `errors.parse`."""
+    message = str(error).replace("\n", " ")
+    return f"EP_RUNTIME/{type(error).__name__}: {message} {json.dumps(error.fields, default=str)}"
+
+
+def _raise(text: _Buffer) -> int:
+    raise parse(text.value) or EpRuntimeError(text.value)

@@ -1,0 +1,55 @@
+// What the CUDA library has around communicators, without CUDA: devices that are always there, and
+// one call of an op.
+
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "cuda/nccl/group.h"
+#include "ffi/nccl_table.h"
+
+namespace ep_runtime {
+
+nccl::Devices NcclDevices() {
+  return {[](int) { return Status(); },
+          [](nccl::Communicator&, int64_t, const nccl::Alive&) { return Status(); }};
+}
+
+}  // namespace ep_runtime
+
+// All-to-all of `bytes` per peer for the rank that `device` drives, as a handler does it. The text
+// is the error's; returns 0, -1 where the run is refused, -2 where the call fails.
+extern "C" __attribute__((visibility("default"))) int64_t
+TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rail,
+             const uint8_t* from, uint8_t* to, int64_t bytes, char* text, int64_t size) {
+  using namespace ep_runtime;  // NOLINT: as the library
+  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  Status status = found == nullptr ? Stale("no such group") : found->Decide(run);
+  const bool runs = status.ok();
+  if (runs) {
+    nccl::Communicator* communicator = found->OfDevice(device);
+    const nccl::Peers peers =
+        nccl::PeersOf(communicator->place().rank, found->options().ep_size, node_size, rail != 0);
+    const nccl::Api* api = nullptr;
+    status = nccl::Load("", &api);
+    status = found->Run(*communicator, [&](nccl::Comm* comm) {
+      for (int64_t peer = 0; peer < peers.count; ++peer) {
+        const int rank = static_cast<int>(peers.first + peer * peers.stride);
+        api->send(from + peer * bytes, bytes, nccl::kInt8, rank, comm, nullptr);
+        api->receive(to + peer * bytes, bytes, nccl::kInt8, rank, comm, nullptr);
+      }
+      return nccl::kSuccess;
+    });
+  }
+  std::strncpy(text, status.text().c_str(), size - 1);
+  return status.ok() ? 0 : runs ? -2 : -1;
+}
+
+// {first, stride, count, self}.
+extern "C" __attribute__((visibility("default"))) void TestPeers(int64_t rank, int64_t size,
+                                                                 int64_t node_size, int rail,
+                                                                 int64_t* out) {
+  const auto peers = ep_runtime::nccl::PeersOf(rank, size, node_size, rail != 0);
+  const int64_t values[] = {peers.first, peers.stride, peers.count, peers.self};
+  std::memcpy(out, values, sizeof(values));
+}

@@ -1,0 +1,333 @@
+"""Communicators of one process over a fake libnccl: made together, watched, aborted, closed."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from nccl_builds import FakeNccl, edge_library, fake_library
+
+from ep_runtime import nccl
+from ep_runtime.errors import (
+    EpRuntimeError,
+    OpTimeoutError,
+    PeerLostError,
+    StaleHandleError,
+    VersionSkewError,
+)
+
+RANKS = 4
+WAIT_S = 20.0
+_ids = itertools.count(1)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", str(fake_library()))
+    made = FakeNccl()
+    made.reset()
+    yield made
+    made.reset()
+
+
+@pytest.fixture
+def library(fake):
+    return nccl.NcclLibrary(edge_library())
+
+
+def unique_id() -> bytes:
+    return next(_ids).to_bytes(8, "little").ljust(nccl.UNIQUE_ID_BYTES, b"\1")
+
+
+def ranks_of(world_ranks=range(RANKS), ep_size=RANKS, op_timeout_s=WAIT_S) -> nccl.Ranks:
+    ours = tuple(world_ranks)
+    return nccl.Ranks("g", 5, ep_size, ours, ours, op_timeout_s)
+
+
+class Edge:
+    """One rank's part of one call, as a handler makes it."""
+
+    def __init__(self) -> None:
+        self._library: Any = ctypes.CDLL(str(edge_library()))
+        self._library.TestExchange.restype = ctypes.c_int64
+
+    def exchange(self, group, run, device, blocks, *, node_size=0, rail=False):
+        text = ctypes.create_string_buffer(4096)
+        out = np.zeros_like(blocks)
+        result = self._library.TestExchange(
+            *(ctypes.c_int64(group.number), ctypes.c_uint64(run), device),
+            *(ctypes.c_int64(node_size), int(rail)),
+            *(blocks.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p)),
+            *(ctypes.c_int64(blocks[0].nbytes), text, ctypes.c_int64(len(text))),
+        )
+        if result == 0:
+            return out
+        return f"{'the run' if result == -1 else 'the call'}: {text.value.decode()}"
+
+    def all(self, group, run, blocks, **how) -> list[Any]:
+        """Every rank of `blocks` on a thread of its own; results or error texts."""
+        found: list[Any] = [None] * len(blocks)
+
+        def work(rank: int) -> None:
+            found[rank] = self.exchange(group, run, rank, blocks[rank], **how)
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(blocks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        return found
+
+
+@pytest.fixture
+def group(library):
+    made = library.make_group(ranks_of(), [unique_id()])
+    made.init(WAIT_S)
+    yield made
+    made.close()
+
+
+def in_thread(work) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def eventually(condition) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    wake = threading.Event()
+    while not condition() and time.monotonic() < deadline:
+        wake.wait(0.005)
+    return condition()
+
+
+def blocks_of(count: int, ranks: int = RANKS) -> list[np.ndarray]:
+    return [
+        np.arange(count * 3, dtype=np.int32).reshape(count, 3) + 100 * rank for rank in range(ranks)
+    ]
+
+
+def test_the_version_is_the_loaded_librarys(library):
+    assert library.version() == 22809
+    assert nccl.version_text(22809) == "2.28.9"
+
+
+def test_blocks_arrive_from_every_rank_of_the_domain(group):
+    blocks = blocks_of(RANKS)
+    found = Edge().all(group, 1, blocks)
+    for rank, out in enumerate(found):
+        np.testing.assert_array_equal(out, [blocks[peer][rank] for peer in range(RANKS)])
+
+
+def test_rails_are_ranks_of_the_same_place_on_each_node(group):
+    blocks = blocks_of(2)
+    found = Edge().all(group, 1, blocks, node_size=2, rail=True)
+    for rank, out in enumerate(found):
+        rail = [rank % 2, rank % 2 + 2]
+        np.testing.assert_array_equal(out, [blocks[peer][rank // 2] for peer in rail])
+
+
+@pytest.mark.parametrize(
+    ("rank", "node_size", "rail", "want"),
+    [
+        (5, 0, 0, [0, 1, 8, 5]),
+        (5, 4, 1, [1, 4, 2, 1]),
+        (5, 4, 0, [4, 1, 4, 1]),
+        (5, 1, 1, [0, 1, 8, 5]),
+        (5, 1, 0, [5, 1, 1, 0]),
+    ],
+)
+def test_peers_follow_from_the_node_size(rank, node_size, rail, want):
+    out = (ctypes.c_int64 * 4)()
+    library = ctypes.CDLL(str(edge_library()))
+    library.TestPeers(*(ctypes.c_int64(n) for n in (rank, 8, node_size)), rail, out)
+    assert list(out) == want
+
+
+def test_each_domain_has_communicators_of_its_own(library, fake):
+    made = library.make_group(ranks_of(ep_size=2), [unique_id(), unique_id()])
+    made.init(WAIT_S)
+    blocks = blocks_of(2)
+    found = Edge().all(made, 1, blocks)
+    for rank, out in enumerate(found):
+        first = rank // 2 * 2
+        np.testing.assert_array_equal(out, [blocks[first][rank % 2], blocks[first + 1][rank % 2]])
+    made.close()
+    assert fake.count("aborts") == fake.count("inits") == RANKS
+
+
+def test_a_close_waits_for_what_peers_still_read_and_aborts_all_together(library, fake):
+    fake.set("wait_for_all_aborts", 1)
+    made = library.make_group(ranks_of(), [unique_id()])
+    made.init(WAIT_S)
+    made.close()
+    assert fake.count("finalizes") == fake.count("aborts") == RANKS
+    assert fake.count("hangs") == 0
+
+
+def test_a_finalize_that_never_ends_does_not_keep_a_close(library, fake):
+    made = library.make_group(ranks_of(), [unique_id()])
+    made.init(WAIT_S)
+    fake.set("never_final", 1)
+    started = time.monotonic()
+    made.close()
+    assert time.monotonic() - started < 8
+    assert fake.count("aborts") == RANKS
+
+
+def test_ranks_that_do_not_come_end_the_init_at_its_deadline(library, fake):
+    made = library.make_group(ranks_of(range(RANKS - 1)), [unique_id()])
+    with pytest.raises(OpTimeoutError, match=r"init of rank \d"):
+        made.init(0.2)
+    assert fake.count("aborts") == fake.count("inits") == RANKS - 1
+    made.close()
+
+
+def test_an_abort_ends_an_init_that_waits(library, fake):
+    fake.set("never_ready", 1)
+    made = library.make_group(ranks_of(), [unique_id()])
+    errors: list[EpRuntimeError] = []
+
+    def init() -> None:
+        try:
+            made.init(WAIT_S)
+        except EpRuntimeError as error:
+            errors.append(error)
+
+    thread = in_thread(init)
+    assert eventually(lambda: fake.count("inits") == RANKS)
+    made.abort(PeerLostError("the process of rank 3 is gone", rank=3))
+    thread.join(WAIT_S)
+    assert isinstance(errors[0], PeerLostError)
+    assert errors[0].fields["rank"] == 3
+    assert fake.count("aborts") == RANKS
+
+
+def test_an_init_that_nccl_refuses_says_what_nccl_says(library, fake):
+    fake.set("init_result", 6)
+    made = library.make_group(ranks_of(), [unique_id()])
+    with pytest.raises(EpRuntimeError, match="remote process exited"):
+        made.init(WAIT_S)
+
+
+def test_a_lost_peer_ends_calls_under_way_and_the_next_run(group, fake):
+    fake.set("never_done", 1)
+    found: list[Any] = []
+    thread = in_thread(lambda: found.extend(Edge().all(group, 1, blocks_of(RANKS))))
+    assert eventually(lambda: fake.count("inits") == RANKS)
+    group.abort(PeerLostError("the process of rank 2 is gone", rank=2))
+    thread.join(WAIT_S)
+    assert all("PeerLostError" in text for text in found), found
+    assert fake.count("aborts") == RANKS
+    late = Edge().exchange(group, 2, 0, blocks_of(RANKS)[0])
+    assert "PeerLostError" in late
+    assert "rank 2" in str(group.check())
+    assert group.check() is None
+
+
+def test_the_first_call_of_a_run_decides_for_all_devices(group):
+    blocks = blocks_of(RANKS)
+    Edge().all(group, 1, blocks)
+    group.abort(PeerLostError("gone", rank=1))
+    assert Edge().exchange(group, 1, 0, blocks[0]).startswith("the call: EP_RUNTIME/PeerLostError")
+    assert Edge().exchange(group, 2, 0, blocks[0]).startswith("the run: EP_RUNTIME/PeerLostError")
+
+
+def test_what_nccl_finds_out_by_itself_aborts_all(group, fake):
+    fake.set("async_error", 6)
+    assert eventually(lambda: fake.count("aborts") == RANKS)
+    assert "remote process exited" in str(group.check())
+
+
+def test_a_silent_peer_ends_a_call_at_the_op_timeout(library, fake):
+    made = library.make_group(ranks_of(op_timeout_s=0.3), [unique_id()])
+    made.init(WAIT_S)
+    text = Edge().exchange(made, 1, 0, blocks_of(RANKS)[0])
+    assert "OpTimeoutError" in text
+    assert eventually(lambda: fake.count("aborts") == RANKS)
+    made.close()
+
+
+def test_groups_form_again_and_again_with_new_ids(library, fake):
+    for turn in range(10):
+        made = library.make_group(ranks_of(), [unique_id()])
+        made.init(WAIT_S)
+        blocks = blocks_of(RANKS)
+        found = Edge().all(made, turn, blocks)
+        np.testing.assert_array_equal(found[0][1], blocks[1][0])
+        made.abort(PeerLostError("gone", rank=turn % RANKS))
+        made.close()
+    assert fake.count("aborts") == fake.count("inits") == 10 * RANKS
+
+
+def test_a_closed_group_is_not_found(group, library):
+    group.close()
+    with pytest.raises(StaleHandleError, match="no open group"):
+        group.add_layers([nccl.Layer(1, "moe", 2)])
+
+
+def test_an_id_for_each_domain_is_wanted(library):
+    with pytest.raises(EpRuntimeError, match="one id per EP domain"):
+        library.make_group(ranks_of(ep_size=2), [unique_id()])
+    with pytest.raises(EpRuntimeError, match="128 bytes"):
+        library.make_group(ranks_of(), [b"short"])
+
+
+def _in_new_process(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_an_old_nccl_is_refused_by_its_version():
+    code = f"""
+import ctypes, pathlib
+from ep_runtime import errors, nccl
+ctypes.CDLL({str(fake_library())!r}).FakeSet(b"version", 21707)
+try:
+    nccl.NcclLibrary(pathlib.Path({str(edge_library())!r})).version()
+except errors.VersionSkewError as error:
+    print(error)
+"""
+    said = _in_new_process(code, EP_RUNTIME_NCCL_LIBRARY="/nowhere")
+    assert "2.18.1 or newer" in said
+    assert "2.17.7" in said
+
+
+def test_a_process_without_nccl_says_what_to_install():
+    code = f"""
+import pathlib
+from ep_runtime import errors, nccl
+try:
+    nccl.NcclLibrary(pathlib.Path({str(edge_library())!r})).version()
+except errors.RuntimeUnavailableError as error:
+    print(error)
+"""
+    said = _in_new_process(code, EP_RUNTIME_NCCL_LIBRARY="/nowhere/libnccl.so.2")
+    assert "libnccl.so.2" in said
+    assert "/nowhere" in said
+
+
+def test_a_library_of_another_abi_is_refused(tmp_path):
+    empty = tmp_path / "empty.cc"
+    empty.write_text("")
+    made = tmp_path / "libempty.so"
+    subprocess.run(["c++", "-shared", "-o", str(made), str(empty)], check=True, timeout=60)
+    with pytest.raises(VersionSkewError, match="build it again"):
+        nccl.NcclLibrary(made)

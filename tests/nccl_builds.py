@@ -1,0 +1,74 @@
+"""A libnccl and NCCL's side of the CUDA library, both without GPUs, compiled by the tests."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_runtime import nccl
+
+_ROOT = Path(__file__).parents[1]
+_SOURCES = _ROOT / "csrc"
+_OURS = _ROOT / "tests" / "csrc" / "nccl"
+_NCCL = ("api.cc", "communicator.cc", "communicators.cc", "group.cc")
+
+
+def _compile(folder: Path, name: str, sources: list[Path], *options: str) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    made = folder / name
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-pthread", *options, "-o", str(made)]
+    result = subprocess.run(
+        [*command, *map(str, sources)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return made
+
+
+@functools.cache
+def fake_library() -> Path:
+    """libnccl.so.2 whose communicators live in this process; `FakeNccl` sets what it does."""
+    folder = Path(tempfile.mkdtemp(prefix="ep-fake-nccl-"))
+    return _compile(folder, nccl.LIBRARY, [_OURS / "fake_nccl.cc"], f"-Wl,-soname,{nccl.LIBRARY}")
+
+
+@functools.cache
+def edge_library() -> Path:
+    """What the CUDA library has of NCCL, for devices that are always there."""
+    folder = Path(tempfile.mkdtemp(prefix="ep-nccl-edge-"))
+    sources = [
+        *(_SOURCES / "cuda" / "nccl" / name for name in _NCCL),
+        _SOURCES / "ffi" / "nccl_table.cc",
+        _SOURCES / "core" / "status.cc",
+        _OURS / "test_edge.cc",
+    ]
+    return _compile(folder, "libnccl_edge.so", sources, f"-I{_SOURCES}", "-Wall", "-Wextra")
+
+
+class FakeNccl:
+    """The switches of the fake library and its counts."""
+
+    def __init__(self) -> None:
+        self._library: Any = ctypes.CDLL(str(fake_library()))
+
+    def set(self, name: str, value: int) -> None:
+        self._library.FakeSet(name.encode(), value)
+
+    def count(self, name: str) -> int:
+        return int(self._library.FakeGet(name.encode()))
+
+    def reset(self) -> None:
+        for name in ("never_ready", "never_done", "never_final", "async_error", "id_result"):
+            self.set(name, 0)
+        self.set("version", 22809)
+        self.set("init_result", 7)  # in progress, as NCCL answers
+        self.set("wait_for_all_aborts", 0)
+        self.set("counts", 0)
