@@ -110,3 +110,11 @@ def test_settling_waits_for_the_last_device_of_what_was_launched(explicit: bool)
         assert jax_state.settle(mesh.devices.ravel())
     assert y.is_ready()
     np.testing.assert_array_equal(y, np.arange(8.0))
+
+
+def test_settling_gives_up_where_jax_runs_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(devices: Any) -> Any:
+        raise RuntimeError("Dialect namespace 'mhlo' is already registered.")
+
+    monkeypatch.setattr(jax_state, "_sum_over", fail)
+    assert not jax_state.settle(jax.devices()[:2])
