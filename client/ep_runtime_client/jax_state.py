@@ -135,7 +135,8 @@ def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
     try:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # not the caller's
             last = _launch_last(ours)
-    except Exception as error:  # closing goes on where JAX cannot, as after a Ctrl-C amid imports
+    except (RuntimeError, ImportError, AttributeError, ValueError) as error:
+        # Closing goes on where JAX does not, as after a Ctrl-C amid its imports.
         _log.debug("nothing runs on these devices any more: %s", error)
         return False
     deadline = time.monotonic() + within_s
