@@ -96,13 +96,14 @@ class Client(Stubs):
         self.open("job")
         return resumed
 
-    def restore(self, group, ranks=None, layers=()):
-        """RestoreGroup; the answer."""
+    def restore(self, group, ranks=None, layers=(), windows=()):
+        """RestoreGroup; the answer. `windows` of these world ranks are held, all where none."""
         request = group_service_pb2.RestoreGroupRequest(
             spec=group.spec,
             generation=group.generation,
             world_ranks=range(len(group.members)) if ranks is None else ranks,
             layers=[wire.registered_to_proto(layer) for layer in layers],
+            window_ranks=windows,
         )
         return self.call(self.groups.RestoreGroup, request)
 
