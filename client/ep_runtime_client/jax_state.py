@@ -150,24 +150,21 @@ def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
 
 def _launch_last(devices: tuple[Any, ...]) -> list[Any]:
     """Arrays that are ready once the devices have run everything launched before."""
+    jax, following = _module("jax"), _following()
     if len(devices) > 1 and devices[0].platform == "cpu":
         # XLA:CPU keeps the order of programs for several devices, not of those for one.
-        ones, add_up = _sum_over(devices)
-        return [add_up(ones)]
+        return [following(_spread_over(devices))]
     # A GPU runs its programs in order.
-    jax, following = _module("jax"), _following()
     return [following(jax.device_put(0, device)) for device in devices]
 
 
 @functools.cache
-def _sum_over(devices: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(an array with an element per device, a program that adds it up)."""
+def _spread_over(devices: tuple[Any, ...]) -> Any:
+    """An array with an element on each device."""
     jax, np = _module("jax"), _module("numpy")
     mesh = jax.sharding.Mesh(devices, ("all",))
-    spec = jax.sharding.PartitionSpec
-    ones = jax.device_put(np.ones(len(devices)), jax.sharding.NamedSharding(mesh, spec("all")))
-    whole = jax.sharding.NamedSharding(mesh, spec())
-    return ones, jax.jit(lambda x: x.sum(), out_shardings=whole)
+    spec = jax.sharding.PartitionSpec("all")
+    return jax.device_put(np.zeros(len(devices)), jax.sharding.NamedSharding(mesh, spec))
 
 
 @functools.cache

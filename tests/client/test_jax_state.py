@@ -116,5 +116,5 @@ def test_settling_gives_up_where_jax_runs_nothing_any_more(monkeypatch: pytest.M
     def fail(devices: Any) -> Any:
         raise RuntimeError("Dialect namespace 'mhlo' is already registered.")
 
-    monkeypatch.setattr(jax_state, "_sum_over", fail)
+    monkeypatch.setattr(jax_state, "_spread_over", fail)
     assert not jax_state.settle(jax.devices()[:2])
