@@ -5,7 +5,9 @@ that every process of the group and the daemon map. Clients write telemetry to t
 in it; the daemon formats it, reads records from it and poisons it, and never waits on it.
 
 The structs are in `board_abi.py`. Nothing here needs JAX or the native library. Letters:
-`layout.py`; W ranks of the world, D domains, W = D * N.
+`layout.py`; W ranks of the world, D domains, W = D * N. In a group with `node_size` what shares
+windows is a node's part of an EP group, so here N is node_size, T the tokens of all ranks of a
+rail and E the experts of a node; a host has windows for its own ranks and one board for all.
 
 Window: `lanes` lanes. Lane: rows [N sources][T_even * H * B bytes], entries [N][T * max_top_k * 8],
 counts [N][E * 4]; each source's part starts on a 64-byte line, each lane on a page. T_even is T
@@ -41,7 +43,7 @@ from ep_runtime.board_abi import (
     RankRecordStruct,
     RankState,
 )
-from ep_runtime.device_layout import flag_bytes
+from ep_runtime.device_layout import flag_bytes, on_device
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
@@ -181,9 +183,9 @@ def board_layout(spec: GroupSpec) -> BoardLayout:
     failures = align_up(handles + MAX_HANDLES * ctypes.sizeof(HandleRecordStruct), PAGE_BYTES)
     world = failures + FAILURE_RECORDS * ctypes.sizeof(FailureRecordStruct)
     domains = world + control_bytes(spec.world_size, 0)
-    domain = control_bytes(spec.ep_size, spec.lanes)
-    end = domains + spec.num_domains * domain
-    if spec.transport != "nvlink":
+    domain = control_bytes(spec.ranks_per_node, spec.lanes)
+    end = domains + spec.world_size // spec.ranks_per_node * domain
+    if not on_device(spec):
         return BoardLayout(ranks, handles, failures, world, domains, domain, 0, end)
     rows = spec.world_size * MAX_HANDLES * ctypes.sizeof(DeviceRowsStruct)
     return BoardLayout(ranks, handles, failures, world, domains, domain, end, end + rows)
@@ -196,18 +198,17 @@ def board_bytes(spec: GroupSpec) -> int:
 
 def lane_bytes(spec: GroupSpec) -> int:
     """Bytes of one lane of one rank's window."""
-    tokens = spec.max_tokens_per_rank
+    tokens, sources = spec.staged_tokens, spec.ranks_per_node
     row_bytes = spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype]
-    rows = spec.ep_size * _line(align_up(tokens, 2) * row_bytes)
-    entries = spec.ep_size * _line(tokens * spec.max_top_k * 8)
-    counts = spec.ep_size * _line(spec.num_experts * 4)
+    rows = sources * _line(align_up(tokens, 2) * row_bytes)
+    entries = sources * _line(tokens * spec.max_top_k * 8)
+    counts = sources * _line(sources * spec.experts_per_rank * 4)
     return align_up(rows + entries + counts, PAGE_BYTES)
 
 
 def window_bytes(spec: GroupSpec) -> int:
     """Bytes of one world rank's window: lanes, and on a device its flags behind them."""
-    on_device = spec.transport == "nvlink"
-    return spec.lanes * lane_bytes(spec) + (flag_bytes(spec) if on_device else 0)
+    return spec.lanes * lane_bytes(spec) + (flag_bytes(spec) if on_device(spec) else 0)
 
 
 def _at(buf: Any, kind: type[ctypes.Structure], offset: int) -> Any:
@@ -235,8 +236,8 @@ def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
     base = ctypes.addressof(ctypes.c_char.from_buffer(buf))
     ctypes.memset(base, 0, where.board_bytes)
     for offset, ranks, lanes in [(where.world_offset, spec.world_size, 0)] + [
-        (where.domains_offset + domain * where.domain_bytes, spec.ep_size, spec.lanes)
-        for domain in range(spec.num_domains)
+        (where.domains_offset + domain * where.domain_bytes, spec.ranks_per_node, spec.lanes)
+        for domain in range(spec.world_size // spec.ranks_per_node)
     ]:
         control = _at(buf, ControlStruct, offset)
         control.ranks, control.lanes = ranks, lanes
@@ -245,8 +246,8 @@ def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
     header.world_size = spec.world_size
     header.generation = generation
     header.poison_rank = -1
-    header.ep_size = spec.ep_size
-    header.num_domains = spec.num_domains
+    header.ep_size = spec.ranks_per_node
+    header.num_domains = spec.world_size // spec.ranks_per_node
     header.lanes = spec.lanes
     header.max_handles = MAX_HANDLES
     header.meeting_slots = MEETING_SLOTS

@@ -28,7 +28,7 @@ def library_path(platform: str = "cpu") -> Path:
 
 LIBRARY_PATH = library_path()
 # Of the library that serves a transport.
-PLATFORMS = {"memfd": "cpu", "nvlink": "cuda"}
+PLATFORMS = {"memfd": "cpu", "nvlink": "cuda", "nccl": "cuda"}
 CLOSE_TIMEOUT_S = 10.0
 ROW_OPS = ("baseline", "avx2", "avx512")
 _TEXT_BYTES = 4096
@@ -84,10 +84,11 @@ def _options(
         name=spec.name.encode(),
         generation=generation,
         world_size=spec.world_size,
-        ep_size=spec.ep_size,
-        num_experts=spec.num_experts,
+        # To the library an EP group is what shares windows.
+        ep_size=spec.ranks_per_node,
+        num_experts=spec.ranks_per_node * spec.experts_per_rank,
         hidden_size=spec.hidden_size,
-        max_tokens_per_rank=spec.max_tokens_per_rank,
+        max_tokens_per_rank=spec.staged_tokens,
         recv_capacity_per_rank=spec.recv_capacity_per_rank,
         max_top_k=spec.max_top_k,
         max_token_bytes=DTYPE_BYTES[spec.max_token_dtype],
@@ -167,7 +168,7 @@ class NativeLibrary:
             generation: as the board says.
             board_fd: memfd of `board.board_bytes(spec)` bytes, formatted.
             window_fds: one descriptor of `board.window_bytes(spec)` bytes per world rank: a memfd,
-                or exported device memory.
+                or exported device memory; -1 for ranks of other nodes.
             debug: check indices and fill undefined memory with 0xFF.
             local_ranks: world ranks that this process drives; None for all. Where there are
                 others, calls meet by names that all processes give alike.
@@ -177,8 +178,8 @@ class NativeLibrary:
             The group's number in this process.
 
         Raises:
-            InvalidArgumentError: a file is missing or too small, or a local rank is not one of
-                the group.
+            InvalidArgumentError: a file is missing or too small, a local rank is not one of the
+                group, or one that it shares windows with has none.
             SpecMismatchError, StaleHandleError, VersionSkewError: the board is another group's.
         """
         fds = (ctypes.c_int * len(window_fds))(*window_fds)

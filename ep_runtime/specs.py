@@ -112,6 +112,11 @@ class GroupSpec:
         return self.ep_size // self.ranks_per_node
 
     @property
+    def staged_tokens(self) -> int:
+        """Tokens that one rank stages at most in a call on windows: its own, or a rail's."""
+        return self.num_nodes * self.max_tokens_per_rank
+
+    @property
     def outer_size(self) -> int:
         """Shards of the tokens beside the ep axis."""
         return prod(self.axis_sizes[axis] for axis in self.outer_axes)

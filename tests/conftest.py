@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # Before the CPU backend starts: jaxlib below 0.12 takes its thread pool's size from here.
 os.environ.setdefault("PJRT_NPROC", "32")
@@ -15,21 +16,32 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-@pytest.fixture(params=["xla", "memfd"])
+def on_nodes(*sizes: int) -> list[Any]:
+    """Transport memfd on nodes of so many ranks, as `make_group` takes it."""
+    return [pytest.param(f"memfd/{size}", marks=pytest.mark.slow) for size in sizes]
+
+
+@pytest.fixture(params=["xla", "memfd", *on_nodes(1, 2, 4)])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Both transports that run on CPU."""
+    """All transports that run on CPU."""
     name: str = request.param
-    if name == "memfd":
+    if name.startswith("memfd"):
         fakes.require_native()
     return name
 
 
 @pytest.fixture
 def make_group() -> Iterator[Callable[..., fakes.LocalGroup]]:
-    """`fakes.local_group` whose groups are closed after the test."""
+    """`fakes.local_group` whose groups are closed after the test.
+
+    transport="memfd/2" is "memfd" on nodes of 2 ranks, or of 1 where that does not divide.
+    """
     groups: list[fakes.LocalGroup] = []
 
-    def make(**settings: object) -> fakes.LocalGroup:
+    def make(**settings: Any) -> fakes.LocalGroup:
+        transport, _, size = settings.get("transport", "xla").partition("/")
+        if size:
+            settings |= {"transport": transport, "node_size": int(size)}
         groups.append(fakes.local_group(**settings))
         return groups[-1]
 

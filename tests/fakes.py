@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import mmap
 import os
 from typing import Any
@@ -141,7 +142,10 @@ def local_group(
     debug: bool = False,
     **settings: Any,
 ) -> LocalGroup:
-    """A group on a mesh of `axes` (default 8 ranks of one EP group), small unless told."""
+    """A group on a mesh of `axes` (default 8 ranks of one EP group), small unless told.
+
+    With `node_size`, as if on several nodes, whose windows are all here; at most what divides.
+    """
     mesh = mesh or mesh_of(axes or {"ep": 8})
     defaults: dict[str, Any] = {
         "name": f"group{next(_generations)}",
@@ -156,5 +160,9 @@ def local_group(
         "op_timeout_s": 30.0,
     }
     mesh_axes = tuple(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-    spec = specs.make_group_spec(mesh_axes=mesh_axes, **(defaults | settings))
+    given = defaults | settings
+    if given.get("node_size"):
+        sizes = [dict(mesh_axes)[str(axis)] for axis in np.atleast_1d(given["ep_axis"])]
+        given["node_size"] = math.gcd(given["node_size"], math.prod(sizes))
+    spec = specs.make_group_spec(mesh_axes=mesh_axes, **given)
     return LocalGroup(spec, mesh, debug=debug)

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -36,6 +37,7 @@ Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& w
   }
   std::shared_ptr<Group> group(new Group(std::move(options)));
   EP_RETURN_IF_ERROR(group->CheckLocalRanks());
+  EP_RETURN_IF_ERROR(group->CheckHere(window_fds));
   Mapping header;
   EP_RETURN_IF_ERROR(Mapping::Map(board_fd, sizeof(BoardHeader), "board", &header));
   const auto& board = *reinterpret_cast<const BoardHeader*>(header.data());
@@ -43,6 +45,7 @@ Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& w
   EP_RETURN_IF_ERROR(Mapping::Map(board_fd, board.board_bytes, "board", &group->board_));
   group->windows_.resize(on_host);
   for (int64_t rank = 0; rank < on_host; ++rank) {
+    if (window_fds[rank] < 0) continue;
     EP_RETURN_IF_ERROR(
         Mapping::Map(window_fds[rank], group->window_bytes(), "window", &group->windows_[rank]));
   }
@@ -61,6 +64,23 @@ Status Group::CheckLocalRanks() {
     }
     local_[rank] = true;
     ++num_local_;
+  }
+  return Status();
+}
+
+// Ranks that share windows are all of this node, or none of them is.
+Status Group::CheckHere(const std::vector<int>& window_fds) {
+  num_here_ = sizes().world_size;
+  if (window_fds.empty()) return Status();
+  num_here_ = std::count_if(window_fds.begin(), window_fds.end(), [](int fd) { return fd >= 0; });
+  for (int64_t rank : options_.local_ranks) {
+    const int64_t first = rank - rank % sizes().ep_size;
+    for (int64_t peer = first; peer < first + sizes().ep_size; ++peer) {
+      if (window_fds[peer] >= 0) continue;
+      return InvalidArgument("window_fds has none of rank " + std::to_string(peer) +
+                             ", which shares windows with rank " + std::to_string(rank))
+          .With("argument", std::string("window_fds"));
+    }
   }
   return Status();
 }
@@ -237,7 +257,9 @@ std::string Group::TakeError() {
 }
 
 void Group::FillStaging(int byte) {
-  for (const Mapping& window : windows_) std::memset(window.data(), byte, window.bytes());
+  for (const Mapping& window : windows_) {
+    if (window.bytes() > 0) std::memset(window.data(), byte, window.bytes());
+  }
   if (device_ != nullptr) device_->FillStaging(byte);
 }
 

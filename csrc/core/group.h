@@ -47,8 +47,8 @@ class GroupDevice {
 // shared_ptr, so memory stays mapped until the last one has returned.
 class Group {
  public:
-  // Maps board and windows (one fd per world rank, no fd for windows on a device) and checks that
-  // the board is this group's.
+  // Maps board and windows (one fd per world rank, -1 for a rank of another node, no fds for
+  // windows on a device) and checks that the board is this group's.
   static Status Open(GroupOptions options, int board_fd, const std::vector<int>& window_fds,
                      std::shared_ptr<Group>* out);
 
@@ -74,8 +74,8 @@ class Group {
                                       source * lane_layout_.source_counts_bytes);
   }
 
-  // True where other processes drive some of the ranks.
-  bool several_processes() const { return num_local_ < sizes().world_size; }
+  // True where other processes drive some of the ranks: of this node, where windows tell which.
+  bool several_processes() const { return num_local_ < num_here_; }
   bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
   // True once the rank's process has closed the group, after its last call has ended.
   bool HasLeft(int64_t world_rank) const {
@@ -119,6 +119,7 @@ class Group {
       : options_(std::move(options)), lane_layout_(options_.sizes) {}
 
   Status CheckLocalRanks();
+  Status CheckHere(const std::vector<int>& window_fds);
   Status CheckBoard(const BoardHeader& header) const;
   int64_t window_bytes() const;
   Status PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) const;
@@ -137,6 +138,7 @@ class Group {
   FailureRing failures_;
   std::vector<bool> local_;
   int64_t num_local_ = 0;
+  int64_t num_here_ = 0;
   std::vector<MeetingPlace> domains_;
   MeetingPlace world_;
   std::vector<std::unique_ptr<RankTelemetry>> telemetry_;

@@ -60,20 +60,25 @@ void SendWeightGrads(const Call& call, const CombineParams& params, const Source
   }
 }
 
+ReduceFn FinalSum(const CombineParams& params, const Passes& passes) {
+  const RowOps& ops = GetRowOps();
+  if (params.wide_tokens) return passes.wide ? ops.reduce[kF32] : ops.reduce_to_wide[params.type];
+  return passes.wide ? ops.reduce_from_wide[params.type] : ops.reduce[params.type];
+}
+
 // Sums the partials of tokens [first, last) over ranks in order. `next` counts the staged rows
 // of each rank within the pass.
 void SumPartials(const Call& call, const CombineParams& params, const Passes& passes, int64_t first,
                  int64_t last) {
-  const RowOps& ops = GetRowOps();
-  const ReduceFn reduce = passes.wide ? ops.reduce_from_wide[params.type] : ops.reduce[params.type];
+  const ReduceFn reduce = FinalSum(params, passes);
   std::vector<const uint8_t*> next(call.ep_size());
   std::vector<uint8_t> used(call.ep_size());
   for (int64_t rank = 0; rank < call.ep_size(); ++rank) {
     next[rank] = call.Rows(call.ep_rank(), rank);
   }
   std::vector<const void*> parts;
-  auto* out = static_cast<uint8_t*>(params.tokens) + first * params.row_bytes;
-  for (int64_t token = first; token < last; ++token, out += params.row_bytes) {
+  auto* out = static_cast<uint8_t*>(params.tokens) + first * params.token_bytes;
+  for (int64_t token = first; token < last; ++token, out += params.token_bytes) {
     const int32_t* dst_rank = params.plan.dst_rank + token * params.sizes.top_k;
     std::fill(used.begin(), used.end(), 0);
     for (int64_t k = 0; k < params.sizes.top_k; ++k) {
@@ -104,7 +109,7 @@ void ReadWeightGrads(const Call& call, const CombineParams& params) {
 
 Status RunCombine(Call& call, const CombineParams& params) {
   EP_RETURN_IF_ERROR(CheckPlan(call, params.sizes, params.plan));
-  PreferHugePages(params.tokens, params.sizes.tokens * params.row_bytes);
+  PreferHugePages(params.tokens, params.sizes.tokens * params.token_bytes);
   const Passes passes(call, params);
   const SourceOffsets offsets(params.plan, call.ep_size());
   const int64_t tokens = params.sizes.tokens;

@@ -16,13 +16,16 @@ struct CombineParams {
   const float* weights;    // [C] multiplied before the sum, or null
   const float* d_weights;  // [C] returned to their slots, or null
   Plan plan;
-  void* tokens;           // [T, H]
+  void* tokens;  // [T, H], rows of token_bytes
+  int64_t token_bytes;
+  bool wide_tokens;       // tokens are fp32, of narrower rows
   float* d_topk_weights;  // [T, K] zeros for unused and dropped slots; null with d_weights
 };
 
 // Sums each staged row's rows in slot order, sends the sum to its source, and there sums over
 // ranks in order. Partial sums travel in the row type ("fast") or wide ("exact"), the latter in
-// two passes of half the tokens where a lane does not hold all of them.
+// two passes of half the tokens where a lane does not hold all of them. Wide tokens are sums that
+// are not rounded: they are added to others before the result is.
 Status RunCombine(Call& call, const CombineParams& params);
 
 }  // namespace ep_runtime

@@ -22,8 +22,8 @@ class DeviceWindows {
   DeviceWindows(const DeviceWindows&) = delete;
   DeviceWindows& operator=(const DeviceWindows&) = delete;
 
-  // Maps what the daemon exported, one fd per world rank, for `devices` to read and write. The fds
-  // may be closed afterwards.
+  // Maps what the daemon exported, one fd per world rank or -1 for a rank of another node, for
+  // `devices` to read and write. The fds may be closed afterwards.
   Status Map(const std::vector<int>& fds, int64_t window_bytes, const std::vector<int>& devices);
   // Nothing may run on the windows any more.
   void Unmap();
@@ -35,12 +35,14 @@ class DeviceWindows {
 
  private:
   Status Import(int fd, int64_t world_rank);
+  // Of the windows of world ranks [first, end).
+  Status SetAccess(int64_t first, int64_t end, const std::vector<CUmemAccessDesc>& access);
 
   const Driver* driver_ = nullptr;
   CUdeviceptr base_ = 0;
   int64_t stride_ = 0;
   int64_t reserved_bytes_ = 0;
-  int64_t mapped_ = 0;  // windows mapped so far, ranks in order
+  std::vector<int64_t> mapped_;  // world ranks whose windows are
 };
 
 // Bytes that the daemon allocates for a window: whole pages of the device.

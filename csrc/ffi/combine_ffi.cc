@@ -7,7 +7,7 @@ namespace {
 using xla::ffi::DataType;
 
 // What combine and dispatch's backward share: rows [C, H] at operand 2, weights at 3, the plan
-// from 4 on, tokens [T, H] at result 0.
+// from 4 on, tokens [T, H] at result 0, of the rows' type or f32.
 Status ReadRows(const CallFrame& frame, const CallContext& context, const char* rows_name,
                 CombineParams* params) {
   const Buffer& rows = frame.args[2];
@@ -20,12 +20,16 @@ Status ReadRows(const CallFrame& frame, const CallContext& context, const char* 
   EP_RETURN_IF_ERROR(CheckSizes(frame, context, sizes, ElementBytes(rows)));
   MutablePlan plan{};
   EP_RETURN_IF_ERROR(ReadPlan(frame, frame.args, 4, sizes, context.group->sizes().ep_size, &plan));
-  EP_RETURN_IF_ERROR(
-      CheckArray(frame, "tokens", frame.rets[0], rows.dtype, {sizes.tokens, sizes.width}));
+  const Buffer& tokens = frame.rets[0];
+  params->wide_tokens = tokens.dtype == DataType::F32 && ElementBytes(rows) < 4;
+  EP_RETURN_IF_ERROR(CheckArray(frame, "tokens", tokens,
+                                params->wide_tokens ? DataType::F32 : rows.dtype,
+                                {sizes.tokens, sizes.width}));
   params->row_bytes = sizes.width * ElementBytes(rows);
+  params->token_bytes = sizes.width * ElementBytes(tokens);
   params->rows = rows.data;
   params->plan = Const(plan);
-  params->tokens = frame.rets[0].data;
+  params->tokens = tokens.data;
   return Status();
 }
 
@@ -36,7 +40,8 @@ Status RunWith(CallContext context, const CombineParams& params) {
 
 }  // namespace
 
-// ep_combine_v1(rank, layer_index, expert_out [C, H], weights f32 [C] or [0], plan) -> [T, H]
+// ep_combine_v1(rank, layer_index, expert_out [C, H], weights f32 [C] or [0], plan)
+//   -> [T, H] of expert_out's type or f32
 Status CallCombine(const CallFrame& frame, CallContext context) {
   EP_RETURN_IF_ERROR(CheckCount(frame, 4 + kPlanArrays, 1));
   CombineParams params{};
@@ -51,7 +56,7 @@ Status CallCombine(const CallFrame& frame, CallContext context) {
 }
 
 // ep_dispatch_bwd_v1(rank, layer_index, d_recv [C, H], d_weights f32 [C], plan)
-//   -> d_tokens [T, H], d_topk_weights f32 [T, K]
+//   -> d_tokens [T, H] of d_recv's type or f32, d_topk_weights f32 [T, K]
 Status CallDispatchBwd(const CallFrame& frame, CallContext context) {
   EP_RETURN_IF_ERROR(CheckCount(frame, 4 + kPlanArrays, 2));
   CombineParams params{};

@@ -83,6 +83,19 @@ def test_window_bytes_agree_with_the_library(dtype, tokens, hidden):
     assert native.library().window_bytes(spec) == board.window_bytes(spec)
 
 
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+def test_windows_of_a_node_hold_what_a_rail_sends(node_size):
+    sizes = {"num_experts": 16, "hidden_size": 100, "max_tokens_per_rank": 33}
+    spec = spec_of(mesh_axes=(("dp", 2), ("ep", 8)), node_size=node_size, **sizes)
+    assert native.library().window_bytes(spec) == board.window_bytes(spec)
+    as_one = spec_of(
+        mesh_axes=(("ep", node_size),),
+        **(sizes | {"num_experts": 2 * node_size, "max_tokens_per_rank": 33 * 8 // node_size}),
+    )
+    assert board.window_bytes(spec) == board.window_bytes(as_one)
+    assert board.board_layout(spec).domain_bytes == board.board_layout(as_one).domain_bytes
+
+
 @pytest.mark.parametrize(("ranks", "lanes"), [(1, 0), (1, 1), (8, 2), (1024, 4)])
 def test_control_bytes_agree_with_the_library(ranks, lanes):
     assert native.library().control_bytes(ranks, lanes) == board.control_bytes(ranks, lanes)
@@ -155,6 +168,27 @@ def test_a_board_of_another_group_is_refused(files):
     with pytest.raises(VersionSkewError, match="version 0"):
         opened(spec, generation=3, board_fd=empty, window_fds=windows, debug=False)
     os.close(empty)
+
+
+def test_windows_of_other_nodes_may_be_missing_and_no_others(files):
+    spec = spec_of(mesh_axes=(("ep", 4),), node_size=2)
+    board_fd, windows = files(spec)
+    opened = native.library().open_group
+    options = {"generation": 1, "board_fd": board_fd, "debug": True}
+    group = opened(spec, window_fds=[*windows[:2], -1, -1], local_ranks=[0, 1], **options)
+    native.library().poison_staging(group, 0xAB)
+    native.library().close_group(group)
+    with pytest.raises(InvalidArgumentError, match="none of rank 1, which shares windows with r"):
+        opened(spec, window_fds=[windows[0], -1, -1, -1], local_ranks=[0], **options)
+    with pytest.raises(InvalidArgumentError, match="none of rank 2, which shares windows with r"):
+        opened(spec, window_fds=[*windows[:2], -1, -1], local_ranks=[0, 1, 2, 3], **options)
+    with pytest.raises(InvalidArgumentError, match="none of rank 2, which shares windows with r"):
+        opened(
+            spec_of(mesh_axes=(("ep", 4),)),
+            window_fds=[*windows[:2], -1, -1],
+            local_ranks=[0, 1],
+            **options,
+        )
 
 
 def test_handles_beyond_the_board_are_refused(files):

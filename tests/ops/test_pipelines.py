@@ -1,7 +1,7 @@
 """Several layers, handles and microbatches in one program: never each other's rows.
 
 On CPU, XLA starts independent calls in another order on each device; the windows must pair the
-right ones. Transport memfd alone: the other one has XLA's own ordering.
+right ones. Transport memfd alone, also between nodes: the other one has XLA's own ordering.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def meant(x: Any, weights: Any) -> Any:
     return jnp.tanh(x) * weights.sum(-1, keepdims=True).astype(x.dtype)
 
 
-@pytest.fixture
-def group(make_group: MakeGroup) -> fakes.LocalGroup:
+@pytest.fixture(params=["memfd", pytest.param("memfd/2", marks=pytest.mark.slow)])
+def group(make_group: MakeGroup, request: pytest.FixtureRequest) -> fakes.LocalGroup:
     fakes.require_native()
-    return make_group(transport="memfd", debug=True, max_top_k=4, lanes=2)
+    return make_group(transport=request.param, debug=True, max_top_k=4, lanes=2)
 
 
 def both_ways(function: Callable[..., Any]) -> Callable[..., Any]:

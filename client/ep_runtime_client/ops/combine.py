@@ -13,7 +13,7 @@ from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops import twin
 from ep_runtime_client.ops.calls import Call, open_layer, world_rank
 from ep_runtime_client.ops.dispatch import call_of_plan, check_width
-from ep_runtime_client.ops.plan import Dispatched, PlanArrays
+from ep_runtime_client.ops.plan import AnyArrays, Dispatched
 from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
 
@@ -94,7 +94,7 @@ def _combine_primal(
     index: jax.Array,
     expert_out: jax.Array,
     weights: jax.Array | None,
-    arrays: PlanArrays,
+    arrays: AnyArrays,
 ) -> jax.Array:
     """expert_out [R, C, H], weights [R, C] or None -> tokens_out [..., H]."""
     slab = twin.slab_spec(call)
@@ -108,7 +108,7 @@ def _combine_primal(
             index,
             local[0],
             local[1] if len(given) > 1 else None,
-            PlanArrays(*local[len(given) :]),
+            type(arrays)(*local[len(given) :]),
         )
         return tokens_out.reshape(*call.layout.local, -1)
 
@@ -123,7 +123,7 @@ def _combine_fwd(
     index: jax.Array,
     expert_out: jax.Array,
     weights: jax.Array | None,
-    arrays: PlanArrays,
+    arrays: AnyArrays,
 ) -> Any:
     tokens_out = twin.run(_combine_primal, call, index, expert_out, weights, arrays)
     # Without weights the gradient is a plain copy of rows and needs no expert_out.
@@ -145,7 +145,7 @@ def _combine_pullback(
     grad: jax.Array,
     expert_out: jax.Array | None,
     weights: jax.Array | None,
-    arrays: PlanArrays,
+    arrays: AnyArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
     """grad [..., H] -> d_expert_out [R, C, H], d_weights [R, C] or None."""
     spec, slab = call.layout.spec(), twin.slab_spec(call)
@@ -160,7 +160,7 @@ def _combine_pullback(
             grad.reshape(-1, grad.shape[-1]),
             local[0] if rows else None,
             local[1] if rows else None,
-            PlanArrays(*local[len(rows) :]),
+            type(arrays)(*local[len(rows) :]),
         )
         return (d_expert_out[None], d_weights[None]) if rows else (d_expert_out[None],)
 

@@ -14,7 +14,7 @@ from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops import twin
 from ep_runtime_client.ops.calls import Call, check_handle, manual_axes, open_layer, world_rank
-from ep_runtime_client.ops.plan import Dispatched, Plan, PlanArrays, check_plan
+from ep_runtime_client.ops.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
 from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
@@ -187,7 +187,7 @@ def _dispatch_primal(
     index: jax.Array,
     tokens: jax.Array,
     weights: jax.Array | None,
-    arrays: PlanArrays,
+    arrays: AnyArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """tokens [..., H], weights [..., K] or None -> recv [R, C, H], recv_weights [R, C]."""
     spec, slab = call.layout.spec(), twin.slab_spec(call)
@@ -195,7 +195,7 @@ def _dispatch_primal(
 
     def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         local = [x.reshape(-1, x.shape[-1]) for x in operands[: len(given)]]
-        plan = PlanArrays(*(x[0] for x in operands[len(given) :]))
+        plan = type(arrays)(*(x[0] for x in operands[len(given) :]))
         rows, recv_weights = per_device_ops(call).dispatch(
             call,
             world_rank(call.group),
@@ -218,7 +218,7 @@ def _dispatch_fwd(
     index: jax.Array,
     tokens: jax.Array,
     weights: jax.Array | None,
-    arrays: PlanArrays,
+    arrays: AnyArrays,
 ) -> Any:
     if jnp.dtype(tokens.dtype).itemsize == 1:
         raise NotImplementedError(
@@ -237,7 +237,7 @@ def _dispatch_bwd(call: Call, saved: Any, grads: tuple[jax.Array, jax.Array]) ->
 
 
 def _dispatch_pullback(
-    call: Call, index: jax.Array, d_recv: jax.Array, d_weights: jax.Array, arrays: PlanArrays
+    call: Call, index: jax.Array, d_recv: jax.Array, d_weights: jax.Array, arrays: AnyArrays
 ) -> tuple[jax.Array, jax.Array]:
     """d_recv [R, C, H], d_weights [R, C] -> d_tokens [..., H], d_topk_weights [..., K]."""
     spec, slab = call.layout.spec(), twin.slab_spec(call)
@@ -246,7 +246,7 @@ def _dispatch_pullback(
     def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         d_rows, d_row_weights, *plan = (x[0] for x in operands)
         d_tokens, d_topk = per_device_ops(call).dispatch_bwd(
-            call, world_rank(call.group), index, d_rows, d_row_weights, PlanArrays(*plan)
+            call, world_rank(call.group), index, d_rows, d_row_weights, type(arrays)(*plan)
         )
         return d_tokens.reshape(*block, -1), d_topk.reshape(*block, -1)
 

@@ -97,9 +97,10 @@ def combine(
     expert_out: jax.Array,
     weights: jax.Array | None,
     plan: PlanArrays,
+    dtype: Any = None,
 ) -> jax.Array:
-    """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
-    result = _shape(expert_out.dtype, plan.dst_rank.shape[0], expert_out.shape[1])
+    """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H] of its dtype, or `dtype`."""
+    result = _shape(dtype or expert_out.dtype, plan.dst_rank.shape[0], expert_out.shape[1])
     tokens_out: jax.Array = _call(
         call, "ep_combine_v1", result, rank, index, expert_out, _or_empty(weights, 0), *plan
     )
@@ -113,11 +114,15 @@ def dispatch_bwd(
     d_recv: jax.Array,
     d_weights: jax.Array,
     plan: PlanArrays,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
+    """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K].
+
+    d_tokens has the dtype of d_recv, or `dtype`.
+    """
     tokens, top_k = plan.dst_rank.shape
     results = (
-        _shape(d_recv.dtype, tokens, d_recv.shape[1]),
+        _shape(dtype or d_recv.dtype, tokens, d_recv.shape[1]),
         _shape(jnp.float32, tokens, top_k),
     )
     d_tokens, d_topk_weights = _call(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import GroupSpec
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops.calls import PlanMeta
 
@@ -35,17 +36,52 @@ class PlanArrays(NamedTuple):
     num_recv: jax.Array  # [1] aligned rows demanded, before any drop
 
 
+class NodePlanArrays(NamedTuple):
+    """The arrays of a plan between nodes (`nodes.py`): the first nine as in PlanArrays, but that
+    the receiver's four speak of the ranks of its node alone.
+
+    Local rank s stages *virtual tokens* for its node: D blocks of T, block m the tokens of ep rank
+    m * G + s that keep a row on the node, in order; -1 past the last of them.
+    """
+
+    dst_rank: jax.Array  # [T, K]
+    dst_row: jax.Array  # [T, K]
+    recv_count: jax.Array  # [G, 4]
+    staged_start: jax.Array  # [G*D*T+1]
+    staged_row: jax.Array  # [C]
+    staged_slot: jax.Array  # [C]
+    kept: jax.Array  # [L]
+    group_sizes: jax.Array  # [L]
+    num_recv: jax.Array  # [1]
+    virtual_rank: jax.Array  # [D*T, K] local rank that holds the row of a virtual token's slot
+    virtual_row: jax.Array  # [D*T, K] row in that rank's slab
+    chunks: jax.Array  # [1] in which rows cross the network, the same on every rank
+
+    @property
+    def inside(self) -> PlanArrays:
+        """The plan of the node: its ranks as an EP group of their own, on virtual tokens."""
+        return PlanArrays(self.virtual_rank, self.virtual_row, *self[2:9])
+
+
+AnyArrays = PlanArrays | NodePlanArrays
+
+
+def arrays_type(group: GroupSpec) -> type[PlanArrays] | type[NodePlanArrays]:
+    """Which of the two the group's plans have."""
+    return NodePlanArrays if group.node_size else PlanArrays
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A routing decision as a pytree: safe under jit, remat, scan, donation and relocation.
 
     Attributes:
-        arrays: the nine arrays with leading dim R.
+        arrays: the nine arrays with leading dim R; of a group with node_size a few more.
         meta: layer, layout, capacity and handle; static.
     """
 
-    arrays: PlanArrays
+    arrays: AnyArrays
     meta: PlanMeta = dataclasses.field(metadata={"static": True})
 
     @property

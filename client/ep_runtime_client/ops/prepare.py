@@ -20,7 +20,13 @@ from ep_runtime_client.ops.calls import (
     resolve_capacity,
     world_rank,
 )
-from ep_runtime_client.ops.plan import Plan, PlanArrays
+from ep_runtime_client.ops.plan import (
+    AnyArrays,
+    NodePlanArrays,
+    Plan,
+    PlanArrays,
+    arrays_type,
+)
 from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
 
@@ -45,8 +51,8 @@ def prepare(
         tokens_spec: how the leading dims lie on the mesh, where a traced 3-D array cannot tell.
 
     Returns:
-        A Plan for `dispatch(..., plan=plan)`: nine int32 arrays with leading dim R, tagged
-        "ep_plan" for remat policies.
+        A Plan for `dispatch(..., plan=plan)`: nine int32 arrays with leading dim R (and three of
+        a group over nodes), tagged "ep_plan" for remat policies.
 
     Raises:
         InvalidArgumentError: shapes, dtype, capacity or handle do not fit the layer.
@@ -105,7 +111,7 @@ def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
         call = twin.varied(call, topk_idx, index)
         idx = twin.place(call, "topk_idx", topk_idx, call.layout.spec())
         arrays = twin.run(_prepare, call, index, twin.vary(call, idx))
-    return Plan(PlanArrays(*(checkpoint_name(x, "ep_plan") for x in arrays)), call.meta)
+    return Plan(jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), arrays), call.meta)
 
 
 def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
@@ -122,41 +128,42 @@ def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
         )
 
 
-def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
+def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> AnyArrays:
     """topk_idx [..., K] as given -> plan arrays with the slab dim."""
     experts = call.group.num_experts
     if topk_idx.dtype != jnp.int32:
         # A 64-bit number must not wrap into range.
         topk_idx = jnp.clip(topk_idx, -1, experts).astype(jnp.int32)
 
-    def body(index: jax.Array, idx: jax.Array) -> PlanArrays:
+    def body(index: jax.Array, idx: jax.Array) -> Any:
         ops = per_device_ops(call)
         local = idx.reshape(-1, idx.shape[-1])
         arrays = ops.prepare(call, world_rank(call.group), index, local)
-        return PlanArrays(*(x[None] for x in arrays))
+        return kind(*(x[None] for x in arrays))
 
+    kind: Any = arrays_type(call.group)
     slab: Any = twin.slab_spec(call)
-    result: PlanArrays = twin.per_device(
+    result: AnyArrays = twin.per_device(
         call,
         body,
         (index, topk_idx),
         (jax.sharding.PartitionSpec(), call.layout.spec()),
-        PlanArrays(*([slab] * len(PlanArrays._fields))),
+        kind(*([slab] * len(kind._fields))),
     )
     return result
 
 
-def _empty_plan(call: Call, top_k: int) -> PlanArrays:
+def _empty_plan(call: Call, top_k: int) -> AnyArrays:
     """The plan of a call without tokens: nothing to exchange, so nothing is called."""
     slabs, group = call.num_slabs, call.group
 
     def filled(value: int, *shape: int) -> jax.Array:
         return jnp.full((slabs, *shape), value, jnp.int32)
 
-    return PlanArrays(
+    arrays = PlanArrays(
         filled(-1, 0, top_k),
         filled(-1, 0, top_k),
-        filled(0, group.ep_size, 4),
+        filled(0, group.ranks_per_node, 4),
         filled(0, 1),
         filled(-1, call.capacity),
         filled(-1, call.capacity),
@@ -164,3 +171,6 @@ def _empty_plan(call: Call, top_k: int) -> PlanArrays:
         filled(0, group.experts_per_rank),
         filled(0, 1),
     )
+    if group.node_size == 0:
+        return arrays
+    return NodePlanArrays(*arrays, filled(-1, 0, top_k), filled(-1, 0, top_k), filled(0, 1))

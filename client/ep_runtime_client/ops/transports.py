@@ -21,15 +21,17 @@ _MODULES = {
     "memfd": "ep_runtime_client.ops.memfd",
     "nvlink": "ep_runtime_client.ops.memfd",
 }
+# Of groups with node_size.
+_ON_NODES = {"memfd": "ep_runtime_client.ops.nodes"}
 
 
 def per_device_ops(call: Call) -> ModuleType:
-    """The module of the call's transport.
+    """The module of the call's transport, or of groups over nodes.
 
     Raises:
         NotImplementedError: this build has no such transport.
     """
-    return _module(call, _MODULES)
+    return _module(call, _ON_NODES if call.group.node_size else _MODULES)
 
 
 def collectives(call: Call) -> ModuleType:

@@ -1,0 +1,184 @@
+"""Movement in groups whose ranks lie on several nodes: windows inside a node, collectives between.
+
+A row crosses the network once per node that needs it, from its rank to the rank of equal local
+index there, its rail peer; that one places it and fans it out over its node's windows. combine
+goes the other way: partial sums of a node cross back, and the source adds them up in node order.
+
+Between nodes rows travel in chunks of a fixed size, as many as the rank with the most rows for
+one node needs (`nodes_plan.chunk_rows`), so no size is read back by the host. In each chunk every
+rank sends one block to each other node: what a rank with fewer rows sends in its place is waste,
+on top of the rounding to whole chunks. The windows' call starts when all chunks are there.
+
+The slabs are those of the other transports bit for bit. combine equals theirs within the rounding
+of f32, as sums are grouped by node; with combine_precision "fast" a node's sum is rounded to the
+row's dtype once more before it crosses.
+
+All functions run per device, on local blocks without the slab dim; the signatures are those of
+`xla.py`. Letters: `nodes_plan.py`; H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops import memfd, nodes_plan
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.nodes_plan import Packing, chunk_rows, my_node, packing, slot_nodes
+from ep_runtime_client.ops.plan import NodePlanArrays
+from ep_runtime_client.ops.transports import collectives
+from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.xla import round_to, sum_dtype
+from ep_runtime_client.ops.xla_plan import rows_at
+
+prepare = nodes_plan.prepare
+
+
+def _in_chunks(
+    call: Call,
+    plan: NodePlanArrays,
+    here: tuple[jax.Array, ...],
+    take: Callable[[jax.Array, int], tuple[jax.Array, ...]],
+) -> tuple[jax.Array, ...]:
+    """What the rail peers send, [D, T, ...] each: block m from the one on node m.
+
+    Args:
+        call: the call.
+        plan: says in how many chunks.
+        here: arrays [D, T, ...] of which this node's block is right already.
+        take: (first position, rows) -> blocks [D, rows, ...] to send, one per array of `here`.
+    """
+    if call.group.num_nodes == 1:
+        return here
+    ops, tokens = collectives(call), here[0].shape[1]
+    rows = chunk_rows(tokens)
+
+    def send(state: Any) -> Any:
+        number, arrays = state
+        # The last chunk begins earlier and sends some rows again, so that all have one size.
+        first = jnp.minimum(number * rows, tokens - rows)
+        got = [ops.rail(call, block) for block in take(first, rows)]
+        pairs = zip(arrays, got, strict=True)
+        return number + 1, tuple(lax.dynamic_update_slice_in_dim(x, y, first, 1) for x, y in pairs)
+
+    start = like(jnp.int32(0), plan.chunks)
+    _, arrays = lax.while_loop(lambda state: state[0] < plan.chunks[0], send, (start, here))
+    result: tuple[jax.Array, ...] = arrays
+    return result
+
+
+def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays [T, X] of tokens -> those of this rank's virtual tokens, [D*T, X]."""
+    tokens = packing(call, plan.dst_rank)
+    mine = my_node(call)
+    own = rows_at(tokens.token, mine)
+
+    def blank(x: jax.Array) -> jax.Array:
+        empty = like(jnp.zeros((call.group.num_nodes, *x.shape), x.dtype), x)
+        return lax.dynamic_update_slice_in_dim(empty, rows_at(x, own)[None], mine, 0)
+
+    def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
+        chosen = lax.dynamic_slice_in_dim(tokens.token, first, rows, 1)
+        return tuple(rows_at(x, chosen) for x in sent)
+
+    arrived = _in_chunks(call, plan, tuple(blank(x) for x in sent), take)
+    return tuple(x.reshape(-1, x.shape[-1]) for x in arrived)
+
+
+def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node says of its `Packing`."""
+    blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in sent)
+
+    def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
+        return tuple(lax.dynamic_slice_in_dim(x, first, rows, 1) for x in blocks)
+
+    return _in_chunks(call, plan, blocks, take)
+
+
+def _partial_dtype(call: Call, dtype: Any) -> Any:
+    """Dtype of a node's sums on their way."""
+    return sum_dtype(dtype) if call.group.combine_precision == "exact" else dtype
+
+
+def _sum_nodes(tokens: Packing, partials: jax.Array, dtype: Any) -> jax.Array:
+    """Sums [D, T, H] of the nodes, each in its own order -> tokens [T, H], in node order."""
+    total = None
+    for node in range(partials.shape[0]):
+        value = rows_at(partials[node], tokens.position[node]).astype(sum_dtype(dtype))
+        value = jnp.where(tokens.has[node][:, None], value, 0)
+        total = value if total is None else total + value
+    assert total is not None  # a group has a node
+    return round_to(total, dtype)
+
+
+def dispatch(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    tokens: jax.Array,
+    weights: jax.Array | None,
+    plan: NodePlanArrays,
+) -> tuple[jax.Array, jax.Array]:
+    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
+    sent = (tokens,) if weights is None else (tokens, weights)
+    arrived = _to_nodes(call, plan, *sent)
+    given = None if weights is None else arrived[1]
+    return memfd.dispatch(call, rank, index, arrived[0], given, plan.inside)
+
+
+def combine(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    expert_out: jax.Array,
+    weights: jax.Array | None,
+    plan: NodePlanArrays,
+) -> jax.Array:
+    """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
+    dtype = expert_out.dtype
+    wide = _partial_dtype(call, dtype)
+    sums = memfd.combine(call, rank, index, expert_out, weights, plan.inside, wide)
+    (partials,) = _from_nodes(call, plan, sums)
+    return _sum_nodes(packing(call, plan.dst_rank), partials, dtype)
+
+
+def dispatch_bwd(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    d_recv: jax.Array,
+    d_weights: jax.Array,
+    plan: NodePlanArrays,
+) -> tuple[jax.Array, jax.Array]:
+    """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
+    dtype = d_recv.dtype
+    wide = _partial_dtype(call, dtype)
+    sums = memfd.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
+    partials, by_node = _from_nodes(call, plan, *sums)
+    tokens = packing(call, plan.dst_rank)
+    count, top_k = plan.dst_rank.shape
+    node = slot_nodes(call, plan.dst_rank)
+    token = jnp.arange(count, dtype=jnp.int32)[:, None]
+    position = rows_at(tokens.position.reshape(-1), node * count + token)
+    at = (node * count + position) * top_k + jnp.arange(top_k, dtype=jnp.int32)
+    at = jnp.where(plan.dst_rank >= 0, at, 0)
+    d_topk = jnp.where(plan.dst_rank >= 0, rows_at(by_node.reshape(-1), at), 0.0)
+    return _sum_nodes(tokens, partials, dtype), d_topk
+
+
+def combine_bwd(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    grad: jax.Array,
+    expert_out: jax.Array | None,
+    weights: jax.Array | None,
+    plan: NodePlanArrays,
+) -> tuple[jax.Array, jax.Array | None]:
+    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
+    (arrived,) = _to_nodes(call, plan, grad)
+    return memfd.combine_bwd(call, rank, index, arrived, expert_out, weights, plan.inside)

@@ -1,0 +1,128 @@
+"""prepare of groups whose ranks lie on several nodes, and in which chunks their rows cross over.
+
+Where every slot's row goes is decided as on one node, bit for bit, so the slabs are the same. The
+ranks of a node then act as an EP group of their own: each is the source of the tokens of its rail,
+the ranks of equal local index on all nodes, which send it what the node needs of them.
+
+Letters: T tokens of one rank, K top_k, N ranks of an EP group on D nodes of G, C rows of a slab.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.collectives import ep_rank
+from ep_runtime_client.ops.plan import AnyArrays, NodePlanArrays
+from ep_runtime_client.ops.transports import collectives
+from ep_runtime_client.ops.xla_plan import packed, receiver_side, route
+
+# All of a rank's tokens in so many chunks; a rank has a part of one to spare for each other node.
+MAX_CHUNKS = 16
+MIN_CHUNK_ROWS = 64
+
+
+class Packing(NamedTuple):
+    """Which of this device's tokens go to which node, lined up there in token order."""
+
+    has: jax.Array  # [D, T] bool: the token keeps a row on the node
+    position: jax.Array  # [D, T] of the token among those of the node
+    token: jax.Array  # [D, T] at each position; past the last one any token
+
+
+def chunk_rows(tokens: int) -> int:
+    """Rows of one chunk between two ranks, where each rank has that many tokens."""
+    return min(tokens, max(MIN_CHUNK_ROWS, -(-tokens // MAX_CHUNKS)))
+
+
+def my_node(call: Call) -> jax.Array:
+    """Node of this device in its EP group, int32 []."""
+    rank = ep_rank(call)
+    return lax.div(rank, jnp.full_like(rank, call.group.ranks_per_node))
+
+
+def slot_nodes(call: Call, dst_rank: jax.Array) -> jax.Array:
+    """Node of each slot's row; 0 for a slot without one."""
+    rank = jnp.maximum(dst_rank, 0)
+    return lax.div(rank, jnp.full_like(rank, call.group.ranks_per_node))
+
+
+def packing(call: Call, dst_rank: jax.Array) -> Packing:
+    """dst_rank [T, K] of a plan -> its tokens by node."""
+    nodes = jnp.arange(call.group.num_nodes, dtype=jnp.int32)[:, None, None]
+    has = ((dst_rank >= 0) & (slot_nodes(call, dst_rank) == nodes)).any(-1)
+    return Packing(has, *packed(has))
+
+
+def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> NodePlanArrays:
+    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim.
+
+    Cost over the network: E counts of each rank to all, 8 bytes per slot to each other node, and
+    one number of each rank to all.
+    """
+    ops, group = collectives(call), call.group
+    routed = route(call, rank, index, topk_idx, ops.all_gather)
+    tokens = packing(call, routed.dst_rank)
+    virtual_rank, virtual_row = _virtual_tokens(call, tokens, routed.dst_rank, routed.dst_row)
+    locals_ = jnp.arange(group.ranks_per_node, dtype=jnp.int32)[:, None, None]
+    arriving = ops.node(call, jnp.where(virtual_rank == locals_, virtual_row, -1))
+    return NodePlanArrays(
+        routed.dst_rank,
+        routed.dst_row,
+        *receiver_side(arriving, call.capacity),
+        *routed[2:],
+        virtual_rank,
+        virtual_row,
+        _chunks(call, tokens),
+    )
+
+
+def _virtual_tokens(
+    call: Call, tokens: Packing, dst_rank: jax.Array, dst_row: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Local rank and row of every slot of the virtual tokens, int32 [D*T, K] both."""
+    group = call.group
+    nodes = jnp.arange(group.num_nodes, dtype=jnp.int32)[:, None, None]
+    there = (dst_rank >= 0) & (slot_nodes(call, dst_rank) == nodes)
+    rows = jnp.broadcast_to(dst_row, there.shape)
+    slots = jnp.stack([dst_rank - nodes * group.ranks_per_node, rows], 1)
+    slots = jnp.where(there[:, None], slots, -1)  # [D, 2, T, K]
+    # Past the last token of a node stands any one, whose slots must not come along.
+    order = jnp.arange(dst_rank.shape[0], dtype=jnp.int32)
+    filled = order < tokens.has.sum(1, dtype=jnp.int32)[:, None]
+    lined = jnp.take_along_axis(slots, tokens.token[:, None, :, None], 2)
+    lined = jnp.where(filled[:, None, :, None], lined, -1)
+    arrived = collectives(call).rail(call, lined)
+    top_k = dst_rank.shape[1]
+    return arrived[:, 0].reshape(-1, top_k), arrived[:, 1].reshape(-1, top_k)
+
+
+def _chunks(call: Call, tokens: Packing) -> jax.Array:
+    """Chunks that the rank with the most rows for another node needs, int32 [1]."""
+    counts = tokens.has.sum(1, dtype=jnp.int32)
+    others = jnp.arange(call.group.num_nodes) != my_node(call)
+    most = collectives(call).all_gather(call, jnp.where(others, counts, 0).max()).max()
+    rows = chunk_rows(tokens.has.shape[1])
+    return lax.div(most + (rows - 1), jnp.full_like(most, rows)).reshape(1)
+
+
+def network_rows(call: Call, plan: AnyArrays) -> tuple[int, int]:
+    """Rows that one dispatch (or one combine) sends between nodes, and the least it could.
+
+    Args:
+        call: of the plan.
+        plan: whole arrays, with the slab dim, of one EP group.
+    """
+    group = call.group
+    if not isinstance(plan, NodePlanArrays):
+        return 0, 0
+    size, nodes = group.ranks_per_node, jnp.arange(group.num_nodes)
+    place = jnp.where(plan.dst_rank >= 0, plan.dst_rank // size, -1)  # [N, T, K]
+    goes = (place[..., None] == nodes).any(2)  # [N, T, D]
+    own = (jnp.arange(group.ep_size) // size)[:, None, None] == nodes
+    rows = int(plan.chunks[0, 0]) * chunk_rows(plan.dst_rank.shape[1])
+    return rows * (group.num_nodes - 1) * group.ep_size, int((goes & ~own).sum())

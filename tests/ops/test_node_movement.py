@@ -1,0 +1,152 @@
+"""What is particular to groups over nodes; the other tests of movement run on them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import fakes
+import jax.numpy as jnp
+import movement
+import numpy as np
+import pytest
+from test_token_movement import SHARED, check_case
+
+from ep_runtime_client import ops
+from ep_runtime_client.ops import nodes_plan
+from ep_runtime_client.ops.calls import Call
+
+MakeGroup = Callable[..., fakes.LocalGroup]
+
+
+@pytest.fixture(autouse=True)
+def _native() -> None:
+    fakes.require_native()
+
+
+def run(make_group: MakeGroup, case: cases.Case, **settings: Any) -> dict[str, Any]:
+    """The case in a group of its own."""
+    group = make_group(**(case.group_settings | settings))
+    layer = group.register_layer("moe", top_k=case.top_k)
+    inputs = movement.inputs_of(case, group.spec, movement.capacity_of(case, layer))
+    return movement.run_ops(layer, case, movement.placed(inputs, case, group)) | {"group": group}
+
+
+def test_a_group_over_nodes_moves_tokens(make_group: MakeGroup) -> None:
+    case = cases.Case(
+        "drops between nodes", top_k=4, capacity=24, routing="skewed", tokens=5, **cases.DP_EP
+    )
+    check_case(make_group, "memfd/2", case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slabs_are_those_of_one_node_bit_for_bit(
+    make_group: MakeGroup, dtype: str, node_size: int
+) -> None:
+    """Also where tokens take several chunks, the last of them with rows that went before."""
+    case = cases.Case(
+        "chunks", tokens=150, top_k=4, capacity=600, routing="skewed", hidden=24, dtype=dtype
+    )
+    one = run(make_group, case, transport="memfd")
+    got = run(make_group, case, transport="memfd", node_size=node_size)
+    for name in SHARED:
+        np.testing.assert_array_equal(got["plan"][name], one["plan"][name], err_msg=name)
+    for slab, used in enumerate(np.asarray(one["plan"]["group_sizes"]).sum(1)):
+        np.testing.assert_array_equal(got["rows"][slab, :used], one["rows"][slab, :used])
+    np.testing.assert_array_equal(got["row_weights"], one["row_weights"])
+    tolerance = 1e-6 if dtype == "float32" else 1e-2  # exact: one rounding of the same sum
+    for name in ("out", "d_tokens", "d_weights"):
+        np.testing.assert_allclose(
+            np.asarray(got[name], np.float32),
+            np.asarray(one[name], np.float32),
+            rtol=tolerance,
+            atol=10 * tolerance,
+        )
+    chunks = np.asarray(got["plan"]["chunks"])
+    assert (chunks == chunks[0]).all()
+    assert chunks[0] >= 2 if node_size < 8 else chunks[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "rows"), [(7, 3), (8, 4), (5, 1), (1, 1)])
+def test_any_size_of_chunks(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int
+) -> None:
+    monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", rows)
+    case = cases.Case("small chunks", tokens=tokens, top_k=3, routing="unused")
+    got = check_case(make_group, "memfd/2", case)
+    assert nodes_plan.chunk_rows(tokens) == rows
+    assert np.asarray(got["plan"]["chunks"]).max() <= -(-tokens // rows)
+
+
+@pytest.mark.slow
+def test_rows_that_stay_on_their_node_cross_nothing(make_group: MakeGroup) -> None:
+    group = make_group(transport="memfd", node_size=4, num_experts=8, max_top_k=2)
+    layer = group.register_layer("moe", top_k=2)
+    x = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
+    first = np.repeat(np.arange(2) * 4, 32)  # experts 0-3 are node 0's, as its 32 tokens are
+    idx = np.stack([first, first + 3], 1).astype(np.int32)
+    sent = ops.dispatch(layer, x, idx)
+    np.testing.assert_allclose(ops.combine(layer, sent, sent.tokens), 2 * x)
+    assert (np.asarray(sent.plan.arrays.chunks) == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "total"), [("exact", 258.0), ("fast", 256.0)])
+def test_sums_of_a_node_cross_unrounded_where_asked(
+    make_group: MakeGroup, precision: str, total: float
+) -> None:
+    """256 + 1 on one node and 1 on the other; bfloat16 holds 256 and 258, but not 257."""
+    group = make_group(
+        transport="memfd",
+        axes={"ep": 4},
+        node_size=2,
+        num_experts=4,
+        max_top_k=3,
+        max_token_dtype="bfloat16",
+        combine_precision=precision,
+    )
+    layer = group.register_layer("moe", top_k=3)
+    idx = np.broadcast_to(np.array([0, 1, 2], np.int32), (16, 3))
+    weights = np.broadcast_to(np.array([256, 1, 1], np.float32), (16, 3))
+    sent = ops.dispatch(layer, jnp.ones((16, 16), jnp.bfloat16), idx, weights)
+    out = ops.combine(layer, sent, sent.tokens, weights=sent.weights)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(out, np.float32), total)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["uniform", "skewed", "silent rank", "none"])
+def test_few_more_rows_cross_the_network_than_must(make_group: MakeGroup, routing: str) -> None:
+    case = cases.Case("", tokens=256, top_k=2, routing=routing)
+    group = make_group(transport="memfd", node_size=2, **case.group_settings)
+    layer = group.register_layer("moe", top_k=2)
+    plan = ops.prepare(layer, cases.routing(case, 8).reshape(-1, 2))
+    sent, least = nodes_plan.network_rows(Call(plan.meta, group.mesh), plan.arrays)
+    counts = np.zeros((8, 4), int)
+    for rank, slots in enumerate(np.asarray(plan.arrays.dst_rank)):
+        for slot in slots:
+            for node in {r // 2 for r in slot if r >= 0} - {rank // 2}:
+                counts[rank, node] += 1
+    assert least == counts.sum()
+    chunks = -(-counts.max() // nodes_plan.chunk_rows(256))
+    assert (np.asarray(plan.arrays.chunks) == chunks).all()
+    assert sent == chunks * nodes_plan.chunk_rows(256) * 3 * 8
+
+
+def test_what_a_node_size_may_be(make_group: MakeGroup) -> None:
+    with pytest.raises(ValueError, match="node_size must be 0 or divide the ep size 8, got 3"):
+        fakes.specs.make_group_spec(
+            name="g",
+            mesh_axes=(("ep", 8),),
+            ep_axis="ep",
+            num_experts=8,
+            hidden_size=8,
+            max_tokens_per_rank=8,
+            node_size=3,
+        )
+    with pytest.raises(ValueError, match=r"node_size=2 needs a transport of .*, got 'xla'"):
+        make_group(transport="xla", node_size=2)
