@@ -277,7 +277,7 @@ class ListGroupsResponse(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class GroupInfo(_message.Message):
-    __slots__ = ("group", "num_layers", "num_handles", "total_bytes", "age", "poison_reason", "late_ranks", "wanted_ranks")
+    __slots__ = ("group", "num_layers", "num_handles", "total_bytes", "age", "poison_reason", "late_ranks", "wanted_ranks", "nccl_version", "nccl_state")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_HANDLES_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +286,8 @@ class GroupInfo(_message.Message):
     POISON_REASON_FIELD_NUMBER: _ClassVar[int]
     LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
     WANTED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    NCCL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NCCL_STATE_FIELD_NUMBER: _ClassVar[int]
     group: _types_pb2.Group
     num_layers: int
     num_handles: int
@@ -294,7 +296,9 @@ class GroupInfo(_message.Message):
     poison_reason: str
     late_ranks: _containers.RepeatedCompositeFieldContainer[LateRank]
     wanted_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., total_bytes: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., poison_reason: _Optional[str] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., wanted_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    nccl_version: str
+    nccl_state: str
+    def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., total_bytes: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., poison_reason: _Optional[str] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., wanted_ranks: _Optional[_Iterable[int]] = ..., nccl_version: _Optional[str] = ..., nccl_state: _Optional[str] = ...) -> None: ...
 
 class AdminServiceListLayersRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "node")

@@ -124,9 +124,13 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def ListGroups(  # noqa: N802
         self, request: pb.ListGroupsRequest, context: Context[Any, Any]
     ) -> pb.ListGroupsResponse:
+        runtime = self._runtime
         found, token = page(self._groups(request.name), request.page_size, request.page_token)
         return pb.ListGroupsResponse(
-            groups=[views.group_info(group, self._runtime.clock) for group in found],
+            groups=[
+                views.group_info(group, runtime.clock, runtime.unique_ids.state_of(group))
+                for group in found
+            ],
             next_page_token=token,
         )
 

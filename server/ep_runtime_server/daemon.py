@@ -18,6 +18,7 @@ from ep_runtime.v1 import (
     admin_service_pb2_grpc,
     group_service_pb2_grpc,
     layer_service_pb2_grpc,
+    nccl_service_pb2_grpc,
     session_service_pb2_grpc,
 )
 from ep_runtime_server import config, credentials
@@ -34,6 +35,7 @@ from ep_runtime_server.fd_store import FdStore
 from ep_runtime_server.group_servicer import GroupServicer, LayerServicer
 from ep_runtime_server.interceptor import RpcPolicy
 from ep_runtime_server.journal import Journal
+from ep_runtime_server.nccl_servicer import NcclServicer
 from ep_runtime_server.reading_servicer import ReadingServicer
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.session_servicer import SessionServicer
@@ -168,6 +170,7 @@ class Daemon:
             )
             group_service_pb2_grpc.add_GroupServiceServicer_to_server(GroupServicer(runtime), add)
             layer_service_pb2_grpc.add_LayerServiceServicer_to_server(LayerServicer(runtime), add)
+            nccl_service_pb2_grpc.add_NcclServiceServicer_to_server(NcclServicer(runtime), add)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(runtime), add)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, add)
         return server
@@ -255,6 +258,7 @@ class Daemon:
         self.runtime.recorder.flush()
         self.runtime.recorder.stop()
         self.runtime.sessions.shut_down()
+        await self.runtime.unique_ids.close()
         await self.runtime.pool.settle()
         self.runtime.pool.close()
         self.runtime.journal.close()

@@ -23,7 +23,7 @@ from ep_runtime_server.sessions import Session, Sessions, SessionState
 _SERVICE = "/ep_runtime.v1."
 _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
 _CLOSE = f"{_SERVICE}SessionService/CloseSession"
-_NEEDS_JOB = (f"{_SERVICE}GroupService/", f"{_SERVICE}LayerService/")
+_NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "Nccl"))
 _ADMIN = f"{_SERVICE}AdminService/"
 
 _current: contextvars.ContextVar[Session] = contextvars.ContextVar("session")

@@ -38,6 +38,7 @@ from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.rejoin import Rejoin
 from ep_runtime_server.sessions import Session, Sessions, SessionState
 from ep_runtime_server.tickets import TicketBook
+from ep_runtime_server.unique_ids import UniqueIdBook
 from ep_runtime_server.windows import Owner, WindowPool
 
 # RPCs whose answer promises something that a restarted daemon must know.
@@ -67,6 +68,7 @@ class Runtime:
         )
         self.groups = Groups(self.pool, clock, self.events)
         self.tickets = TicketBook(clock)
+        self.unique_ids = UniqueIdBook(clock, self.events)
         self.operations = Operations(clock)
         self.sessions = Sessions(
             clock,
@@ -302,6 +304,7 @@ class Runtime:
         """What is due by the clock; called every REAPER_INTERVAL_S."""
         self.groups.expire()
         self.tickets.expire()
+        self.unique_ids.tick()
         self.operations.expire()
         self.sessions.mark_suspects()
         self.sessions.prune()

@@ -102,7 +102,8 @@ def session(session: Session, groups: Iterable[str], clock: Clock) -> pb.Session
     return message
 
 
-def group_info(item: Group, clock: Clock) -> pb.GroupInfo:
+def group_info(item: Group, clock: Clock, nccl: tuple[str, str]) -> pb.GroupInfo:
+    """`nccl`: version and state of its communicators."""
     return pb.GroupInfo(
         group=group(item, clock),
         num_layers=item.layers.num_layers,
@@ -112,6 +113,8 @@ def group_info(item: Group, clock: Clock) -> pb.GroupInfo:
         poison_reason=_poison_reason(item),
         late_ranks=[late_rank(late) for late in late_ranks([item], clock.monotonic_s())],
         wanted_ranks=item.windows.wanted_ranks if item.windows is not None else [],
+        nccl_version=nccl[0],
+        nccl_state=nccl[1],
     )
 
 

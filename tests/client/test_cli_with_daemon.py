@@ -28,7 +28,8 @@ _KEYS = {
     "create_time age_s since_heartbeat_s progress",
     "groups": "name job uid generation state window_bytes board_bytes create_time retained_left_s "
     "epoch attempt age_s world_size ep_size mesh_axes pids num_layers num_handles total_bytes "
-    "poison_reason late_ranks wanted_ranks ep_axis outer_axes num_experts hidden_size "
+    "poison_reason late_ranks wanted_ranks nccl_version nccl_state ep_axis outer_axes num_experts "
+    "hidden_size "
     "max_tokens_per_rank "
     "recv_capacity_per_rank max_top_k max_token_dtype alignment lanes on_overflow "
     "combine_precision transport partitioning op_timeout_s retain_s num_sms node_size members",

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -105,7 +106,9 @@ EXPORT int ncclGetUniqueId(UniqueId* id) {
   if (state().id_result != kSuccess) return state().id_result;
   std::memset(id, 0, sizeof(*id));
   std::memcpy(id->bytes, "fake", 4);
-  id->bytes[8] = static_cast<char>(1 + state().ids++);
+  std::random_device random;
+  for (int byte = 8; byte < 24; ++byte) id->bytes[byte] = static_cast<char>(random());
+  ++state().ids;
   return kSuccess;
 }
 

@@ -1,0 +1,53 @@
+"""Makes NCCL unique ids and waits: the bootstrap root lives in the process that made an id.
+
+`python -m ep_runtime_server.unique_id_child FD COUNT LIFE_S`: writes one JSON line to FD,
+{"version": 22809, "ids": ["<hex>", ...]} or {"error": "..."}, and ends when its standard input
+does, or after LIFE_S. Needs no GPU and loads no JAX. NCCL may print; who starts it discards that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import sys
+from typing import Any
+
+from ep_runtime import nccl
+
+
+class _UniqueId(ctypes.Structure):
+    # Bytes, and not c_char: those end at the first zero.
+    _fields_ = [("bytes", ctypes.c_uint8 * nccl.UNIQUE_ID_BYTES)]
+
+
+def make(count: int) -> dict[str, Any]:
+    """What is written to the pipe."""
+    path = nccl.find_library()
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        return {"error": f"no libnccl: {error}; install ep-runtime[cuda12] or [cuda13] there"}
+    version = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(version))
+    ids = []
+    for _ in range(count):
+        unique_id = _UniqueId()
+        result = library.ncclGetUniqueId(ctypes.byref(unique_id))
+        if result != 0:
+            return {"error": f"ncclGetUniqueId of {path} failed with {result}"}
+        ids.append(bytes(unique_id.bytes).hex())
+    return {"version": version.value, "ids": ids}
+
+
+def main() -> None:
+    pipe, count, life_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    with os.fdopen(pipe, "w") as out:
+        out.write(json.dumps(make(count)) + "\n")
+    select.select([sys.stdin], [], [], life_s)
+    os._exit(0)  # NCCL's threads would keep a clean exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""NCCL unique ids of a group: made by a process of the daemon's, given to members alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from nccl_builds import fake_library
+from raw_client import WAIT_S, Client, make_spec
+
+from ep_runtime import wire
+from ep_runtime.errors import (
+    EpRuntimeError,
+    PermissionDeniedError,
+    RuntimeUnavailableError,
+    StaleHandleError,
+)
+from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2, nccl_service_pb2_grpc
+
+
+@pytest.fixture
+def nccl_library(monkeypatch):
+    monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", str(fake_library()))
+
+
+@pytest.fixture
+def client(nccl_library, daemon):
+    made = Client(daemon.directory)
+    yield made
+    made.close()
+
+
+def ask(client, group):
+    stub = nccl_service_pb2_grpc.NcclServiceStub(client.channel)
+    request = nccl_service_pb2.GetUniqueIdsRequest(
+        name=group.spec.name, generation=group.generation
+    )
+    return client.call(stub.GetUniqueIds, request)
+
+
+def report(client, group, error=""):
+    stub = nccl_service_pb2_grpc.NcclServiceStub(client.channel)
+    request = nccl_service_pb2.ReportCommunicatorsRequest(
+        name=group.spec.name, generation=group.generation, nccl_version="2.28.9", error=error
+    )
+    return client.call(stub.ReportCommunicators, request)
+
+
+def row(client):
+    found = client.call(client.admin.ListGroups, admin_service_pb2.ListGroupsRequest())
+    return found.groups[0]
+
+
+def is_alive(pid: int, parent: int | None = None) -> bool:
+    """Whether it is a process that makes unique ids, of that parent where one is given."""
+    try:
+        state, ppid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+    return state != "Z" and "unique_id_child" in command and parent in (None, int(ppid))
+
+
+def children(parent: int | None = None) -> list[int]:
+    """Processes of ours, or of `parent`, that make unique ids."""
+    found = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in found if is_alive(pid, parent or os.getpid())]
+
+
+def eventually(condition) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < deadline:
+        os.sched_yield()
+    return condition()
+
+
+def test_every_process_gets_the_same_ids_one_per_ep_domain(client):
+    spec = make_spec(ranks=2, mesh_axes=(("dp", 3), ("ep", 2)), transport="xla")
+    group = client.ready(spec)
+    first, second = ask(client, group), ask(client, group)
+    assert first.unique_ids == second.unique_ids
+    assert [len(unique_id) for unique_id in first.unique_ids] == [128] * 3
+    assert len(set(first.unique_ids)) == 3
+    assert first.nccl_version == "2.28.9"
+    assert len(children()) == 1
+
+
+def test_their_process_ends_when_all_ranks_joined(client):
+    group = client.ready(make_spec(transport="xla"))
+    ask(client, group)
+    assert row(client).nccl_state == "forming, 0 of 2 ranks"
+    report(client, group)
+    assert row(client).nccl_state == "ready, 2 ranks"
+    assert row(client).nccl_version == "2.28.9"
+    assert eventually(lambda: not children())
+
+
+def test_a_failed_process_voids_the_ids_of_its_generation(client):
+    group = client.ready(make_spec(transport="xla"))
+    ask(client, group)
+    report(client, group, "NCCL: init: no socket")
+    with pytest.raises(StaleHandleError, match="no socket.*create it again"):
+        ask(client, group)
+    assert row(client).nccl_state == "none: rank 0: NCCL: init: no socket"
+    assert eventually(lambda: not children())
+
+
+def test_a_new_generation_gets_new_ids(client):
+    spec = make_spec(transport="xla")
+    group = client.ready(spec)
+    before = ask(client, group).unique_ids
+    client.close_group(group)
+    again = client.ready(spec)
+    assert set(ask(client, again).unique_ids).isdisjoint(before)
+    with pytest.raises(StaleHandleError):
+        ask(client, group)
+    assert eventually(lambda: len(children()) == 1)
+
+
+def test_their_process_ends_with_the_group(client):
+    group = client.ready(make_spec(transport="xla"))
+    ask(client, group)
+    client.close_group(group)
+    assert eventually(lambda: not children())
+
+
+def test_their_process_ends_after_a_while(nccl_library, clocked):
+    client = Client(clocked.directory)
+    group = client.ready(make_spec(transport="xla"))
+    ask(client, group)
+    assert len(children()) == 1
+    clocked.clock.advance(601)
+    assert eventually(lambda: not children())
+    client.close()
+
+
+def test_their_process_ends_with_a_daemon_that_is_killed(nccl_library, daemon_process):
+    running = daemon_process()
+    client = Client(running.directory)
+    ask(client, client.ready(make_spec(transport="xla")))
+    (child,) = children(running.popen.pid)
+    client.close()
+    running.kill()
+    assert eventually(lambda: not is_alive(child))
+
+
+def test_a_stranger_gets_none(client, daemon):
+    group = client.create(make_spec(transport="xla")).group
+    stranger = Client(daemon.directory)
+    with pytest.raises(PermissionDeniedError):
+        ask(stranger, group)
+    stranger.close()
+    nobody = Client(daemon.directory, job=None)
+    with pytest.raises(EpRuntimeError, match="OpenSession first"):
+        ask(nobody, group)
+    nobody.close()
+
+
+def test_a_daemon_without_nccl_says_so(monkeypatch, daemon):
+    monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
+    client = Client(daemon.directory)
+    group = client.ready(make_spec(transport="xla"))
+    with pytest.raises(RuntimeUnavailableError, match="no libnccl: /nowhere"):
+        ask(client, group)
+    report(client, group, "no libnccl")
+    assert row(client).nccl_state.startswith("none: the daemon makes no NCCL unique ids")
+    client.close()
+
+
+def test_ids_are_in_no_listing_and_no_file(client, daemon):
+    group = client.ready(make_spec(transport="xla"))
+    secret = ask(client, group).unique_ids[0][8:24]
+    listed = [
+        row(client).SerializeToString(),
+        client.call(
+            client.admin.ListEvents, admin_service_pb2.ListEventsRequest()
+        ).SerializeToString(),
+    ]
+    files = [path.read_bytes() for path in daemon.directory.iterdir() if path.is_file()]
+    assert files
+    assert not any(secret in text or secret.hex().encode() in text for text in listed + files)
+    assert wire.ADMIN_SOCKET in {path.name for path in daemon.directory.iterdir()}
