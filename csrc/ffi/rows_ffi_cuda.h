@@ -23,6 +23,11 @@ Status ReadFloatRows(const CallFrame& frame, const char* name, const Buffer& got
 // One per <op>_ffi_cuda.cc.
 extern XLA_FFI_Handler* const kActivationV1;
 extern XLA_FFI_Handler* const kActivationBwdV1;
+extern XLA_FFI_Handler* const kGroupAmaxV1;
+extern XLA_FFI_Handler* const kScaleRowsV1;
+extern XLA_FFI_Handler* const kQuantizeTilesV1;
+extern XLA_FFI_Handler* const kQuantizeBlocksV1;
+extern XLA_FFI_Handler* const kQuantizeMxV1;
 
 }  // namespace ep_runtime
 

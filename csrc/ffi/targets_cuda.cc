@@ -179,6 +179,11 @@ const Target kTargets[] = {
     {"ep_grouped_gemm_dw_v1", nullptr, kGroupedGemmDwV1},
     {"ep_activation_v1", nullptr, kActivationV1},
     {"ep_activation_bwd_v1", nullptr, kActivationBwdV1},
+    {"ep_group_amax_v1", nullptr, kGroupAmaxV1},
+    {"ep_scale_rows_v1", nullptr, kScaleRowsV1},
+    {"ep_quantize_tiles_v1", nullptr, kQuantizeTilesV1},
+    {"ep_quantize_blocks_v1", nullptr, kQuantizeBlocksV1},
+    {"ep_quantize_mx_v1", nullptr, kQuantizeMxV1},
     {"ep_nccl_exchange_v1", nullptr, NcclExchangeV1},
     {"ep_nccl_all_gather_v1", nullptr, NcclAllGatherV1},
 };

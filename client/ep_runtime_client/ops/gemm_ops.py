@@ -169,8 +169,9 @@ class Backward(_GemmOp):
                 part = _of_first(outside, part) if outside else part
                 d_bias.append(part.astype(self.bias_dtype))
             if self.recipe is not None:
+                options: dict[str, Any] = {"num_experts": experts, "clear_slack": False}
                 grad = local_quantize.quantize_rows(
-                    self.recipe, grad, sizes, crossed, gradient=True, num_experts=experts
+                    self.recipe, grad, sizes, crossed, gradient=True, **options
                 )
             gemm = self.gemm
             if summed:

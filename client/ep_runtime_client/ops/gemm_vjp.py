@@ -91,7 +91,9 @@ def _multiplied(
         found.append(q.amax)
         kernel = _tagged(q, "ep_q_w")
     if q_lhs is None:
-        rows_op = quantize_ops.QuantizeRows(call.where, call.recipe, 3, call.num_experts, scaled)
+        rows_op = quantize_ops.QuantizeRows(
+            call.where, call.recipe, 3, call.num_experts, scaled, clear_slack=False
+        )
         x = spread.pin(call.where, _array(rows), (call.lhs[0], (), None))
         q = quantize_ops.rows(rows_op, call.lhs, x, group_sizes, *x_scale)
         found.append(q.amax)

@@ -1,5 +1,7 @@
 """Quantization on one device, in plain JAX. The arithmetic is that of `ep.recipes`.
 
+On a GPU the kernels of `quantize_kernels.py` stand in for what they take, bit for bit.
+
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the kernels on
 this device. Rows are [C, *mid, K'] with group_sizes [L], or [S, C, *mid, K'] with [S, L].
 
@@ -10,6 +12,7 @@ of 1. Nothing here is differentiable; `grouped_quantize` is, straight through.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -18,14 +21,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import row_blocks
+from ep_runtime_client.ops import quantize_kernels, row_blocks
+from ep_runtime_client.ops.fp8_scaling import (
+    SCALE_DTYPE,
+    finite_max,
+    quantize_tiles,
+    round_scaled,
+    scale_of,
+    to_e8m0,
+)
 from ep_runtime_client.ops.row_blocks import Block
+from ep_runtime_client.ops.row_kernels import either
 from ep_runtime_client.quantized import (
     QuantizedTensor,
     bits,
     from_bits,
     num_tiles,
-    spread_tiles,
 )
 from ep_runtime_client.recipes import (
     MX_TILE,
@@ -38,11 +49,6 @@ from ep_runtime_client.recipes import (
 
 Axes = tuple[str, ...]
 
-SMALLEST = 2.0**-126  # the smallest normal f32; CPUs flush what is below to zero
-SCALE_DTYPE = jnp.float8_e8m0fnu
-_MANTISSA = 0x7FFFFF
-_THREE_QUARTERS = 0x600000  # mantissa of 1.75: both 448 and 57344 are 1.75 times a power of two
-
 
 def quantize_rows(
     recipe: Recipe,
@@ -52,6 +58,7 @@ def quantize_rows(
     *,
     gradient: bool = False,
     num_experts: int | None = None,
+    clear_slack: bool = True,
 ) -> QuantizedTensor:
     """Quantizes the rows of every group.
 
@@ -64,6 +71,8 @@ def quantize_rows(
         gradient: x are gradients: the recipe's gradient dtype.
         num_experts: TensorScaling alone: groups whose number is the same modulo this many are the
             same expert and share an amax; None keeps all groups apart.
+        clear_slack: somebody may look at rows past the last group. Without it a GPU leaves them
+            undefined; elsewhere they are zeros with scales of 1 anyway.
 
     Returns:
         A QuantizedTensor without `origin`.
@@ -77,17 +86,23 @@ def quantize_rows(
     dtype = recipe.data_dtype(gradient)
     if isinstance(recipe, TensorScaling):
         amax = over(group_amax(x, group_sizes, num_experts), reduce_axes)
-        return scale_rows(recipe, x, group_sizes, scale_of(amax, dtype), amax, gradient=gradient)
-    slabs = _Slabs.of(x, group_sizes)
+        slack = {"gradient": gradient, "clear_slack": clear_slack}
+        return scale_rows(recipe, x, group_sizes, scale_of(amax, dtype), amax, **slack)
+    served = quantize_kernels.serve(x, group_sizes)
     if isinstance(recipe, BlockScaling):
-        data, scale = _tiled_rows(slabs, dtype, TILE, recipe.power_of_two_scales)
+        two = recipe.power_of_two_scales
+        kernel = functools.partial(quantize_kernels.tile_rows, dtype, two, clear_slack)
+        plain = functools.partial(_tiled_rows, dtype, two)
+        data, scale = either(served, kernel, plain, x, group_sizes)
         return QuantizedTensor(data, scale, None, None, None, group_sizes, None, recipe)
     if isinstance(recipe, MXFP8):
         _check_multiple("the last dim of x", x.shape[-1], x.shape)
-        _check_multiple("the rows of x", slabs.capacity, x.shape)
-        data, scale, columns, column_scale = _mx_rows(slabs, dtype)
+        _check_multiple("the rows of x", x.shape[group_sizes.ndim - 1], x.shape)
+        kernel = functools.partial(quantize_kernels.mx_rows, dtype, clear_slack)
+        made = either(served, kernel, functools.partial(_mx_rows, dtype), x, group_sizes)
+        data, scale, columns, column_scale = made
         return QuantizedTensor(data, scale, None, columns, column_scale, group_sizes, None, recipe)
-    data = _cast_rows(slabs, dtype)
+    data = _cast_rows(_Slabs.of(x, group_sizes), dtype)
     return QuantizedTensor(data, None, None, None, None, group_sizes, None, recipe)
 
 
@@ -99,9 +114,18 @@ def scale_rows(
     amax: jax.Array | None = None,
     *,
     gradient: bool = False,
+    clear_slack: bool = True,
 ) -> QuantizedTensor:
     """Quantizes rows [C, *mid, K'] by the given scales, f32 like group_sizes; saturates."""
     dtype = recipe.data_dtype(gradient)
+    kernel = functools.partial(quantize_kernels.scale_rows, dtype, clear_slack)
+    plain = functools.partial(_scaled_rows, dtype)
+    served = quantize_kernels.serve(x, group_sizes)
+    data = either(served, kernel, plain, x, group_sizes, scale)
+    return QuantizedTensor(data, scale, amax, None, None, group_sizes, None, recipe)
+
+
+def _scaled_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array, scale: jax.Array) -> jax.Array:
     slabs = _Slabs.of(x, group_sizes)
     flat = scale.reshape(-1)
 
@@ -114,8 +138,7 @@ def scale_rows(
     blocks = row_blocks.cut(slabs.capacity, group_sizes)
     start = jnp.zeros(slabs.rows.shape, jnp.uint8)
     data = from_bits(row_blocks.loop(blocks, step, start, slabs.rows, flat), dtype)
-    data = data.reshape(x.shape)
-    return QuantizedTensor(data, scale, amax, None, None, group_sizes, None, recipe)
+    return data.reshape(x.shape)
 
 
 def quantize_kernel(recipe: Recipe, w: jax.Array, reduce_axes: Axes = ()) -> QuantizedTensor:
@@ -137,97 +160,56 @@ def quantize_kernel(recipe: Recipe, w: jax.Array, reduce_axes: Axes = ()) -> Qua
     if isinstance(recipe, TensorScaling):
         amax = over(kernel_amax(w), reduce_axes)
         return scale_kernel(recipe, w, scale_of(amax, dtype), amax)
-    values, last = w.astype(jnp.float32), w.ndim - 1
+    served, last = quantize_kernels.serve(w, None), w.ndim - 1
     if isinstance(recipe, BlockScaling):
-        two = recipe.power_of_two_scales
-        data, scale = quantize_tiles(values, {1: TILE, last: TILE}, dtype, two)
+        static = (dtype, recipe.power_of_two_scales)
+        kernel = functools.partial(quantize_kernels.tile_kernel, *static)
+        data, scale = either(served, kernel, functools.partial(_tiled_kernel, *static), w)
         return QuantizedTensor(data, scale, None, None, None, None, None, recipe)
     if isinstance(recipe, MXFP8):
         _check_multiple("dim 1 of the kernel", w.shape[1], w.shape)
         _check_multiple("the last dim of the kernel", w.shape[last], w.shape)
-        data, scale = quantize_tiles(values, {1: MX_TILE}, dtype, True)
-        columns, column_scale = quantize_tiles(values, {last: MX_TILE}, dtype, True)
-        scale, column_scale = to_e8m0(scale), to_e8m0(column_scale)
+        kernel = functools.partial(quantize_kernels.mx_kernel, dtype)
+        made = either(served, kernel, functools.partial(_mx_kernel, dtype), w)
+        data, scale, columns, column_scale = made
         return QuantizedTensor(data, scale, None, columns, column_scale, None, None, recipe)
     return QuantizedTensor(w.astype(dtype), None, None, None, None, None, None, recipe)
+
+
+def _tiled_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> tuple[jax.Array, ...]:
+    tiles = {1: TILE, w.ndim - 1: TILE}
+    return quantize_tiles(w.astype(jnp.float32), tiles, dtype, power_of_two)
+
+
+def _mx_kernel(dtype: Any, w: jax.Array) -> tuple[jax.Array, ...]:
+    values = w.astype(jnp.float32)
+    data, scale = quantize_tiles(values, {1: MX_TILE}, dtype, True)
+    columns, column_scale = quantize_tiles(values, {w.ndim - 1: MX_TILE}, dtype, True)
+    return data, to_e8m0(scale), columns, to_e8m0(column_scale)
 
 
 def scale_kernel(
     recipe: TensorScaling, w: jax.Array, scale: jax.Array, amax: jax.Array | None = None
 ) -> QuantizedTensor:
     """Quantizes kernels [G, K', *mid, N'] by the given scales, f32 [G]; saturates."""
-    spread = scale.reshape(-1, *([1] * (w.ndim - 1)))
-    data = round_scaled(w.astype(jnp.float32), spread, recipe.data_dtype())
+    dtype = recipe.data_dtype()
+
+    def plain(w: jax.Array, scale: jax.Array) -> jax.Array:
+        spread = scale.reshape(-1, *([1] * (w.ndim - 1)))
+        return round_scaled(w.astype(jnp.float32), spread, dtype)
+
+    kernel = functools.partial(quantize_kernels.scale_kernel, dtype)
+    data = either(quantize_kernels.serve(w, None), kernel, plain, w, scale)
     return QuantizedTensor(data, scale, amax, None, None, None, None, recipe)
 
 
 def kernel_amax(w: jax.Array) -> jax.Array:
     """[G, ...] -> f32 [G]: the largest finite absolute value of each expert's kernel."""
-    return finite_max(w.astype(jnp.float32), tuple(range(1, w.ndim)))
 
+    def plain(w: jax.Array) -> jax.Array:
+        return finite_max(w.astype(jnp.float32), tuple(range(1, w.ndim)))
 
-def finite_max(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The largest finite absolute value of f32 `x` over `axes`, 0 where there is none."""
-    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    return jnp.max(size, axis=axes, initial=0)
-
-
-def scale_of(amax: jax.Array, dtype: Any, power_of_two: bool = False) -> jax.Array:
-    """f32 scales of f32 `amax` for data of `dtype`; as `ep.recipes` says."""
-    if power_of_two:
-        return _power_of_two(amax, dtype)
-    # XLA turns a division by a constant into a multiplication, which rounds differently.
-    largest = lax.optimization_barrier(jnp.full(amax.shape, jnp.finfo(dtype).max, jnp.float32))
-    scale = jnp.maximum(amax / largest, jnp.float32(SMALLEST))
-    return jnp.where(amax < SMALLEST, jnp.float32(1), scale)
-
-
-def _power_of_two(amax: jax.Array, dtype: Any) -> jax.Array:
-    """2^ceil(log2(amax / max)), from the bits: max is 1.75 * 2^exponent for both dtypes."""
-    exponent = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
-    raw = lax.bitcast_convert_type(amax, jnp.int32)
-    biased = (raw >> 23) - exponent + ((raw & _MANTISSA) > _THREE_QUARTERS).astype(jnp.int32)
-    scale = lax.bitcast_convert_type(jnp.clip(biased, 1, 254) << 23, jnp.float32)
-    return jnp.where(amax < SMALLEST, jnp.float32(1), scale)
-
-
-def to_e8m0(scale: jax.Array) -> jax.Array:
-    """Powers of two in f32 as e8m0, exactly."""
-    raw = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
-    stored: jax.Array = lax.bitcast_convert_type(raw, SCALE_DTYPE)
-    return stored
-
-
-def round_scaled(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """f32 x * (1 / scale) in `dtype`: nearest even, saturating, non-finite values as they are."""
-    limit = float(jnp.finfo(dtype).max)
-    scaled = jnp.clip(x * (1 / scale), -limit, limit)
-    rounded: jax.Array = jnp.where(jnp.isfinite(x), scaled, x).astype(dtype)
-    return rounded
-
-
-def quantize_tiles(
-    x: jax.Array, tiles: dict[int, int], dtype: Any, power_of_two: bool
-) -> tuple[jax.Array, jax.Array]:
-    """f32 x -> data like x, and f32 scales with ceil(dim / tile) along each axis of `tiles`."""
-    padding = [(0, 0)] * x.ndim
-    split: list[int] = []
-    inner: list[int] = []
-    for axis, length in enumerate(x.shape):
-        tile = tiles.get(axis)
-        if tile is None:
-            split.append(length)
-            continue
-        count = num_tiles(length, tile)
-        padding[axis] = (0, count * tile - length)
-        split += [count, tile]
-        inner.append(len(split) - 1)
-    padded = jnp.pad(x, padding) if any(after for _, after in padding) else x
-    scale = scale_of(finite_max(padded.reshape(split), tuple(inner)), dtype, power_of_two)
-    spread = scale
-    for axis, tile in tiles.items():
-        spread = spread_tiles(spread, axis, tile, x.shape[axis])
-    return round_scaled(x, spread, dtype), scale
+    return either(quantize_kernels.serve(w, None), quantize_kernels.kernel_amax, plain, w)
 
 
 def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = None) -> jax.Array:
@@ -235,10 +217,18 @@ def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = N
 
     With `num_experts` groups whose number is the same modulo it share theirs.
     """
-    slabs = _Slabs.of(x, group_sizes)
     groups = math.prod(group_sizes.shape)
     experts = groups if num_experts is None else num_experts
+    kernel = functools.partial(quantize_kernels.group_amax, experts)
+    plain = functools.partial(_group_amax, experts)
+    served = experts > 0 and quantize_kernels.serve(x, group_sizes)
+    amax = either(served, kernel, plain, x, group_sizes)
+    return jnp.tile(amax, groups // max(experts, 1)).reshape(group_sizes.shape)
 
+
+def _group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """f32 [experts]."""
+    slabs = _Slabs.of(x, group_sizes)
     blocks = row_blocks.cut(slabs.capacity, group_sizes)
 
     def step(block: Block, amax: jax.Array) -> jax.Array:
@@ -246,8 +236,7 @@ def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = N
         largest = finite_max(values, tuple(range(values.ndim)))
         return row_blocks.max_at(amax, blocks.expert(block, experts), largest)
 
-    amax = row_blocks.loop(blocks, step, jnp.zeros((experts,), jnp.float32), slabs.rows)
-    return jnp.tile(amax, groups // max(experts, 1)).reshape(group_sizes.shape)
+    return row_blocks.loop(blocks, step, jnp.zeros((experts,), jnp.float32), slabs.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,11 +277,14 @@ def _cast_rows(slabs: _Slabs, dtype: Any) -> jax.Array:
     return data.reshape(*slabs.lead, *slabs.rows.shape[1:])
 
 
-def _tiled_rows(slabs: _Slabs, dtype: Any, tile: int, two: bool) -> tuple[jax.Array, jax.Array]:
-    """Data [C, *mid, K'] and f32 scales [C, *mid, ceil(K' / tile)]."""
+def _tiled_rows(
+    dtype: Any, two: bool, x: jax.Array, group_sizes: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Data [C, *mid, K'] and f32 scales [C, *mid, ceil(K' / 128)]."""
+    slabs = _Slabs.of(x, group_sizes)
     rows = slabs.rows
     last = rows.ndim - 1
-    tiles = num_tiles(rows.shape[last], tile)
+    tiles = num_tiles(rows.shape[last], TILE)
     start = (
         jnp.zeros(rows.shape, jnp.uint8),
         jnp.ones((*rows.shape[:-1], tiles), jnp.float32),
@@ -300,7 +292,7 @@ def _tiled_rows(slabs: _Slabs, dtype: Any, tile: int, two: bool) -> tuple[jax.Ar
 
     def step(block: Block, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         values = block.read(rows).astype(jnp.float32)
-        data, scale = quantize_tiles(values, {last: tile}, dtype, two)
+        data, scale = quantize_tiles(values, {last: TILE}, dtype, two)
         return block.write(carry[0], bits(data)), block.write(carry[1], scale)
 
     blocks = row_blocks.cut(slabs.capacity, slabs.totals, TILE)
@@ -309,8 +301,9 @@ def _tiled_rows(slabs: _Slabs, dtype: Any, tile: int, two: bool) -> tuple[jax.Ar
     return from_bits(data, dtype).reshape(*lead, rows.shape[last]), scales.reshape(*lead, tiles)
 
 
-def _mx_rows(slabs: _Slabs, dtype: Any) -> tuple[jax.Array, ...]:
+def _mx_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array) -> tuple[jax.Array, ...]:
     """Data, scales [C, *mid, K' / 32], and the same along the rows, scales [C / 32, *mid, K']."""
+    slabs = _Slabs.of(x, group_sizes)
     rows = slabs.rows
     last, trailing = rows.ndim - 1, rows.shape[1:]
     tiles = (*trailing[:-1], trailing[-1] // MX_TILE)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from ep_runtime_client.ops import local_quantize, spread
+from ep_runtime_client.ops.fp8_scaling import SCALE_DTYPE
 from ep_runtime_client.ops.operands import Matrix, Packing, pack_fields, unpack
 from ep_runtime_client.ops.placement import (
     Entries,
@@ -37,6 +38,7 @@ class QuantizeRows:
         ndim: dims of x.
         num_experts: E, where it is known: slabs of one device share the amax of an expert.
         scaled: whether the scale is given (delayed scaling).
+        clear_slack: somebody may look at rows past the last group; see `local_quantize`.
     """
 
     where: Where
@@ -44,6 +46,7 @@ class QuantizeRows:
     ndim: int
     num_experts: int | None = None
     scaled: bool = False
+    clear_slack: bool = True
 
     name: ClassVar[str] = "grouped_quantize"
 
@@ -70,13 +73,19 @@ class QuantizeRows:
         over = tuple(dict.fromkeys(roles.real(roles.outer) + flat(entries[2:])))
         experts = None if self.num_experts is None else self.num_experts // roles.size(roles.ep)
 
+        clear = self.clear_slack
+
         def local(x: jax.Array, sizes: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
             if isinstance(self.recipe, TensorScaling) and scale:
                 amax = local_quantize.group_amax(x, sizes, experts)
                 amax = jax.lax.pmax(amax, over) if over else amax
-                q = local_quantize.scale_rows(self.recipe, x, sizes, scale[0], amax)
+                q = local_quantize.scale_rows(
+                    self.recipe, x, sizes, scale[0], amax, clear_slack=clear
+                )
             else:
-                q = local_quantize.quantize_rows(self.recipe, x, sizes, over, num_experts=experts)
+                q = local_quantize.quantize_rows(
+                    self.recipe, x, sizes, over, num_experts=experts, clear_slack=clear
+                )
             return raw_leaves(q)
 
         groups = entries[:1] + ((),)
@@ -199,7 +208,7 @@ def packing_of(recipe: Recipe, ndim: int, *, rows: bool) -> Packing:
         return Packing(("data", "scale"), (data, f32), recipe, ndim, rows)
     if isinstance(recipe, MXFP8):
         names = ("data", "scale", "data_columns", "scale_columns")
-        e8m0 = jax.numpy.dtype(local_quantize.SCALE_DTYPE)
+        e8m0 = jax.numpy.dtype(SCALE_DTYPE)
         return Packing(names, (data, e8m0, data, e8m0), recipe, ndim, rows)
     return Packing(("data",), (data,), recipe, ndim, rows)
 

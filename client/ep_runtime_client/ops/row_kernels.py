@@ -6,7 +6,8 @@ They are written for Hopper. `EP_RUNTIME_ROW_KERNELS=0` leaves every program to 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from ep_runtime_client.ops._ffi import register_for_gpus
 VECTOR_BYTES = 16  # of a load: widths are multiples of it
 MAX_GROUPS = 1024  # of one slab
 MAX_SLABS = 65535
+Result = TypeVar("Result")
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 
 
@@ -42,6 +44,16 @@ def fit(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool
     widths = [(x.shape[-1] if width is None else width) * x.dtype.itemsize for x in arrays]
     aligned = not any(size % VECTOR_BYTES for size in widths)
     return aligned and 0 not in sizes and math.prod(arrays[0].shape[: len(groups)]) < 2**31
+
+
+def either(
+    served: bool,
+    kernel: Callable[..., Result],
+    plain: Callable[..., Result],
+    *operands: Any,
+) -> Result:
+    """`kernel(*operands)` where it is served and the program is for a GPU, else `plain`'s."""
+    return gemm_kernels.choose(kernel, plain, *operands) if served else plain(*operands)
 
 
 def call(

@@ -1,0 +1,81 @@
+"""Scales and 8-bit values, as `ep.recipes` says, in plain JAX."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.quantized import num_tiles, spread_tiles
+
+SMALLEST = 2.0**-126  # the smallest normal f32; CPUs flush what is below to zero
+SCALE_DTYPE = jnp.float8_e8m0fnu
+_MANTISSA = 0x7FFFFF
+_THREE_QUARTERS = 0x600000  # mantissa of 1.75: both 448 and 57344 are 1.75 times a power of two
+
+
+def finite_max(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The largest finite absolute value of f32 `x` over `axes`, 0 where there is none."""
+    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    return jnp.max(size, axis=axes, initial=0)
+
+
+def scale_of(amax: jax.Array, dtype: Any, power_of_two: bool = False) -> jax.Array:
+    """f32 scales of f32 `amax` for data of `dtype`; as `ep.recipes` says."""
+    if power_of_two:
+        return _power_of_two(amax, dtype)
+    # XLA turns a division by a constant into a multiplication, which rounds differently.
+    largest = lax.optimization_barrier(jnp.full(amax.shape, jnp.finfo(dtype).max, jnp.float32))
+    scale = jnp.maximum(amax / largest, jnp.float32(SMALLEST))
+    return jnp.where(amax < SMALLEST, jnp.float32(1), scale)
+
+
+def _power_of_two(amax: jax.Array, dtype: Any) -> jax.Array:
+    """2^ceil(log2(amax / max)), from the bits: max is 1.75 * 2^exponent for both dtypes."""
+    exponent = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
+    raw = lax.bitcast_convert_type(amax, jnp.int32)
+    biased = (raw >> 23) - exponent + ((raw & _MANTISSA) > _THREE_QUARTERS).astype(jnp.int32)
+    scale = lax.bitcast_convert_type(jnp.clip(biased, 1, 254) << 23, jnp.float32)
+    return jnp.where(amax < SMALLEST, jnp.float32(1), scale)
+
+
+def to_e8m0(scale: jax.Array) -> jax.Array:
+    """Powers of two in f32 as e8m0, exactly."""
+    raw = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
+    stored: jax.Array = lax.bitcast_convert_type(raw, SCALE_DTYPE)
+    return stored
+
+
+def round_scaled(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """f32 x * (1 / scale) in `dtype`: nearest even, saturating, non-finite values as they are."""
+    limit = float(jnp.finfo(dtype).max)
+    scaled = jnp.clip(x * (1 / scale), -limit, limit)
+    rounded: jax.Array = jnp.where(jnp.isfinite(x), scaled, x).astype(dtype)
+    return rounded
+
+
+def quantize_tiles(
+    x: jax.Array, tiles: dict[int, int], dtype: Any, power_of_two: bool
+) -> tuple[jax.Array, jax.Array]:
+    """f32 x -> data like x, and f32 scales with ceil(dim / tile) along each axis of `tiles`."""
+    padding = [(0, 0)] * x.ndim
+    split: list[int] = []
+    inner: list[int] = []
+    for axis, length in enumerate(x.shape):
+        tile = tiles.get(axis)
+        if tile is None:
+            split.append(length)
+            continue
+        count = num_tiles(length, tile)
+        padding[axis] = (0, count * tile - length)
+        split += [count, tile]
+        inner.append(len(split) - 1)
+    padded = jnp.pad(x, padding) if any(after for _, after in padding) else x
+    scale = scale_of(finite_max(padded.reshape(split), tuple(inner)), dtype, power_of_two)
+    spread = scale
+    for axis, tile in tiles.items():
+        spread = spread_tiles(spread, axis, tile, x.shape[axis])
+    return round_scaled(x, spread, dtype), scale

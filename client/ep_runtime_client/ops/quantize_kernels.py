@@ -1,0 +1,178 @@
+"""Quantization on a GPU: custom calls of the CUDA library, bit for bit `local_quantize.py`.
+
+They serve f32, bf16 and f16 whose last dim is a multiple of 8. Data and scales of 8 bits leave
+them as uint8, which is what is moved and kept anyway.
+
+Letters as in `local_quantize.py`. Rows [S * C, W], W all dims of a row, come with sizes [S, L], or
+[S, 0] where every slab is one group, as each kernel of [G, K', *mid, N'] is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops import row_kernels
+from ep_runtime_client.quantized import from_bits, num_tiles
+from ep_runtime_client.recipes import DATA_DTYPES, MX_TILE, TILE
+
+TARGETS = (
+    "ep_group_amax_v1",
+    "ep_scale_rows_v1",
+    "ep_quantize_tiles_v1",
+    "ep_quantize_blocks_v1",
+    "ep_quantize_mx_v1",
+)
+_AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _MX = TARGETS
+_MULTIPLE = 8  # of the last dim: what one lane converts
+_F32 = jnp.dtype(jnp.float32)
+
+Quantized = tuple[jax.Array, ...]
+
+
+def serve(x: jax.Array, group_sizes: jax.Array | None) -> bool:
+    """Whether the kernels take rows, or without sizes kernels, lowered for a GPU."""
+    if x.dtype not in row_kernels.FLOATS or not row_kernels.available():
+        return False
+    if group_sizes is not None:
+        groups: tuple[int, ...] = group_sizes.shape
+        middle = math.prod(x.shape[len(groups) : -1])
+    else:
+        groups, middle = (x.shape[0], 1), math.prod(x.shape[2:-1])
+    few = middle * math.prod(x.shape[: len(groups)]) < 2**31
+    few = few and middle * math.prod(groups[:-1]) <= row_kernels.MAX_SLABS
+    return few and x.shape[-1] % _MULTIPLE == 0 and row_kernels.fit(groups, x)
+
+
+def group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """As `local_quantize.group_amax`, but f32 [experts]."""
+    return _amax(experts, *_rows(x, group_sizes))
+
+
+def kernel_amax(w: jax.Array) -> jax.Array:
+    """As `local_quantize.kernel_amax`."""
+    return _amax(w.shape[0], *_kernels(w))
+
+
+def _amax(experts: int, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    (amax,) = row_kernels.call(_AMAX, (_struct((experts,), _F32),), (sizes, x))
+    return amax
+
+
+def scale_rows(
+    dtype: Any, clear_slack: bool, x: jax.Array, group_sizes: jax.Array, scale: jax.Array
+) -> jax.Array:
+    """The data of `local_quantize.scale_rows`."""
+    return _scaled(dtype, clear_slack, *_rows(x, group_sizes), scale).reshape(x.shape)
+
+
+def scale_kernel(dtype: Any, w: jax.Array, scale: jax.Array) -> jax.Array:
+    """The data of `local_quantize.scale_kernel`."""
+    return _scaled(dtype, True, *_kernels(w), scale).reshape(w.shape)
+
+
+def _scaled(
+    dtype: Any, clear_slack: bool, x: jax.Array, sizes: jax.Array, scale: jax.Array
+) -> jax.Array:
+    operands = (sizes, x, scale.astype(_F32).reshape(-1))
+    way = _way(dtype, False, clear_slack)
+    (data,) = row_kernels.call(_SCALE_ROWS, (_struct(x.shape),), operands, way)
+    return from_bits(data, dtype)
+
+
+def tile_rows(
+    dtype: Any, power_of_two: bool, clear_slack: bool, x: jax.Array, group_sizes: jax.Array
+) -> Quantized:
+    """Data like x and f32 scales [..., ceil(K' / 128)] of `BlockScaling`."""
+    lead = x.shape[:-1]
+    middle = math.prod(lead[group_sizes.ndim :])
+    # Tiles end with the last dim: each of the dims between is a row of its own.
+    sizes = row_kernels.sizes_of(group_sizes)
+    sizes = sizes if middle == 1 else sizes * jnp.int32(middle)
+    results = (
+        _struct((math.prod(lead), x.shape[-1])),
+        _struct((math.prod(lead), num_tiles(x.shape[-1], TILE)), _F32),
+    )
+    operands = (sizes, x.reshape(-1, x.shape[-1]))
+    way = _way(dtype, power_of_two, clear_slack)
+    data, scale = row_kernels.call(_TILES, results, operands, way)
+    return from_bits(data, dtype).reshape(x.shape), scale.reshape(*lead, -1)
+
+
+def tile_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> Quantized:
+    """Data like w and f32 scales of `BlockScaling`, in blocks of dim 1 and the last."""
+    shape, middle = w.shape, w.shape[2:-1]
+    flat = w.reshape(*shape[:2], math.prod(middle), shape[-1])
+    tiles = [num_tiles(shape[dim], TILE) for dim in (1, -1)]
+    results = (_struct(flat.shape), _struct((shape[0], tiles[0], flat.shape[2], tiles[1]), _F32))
+    data, scale = row_kernels.call(_BLOCKS, results, (flat,), _way(dtype, power_of_two, True))
+    scale = scale.reshape(shape[0], tiles[0], *middle, tiles[1])
+    return from_bits(data, dtype).reshape(shape), scale
+
+
+def mx_rows(dtype: Any, clear_slack: bool, x: jax.Array, group_sizes: jax.Array) -> Quantized:
+    """Data, e8m0 scales along the last dim, and the same along the rows."""
+    along, across = _mx(dtype, clear_slack, *_rows(x, group_sizes))
+    lead = group_sizes.ndim
+    tiles = (*x.shape[:-1], x.shape[-1] // MX_TILE)
+    rows = (*x.shape[: lead - 1], x.shape[lead - 1] // MX_TILE, *x.shape[lead:])
+    return (
+        along[0].reshape(x.shape),
+        along[1].reshape(tiles),
+        across[0].reshape(x.shape),
+        across[1].reshape(rows),
+    )
+
+
+def mx_kernel(dtype: Any, w: jax.Array) -> Quantized:
+    """Data, e8m0 scales along dim 1, and the same along the last dim."""
+    along, across = _mx(dtype, True, *_kernels(w))
+    return (
+        across[0].reshape(w.shape),
+        across[1].reshape(w.shape[0], w.shape[1] // MX_TILE, *w.shape[2:]),
+        along[0].reshape(w.shape),
+        along[1].reshape(*w.shape[:-1], w.shape[-1] // MX_TILE),
+    )
+
+
+def _mx(
+    dtype: Any, clear_slack: bool, x: jax.Array, sizes: jax.Array
+) -> tuple[Quantized, Quantized]:
+    """(data, scales) of tiles along rows [rows, W], and of tiles across them."""
+    rows, width = x.shape
+    results = (
+        _struct(x.shape),
+        _struct((rows, width // MX_TILE)),
+        _struct(x.shape),
+        _struct((rows // MX_TILE, width)),
+    )
+    found = row_kernels.call(_MX, results, (sizes, x), _way(dtype, True, clear_slack))
+    scales = jnp.float8_e8m0fnu
+    dtypes = (dtype, scales, dtype, scales)
+    made = tuple(from_bits(x, kind) for x, kind in zip(found, dtypes, strict=True))
+    return made[:2], made[2:]
+
+
+def _rows(x: jax.Array, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows = math.prod(x.shape[: group_sizes.ndim])
+    return x.reshape(rows, -1), row_kernels.sizes_of(group_sizes)
+
+
+def _kernels(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows = math.prod(w.shape[:2])
+    return w.reshape(rows, -1), jnp.zeros((w.shape[0], 0), jnp.int32)
+
+
+def _struct(shape: tuple[int, ...], dtype: Any = jnp.uint8) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _way(dtype: Any, power_of_two: bool, clear_slack: bool) -> dict[str, int]:
+    return {
+        "format": DATA_DTYPES.index(jnp.dtype(dtype).name),
+        "power_of_two": int(power_of_two),
+        "clear_slack": int(clear_slack),
+    }

@@ -1,0 +1,160 @@
+// Eight values of a row at a time: their magnitude, and themselves as 8-bit floats.
+#ifndef EP_RUNTIME_CUDA_ROWS_FP8_CUH_
+#define EP_RUNTIME_CUDA_ROWS_FP8_CUH_
+
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include "cuda/row_math.cuh"
+#include "cuda/rows/quantize.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace rows {
+
+constexpr float kSmallest = 1.17549435e-38f;  // 2^-126: what is below is 0 on CPU
+
+// Magnitudes are bits without their sign, which are ordered as the values are. 16-bit types hold
+// two in a word.
+template <RowType kType>
+struct Magnitude {
+  static constexpr bool kPacked = kType != RowType::kF32;
+  static constexpr uint32_t kInfinity = kType == RowType::kF32    ? 0x7F800000u
+                                        : kType == RowType::kBF16 ? 0x7F80u
+                                                                  : 0x7C00u;
+
+  __device__ static uint32_t Of(uint32_t word) { return word & (kPacked ? 0x7FFF7FFFu : ~0u >> 1); }
+  // The same, 0 where it is not finite.
+  __device__ static uint32_t OfFinite(uint32_t word) {
+    const uint32_t size = Of(word);
+    if (!kPacked) return size < kInfinity ? size : 0u;
+    return size & __vcmpltu2(size, kInfinity * 0x10001u);
+  }
+  __device__ static uint32_t Max(uint32_t a, uint32_t b) {
+    return kPacked ? __vmaxu2(a, b) : max(a, b);
+  }
+  __device__ static uint32_t Single(uint32_t word) {
+    return kPacked ? max(word >> 16, word & 0xFFFFu) : word;
+  }
+  // Of a single one.
+  __device__ static float ToFloat(uint32_t size) {
+    if (kType == RowType::kF16) return __half2float(__ushort_as_half(size));
+    const float value = __uint_as_float(kPacked ? size << 16 : size);
+    return value < kSmallest ? 0.0f : value;
+  }
+};
+
+template <RowType kType>
+struct Piece {
+  using M = Magnitude<kType>;
+  static constexpr int kValues = 8;
+  static constexpr int kWords = kType == RowType::kF32 ? 8 : 4;
+  uint32_t words[kWords];
+
+  __device__ void Clear() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = 0;
+  }
+  // The piece at value `index`, a multiple of kValues.
+  __device__ void Load(const void* values, int64_t index) {
+    const auto* from = static_cast<const uint4*>(values) + index / kValues * (kWords / 4);
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      // Two halves of a sector come one after the other: that one stays in L1.
+      const uint4 v = kWords == 4 ? LoadStream(from) : __ldg(from + i);
+      words[4 * i] = v.x;
+      words[4 * i + 1] = v.y;
+      words[4 * i + 2] = v.z;
+      words[4 * i + 3] = v.w;
+    }
+  }
+  __device__ void Unpack(float* x) const {
+    using E = Element<kType>;
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 v =
+          make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+      E::Unpack(v, x + i * E::kPerVector);
+    }
+  }
+  __device__ uint32_t Largest() const {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) largest = M::Max(largest, M::Of(words[i]));
+    return M::Single(largest);
+  }
+  __device__ uint32_t LargestFinite() const {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) largest = M::Max(largest, M::OfFinite(words[i]));
+    return M::Single(largest);
+  }
+};
+
+template <Fp8Format kFormat>
+struct Fp8 {
+  static constexpr bool kWide = kFormat == Fp8Format::kE5M2;
+  static constexpr float kLargest = kWide ? 57344.0f : 448.0f;
+  static constexpr int kExponent = kWide ? 15 : 8;  // kLargest is 1.75 * 2^kExponent
+  static constexpr uint32_t kNan = kWide ? 0x7Eu : 0x7Fu;
+  static constexpr uint32_t kInfinity = kWide ? 0x7Cu : 0x7Fu;  // e4m3 has none
+
+  __device__ static float ScaleOf(float amax, bool power_of_two) {
+    if (amax < kSmallest) return 1.0f;
+    if (!power_of_two) return fmaxf(__fdiv_rn(amax, kLargest), kSmallest);
+    const int raw = __float_as_int(amax);
+    const int biased = (raw >> 23) - kExponent + ((raw & 0x7FFFFF) > 0x600000);
+    return __int_as_float(min(max(biased, 1), 254) << 23);
+  }
+  // Saturates; two values to two bytes, the first one lowest.
+  __device__ static uint32_t Pair(float low, float high) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
+                                    kWide ? __NV_E5M2 : __NV_E4M3);
+  }
+  __device__ static uint32_t NotFinite(float x) {
+    const uint32_t sign = __float_as_uint(x) >> 24 & 0x80u;
+    return sign | (isnan(x) ? kNan : kInfinity);
+  }
+};
+
+// Values and results below 2^-126 are zeros with their sign, as on CPU.
+__device__ __forceinline__ float MultiplyFlushed(float a, float b) {
+  float product;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+
+// `inverse(i)` is 1 / scale of value i.
+template <RowType kType, Fp8Format kFormat, typename Inverse>
+__device__ __forceinline__ uint2 Convert(const Piece<kType>& piece, Inverse inverse) {
+  using F = Fp8<kFormat>;
+  float x[8];
+  piece.Unpack(x);
+  uint32_t bytes[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = MultiplyFlushed(x[4 * half + i], inverse(4 * half + i));
+    bytes[half] = F::Pair(y[0], y[1]) | F::Pair(y[2], y[3]) << 16;
+  }
+  if (piece.Largest() >= Magnitude<kType>::kInfinity) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (isfinite(x[i])) continue;
+      const int shift = i % 4 * 8;
+      bytes[i / 4] = (bytes[i / 4] & ~(0xFFu << shift)) | F::NotFinite(x[i]) << shift;
+    }
+  }
+  return make_uint2(bytes[0], bytes[1]);
+}
+
+__device__ __forceinline__ void StorePiece(uint8_t* data, int64_t index, const uint2& bytes) {
+  *reinterpret_cast<uint2*>(data + index) = bytes;
+}
+
+}  // namespace rows
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_ROWS_FP8_CUH_

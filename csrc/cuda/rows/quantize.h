@@ -1,0 +1,86 @@
+// Quantization to 8-bit floats, as `ops/local_quantize.py` defines it bit by bit.
+//
+// Letters: S slabs of C rows, W values of a row, G experts. amax is the largest finite magnitude;
+// below 2^-126 it counts as 0, and so does every value. Data are value * (1 / scale), to nearest
+// even, saturating; what is not finite stays so with its sign.
+//
+// Slack rows are not read. With clear_slack they come out as zeros with scales of 1, else as
+// anything.
+#ifndef EP_RUNTIME_CUDA_ROWS_QUANTIZE_H_
+#define EP_RUNTIME_CUDA_ROWS_QUANTIZE_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/device_group.h"
+#include "cuda/rows/row_groups.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+enum class Fp8Format : int32_t { kE4M3 = 0, kE5M2 = 1 };
+
+constexpr int kQuantizedMultiple = 8;  // W: what a lane converts at once
+constexpr int kTile = 128;             // values along each blocked dim that share an f32 scale
+constexpr int kMxTile = 32;            // values that share an e8m0 scale
+
+struct AmaxParams {
+  RowType type;
+  rows::RowGroups groups;
+  int32_t width;        // W
+  int32_t num_experts;  // group l of slab s is of expert (s * L + l) % num_experts
+  const void* values;   // [S * C, W] type, device
+  float* amax;          // [num_experts], device
+};
+// Two launches.
+cudaError_t LaunchGroupAmax(cudaStream_t stream, const AmaxParams& params);
+
+struct QuantizeRowsParams {
+  RowType type;
+  Fp8Format format;
+  rows::RowGroups groups;
+  int32_t width;             // W
+  const void* values;        // [S * C, W] type, device
+  const float* group_scale;  // [S * L], device; null: tiles make their own
+  bool power_of_two;         // scales of tiles
+  bool clear_slack;
+  uint8_t* data;      // [S * C, W], device
+  float* tile_scale;  // [S * C, ceil(W / kTile)], device; null with group_scale
+};
+cudaError_t LaunchQuantizeRows(cudaStream_t stream, const QuantizeRowsParams& params);
+
+// Blocks of kTile x kTile, cut off at the end of a dim.
+struct QuantizeBlocksParams {
+  RowType type;
+  Fp8Format format;
+  int32_t count;       // G, matrices lie one after the other
+  int32_t rows;        // K'
+  int32_t middle;      // between them: columns (k, m) of one m are a matrix
+  int32_t width;       // N'
+  const void* values;  // [G, K', middle, N'] type, device
+  bool power_of_two;
+  uint8_t* data;  // like values, device
+  float* scale;   // [G, ceil(K' / kTile), middle, ceil(N' / kTile)], device
+};
+cudaError_t LaunchQuantizeBlocks(cudaStream_t stream, const QuantizeBlocksParams& params);
+
+// Twice from one read: tiles along the rows' values, and tiles across kMxTile rows.
+struct QuantizeMxParams {
+  RowType type;
+  Fp8Format format;
+  rows::RowGroups groups;  // C a multiple of kMxTile
+  int32_t width;           // W, a multiple of kMxTile
+  const void* values;      // [S * C, W] type, device
+  bool clear_slack;
+  uint8_t* data;           // [S * C, W], device
+  uint8_t* scale;          // [S * C, W / kMxTile] e8m0, device
+  uint8_t* data_columns;   // [S * C, W], device
+  uint8_t* scale_columns;  // [S * C / kMxTile, W] e8m0, device
+};
+cudaError_t LaunchQuantizeMx(cudaStream_t stream, const QuantizeMxParams& params);
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_ROWS_QUANTIZE_H_

@@ -1,0 +1,278 @@
+#include <type_traits>
+
+#include "cuda/rows/fp8.cuh"
+#include "cuda/rows/quantize.h"
+#include "cuda/rows/row_groups.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace rows {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+// A thread has one piece of every kRowsAtOnce-th row of its block.
+constexpr int kBlockLanes = kTile / 8;
+constexpr int kRowsAtOnce = kThreads / kBlockLanes;
+constexpr int kBlockParts = kTile / kRowsAtOnce;
+
+// Called by whole blocks; everybody gets the largest.
+__device__ __forceinline__ uint32_t BlockMax(uint32_t size, uint32_t* of_warps) {
+  size = __reduce_max_sync(kAllLanes, size);
+  __syncthreads();  // who read them before has them
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = size;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) size = max(size, of_warps[warp]);
+  return size;
+}
+
+// blockIdx: column block, row block, matrix * middle.
+template <RowType kType, Fp8Format kFormat>
+__global__ void __launch_bounds__(kThreads)
+    BlocksKernel(const __grid_constant__ QuantizeBlocksParams p) {
+  __shared__ uint32_t of_warps[kWarps];
+  using M = Magnitude<kType>;
+  const int matrix = blockIdx.z / p.middle, middle = blockIdx.z % p.middle;
+  const int row = blockIdx.y * kTile + threadIdx.x / kBlockLanes;
+  const int column = blockIdx.x * kTile + threadIdx.x % kBlockLanes * 8;
+  const int64_t stride = static_cast<int64_t>(p.middle) * p.width;
+  const int64_t first = (static_cast<int64_t>(matrix) * p.rows + row) * stride +
+                        static_cast<int64_t>(middle) * p.width + column;
+  const auto there = [&](int i) { return column < p.width && row + i * kRowsAtOnce < p.rows; };
+  Piece<kType> part[kBlockParts];
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kBlockParts; ++i) {
+    part[i].Clear();
+    if (there(i)) part[i].Load(p.values, first + i * kRowsAtOnce * stride);
+  }
+#pragma unroll
+  for (int i = 0; i < kBlockParts; ++i) largest = max(largest, part[i].Largest());
+  largest = BlockMax(largest, of_warps);
+  if (largest >= M::kInfinity) {
+    largest = 0;
+#pragma unroll
+    for (int i = 0; i < kBlockParts; ++i) largest = max(largest, part[i].LargestFinite());
+    largest = BlockMax(largest, of_warps);
+  }
+  const float scale = Fp8<kFormat>::ScaleOf(M::ToFloat(largest), p.power_of_two);
+  const float inverse = __frcp_rn(scale);
+#pragma unroll
+  for (int i = 0; i < kBlockParts; ++i) {
+    if (!there(i)) continue;
+    StorePiece(p.data, first + i * kRowsAtOnce * stride,
+               Convert<kType, kFormat>(part[i], [=](int) { return inverse; }));
+  }
+  if (threadIdx.x == 0) {
+    const int64_t block_row = static_cast<int64_t>(matrix) * gridDim.y + blockIdx.y;
+    p.scale[(block_row * p.middle + middle) * gridDim.x + blockIdx.x] = scale;
+  }
+}
+
+// A warp has kMxTile rows of 64 values: 8 lanes side by side, 4 rows at once.
+constexpr int kMxLanes = 8;
+constexpr int kMxRowsAtOnce = 32 / kMxLanes;
+constexpr int kMxParts = kMxTile / kMxRowsAtOnce;
+constexpr int kMxColumns = 8 * kMxLanes;
+
+__device__ __forceinline__ uint8_t ExponentOf(float power_of_two) {
+  return static_cast<uint8_t>(__float_as_uint(power_of_two) >> 23);
+}
+
+// Magnitudes of words of a lane's columns, over the rows of the warp's tile.
+template <RowType kType>
+struct ColumnMax {
+  using M = Magnitude<kType>;
+  uint32_t words[Piece<kType>::kWords];
+
+  template <bool kFinite>
+  __device__ void Of(const Piece<kType>* part) {
+#pragma unroll
+    for (int w = 0; w < Piece<kType>::kWords; ++w) {
+      uint32_t size = 0;
+#pragma unroll
+      for (int i = 0; i < kMxParts; ++i) {
+        const uint32_t word = part[i].words[w];
+        size = M::Max(size, kFinite ? M::OfFinite(word) : M::Of(word));
+      }
+#pragma unroll
+      for (int step = kMxLanes; step < 32; step *= 2) {
+        size = M::Max(size, __shfl_xor_sync(kAllLanes, size, step));
+      }
+      words[w] = size;
+    }
+  }
+  // Of value i of a lane's eight.
+  __device__ float Amax(int i) const {
+    if (!M::kPacked) return M::ToFloat(words[i]);
+    return M::ToFloat(words[i / 2] >> i % 2 * 16 & 0xFFFFu);
+  }
+  __device__ bool AllFinite() const {
+    uint32_t size = 0;
+#pragma unroll
+    for (int w = 0; w < Piece<kType>::kWords; ++w) size = max(size, M::Single(words[w]));
+    return size < M::kInfinity;
+  }
+};
+
+template <RowType kType>
+struct MxTile {
+  int64_t row;  // first one, of all slabs
+  int column;   // first one of the lane
+  bool inside;  // the lane has columns
+  bool finite;  // all values of the warp
+  Piece<kType> part[kMxParts];
+
+  __device__ int64_t RowAt(int i, int lane) const {
+    return row + i * kMxRowsAtOnce + lane / kMxLanes;
+  }
+};
+
+template <RowType kType, Fp8Format kFormat>
+__device__ __forceinline__ void AlongRows(const QuantizeMxParams& p, const MxTile<kType>& tile,
+                                          int lane) {
+  using M = Magnitude<kType>;
+#pragma unroll
+  for (int i = 0; i < kMxParts; ++i) {
+    const Piece<kType>& part = tile.part[i];
+    uint32_t size = tile.finite ? part.Largest() : part.LargestFinite();
+#pragma unroll
+    for (int step = 1; step < kMxTile / 8; step *= 2) {
+      size = max(size, __shfl_xor_sync(kAllLanes, size, step));
+    }
+    const float scale = Fp8<kFormat>::ScaleOf(M::ToFloat(size), true);
+    const float inverse = __frcp_rn(scale);
+    const uint2 bytes = Convert<kType, kFormat>(part, [=](int) { return inverse; });
+    if (!tile.inside) continue;
+    const int64_t row = tile.RowAt(i, lane);
+    StorePiece(p.data, row * p.width + tile.column, bytes);
+    if (tile.column % kMxTile == 0) {
+      p.scale[row * (p.width / kMxTile) + tile.column / kMxTile] = ExponentOf(scale);
+    }
+  }
+}
+
+template <RowType kType, Fp8Format kFormat>
+__device__ __forceinline__ void AcrossRows(const QuantizeMxParams& p, const MxTile<kType>& tile,
+                                           const ColumnMax<kType>& largest, int lane) {
+  float inverse[8];
+  uint32_t exponents[2] = {0, 0};
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    const float scale = Fp8<kFormat>::ScaleOf(largest.Amax(c), true);
+    inverse[c] = __frcp_rn(scale);
+    exponents[c / 4] |= static_cast<uint32_t>(ExponentOf(scale)) << c % 4 * 8;
+  }
+  if (!tile.inside) return;
+#pragma unroll
+  for (int i = 0; i < kMxParts; ++i) {
+    StorePiece(p.data_columns, tile.RowAt(i, lane) * p.width + tile.column,
+               Convert<kType, kFormat>(tile.part[i], [&](int c) { return inverse[c]; }));
+  }
+  if (lane < kMxLanes) {
+    StorePiece(p.scale_columns, tile.row / kMxTile * p.width + tile.column,
+               make_uint2(exponents[0], exponents[1]));
+  }
+}
+
+// blockIdx.y: the slab. Tiles are dealt to warps; slack rows count as zeros.
+template <RowType kType, Fp8Format kFormat>
+__global__ void __launch_bounds__(kThreads) MxKernel(const __grid_constant__ QuantizeMxParams p) {
+  const int slab = blockIdx.y, lane = threadIdx.x % 32;
+  const int32_t used = SlabRows(p.groups, slab);
+  const int32_t all = p.clear_slack ? p.groups.slab_rows : used;
+  const int64_t across = (p.width + kMxColumns - 1) / kMxColumns;
+  const int64_t tiles = (all + kMxTile - 1) / kMxTile * across;
+  const int64_t first = static_cast<int64_t>(slab) * p.groups.slab_rows;
+  for (int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+       number < tiles; number += static_cast<int64_t>(gridDim.x) * kWarps) {
+    MxTile<kType> tile;
+    tile.row = first + number / across * kMxTile;
+    tile.column = static_cast<int>(number % across) * kMxColumns + lane % kMxLanes * 8;
+    tile.inside = tile.column < p.width;
+#pragma unroll
+    for (int i = 0; i < kMxParts; ++i) {
+      const int64_t row = tile.RowAt(i, lane);
+      tile.part[i].Clear();
+      if (tile.inside && row - first < used) {
+        tile.part[i].Load(p.values, row * p.width + tile.column);
+      }
+    }
+    ColumnMax<kType> largest;
+    largest.template Of<false>(tile.part);
+    tile.finite = __all_sync(kAllLanes, largest.AllFinite());
+    if (!tile.finite) largest.template Of<true>(tile.part);
+    AlongRows<kType, kFormat>(p, tile, lane);
+    AcrossRows<kType, kFormat>(p, tile, largest, lane);
+  }
+}
+
+// `launch(type, format)` with both as constants.
+template <typename Launch>
+cudaError_t WithTypes(RowType type, Fp8Format format, Launch launch) {
+  const auto with_format = [&](auto constant) {
+    if (format == Fp8Format::kE4M3) {
+      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE4M3>{});
+    } else {
+      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE5M2>{});
+    }
+    return cudaGetLastError();
+  };
+  switch (type) {
+    case RowType::kF32:
+      return with_format(std::integral_constant<RowType, RowType::kF32>{});
+    case RowType::kBF16:
+      return with_format(std::integral_constant<RowType, RowType::kBF16>{});
+    case RowType::kF16:
+      return with_format(std::integral_constant<RowType, RowType::kF16>{});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+constexpr int kMxBlocksPerProcessor = 8;
+
+}  // namespace
+}  // namespace rows
+
+cudaError_t LaunchQuantizeBlocks(cudaStream_t stream, const QuantizeBlocksParams& p) {
+  const auto blocks = [](int64_t length) {
+    return static_cast<unsigned>((length + kTile - 1) / kTile);
+  };
+  const int64_t matrices = static_cast<int64_t>(p.count) * p.middle;
+  if (!rows::Aligned(p.values) || p.width <= 0 || p.width % kQuantizedMultiple != 0 ||
+      p.rows <= 0 || matrices <= 0 || matrices > rows::kMaxSlabs ||
+      blocks(p.rows) > static_cast<unsigned>(rows::kMaxSlabs)) {
+    return cudaErrorInvalidValue;
+  }
+  const dim3 grid(blocks(p.width), blocks(p.rows), static_cast<unsigned>(matrices));
+  return rows::WithTypes(p.type, p.format, [&](auto type, auto format) {
+    rows::BlocksKernel<decltype(type)::value, decltype(format)::value>
+        <<<grid, rows::kThreads, 0, stream>>>(p);
+  });
+}
+
+cudaError_t LaunchQuantizeMx(cudaStream_t stream, const QuantizeMxParams& p) {
+  if (!rows::Fits(p.groups) || !rows::Aligned(p.values) || p.width <= 0 || p.width % kMxTile != 0 ||
+      p.groups.slab_rows % kMxTile != 0) {
+    return cudaErrorInvalidValue;
+  }
+  int processors = 0;
+  const cudaError_t error = rows::Processors(&processors);
+  if (error != cudaSuccess) return error;
+  const int64_t tiles = static_cast<int64_t>(p.groups.slab_rows / kMxTile) *
+                        ((p.width + rows::kMxColumns - 1) / rows::kMxColumns);
+  const int64_t useful = (tiles + rows::kWarps - 1) / rows::kWarps;
+  const int64_t most =
+      (processors * rows::kMxBlocksPerProcessor + p.groups.num_slabs - 1) / p.groups.num_slabs;
+  const dim3 grid(static_cast<unsigned>(useful < most ? useful : most), p.groups.num_slabs);
+  return rows::WithTypes(p.type, p.format, [&](auto type, auto format) {
+    rows::MxKernel<decltype(type)::value, decltype(format)::value>
+        <<<grid, rows::kThreads, 0, stream>>>(p);
+  });
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime
