@@ -117,16 +117,17 @@ def test_a_stop_is_agreed_before_anybody_gets_there(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nodes_of_one_machine_train_together(environment: dict[str, str]) -> None:
     done = subprocess.run(
-        [*COMMAND, *SMALL, "--nodes", "2", "--steps", "2"],
+        [*COMMAND, *SMALL, "--nodes", "2", "--steps", "2", "--compare"],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=2 * TIMEOUT_S,
         check=False,
         env=environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 2/2  loss ") == 1
-    assert "transport xla" in done.stdout
+    assert "transport memfd per node of 2 ranks, between nodes xla" in done.stdout
+    assert "every step's loss is within 0.1% of transport xla: 2 of 2" in done.stdout
     assert "node0" in done.stdout.split("sample continuation")[1]
     place = done.stdout.split("runtime: unix://")[1].split(",")[0]
     assert not Path(place).exists()

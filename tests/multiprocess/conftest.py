@@ -1,5 +1,6 @@
 """The fixtures around a real daemon."""
 
+from cluster_nets import net  # noqa: F401 - fixtures are found by name
 from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     _children_import_what_we_import,
     address,
@@ -8,3 +9,4 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     directory,
     run_program,
 )
+from harness import daemon_process, restarted  # noqa: F401

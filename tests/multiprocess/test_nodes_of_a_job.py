@@ -35,7 +35,7 @@ def nodes() -> Iterator[list[children.Child]]:
         started.append(start_daemon(directory, *flags, "--drain-s", "0"))
     wait_until(lambda: read(started[1])["cluster"]["link"] == "JOINED", "b joins")
     yield started
-    codes = [child.stop() for child in started]
+    codes = [child.stop() for child in reversed(started)]  # who joined leaves first
     logs = "\n".join(child.log_tail(40) for child in started)
     shutil.rmtree(base)
     assert codes == [0, 0], logs
@@ -48,12 +48,14 @@ def read(child: children.Child) -> dict:
 
 _JOB = """
 ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
-                 max_top_k=2, alignment=8, max_token_dtype="float32", transport="xla")
+                 max_top_k=2, alignment=8, max_token_dtype="float32",
+                 transport=os.environ.get("TEST_TRANSPORT", "auto"))
 session = ep.connect(job="two-nodes", timeout_s=60)
 mesh = mesh_of()
 group = session.create_group("g", mesh, **ARGUMENTS)
 layer = group.register_layer("l", top_k=2)
 
+@jax.jit
 def step(x, logits):
     routing = ep.route(logits, 2)
     there = ep.dispatch(layer, x, routing.topk_idx, routing.topk_weights)
@@ -65,25 +67,64 @@ random = np.random.default_rng(0)
 x = random.standard_normal((rows, 16), dtype=np.float32)
 logits = random.standard_normal((rows, 8), dtype=np.float32)
 spread = [jax.make_array_from_callback(v.shape, place, lambda i, v=v: v[i]) for v in (x, logits)]
-out = jax.jit(step)(*spread)
+out = step(*spread)
 # The weights of a token add up to 1, so twice the tokens come back.
 parts = [(np.asarray(part.data), x[part.index]) for part in out.addressable_shards]
 error = max(float(np.abs(got - 2 * sent).max()) for got, sent in parts)
-say(pid=os.getpid(), generation=group.generation, error=error)
+say(pid=os.getpid(), generation=group.generation, error=error, transport=group.spec.transport,
+    node_size=group.spec.node_size, reattached=group.reattached)
+"""
+
+_HEARS = """
+try:
+    while True:
+        group.check()
+        time.sleep(0.01)
+except ep.EpRuntimeError as error:
+    say(error=type(error).__name__, text=str(error))
+hear()
+os._exit(0)
 """
 
 
-def environments(nodes: list[children.Child]) -> list[dict[str, str]]:
-    return [{"EP_RUNTIME_ADDRESS": f"unix://{child.directory}"} for child in nodes]
+def environments(nodes: list[children.Child], processes: int = 2) -> list[dict[str, str]]:
+    each = processes // len(nodes)
+    addresses = [f"unix://{child.directory}" for child in nodes for _ in range(each)]
+    return [{"EP_RUNTIME_ADDRESS": address} for address in addresses]
+
+
+def windows_of(child: children.Child) -> dict[int, str]:
+    """World rank -> name of its buffer at that daemon; -1 is the board."""
+    with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
+        return {row["world_rank"]: row["buffer_id"] for row in daemon.buffers()}
+
+
+def test_a_job_on_two_nodes_has_windows_on_each_and_hears_of_the_dead(nodes) -> None:
+    with Job(_JOB + _HEARS, processes=2, devices=2, own=environments(nodes)) as job:
+        heard = job.heard()
+        assert max(row["error"] for row in heard) < 1e-5
+        assert [(row["transport"], row["node_size"]) for row in heard] == [("memfd", 2)] * 2
+        assert [sorted(windows_of(child)) for child in nodes] == [[-1, 0, 1], [-1, 2, 3]]
+        found = [read(child)["found"] for child in nodes]
+        assert [[row["state"] for row in rows] for rows in found] == [["READY"], ["READY"]]
+        assert [rows[0]["node_size"] for rows in found] == [2, 2]
+        job.workers[1].kill()
+        begin = time.monotonic()
+        told = job.workers[0].heard()
+        assert time.monotonic() - begin < TOLD_S
+        assert told["error"] == "StaleHandleError"
+        assert read(nodes[0])["found"][0]["poison_reason"] == "PEER_LOST"
+        job.workers[0].tell()
 
 
 @pytest.mark.slow
-def test_a_group_over_two_daemons_moves_tokens(nodes) -> None:
+def test_a_group_over_two_daemons_moves_tokens_over_stock_collectives(nodes) -> None:
     with Job(
         _JOB + "hear(); group.close(); session.close()",
         processes=2,
         devices=2,
         own=environments(nodes),
+        TEST_TRANSPORT="xla",
     ) as job:
         heard = job.heard()
         assert max(row["error"] for row in heard) < 1e-5
@@ -100,21 +141,11 @@ def test_a_group_over_two_daemons_moves_tokens(nodes) -> None:
         job.finish()
 
 
-_HEARS = """
-try:
-    while True:
-        group.check()
-        time.sleep(0.01)
-except ep.EpRuntimeError as error:
-    say(error=type(error).__name__, text=str(error))
-hear()
-os._exit(0)
-"""
-
-
 @pytest.mark.slow
-def test_a_dead_process_is_heard_of_on_the_other_node(nodes) -> None:
-    with Job(_JOB + _HEARS, processes=2, devices=1, own=environments(nodes)) as job:
+def test_a_dead_process_is_heard_of_on_the_other_node_without_windows(nodes) -> None:
+    with Job(
+        _JOB + _HEARS, processes=2, devices=1, own=environments(nodes), TEST_TRANSPORT="xla"
+    ) as job:
         job.heard()
         job.workers[1].kill()
         begin = time.monotonic()
@@ -123,3 +154,34 @@ def test_a_dead_process_is_heard_of_on_the_other_node(nodes) -> None:
         assert heard["error"] in ("PeerLostError", "StaleHandleError")
         assert "processes of node b are gone: ranks [1]" in heard["text"]
         job.workers[0].tell()
+
+
+@pytest.mark.slow
+def test_ten_jobs_in_a_row_take_the_same_windows_whichever_process_is_killed(nodes) -> None:
+    before: list[dict[int, str]] = []
+    generations = []
+    for number in range(10):
+        with Job(_JOB + _HEARS, processes=4, devices=1, own=environments(nodes, 4)) as job:
+            heard = job.heard()
+            assert max(row["error"] for row in heard) < 1e-5
+            assert [row["reattached"] for row in heard] == [number > 0] * 4
+            windows = [windows_of(child) for child in nodes]
+            assert not before or windows == before
+            before = windows
+            generations.append(heard[0]["generation"])
+            job.workers[number % 4].kill()
+            begin = time.monotonic()
+            others = [worker for worker in job.workers if worker.index != number % 4]
+            for worker in others:
+                assert worker.heard()["error"] in ("PeerLostError", "StaleHandleError")
+            assert time.monotonic() - begin < TOLD_S
+            for worker in others:
+                worker.tell()
+                worker.finish()
+        for child in nodes:
+            wait_until(lambda child=child: states(child) == ["RETAINED"], "it is retained")
+    assert generations == sorted(set(generations))
+
+
+def states(child: children.Child) -> list[str]:
+    return [row["state"] for row in read(child)["found"]]

@@ -49,15 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=default.nodes,
         metavar="N",
-        help="daemons that form a cluster on this machine, P/N processes each, transport xla; "
-        "default 1",
+        help="daemons that form a cluster on this machine, P/N processes each; on CPU tokens go "
+        "through windows inside a node and over XLA's collectives between nodes; default 1",
     )
     parser.add_argument(
         "--ep",
         type=int,
         metavar="N",
         help="ranks of one EP group, a divisor of D; default half of D, so that two groups work "
-        "beside each other",
+        "beside each other, with --nodes all of D, so that one spans the nodes",
     )
     _add_layout_arguments(parser, default)
     parser.add_argument(
@@ -146,7 +146,7 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
         platform=platform,
         processes=_default_processes(args.nodes) if args.processes is None else args.processes,
         nodes=args.nodes,
-        ep_size=defaults.default_ep_size(devices) if args.ep is None else args.ep,
+        ep_size=_default_ep_size(devices, args.nodes) if args.ep is None else args.ep,
         mesh=args.mesh,
         rules=args.rules,
         recipe=args.recipe,
@@ -167,6 +167,10 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
 
 def _default_processes(nodes: int) -> int:
     return 2 * nodes if nodes > 1 else defaults.DemoConfig.processes
+
+
+def _default_ep_size(devices: int, nodes: int) -> int:
+    return devices if nodes > 1 else defaults.default_ep_size(devices)
 
 
 def _choose_platform(wanted: str, devices: int | None) -> tuple[defaults.Platform, int]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import ep_runtime as ep
+from ep_runtime.specs import GroupSpec
 from ep_runtime_client import cli
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.corpus import Corpus, load_corpus, prompt, training_batches
@@ -98,7 +99,7 @@ def _start(config: DemoConfig, recipe: str, session: Session, reporter: Reporter
         reporter.announce_runtime(
             Place(
                 session.address,
-                group.spec.transport,
+                _travel(group.spec),
                 group.staging_bytes_per_rank,
                 session.has_daemon,
             )
@@ -110,6 +111,13 @@ def _start(config: DemoConfig, recipe: str, session: Session, reporter: Reporter
     seconds = sum(trainer.compile() for trainer in trainers)
     reporter.say(f"compiled in {seconds:.1f} s")
     return trainers
+
+
+def _travel(spec: GroupSpec) -> str:
+    """How rows travel: the transport, and how far its windows reach where they do not reach all."""
+    if not spec.node_size:
+        return spec.transport
+    return f"{spec.transport} per node of {spec.node_size} ranks, between nodes xla"
 
 
 def _held_out(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> float | None:

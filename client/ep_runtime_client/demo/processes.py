@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ep_runtime_client import runtime
 from ep_runtime_client.demo import nodes
-from ep_runtime_client.demo.config import DemoConfig
+from ep_runtime_client.demo.config import DemoConfig, Transport
 from ep_runtime_client.members import Members, reserved_coordinator
 
 
@@ -21,7 +21,9 @@ def run(config: DemoConfig) -> int:
     """Runs the demo's processes; the exit code of the first one that failed, else 0."""
     if config.nodes > 1:
         with nodes.started(config.nodes) as addresses:
-            ready = dataclasses.replace(config, transport="xla", addresses=tuple(addresses))
+            on_gpus = config.platform == "gpu"  # whose windows stay within a node
+            transport: Transport = "xla" if on_gpus else config.transport
+            ready = dataclasses.replace(config, transport=transport, addresses=tuple(addresses))
             return _run(ready)
     if config.address is None and runtime.choose(None).kind == runtime.EMBEDDED:
         config = dataclasses.replace(config, address=runtime.NODE)
