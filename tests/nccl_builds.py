@@ -17,7 +17,7 @@ from ep_runtime import nccl
 _ROOT = Path(__file__).parents[1]
 _SOURCES = _ROOT / "csrc"
 _OURS = _ROOT / "tests" / "csrc" / "nccl"
-_NCCL = ("api.cc", "communicator.cc", "communicators.cc", "group.cc")
+_NCCL = ("api.cc", "communicator.cc", "communicators.cc", "exchange.cc", "group.cc")
 
 
 def _compile(folder: Path, name: str, sources: list[Path], *options: str) -> Path:

@@ -9,10 +9,12 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 
 #include "cuda/driver.h"
+#include "cuda/nccl/exchange.h"
 #include "cuda/nccl/group.h"
 #include "ffi/call_frame.h"
 #include "ffi/read_call.h"
@@ -29,14 +31,10 @@ struct NcclCall {
   CallFrame frame;
   cudaStream_t stream;
   nccl::Peers peers;
-  bool gathers;         // every peer gets the one block there is
-  int64_t block_bytes;  // of one peer
+  nccl::Blocks blocks;
 
-  const Buffer& blocks() const { return frame.args[2]; }
-  uint8_t* result() const { return static_cast<uint8_t*>(frame.rets[0].data); }
-  const uint8_t* BlockFor(int64_t peer) const {
-    return static_cast<const uint8_t*>(blocks().data) + (gathers ? 0 : peer * block_bytes);
-  }
+  const Buffer& given() const { return frame.args[0]; }
+  const Buffer& result() const { return frame.rets[0]; }
 };
 
 int64_t BytesOf(const Buffer& buffer) {
@@ -62,66 +60,46 @@ bool IsFloat(DataType type) {
   }
 }
 
-// (rank, layer_index, blocks) -> blocks of the peers; of an all-gather one block comes in.
+// blocks [P, ...] -> [P, ...]; of an all-gather block [...] -> [P, ...].
 Status CheckBlocks(NcclCall* call) {
   CallFrame& frame = call->frame;
-  EP_RETURN_IF_ERROR(CheckCount(frame, 3, 1));
-  EP_RETURN_IF_ERROR(CheckArray(frame, "layer_index", frame.args[1], DataType::S32, {1}));
-  Dims want = call->blocks().dims;
-  if (call->gathers) {
+  EP_RETURN_IF_ERROR(CheckCount(frame, 1, 1));
+  Dims want = call->given().dims;
+  if (call->blocks.gathers) {
     want.insert(want.begin(), call->peers.count);
-  } else if (call->blocks().dim(0) != call->peers.count) {
-    Dims dims = call->blocks().dims;
-    if (dims.empty()) dims.push_back(0);
-    dims[0] = call->peers.count;
-    return CheckShape(frame, "blocks", call->blocks(), dims);
+  } else if (want.empty() || want[0] != call->peers.count) {
+    want.resize(std::max<size_t>(want.size(), 1));
+    want[0] = call->peers.count;
+    return CheckShape(frame, "blocks", call->given(), want);
   }
-  EP_RETURN_IF_ERROR(CheckArray(frame, "result", frame.rets[0], call->blocks().dtype, want));
-  call->block_bytes = BytesOf(frame.rets[0]) / call->peers.count;
+  EP_RETURN_IF_ERROR(CheckArray(frame, "result", call->result(), call->given().dtype, want));
+  call->blocks.sent = static_cast<const uint8_t*>(call->given().data);
+  call->blocks.received = static_cast<uint8_t*>(call->result().data);
+  call->blocks.bytes = BytesOf(call->result()) / call->peers.count;
   return Status();
-}
-
-int Issue(const nccl::Api& api, const NcclCall& call, nccl::Comm* comm) {
-  int worst = nccl::kSuccess;
-  const auto bytes = static_cast<size_t>(call.block_bytes);
-  for (int64_t step = 1; step < call.peers.count; ++step) {
-    // Round the ring, so that not all ranks begin with the same one.
-    const int64_t to = (call.peers.self + step) % call.peers.count;
-    const int64_t from = (call.peers.self - step + call.peers.count) % call.peers.count;
-    const auto rank_of = [&](int64_t peer) {
-      return static_cast<int>(call.peers.first + peer * call.peers.stride);
-    };
-    const int sent =
-        api.send(call.BlockFor(to), bytes, nccl::kInt8, rank_of(to), comm, call.stream);
-    const int received = api.receive(call.result() + from * call.block_bytes, bytes, nccl::kInt8,
-                                     rank_of(from), comm, call.stream);
-    for (const int result : {sent, received}) {
-      if (result != nccl::kSuccess && result != nccl::kInProgress) worst = result;
-    }
-  }
-  return worst;
 }
 
 // Of a call that failed: NaN in floats, 0 in integers, as kernels leave it.
 Status Fill(const NcclCall& call) {
-  const int byte = IsFloat(call.frame.rets[0].dtype) ? 0xFF : 0;
+  const int byte = IsFloat(call.result().dtype) ? 0xFF : 0;
   return cuda::Check(
-      cudaMemsetAsync(call.result(), byte, call.block_bytes * call.peers.count, call.stream),
+      cudaMemsetAsync(call.blocks.received, byte, BytesOf(call.result()), call.stream),
       "cudaMemsetAsync");
 }
 
 Status Exchange(nccl::Group& group, nccl::Communicator& communicator, const NcclCall& call) {
-  if (call.block_bytes == 0) return Status();
+  const nccl::Peers& peers = call.peers;
+  if (call.blocks.bytes == 0) return Status();
   // What an abort leaves in integers may become an index before anybody hears of it.
-  if (!IsFloat(call.frame.rets[0].dtype)) EP_RETURN_IF_ERROR(Fill(call));
-  EP_RETURN_IF_CUDA(cudaMemcpyAsync(call.result() + call.peers.self * call.block_bytes,
-                                    call.BlockFor(call.peers.self), call.block_bytes,
-                                    cudaMemcpyDeviceToDevice, call.stream));
-  if (call.peers.count == 1) return Status();
+  if (!IsFloat(call.result().dtype)) EP_RETURN_IF_ERROR(Fill(call));
+  EP_RETURN_IF_CUDA(cudaMemcpyAsync(call.blocks.From(peers.self), call.blocks.For(peers.self),
+                                    call.blocks.bytes, cudaMemcpyDeviceToDevice, call.stream));
+  if (peers.count == 1) return Status();
   const nccl::Api* api = nullptr;
   EP_RETURN_IF_ERROR(nccl::Load("", &api));
-  const Status status =
-      group.Run(communicator, [&](nccl::Comm* comm) { return Issue(*api, call, comm); });
+  const Status status = group.Run(communicator, [&](nccl::Comm* comm) {
+    return nccl::SendBlocks(*api, peers, call.blocks, comm, call.stream);
+  });
   // XLA hears of it at the next run, on every device of the process alike.
   return status.ok() ? status : Fill(call);
 }
@@ -169,7 +147,7 @@ ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
   NcclCall call{};
   call.stream = stream;
-  call.gathers = gathers;
+  call.blocks.gathers = gathers;
   call.frame.call = gathers ? "ep_nccl_all_gather_v1" : "ep_nccl_exchange_v1";
   Status status = ReadFrame(args, rets, &call.frame);
   if (status.ok()) status = CallNccl(static_cast<uint64_t>(run.run_id), attrs, &call);

@@ -59,14 +59,15 @@ class Edge:
         self._library: Any = ctypes.CDLL(str(edge_library()))
         self._library.TestExchange.restype = ctypes.c_int64
 
-    def exchange(self, group, run, device, blocks, *, node_size=0, rail=False):
+    def exchange(self, group, run, device, blocks, *, node_size=0, rail=False, gathers=0):
+        """Of blocks [P, ...], or with `gathers` = P of one block [...]."""
         text = ctypes.create_string_buffer(4096)
-        out = np.zeros_like(blocks)
+        out = np.zeros((gathers, *blocks.shape) if gathers else blocks.shape, blocks.dtype)
         result = self._library.TestExchange(
             *(ctypes.c_int64(group.number), ctypes.c_uint64(run), device),
-            *(ctypes.c_int64(node_size), int(rail)),
+            *(ctypes.c_int64(node_size), int(rail), int(gathers > 0)),
             *(blocks.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p)),
-            *(ctypes.c_int64(blocks[0].nbytes), text, ctypes.c_int64(len(text))),
+            *(ctypes.c_int64(out[0].nbytes), text, ctypes.c_int64(len(text))),
         )
         if result == 0:
             return out
@@ -134,6 +135,20 @@ def test_rails_are_ranks_of_the_same_place_on_each_node(group):
     for rank, out in enumerate(found):
         rail = [rank % 2, rank % 2 + 2]
         np.testing.assert_array_equal(out, [blocks[peer][rank // 2] for peer in rail])
+
+
+def test_an_all_gather_brings_one_block_of_each_rank(group):
+    blocks = [np.arange(5, dtype=np.int32) + 10 * rank for rank in range(RANKS)]
+    for out in Edge().all(group, 1, blocks, gathers=RANKS):
+        np.testing.assert_array_equal(out, blocks)
+
+
+def test_nodes_exchange_among_themselves(group):
+    blocks = blocks_of(2)
+    found = Edge().all(group, 1, blocks, node_size=2)
+    for rank, out in enumerate(found):
+        first = rank // 2 * 2
+        np.testing.assert_array_equal(out, [blocks[first][rank % 2], blocks[first + 1][rank % 2]])
 
 
 @pytest.mark.parametrize(

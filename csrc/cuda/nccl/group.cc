@@ -12,13 +12,6 @@ constexpr int64_t kFinalizeNs = 3'000'000'000;
 
 }  // namespace
 
-Peers PeersOf(int64_t ep_rank, int64_t ep_size, int64_t node_size, bool rail) {
-  if (node_size == 0) return {0, 1, ep_size, ep_rank};
-  const int64_t local = ep_rank % node_size;
-  if (rail) return {local, node_size, ep_size / node_size, ep_rank / node_size};
-  return {ep_rank - local, 1, node_size, local};
-}
-
 std::shared_ptr<Group> Group::Make(const Api& api, Devices devices, GroupOptions options) {
   std::shared_ptr<Group> made(new Group(std::move(options)));
   // The group outlives its communicators, which ask it no more once they are closed.

@@ -23,18 +23,6 @@ struct GroupOptions {
   std::vector<Place> places;  // of the local ranks
 };
 
-// The ranks of an EP domain that one exchange is between: first, first + stride, ...
-struct Peers {
-  int64_t first;
-  int64_t stride;
-  int64_t count;
-  int64_t self;  // which of them this rank is
-};
-
-// Which ranks those are: all of the domain with `node_size` 0, else every rank of the same place on
-// its node (`rail`), or all of this node. `node_size` divides `ep_size`.
-Peers PeersOf(int64_t ep_rank, int64_t ep_size, int64_t node_size, bool rail);
-
 // A group's NCCL side in this process: its communicators, and what its calls need to end together.
 class Group {
  public:

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/nccl/exchange.h"
 #include "cuda/nccl/group.h"
 #include "ffi/nccl_table.h"
 
@@ -20,7 +21,7 @@ nccl::Devices NcclDevices() {
 // All-to-all of `bytes` per peer for the rank that `device` drives, as a handler does it. The text
 // is the error's; returns 0, -1 where the run is refused, -2 where the call fails.
 extern "C" __attribute__((visibility("default"))) int64_t
-TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rail,
+TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rail, int gathers,
              const uint8_t* from, uint8_t* to, int64_t bytes, char* text, int64_t size) {
   using namespace ep_runtime;  // NOLINT: as the library
   const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
@@ -32,13 +33,10 @@ TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rai
         nccl::PeersOf(communicator->place().rank, found->options().ep_size, node_size, rail != 0);
     const nccl::Api* api = nullptr;
     status = nccl::Load("", &api);
+    const nccl::Blocks blocks{from, to, bytes, gathers != 0};
+    std::memcpy(blocks.From(peers.self), blocks.For(peers.self), bytes);  // as a handler does
     status = found->Run(*communicator, [&](nccl::Comm* comm) {
-      for (int64_t peer = 0; peer < peers.count; ++peer) {
-        const int rank = static_cast<int>(peers.first + peer * peers.stride);
-        api->send(from + peer * bytes, bytes, nccl::kInt8, rank, comm, nullptr);
-        api->receive(to + peer * bytes, bytes, nccl::kInt8, rank, comm, nullptr);
-      }
-      return nccl::kSuccess;
+      return nccl::SendBlocks(*api, peers, blocks, comm, nullptr);
     });
   }
   std::strncpy(text, status.text().c_str(), size - 1);
