@@ -66,7 +66,8 @@ Status ReadTypes(const CallFrame& frame, GroupedGemmParams* params) {
 Status LaunchIt(const CallFrame& frame, cudaStream_t stream, GroupedGemmParams params) {
   params.rhs = frame.args[2].data;
   params.out = frame.rets[0].data;
-  params.tuning = cuda::TunedGemm(params.product);
+  params.rhs_type = params.type;
+  params.tuning = cuda::TunedGemm(params);
   return cuda::Check(cuda::LaunchGroupedGemm(stream, params), frame.call);
 }
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "ffi/call_frame.h"
+#include "ffi/target.h"
 
 namespace ep_runtime {
 
@@ -16,6 +17,13 @@ struct GroupedGemmAttributes {
 Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream,
                              const GroupedGemmAttributes& attributes);
 Status LaunchGroupedGemmDwCall(CallFrame frame, cudaStream_t stream);
+
+// Of 8-bit operands, in fp8_gemm_ffi_cuda.cc; and what makes operands for products.
+extern XLA_FFI_Handler* const kFp8GroupedGemmV1;
+extern XLA_FFI_Handler* const kFp8GroupedGemmDwV1;
+extern XLA_FFI_Handler* const kTransposeRowsV1;
+extern XLA_FFI_Handler* const kTransposeWeightsV1;
+extern XLA_FFI_Handler* const kDequantizeV1;
 
 }  // namespace ep_runtime
 

@@ -1,8 +1,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
+#include <cmath>
 
+#include "cuda/gemm/transpose.h"
 #include "gemm_case.h"
 
 namespace gemm_test {
@@ -10,7 +13,13 @@ namespace {
 
 constexpr int kGuardBytes = 4096;  // after the output: nobody's
 
-__host__ __device__ inline int BytesOf(FloatType type) { return type == FloatType::kF32 ? 4 : 2; }
+using ec::BytesOf;
+
+// Of sum(|products|), beside the result's own rounding: f32 sums in another order; 8-bit products
+// add up in the tensor cores with some 13 bits, from 128 elements or from all of them.
+constexpr double kWideSums = 1e-5;
+constexpr double kPromotedSums = 2e-4;
+constexpr double kNarrowSums = 1e-3;
 
 __device__ inline uint32_t Hash(uint64_t index, uint32_t seed) {
   uint32_t x = static_cast<uint32_t>(index) * 0x9E3779B1u ^
@@ -32,65 +41,98 @@ __device__ inline void StoreFloat(void* data, FloatType type, int64_t i, float v
   if (type == FloatType::kBF16) static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(value);
   if (type == FloatType::kF16) static_cast<__half*>(data)[i] = __float2half(value);
   if (type == FloatType::kF32) static_cast<float*>(data)[i] = value;
+  if (type == FloatType::kE4M3) static_cast<__nv_fp8_e4m3*>(data)[i] = __nv_fp8_e4m3(value);
+  if (type == FloatType::kE5M2) static_cast<__nv_fp8_e5m2*>(data)[i] = __nv_fp8_e5m2(value);
 }
 
 __device__ inline float LoadFloat(const void* data, FloatType type, int64_t i) {
   if (type == FloatType::kBF16) return static_cast<const __nv_bfloat16*>(data)[i];
   if (type == FloatType::kF16) return static_cast<const __half*>(data)[i];
+  if (type == FloatType::kE4M3) {
+    return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(data)[i]);
+  }
+  if (type == FloatType::kE5M2) {
+    return static_cast<float>(static_cast<const __nv_fp8_e5m2*>(data)[i]);
+  }
   return static_cast<const float*>(data)[i];
 }
 
-// Normal values; NaN in rows of no group.
+// Normal values, or integers of -2 to 2; NaN in rows of no group.
 __global__ void Fill(void* data, FloatType type, int64_t rows, int64_t width, uint32_t seed,
-                     float scale, const int* row_expert) {
+                     float scale, bool whole, const int* row_group) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * width; i += step) {
-    const bool slack = row_expert != nullptr && row_expert[i / width] < 0;
-    StoreFloat(data, type, i, slack ? nanf("") : scale * NormalAt(i, seed));
+    const bool slack = row_group != nullptr && row_group[i / width] < 0;
+    const float value = whole ? static_cast<float>(Hash(i, seed) % 5) - 2 : NormalAt(i, seed);
+    StoreFloat(data, type, i, slack ? nanf("") : scale * value);
   }
 }
 
 struct Check {
   GemmProduct product;
-  FloatType type, out_type;
+  FloatType type, rhs_type, out_type;
+  GemmScaling scaling;
   int64_t rows;
   int in_features, out_features, experts, groups;
   const void *lhs, *rhs, *bias, *out;
-  const int *row_expert, *starts, *sizes;
+  const float *lhs_scale, *rhs_scale;
+  const int *row_group, *starts, *sizes;
   bool clear_slack;
+  double sums;  // tolerance
 };
 
 struct Sum {
   double value = 0;
   double size = 0;
-  __device__ void Add(float a, float b) {
-    value += static_cast<double>(a) * b;
-    size += fabs(static_cast<double>(a) * b);
+  __device__ void Add(double a, double b) {
+    value += a * b;
+    size += fabs(a * b);
   }
 };
+
+// What a product of `depth` of a row's and a weight's values is multiplied by.
+__device__ inline double ScaleAt(const Check& c, int64_t row, int column, int64_t d) {
+  if (c.scaling == GemmScaling::kNone) return 1;
+  const int group = c.row_group[row], expert = group % c.experts;
+  if (c.scaling == GemmScaling::kTensor) {
+    return static_cast<double>(c.lhs_scale[group]) * c.rhs_scale[expert];
+  }
+  const bool forward = c.product == GemmProduct::kForward;
+  const int in = (c.in_features + 127) / 128, out = (c.out_features + 127) / 128;
+  const int64_t k = forward ? d / 128 : column / 128, n = forward ? column / 128 : d / 128;
+  return static_cast<double>(c.lhs_scale[row * (forward ? in : out) + d / 128]) *
+         c.rhs_scale[(expert * static_cast<int64_t>(in) + k) * out + n];
+}
+
+__device__ inline void ExpectWeight(const Check& c, int64_t row, int column, Sum* sum) {
+  const int64_t k_count = c.in_features, n_count = c.out_features;
+  const int64_t feature = row % k_count;
+  for (int g = static_cast<int>(row / k_count); g < c.groups; g += c.experts) {
+    const bool scaled = c.scaling != GemmScaling::kNone;
+    const double scale = scaled ? static_cast<double>(c.lhs_scale[g]) * c.rhs_scale[g] : 1;
+    for (int64_t r = c.starts[g]; r < c.starts[g] + c.sizes[g]; ++r) {
+      sum->Add(scale * LoadFloat(c.lhs, c.type, r * k_count + feature),
+               LoadFloat(c.rhs, c.rhs_type, r * n_count + column));
+    }
+  }
+}
 
 // `width` is of an output row. Returns whether somebody owns the element.
 __device__ inline bool Expect(const Check& c, int64_t row, int column, Sum* sum) {
   const int64_t k_count = c.in_features, n_count = c.out_features;
   if (c.product == GemmProduct::kWeightGrad) {
-    const int expert = static_cast<int>(row / k_count);
-    const int64_t feature = row % k_count;
-    for (int g = expert; g < c.groups; g += c.experts) {
-      for (int64_t r = c.starts[g]; r < c.starts[g] + c.sizes[g]; ++r) {
-        sum->Add(LoadFloat(c.lhs, c.type, r * k_count + feature),
-                 LoadFloat(c.rhs, c.type, r * n_count + column));
-      }
-    }
+    ExpectWeight(c, row, column, sum);
     return true;
   }
-  const int expert = c.row_expert[row];
-  if (expert < 0) return false;
+  if (c.row_group[row] < 0) return false;
+  const int expert = c.row_group[row] % c.experts;
   const bool forward = c.product == GemmProduct::kForward;
   const int64_t depth = forward ? k_count : n_count;
   for (int64_t d = 0; d < depth; ++d) {
     const int64_t at = forward ? (expert * k_count + d) * n_count + column
                                : (expert * k_count + column) * n_count + d;
-    sum->Add(LoadFloat(c.lhs, c.type, row * depth + d), LoadFloat(c.rhs, c.type, at));
+    sum->Add(ScaleAt(c, row, column, d) * LoadFloat(c.lhs, c.type, row * depth + d),
+             LoadFloat(c.rhs, c.rhs_type, at));
   }
   if (c.bias != nullptr) {
     const float bias = LoadFloat(c.bias, FloatType::kF32, expert * n_count + column);
@@ -119,7 +161,7 @@ __global__ void CompareAll(Check c, int64_t elements, int width, int64_t stride,
     const double rounding = c.out_type == FloatType::kF32    ? 0
                             : c.out_type == FloatType::kBF16 ? 1.0 / 256
                                                              : 1.0 / 2048;
-    const double tolerance = rounding * fabs(sum.value) + 1e-5 * sum.size + 1e-7;
+    const double tolerance = rounding * fabs(sum.value) + c.sums * sum.size + 1e-7;
     const double error = fabs(got - sum.value);
     const bool right = owned ? error <= tolerance : IsSlack(c, at);
     if (owned && right) {
@@ -154,7 +196,7 @@ constexpr int kThreads = 256;
 
 Layout LayOut(const GemmCase& c) {
   Layout layout;
-  layout.row_expert.assign(c.rows(), -1);
+  layout.row_group.assign(c.rows(), -1);
   const int groups = c.groups_per_slab();
   for (int slab = 0; slab < c.slabs; ++slab) {
     int start = 0;
@@ -164,7 +206,7 @@ Layout LayOut(const GemmCase& c) {
       layout.starts.push_back(slab * c.slab_rows + start);
       layout.sizes.push_back(size);
       for (int r = 0; r < size; ++r) {
-        layout.row_expert[int64_t{slab} * c.slab_rows + start + r] = group % c.experts;
+        layout.row_group[int64_t{slab} * c.slab_rows + start + r] = group;
       }
       start += size;
       layout.total += size;
@@ -173,35 +215,100 @@ Layout LayOut(const GemmCase& c) {
   return layout;
 }
 
+int64_t Data::lhs_width() const {
+  return case_.product == GemmProduct::kDataGrad ? case_.out_features : case_.in_features;
+}
+
+int64_t Data::rhs_rows() const {
+  const bool by_expert = case_.product == GemmProduct::kWeightGrad;
+  return by_expert ? case_.rows() : int64_t{case_.experts} * case_.in_features;
+}
+
 Data::Data(const GemmCase& c) : case_(c), layout_(LayOut(c)) {
   const bool by_expert = c.product == GemmProduct::kWeightGrad;
   const bool backward = c.product == GemmProduct::kDataGrad;
   const int64_t rows = c.rows(), in = c.in_features, out = c.out_features;
-  const int64_t lhs_width = backward ? out : in;
-  const int64_t rhs_rows = by_expert ? rows : c.experts * in;
   out_elements_ = by_expert ? c.experts * in * out : rows * (backward ? in : out);
   out_bytes_ = out_elements_ * BytesOf(c.out_type);
-  const auto upload = [&](const std::vector<int>& values) {
-    auto* to = static_cast<int*>(Allocate(values.size() * sizeof(int)));
-    CHECK_CUDA(cudaMemcpy(to, values.data(), values.size() * sizeof(int), cudaMemcpyHostToDevice));
-    return to;
-  };
-  sizes_ = upload(c.sizes);
-  row_expert_ = upload(layout_.row_expert);
-  starts_ = upload(layout_.starts);
-  clipped_ = upload(layout_.sizes);
-  lhs_ = Allocate(rows * lhs_width * BytesOf(c.type));
-  rhs_ = Allocate(rhs_rows * out * BytesOf(c.type));
+  sizes_ = Upload(c.sizes);
+  row_group_ = Upload(layout_.row_group);
+  starts_ = Upload(layout_.starts);
+  clipped_ = Upload(layout_.sizes);
   out_ = Allocate(out_bytes_ + kGuardBytes);
   result_ = static_cast<Mismatch*>(Allocate(sizeof(Mismatch)));
-  Fill<<<kBlocks, kThreads>>>(lhs_, c.type, rows, lhs_width, 1, 1.0f, row_expert_);
-  Fill<<<kBlocks, kThreads>>>(rhs_, c.type, rhs_rows, out, 2, 1.0f,
-                              by_expert ? row_expert_ : nullptr);
+  FillOperands();
+  if (c.narrow()) FillScales();
   if (c.bias) {
     bias_ = Allocate(c.experts * out * 4);
-    Fill<<<kBlocks, kThreads>>>(bias_, FloatType::kF32, c.experts, out, 3, 8.0f, nullptr);
+    Fill<<<kBlocks, kThreads>>>(bias_, FloatType::kF32, c.experts, out, 3, 8.0f, c.whole_numbers,
+                                nullptr);
   }
+  Transpose(nullptr);
   Poison();
+}
+
+// The transposed copies are NaN all over at first: what the products read was written.
+void Data::FillOperands() {
+  const GemmCase& c = case_;
+  const bool by_expert = c.product == GemmProduct::kWeightGrad;
+  const int64_t rows = c.rows(), out = c.out_features;
+  lhs_ = Allocate(rows * lhs_width() * BytesOf(c.type));
+  rhs_ = Allocate(rhs_rows() * out * BytesOf(c.rhs_type));
+  Fill<<<kBlocks, kThreads>>>(lhs_, c.type, rows, lhs_width(), 1, 1.0f, c.whole_numbers,
+                              row_group_);
+  Fill<<<kBlocks, kThreads>>>(rhs_, c.rhs_type, rhs_rows(), out, 2, 1.0f, c.whole_numbers,
+                              by_expert ? row_group_ : nullptr);
+  if (!c.narrow() || c.product == GemmProduct::kDataGrad) return;
+  const auto poisoned = [&](int64_t bytes) {
+    void* memory = Allocate(bytes);
+    CHECK_CUDA(cudaMemset(memory, 0xFF, bytes));
+    return memory;
+  };
+  const int64_t padded = c.slabs * ec::gemm::PaddedSlabRows(c.slab_rows, c.groups_per_slab());
+  if (by_expert) turned_lhs_ = poisoned(lhs_width() * padded);
+  turned_rhs_ = poisoned(by_expert ? out * padded : rhs_rows() * out);
+}
+
+void Data::FillScales() {
+  const GemmCase& c = case_;
+  const auto draw = [&](int64_t count, uint32_t seed) {
+    std::vector<float> values(count);
+    for (int64_t i = 0; i < count; ++i) {
+      seed = seed * 1664525u + 1013904223u;
+      const float exponent = static_cast<float>((seed >> 16) % 7) - 3;
+      values[i] = std::exp2(exponent) * (c.whole_numbers ? 1 : 1 + (seed >> 24) / 256.0f);
+    }
+    return Upload(values);
+  };
+  const int64_t groups = c.sizes.size();
+  if (c.scaling == GemmScaling::kTensor) {
+    lhs_scale_ = draw(groups, 11);
+    rhs_scale_ = draw(c.product == GemmProduct::kWeightGrad ? groups : c.experts, 12);
+    return;
+  }
+  const int64_t in = (c.in_features + 127) / 128, out = (c.out_features + 127) / 128;
+  lhs_scale_ = draw(c.rows() * (c.product == GemmProduct::kForward ? in : out), 11);
+  rhs_scale_ = draw(c.experts * in * out, 12);
+}
+
+void Data::Transpose(cudaStream_t stream) const {
+  const GemmCase& c = case_;
+  const auto rows = [&](const void* from, void* to, int width) {
+    const ec::gemm::Groups groups{sizes_, static_cast<int32_t>(c.sizes.size()), c.groups_per_slab(),
+                                  c.experts, c.slab_rows};
+    CHECK_CUDA(ec::gemm::LaunchTranspose(
+        stream, ec::gemm::TransposedRows{groups, static_cast<const uint8_t*>(from),
+                                         static_cast<uint8_t*>(to), c.slabs, width}));
+  };
+  if (turned_lhs_ != nullptr) {
+    rows(lhs_, turned_lhs_, c.in_features);
+    rows(rhs_, turned_rhs_, c.out_features);
+  } else if (turned_rhs_ != nullptr) {
+    CHECK_CUDA(ec::gemm::LaunchTranspose(
+        stream, ec::gemm::TransposedPlanes{static_cast<const uint8_t*>(rhs_),
+                                           static_cast<uint8_t*>(turned_rhs_), c.experts,
+                                           c.in_features, c.out_features}));
+  }
 }
 
 Data::~Data() {
@@ -215,12 +322,38 @@ void* Data::Allocate(int64_t bytes) {
   return memory;
 }
 
+template <typename T>
+T* Data::Upload(const std::vector<T>& values) {
+  auto* to = static_cast<T*>(Allocate(values.size() * sizeof(T)));
+  CHECK_CUDA(cudaMemcpy(to, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return to;
+}
+
 ec::GroupedGemmParams Data::Params() const {
   const GemmCase& c = case_;
-  return {
-      c.product, c.type,          c.out_type,     c.slabs,       c.slab_rows, c.groups_per_slab(),
-      c.experts, c.in_features,   c.out_features, sizes_,        lhs_,        rhs_,
-      bias_,     FloatType::kF32, out_,           c.clear_slack, c.tuning};
+  ec::GroupedGemmParams params{};
+  params.product = c.product;
+  params.type = c.type;
+  params.rhs_type = c.rhs_type;
+  params.out_type = c.out_type;
+  params.scaling = c.scaling;
+  params.num_slabs = c.slabs;
+  params.slab_rows = c.slab_rows;
+  params.groups_per_slab = c.groups_per_slab();
+  params.num_experts = c.experts;
+  params.in_features = c.in_features;
+  params.out_features = c.out_features;
+  params.group_sizes = sizes_;
+  params.lhs = turned_lhs_ != nullptr ? turned_lhs_ : lhs_;
+  params.rhs = turned_rhs_ != nullptr ? turned_rhs_ : rhs_;
+  params.lhs_scale = lhs_scale_;
+  params.rhs_scale = rhs_scale_;
+  params.bias = bias_;
+  params.bias_type = FloatType::kF32;
+  params.out = out_;
+  params.clear_slack = c.clear_slack;
+  params.tuning = c.tuning;
+  return params;
 }
 
 void Data::Poison() { CHECK_CUDA(cudaMemset(out_, 0xFF, out_bytes_ + kGuardBytes)); }
@@ -228,10 +361,17 @@ void Data::Poison() { CHECK_CUDA(cudaMemset(out_, 0xFF, out_bytes_ + kGuardBytes
 Mismatch Data::Compare(int64_t stride) {
   const GemmCase& c = case_;
   const bool backward = c.product == GemmProduct::kDataGrad;
-  const Check check{c.product,     c.type,         c.out_type, c.rows(),
-                    c.in_features, c.out_features, c.experts,  static_cast<int>(c.sizes.size()),
-                    lhs_,          rhs_,           bias_,      out_,
-                    row_expert_,   starts_,        clipped_,   c.clear_slack};
+  const bool promoted = c.tuning.promoted || c.scaling == GemmScaling::kBlock;
+  const double sums = c.whole_numbers ? 0
+                      : !c.narrow()   ? kWideSums
+                      : promoted      ? kPromotedSums
+                                      : kNarrowSums;
+  const Check check{
+      c.product,  c.type,        c.rhs_type,     c.out_type, c.scaling,
+      c.rows(),   c.in_features, c.out_features, c.experts,  static_cast<int>(c.sizes.size()),
+      lhs_,       rhs_,          bias_,          out_,       lhs_scale_,
+      rhs_scale_, row_group_,    starts_,        clipped_,   c.clear_slack,
+      sums};
   Mismatch result{0, ~0ull, 0, 0, 0, {}, {}};
   CHECK_CUDA(cudaMemcpy(result_, &result, sizeof(result), cudaMemcpyHostToDevice));
   CompareAll<<<kBlocks, kThreads>>>(check, out_elements_, backward ? c.in_features : c.out_features,
@@ -250,6 +390,7 @@ unsigned long long Data::RunTwiceAndDiffer(cudaStream_t stream) {
   CHECK_CUDA(cudaMemcpyAsync(before, out_, out_bytes_, cudaMemcpyDeviceToDevice, stream));
   CHECK_CUDA(cudaMemsetAsync(out_, 0xFF, out_bytes_, stream));
   CHECK_CUDA(cudaMemsetAsync(count, 0, 8, stream));
+  Transpose(stream);
   CHECK_CUDA(ec::LaunchGroupedGemm(stream, Params()));
   CountDifferent<<<kBlocks, kThreads, 0, stream>>>(before, static_cast<uint8_t*>(out_), out_bytes_,
                                                    count);

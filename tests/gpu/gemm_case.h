@@ -16,6 +16,7 @@ namespace gemm_test {
 namespace ec = ep_runtime::cuda;
 using ec::FloatType;
 using ec::GemmProduct;
+using ec::GemmScaling;
 
 #define CHECK_CUDA(expr)                                                 \
   do {                                                                   \
@@ -31,7 +32,11 @@ struct GemmCase {
   std::string name;
   GemmProduct product = GemmProduct::kForward;
   FloatType type = FloatType::kBF16;
+  FloatType rhs_type = FloatType::kBF16;
   FloatType out_type = FloatType::kBF16;
+  GemmScaling scaling = GemmScaling::kNone;
+  // Small integers, and powers of two as scales: nothing rounds but the result.
+  bool whole_numbers = false;
   int slabs = 1;
   int slab_rows = 0;
   int experts = 0;
@@ -44,12 +49,13 @@ struct GemmCase {
 
   int groups_per_slab() const { return static_cast<int>(sizes.size()) / slabs; }
   int64_t rows() const { return int64_t{slabs} * slab_rows; }
+  bool narrow() const { return ec::BytesOf(type) == 1; }
 };
 
 // Group and range of every row; what exceeds a slab is cut off.
 struct Layout {
-  std::vector<int> row_expert;  // [rows], -1: of no group
-  std::vector<int> starts;      // [groups]
+  std::vector<int> row_group;  // [rows], -1: of no group
+  std::vector<int> starts;     // [groups]
   std::vector<int> sizes;
   int64_t total = 0;
 };
@@ -74,16 +80,25 @@ class Data {
   Data& operator=(const Data&) = delete;
 
   ec::GroupedGemmParams Params() const;
+  // What 8-bit operands need before: the copies with the contracted dim along memory.
+  void Transpose(cudaStream_t stream) const;
   void Poison();
+  void Tune(const ec::GemmTuning& tuning) { case_.tuning = tuning; }
   // Compares every `stride`-th element of the output with what it must be.
   Mismatch Compare(int64_t stride);
-  // Count of bytes in which two runs differ.
+  // Count of bytes in which two runs differ, transposed copies made anew.
   unsigned long long RunTwiceAndDiffer(cudaStream_t stream);
   int64_t total() const { return layout_.total; }
   int64_t out_elements() const { return out_elements_; }
 
  private:
   void* Allocate(int64_t bytes);
+  template <typename T>
+  T* Upload(const std::vector<T>& values);
+  void FillOperands();
+  void FillScales();
+  int64_t lhs_width() const;
+  int64_t rhs_rows() const;
 
   GemmCase case_;
   Layout layout_;
@@ -91,11 +106,15 @@ class Data {
   int64_t out_elements_ = 0;
   int64_t out_bytes_ = 0;
   int* sizes_ = nullptr;
-  int* row_expert_ = nullptr;
+  int* row_group_ = nullptr;
   int* starts_ = nullptr;
   int* clipped_ = nullptr;
   void* lhs_ = nullptr;
   void* rhs_ = nullptr;
+  void* turned_lhs_ = nullptr;  // transposed copies; null: the product takes the operand itself
+  void* turned_rhs_ = nullptr;
+  float* lhs_scale_ = nullptr;
+  float* rhs_scale_ = nullptr;
   void* bias_ = nullptr;
   void* out_ = nullptr;
   Mismatch* result_ = nullptr;

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the grouped products with their harness, checks them against sums in f64 and times them.
 #   tests/gpu/run_gemm.sh build     compile only (no GPU needed)
-#   tests/gpu/run_gemm.sh [check|small|time|tune|sanitize|dense|all]
-# dense: the same work as one torch.matmul. NVCC, BUILD_DIR and PYTHON may be set.
+#   tests/gpu/run_gemm.sh [check|small|time|tune|sanitize|dense|all] [16|8|weights|copies]
+# The second word picks a part of check, small and time. dense: the same work as one torch.matmul. NVCC, BUILD_DIR and PYTHON may be set.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 what=${1:-all}
@@ -14,8 +14,8 @@ build_all() {
   mkdir -p "$build"
   local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo -Icsrc -Itests/gpu)
   local source objects=()
-  for source in csrc/cuda/gemm/*.cu csrc/cuda/gemm/*.cc tests/gpu/gemm_case.cu \
-      tests/gpu/gemm_main.cu; do
+  for source in csrc/cuda/gemm/*.cu csrc/cuda/gemm/*.cc tests/gpu/gemm_*.cu \
+      tests/gpu/gemm_*.cc; do
     local object
     object=$build/$(basename "${source%.*}").o
     objects+=("$object")
@@ -31,7 +31,7 @@ build_all() {
 if [ "$what" = build ] || ! [ -x "$program" ]; then build_all; fi
 case $what in
   build) ;;
-  check | small | time | tune) "$program" "$what" ;;
+  check | small | time | tune) "$program" "$what" "${2:-}" ;;
   sanitize) compute-sanitizer --tool memcheck --error-exitcode 3 "$program" small ;;
   dense) "${PYTHON:-python3}" tests/gpu/dense_gemm.py ;;
   all)

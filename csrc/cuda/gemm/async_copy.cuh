@@ -41,6 +41,10 @@ __device__ __forceinline__ void ExpectBytes(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
+// Shows this thread's accesses of shared memory to those of this block who wait.
+__device__ __forceinline__ void Arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // Arrives at the barrier of the same address in block `rank` of the cluster. Says nothing of this
 // thread's ordinary writes: what it tells of is that products have read.
 __device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t rank) {

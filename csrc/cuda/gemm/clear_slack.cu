@@ -1,4 +1,5 @@
 #include "cuda/gemm/clear_slack.h"
+#include "cuda/gemm/groups.cuh"
 
 namespace ep_runtime {
 namespace cuda {

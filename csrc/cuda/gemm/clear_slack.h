@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cuda/gemm/groups.cuh"
+#include "cuda/gemm/groups.h"
 
 namespace ep_runtime {
 namespace cuda {

@@ -1,112 +1,129 @@
 #include "cuda/gemm/clear_slack.h"
 #include "cuda/gemm/grouped_gemm.h"
-#include "cuda/gemm/grouped_gemm_kernel.cuh"
+#include "cuda/gemm/instances.h"
 #include "cuda/gemm/tensor_map.h"
+#include "cuda/gemm/tile_schedule.cuh"
+#include "cuda/gemm/tile_table.h"
+#include "cuda/gemm/wgmma.cuh"
 
 namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 namespace {
 
-struct Maps {
-  CUtensorMap lhs;
-  CUtensorMap rhs;
-  CUtensorMap out;
-};
+constexpr int kBlockValues = 128;  // that share a scale, along each dim
 
-using LaunchFn = cudaError_t (*)(cudaStream_t, const Maps&, const KernelArguments&, int blocks);
+bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 1; }
 
-template <class Traits>
-cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments& args, int blocks) {
-  constexpr int kBytes = sizeof(SharedMemory<Traits>);
-  static_assert(kBytes <= 227 << 10, "a block has 227 KiB");
-  const cudaError_t error = cudaFuncSetAttribute(
-      GroupedGemmKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  GroupedGemmKernel<Traits>
-      <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, args);
-  return cudaGetLastError();
+Summing SummingOf(const GroupedGemmParams& params) {
+  if (params.scaling == GemmScaling::kBlock) return Summing::kByBlock;
+  if (!params.tuning.promoted || !IsNarrow(params)) return Summing::kWhole;
+  return params.product == GemmProduct::kWeightGrad ? Summing::kByGroup : Summing::kPromoted;
 }
 
-struct Instance {
-  GemmProduct product;
-  FloatType type;
-  FloatType out_type;
-  int32_t tile_columns;
-  LaunchFn launch;
-};
-
-template <GemmProduct product, FloatType type, FloatType out_type, typename In, typename Out,
-          int columns>
-constexpr Instance Make() {
-  return {product, type, out_type, columns, &Launch<KernelTraits<product, In, Out, columns>>};
-}
-
-// Every kernel there is.
-#define EP_GEMM(product, type, In, out_type, Out, columns) \
-  Make<GemmProduct::product, FloatType::type, FloatType::out_type, In, Out, columns>()
-constexpr Instance kInstances[] = {
-    EP_GEMM(kForward, kBF16, __nv_bfloat16, kBF16, __nv_bfloat16, 256),
-    EP_GEMM(kForward, kBF16, __nv_bfloat16, kBF16, __nv_bfloat16, 128),
-    EP_GEMM(kForward, kBF16, __nv_bfloat16, kF32, float, 256),
-    EP_GEMM(kForward, kF16, __half, kF16, __half, 256),
-    EP_GEMM(kForward, kF16, __half, kF32, float, 256),
-    EP_GEMM(kDataGrad, kBF16, __nv_bfloat16, kBF16, __nv_bfloat16, 256),
-    EP_GEMM(kDataGrad, kBF16, __nv_bfloat16, kBF16, __nv_bfloat16, 128),
-    EP_GEMM(kDataGrad, kBF16, __nv_bfloat16, kF32, float, 256),
-    EP_GEMM(kDataGrad, kF16, __half, kF16, __half, 256),
-    EP_GEMM(kDataGrad, kF16, __half, kF32, float, 256),
-    EP_GEMM(kWeightGrad, kBF16, __nv_bfloat16, kBF16, __nv_bfloat16, 256),
-    EP_GEMM(kWeightGrad, kBF16, __nv_bfloat16, kBF16, __nv_bfloat16, 128),
-    EP_GEMM(kWeightGrad, kBF16, __nv_bfloat16, kF32, float, 256),
-    EP_GEMM(kWeightGrad, kF16, __half, kF16, __half, 256),
-    EP_GEMM(kWeightGrad, kF16, __half, kF32, float, 256),
-};
-#undef EP_GEMM
-
-LaunchFn FindLaunch(const GroupedGemmParams& params) {
-  for (const Instance& instance : kInstances) {
-    if (instance.product == params.product && instance.type == params.type &&
-        instance.out_type == params.out_type &&
-        instance.tile_columns == params.tuning.tile_columns) {
-      return instance.launch;
+const Instance* FindInstance(const GroupedGemmParams& params) {
+  // Narrow operands have the contracted dim along memory whichever product it is.
+  const bool rows = IsNarrow(params) && params.product == GemmProduct::kDataGrad;
+  const GemmProduct product = rows ? GemmProduct::kForward : params.product;
+  for (const Instances all :
+       {DirectInstances(), Queued16Instances(), Rows8Instances(), Weights8Instances()}) {
+    for (const Instance* instance = all.first; instance != all.first + all.count; ++instance) {
+      if (instance->product == product && instance->lhs == params.type &&
+          instance->rhs == params.rhs_type && instance->out == params.out_type &&
+          instance->tile_columns == params.tuning.tile_columns &&
+          instance->queued == (params.tuning.queued || IsNarrow(params)) &&
+          instance->summing == SummingOf(params)) {
+        return instance;
+      }
     }
   }
   return nullptr;
 }
 
+int64_t RowsOf(const GroupedGemmParams& p) {
+  return static_cast<int64_t>(p.num_slabs) * p.slab_rows;
+}
+
+// Elements along memory of a transposed copy of the rows.
+int64_t PaddedRowsOf(const GroupedGemmParams& p) {
+  return p.num_slabs * PaddedSlabRows(p.slab_rows, p.groups_per_slab);
+}
+
+bool ScalesFit(const GroupedGemmParams& p) {
+  const bool by_expert = p.product == GemmProduct::kWeightGrad;
+  if (!IsNarrow(p)) return p.scaling == GemmScaling::kNone && p.rhs_type == p.type;
+  if (p.scaling == GemmScaling::kNone || p.lhs_scale == nullptr || p.rhs_scale == nullptr) {
+    return false;
+  }
+  if (p.scaling == GemmScaling::kBlock && by_expert) return false;
+  // Without promotion an expert's groups have one sum, and one scale.
+  return !by_expert || p.tuning.promoted || p.num_slabs * p.groups_per_slab == p.num_experts;
+}
+
 bool Fits(const GroupedGemmParams& p) {
-  const int64_t rows = static_cast<int64_t>(p.num_slabs) * p.slab_rows;
+  const int32_t multiple = IsNarrow(p) ? 16 : 8;
+  const int64_t rows = IsNarrow(p) ? PaddedRowsOf(p) : RowsOf(p);
   return p.num_slabs >= 0 && p.slab_rows >= 0 && rows < INT32_MAX && p.groups_per_slab >= 0 &&
-         p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.in_features % 8 == 0 &&
-         p.out_features % 8 == 0 && p.tuning.band >= 1 &&
-         (p.bias == nullptr || p.product == GemmProduct::kForward);
+         p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.in_features % multiple == 0 &&
+         p.out_features % multiple == 0 && p.tuning.band >= 1 &&
+         (p.bias == nullptr || p.product == GemmProduct::kForward) && ScalesFit(p);
+}
+
+Array LhsOf(const GroupedGemmParams& p) {
+  if (IsNarrow(p) && p.product == GemmProduct::kWeightGrad) {
+    return {p.lhs, p.type, PaddedRowsOf(p), p.in_features, 1};
+  }
+  const bool backward = p.product == GemmProduct::kDataGrad;
+  return {p.lhs, p.type, backward ? p.out_features : p.in_features, RowsOf(p), 1};
+}
+
+Array RhsOf(const GroupedGemmParams& p) {
+  const bool narrow = IsNarrow(p);
+  if (p.product == GemmProduct::kWeightGrad) {
+    if (narrow) return {p.rhs, p.rhs_type, PaddedRowsOf(p), p.out_features, 1};
+    return {p.rhs, p.rhs_type, p.out_features, RowsOf(p), 1};
+  }
+  if (narrow && p.product == GemmProduct::kForward) {
+    return {p.rhs, p.rhs_type, p.in_features, p.out_features, p.num_experts};
+  }
+  return {p.rhs, p.rhs_type, p.out_features, p.in_features, p.num_experts};
+}
+
+Array OutOf(const GroupedGemmParams& p) {
+  if (p.product == GemmProduct::kWeightGrad) {
+    return {p.out, p.out_type, p.out_features, p.in_features, p.num_experts};
+  }
+  const bool backward = p.product == GemmProduct::kDataGrad;
+  return {p.out, p.out_type, backward ? p.in_features : p.out_features, RowsOf(p), 1};
 }
 
 cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps) {
-  const int64_t rows = static_cast<int64_t>(p.num_slabs) * p.slab_rows;
-  const bool by_expert = p.product == GemmProduct::kWeightGrad;
-  const bool backward = p.product == GemmProduct::kDataGrad;
-  const int64_t lhs_width = backward ? p.out_features : p.in_features;
-  const int64_t out_width = backward ? p.in_features : p.out_features;
-  const Array lhs{p.lhs, p.type, lhs_width, rows, 1};
-  const Array weights{p.rhs, p.type, p.out_features, p.in_features, p.num_experts};
-  const Array grads{p.rhs, p.type, p.out_features, rows, 1};
-  const Array out_rows{p.out, p.out_type, out_width, rows, 1};
-  const Array out_weights{p.out, p.out_type, p.out_features, p.in_features, p.num_experts};
-  cudaError_t error = DescribeArray(lhs, kPieceSide, &maps->lhs);
-  if (error == cudaSuccess) {
-    error = DescribeArray(by_expert ? grads : weights, kPieceSide, &maps->rhs);
-  }
-  if (error == cudaSuccess) {
-    error = DescribeArray(by_expert ? out_weights : out_rows, kStoredRows, &maps->out);
-  }
+  cudaError_t error = DescribeArray(LhsOf(p), kPieceSide, &maps->lhs);
+  if (error == cudaSuccess) error = DescribeArray(RhsOf(p), kPieceSide, &maps->rhs);
+  if (error == cudaSuccess) error = DescribeArray(OutOf(p), kStoredRows, &maps->out);
   return error;
 }
 
 Groups GroupsOf(const GroupedGemmParams& p) {
   return {p.group_sizes, p.num_slabs * p.groups_per_slab, p.groups_per_slab, p.num_experts,
           p.slab_rows};
+}
+
+Scales ScalesOf(const GroupedGemmParams& p) {
+  const auto blocks = [](int32_t values) { return (values + kBlockValues - 1) / kBlockValues; };
+  const bool backward = p.product == GemmProduct::kDataGrad;
+  const int32_t in = blocks(p.in_features), out = blocks(p.out_features);
+  Scales scales{};
+  scales.lhs = p.lhs_scale;
+  scales.rhs = p.rhs_scale;
+  scales.last_row = static_cast<int32_t>(RowsOf(p)) - 1;
+  scales.lhs_width = backward ? out : in;
+  scales.rhs_plane = in * out;
+  // [K' / 128, N' / 128]: which of them is contracted is the product's.
+  scales.rhs_column = backward ? out : 1;
+  scales.rhs_depth = backward ? 1 : out;
+  scales.last_column = (backward ? in : out) - 1;
+  return scales;
 }
 
 KernelArguments MakeArguments(const GroupedGemmParams& p) {
@@ -121,45 +138,55 @@ KernelArguments MakeArguments(const GroupedGemmParams& p) {
   args.out.columns = backward ? p.in_features : p.out_features;
   args.out.bias = p.bias;
   args.out.bias_type = p.bias_type;
+  args.scales = ScalesOf(p);
   return args;
 }
 
 // Output without products: there are no rows at all, or nothing to contract.
 cudaError_t StoreZeros(cudaStream_t stream, const GroupedGemmParams& p) {
   if (p.product != GemmProduct::kWeightGrad) return cudaErrorInvalidValue;
-  const size_t element = p.out_type == FloatType::kF32 ? 4 : 2;
+  const size_t element = BytesOf(p.out_type);
   return cudaMemsetAsync(p.out, 0, element * p.num_experts * p.in_features * p.out_features,
                          stream);
 }
 
 cudaError_t ClearSlackOf(cudaStream_t stream, const GroupedGemmParams& p, int processors) {
   const int64_t width = p.product == GemmProduct::kDataGrad ? p.in_features : p.out_features;
-  const int64_t element = p.out_type == FloatType::kF32 ? 4 : 2;
-  return LaunchClearSlack(stream, GroupsOf(p), p.num_slabs, p.out, width * element, processors);
+  return LaunchClearSlack(stream, GroupsOf(p), p.num_slabs, p.out, width * BytesOf(p.out_type),
+                          processors);
 }
 
 }  // namespace
 }  // namespace gemm
 
-GemmTuning TunedGemm(GemmProduct product) {
-  // `run_gemm.sh tune` on an H200: 32768 rows in 32 groups, even and Zipf, both layers of an
-  // expert.
-  switch (product) {
-    case GemmProduct::kForward:
-      return {256, 1};
-    case GemmProduct::kDataGrad:
-      return {256, 1};
-    case GemmProduct::kWeightGrad:
-      return {256, 8};
+GemmTuning TunedGemm(const GroupedGemmParams& params) {
+  GroupedGemmParams tuned = params;
+  const int32_t rows = params.slab_rows / (params.groups_per_slab > 0 ? params.groups_per_slab : 1);
+  for (const gemm::TileChoice& choice : gemm::kTileTable) {
+    if (choice.product != params.product || choice.scaling != params.scaling) continue;
+    if (rows > choice.most_rows) continue;
+    tuned.tuning = choice.tuning;
+    break;
   }
-  return {};
+  // Types that are rarer have no kernel of every tile.
+  if (gemm::FindInstance(tuned) == nullptr) {
+    tuned.tuning.tile_columns = gemm::IsNarrow(params) ? 128 : 256;
+    tuned.tuning.promoted = gemm::IsNarrow(params);
+    tuned.tuning.queued = gemm::IsNarrow(params);
+  }
+  // Groups of one expert may have scales of their own.
+  if (gemm::IsNarrow(params) && params.num_slabs * params.groups_per_slab != params.num_experts &&
+      params.product == GemmProduct::kWeightGrad) {
+    tuned.tuning.tile_columns = 128;
+    tuned.tuning.promoted = true;
+  }
+  return tuned.tuning;
 }
 
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmParams& params) {
-  using gemm::kClusterBlocks;
-  const gemm::LaunchFn launch = gemm::FindLaunch(params);
-  if (launch == nullptr || !gemm::Fits(params)) return cudaErrorInvalidValue;
-  const int64_t rows = static_cast<int64_t>(params.num_slabs) * params.slab_rows;
+  const gemm::Instance* instance = gemm::FindInstance(params);
+  if (instance == nullptr || !gemm::Fits(params)) return cudaErrorInvalidValue;
+  const int64_t rows = gemm::RowsOf(params);
   const bool by_expert = params.product == GemmProduct::kWeightGrad;
   const int32_t out_columns =
       params.product == GemmProduct::kDataGrad ? params.in_features : params.out_features;
@@ -176,8 +203,8 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmParams& para
   gemm::Maps maps;
   if (error == cudaSuccess) error = gemm::MakeMaps(params, &maps);
   if (error != cudaSuccess) return error;
-  const int blocks = processors / kClusterBlocks * kClusterBlocks;
-  error = launch(stream, maps, gemm::MakeArguments(params), blocks);
+  const int blocks = processors / gemm::kClusterBlocks * gemm::kClusterBlocks;
+  error = instance->launch(stream, maps, gemm::MakeArguments(params), blocks);
   if (error != cudaSuccess || !params.clear_slack || by_expert) return error;
   return gemm::ClearSlackOf(stream, params, processors);
 }

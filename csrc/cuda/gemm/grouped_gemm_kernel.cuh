@@ -9,6 +9,7 @@
 #include "cuda/bulk_copy.cuh"
 #include "cuda/gemm/async_copy.cuh"
 #include "cuda/gemm/grouped_gemm.h"
+#include "cuda/gemm/kernel_arguments.cuh"
 #include "cuda/gemm/store_tile.cuh"
 #include "cuda/gemm/tile_schedule.cuh"
 #include "cuda/gemm/wgmma.cuh"
@@ -19,7 +20,6 @@ namespace gemm {
 
 constexpr int kMultipliers = 2;  // warpgroups
 constexpr int kThreads = 128 * (kMultipliers + 1);
-constexpr int kClusterBlocks = 2;
 // Registers of a thread, which sum to what a block has.
 constexpr int kLoaderRegisters = 40;
 constexpr int kMultiplierRegisters = 232;
@@ -48,13 +48,6 @@ struct SharedMemory {
   uint64_t full[Traits::kStages];   // the stage's bytes are there
   uint64_t empty[Traits::kStages];  // nobody in the cluster reads the stage
   uint16_t order[Traits::kRagged ? kMaxExperts : 1];
-};
-
-struct KernelArguments {
-  Groups groups;
-  OutShape out;
-  int32_t depth;  // contracted elements, where the groups do not say it
-  int32_t band;
 };
 
 template <class Traits>

@@ -36,7 +36,7 @@ __device__ __forceinline__ float2 LoadPair(const void* values, FloatType type, i
     case FloatType::kF16:
       return __half22float2(
           *reinterpret_cast<const __half2*>(static_cast<const __half*>(values) + index));
-    case FloatType::kF32:
+    default:
       break;
   }
   return *reinterpret_cast<const float2*>(static_cast<const float*>(values) + index);
@@ -161,6 +161,37 @@ __device__ __forceinline__ void StoreTile(const OutShape& out, const CUtensorMap
       }
     }
   }
+}
+
+// Stores this warpgroup's rows of a tile of [experts, rows, columns] at once; `staging` has room
+// for them, and its copies go on while the warpgroup multiplies.
+template <typename Out, int kSums>
+__device__ __forceinline__ void StoreWholeTile(const OutShape& out, const CUtensorMap* map,
+                                               const Tile& tile, int warpgroup, uint8_t* staging,
+                                               const float (&sums)[kSums]) {
+  constexpr int kChunkColumns = 128 / sizeof(Out);
+  constexpr int kChunkSums = kChunkColumns / 2;
+  constexpr int kChunks = kSums / kChunkSums;
+  const int32_t row = tile.row + warpgroup * kStoredRows;
+  if (row >= tile.row_end) return;
+  const bool leads = threadIdx.x % 128 == 0;
+  if (leads) WaitStoresRead<0>();
+  SyncNamed(1 + warpgroup, 128);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    WriteChunk<Out>(SharedAddress(staging) + i * kChunkBytes, sums + i * kChunkSums);
+  }
+  FenceSharedForCopies();
+  SyncNamed(1 + warpgroup, 128);
+  if (!leads) return;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int32_t column = tile.column + i * kChunkColumns;
+    if (column < out.columns) {
+      StoreBox(map, {column, row, tile.expert}, SharedAddress(staging) + i * kChunkBytes);
+    }
+  }
+  CommitStores();
 }
 
 }  // namespace gemm

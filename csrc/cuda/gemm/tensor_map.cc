@@ -23,6 +23,9 @@ CUtensorMapDataType DataType(FloatType type) {
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case FloatType::kF16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case FloatType::kE4M3:
+    case FloatType::kE5M2:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     case FloatType::kF32:
       break;
   }
@@ -34,7 +37,7 @@ CUtensorMapDataType DataType(FloatType type) {
 cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map) {
   static const EncodeFn encode = FindEncode();
   if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t element = array.type == FloatType::kF32 ? 4 : 2;
+  const cuuint64_t element = BytesOf(array.type);
   const cuuint64_t dims[3] = {static_cast<cuuint64_t>(array.width),
                               static_cast<cuuint64_t>(array.lines),
                               static_cast<cuuint64_t>(array.planes)};

@@ -19,9 +19,11 @@ namespace gemm {
 constexpr int kTileRows = 128;
 constexpr int kTileDepth = 64;
 constexpr int kMaxExperts = 1024;
+constexpr int kClusterBlocks = 2;
 
 struct Tile {
   int32_t expert;
+  int32_t group;    // whose rows these are; of no meaning where the output is the experts'
   int32_t row;      // of the output
   int32_t column;   // may lie past the last column: nothing is stored then
   int32_t row_end;  // rows from here on belong to others
@@ -92,6 +94,7 @@ class RowTileSchedule {
     TilePairs(rows_.size, column_tiles_)
         .Locate(next_ - begin_, cluster_.rank, band_, &row_tile, &column_tile, &tile->share_rows);
     tile->expert = group_ % groups_.num_experts;
+    tile->group = group_;
     tile->row = rows_.start + row_tile * kTileRows;
     tile->row_end = rows_.start + rows_.size;
     tile->column = column_tile * tile_columns_;

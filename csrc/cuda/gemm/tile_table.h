@@ -1,0 +1,42 @@
+// Which tile a product takes: what measured best on an H200, by shape class.
+//
+// `gemm_main tune` times every choice and prints the best of each class as rows of this table.
+#ifndef EP_RUNTIME_CUDA_GEMM_TILE_TABLE_H_
+#define EP_RUNTIME_CUDA_GEMM_TILE_TABLE_H_
+
+#include <cstdint>
+
+#include "cuda/gemm/grouped_gemm.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+constexpr int32_t kFewRows = 512;  // of a group, C / L: the device alone knows more
+constexpr int32_t kAnyRows = INT32_MAX;
+
+struct TileChoice {
+  GemmProduct product;
+  GemmScaling scaling;
+  int32_t most_rows;  // of a group
+  GemmTuning tuning;  // tile_columns, band, queued, promoted
+};
+
+// The first row that fits counts.
+constexpr TileChoice kTileTable[] = {
+    {GemmProduct::kForward, GemmScaling::kNone, kAnyRows, {256, 1, false, false}},
+    {GemmProduct::kDataGrad, GemmScaling::kNone, kAnyRows, {256, 1, false, false}},
+    {GemmProduct::kWeightGrad, GemmScaling::kNone, kAnyRows, {256, 8, false, false}},
+    // Not measured yet.
+    {GemmProduct::kForward, GemmScaling::kTensor, kAnyRows, {128, 1, true, true}},
+    {GemmProduct::kDataGrad, GemmScaling::kTensor, kAnyRows, {128, 1, true, true}},
+    {GemmProduct::kWeightGrad, GemmScaling::kTensor, kAnyRows, {128, 8, true, true}},
+    {GemmProduct::kForward, GemmScaling::kBlock, kAnyRows, {128, 1, true, true}},
+    {GemmProduct::kDataGrad, GemmScaling::kBlock, kAnyRows, {128, 1, true, true}},
+};
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_TILE_TABLE_H_

@@ -1,0 +1,33 @@
+// Which products are checked: shapes, loads and types.
+#ifndef EP_RUNTIME_TESTS_GPU_GEMM_CASES_H_
+#define EP_RUNTIME_TESTS_GPU_GEMM_CASES_H_
+
+#include <string>
+#include <vector>
+
+#include "gemm_case.h"
+
+namespace gemm_test {
+
+constexpr GemmProduct kProducts[] = {GemmProduct::kForward, GemmProduct::kDataGrad,
+                                     GemmProduct::kWeightGrad};
+
+// Operands of a kind: 16-bit ones, 8-bit ones with scales of groups, or of blocks.
+enum class Kind { kWide, kTensor, kBlock };
+
+const char* Name(GemmProduct product);
+const char* Name(FloatType type);
+const char* Name(Kind kind);
+
+// With the tuning that such a product takes.
+GemmCase MakeCase(const char* name, GemmProduct product, std::vector<int> sizes, int rows, int in,
+                  int out, Kind kind = Kind::kWide);
+GemmCase Tuned(GemmCase c);
+
+// Shapes that take every way through the kernels, in all types; `small` leaves types out.
+std::vector<GemmCase> FixedCases(GemmProduct product, Kind kind, bool small);
+std::vector<GemmCase> RandomCases(Kind kind, int count);
+
+}  // namespace gemm_test
+
+#endif  // EP_RUNTIME_TESTS_GPU_GEMM_CASES_H_

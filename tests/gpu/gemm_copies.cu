@@ -1,0 +1,282 @@
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+
+#include "cuda/gemm/dequantize.h"
+#include "cuda/gemm/transpose.h"
+#include "gemm_case.h"
+#include "gemm_copies.h"
+
+namespace gemm_test {
+namespace {
+
+using ec::gemm::Groups;
+using ec::gemm::PaddedSlabRows;
+using ec::gemm::PadRows;
+
+constexpr uint8_t kPoison = 0xFF;
+
+// Device memory with what it holds on the host.
+template <typename T>
+class Mirror {
+ public:
+  explicit Mirror(std::vector<T> values) : host(std::move(values)) {
+    CHECK_CUDA(cudaMalloc(&device, std::max<size_t>(16, bytes())));
+    CHECK_CUDA(cudaMemcpy(device, host.data(), bytes(), cudaMemcpyHostToDevice));
+  }
+  ~Mirror() { cudaFree(device); }
+  Mirror(const Mirror&) = delete;
+  Mirror& operator=(const Mirror&) = delete;
+
+  size_t bytes() const { return host.size() * sizeof(T); }
+  std::vector<T> Read() const {
+    std::vector<T> values(host.size());
+    CHECK_CUDA(cudaMemcpy(values.data(), device, bytes(), cudaMemcpyDeviceToHost));
+    return values;
+  }
+
+  std::vector<T> host;
+  T* device = nullptr;
+};
+
+std::vector<uint8_t> RandomBytes(int64_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<uint8_t> bytes(count);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+  return bytes;
+}
+
+struct RowCase {
+  int slabs;
+  int slab_rows;
+  int width;
+  std::vector<int> sizes;  // [slabs * groups]
+};
+
+const std::vector<RowCase>& RowCases() {
+  static std::vector<int> many(70, 3);
+  static const std::vector<RowCase> cases = {
+      {1, 128, 16, {128}},
+      {1, 300, 144, {1, 127, 0, 129, 20}},
+      {2, 200, 272, {0, 33, 167, 200, 0, 5}},
+      {1, 256, 128, {200, 300, 7}},
+      {2, 40, 1040, {10, 0, 0, 0}},
+      {1, 500, 32, many},
+  };
+  return cases;
+}
+
+Groups GroupsOf(const RowCase& c, const int32_t* sizes) {
+  const int groups = static_cast<int>(c.sizes.size());
+  return {sizes, groups, groups / c.slabs, groups, c.slab_rows};
+}
+
+bool Say(const char* what, int number, size_t different) {
+  if (different > 0) std::printf("FAILED  %s %d: %zu differ\n", what, number, different);
+  return different == 0;
+}
+
+template <typename T>
+size_t CountDifferent(const std::vector<T>& got, const std::vector<T>& want) {
+  size_t count = 0;
+  for (size_t i = 0; i < want.size(); ++i) count += std::memcmp(&got[i], &want[i], sizeof(T)) != 0;
+  return count;
+}
+
+bool CheckRows(const RowCase& c, int number) {
+  const int groups = static_cast<int>(c.sizes.size()) / c.slabs;
+  const int64_t line = PaddedSlabRows(c.slab_rows, groups), pitch = c.slabs * line;
+  const Mirror<uint8_t> from(RandomBytes(int64_t{c.slabs} * c.slab_rows * c.width, number));
+  std::vector<uint8_t> want(pitch * c.width, kPoison);
+  const Mirror<uint8_t> to(want);
+  const Mirror<int32_t> sizes(c.sizes);
+  for (int slab = 0; slab < c.slabs; ++slab) {
+    int64_t start = 0, at = slab * line;
+    for (int g = 0; g < groups; ++g) {
+      const int64_t size =
+          std::min<int64_t>(c.sizes[slab * groups + g], int64_t{c.slab_rows} - start);
+      for (int64_t r = 0; r < PadRows(static_cast<int32_t>(size)); ++r) {
+        for (int64_t k = 0; k < c.width; ++k) {
+          const int64_t row = int64_t{slab} * c.slab_rows + start + r;
+          want[k * pitch + at + r] = r < size ? from.host[row * c.width + k] : 0;
+        }
+      }
+      start += size;
+      at += PadRows(static_cast<int32_t>(size));
+    }
+  }
+  CHECK_CUDA(ec::gemm::LaunchTranspose(
+      nullptr, ec::gemm::TransposedRows{GroupsOf(c, sizes.device), from.device, to.device, c.slabs,
+                                        c.width}));
+  return Say("transposed rows", number, CountDifferent(to.Read(), want));
+}
+
+bool CheckPlanes(int planes, int lines, int width, int number) {
+  const Mirror<uint8_t> from(RandomBytes(int64_t{planes} * lines * width, number));
+  std::vector<uint8_t> want(from.host.size());
+  const Mirror<uint8_t> to(std::vector<uint8_t>(want.size(), kPoison));
+  for (int64_t p = 0; p < planes; ++p) {
+    for (int64_t l = 0; l < lines; ++l) {
+      for (int64_t w = 0; w < width; ++w) {
+        want[(p * width + w) * lines + l] = from.host[(p * lines + l) * width + w];
+      }
+    }
+  }
+  CHECK_CUDA(ec::gemm::LaunchTranspose(
+      nullptr, ec::gemm::TransposedPlanes{from.device, to.device, planes, lines, width}));
+  return Say("transposed planes", number, CountDifferent(to.Read(), want));
+}
+
+float Widen(FloatType type, uint8_t byte) {
+  const auto kind = type == FloatType::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, kind)));
+}
+
+struct ScaleCase {
+  FloatType type;
+  bool e8m0;
+  int line_values;
+  int column_values;
+};
+
+// Of rows with groups, or of planes with none.
+bool CheckDequantize(const RowCase& c, const ScaleCase& s, bool grouped, int number) {
+  const int64_t scale_lines = (c.slab_rows + s.line_values - 1) / s.line_values;
+  const int64_t scale_width = (c.width + s.column_values - 1) / s.column_values;
+  const int64_t scales = c.slabs * scale_lines * scale_width;
+  const Mirror<uint8_t> from(RandomBytes(int64_t{c.slabs} * c.slab_rows * c.width, number));
+  const Mirror<uint8_t> powers(RandomBytes(scales, number + 1));
+  std::vector<float> drawn(scales);
+  for (int64_t i = 0; i < scales; ++i) drawn[i] = 0.01f * (1 + powers.host[i]);
+  const Mirror<float> floats(drawn);
+  const Mirror<int32_t> sizes(c.sizes);
+  std::vector<uint16_t> want(from.host.size(), 0xFFFF);
+  const Mirror<uint16_t> to(want);
+  const int groups = static_cast<int>(c.sizes.size()) / c.slabs;
+  for (int64_t i = 0; i < static_cast<int64_t>(want.size()); ++i) {
+    const int64_t slab = i / c.width / c.slab_rows, line = i / c.width % c.slab_rows;
+    int64_t used = 0;
+    for (int g = 0; g < groups; ++g) used += c.sizes[slab * groups + g];
+    if (grouped && line >= used) continue;
+    const int64_t at =
+        (slab * scale_lines + line / s.line_values) * scale_width + i % c.width / s.column_values;
+    const float power = powers.host[at] == 255 ? NAN : std::ldexp(1.0f, powers.host[at] - 127);
+    const float value = Widen(s.type, from.host[i]) * (s.e8m0 ? power : drawn[at]);
+    const __nv_bfloat16 rounded = __float2bfloat16(value);
+    std::memcpy(&want[i], &rounded, 2);
+  }
+  ec::gemm::DequantizeParams params{};
+  params.groups = GroupsOf(c, grouped ? sizes.device : nullptr);
+  params.data = from.device;
+  params.type = s.type;
+  params.scale = s.e8m0 ? static_cast<const void*>(powers.device) : floats.device;
+  params.e8m0 = s.e8m0;
+  params.planes = c.slabs;
+  params.lines = c.slab_rows;
+  params.width = c.width;
+  params.line_values = s.line_values;
+  params.column_values = s.column_values;
+  params.out = to.device;
+  CHECK_CUDA(ec::gemm::LaunchDequantize(nullptr, params));
+  const std::vector<uint16_t> got = to.Read();
+  size_t different = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const bool both_nan = (got[i] & 0x7FFF) > 0x7F80 && (want[i] & 0x7FFF) > 0x7F80;
+    const bool poison = want[i] == 0xFFFF || got[i] == 0xFFFF;
+    different += got[i] != want[i] && (poison || !both_nan);
+  }
+  return Say("dequantized", number, different);
+}
+
+double MedianMs(const std::function<void()>& launch) {
+  constexpr int kRuns = 9;
+  std::vector<float> times(kRuns);
+  cudaEvent_t begin, end;
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
+  for (float& time : times) {
+    CHECK_CUDA(cudaEventRecord(begin));
+    launch();
+    CHECK_CUDA(cudaEventRecord(end));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaEventElapsedTime(&time, begin, end));
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  std::sort(times.begin(), times.end());
+  return times[kRuns / 2];
+}
+
+// `bytes` are read and written together.
+void PrintCopy(const char* what, double bytes, double ceiling,
+               const std::function<void()>& launch) {
+  const double speed = bytes / MedianMs(launch) * 1e-6;
+  std::printf("%-36s %7.1f GB/s  %.2f of a copy\n", what, speed, speed / ceiling);
+}
+
+}  // namespace
+
+int CheckCopies(int* all) {
+  const ScaleCase kScales[] = {
+      {FloatType::kE4M3, false, 1, 128},   {FloatType::kE5M2, false, 1, 128},
+      {FloatType::kE4M3, false, 128, 128}, {FloatType::kE4M3, true, 1, 32},
+      {FloatType::kE5M2, true, 32, 1},
+  };
+  int wrong = 0, number = 0;
+  for (const RowCase& c : RowCases()) {
+    wrong += !CheckRows(c, ++number);
+    for (const ScaleCase& s : kScales) {
+      wrong += !CheckDequantize(c, s, true, ++number);
+      wrong += !CheckDequantize(c, s, false, ++number);
+    }
+  }
+  const int planes[][3] = {{1, 16, 16}, {3, 128, 128}, {2, 144, 272}, {5, 400, 1024}};
+  for (const auto& p : planes) wrong += !CheckPlanes(p[0], p[1], p[2], ++number);
+  std::printf("copies: %d of %d cases failed\n", wrong, number);
+  *all += number;
+  return wrong;
+}
+
+void TimeCopies() {
+  constexpr int kRows = 32768, kGroups = 32, kIn = 7168, kOut = 4096;
+  const int64_t rows_bytes = int64_t{kRows} * kIn, planes_bytes = int64_t{kGroups} * kIn * kOut;
+  const int64_t line = PaddedSlabRows(kRows, kGroups);
+  uint8_t *from, *to;
+  CHECK_CUDA(cudaMalloc(&from, planes_bytes));
+  CHECK_CUDA(cudaMalloc(&to, 2 * planes_bytes));
+  CHECK_CUDA(cudaMemset(from, 1, planes_bytes));
+  const Mirror<int32_t> sizes(std::vector<int32_t>(kGroups, kRows / kGroups));
+  const Mirror<uint8_t> scales(std::vector<uint8_t>(planes_bytes / 32, 120));
+  const Groups groups{sizes.device, kGroups, kGroups, kGroups, kRows};
+  const double copied = 2.0 * planes_bytes;
+  const double ceiling =
+      copied * 1e-6 / MedianMs([&] {
+        CHECK_CUDA(cudaMemcpyAsync(to, from, planes_bytes, cudaMemcpyDeviceToDevice, nullptr));
+      });
+  std::printf("%-36s %7.1f GB/s\n", "copy", ceiling);
+  PrintCopy("transposed weights", copied, ceiling, [&] {
+    CHECK_CUDA(ec::gemm::LaunchTranspose(nullptr,
+                                         ec::gemm::TransposedPlanes{from, to, kGroups, kIn, kOut}));
+  });
+  if (line * kIn > 2 * planes_bytes) return;
+  PrintCopy("transposed rows", 2.0 * rows_bytes, ceiling, [&] {
+    CHECK_CUDA(
+        ec::gemm::LaunchTranspose(nullptr, ec::gemm::TransposedRows{groups, from, to, 1, kIn}));
+  });
+  ec::gemm::DequantizeParams params{
+      {}, from, FloatType::kE4M3, scales.device, true, kGroups, kIn, kOut, 32, 1, to};
+  PrintCopy("dequantized weights", (3 + 1.0 / 32) * planes_bytes, ceiling,
+            [&] { CHECK_CUDA(ec::gemm::LaunchDequantize(nullptr, params)); });
+  params = {groups, from, FloatType::kE4M3, scales.device, true, 1, kRows, kIn, 1, 32, to};
+  PrintCopy("dequantized rows", (3 + 1.0 / 32) * rows_bytes, ceiling,
+            [&] { CHECK_CUDA(ec::gemm::LaunchDequantize(nullptr, params)); });
+  cudaFree(from);
+  cudaFree(to);
+}
+
+}  // namespace gemm_test

@@ -1,0 +1,254 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <random>
+
+#include "gemm_cases.h"
+#include "gemm_time.h"
+
+namespace gemm_test {
+namespace {
+
+constexpr int kLimitSeconds = 10;  // for one case; a kernel that hangs ends with the process
+constexpr int kRows = 32768;
+const int kShapes[][2] = {{7168, 4096}, {2048, 7168}};
+
+// Rows of `groups` groups in multiples of 128 that sum to `rows`.
+std::vector<int> Load(const std::string& load, int groups, int rows) {
+  std::vector<int> sizes(groups, rows / groups);
+  if (load == "half empty") {
+    for (int g = 0; g < groups; ++g) sizes[g] /= 2;
+  }
+  if (load != "zipf") return sizes;
+  double sum = 0;
+  for (int g = 0; g < groups; ++g) sum += 1.0 / (g + 1);
+  int left = rows / 128;
+  for (int g = 0; g < groups; ++g) {
+    const int blocks = std::min(left, static_cast<int>(rows / 128 / (g + 1) / sum));
+    sizes[g] = 128 * blocks;
+    left -= blocks;
+  }
+  sizes[0] += 128 * left;
+  std::shuffle(sizes.begin(), sizes.end(), std::mt19937(7));
+  return sizes;
+}
+
+struct Time {
+  double median_ms;
+  double least_ms;
+};
+
+Time Measure(const std::function<void()>& launch) {
+  constexpr int kWarm = 3, kRuns = 11;
+  cudaEvent_t events[kRuns + 1];
+  for (cudaEvent_t& event : events) CHECK_CUDA(cudaEventCreate(&event));
+  for (int i = 0; i < kWarm; ++i) launch();
+  CHECK_CUDA(cudaEventRecord(events[0]));
+  for (int i = 0; i < kRuns; ++i) {
+    launch();
+    CHECK_CUDA(cudaEventRecord(events[i + 1]));
+  }
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::vector<float> times(kRuns);
+  for (int i = 0; i < kRuns; ++i) {
+    CHECK_CUDA(cudaEventElapsedTime(&times[i], events[i], events[i + 1]));
+  }
+  for (cudaEvent_t event : events) cudaEventDestroy(event);
+  std::sort(times.begin(), times.end());
+  return {times[kRuns / 2], times[0]};
+}
+
+Time MeasureProduct(const Data& data) {
+  return Measure([&] { CHECK_CUDA(ec::LaunchGroupedGemm(nullptr, data.Params())); });
+}
+
+GemmCase CaseOf(const char* load, GemmProduct product, const int (&shape)[2], int groups,
+                Kind kind = Kind::kWide) {
+  return MakeCase(load, product, Load(load, groups, kRows), kRows, shape[0], shape[1], kind);
+}
+
+void PrintHeader(const char* beside) {
+  std::printf(
+      "product        K'    N' exps  load       lhs  rhs  out  tile band way     median   least  "
+      "TFLOP/s  %s\n",
+      beside);
+}
+
+const char* WayOf(const GemmCase& c) {
+  if (c.scaling == GemmScaling::kBlock) return "block";
+  if (c.narrow()) return c.tuning.promoted ? "promote" : "whole";
+  return c.tuning.queued ? "queued" : "direct";
+}
+
+// Up to the speed, without an end of the line.
+void PrintSpeed(const GemmCase& c, const Time& time, double speed) {
+  std::printf("%-11s %5d %5d %4d  %-10s %-4s %-4s %-4s %4d %4d %-7s %7.3f %7.3f  %6.1f",
+              Name(c.product), c.in_features, c.out_features, c.experts, c.name.c_str(),
+              Name(c.type), Name(c.rhs_type), Name(c.out_type), c.tuning.tile_columns,
+              c.tuning.band, WayOf(c), time.median_ms, time.least_ms, speed);
+}
+
+double SpeedOf(const GemmCase& c, const Data& data, double ms) {
+  return 2.0 * data.total() * c.in_features * c.out_features / ms * 1e-9;
+}
+
+// Returns TFLOP/s; `beside` are those of what it is compared with, 0: nothing.
+double PrintTime(const GemmCase& c, double beside) {
+  alarm(kLimitSeconds);
+  Data data(c);
+  const Time time = MeasureProduct(data);
+  const double speed = SpeedOf(c, data, time.median_ms);
+  PrintSpeed(c, time, speed);
+  if (beside > 0) std::printf("  %5.2f", speed / beside);
+  if (c.narrow() && c.product != GemmProduct::kDataGrad) {
+    const Time turned = Measure([&] { data.Transpose(nullptr); });
+    const double both = SpeedOf(c, data, time.median_ms + turned.median_ms);
+    std::printf("  %5.2f with transposed copies of %.3f ms", both / beside, turned.median_ms);
+  }
+  const Mismatch mismatch = data.Compare(std::max<int64_t>(1, data.out_elements() / 20000));
+  if (mismatch.count > 0) std::printf("  WRONG: %llu of the sample", mismatch.count);
+  std::printf("\n");
+  return speed;
+}
+
+// The ways to multiply such operands: queued kernels beside direct ones, promotion beside none.
+std::vector<ec::GemmTuning> Ways(GemmProduct product, Kind kind) {
+  if (kind == Kind::kBlock) return {{128, 1, true, true}};
+  if (kind == Kind::kTensor) return {{128, 1, true, true}, {256, 1, true, false}};
+  std::vector<ec::GemmTuning> ways = {{256, 1, false, false}, {128, 1, false, false}};
+  if (product == GemmProduct::kWeightGrad) {
+    ways.push_back({256, 1, true, false});
+    ways.push_back({128, 1, true, false});
+  }
+  return ways;
+}
+
+struct Score {
+  ec::GemmTuning tuning;
+  double log_speed = 0;  // summed over shapes and loads
+};
+
+void PrintRow(GemmProduct product, Kind kind, const char* rows, const Score& score) {
+  static const char* const kProductNames[] = {"kForward", "kDataGrad", "kWeightGrad"};
+  static const char* const kScalingNames[] = {"kNone", "kTensor", "kBlock"};
+  std::printf("    {GemmProduct::%s, GemmScaling::%s, %s, {%d, %d, %s, %s}},\n",
+              kProductNames[static_cast<int>(product)], kScalingNames[static_cast<int>(kind)], rows,
+              score.tuning.tile_columns, score.tuning.band, score.tuning.queued ? "true" : "false",
+              score.tuning.promoted ? "true" : "false");
+}
+
+// Adds what every score's tuning takes on one shape and load.
+void Score1(const GemmCase& given, std::vector<Score>* scores) {
+  alarm(kLimitSeconds);
+  Data data(given);
+  for (Score& score : *scores) {
+    GemmCase c = given;
+    c.tuning = score.tuning;
+    data.Tune(c.tuning);
+    const Time time = MeasureProduct(data);
+    const double speed = SpeedOf(c, data, time.median_ms);
+    score.log_speed += std::log(speed);
+    PrintSpeed(c, time, speed);
+    std::printf("\n");
+  }
+}
+
+// Of groups with few rows or many; sums with promotion and without are different products.
+void TuneClass(GemmProduct product, Kind kind, bool few) {
+  std::vector<Score> scores;
+  for (ec::GemmTuning way : Ways(product, kind)) {
+    for (const int band : {1, 2, 4, 8, 16}) {
+      way.band = band;
+      scores.push_back({way});
+    }
+  }
+  for (const auto& shape : kShapes) {
+    for (const char* load : {"even", "zipf"}) {
+      Score1(CaseOf(load, product, shape, few ? 128 : 32, kind), &scores);
+    }
+  }
+  std::sort(scores.begin(), scores.end(),
+            [](const Score& a, const Score& b) { return a.log_speed > b.log_speed; });
+  for (const bool promoted : {false, true}) {
+    const auto best = std::find_if(scores.begin(), scores.end(), [&](const Score& score) {
+      return score.tuning.promoted == promoted;
+    });
+    if (best != scores.end()) PrintRow(product, kind, few ? "kFewRows" : "kAnyRows", *best);
+  }
+}
+
+}  // namespace
+
+void TimeWide() {
+  PrintHeader("of one group");
+  for (const auto& shape : kShapes) {
+    for (const GemmProduct product : kProducts) {
+      const double dense = PrintTime(CaseOf("even", product, shape, 1), 0);
+      for (const int groups : {8, 32, 128}) {
+        for (const char* load : {"even", "zipf"}) {
+          PrintTime(CaseOf(load, product, shape, groups), dense);
+        }
+      }
+      PrintTime(CaseOf("half empty", product, shape, 32), dense);
+      GemmCase wide = CaseOf("even", product, shape, 32);
+      wide.out_type = FloatType::kF32;
+      PrintTime(Tuned(wide), dense);
+    }
+  }
+}
+
+void TimeNarrow() {
+  PrintHeader("of bf16");
+  for (const auto& shape : kShapes) {
+    for (const GemmProduct product : kProducts) {
+      for (const int groups : {8, 32, 128}) {
+        for (const char* load : {"even", "zipf"}) {
+          const double wide = PrintTime(CaseOf(load, product, shape, groups), 0);
+          for (const Kind kind : {Kind::kTensor, Kind::kBlock}) {
+            if (kind == Kind::kBlock && product == GemmProduct::kWeightGrad) continue;
+            GemmCase c = CaseOf(load, product, shape, groups, kind);
+            if (product == GemmProduct::kWeightGrad) c.rhs_type = FloatType::kE5M2;
+            if (product == GemmProduct::kDataGrad) c.type = FloatType::kE5M2;
+            for (const ec::GemmTuning& way : Ways(product, kind)) {
+              c.tuning = way;
+              PrintTime(c, wide);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void TimeWeights() {
+  PrintHeader("of direct");
+  for (const auto& shape : kShapes) {
+    for (const int groups : {8, 32, 128}) {
+      for (const char* load : {"even", "zipf"}) {
+        GemmCase c = CaseOf(load, GemmProduct::kWeightGrad, shape, groups);
+        c.tuning = {256, 8, false, false};
+        const double direct = PrintTime(c, 0);
+        for (const int columns : {256, 128}) {
+          for (const int band : {1, 8}) {
+            c.tuning = {columns, band, true, false};
+            PrintTime(c, direct);
+          }
+        }
+      }
+    }
+  }
+}
+
+void Tune() {
+  PrintHeader("");
+  for (const Kind kind : {Kind::kWide, Kind::kTensor, Kind::kBlock}) {
+    for (const GemmProduct product : kProducts) {
+      if (kind == Kind::kBlock && product == GemmProduct::kWeightGrad) continue;
+      for (const bool few : {true, false}) TuneClass(product, kind, few);
+    }
+  }
+}
+
+}  // namespace gemm_test

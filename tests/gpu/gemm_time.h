@@ -1,0 +1,18 @@
+// Times of products beside each other, all in one run.
+#ifndef EP_RUNTIME_TESTS_GPU_GEMM_TIME_H_
+#define EP_RUNTIME_TESTS_GPU_GEMM_TIME_H_
+
+namespace gemm_test {
+
+// 16-bit products beside one group of the same work.
+void TimeWide();
+// 8-bit products beside bf16 ones.
+void TimeNarrow();
+// Both kernels of the weight gradient, few rows a group and many.
+void TimeWeights();
+// Every tile of every class of shapes; prints the best of each as rows of tile_table.h.
+void Tune();
+
+}  // namespace gemm_test
+
+#endif  // EP_RUNTIME_TESTS_GPU_GEMM_TIME_H_
