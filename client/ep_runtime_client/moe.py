@@ -19,7 +19,7 @@ from ep_runtime_client.moe_checks import Recipes
 from ep_runtime_client.ops import routing
 from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.calls import Call, open_layer
-from ep_runtime_client.ops.combine import combine
+from ep_runtime_client.ops.combine import merge
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.grouped_gemm import multiply
 from ep_runtime_client.ops.local_activation import Activation, Function
@@ -164,7 +164,8 @@ def moe(
     early = apply_topk_weights_early and params.wo_bias is None
     weights = dispatched.weights
     expert_out = _run_experts(layer, block, dispatched, params, weights if early else None)
-    y = combine(layer, dispatched, expert_out, weights=None if early else weights)
+    # The gradients of slack go to matmuls that stop before it, and to dispatch, which reads rows.
+    y = merge(layer, dispatched, expert_out, None if early else weights, clear_slack=False)
     y = y.astype(x.dtype)
     aux = _aux_loss(call, routed, aux_loss_coeff)
     return (y, aux, _stats(call, routed, dispatched)) if return_stats else (y, aux)

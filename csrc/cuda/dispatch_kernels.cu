@@ -354,7 +354,7 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   // In a block that sends, warps without a part of it stay out of the copy engine's way.
   if (!call.dead && (!push || warp <= layout.push_warps)) {
     const EmptyJob empty{static_cast<uint8_t*>(params.d_expert_out), params.d_weights,
-                         params.row_bytes, true};
+                         params.row_bytes, params.clear_slack};
     FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
   }
   const Output outputs[] = {

@@ -43,8 +43,10 @@ struct CombineBwdParams {
   const void* expert_out;  // [C, H] type, device, written by XLA; null: no d_weights
   const float* weights;    // [C] f32, device, written by XLA; null: weights of 1
   Plan plan;
-  void* d_expert_out;  // [C, H] type, device; written: weight * grad, zeros wherever no row is
-  float* d_weights;    // [C] f32, device; written whole; null with expert_out
+  // Past the last zone both hold zeros, or without `clear_slack` what was there.
+  void* d_expert_out;  // [C, H] type, device; written: weight * grad, zeros in padding
+  float* d_weights;    // [C] f32, device; written likewise; null with expert_out
+  bool clear_slack = true;
   DispatchGrid grid;
 };
 

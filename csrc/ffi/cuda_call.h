@@ -16,6 +16,7 @@ struct CudaCall {
   const cuda::LocalRank& rank;
   cuda::CallName name;
   cudaStream_t stream;
+  bool clear_slack;  // of the gradient of rows
 
   // Checks shapes and types of the plan arrays from `first` on among `buffers`.
   Status ReadPlan(const std::vector<Buffer>& buffers, size_t first, const Sizes& sizes,

@@ -103,6 +103,7 @@ Status LaunchCombineBwdCall(const CudaCall& call) {
   params.grad = grad.data;
   params.plan = Const(plan);
   params.d_expert_out = frame.rets[0].data;
+  params.clear_slack = call.clear_slack;
   if (with_weight_grads) params.d_weights = static_cast<float*>(frame.rets[1].data);
   params.grid = GridOf(call);
   return call.Launched(cuda::LaunchCombineBwd(call.stream, params));

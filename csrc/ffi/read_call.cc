@@ -44,6 +44,10 @@ Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
   out->layer_id = static_cast<uint64_t>(*layer_id);
   out->fingerprint = static_cast<uint64_t>(*fingerprint);
   out->handle = static_cast<uint32_t>(*handle);
+  if (!attrs.contains("clear_slack")) return Status();
+  const auto clear_slack = attrs.get<int64_t>("clear_slack");
+  if (clear_slack.has_error()) return InvalidArgument("attribute clear_slack must be int64");
+  out->clear_slack = *clear_slack != 0;
   return Status();
 }
 

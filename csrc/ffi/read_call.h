@@ -14,6 +14,8 @@ struct Attributes {
   uint64_t layer_id;
   uint64_t fingerprint;
   uint32_t handle;
+  // Zeros also where no group is. A call that nobody follows there says no.
+  bool clear_slack = true;
 };
 
 xla::ffi::Error ToXla(const Status& status);

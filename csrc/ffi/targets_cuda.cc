@@ -67,8 +67,8 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
                             layer.handle_base + launch.attributes.handle,
                             static_cast<uint32_t>(layer.in_flight)};
   const NvtxRange range(op, layer.name);
-  return launch.launch_fn(
-      CudaCall{launch.frame, context, *device_group, *rank, name, launch.stream});
+  return launch.launch_fn(CudaCall{launch.frame, context, *device_group, *rank, name, launch.stream,
+                                   launch.attributes.clear_slack});
 }
 
 Status LaunchCall(const Launch& launch) {
@@ -177,11 +177,6 @@ const Target kTargets[] = {
     {"ep_clock_v1", nullptr, kClockV1},
     {"ep_grouped_gemm_v1", nullptr, kGroupedGemmV1},
     {"ep_grouped_gemm_dw_v1", nullptr, kGroupedGemmDwV1},
-    {"ep_fp8_grouped_gemm_v1", nullptr, kFp8GroupedGemmV1},
-    {"ep_fp8_grouped_gemm_dw_v1", nullptr, kFp8GroupedGemmDwV1},
-    {"ep_transpose_rows_v1", nullptr, kTransposeRowsV1},
-    {"ep_transpose_weights_v1", nullptr, kTransposeWeightsV1},
-    {"ep_dequantize_v1", nullptr, kDequantizeV1},
     {"ep_activation_v1", nullptr, kActivationV1},
     {"ep_activation_bwd_v1", nullptr, kActivationBwdV1},
     {"ep_group_amax_v1", nullptr, kGroupAmaxV1},

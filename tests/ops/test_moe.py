@@ -263,3 +263,25 @@ def test_axes_on_gate_and_up_in_one_dim_are_refused_by_name(make_group: MakeGrou
             moe(layer, draw(64), params, recipe=recipe)
     with pytest.raises(ValueError, match="keeps a state"):
         moe(layer, draw(64), params, recipe=recipes.TensorScaling(delayed=True))
+
+
+def test_only_the_block_leaves_gradients_past_the_last_group_alone(group: fakes.LocalGroup) -> None:
+    layer = group.register_layer("block", top_k=TOP_K)
+    params, x = make_params(layer, biases=False), draw(64)
+    idx = jnp.zeros((64, TOP_K), jnp.int32)
+
+    def block(x: jax.Array, params: MoEParams) -> jax.Array:
+        return moe(layer, x, params)[0].sum()
+
+    def by_hand(x: jax.Array, params: MoEParams) -> jax.Array:
+        dispatched = ops.dispatch(layer, x, idx, jnp.ones(idx.shape))
+        rows = dispatched.tokens * params.router.sum()
+        return ops.combine(layer, dispatched, rows, weights=dispatched.weights).sum()
+
+    def told(function: Callable[..., jax.Array]) -> list[bool]:
+        text = jax.jit(jax.grad(function, argnums=(0, 1))).lower(x, params).as_text()
+        calls = [line for line in text.splitlines() if "@ep_combine_bwd_v1(" in line]
+        return ["clear_slack = 0" in line for line in calls]
+
+    assert told(block) == [True]
+    assert told(by_hand) == [False]

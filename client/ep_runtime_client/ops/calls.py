@@ -52,12 +52,15 @@ class Call:
         manual: the group's mesh axes over which a shard_map of the user around the call is
             manual, mesh order; operands are local along them.
         varying: those of them that operands and results are typed to vary over.
+        clear_slack: somebody may look at a gradient's rows past the last group; without it a GPU
+            leaves them as they are.
     """
 
     meta: PlanMeta
     mesh: Mesh
     manual: Axes = ()
     varying: Axes = ()
+    clear_slack: bool = True
 
     @property
     def layer(self) -> EpLayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -48,6 +49,19 @@ def combine(
 
     Cost: one row per (token, distinct rank) back; no host sync.
     """
+    return merge(layer, dispatched, expert_out, weights, clear_slack=True)
+
+
+def merge(
+    layer: EpLayer | TracedLayer,
+    dispatched: Dispatched,
+    expert_out: jax.Array,
+    weights: jax.Array | None,
+    *,
+    clear_slack: bool,
+) -> jax.Array:
+    """`combine`. Without `clear_slack` nobody reads the gradients of rows past the last group:
+    on GPUs they are undefined, and not written."""
     static, index, mesh = open_layer(layer)
     if not isinstance(dispatched, Dispatched):
         raise InvalidArgumentError(
@@ -55,6 +69,7 @@ def combine(
             argument="dispatched",
         )
     call = call_of_plan(static, mesh, dispatched.plan)
+    call = dataclasses.replace(call, clear_slack=clear_slack)
     _check_rows(call, expert_out, weights)
     if call.layout.tokens_per_rank == 0:
         return jnp.zeros((*call.lead, expert_out.shape[-1]), expert_out.dtype)

@@ -30,14 +30,14 @@ TARGETS = (
 SYNC_TARGET = "ep_prepare_sync_v1"
 
 
-def _call(call: Call, target: str, results: Any, *operands: jax.Array) -> Any:
+def _call(call: Call, target: str, results: Any, *operands: jax.Array, **others: np.int64) -> Any:
     ensure_registered(native.PLATFORMS[call.group.transport])
     attributes = {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),
         "handle": np.int64(call.meta.handle),
     }
-    return jax.ffi.ffi_call(target, results)(*operands, **attributes)
+    return jax.ffi.ffi_call(target, results)(*operands, **attributes, **others)
 
 
 def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
@@ -147,7 +147,7 @@ def combine_bwd(
         _shape(grad.dtype, call.capacity, grad.shape[1]),
         _shape(jnp.float32, call.capacity if weighted else 0),
     )
-    d_expert_out, d_weights = _call(
-        call, "ep_combine_bwd_v1", results, rank, index, grad, rows, _or_empty(weights, 0), *plan
-    )
+    operands = (rank, index, grad, rows, _or_empty(weights, 0), *plan)
+    slack = {} if call.clear_slack else {"clear_slack": np.int64(0)}
+    d_expert_out, d_weights = _call(call, "ep_combine_bwd_v1", results, *operands, **slack)
     return d_expert_out, d_weights if weighted else None
