@@ -1,15 +1,28 @@
 """Errors that come out of compiled programs: XLA's own type around our text.
 
 A handler of the native library fails a program with one line of text, `EP_RUNTIME/<class>: ...`,
-which XLA wraps in an error type of its own. These two functions find our error in it again.
+which XLA wraps in an error type of its own. These two functions find our error in it again. Between
+nodes rows travel over collectives of XLA, which fail with its own words where a process is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ep_runtime import errors
+from ep_runtime_client.layers import live_groups
+
+if TYPE_CHECKING:
+    from ep_runtime_client.groups import Group
+
+# A dead process is told to every node within this time.
+TOLD_S = 2.0
+# In the text of a collective that failed.
+_COLLECTIVES = ("Gloo ", "NCCL ")
 
 
 def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
@@ -35,14 +48,41 @@ def translate_errors() -> Iterator[None]:
     result, inside the block.
 
     Raises:
-        EpRuntimeError: the class named in the text of the original error.
+        EpRuntimeError: the class named in the text of the original error. PeerLostError also where
+            a collective of XLA failed and a group of this process turns out, within 2 s, to have
+            lost a process.
     """
     try:
         yield
     except errors.EpRuntimeError:
         raise
     except Exception as error:
-        found = error_of(error)
+        found = error_of(error) or _lost_peer(error)
         if found is None:
             raise
         raise found from error
+
+
+def _lost_peer(error: Exception) -> errors.PeerLostError | None:
+    """A collective sees a connection close before the daemons have told whose it was."""
+    if not any(word in str(error) for word in _COLLECTIVES):
+        return None
+    deadline, pause = time.monotonic() + TOLD_S, threading.Event()
+    while groups := live_groups.all():
+        for group in groups:
+            if group.is_gone:
+                return _lost(group)
+        if time.monotonic() > deadline:
+            break
+        pause.wait(0.01)
+    return None
+
+
+def _lost(group: Group) -> errors.PeerLostError:
+    try:
+        group.require_open()
+    except errors.EpRuntimeError as gone:
+        why = str(gone)
+    else:  # closed by another thread meanwhile
+        why = f"group {group.name!r} is gone"
+    return errors.PeerLostError(f"a collective between ranks failed: {why}", group=group.name)

@@ -50,6 +50,10 @@ class LiveGroups:
         with self._lock:
             return self._groups.get(name)
 
+    def all(self) -> list[Group]:
+        with self._lock:
+            return list(self._groups.values())
+
     def clear(self) -> None:
         """Forgets everything; a forked child calls it."""
         self._lock = threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ep_runtime as ep
+from ep_runtime_client.layers import live_groups
 
 _TEXT = (
     "INTERNAL: custom call failed: EP_RUNTIME/CapacityOverflowError: layer moe/0 overflowed "
@@ -50,3 +51,43 @@ def test_translate_errors_leaves_everything_else_alone() -> None:
     assert caught.value is ours
     with ep.translate_errors():
         pass
+
+
+class Told:
+    """A group that is gone from the second look on."""
+
+    name = "moe"
+
+    def __init__(self) -> None:
+        self._looks = iter([False])
+
+    @property
+    def is_gone(self) -> bool:
+        return next(self._looks, True)
+
+    def require_open(self) -> None:
+        raise ep.StaleHandleError("group 'moe' is gone: processes of node b are gone: ranks [3]")
+
+
+@pytest.fixture
+def told():
+    group = Told()
+    live_groups.add(group)
+    yield group
+    live_groups.remove(group)
+
+
+_GLOO = "UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:40879"
+
+
+def test_a_failed_collective_is_a_lost_peer_once_the_daemon_tells_so(told) -> None:
+    original = RuntimeError(_GLOO)
+    told_so = pytest.raises(ep.PeerLostError, match="processes of node b are gone")
+    with told_so as caught, ep.translate_errors():
+        raise original
+    assert caught.value.__cause__ is original
+
+
+def test_a_failed_collective_of_programs_without_groups_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="Gloo"), ep.translate_errors():
+        raise RuntimeError(_GLOO)
