@@ -28,6 +28,8 @@ extern XLA_FFI_Handler* const kScaleRowsV1;
 extern XLA_FFI_Handler* const kQuantizeTilesV1;
 extern XLA_FFI_Handler* const kQuantizeBlocksV1;
 extern XLA_FFI_Handler* const kQuantizeMxV1;
+extern XLA_FFI_Handler* const kGatherRowsV1;
+extern XLA_FFI_Handler* const kSumRowsV1;
 
 }  // namespace ep_runtime
 

@@ -17,6 +17,7 @@ from ep_runtime_client.ops import (
     gemm_kernels,
     local_activation,
     local_quantize,
+    permutation_kernels,
     quantize_kernels,
     row_kernels,
 )
@@ -42,7 +43,11 @@ def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
     return [name for name in sorted(TARGETS) for _ in range(text.count(f"@{name}("))]
 
 
-TARGETS = (*activation_kernels.TARGETS, *quantize_kernels.TARGETS)
+TARGETS = (
+    *activation_kernels.TARGETS,
+    *quantize_kernels.TARGETS,
+    *permutation_kernels.TARGETS,
+)
 
 
 def drawn(*shape: int, dtype: Any = BF16) -> Any:
@@ -161,6 +166,40 @@ def test_rows_of_no_group_are_cleared_where_somebody_may_look() -> None:
 )
 def test_what_is_not_quantized_by_kernels(x: Any, recipe: Any) -> None:
     assert calls(functools.partial(local_quantize.quantize_rows, recipe), x, SIZES) == []
+
+
+def sorted_and_back(tokens: Any, choice: Any, weights: Any, scale: Any) -> Any:
+    p = ep.permute(tokens, choice, num_experts=5)
+    return ep.unpermute(p.tokens * scale, p, merging_probs=weights)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["bare", "weighted"])
+def test_gpus_permute_by_kernels(weighted: bool) -> None:
+    choice = np.random.default_rng(1).integers(-1, 5, (12, 3))
+    weights = drawn(12, 3, dtype=np.float32) if weighted else None
+
+    def run(tokens: Any, weights: Any, scale: Any) -> Any:
+        out, pull = jax.vjp(lambda *args: sorted_and_back(args[0], choice, *args[1:]), *given)
+        return out, pull(jnp.cos(out))
+
+    given = (drawn(12, 16), weights, jnp.bfloat16(2))
+    # Forward gathers and sums, and backward does.
+    assert calls(run, *given) == ["ep_gather_rows_v1"] * 2 + ["ep_sum_rows_v1"] * 2
+    assert calls(run, *given, platform="cpu") == []
+    narrow = functools.partial(sorted_and_back, choice=choice, weights=weights, scale=1)
+    assert calls(narrow, drawn(12, 12)) == []
+    ints = functools.partial(ep.permute, topk_idx=choice, num_experts=5)
+    assert calls(lambda x: ints(x).tokens, drawn(12, 16, dtype=np.int8)) == ["ep_gather_rows_v1"]
+
+
+def test_one_list_of_chunks_is_sorted_by_a_kernel() -> None:
+    order = np.int32([2, 0, 1])
+
+    def run(sizes: Any) -> Any:
+        return jax.grad(lambda x: jnp.sin(ep.sort_chunks(x, sizes, order)).sum())
+
+    assert calls(run(SIZES[0]), drawn(40, 8, dtype=np.float32)) == ["ep_gather_rows_v1"] * 2
+    assert calls(run(SIZES), drawn(40, 8, dtype=np.float32)) == []
 
 
 def test_one_call_after_the_other_under_vmap() -> None:

@@ -346,10 +346,9 @@ def _unpermute_pullback(
         weights: jax.Array | None,
     ) -> Any:
         slots, grad = plan.slot_row.shape[1], _flat(grad)
-        d_rows = local.weighed(grad, plan.source, weights, slots)
         if rows is None or weights is None:
-            return d_rows, None
-        of_rows = local.products(rows, grad, plan.source, slots)
+            return local.weighed(grad, plan.source, weights, slots), None
+        d_rows, of_rows = local.weighed_with_products(rows, grad, plan.source, weights, slots)
         if shards.feature:
             of_rows = lax.psum(of_rows, shards.feature)
         picked = local.of_slots(of_rows, plan.slot_row).astype(weights.dtype)

@@ -1,18 +1,22 @@
 """Rows of a permutation on one shard: copied out of tokens, and summed back.
 
 Gathers both ways. A row that no slot fills is never added to anything, and nothing is multiplied
-by a mask: a NaN there stays there, a NaN in a filled row comes through.
+by a mask: a NaN there stays there, a NaN in a filled row comes through. On a GPU the kernels of
+`permutation_kernels.py` stand in for what they take.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.ops import permutation_kernels as kernels
 from ep_runtime_client.ops.permutation_plan import PermutationArrays
+from ep_runtime_client.ops.row_kernels import either
 from ep_runtime_client.ops.varying import like
 from ep_runtime_client.ops.xla_plan import exclusive_sum, rows_at
 
@@ -27,6 +31,13 @@ def sum_dtype(dtype: Any) -> Any:
 
 def copied(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
     """values [T, ...] of each row's token, zero where there is none: [rows, ...]."""
+    kernel = functools.partial(kernels.copied, slots)
+    plain = functools.partial(gathered, slots=slots)
+    return either(kernels.serve(values, source, moves=True), kernel, plain, values, source)
+
+
+def gathered(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
+    """`copied` by XLA wherever it runs."""
     if not values.size:
         zeros = jnp.zeros((source.shape[0], *values.shape[1:]), values.dtype)
         return like(like(zeros, values), source)
@@ -50,6 +61,15 @@ def summed(
 
     In f32, f64 for f64 rows; rounded to the dtype of the rows once.
     """
+
+    def kernel(rows: jax.Array, arrays: PermutationArrays, weights: jax.Array | None) -> jax.Array:
+        return kernels.summed(rows, arrays.slot_row, weights)
+
+    served = kernels.serve(rows, arrays.slot_row)
+    return either(served, kernel, _summed, rows, arrays, weights)
+
+
+def _summed(rows: jax.Array, arrays: PermutationArrays, weights: jax.Array | None) -> jax.Array:
     tokens, slots = arrays.slot_row.shape
     wide = sum_dtype(rows.dtype)
     total = jnp.zeros((tokens, rows.shape[1]), wide)
@@ -111,11 +131,32 @@ def weighed(
     """
     if weights is None or not weights.size:
         return copied(grads, source, slots)
+    kernel, plain = (functools.partial(way, slots) for way in (kernels.weighed, _weighed))
+    return either(kernels.serve(grads, source), kernel, plain, grads, source, weights)
+
+
+def _weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array) -> jax.Array:
     wide = sum_dtype(grads.dtype)
     at = jnp.maximum(source, 0)
     of_row = rows_at(weights.reshape(-1), at).astype(wide)
     rows = rows_at(grads, at // slots).astype(wide) * of_row[:, None]
     return jnp.where((source >= 0)[:, None], rows, jnp.zeros((), wide)).astype(grads.dtype)
+
+
+def weighed_with_products(
+    rows: jax.Array, grads: jax.Array, source: jax.Array, weights: jax.Array, slots: int
+) -> tuple[jax.Array, jax.Array]:
+    """`weighed` of grads, and `products` of rows and grads. Rows without a token have any."""
+
+    def plain(
+        rows: jax.Array, grads: jax.Array, source: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        d_rows = weighed(grads, source, weights, slots)
+        return d_rows, products(rows, grads, source, slots)
+
+    kernel = functools.partial(kernels.weighed_with_products, slots)
+    served = weights.size > 0 and rows.dtype == grads.dtype and kernels.serve(grads, source)
+    return either(served, kernel, plain, rows, grads, source, weights)
 
 
 def products(rows: jax.Array, grads: jax.Array, source: jax.Array, slots: int) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops import batch_shards, twin
 from ep_runtime_client.ops.batch_shards import BatchShards, Spec
+from ep_runtime_client.ops.permutation_rows import copied, gathered
 from ep_runtime_client.ops.varying import like
 from ep_runtime_client.ops.xla_plan import exclusive_sum, rows_at
 
@@ -121,7 +123,10 @@ def _moved(
 
     def body(x: jax.Array, sizes: jax.Array, order: jax.Array) -> jax.Array:
         blocks = x.reshape(lists, x.shape[0] // lists, *x.shape[1:])
-        one = jax.vmap(lambda *each: _one_list(*each, inverse=inverse))
+        if lists == 1:
+            return _one_list(copied, x, sizes[0], order[0], inverse=inverse)
+        # Over many lists the partitioner still has to find the shards: it cuts XLA's own ops.
+        one = jax.vmap(lambda *each: _one_list(gathered, *each, inverse=inverse))
         return one(blocks, sizes, order).reshape(x.shape)
 
     rows, per_list = shards.row_spec(trailing=x.ndim - 1), shards.row_spec()
@@ -131,7 +136,14 @@ def _moved(
     return result
 
 
-def _one_list(x: jax.Array, sizes: jax.Array, order: jax.Array, *, inverse: bool) -> jax.Array:
+def _one_list(
+    move: Callable[[jax.Array, jax.Array, int], jax.Array],
+    x: jax.Array,
+    sizes: jax.Array,
+    order: jax.Array,
+    *,
+    inverse: bool,
+) -> jax.Array:
     """x [rows, ...] with chunks of sizes [m] in the order [m], or brought back from it."""
     rows, chunks = x.shape[0], sizes.shape[0]
     if not x.size or not chunks:
@@ -149,6 +161,4 @@ def _one_list(x: jax.Array, sizes: jax.Array, order: jax.Array, *, inverse: bool
     chunk = jnp.minimum(jnp.searchsorted(ends, row, side="right"), chunks - 1)
     source = rows_at(start - (ends - written), chunk) + row
     # Sizes that add up to more than the rows cut the last chunks.
-    filled = (row < ends[-1]) & (source < rows)
-    moved = rows_at(x, jnp.clip(source, 0, rows - 1))
-    return jnp.where(filled.reshape(-1, *[1] * (x.ndim - 1)), moved, jnp.zeros((), x.dtype))
+    return move(x, jnp.where((row < ends[-1]) & (source < rows), source, -1), 1)

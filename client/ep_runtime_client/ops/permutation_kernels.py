@@ -1,0 +1,77 @@
+"""Rows of a permutation on a GPU: custom calls of the CUDA library.
+
+Rows that only move may have any dtype, those that are weighed or summed are f32, bf16 or f16; all
+are multiples of 16 bytes. Letters and meaning as in `permutation_rows.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops import row_kernels
+
+TARGETS = ("ep_gather_rows_v1", "ep_sum_rows_v1")
+_BYTES = ("bool", "int8", "uint8", "float8")  # int4 and the like share theirs
+
+
+def serve(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
+    """Whether the kernels take rows [rows, ...] and their places, lowered for a GPU.
+
+    `moves`: the rows are neither weighed nor summed.
+    """
+    if values.ndim < 2 or not row_kernels.available():
+        return False
+    kind = values.dtype
+    right = kind in row_kernels.FLOATS
+    if moves:
+        right = kind.itemsize > 1 or kind.name.startswith(_BYTES)
+    width = math.prod(values.shape[1:])
+    limits = max(places.size, values.shape[0]) < 2**31
+    return right and limits and places.size > 0 and row_kernels.fit((1,), values, width=width)
+
+
+def copied(slots: int, values: jax.Array, source: jax.Array) -> jax.Array:
+    """As `permutation_rows.copied`."""
+    return _gathered(slots, values, source, None, None)[0]
+
+
+def weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array) -> jax.Array:
+    """As `permutation_rows.weighed` with weights."""
+    return _gathered(slots, grads, source, weights, None)[0]
+
+
+def weighed_with_products(
+    slots: int, rows: jax.Array, grads: jax.Array, source: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`weighed` and `permutation_rows.products`, which are 0 for rows without a token."""
+    return _gathered(slots, grads, source, weights, rows)
+
+
+def summed(rows: jax.Array, slot_row: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """As `permutation_rows.summed`."""
+    result = jax.ShapeDtypeStruct((slot_row.shape[0], rows.shape[1]), rows.dtype)
+    given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
+    (total,) = row_kernels.call(TARGETS[1], (result,), (slot_row, rows, given))
+    return total
+
+
+def _gathered(
+    slots: int,
+    values: jax.Array,
+    source: jax.Array,
+    weights: jax.Array | None,
+    others: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    flat = values.reshape(values.shape[0], -1)
+    given = jnp.zeros(0, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    beside = jnp.zeros((0, 0), values.dtype) if others is None else others
+    results = (
+        jax.ShapeDtypeStruct((source.shape[0], flat.shape[1]), values.dtype),
+        jax.ShapeDtypeStruct((0 if others is None else source.shape[0],), jnp.float32),
+    )
+    operands = (source, flat, given.reshape(-1), beside)
+    rows, products = row_kernels.call(TARGETS[0], results, operands, {"slots": slots})
+    return rows.reshape(source.shape[0], *values.shape[1:]), products

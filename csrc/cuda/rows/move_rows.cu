@@ -1,0 +1,207 @@
+#include "cuda/row_math.cuh"
+#include "cuda/rows/move_rows.h"
+#include "cuda/rows/row_groups.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace rows {
+namespace {
+
+constexpr int kMaxThreads = 128;  // that share a row
+constexpr int kUnroll = 4;        // vectors of a thread on their way at once
+
+// Whole warps, no more than have work.
+int ThreadsFor(int64_t vectors) {
+  const int64_t threads = (vectors + 31) / 32 * 32;
+  return static_cast<int>(threads < kMaxThreads ? threads : kMaxThreads);
+}
+
+// blockIdx.x: the row. Rows of any type, as they are.
+__global__ void __launch_bounds__(kMaxThreads)
+    CopyKernel(const __grid_constant__ GatherRowsParams p) {
+  const int64_t vectors = p.row_bytes / kVectorBytes;
+  const int32_t source = __ldg(p.source + blockIdx.x);
+  const int32_t token = source < 0 ? p.tokens : source / p.slots;
+  const bool filled = token < p.tokens;
+  const auto* from = static_cast<const uint4*>(p.values) + (filled ? token : 0) * vectors;
+  auto* to = static_cast<uint4*>(p.out) + blockIdx.x * vectors;
+  for (int64_t base = threadIdx.x; base < vectors; base += kUnroll * blockDim.x) {
+    uint4 part[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t v = base + u * blockDim.x;
+      part[u] = filled && v < vectors ? LoadStream(from + v) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t v = base + u * blockDim.x;
+      if (v < vectors) StoreVector(to + v, part[u]);
+    }
+  }
+}
+
+// Called by whole blocks: the sum of all threads in one order, in thread 0.
+__device__ __forceinline__ float BlockSum(float sum) {
+  __shared__ float of_warps[kMaxThreads / 32];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return sum;
+  for (int warp = 1; warp < blockDim.x / 32; ++warp) sum += of_warps[warp];
+  return sum;
+}
+
+// blockIdx.x: the row. Times a weight, and the product with another row.
+template <RowType kType>
+__global__ void __launch_bounds__(kMaxThreads)
+    WeighKernel(const __grid_constant__ GatherRowsParams p) {
+  using E = Element<kType>;
+  const int64_t vectors = p.row_bytes / kVectorBytes;
+  const int32_t source = __ldg(p.source + blockIdx.x);
+  const int32_t token = source < 0 ? p.tokens : source / p.slots;
+  const bool filled = token < p.tokens;
+  const float weight = filled && p.weights != nullptr ? __ldg(p.weights + source) : 1.0f;
+  const auto* from = static_cast<const uint4*>(p.values) + (filled ? token : 0) * vectors;
+  const auto* other = static_cast<const uint4*>(p.others) + blockIdx.x * vectors;
+  auto* to = static_cast<uint4*>(p.out) + blockIdx.x * vectors;
+  float product = 0.0f;
+  for (int64_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+    if (!filled) {
+      StoreVector(to + v, make_uint4(0, 0, 0, 0));
+      continue;
+    }
+    float x[E::kPerVector], y[E::kPerVector];
+    const uint4 part = LoadStream(from + v);
+    if (p.others != nullptr) E::Unpack(LoadStream(other + v), y);
+    E::Unpack(part, x);
+#pragma unroll
+    for (int i = 0; i < E::kPerVector; ++i) {
+      if (p.others != nullptr) product += x[i] * y[i];
+      x[i] = __fmul_rn(x[i], weight);
+    }
+    // Without weights rows pass bit by bit, NaNs too.
+    StoreVector(to + v, p.weights != nullptr ? E::Pack(x) : part);
+  }
+  if (p.products == nullptr) return;
+  product = BlockSum(product);
+  if (threadIdx.x == 0) p.products[blockIdx.x] = product;
+}
+
+// Adds the rows of up to 32 slots, one in each lane, to `total`. Called by whole warps.
+template <RowType kType>
+__device__ __forceinline__ void AddSlots(const SumRowsParams& p, int32_t row, float weight,
+                                         int64_t v, float* total) {
+  using E = Element<kType>;
+  const int64_t vectors = p.row_bytes / kVectorBytes;
+  const auto* rows = static_cast<const uint4*>(p.rows);
+  unsigned used = __ballot_sync(kAllLanes, row >= 0 && row < p.num_rows);
+  while (used != 0) {
+    uint4 part[kUnroll];
+    float times[kUnroll];
+    int count = 0;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (used == 0) break;
+      const int slot = __ffs(used) - 1;
+      used &= used - 1;
+      const int64_t at = __shfl_sync(kAllLanes, row, slot);
+      times[u] = __shfl_sync(kAllLanes, weight, slot);
+      if (v < vectors) part[u] = LoadStream(rows + at * vectors + v);
+      count = u + 1;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (u >= count || v >= vectors) break;
+      float x[E::kPerVector];
+      E::Unpack(part[u], x);
+#pragma unroll
+      for (int i = 0; i < E::kPerVector; ++i) {
+        const float scaled = p.weights != nullptr ? __fmul_rn(x[i], times[u]) : x[i];
+        total[i] = __fadd_rn(total[i], scaled);
+      }
+    }
+  }
+}
+
+// blockIdx.x: the token. Lanes hold slots, and vectors of the sum.
+template <RowType kType>
+__global__ void __launch_bounds__(kMaxThreads) SumKernel(const __grid_constant__ SumRowsParams p) {
+  using E = Element<kType>;
+  const int64_t vectors = p.row_bytes / kVectorBytes;
+  const int lane = threadIdx.x % 32;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * p.slots;
+  for (int64_t base = threadIdx.x - lane; base < vectors; base += blockDim.x) {
+    float total[E::kPerVector];
+#pragma unroll
+    for (int i = 0; i < E::kPerVector; ++i) total[i] = 0.0f;
+    for (int slots = 0; slots < p.slots; slots += 32) {
+      const bool there = slots + lane < p.slots;
+      const int64_t at = first + slots + lane;
+      const int32_t row = there ? __ldg(p.slot_row + at) : -1;
+      const float weight = there && p.weights != nullptr ? __ldg(p.weights + at) : 1.0f;
+      AddSlots<kType>(p, row, weight, base + lane, total);
+    }
+    if (base + lane < vectors) {
+      StoreVector(static_cast<uint4*>(p.out) + blockIdx.x * vectors + base + lane, E::Pack(total));
+    }
+  }
+}
+
+bool FitsRows(int64_t row_bytes, const void* a, const void* b, const void* c) {
+  return row_bytes > 0 && row_bytes % kVectorBytes == 0 && Aligned(a) && Aligned(b) && Aligned(c);
+}
+
+}  // namespace
+}  // namespace rows
+
+cudaError_t LaunchGatherRows(cudaStream_t stream, const GatherRowsParams& p) {
+  if (!rows::FitsRows(p.row_bytes, p.values, p.others, p.out) || p.rows <= 0 || p.tokens <= 0 ||
+      p.slots <= 0 || (p.others == nullptr) != (p.products == nullptr)) {
+    return cudaErrorInvalidValue;
+  }
+  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes);
+  if (p.weights == nullptr && p.others == nullptr) {
+    rows::CopyKernel<<<p.rows, threads, 0, stream>>>(p);
+    return cudaGetLastError();
+  }
+  switch (p.type) {
+    case RowType::kF32:
+      rows::WeighKernel<RowType::kF32><<<p.rows, threads, 0, stream>>>(p);
+      break;
+    case RowType::kBF16:
+      rows::WeighKernel<RowType::kBF16><<<p.rows, threads, 0, stream>>>(p);
+      break;
+    case RowType::kF16:
+      rows::WeighKernel<RowType::kF16><<<p.rows, threads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchSumRows(cudaStream_t stream, const SumRowsParams& p) {
+  if (!rows::FitsRows(p.row_bytes, p.rows, p.out, nullptr) || p.tokens <= 0 || p.slots <= 0 ||
+      p.num_rows <= 0) {
+    return cudaErrorInvalidValue;
+  }
+  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes);
+  switch (p.type) {
+    case RowType::kF32:
+      rows::SumKernel<RowType::kF32><<<p.tokens, threads, 0, stream>>>(p);
+      break;
+    case RowType::kBF16:
+      rows::SumKernel<RowType::kBF16><<<p.tokens, threads, 0, stream>>>(p);
+      break;
+    case RowType::kF16:
+      rows::SumKernel<RowType::kF16><<<p.tokens, threads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime

@@ -1,0 +1,48 @@
+// Rows of a permutation: copied out of tokens, and summed back. Places come from the plan of
+// `ops/permutation_plan.py`.
+#ifndef EP_RUNTIME_CUDA_ROWS_MOVE_ROWS_H_
+#define EP_RUNTIME_CUDA_ROWS_MOVE_ROWS_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/device_group.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+struct GatherRowsParams {
+  RowType type;           // kBytes: rows that only move
+  int32_t rows;           // of `out`
+  int32_t tokens;         // of `values`
+  int32_t slots;          // of a token
+  int64_t row_bytes;      // a multiple of 16
+  const int32_t* source;  // [rows], device: token * slots + slot; negative: none, a row of zeros
+  const void* values;     // [tokens, row_bytes], device
+  const float* weights;   // [tokens * slots], device, times the slot's row; null: none
+  const void* others;     // [rows, row_bytes], device; null: none
+  void* out;              // [rows, row_bytes], device
+  float* products;        // [rows], device: of each row of `others` with its token; 0 without one
+};
+// One launch. `weights`, `others` and `products` want a float type.
+cudaError_t LaunchGatherRows(cudaStream_t stream, const GatherRowsParams& params);
+
+struct SumRowsParams {
+  RowType type;             // kF32, kBF16 or kF16; summed in f32, rounded once
+  int32_t tokens;           // of `out`
+  int32_t slots;            // S
+  int32_t num_rows;         // of `rows`
+  int64_t row_bytes;        // a multiple of 16
+  const int32_t* slot_row;  // [tokens, S], device: negative: the slot has no row
+  const void* rows;         // [num_rows, row_bytes], device
+  const float* weights;     // [tokens, S], device, times the slot's row; null: none
+  void* out;                // [tokens, row_bytes], device: sums in slot order
+};
+// One launch.
+cudaError_t LaunchSumRows(cudaStream_t stream, const SumRowsParams& params);
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_ROWS_MOVE_ROWS_H_
