@@ -5,6 +5,7 @@
 #   build       both native libraries and the kernels' harness
 #   kernels     every kernel against the reference, without JAX
 #   gemm        grouped products against sums in f64, without JAX
+#   rows        activation, quantization and moves of rows against plain loops, and their times
 #   tests       this folder's tests
 #   plain       the same without XLA's command buffers
 #   cases       every case of token movement in every layout of processes
@@ -14,7 +15,7 @@
 #   demo        `doctor`, the demo against its twin on stock collectives, and one process for each GPU
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
-# kernels_main (or some of them) to use as they are; BUILD_DIR; TESTS, more arguments of pytest;
+# kernels_main (or some of them; rows_main too) to use as they are; BUILD_DIR; TESTS, more arguments of pytest;
 # BENCH, arguments of `ep-runtime bench`. Exits with 1 where a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -22,7 +23,7 @@ logs=${1:?folder for the logs}
 shift
 parts=("$@")
 if [ ${#parts[@]} = 0 ]; then
-  parts=(build kernels gemm tests plain soak processes memcheck racecheck demo bench)
+  parts=(build kernels gemm rows tests plain soak processes memcheck racecheck demo bench)
 fi
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
@@ -65,6 +66,15 @@ part_gemm() {
   else
     BUILD_DIR=$build/gemm tests/gpu/run_gemm.sh check
   fi
+}
+part_rows() {
+  local what program=$build/rows/rows_main
+  if [ -n "$prebuilt" ] && [ -x "$prebuilt/rows_main" ]; then
+    program=$prebuilt/rows_main
+  else
+    BUILD_DIR=$build/rows tests/gpu/run_rows.sh build
+  fi
+  for what in time check; do "$program" "$what"; done
 }
 part_tests() {
   "$python" -m pytest tests/gpu -q -p no:cacheprovider --durations=12 --timeout=200 "$@" ${TESTS:-}

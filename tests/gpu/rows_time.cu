@@ -1,0 +1,237 @@
+// Times of kernels that go over rows, as bytes that they must move at least, beside copies of the
+// same run.
+#include <algorithm>
+#include <memory>
+
+#include "cuda/rows/move_rows.h"
+#include "rows_case.h"
+
+namespace rows_test {
+namespace {
+
+constexpr int kRows = 32768;
+constexpr int kGroups = 32;
+constexpr int kHidden = 7168;
+constexpr int kInner = 2048;
+constexpr int kTopK = 8;
+constexpr int kThreads = 256;
+
+__global__ void CopyVectors(const uint4* from, uint4* to, int64_t count) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += step) {
+    to[i] = from[i];
+  }
+}
+
+__global__ void FillValues(__nv_bfloat16* values, int64_t count) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += step) {
+    const uint32_t bits = static_cast<uint32_t>(i) * 0x9E3779B1u;
+    values[i] = __float2bfloat16(static_cast<float>(bits >> 8) * 1e-7f - 0.8f);
+  }
+}
+
+double MedianMs(const std::function<cudaError_t()>& launch) {
+  constexpr int kWarm = 3, kRuns = 15;
+  cudaEvent_t events[kRuns + 1];
+  for (cudaEvent_t& event : events) CHECK_CUDA(cudaEventCreate(&event));
+  for (int i = 0; i < kWarm; ++i) CHECK_CUDA(launch());
+  CHECK_CUDA(cudaEventRecord(events[0]));
+  for (int i = 0; i < kRuns; ++i) {
+    CHECK_CUDA(launch());
+    CHECK_CUDA(cudaEventRecord(events[i + 1]));
+  }
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::vector<float> times(kRuns);
+  for (int i = 0; i < kRuns; ++i) {
+    CHECK_CUDA(cudaEventElapsedTime(&times[i], events[i], events[i + 1]));
+  }
+  for (cudaEvent_t event : events) cudaEventDestroy(event);
+  std::sort(times.begin(), times.end());
+  return times[kRuns / 2];
+}
+
+class Timer {
+ public:
+  // GB/s of a copy of as many bytes as most of the kernels move.
+  void Copies() {
+    const Memory from(kCopied), to(kCopied);
+    const int64_t vectors = kCopied / static_cast<int64_t>(sizeof(uint4));
+    Print("copy: a kernel", 2.0 * kCopied, [&] {
+      CopyVectors<<<132 * 16, kThreads>>>(from.as<uint4>(), to.as<uint4>(), vectors);
+      return cudaGetLastError();
+    });
+    copy_ = last_;
+    Print("copy: cudaMemcpyAsync", 2.0 * kCopied, [&] {
+      return cudaMemcpyAsync(to.as(), from.as(), kCopied, cudaMemcpyDeviceToDevice, nullptr);
+    });
+    copy_ = std::max(copy_, last_);
+  }
+  void Print(const std::string& what, double bytes, const std::function<cudaError_t()>& launch) {
+    const double ms = MedianMs(launch);
+    last_ = bytes / ms * 1e-6;
+    std::printf("%-52s %8.4f ms %7.0f GB/s", what.c_str(), ms, last_);
+    if (copy_ > 0) std::printf("  %5.1f%% of copy", 100 * last_ / copy_);
+    std::printf("\n");
+  }
+
+ private:
+  static constexpr int64_t kCopied = 512ll << 20;
+  double copy_ = 0;
+  double last_ = 0;
+};
+
+struct Load {
+  const char* name;
+  int rows;  // C
+  std::vector<int> sizes;
+};
+
+std::vector<Load> Loads() {
+  std::vector<int> zipf(kGroups), even(kGroups, kRows / kGroups);
+  double sum = 0;
+  for (int g = 0; g < kGroups; ++g) sum += 1.0 / (g + 1);
+  int left = kRows;
+  for (int g = kGroups - 1; g >= 0; --g) {
+    zipf[g] = g == 0 ? left : static_cast<int>(kRows / (g + 1) / sum);
+    left -= zipf[g];
+  }
+  return {{"even", kRows, even}, {"zipf", kRows, zipf}, {"half empty", 2 * kRows, even}};
+}
+
+std::unique_ptr<Memory> Values(int64_t count) {
+  auto memory = std::make_unique<Memory>(count * 2);
+  FillValues<<<132 * 16, kThreads>>>(memory->as<__nv_bfloat16>(), count);
+  CHECK_CUDA(cudaGetLastError());
+  return memory;
+}
+
+// Bytes of one pass: what is read and written.
+void TimeActivation(Timer* timer, const Load& load, const Slabs& slabs, const Memory& sizes) {
+  const int64_t all = slabs.all_rows();
+  const auto hidden = Values(all * 2 * kInner), grad = Values(all * kInner);
+  const Memory weights(std::vector<float>(all, 0.5f)), d_weights(all * 4);
+  const Memory out(all * 2 * kInner * 2);
+  ec::ActivationParams params{};
+  params.type = RowType::kBF16;
+  params.gated = true;
+  params.groups = slabs.On(sizes);
+  params.width = kInner;
+  params.hidden = hidden->as();
+  params.weights = weights.as<float>();
+  params.out = out.as();
+  const double row = slabs.used * kInner * 2.0;
+  timer->Print(std::string("SwiGLU forward, ") + load.name, 3 * row,
+               [&] { return ec::LaunchActivation(nullptr, params); });
+  params.grad = grad->as();
+  params.out = hidden->as();
+  params.d_weights = d_weights.as<float>();
+  timer->Print(std::string("SwiGLU backward, ") + load.name, 5 * row,
+               [&] { return ec::LaunchActivation(nullptr, params); });
+}
+
+void TimeQuantize(Timer* timer, const Load& load, const Slabs& slabs, const Memory& sizes) {
+  const int64_t all = slabs.all_rows(), values = all * kHidden;
+  const auto x = Values(values);
+  const Memory data(values), columns(values), scale(all * (kHidden / 8)), column_scale(all * 4096);
+  const Memory amax(4 * kGroups), ones(std::vector<float>(kGroups, 0.01f));
+  const double used = static_cast<double>(slabs.used) * kHidden;
+  const auto name = [&](const char* what) { return std::string(what) + ", " + load.name; };
+  const ec::AmaxParams largest{RowType::kBF16, slabs.On(sizes), kHidden,
+                               kGroups,        x->as(),         amax.as<float>()};
+  timer->Print(name("amax of groups"), 2 * used,
+               [&] { return ec::LaunchGroupAmax(nullptr, largest); });
+  for (const bool clear : {false, true}) {
+    // Zeros of the slack are work too where somebody wants them.
+    const double zeros = clear ? static_cast<double>(values) - used : 0.0;
+    if (clear && zeros == 0.0) continue;
+    const char* const also = clear ? ", slack cleared" : "";
+    ec::QuantizeRowsParams rows{RowType::kBF16,
+                                Fp8Format::kE4M3,
+                                slabs.On(sizes),
+                                kHidden,
+                                x->as(),
+                                ones.as<float>(),
+                                false,
+                                clear,
+                                data.as<uint8_t>(),
+                                nullptr};
+    timer->Print(name("quantize by tensor scales") + also, 3 * used + zeros,
+                 [&] { return ec::LaunchQuantizeRows(nullptr, rows); });
+    rows.group_scale = nullptr;
+    rows.tile_scale = scale.as<float>();
+    timer->Print(name("quantize 1 x 128") + also, 3 * used + (used + zeros) / 32 + zeros,
+                 [&] { return ec::LaunchQuantizeRows(nullptr, rows); });
+    const ec::QuantizeMxParams mx{RowType::kBF16,
+                                  Fp8Format::kE4M3,
+                                  slabs.On(sizes),
+                                  kHidden,
+                                  x->as(),
+                                  clear,
+                                  data.as<uint8_t>(),
+                                  scale.as<uint8_t>(),
+                                  columns.as<uint8_t>(),
+                                  column_scale.as<uint8_t>()};
+    timer->Print(name("quantize MX, both ways") + also, 4 * used + 2 * zeros,
+                 [&] { return ec::LaunchQuantizeMx(nullptr, mx); });
+  }
+}
+
+void TimeKernels(Timer* timer) {
+  constexpr int kWide = 2 * kInner;
+  const int64_t values = int64_t{kGroups} * kHidden * kWide;
+  const auto w = Values(values);
+  const Memory data(values), scale(values / 4096);
+  const ec::QuantizeBlocksParams params{
+      RowType::kBF16, Fp8Format::kE4M3,   kGroups,          kHidden, 1, kWide, w->as(),
+      false,          data.as<uint8_t>(), scale.as<float>()};
+  timer->Print("quantize 128 x 128, 32 weights", 3.0 * values,
+               [&] { return ec::LaunchQuantizeBlocks(nullptr, params); });
+}
+
+void TimeMoves(Timer* timer) {
+  constexpr int kTokens = kRows / kTopK;
+  std::mt19937 random(3);
+  std::vector<int> source(kRows), slot_row(kRows);
+  for (int i = 0; i < kRows; ++i) source[i] = i;
+  std::shuffle(source.begin(), source.end(), random);
+  for (int row = 0; row < kRows; ++row) slot_row[source[row]] = row;
+  const Memory sources(source), slot_rows(slot_row), weights(std::vector<float>(kRows, 0.5f));
+  const auto tokens = Values(int64_t{kTokens} * kHidden), rows = Values(int64_t{kRows} * kHidden);
+  const Memory out(rows->bytes()), products(4 * kRows);
+  const double bytes = 2.0 * kHidden * kRows;
+  ec::GatherRowsParams gather{
+      RowType::kBF16, kRows,   kTokens, kTopK,    2 * kHidden, sources.as<int>(),
+      tokens->as(),   nullptr, nullptr, out.as(), nullptr};
+  const auto run = [&] { return ec::LaunchGatherRows(nullptr, gather); };
+  timer->Print("permute, top 8", bytes + bytes / kTopK, run);
+  gather.weights = weights.as<float>();
+  timer->Print("permute with weights", bytes + bytes / kTopK, run);
+  gather.others = rows->as();
+  gather.products = products.as<float>();
+  timer->Print("gradients of unpermute", 2 * bytes + bytes / kTopK, run);
+  ec::SumRowsParams sum{RowType::kBF16,      kTokens,    kTopK,   kRows,   2 * kHidden,
+                        slot_rows.as<int>(), rows->as(), nullptr, out.as()};
+  timer->Print("unpermute, top 8", bytes + bytes / kTopK,
+               [&] { return ec::LaunchSumRows(nullptr, sum); });
+  sum.weights = weights.as<float>();
+  timer->Print("unpermute with weights", bytes + bytes / kTopK,
+               [&] { return ec::LaunchSumRows(nullptr, sum); });
+}
+
+}  // namespace
+
+void TimeAll() {
+  Timer timer;
+  timer.Copies();
+  for (const Load& load : Loads()) {
+    const Slabs slabs(1, load.rows, load.sizes);
+    const Memory sizes(slabs.sizes);
+    TimeActivation(&timer, load, slabs, sizes);
+    TimeQuantize(&timer, load, slabs, sizes);
+  }
+  TimeKernels(&timer);
+  TimeMoves(&timer);
+}
+
+}  // namespace rows_test

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Builds the kernels that go over rows with their harness, checks them against plain loops on the
+# host and times them beside copies.
+#   tests/gpu/run_rows.sh build     compile only (no GPU needed)
+#   tests/gpu/run_rows.sh [check|small|time|sanitize|all]
+# NVCC and BUILD_DIR may be set.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+what=${1:-all}
+nvcc=${NVCC:-nvcc}
+build=${BUILD_DIR:-build/gpu-rows}
+program=$build/rows_main
+
+build_all() {
+  mkdir -p "$build"
+  local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo -Icsrc -Itests/gpu)
+  local source objects=()
+  for source in csrc/cuda/rows/*.cu tests/gpu/rows_*.cu tests/gpu/rows_*.cc; do
+    local object
+    object=$build/$(basename "${source%.*}").o
+    objects+=("$object")
+    if [ ! "$object" -nt "$source" ] || [ -n "$(find csrc/cuda tests/gpu \
+        -name '*.*h' -newer "$object" -print -quit)" ]; then
+      "$nvcc" "${flags[@]}" -c "$source" -o "$object"
+    fi
+  done
+  "$nvcc" -cudart static "${objects[@]}" -o "$program"
+}
+
+# A binary that travelled with the tree is used as it is, where it runs.
+if [ "$what" = build ] || ! [ -x "$program" ]; then build_all; fi
+case $what in
+  build) ;;
+  check | small | time) "$program" "$what" ;;
+  sanitize) compute-sanitizer --tool memcheck --error-exitcode 3 "$program" small ;;
+  all)
+    "$program" check | grep -v '^ok '
+    "$program" time
+    ;;
+  *)
+    echo "unknown: $what (build, check, small, time, sanitize or all)" >&2
+    exit 2
+    ;;
+esac
