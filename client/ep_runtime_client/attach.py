@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import specs, wire
+from ep_runtime import device_layout, specs, wire
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2
 from ep_runtime_client import estimate, forming, meshes
@@ -122,7 +122,7 @@ def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
             argument="mesh",
         )
     ordinals = [device.local_hardware_id for device in ours.values()]
-    return forming.Claim(tuple(ours), tuple(ordinals) if spec.transport == "nvlink" else ())
+    return forming.Claim(tuple(ours), tuple(ordinals) if device_layout.on_device(spec) else ())
 
 
 def stored_spec(session: Session, name: str) -> specs.GroupSpec:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ep_runtime import board, env, native, specs, wire
+from ep_runtime import board, device_layout, env, native, nccl, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
-from ep_runtime_client import allocator, transport
+from ep_runtime_client import allocator, communicators, transport
 
 if TYPE_CHECKING:
     from ep_runtime_client.session import Session
@@ -123,12 +123,40 @@ class _Formation:
             self.leave()
         if self._formed is None:
             self._formed = self._create(control)
+        if self._spec.transport == "nccl":
+            self._formed = self._with_nccl(control, self._formed)
         wait_s = self._session.timeout_s
         report = group_service_pb2.ReportAttachedRequest(
             name=self._spec.name, generation=self._formed.generation, wait=wire.duration(wait_s)
         )
         control.call(control.groups.ReportAttached, report, timeout_s=wait_s + _GRACE_S)
+        if self._spec.transport == "nvlink" and self._spec.ep_size > 1 and env.wants_nccl():
+            self._formed = self._with_nccl(control, self._formed)
         return self._formed
+
+    def _with_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
+        """The group with communicators; another transport than "nccl" goes on without."""
+        held = formed.native_group
+        if held is None or isinstance(held, communicators.GroupWithNccl):
+            return formed
+        ranks = communicators.ranks_of(
+            formed.spec, formed.generation, formed.ranks, self._claim.ordinals
+        )
+        wait_s = self._session.timeout_s
+
+        def make(budget_s: float) -> nccl.NcclGroup:
+            return communicators.make(control, nccl.library(), ranks, budget_s)
+
+        if formed.spec.transport == "nccl":
+            made = make(wait_s)
+        else:
+            budget_s = min(wait_s, communicators.OPTIONAL_S)
+            found = communicators.optional(formed.spec.name, lambda: make(budget_s))
+            if found is None:
+                return formed
+            made = found
+        group = communicators.GroupWithNccl(held.library, held.number, made)
+        return dataclasses.replace(formed, native_group=group)
 
     def _create(self, control: transport.ControlChannel) -> Formed:
         wait_s = self._session.timeout_s
@@ -184,7 +212,7 @@ class _Formation:
 
 def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
     """The GPUs of the ranks: ordinals differ between processes, UUIDs do not."""
-    if spec.transport != "nvlink":
+    if not device_layout.on_device(spec):
         return ()
     found = native.library("cuda").devices()
     return tuple(found[ordinal] for ordinal in claim.ordinals)

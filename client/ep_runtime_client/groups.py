@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ep_runtime import board, errors, specs, wire
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
-from ep_runtime_client import estimate, forming, jax_state, meshes, transport
+from ep_runtime_client import communicators, estimate, forming, jax_state, meshes, transport
 from ep_runtime_client.jax_state import eager
 from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
 
@@ -277,6 +277,7 @@ class Group:
         if state in (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED):
             self._broken = state == types_pb2.GROUP_STATE_BROKEN
             self._gone = self._gone or reason or "was taken away by the daemon"
+            communicators.end_calls(self.native_group, self.name, self._gone)
 
     def restore(self, control: transport.ControlChannel, token: str) -> None:
         """Gives the group back to a daemon that was started again.

@@ -7,7 +7,7 @@ import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import native, specs
+from ep_runtime import native, nccl, specs
 from ep_runtime.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
 
     Raises:
         InvalidArgumentError: an unknown name, or one that needs a daemon where there is none.
-        RuntimeUnavailableError: "nvlink" where the package was built without CUDA.
+        RuntimeUnavailableError: "nvlink" or "nccl" where the package was built without CUDA;
+            "nccl" where the process has no libnccl.
         NotImplementedError: this version has no such transport for the mesh's devices.
     """
     choices = ("auto", *specs.TRANSPORTS)
@@ -92,12 +93,14 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
         )
     if transport == "memfd":
         return transport
-    if platforms == ["gpu"] and transport == "nvlink":
+    if platforms == ["gpu"]:
         native.library("cuda")  # where it is missing, this says how to build it
+        if transport == "nccl":
+            nccl.library().version()  # of a libnccl that this package can use
         return transport
     raise NotImplementedError(
         f"transport={transport!r} on {platforms} devices is not part of this version; "
-        'transport="memfd" serves CPU devices, "nvlink" NVIDIA GPUs, "xla" every device'
+        'transport="memfd" serves CPU devices, "nvlink" and "nccl" NVIDIA GPUs, "xla" every device'
     )
 
 

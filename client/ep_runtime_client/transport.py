@@ -27,6 +27,7 @@ from ep_runtime.v1 import (
     fd_socket_pb2,
     group_service_pb2_grpc,
     layer_service_pb2_grpc,
+    nccl_service_pb2_grpc,
     session_service_pb2_grpc,
     types_pb2,
 )
@@ -237,6 +238,7 @@ class ControlChannel:
         self.sessions: Any = session_service_pb2_grpc.SessionServiceStub(self._channel)
         self.groups: Any = group_service_pb2_grpc.GroupServiceStub(self._channel)
         self.layers: Any = layer_service_pb2_grpc.LayerServiceStub(self._channel)
+        self.nccl: Any = nccl_service_pb2_grpc.NcclServiceStub(self._channel)
 
     def call(
         self,

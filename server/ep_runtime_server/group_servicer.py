@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 from google.protobuf import duration_pb2
 
-from ep_runtime import board, wire
+from ep_runtime import board, device_layout, wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import group_service_pb2 as pb
@@ -21,7 +21,7 @@ from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
 
-SERVED_TRANSPORTS = ("memfd", "nvlink", "xla")
+SERVED_TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
 MAX_LANES = 64
 # A layer is some 40 bytes on the wire and some 160 in the journal.
 _JOURNAL_GROWTH = 5
@@ -87,7 +87,7 @@ def _check_uuids(
 ) -> tuple[str, ...]:
     """The GPUs of the request's ranks, ranks ascending; none for windows on the host."""
     uuids, ranks = tuple(request.device_uuids), tuple(request.world_ranks)
-    wanted = len(ranks) if spec.transport == "nvlink" else 0
+    wanted = len(ranks) if device_layout.on_device(spec) else 0
     if len(uuids) != wanted:
         raise InvalidArgumentError(
             f"device_uuids must name {wanted} GPUs for {len(ranks)} ranks of a group of transport "

@@ -113,6 +113,8 @@ class Group:
     def node_size_of_view(self) -> int:
         """What `node_size` is to be with every rank claimed; the same on every node."""
         remote, spec = self.remote, self.spec
+        if spec.transport == "nccl" and not remote:
+            return 1  # over NCCL is what was asked for: these GPUs may not reach each other
         if not remote or spec.transport not in NODE_TRANSPORTS:
             return 0
         nodes = [remote[r].node if r in remote else "" for r in range(spec.world_size)]

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 
-from ep_runtime import board
+from ep_runtime import board, device_layout
 from ep_runtime.board import OpCode, RankRecord, RankState
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime_server.clock import Clock
@@ -65,7 +65,7 @@ def tell_time(groups: Iterable[Group], now_s: float) -> None:
     """Writes the time to the boards of groups on devices, which know no clock of this machine."""
     for group in groups:
         windows = group.windows
-        if group.spec.transport != "nvlink" or windows is None or windows.board is None:
+        if not device_layout.on_device(group.spec) or windows is None or windows.board is None:
             continue
         with contextlib.suppress(EpRuntimeError, ValueError):  # a board that a client wrecked
             board.tell_time(windows.board, int(now_s * 1e9))

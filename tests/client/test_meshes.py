@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
-from ep_runtime import native, specs
+from ep_runtime import native, nccl, specs
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client import meshes
 
@@ -111,6 +111,23 @@ def test_gpus_that_reach_each_other_take_windows(library: Callable[[Reaching], N
     assert meshes.resolve_transport("auto", Gpus(), has_daemon=False) == "xla"
     with pytest.raises(InvalidArgumentError, match="between CPU devices, the mesh has .'gpu'"):
         meshes.resolve_transport("memfd", Gpus(), has_daemon=True)
+
+
+def test_gpus_take_nccl_where_it_is_asked_for_and_a_libnccl_is_there(
+    library: Callable[[Reaching], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library(Reaching((0, 1)))
+
+    class Nccl:
+        def version(self) -> int:
+            return 22809
+
+    monkeypatch.setattr(nccl, "library", Nccl)
+    assert meshes.resolve_transport("nccl", Gpus(), has_daemon=True) == "nccl"
+    missing = tmp_path / "none.so"
+    monkeypatch.setattr(nccl, "library", lambda: nccl.NcclLibrary(missing))
+    with pytest.raises(RuntimeUnavailableError, match="missing at .*none.so"):
+        meshes.resolve_transport("nccl", Gpus(), has_daemon=True)
 
 
 @pytest.mark.parametrize(

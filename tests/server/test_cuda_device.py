@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import time
@@ -128,6 +129,15 @@ def test_what_devices_write_is_listed_and_they_are_told_the_time(gpu_daemon):
     del record
     shown.close()
     close_fds(found)
+
+
+def test_over_nccl_every_rank_of_one_daemon_is_a_node_of_its_own(gpu_daemon, driver):
+    client = gpu_daemon.client()
+    group = client.ready(make_spec(transport="nccl"), uuids=UUIDS)
+    assert (group.spec.node_size, group.state) == (1, types_pb2.GROUP_STATE_READY)
+    resolved = dataclasses.replace(make_spec(transport="nccl"), node_size=1)
+    assert group.window_bytes == board.window_bytes(resolved)
+    assert len(driver.held) == 2
 
 
 def test_closing_gives_the_gpus_their_memory_back(gpu_daemon, driver):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jax.export import DisabledSafetyCheck
 
-from ep_runtime_client.ops import gemm_kernels, memfd
+from ep_runtime_client.ops import gemm_kernels, memfd, nccl
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
@@ -23,5 +23,5 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     Returns:
         One check per custom call; other checks stay on.
     """
-    names = (*memfd.TARGETS, memfd.SYNC_TARGET, *gemm_kernels.TARGETS)
+    names = (*memfd.TARGETS, memfd.SYNC_TARGET, *nccl.TARGETS, *gemm_kernels.TARGETS)
     return [DisabledSafetyCheck.custom_call(name) for name in names]

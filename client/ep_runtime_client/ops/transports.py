@@ -15,14 +15,20 @@ from ep_runtime_client.ops.calls import Call
 _COLLECTIVES = {
     "xla": "ep_runtime_client.ops.collectives",
     "memfd": "ep_runtime_client.ops.collectives",
+    "nccl": "ep_runtime_client.ops.nccl",
 }
 _MODULES = {
     "xla": "ep_runtime_client.ops.xla",
     "memfd": "ep_runtime_client.ops.memfd",
     "nvlink": "ep_runtime_client.ops.memfd",
+    # Of a group whose EP domains lie on one node each.
+    "nccl": "ep_runtime_client.ops.memfd",
 }
 # Of groups with node_size.
-_ON_NODES = {"memfd": "ep_runtime_client.ops.nodes"}
+_ON_NODES = {
+    "memfd": "ep_runtime_client.ops.nodes",
+    "nccl": "ep_runtime_client.ops.nodes",
+}
 
 
 def per_device_ops(call: Call) -> ModuleType:

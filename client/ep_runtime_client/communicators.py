@@ -1,0 +1,171 @@
+"""NCCL communicators of a group that forms: unique ids of the daemon's, joined beside the others.
+
+Transport "nccl" makes them before the process reports itself attached, so that READY says that
+every rank's are there. For "nvlink" they are made when the group is READY, in the same call and
+with a bound, and only where EP_RUNTIME_NCCL asks for them: in the background they would allocate
+and load kernels beside the first steps, whose kernels wait for peers that such a pause holds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ep_runtime import errors, native, nccl, specs
+from ep_runtime.errors import EpRuntimeError, PeerLostError
+from ep_runtime.v1 import group_service_pb2, nccl_service_pb2, types_pb2
+from ep_runtime_client import transport
+
+_log = logging.getLogger("ep_runtime")
+
+# The daemon starts a process and loads libnccl from a cold disk.
+IDS_TIMEOUT_S = 40.0
+# Groups of other transports do not wait longer; they work without.
+OPTIONAL_S = 20.0
+# How often to ask whether the group is still forming.
+_LOOK_S = 0.25
+_OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupWithNccl(native.OpenGroup):
+    """A group as the CUDA library has it open, with its communicators."""
+
+    nccl: nccl.NcclGroup
+
+    def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
+        """As `native.OpenGroup`; its calls between nodes name layers too."""
+        super().add_layers(layers)
+        self.nccl.add_layers([nccl.Layer(item.id, item.name, item.fingerprint) for item in layers])
+
+    def check(self) -> str | None:
+        """As `native.OpenGroup`, then what NCCL found."""
+        return super().check() or self.nccl.check()
+
+    def close(self) -> None:
+        """The communicators first: what still runs on them would keep the windows mapped."""
+        self.nccl.close()
+        super().close()
+
+
+def end_calls(group: native.OpenGroup | None, name: str, reason: str) -> None:
+    """The daemon says that the group broke: NCCL's calls wait for a rank that will not come."""
+    if isinstance(group, GroupWithNccl):
+        group.nccl.abort(PeerLostError(f"group {name!r} is gone: {reason}", group=name))
+
+
+def make(
+    control: transport.ControlChannel,
+    library: nccl.NcclLibrary,
+    ranks: nccl.Ranks,
+    budget_s: float,
+) -> nccl.NcclGroup:
+    """Communicators of this process's ranks, joined with the others; the daemon hears of it.
+
+    Raises:
+        RuntimeUnavailableError: no libnccl here or at the daemon.
+        StaleHandleError: the group is gone, or another process failed with these ids.
+        PeerLostError: a process of the group ended meanwhile.
+        OpTimeoutError: the others did not join within the budget.
+    """
+    version = ""
+    try:
+        version = nccl.version_text(library.version())
+        found = control.call(
+            control.nccl.GetUniqueIds,
+            nccl_service_pb2.GetUniqueIdsRequest(name=ranks.name, generation=ranks.generation),
+            timeout_s=IDS_TIMEOUT_S,
+        )
+        group = library.make_group(ranks, found.unique_ids)
+        _init(control, ranks, group, budget_s)
+    except EpRuntimeError as error:
+        _report(control, ranks, version, str(error))
+        raise
+    _report(control, ranks, version, "")
+    _log.info("group %r: NCCL %s communicators of %d ranks", ranks.name, version, ranks.ep_size)
+    return group
+
+
+def _init(
+    control: transport.ControlChannel, ranks: nccl.Ranks, group: nccl.NcclGroup, budget_s: float
+) -> None:
+    """`group.init`, ended as soon as the daemon says that the group is over."""
+    raised: list[EpRuntimeError] = []
+
+    def join() -> None:
+        try:
+            group.init(budget_s)
+        except EpRuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=join, name="ep-runtime-nccl-init", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + budget_s + nccl.CLOSE_TIMEOUT_S
+    try:
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(_LOOK_S)
+            over = _over(control, ranks) if thread.is_alive() else None
+            if over is not None:
+                group.abort(over)
+                thread.join(nccl.CLOSE_TIMEOUT_S)
+        if thread.is_alive():
+            raise EpRuntimeError(f"NCCL did not come back from making group {ranks.name!r}")
+        if raised:
+            raise raised[0]
+    except BaseException:
+        group.close()
+        raise
+
+
+def _over(control: transport.ControlChannel, ranks: nccl.Ranks) -> EpRuntimeError | None:
+    """Why the group's generation cannot become READY any more; None while it can."""
+    request = group_service_pb2.GetGroupRequest(name=ranks.name)
+    try:
+        found = control.call(control.groups.GetGroup, request).group
+    except errors.RuntimeUnavailableError:
+        return None  # the processes form without it; it is asked again
+    except EpRuntimeError as error:
+        return error
+    if found.generation == ranks.generation and found.state not in _OVER:
+        return None
+    return PeerLostError(
+        f"group {ranks.name!r}, generation {ranks.generation}, ended while its NCCL communicators "
+        "were made",
+        group=ranks.name,
+    )
+
+
+def _report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, error: str) -> None:
+    request = nccl_service_pb2.ReportCommunicatorsRequest(
+        name=ranks.name, generation=ranks.generation, nccl_version=version, error=error
+    )
+    try:
+        control.call(control.nccl.ReportCommunicators, request)
+    except EpRuntimeError as failed:  # of a group that is gone nobody needs to hear
+        _log.debug("group %r: NCCL not reported: %s", ranks.name, failed)
+
+
+def ranks_of(
+    spec: specs.GroupSpec, generation: int, world_ranks: Sequence[int], ordinals: Sequence[int]
+) -> nccl.Ranks:
+    """What a process brings to the communicators of a group of that spec."""
+    return nccl.Ranks(
+        name=spec.name,
+        generation=generation,
+        ep_size=spec.ep_size,
+        world_ranks=tuple(world_ranks),
+        ordinals=tuple(ordinals),
+        op_timeout_s=spec.op_timeout_s,
+    )
+
+
+def optional(name: str, work: Callable[[], nccl.NcclGroup]) -> nccl.NcclGroup | None:
+    """`work()`, or None where it fails: the group goes on without communicators."""
+    try:
+        return work()
+    except EpRuntimeError as error:
+        _log.warning("group %r goes on without NCCL communicators: %s", name, error)
+        return None

@@ -1,0 +1,95 @@
+"""Programs of transport "nccl", lowered for GPUs: what crosses is our calls, none of XLA's."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client.ops import memfd, nccl
+
+RANKS, TOKENS, HIDDEN = 8, 16, 32
+
+
+@pytest.fixture(autouse=True)
+def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memfd, nccl):
+        monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
+
+
+def lowered(make_group: Callable[..., Any], node_size: int, *, gradient: bool = False) -> str:
+    """StableHLO for GPUs of dispatch and combine over nodes of `node_size` ranks."""
+    group = make_group(
+        transport="nccl",
+        node_size=node_size,
+        num_experts=16,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=TOKENS,
+        max_top_k=2,
+        alignment=4,
+    )
+    layer = group.register_layer("moe", top_k=2)
+
+    def forward(tokens: Any, idx: Any, weights: Any) -> Any:
+        sent = ep.dispatch(layer, tokens, idx, weights)
+        return ep.combine(layer, sent, sent.tokens, weights=sent.weights)
+
+    def step(tokens: Any, idx: Any, weights: Any) -> Any:
+        if not gradient:
+            return forward(tokens, idx, weights)
+        return jax.grad(lambda *x: forward(x[0], idx, x[1]).sum(), argnums=(0, 1))(tokens, weights)
+
+    rows = NamedSharding(group.mesh, PartitionSpec("ep"))
+    count = RANKS * TOKENS
+    operands = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+        for shape, dtype in (
+            ((count, HIDDEN), jnp.float32),
+            ((count, 2), jnp.int32),
+            ((count, 2), jnp.float32),
+        )
+    ]
+    exported = jax.export.export(
+        jax.jit(step), platforms=["cuda"], disabled_checks=ep.export_checks()
+    )(*operands)
+    return str(exported.mlir_module())
+
+
+def calls(text: str) -> Counter[str]:
+    return Counter(re.findall(r"@(ep_\w+_v1)", text))
+
+
+@pytest.mark.parametrize("node_size", [1, 4])
+def test_rows_and_counts_cross_over_our_communicators(
+    make_group: Callable[..., Any], node_size: int
+) -> None:
+    text = lowered(make_group, node_size)
+    found = calls(text)
+    assert found["ep_nccl_all_gather_v1"] == 2  # rows per expert, and how many chunks
+    assert found["ep_nccl_exchange_v1"] >= 3
+    assert {"ep_dispatch_v1", "ep_combine_v1"} <= set(found)
+    assert not re.search(r"stablehlo\.(all_to_all|all_gather|collective_permute)", text)
+    rails = re.findall(r"node_size = (\d+) : i64, rail = (\d) : i64", text)
+    assert (str(node_size), "1") in rails
+
+
+def test_gradients_cross_over_them_too(make_group: Callable[..., Any]) -> None:
+    found = calls(lowered(make_group, 1, gradient=True))
+    assert {"ep_dispatch_bwd_v1", "ep_combine_bwd_v1"} <= set(found)
+    assert found["ep_nccl_exchange_v1"] > calls(lowered(make_group, 1))["ep_nccl_exchange_v1"]
+
+
+def test_programs_name_neither_ranks_nor_communicators(make_group: Callable[..., Any]) -> None:
+    text = lowered(make_group, 4)
+    (attributes,) = {
+        tuple(sorted(re.findall(r"(\w+) = ", match)))
+        for match in re.findall(r"@ep_nccl_\w+_v1\([^{]*\{[^}]*backend_config = \{([^}]*)\}", text)
+    }
+    assert attributes == ("fingerprint", "handle", "layer_id", "node_size", "rail")
