@@ -7,6 +7,7 @@
 | EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes |
 | EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
 | EP_RUNTIME_BOARD | 1 | 0: GPUs write no progress to the board; `status` then shows none of them |
+| EP_RUNTIME_FP8_KERNELS | 1 | 0: on GPUs XLA multiplies 8-bit operands, not our kernels |
 | EP_RUNTIME_ROW_KERNELS | 1 | 0: on GPUs XLA activates, quantizes and permutes, not our kernels |
 | EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
 | EP_RUNTIME_NCCL | 0 | 1: GPU groups of transport "nvlink" get NCCL communicators too |
@@ -82,6 +83,11 @@ def keep_memory() -> bool:
 def tells_progress() -> bool:
     """EP_RUNTIME_BOARD. Raises InvalidArgumentError where it is neither on nor off."""
     return _switch("EP_RUNTIME_BOARD", "1")
+
+
+def fp8_kernels() -> bool:
+    """EP_RUNTIME_FP8_KERNELS. Raises InvalidArgumentError where it is neither on nor off."""
+    return _switch("EP_RUNTIME_FP8_KERNELS", "1")
 
 
 def row_kernels() -> bool:

@@ -27,19 +27,8 @@ constexpr int64_t kBlockValues = 128;  // along each dim that share a scale
 
 int64_t Blocks(int64_t values) { return (values + kBlockValues - 1) / kBlockValues; }
 
-Status ReadNarrow(const CallFrame& frame, const char* name, const Buffer& got, FloatType* type) {
-  if (got.dtype == DataType::F8E4M3FN) {
-    *type = FloatType::kE4M3;
-    return Status();
-  }
-  if (got.dtype == DataType::F8E5M2) {
-    *type = FloatType::kE5M2;
-    return Status();
-  }
-  return InvalidArgument(std::string(frame.call) + ": " + name +
-                         " must be float8_e4m3fn or float8_e5m2")
-      .With("argument", std::string(name));
-}
+// 8-bit values travel as uint8, wherever they are.
+FloatType NarrowType(int64_t e5m2) { return e5m2 != 0 ? FloatType::kE5M2 : FloatType::kE4M3; }
 
 Status ReadOut(const CallFrame& frame, const Buffer& got, FloatType* type) {
   if (got.dtype != DataType::F32 && got.dtype != DataType::BF16) {
@@ -98,8 +87,8 @@ Status ReadScales(const CallFrame& frame, GroupedGemmParams* params) {
 }
 
 Status ReadOperands(const CallFrame& frame, GroupedGemmParams* params) {
-  EP_RETURN_IF_ERROR(ReadNarrow(frame, "lhs", frame.args[1], &params->type));
-  EP_RETURN_IF_ERROR(ReadNarrow(frame, "rhs", frame.args[2], &params->rhs_type));
+  EP_RETURN_IF_ERROR(CheckType(frame, "lhs", frame.args[1], DataType::U8));
+  EP_RETURN_IF_ERROR(CheckType(frame, "rhs", frame.args[2], DataType::U8));
   EP_RETURN_IF_ERROR(ReadOut(frame, frame.rets[0], &params->out_type));
   params->lhs = frame.args[1].data;
   params->rhs = frame.args[2].data;
@@ -127,13 +116,14 @@ Status Launch(const CallFrame& frame, cudaStream_t stream, GroupedGemmParams par
   return cuda::Check(cuda::LaunchGroupedGemm(stream, params), frame.call);
 }
 
-// ep_fp8_grouped_gemm_v1(group_sizes s32 [S, L], lhs 8-bit [S * C, K'], rhs 8-bit [G, N', K'],
+// ep_fp8_grouped_gemm_v1(group_sizes s32 [S, L], lhs u8 [S * C, K'], rhs u8 [G, N', K'],
 //                        lhs_scale f32 [S, L], rhs_scale f32 [G], bias [G, N'] or f32 [0, 0];
-//                        data_grad=0, clear_slack, block=0) -> [S * C, N'] bf16 or f32
+//                        data_grad=0, clear_slack, block=0, e5m2: lhs is) -> [S * C, N'] bf16 or
+//                        f32
 //   data_grad=1: lhs [S * C, N'], rhs [G, K', N'], no bias -> [S * C, K']
 //   block=1: lhs_scale [S * C, ceil(contracted / 128)], rhs_scale [G, ceil(K'/128), ceil(N'/128)]
 ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_slack, int64_t block,
-                       ffi::RemainingArgs args, ffi::RemainingRets rets) {
+                       int64_t e5m2, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   CallFrame frame{};
   frame.call = "ep_fp8_grouped_gemm_v1";
   const auto run = [&]() -> Status {
@@ -143,6 +133,8 @@ ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_sla
     params.product = data_grad != 0 ? GemmProduct::kDataGrad : GemmProduct::kForward;
     params.scaling = block != 0 ? GemmScaling::kBlock : GemmScaling::kTensor;
     params.clear_slack = clear_slack != 0;
+    params.type = NarrowType(e5m2);
+    params.rhs_type = FloatType::kE4M3;
     EP_RETURN_IF_ERROR(ReadOperands(frame, &params));
     const Buffer& rhs = frame.args[2];
     const int64_t rows = frame.args[1].dim(0), made = rhs.dim(1), contracted = rhs.dim(2);
@@ -161,11 +153,12 @@ ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_sla
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-// ep_fp8_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs 8-bit [K', S * P], grad 8-bit [N', S * P],
-//                           lhs_scale f32 [S, L], grad_scale f32 [S, L]; slab_rows=C)
+// ep_fp8_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs u8 [K', S * P], grad u8 [N', S * P],
+//                           lhs_scale f32 [S, L], grad_scale f32 [S, L]; slab_rows=C, e5m2: grad
+//                           is)
 //   -> [G, K', N'] bf16 or f32; P is PaddedSlabRows(C, L)
-ffi::Error GroupedGemmDw(cudaStream_t stream, int64_t slab_rows, ffi::RemainingArgs args,
-                         ffi::RemainingRets rets) {
+ffi::Error GroupedGemmDw(cudaStream_t stream, int64_t slab_rows, int64_t e5m2,
+                         ffi::RemainingArgs args, ffi::RemainingRets rets) {
   CallFrame frame{};
   frame.call = "ep_fp8_grouped_gemm_dw_v1";
   const auto run = [&]() -> Status {
@@ -174,6 +167,8 @@ ffi::Error GroupedGemmDw(cudaStream_t stream, int64_t slab_rows, ffi::RemainingA
     GroupedGemmParams params{};
     params.product = GemmProduct::kWeightGrad;
     params.scaling = GemmScaling::kTensor;
+    params.type = FloatType::kE4M3;
+    params.rhs_type = NarrowType(e5m2);
     EP_RETURN_IF_ERROR(ReadOperands(frame, &params));
     const Buffer& sizes = frame.args[0];
     const Buffer& out = frame.rets[0];
@@ -194,7 +189,7 @@ ffi::Error GroupedGemmDw(cudaStream_t stream, int64_t slab_rows, ffi::RemainingA
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-// ep_transpose_rows_v1(group_sizes s32 [S, L], rows 8-bit [S * C, width]) -> [width, S * P], of
+// ep_transpose_rows_v1(group_sizes s32 [S, L], rows u8 [S * C, width]) -> [width, S * P], of
 // which
 //   only what FindPaddedRows names is written
 ffi::Error TransposeRows(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
@@ -204,9 +199,7 @@ ffi::Error TransposeRows(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
     EP_RETURN_IF_ERROR(ReadFrame(args, rets, &frame));
     EP_RETURN_IF_ERROR(CheckCount(frame, 2, 1));
     const Buffer& rows = frame.args[1];
-    FloatType type;
-    EP_RETURN_IF_ERROR(ReadNarrow(frame, "rows", rows, &type));
-    EP_RETURN_IF_ERROR(CheckShape(frame, "rows", rows, {rows.dim(0), rows.dim(1)}));
+    EP_RETURN_IF_ERROR(CheckArray(frame, "rows", rows, DataType::U8, {rows.dim(0), rows.dim(1)}));
     cuda::gemm::TransposedRows copy{};
     EP_RETURN_IF_ERROR(ReadGroups(frame, frame.args[0], rows.dim(0), &copy.groups));
     const int64_t slabs = frame.args[0].dim(0);
@@ -223,7 +216,7 @@ ffi::Error TransposeRows(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-// ep_transpose_weights_v1(weights 8-bit [G, K', N']) -> [G, N', K']
+// ep_transpose_weights_v1(weights u8 [G, K', N']) -> [G, N', K']
 ffi::Error TransposeWeights(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   CallFrame frame{};
   frame.call = "ep_transpose_weights_v1";
@@ -231,10 +224,8 @@ ffi::Error TransposeWeights(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
     EP_RETURN_IF_ERROR(ReadFrame(args, rets, &frame));
     EP_RETURN_IF_ERROR(CheckCount(frame, 1, 1));
     const Buffer& from = frame.args[0];
-    FloatType type;
-    EP_RETURN_IF_ERROR(ReadNarrow(frame, "weights", from, &type));
     const Dims dims = {from.dim(0), from.dim(1), from.dim(2)};
-    EP_RETURN_IF_ERROR(CheckShape(frame, "weights", from, dims));
+    EP_RETURN_IF_ERROR(CheckArray(frame, "weights", from, DataType::U8, dims));
     EP_RETURN_IF_ERROR(
         CheckArray(frame, "out", frame.rets[0], from.dtype, {dims[0], dims[2], dims[1]}));
     const cuda::gemm::TransposedPlanes copy{
@@ -251,14 +242,14 @@ Status ReadDequantize(const CallFrame& frame, cuda::gemm::DequantizeParams* para
   const Buffer& sizes = frame.args[0];
   const Buffer& data = frame.args[1];
   const Buffer& scale = frame.args[2];
-  EP_RETURN_IF_ERROR(ReadNarrow(frame, "data", data, &params->type));
-  EP_RETURN_IF_ERROR(CheckShape(frame, "data", data, {data.dim(0), data.dim(1), data.dim(2)}));
+  EP_RETURN_IF_ERROR(
+      CheckArray(frame, "data", data, DataType::U8, {data.dim(0), data.dim(1), data.dim(2)}));
   EP_RETURN_IF_ERROR(CheckArray(frame, "out", frame.rets[0], DataType::BF16, data.dims));
   if (sizes.dims != Dims{0, 0}) {
     EP_RETURN_IF_ERROR(ReadGroups(frame, sizes, data.dim(0) * data.dim(1), &params->groups));
     EP_RETURN_IF_ERROR(CheckShape(frame, "group_sizes", sizes, {data.dim(0), sizes.dim(1)}));
   }
-  params->e8m0 = scale.dtype == DataType::F8E8M0FNU;
+  params->e8m0 = scale.dtype == DataType::U8;
   if (!params->e8m0) EP_RETURN_IF_ERROR(CheckType(frame, "scale", scale, DataType::F32));
   const auto blocks = [](int64_t values, int64_t each) { return (values + each - 1) / each; };
   EP_RETURN_IF_ERROR(CheckShape(frame, "scale", scale,
@@ -273,10 +264,12 @@ Status ReadDequantize(const CallFrame& frame, cuda::gemm::DequantizeParams* para
   return Status();
 }
 
-// ep_dequantize_v1(group_sizes s32 [S, L] or [0, 0], data 8-bit [S, lines, width],
-//                  scale f32 or e8m0 [S, ceil(lines / line_values), ceil(width / column_values)];
-//                  line_values, column_values) -> bf16 like data; rows of no group are not written
-ffi::Error Dequantize(cudaStream_t stream, int64_t line_values, int64_t column_values,
+// ep_dequantize_v1(group_sizes s32 [S, L] or [0, 0], data u8 [S, lines, width], scale f32 or e8m0
+// as
+//                  u8 [S, ceil(lines / line_values), ceil(width / column_values)];
+//                  line_values, column_values, e5m2) -> bf16 like data, rows of no group not
+//                  written
+ffi::Error Dequantize(cudaStream_t stream, int64_t line_values, int64_t column_values, int64_t e5m2,
                       ffi::RemainingArgs args, ffi::RemainingRets rets) {
   CallFrame frame{};
   frame.call = "ep_dequantize_v1";
@@ -290,6 +283,7 @@ ffi::Error Dequantize(cudaStream_t stream, int64_t line_values, int64_t column_v
     cuda::gemm::DequantizeParams params{};
     params.line_values = static_cast<int32_t>(line_values);
     params.column_values = static_cast<int32_t>(column_values);
+    params.type = NarrowType(e5m2);
     EP_RETURN_IF_ERROR(ReadDequantize(frame, &params));
     return cuda::Check(cuda::gemm::LaunchDequantize(stream, params), frame.call);
   };
@@ -304,18 +298,21 @@ ffi::Error Dequantize(cudaStream_t stream, int64_t line_values, int64_t column_v
 XLA_FFI_DEFINE_HANDLER(kGemm, GroupedGemm,
                        EP_RUNTIME_BINDING(.Attr<int64_t>("data_grad")
                                               .Attr<int64_t>("clear_slack")
-                                              .Attr<int64_t>("block")),
+                                              .Attr<int64_t>("block")
+                                              .Attr<int64_t>("e5m2")),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kGemmDw, GroupedGemmDw, EP_RUNTIME_BINDING(.Attr<int64_t>("slab_rows")),
+XLA_FFI_DEFINE_HANDLER(kGemmDw, GroupedGemmDw,
+                       EP_RUNTIME_BINDING(.Attr<int64_t>("slab_rows").Attr<int64_t>("e5m2")),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kRows, TransposeRows, EP_RUNTIME_BINDING(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kWeights, TransposeWeights, EP_RUNTIME_BINDING(),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(
-    kDequantize, Dequantize,
-    EP_RUNTIME_BINDING(.Attr<int64_t>("line_values").Attr<int64_t>("column_values")),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
+                       EP_RUNTIME_BINDING(.Attr<int64_t>("line_values")
+                                              .Attr<int64_t>("column_values")
+                                              .Attr<int64_t>("e5m2")),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

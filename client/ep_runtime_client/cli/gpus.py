@@ -97,8 +97,11 @@ def _matmuls() -> Gpus:
     """Which products of grouped_gemm have kernels."""
     if not native.library_path("cuda").exists():
         return Gpus("WARN", "all of grouped_gemm is plain JAX", _BUILD)
-    kernels = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
-    return Gpus("OK", f"{kernels}; f32, 8-bit recipes and other GPUs by plain JAX")
+    wide = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
+    if not env.fp8_kernels():
+        return Gpus("OK", f"{wide}; f32, 8-bit recipes and other GPUs by plain JAX")
+    narrow = "8-bit recipes where they are of 16, MXFP8 and the weight gradient of blocks in bf16"
+    return Gpus("OK", f"{wide}, {narrow}; f32 and other GPUs by plain JAX")
 
 
 def _memory(gpu: nvml.Gpu, window_bytes: int) -> str:

@@ -1,8 +1,9 @@
 """Grouped GEMM on a GPU: custom calls of the CUDA library, for what its kernels take.
 
-They serve arrays of bf16 or f16, both operands alike, with K' and N' multiples of 8. Everything
-else, f32 and quantized operands among it, runs as plain JAX there too (`local_gemm.py`). Which of
-the two a program has is decided when it is lowered for a platform.
+They serve arrays of bf16 or f16, both operands alike, with K' and N' multiples of 8;
+`fp8_kernels.py` serves quantized ones. Everything else, f32 operands among it, runs as plain JAX
+there too (`local_gemm.py`). Which of the two a program has is decided when it is lowered for a
+platform.
 
 Letters as in `local_gemm.py`; here N' is one dim, and rows are [S * C, ...] with sizes [S, L].
 """

@@ -1,6 +1,6 @@
 """Grouped GEMM on one device, in plain JAX: one dot per row block of the rows that are there.
 
-On a GPU the kernels of `gemm_kernels.py` stand in for what they take.
+On a GPU the kernels of `gemm_kernels.py` and `fp8_kernels.py` stand in for what they take.
 
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the weights on
 this device, K' contracted, N' the kernel's trailing dims (one, or more such as [2, M]).
@@ -19,13 +19,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import gemm_kernels, row_blocks
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, row_blocks
 from ep_runtime_client.ops.block_operands import Part, kernel_reader, row_reader
 from ep_runtime_client.ops.row_blocks import Block, Blocks
 
@@ -67,9 +68,12 @@ def forward(
     """
     operands = (lhs, rhs, bias, group_sizes)
     plain = functools.partial(_forward, gemm)
-    if not _served(gemm, lhs, rhs, rhs.shape, _num_rows(lhs, group_sizes)):
+    by = _served_by(gemm, lhs, rhs, rhs.shape, _num_rows(lhs, group_sizes))
+    if by is None:
         return plain(*operands)
     kernel = functools.partial(gemm_kernels.forward, gemm.out_dtype, gemm.compute_dtype)
+    if by is fp8_kernels:
+        kernel = functools.partial(fp8_kernels.forward, gemm.out_dtype)
     return gemm_kernels.choose(kernel, plain, *operands)
 
 
@@ -100,10 +104,13 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
     Both may be QuantizedTensors; MXFP8 kernels are read by their column-wise copy.
     """
     plain = functools.partial(_data_grad, gemm)
-    if not _served(gemm, grad, rhs, rhs.shape, _num_rows(grad, group_sizes)):
+    by = _served_by(gemm, grad, rhs, rhs.shape, _num_rows(grad, group_sizes))
+    if by is None:
         return plain(grad, rhs, group_sizes)
     static = (gemm.out_dtype, gemm.compute_dtype, gemm.clear_slack)
     kernel = functools.partial(gemm_kernels.data_grad, *static)
+    if by is fp8_kernels:
+        kernel = functools.partial(fp8_kernels.data_grad, gemm.out_dtype, gemm.clear_slack)
     return gemm_kernels.choose(kernel, plain, grad, rhs, group_sizes)
 
 
@@ -148,9 +155,12 @@ def weight_grad(
     dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
     plain = functools.partial(_weight_grad, gemm, dtype, experts)
     shape = (experts, lhs.shape[-1], *grad.shape[group_sizes.ndim :])
-    if not _served(gemm, lhs, grad, shape, _num_rows(lhs, group_sizes)):
+    by = _served_by(gemm, lhs, grad, shape, _num_rows(lhs, group_sizes))
+    if by is None:
         return plain(lhs, grad, group_sizes)
     kernel = functools.partial(gemm_kernels.weight_grad, dtype, gemm.compute_dtype, experts)
+    if by is fp8_kernels:
+        kernel = functools.partial(fp8_kernels.weight_grad, dtype, experts)
     return gemm_kernels.choose(kernel, plain, lhs, grad, group_sizes)
 
 
@@ -200,11 +210,14 @@ def _num_rows(rows: Any, group_sizes: jax.Array) -> int:
     return math.prod(rows.shape[: group_sizes.ndim])
 
 
-def _served(gemm: Gemm, left: Any, right: Any, kernel: tuple[int, ...], rows: int) -> bool:
-    """Whether GPU kernels take a product of weights of the shape `kernel`."""
-    return gemm_kernels.serve(
-        left, right, gemm.compute_dtype, rows=rows, experts=kernel[0], features=kernel[1:]
-    )
+def _served_by(
+    gemm: Gemm, left: Any, right: Any, kernel: tuple[int, ...], rows: int
+) -> ModuleType | None:
+    """Whose GPU kernels take a product of weights of the shape `kernel`; None: nobody's."""
+    shape: dict[str, Any] = {"rows": rows, "experts": kernel[0], "features": kernel[1:]}
+    if gemm_kernels.serve(left, right, gemm.compute_dtype, **shape):
+        return gemm_kernels
+    return fp8_kernels if fp8_kernels.serve(left, right, **shape) else None
 
 
 def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array) -> Blocks:

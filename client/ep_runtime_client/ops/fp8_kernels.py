@@ -1,0 +1,243 @@
+"""Grouped GEMM of quantized operands on a GPU: custom calls of the CUDA library.
+
+They serve operands that are both of one recipe, with K' and N' multiples of 16, on GPUs that
+`gemm_kernels.py` serves:
+
+- TensorScaling: the tensor cores multiply the 8-bit data, in all three products.
+- BlockScaling: likewise forward and for the rows' gradient. The weight's gradient contracts rows,
+  each with scales of its own: data times scales are rounded to bf16 first, and those multiplied.
+- MXFP8: Hopper's tensor cores know no such scales: data times scales in bf16, which is exact.
+
+The tensor cores want 8-bit data with the contracted dim along memory: what lies otherwise is
+transposed first, the rows of groups each to a multiple of PADDED. EP_RUNTIME_FP8_KERNELS=0 leaves
+everything to plain JAX (`local_gemm.py`).
+
+Letters as in `gemm_kernels.py`. 8-bit data and e8m0 scales enter the calls as uint8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep_runtime import env
+from ep_runtime_client.ops import gemm_kernels
+from ep_runtime_client.ops._ffi import register_for_gpus
+from ep_runtime_client.quantized import QuantizedTensor, bits
+from ep_runtime_client.recipes import (
+    DATA_DTYPES,
+    MX_TILE,
+    MXFP8,
+    TILE,
+    BlockScaling,
+    TensorScaling,
+)
+
+TARGETS = (
+    "ep_fp8_grouped_gemm_v1",
+    "ep_fp8_grouped_gemm_dw_v1",
+    "ep_transpose_rows_v1",
+    "ep_transpose_weights_v1",
+    "ep_dequantize_v1",
+)
+_GEMM, _GEMM_DW, _TRANSPOSE_ROWS, _TRANSPOSE_WEIGHTS, _DEQUANTIZE = TARGETS
+MULTIPLE = 16  # of features: tensor copies move 16 bytes at a time
+PADDED = 128  # rows of a group in a transposed copy are a multiple of it
+_E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
+_RECIPES = (TensorScaling, BlockScaling, MXFP8)
+
+
+def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[int]) -> bool:
+    """Whether the kernels take a product, should its program be lowered for a GPU.
+
+    Args:
+        left: an operand, an array or a QuantizedTensor; the one that has rows.
+        right: the other one.
+        rows: S * C.
+        experts: G.
+        features: K' and the trailing dims N'.
+    """
+    if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor):
+        return False
+    if left.recipe != right.recipe or not isinstance(left.recipe, _RECIPES):
+        return False
+    if not gemm_kernels.installed() or not env.fp8_kernels():
+        return False
+    if any(capability != gemm_kernels.CAPABILITY for capability in register_for_gpus()):
+        return False
+    sizes = left.group_sizes
+    padded = rows + (PADDED - 1) * (experts if sizes is None else math.prod(sizes.shape))
+    widths = (features[0], math.prod(features[1:]))
+    if 0 in (rows, experts, *widths) or experts > gemm_kernels.MAX_EXPERTS or padded >= 2**31:
+        return False
+    # A block of scales ends with the last dim: those of flat N' would begin inside of one.
+    whole = len(features) == 2 or features[-1] % _tile(left) == 0
+    # Gradients are rows, and may have the dtype with more range; the other operand has not.
+    other = left if right.is_rows else right
+    return whole and other.dtype == _E4M3 and not any(width % MULTIPLE for width in widths)
+
+
+def _tile(x: QuantizedTensor) -> int:
+    if isinstance(x.recipe, BlockScaling):
+        return TILE
+    return MX_TILE if isinstance(x.recipe, MXFP8) else 1
+
+
+def forward(
+    out_dtype: Any,
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.forward`, but rows past the last group are undefined."""
+    if isinstance(lhs.recipe, MXFP8):
+        rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
+        return gemm_kernels.forward(out_dtype, None, rows, kernel, bias, group_sizes)
+    kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
+    (experts, k, n), rows = kernel.shape, bits(lhs.data).reshape(-1, rhs.shape[1])
+    turned = _call(_TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
+    biases = jnp.zeros((0, 0), jnp.float32)
+    if bias is not None:
+        wide = bias.dtype not in (jnp.bfloat16, jnp.float16)
+        biases = (bias.astype(jnp.float32) if wide else bias).reshape(experts, n)
+    way = {"data_grad": 0, "clear_slack": 0}
+    out = _multiply_rows(out_dtype, way, lhs, rows, rhs, turned, biases, group_sizes)
+    return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
+
+
+def data_grad(
+    out_dtype: Any,
+    clear_slack: bool,
+    grad: QuantizedTensor,
+    rhs: QuantizedTensor,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
+    if isinstance(rhs.recipe, MXFP8):
+        wide = _wide_rows(grad, group_sizes), _wide_kernel(rhs, columns=True)
+        return gemm_kernels.data_grad(out_dtype, None, clear_slack, *wide, group_sizes)
+    kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
+    rows = bits(grad.data).reshape(-1, kernel.shape[2])
+    none = jnp.zeros((0, 0), jnp.float32)
+    way = {"data_grad": 1, "clear_slack": int(clear_slack)}
+    out = _multiply_rows(out_dtype, way, grad, rows, rhs, kernel, none, group_sizes)
+    return out.reshape(*grad.shape[: group_sizes.ndim], rhs.shape[1])
+
+
+def _multiply_rows(
+    out_dtype: Any,
+    way: dict[str, int],
+    lhs: QuantizedTensor,
+    rows: jax.Array,
+    rhs: QuantizedTensor,
+    kernel: jax.Array,
+    bias: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """Rows [S * C, contracted] times kernels [G, made, contracted] -> [S * C, made]."""
+    assert lhs.scale is not None
+    assert rhs.scale is not None
+    sizes = _sizes(group_sizes)
+    blocks = isinstance(lhs.recipe, BlockScaling)
+    lhs_scale, rhs_scale = lhs.scale.reshape(sizes.shape) if not blocks else lhs.scale, rhs.scale
+    if blocks:
+        lhs_scale = lhs_scale.reshape(rows.shape[0], -1)
+        rhs_scale = rhs_scale.reshape(*rhs_scale.shape[:2], -1)
+    way = way | {"block": int(blocks), "e5m2": int(lhs.dtype == _E5M2)}
+    shape = (rows.shape[0], kernel.shape[1])
+    operands = (sizes, rows, kernel, lhs_scale, rhs_scale, bias)
+    return _call(_GEMM, shape, _made(out_dtype), *operands, **way).astype(out_dtype)
+
+
+def weight_grad(
+    out_dtype: Any,
+    experts: int,
+    lhs: QuantizedTensor,
+    grad: QuantizedTensor,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.weight_grad`; sums are f32 and rounded once."""
+    if not isinstance(lhs.recipe, TensorScaling):
+        left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
+        return gemm_kernels.weight_grad(out_dtype, None, experts, left, right, group_sizes)
+    assert lhs.scale is not None
+    assert grad.scale is not None
+    sizes, lead = _sizes(group_sizes), group_sizes.ndim
+    turned = [_turned_rows(x, group_sizes) for x in (lhs, grad)]
+    scales = [lhs.scale.reshape(sizes.shape), grad.scale.reshape(sizes.shape)]
+    shape = (experts, turned[0].shape[0], turned[1].shape[0])
+    way = {"slab_rows": lhs.shape[lead - 1], "e5m2": int(grad.dtype == _E5M2)}
+    out = _call(_GEMM_DW, shape, _made(out_dtype), sizes, *turned, *scales, **way)
+    return out.astype(out_dtype).reshape(experts, shape[1], *grad.shape[lead:])
+
+
+def padded_rows(slab_rows: int, groups: int) -> int:
+    """Values of a slab along memory in a transposed copy, whatever the group sizes are."""
+    return (slab_rows + (PADDED - 1) * min(groups, slab_rows)) // PADDED * PADDED
+
+
+def _turned_rows(x: QuantizedTensor, group_sizes: jax.Array) -> jax.Array:
+    """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it."""
+    sizes = _sizes(group_sizes)
+    slab_rows = x.shape[group_sizes.ndim - 1]
+    rows = bits(x.data).reshape(sizes.shape[0] * slab_rows, -1)
+    shape = (rows.shape[1], sizes.shape[0] * padded_rows(slab_rows, sizes.shape[1]))
+    return _call(_TRANSPOSE_ROWS, shape, jnp.uint8, sizes, rows)
+
+
+def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False) -> jax.Array:
+    """bf16 rows in the shape of `x`; those of no group are undefined."""
+    sizes, lead = _sizes(group_sizes), group_sizes.ndim
+    flat = (sizes.shape[0], x.shape[lead - 1], math.prod(x.shape[lead:]))
+    columns = columns and isinstance(x.recipe, MXFP8)
+    tile = (MX_TILE, 1) if columns else (1, _tile(x))
+    return _dequantized(x, columns, sizes, flat, tile)
+
+
+def _wide_kernel(x: QuantizedTensor, columns: bool = False) -> jax.Array:
+    """bf16 kernels [G, K', *N'] of MXFP8."""
+    flat = (*x.shape[:2], math.prod(x.shape[2:]))
+    tile = (1, MX_TILE) if columns else (MX_TILE, 1)
+    return _dequantized(x, columns, jnp.zeros((0, 0), jnp.int32), flat, tile)
+
+
+def _dequantized(
+    x: QuantizedTensor,
+    columns: bool,
+    sizes: jax.Array,
+    shape: tuple[int, ...],
+    tile: tuple[int, int],
+) -> jax.Array:
+    """Planes of lines of values, `tile` of which share a scale."""
+    data, scale = (x.data_columns, x.scale_columns) if columns else (x.data, x.scale)
+    assert data is not None
+    assert scale is not None
+    scales = [math.ceil(size / each) for size, each in zip(shape[1:], tile, strict=True)]
+    operands = (sizes, bits(data).reshape(shape), bits(scale).reshape(shape[0], *scales))
+    way = {"line_values": tile[0], "column_values": tile[1], "e5m2": int(data.dtype == _E5M2)}
+    return _call(_DEQUANTIZE, shape, jnp.bfloat16, *operands, **way).reshape(x.shape)
+
+
+def _sizes(group_sizes: jax.Array) -> jax.Array:
+    return group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
+
+
+def _made(out_dtype: Any) -> Any:
+    """What the kernels store on the way to `out_dtype`."""
+    wanted = jnp.dtype(out_dtype)
+    return wanted if wanted == jnp.bfloat16 else jnp.dtype(jnp.float32)
+
+
+def _call(
+    target: str, shape: tuple[int, ...], dtype: Any, *operands: jax.Array, **attributes: int
+) -> jax.Array:
+    values = {name: np.int64(value) for name, value in attributes.items()}
+    made = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, dtype))
+    out: jax.Array = made(*operands, **values)
+    return out

@@ -1,0 +1,309 @@
+"""Quantized products by GPU kernels: which programs hold them, and that what the kernels are given
+makes the products. Stand-ins multiply in NumPy what the calls' own words say."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client import recipes
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, local_quantize
+from ep_runtime_client.quantized import QuantizedTensor
+
+SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
+TENSOR, BLOCK, MX = recipes.TensorScaling(), recipes.BlockScaling(), recipes.MXFP8()
+RECIPES = pytest.mark.parametrize("recipe", [TENSOR, BLOCK, MX], ids=["tensor", "block", "mx"])
+TARGETS = (*gemm_kernels.TARGETS, *fp8_kernels.TARGETS)
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library need not be there to lower for it."""
+    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    monkeypatch.delenv("EP_RUNTIME_FP8_KERNELS", raising=False)
+
+
+def drawn(k: int = 160, n: tuple[int, ...] = (2, 128), dtype: Any = jnp.bfloat16) -> Any:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 192, k), (8, k, *n), (8, *n))
+    lhs, rhs, bias = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    for slab, used in enumerate(SIZES.sum(-1)):
+        lhs[slab, used:] = np.nan
+    return lhs, rhs, bias
+
+
+def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
+    mine = jnp.arange(lhs.shape[1]) < SIZES.sum(-1)[:, None]
+    out = ep.grouped_gemm(lhs, rhs, SIZES, bias=bias, **options)
+    mine = mine.reshape(*mine.shape, *([1] * (out.ndim - 2)))
+    return jnp.sin(jnp.where(mine, out, 0).astype(jnp.float32)).sum()
+
+
+def calls(function: Any, *operands: Any, platform: str = "cuda") -> dict[str, int]:
+    """How often which of TARGETS are in the program."""
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    found = {name: text.count(f"@{name}(") for name in TARGETS}
+    return {name: count for name, count in found.items() if count}
+
+
+def graded(**options: Any) -> Any:
+    return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2))
+
+
+WANTED = {
+    TENSOR: {
+        "ep_fp8_grouped_gemm_v1": 2,
+        "ep_fp8_grouped_gemm_dw_v1": 1,
+        "ep_transpose_rows_v1": 2,
+        "ep_transpose_weights_v1": 1,
+    },
+    BLOCK: {
+        "ep_fp8_grouped_gemm_v1": 2,
+        "ep_grouped_gemm_dw_v1": 1,
+        "ep_transpose_weights_v1": 1,
+        "ep_dequantize_v1": 2,
+    },
+    MX: {"ep_grouped_gemm_v1": 2, "ep_grouped_gemm_dw_v1": 1, "ep_dequantize_v1": 6},
+}
+
+
+@RECIPES
+def test_gpus_get_the_kernels_and_cpus_do_not(recipe: Any) -> None:
+    operands = drawn()
+    assert calls(graded(recipe=recipe), *operands) == WANTED[recipe]
+    assert calls(graded(recipe=recipe), *operands, platform="cpu") == {}
+
+
+def test_remat_scan_and_delayed_scales_keep_the_kernels() -> None:
+    lhs, rhs, bias = drawn(n=(160,))
+
+    def run(lhs: Any, rhs: Any, bias: Any) -> Any:
+        def step(x: Any, scale: Any) -> Any:
+            out = ep.grouped_gemm(x, rhs * scale, SIZES, bias=bias, recipe=TENSOR)
+            return jnp.tanh(out), None
+
+        scales = jnp.ones(3, jnp.bfloat16)
+        return jax.lax.scan(jax.checkpoint(step), lhs, scales)[0].astype(jnp.float32).sum()
+
+    found = calls(jax.grad(run, argnums=(0, 1)), lhs, rhs, bias)
+    assert found["ep_fp8_grouped_gemm_dw_v1"] == 1
+    recipe = recipes.TensorScaling(delayed=True)
+    state = recipe.init_state(8)
+
+    def delayed(lhs: Any, rhs: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, SIZES, recipe=recipe, state=state)[0]
+
+    assert calls(delayed, lhs, rhs)["ep_fp8_grouped_gemm_v1"] == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe"),
+    [
+        ({"k": 152}, TENSOR),
+        ({"n": (136,)}, BLOCK),
+        ({"n": (2, 64)}, BLOCK),
+    ],
+    ids=["K' of 152", "N' of 136", "parts of blocks"],
+)
+def test_what_the_kernels_do_not_take_is_plain_jax(shape: Any, recipe: Any) -> None:
+    assert calls(graded(recipe=recipe), *drawn(**shape)) == {}
+
+
+def test_a_switch_and_gpus_of_another_kind_leave_programs_to_xla(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "0")
+    assert calls(graded(recipe=TENSOR), *drawn(k=176)) == {}
+    monkeypatch.delenv("EP_RUNTIME_FP8_KERNELS")
+    monkeypatch.setattr(fp8_kernels, "register_for_gpus", lambda: ("9.0", "8.0"))
+    assert calls(graded(recipe=TENSOR), *drawn(k=192)) == {}
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "unchecked"])
+def test_a_shard_map_of_the_user_keeps_the_kernels(checked: bool) -> None:
+    mesh, spec = fakes.mesh_of({"ep": 2}), PartitionSpec("ep")
+    lhs, rhs, bias = drawn()
+
+    def part(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, sizes, bias=bias, recipe=TENSOR)
+
+    spread = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+
+    def both(lhs: Any, rhs: Any, bias: Any) -> Any:
+        out, pull = jax.vjp(lambda *args: spread(*args, SIZES), lhs, rhs, bias)
+        return out, pull(jnp.cos(out))
+
+    assert calls(both, lhs, rhs, bias) == WANTED[TENSOR]
+
+
+# What follows calls the stand-ins.
+
+
+def widened(raw: Any, e5m2: int) -> Any:
+    return np.asarray(raw).view(jnp.float8_e5m2 if e5m2 else jnp.float8_e4m3fn).astype(np.float64)
+
+
+def ranges(sizes: Any, slab_rows: int, padded: bool = False) -> Any:
+    """(group, first row, row after the last one) of every group; in a padded line its place."""
+    slabs, groups = sizes.shape
+    line = fp8_kernels.padded_rows(slab_rows, groups) if padded else slab_rows
+    for slab in range(slabs):
+        start = slab * line
+        for group, size in enumerate(np.asarray(sizes[slab])):
+            yield slab * groups + group, start, start + int(size)
+            start += -(-int(size) // 128) * 128 if padded else int(size)
+
+
+def multiply_rows(shape: Any, sizes: Any, lhs: Any, rhs: Any, *rest: Any, **way: Any) -> Any:
+    lhs_scale, rhs_scale, bias = (np.asarray(x, np.float64) for x in rest)
+    out = np.full(shape, np.nan)
+    x, w = widened(lhs, way["e5m2"]), widened(rhs, 0)
+    if way["block"]:
+        x = x * np.repeat(lhs_scale, 128, 1)[:, : x.shape[1]]
+        kernel = np.repeat(np.repeat(rhs_scale, 128, 1), 128, 2)
+        dims = (0, 1, 2) if way["data_grad"] else (0, 2, 1)
+        w = w * kernel.transpose(dims)[:, : w.shape[1], : w.shape[2]]
+    for group, first, last in ranges(sizes, len(x) // len(sizes)):
+        expert = group % len(w)
+        out[first:last] = x[first:last] @ w[expert].T
+        if not way["block"]:
+            out[first:last] *= lhs_scale.reshape(-1)[group] * rhs_scale[expert]
+        if bias.size:
+            out[first:last] += bias[expert]
+    return np.nan_to_num(out) if way["clear_slack"] else out
+
+
+def multiply_columns(shape: Any, sizes: Any, lhs: Any, grad: Any, *scales: Any, **way: Any) -> Any:
+    out = np.zeros(shape)
+    x, g = widened(lhs, 0), widened(grad, way["e5m2"])
+    for group, first, last in ranges(sizes, way["slab_rows"], padded=True):
+        last = first + -(-(last - first) // 128) * 128
+        scale = np.prod([np.asarray(each, np.float64).reshape(-1)[group] for each in scales])
+        out[group % shape[0]] += scale * (x[:, first:last] @ g[:, first:last].T)
+    return out
+
+
+def transpose_rows(shape: Any, sizes: Any, rows: Any) -> Any:
+    out = np.full(shape, 0x7F, np.uint8)  # NaN
+    slab_rows = rows.shape[0] // sizes.shape[0]
+    places = ranges(sizes, slab_rows, padded=True)
+    for (_, first, last), (_, at, end) in zip(ranges(sizes, slab_rows), places, strict=True):
+        out[:, at : at + -(-(end - at) // 128) * 128] = 0
+        out[:, at:end] = np.asarray(rows)[first:last].T
+    return out
+
+
+def dequantize(shape: Any, sizes: Any, data: Any, scale: Any, **way: Any) -> Any:
+    wide = scale.view(jnp.float8_e8m0fnu) if scale.dtype == np.uint8 else scale
+    factors = np.asarray(wide).astype(np.float64)
+    for dim, name in ((1, "line_values"), (2, "column_values")):
+        factors = np.repeat(factors, way[name], dim)
+    out = widened(data, way["e5m2"]) * factors[:, : shape[1], : shape[2]]
+    for _, first, last in ranges(sizes, shape[1]) if sizes.size else ():
+        assert np.isfinite(out.reshape(-1, shape[2])[first:last]).all()
+    return out
+
+
+def wide_rows(shape: Any, sizes: Any, lhs: Any, rhs: Any, bias: Any, **way: Any) -> Any:
+    out = np.full(shape, np.nan)
+    x, w, bias = (np.asarray(each, np.float64) for each in (lhs, rhs, bias))
+    for group, first, last in ranges(sizes, len(x) // len(sizes)):
+        kernel = w[group % len(w)]
+        out[first:last] = x[first:last] @ (kernel.T if way["data_grad"] else kernel)
+        out[first:last] += bias[group % len(w)] if bias.size else 0
+    return np.nan_to_num(out) if way["clear_slack"] else out
+
+
+def wide_columns(shape: Any, sizes: Any, lhs: Any, grad: Any) -> Any:
+    out = np.zeros(shape)
+    x, g = (np.asarray(each, np.float64) for each in (lhs, grad))
+    for group, first, last in ranges(sizes, len(x) // len(sizes)):
+        out[group % shape[0]] += x[first:last].T @ g[first:last]
+    return out
+
+
+STANDS_IN = {
+    "ep_fp8_grouped_gemm_v1": multiply_rows,
+    "ep_fp8_grouped_gemm_dw_v1": multiply_columns,
+    "ep_transpose_rows_v1": transpose_rows,
+    "ep_transpose_weights_v1": lambda shape, w: np.asarray(w).transpose(0, 2, 1),
+    "ep_dequantize_v1": dequantize,
+    "ep_grouped_gemm_v1": wide_rows,
+    "ep_grouped_gemm_dw_v1": wide_columns,
+}
+
+
+def stand_in(target: str, shape: Any, dtype: Any, *operands: Any, **way: Any) -> jax.Array:
+    made = STANDS_IN[target](shape, *(np.asarray(x) for x in operands), **way)
+    assert made.shape == shape
+    return jnp.asarray(made, dtype)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "experts"),
+    [
+        (TENSOR, 8),
+        pytest.param(TENSOR, 4, marks=pytest.mark.slow),
+        pytest.param(BLOCK, 8, marks=pytest.mark.slow),
+        pytest.param(BLOCK, 4, marks=pytest.mark.slow),
+        pytest.param(MX, 8, marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "tensor, shared experts", "block", "block, shared experts", "mx"],
+)
+def test_what_the_kernels_are_given_makes_the_products(
+    recipe: Any, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_kernels, "_call", stand_in)
+    monkeypatch.setattr(gemm_kernels, "_call", stand_in)
+    lhs, rhs, bias = (x[:experts] for x in drawn(dtype=np.float32))
+    grad = np.random.default_rng(1).standard_normal((2, 192, 2, 128)).astype(np.float32)
+    sizes = jnp.asarray(SIZES)
+    rows = local_quantize.quantize_rows(recipe, jnp.asarray(lhs), sizes)
+    grads = local_quantize.quantize_rows(recipe, jnp.asarray(grad), sizes, gradient=True)
+    kernel = local_quantize.quantize_kernel(recipe, jnp.asarray(rhs))
+    gemm = local_gemm.Gemm(jnp.float32)
+    near(
+        fp8_kernels.forward(jnp.float32, rows, kernel, jnp.asarray(bias), sizes),
+        local_gemm._forward(gemm, rows, kernel, jnp.asarray(bias), sizes),
+    )
+    near(
+        fp8_kernels.data_grad(jnp.float32, False, grads, kernel, sizes),
+        local_gemm._data_grad(gemm, grads, kernel, sizes),
+    )
+    got = fp8_kernels.weight_grad(jnp.float32, experts, rows, grads, sizes)
+    want = local_gemm._weight_grad(gemm, jnp.float32, experts, rows, grads, sizes)
+    # Rows with block scales are rounded to bf16 on the way.
+    limit = 2.0**-8 if recipe == BLOCK else 1e-5
+    assert np.abs(np.asarray(got - want)).max() <= limit * np.abs(np.asarray(want)).max()
+
+
+def near(got: Any, want: Any) -> None:
+    for slab, used in enumerate(SIZES.sum(-1)):
+        limit = 1e-5 * float(np.abs(np.asarray(want)).max())
+        np.testing.assert_allclose(got[slab, :used], want[slab, :used], rtol=0, atol=limit)
+
+
+def test_gradients_of_both_types_and_no_others_are_served() -> None:
+    sizes = jnp.asarray(SIZES)
+    lhs, rhs, _ = (jnp.asarray(x) for x in drawn(dtype=np.float32))
+    kernel = local_quantize.quantize_kernel(TENSOR, rhs)
+    rows = local_quantize.quantize_rows(TENSOR, lhs, sizes)
+    grads = local_quantize.quantize_rows(TENSOR, lhs, sizes, gradient=True)
+    shape: dict[str, Any] = {"rows": 384, "experts": 8, "features": (160, 2, 128)}
+
+    def served(left: QuantizedTensor, right: Any) -> bool:
+        return fp8_kernels.serve(left, right, **shape)
+
+    assert served(rows, kernel)
+    assert served(grads, kernel)
+    assert served(rows, grads)
+    assert not served(grads, rows)
+    assert not served(rows, rhs)
