@@ -1,152 +1,94 @@
-"""Figures of groups over nodes: forming, deaths told to the other node, the coordinator's load.
+"""What crosses the network in groups over nodes, against the least that could.
 
-    python tests/bench/node_figures.py [ROUNDS [NODESxRANKS...]]
+    python tests/bench/node_figures.py
 
-With server, client and tests on PYTHONPATH. Every node is a daemon of its own on loopback, every
-rank a session of its own that maps windows in host memory. Prints one JSON line per figure: what,
-samples, p50, worst, unit.
+With client and tests on PYTHONPATH, on CPU. One JSON line per case: rows that one rank sends to
+other nodes in a dispatch (a combine sends as many back), the least it could (each row once per
+node that needs it, averaged over the ranks), what a flat exchange would send (once per rank that
+needs it), and what one padded to full blocks would.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import json
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cluster_places import place
-from daemon_figures import MIB, say
-from harness import DaemonProcess, Watcher, eventually
-from raw_client import WAIT_S, Client, close_fds, make_spec
+import fakes
+import jax
+import numpy as np
 
-IDLE_S = 12.0
-_JOINED = 3  # CLUSTER_LINK_JOINED
+from ep_runtime_client import ops
+from ep_runtime_client.bench import routing
+from ep_runtime_client.ops import nodes_plan
+from ep_runtime_client.ops.calls import Call
+
+RANKS = 32
 
 
-@contextlib.contextmanager
-def cluster(directory: Path, count: int) -> Iterator[list[DaemonProcess]]:
-    """Daemons of `count` nodes; the first one coordinates."""
-    address = place()
-    with contextlib.ExitStack() as stack:
-        daemons = []
-        for number in range(count):
-            own = directory / str(number)
-            own.mkdir()
-            role = "--join" if number else "--coordinator"
-            words = (role, address, "--insecure", "--node", f"n{number}", "--log-level", "error")
-            daemons.append(DaemonProcess(own, *words))
-            stack.callback(daemons[-1].close)
-        for daemon in daemons[1:]:
-            eventually(lambda daemon=daemon: _link(daemon) == _JOINED, within_s=WAIT_S)
-        yield daemons
+class Case(NamedTuple):
+    """N ranks on nodes of G, K experts per token of 8 per rank, T tokens of a rank."""
+
+    ranks: int
+    node_size: int
+    top_k: int
+    routing: str = "uniform"
+    tokens: int = 2048
 
 
-def _link(daemon: DaemonProcess) -> int:
-    return int(daemon.status().cluster.link)
+CASES = (
+    Case(4, 2, 8),
+    Case(8, 4, 2),
+    Case(8, 4, 8),
+    Case(8, 1, 2),
+    Case(16, 8, 8),
+    Case(32, 8, 2),
+    Case(32, 8, 8),
+    Case(32, 8, 8, "zipf"),
+    Case(32, 8, 8, "one"),
+    Case(32, 8, 8, tokens=100),
+)
 
 
-def spec_of(ranks: int, number: int) -> Any:
-    return make_spec(f"moe{number}", ranks=ranks)
+def figure(case: Case) -> dict[str, Any]:
+    """Rows per rank of one dispatch of the case."""
+    experts = 8 * case.ranks
+    group = fakes.local_group(
+        {"ep": case.ranks},
+        transport="memfd",
+        node_size=case.node_size,
+        num_experts=experts,
+        hidden_size=8,
+        max_tokens_per_rank=case.tokens,
+        max_top_k=case.top_k,
+    )
+    layer = group.register_layer("moe", top_k=case.top_k)
+    idx = routing.topk_idx(case.routing, case.ranks * case.tokens, experts, case.top_k)
+    plan = ops.prepare(layer, idx)
+    sent, least = nodes_plan.network_rows(Call(plan.meta, group.mesh), plan.arrays)
+    group.close()
+    rows = routing.traffic(idx, case.ranks, experts).rows
+    node = np.arange(case.ranks) // case.node_size
+    flat = int(rows[node[:, None] != node].sum())
+    padded = (case.ranks - case.node_size) * case.tokens
+    return {
+        **case._asdict(),
+        "chunks": int(np.asarray(plan.arrays.chunks)[0, 0]),
+        "rows": round(sent / case.ranks),
+        "least": round(least / case.ranks),
+        "ratio": round(sent / least, 3),
+        "flat": round(flat / case.ranks),
+        "padded": padded,
+    }
 
 
-def _forms(client: Client, spec: Any, rank: int) -> float:
-    """When the rank's process had the READY group."""
-    group = client.create(spec, ranks=[rank], wait_s=2 * WAIT_S).group
-    close_fds(client.fetch(group))
-    client.attached(group, wait_s=2 * WAIT_S)
-    return time.perf_counter()
-
-
-def forming(daemons: list[DaemonProcess], ranks: int, rounds: int) -> None:
-    """From the last rank's CreateGroup to READY in every rank's process."""
-    home = [daemons[rank * len(daemons) // ranks] for rank in range(ranks)]
-    clients = [daemon.client() for daemon in home]
-    coordinator = daemons[0]
-    taken, calls = [], []
-    before = coordinator.status().rss_bytes
-    with ThreadPoolExecutor(ranks) as pool:
-        for number in range(rounds):
-            spec = spec_of(ranks, number)
-            answered = coordinator.status().cluster.num_answered
-            waiting = [pool.submit(_forms, clients[r], spec, r) for r in range(ranks - 1)]
-            _all_claimed_but_one(daemons, spec.name, ranks)
-            started = time.perf_counter()
-            last = _forms(clients[-1], spec, ranks - 1)
-            taken.append(max(last, *(future.result(WAIT_S) for future in waiting)) - started)
-            calls.append((coordinator.status().cluster.num_answered - answered) / ranks)
-    what = f"{ranks} ranks on {len(daemons)} nodes"
-    say(f"last join to READY, {what}", [1e3 * x for x in taken], "ms")
-    say(f"coordinator answers per rank while forming, {what}", calls, "calls")
-    rss = [x / MIB for x in (before, coordinator.status().rss_bytes)]
-    say(f"RSS of the coordinator with {rounds} such groups, {what}", rss[1:], "MiB")
-    for client in clients:
-        client.goodbye()
-
-
-def _all_claimed_but_one(daemons: list[DaemonProcess], name: str, ranks: int) -> None:
-    def claimed() -> int:
-        found = [item for daemon in daemons for item in daemon.ask("ListGroups", name=name).groups]
-        return sum(bool(m.pid) and not m.node for item in found for m in item.group.members)
-
-    eventually(lambda: claimed() == ranks - 1, within_s=WAIT_S)
-
-
-def idle(daemons: list[DaemonProcess]) -> None:
-    """Calls that the coordinator answers while nothing happens."""
-    coordinator = daemons[0]
-    answered, started = coordinator.status().cluster.num_answered, time.perf_counter()
-    threading.Event().wait(IDLE_S)  # nothing is waited for but time
-    calls = coordinator.status().cluster.num_answered - answered
-    per_minute = 60 * calls / (time.perf_counter() - started)
-    per_node = per_minute / (len(daemons) - 1)
-    say("coordinator answers per minute and node, idle", [per_node], "calls")
-
-
-def deaths(daemons: list[DaemonProcess], rounds: int) -> None:
-    """From SIGKILL of a process to the event of a process on another node."""
-    told = []
-    with ThreadPoolExecutor(2) as pool:
-        for number in range(rounds):
-            spec = spec_of(2, 1000 + number)
-            survivor, victim = daemons[0].client(), daemons[1].client(process=True)
-            watcher = Watcher(survivor)
-            ready = [
-                pool.submit(_forms, client, spec, rank)
-                for rank, client in enumerate((survivor, victim))
-            ]
-            for future in ready:
-                future.result(WAIT_S)
-            started = time.perf_counter()
-            os.kill(victim.pid, 9)
-            eventually(
-                lambda seen=watcher: any(e.group.lost_ranks for e in seen.events), within_s=WAIT_S
-            )
-            told.append(time.perf_counter() - started)
-            survivor.goodbye()
-            victim.process.kill()
-    say("SIGKILL of a process to the other node's event", [1e3 * x for x in told], "ms")
-
-
-def main(argv: Sequence[str]) -> None:
-    """Takes about a minute with the defaults."""
-    rounds = int(argv[0]) if argv else 20
-    sizes = [tuple(map(int, word.split("x"))) for word in argv[1:] or ("2x4", "4x64")]
-    for number, (nodes, ranks) in enumerate(sizes):
-        with (
-            tempfile.TemporaryDirectory(prefix="epb-nodes-") as directory,
-            cluster(Path(directory), nodes) as daemons,
-        ):
-            forming(daemons, ranks, rounds)
-            if number == 0:
-                deaths(daemons, rounds)
-                idle(daemons)
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", RANKS)
+    for case in CASES:
+        sys.stdout.write(json.dumps(figure(case)) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -51,6 +51,7 @@ def program(layer: Any, *, remat: bool = False) -> Any:
         ("memfd", (64,)),
         ("memfd", (8, 8)),
         pytest.param("xla", (64,), marks=pytest.mark.slow),
+        pytest.param("memfd/2", (64,), marks=pytest.mark.slow),
     ],
 )
 def test_rule_and_shard_map_give_the_same_bits(

@@ -95,10 +95,20 @@ def test_values_and_gradients_in_a_region(make_group: MakeGroup, name: str, chec
     assert collectives(grads) == ([] if check or "tp" not in manual else ["all-reduce"])
 
 
-@pytest.mark.parametrize("name", ["dp manual", "all manual, tp replicated"])
-def test_jax_collectives_carry_a_region_too(make_group: MakeGroup, name: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "name"),
+    [
+        ("xla", "dp manual"),
+        ("xla", "all manual, tp replicated"),
+        *(pytest.param("memfd/2", name, marks=pytest.mark.slow) for name in REGIONS),
+    ],
+)
+def test_jax_collectives_carry_a_region_too(
+    make_group: MakeGroup, transport: str, name: str
+) -> None:
     settings, manual, spec, whole, _ = REGIONS[name]
-    group = make_group(transport="xla", num_experts=EXPERTS, max_tokens_per_rank=8, **settings)
+    small = {"max_tokens_per_rank": 8} | settings
+    group = make_group(transport=transport, num_experts=EXPERTS, **small)
     layer = group.register_layer("moe", top_k=2)
     x, idx, weights = draw()
     run = grads_of(region(group, manual, spec, True, lambda *args: loss(layer, *args)))
@@ -165,9 +175,10 @@ def test_a_plan_made_outside_serves_inside(make_group: MakeGroup) -> None:
     assert collectives(compiled) == []
 
 
-def test_loops_and_remat_inside_a_region(make_group: MakeGroup) -> None:
+@pytest.mark.parametrize("transport", ["memfd", pytest.param("memfd/1", marks=pytest.mark.slow)])
+def test_loops_and_remat_inside_a_region(make_group: MakeGroup, transport: str) -> None:
     fakes.require_native()
-    group = make_group(transport="memfd", num_experts=EXPERTS, **TP)
+    group = make_group(transport=transport, num_experts=EXPERTS, **TP)
     stack = group.register_layer_stack("stack", 3, top_k=2)
     x, idx, weights = draw()
 

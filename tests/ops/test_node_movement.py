@@ -48,7 +48,7 @@ def test_slabs_are_those_of_one_node_bit_for_bit(
 ) -> None:
     """Also where tokens take several chunks, the last of them with rows that went before."""
     case = cases.Case(
-        "chunks", tokens=150, top_k=4, capacity=600, routing="skewed", hidden=24, dtype=dtype
+        "chunks", tokens=200, top_k=4, capacity=800, routing="skewed", hidden=24, dtype=dtype
     )
     one = run(make_group, case, transport="memfd")
     got = run(make_group, case, transport="memfd", node_size=node_size)
@@ -71,15 +71,21 @@ def test_slabs_are_those_of_one_node_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "rows"), [(7, 3), (8, 4), (5, 1), (1, 1)])
+@pytest.mark.parametrize(("tokens", "least", "rows"), [(11, 3, 4), (8, 4, 4), (5, 1, 1), (1, 1, 1)])
 def test_any_size_of_chunks(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, tokens: int, least: int, rows: int
 ) -> None:
-    monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", rows)
+    """Also where the last chunk begins among rows that went with the one before."""
+    monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", least)
     case = cases.Case("small chunks", tokens=tokens, top_k=3, routing="unused")
     got = check_case(make_group, "memfd/2", case)
     assert nodes_plan.chunk_rows(tokens) == rows
-    assert np.asarray(got["plan"]["chunks"]).max() <= -(-tokens // rows)
+    assert 1 <= np.asarray(got["plan"]["chunks"]).max() <= -(-tokens // rows)
+
+
+def test_chunks_are_few_and_even() -> None:
+    sizes = {tokens: nodes_plan.chunk_rows(tokens) for tokens in (1, 64, 100, 200, 2048, 8192)}
+    assert sizes == {1: 1, 64: 64, 100: 100, 200: 67, 2048: 128, 8192: 512}
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from ep_runtime_client.ops.calls import Call
 
@@ -71,5 +72,16 @@ def _all_to_all(call: Call, blocks: jax.Array, groups: list[list[int]] | None) -
 
 
 def _move(blocks: jax.Array, axes: Any, groups: list[list[int]] | None) -> jax.Array:
-    moved: jax.Array = lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=groups)
-    return moved
+    # vmap asks lax.all_to_all between groups for a rule even where it batches nothing of it, and
+    # has none. What is batched was refused before.
+    @custom_vmap
+    def moved(blocks: jax.Array) -> jax.Array:
+        got: jax.Array = lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=groups)
+        return got
+
+    @moved.def_vmap
+    def _refuse(*_: Any) -> Any:
+        raise NotImplementedError("ep ops cannot run under vmap")
+
+    result: jax.Array = moved(blocks)
+    return result

@@ -91,7 +91,9 @@ def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.A
 
 def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
     """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node says of its `Packing`."""
-    blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in sent)
+    # Results of custom calls are typed as varying over nothing.
+    typed = (like(x, plan.chunks) for x in sent)
+    blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)
 
     def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
         return tuple(lax.dynamic_slice_in_dim(x, first, rows, 1) for x in blocks)

@@ -21,7 +21,8 @@ from ep_runtime_client.ops.plan import AnyArrays, NodePlanArrays
 from ep_runtime_client.ops.transports import collectives
 from ep_runtime_client.ops.xla_plan import packed, receiver_side, route
 
-# All of a rank's tokens in so many chunks; a rank has a part of one to spare for each other node.
+# All tokens of a rank are so many chunks at most: more would waste less of the last one, and wait
+# for the network more often. Chunks have at least so many rows, where the rank has them.
 MAX_CHUNKS = 16
 MIN_CHUNK_ROWS = 64
 
@@ -36,7 +37,7 @@ class Packing(NamedTuple):
 
 def chunk_rows(tokens: int) -> int:
     """Rows of one chunk between two ranks, where each rank has that many tokens."""
-    return min(tokens, max(MIN_CHUNK_ROWS, -(-tokens // MAX_CHUNKS)))
+    return -(-tokens // max(1, min(MAX_CHUNKS, tokens // MIN_CHUNK_ROWS)))
 
 
 def my_node(call: Call) -> jax.Array:
