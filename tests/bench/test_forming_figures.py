@@ -13,9 +13,9 @@ import pytest
 
 @pytest.mark.slow
 def test_a_small_run_prints_every_figure_within_its_aim():
-    script = Path(__file__).with_name("node_figures.py")
+    script = Path(__file__).with_name("forming_figures.py")
     done = subprocess.run(
-        [sys.executable, str(script), "3", "2x4"],
+        [sys.executable, str(script), "3", "1", "2x4"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
@@ -27,4 +27,5 @@ def test_a_small_run_prints_every_figure_within_its_aim():
     assert figures.pop("SIGKILL of a process to the other node's event") < 2000
     assert figures.pop("RSS of the coordinator with 3 such groups, 4 ranks on 2 nodes") < 150
     assert figures.pop("coordinator answers per rank while forming, 4 ranks on 2 nodes") < 5
-    assert len(figures) == 1
+    assert figures.pop("SIGKILL of a process to PeerLostError in the last waiting call") < 2000
+    assert len(figures) == 2
