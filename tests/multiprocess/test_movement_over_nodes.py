@@ -52,12 +52,12 @@ say(done=movement_job.main(json.loads(os.environ["TEST_CASES"]), nodes=2))
 
 
 @_LAYOUTS
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(6))
 def test_every_case_equals_the_reference(net, nodes, processes, devices, part) -> None:
     import cases
 
     # Groups over a part of the job's devices leave processes without a rank.
-    names = [case.name for case in cases.CASES if case.name != "one device"][part::4]
+    names = [case.name for case in cases.CASES if case.name != "one device"][part::6]
     with job_on(
         net,
         nodes,
