@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_places import loopback, make_certificates, tls_flags
+from cluster_places import place
 from daemon_fixtures import start_daemon, wait_until
 from multiprocess.launch import Job
 
@@ -23,16 +23,15 @@ TOLD_S = 2.0
 
 @pytest.fixture
 def nodes() -> Iterator[list[children.Child]]:
-    """Two daemons that trust each other by certificates."""
+    """Two daemons on loopback; those of `test_movement_over_nodes.py` have certificates."""
     base = Path(tempfile.mkdtemp(prefix="ept-"))
-    host = loopback()
-    make_certificates(base / "pki", a=host, b="")
+    address = place()
     started = []
     for name, role in (("a", "--coordinator"), ("b", "--join")):
         directory = base / name
         directory.mkdir(mode=0o700)
-        flags = [role, f"{host}:7700", "--node", name, *tls_flags(base / "pki", name)]
-        started.append(start_daemon(directory, *flags, "--drain-s", "0"))
+        flags = [role, address, "--node", name, "--insecure", "--drain-s", "0"]
+        started.append(start_daemon(directory, *flags))
     wait_until(lambda: read(started[1])["cluster"]["link"] == "JOINED", "b joins")
     yield started
     codes = [child.stop() for child in reversed(started)]  # who joined leaves first
