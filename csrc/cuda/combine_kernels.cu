@@ -73,6 +73,13 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kExact>* ring, const It
       const bool last = part + 1 == item.count || (item.own >> (part + 1) & 1) == 0;
       if (last) AddOwn<kType, kExact>(own, sums);
     }
+    if constexpr (PartRing<kType, kExact>::kWide > 1) {
+      if (ring->wide_out) {
+        constexpr int kWide = PartRing<kType, kExact>::kWide;
+        StoreSums<kType, true>(sums, item.out + int64_t{piece} * kPieceBytes * kWide, vectors);
+        return;
+      }
+    }
     StoreSums<kType, false>(sums, item.out + int64_t{piece} * kPieceBytes, vectors);
   }
 }
@@ -211,6 +218,11 @@ __device__ inline void ReadWeightGrads(const Call& call, const CombineParams& pa
   params.d_topk_weights[slot] = value;
 }
 
+template <bool kExact>
+__device__ int32_t TokenBytes(const CombineParams& params) {
+  return kExact && params.wide_tokens ? params.sizes.width * 4 : params.row_bytes;
+}
+
 // This rank's own tokens, in order.
 template <bool kExact, bool kWeighted>
 struct TokenSums {
@@ -219,11 +231,13 @@ struct TokenSums {
   const Pass& pass;
   WorkNumbers numbers;
   int32_t partial_bytes;
+  int32_t token_bytes;
 
   __device__ TokenSums(const Call& c, const CombineParams& p, const Pass& tokens,
                        const WorkNumbers& first)
       : call(c), params(p), pass(tokens), numbers(first) {
     partial_bytes = kExact ? params.sizes.width * 4 : params.row_bytes;
+    token_bytes = TokenBytes<kExact>(params);
   }
 
   __device__ void Draw() { numbers.Draw(call); }
@@ -263,7 +277,7 @@ struct TokenSums {
                             int64_t{max(own_row, 0)} * params.row_bytes
                       : call.Rows(call.me, from) + int64_t{max(staged, 0)} * partial_bytes;
     item->weight = kWeighted && mine ? params.weights[own_row] : 1.0f;
-    item->out = static_cast<uint8_t*>(params.tokens) + int64_t{item->token} * params.row_bytes;
+    item->out = static_cast<uint8_t*>(params.tokens) + int64_t{item->token} * token_bytes;
     return true;
   }
   __device__ bool Wanted(const Item& item) const {
@@ -308,7 +322,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t warp = threadIdx.x / 32;
   const int sum_blocks = params.grid.sum_blocks;
   const int reduce_blocks = params.grid.reduce_blocks;
-  auto ring = MakeRing<kType, kExact>(dynamic, barriers, params.row_bytes);
+  auto ring =
+      MakeRing<kType, kExact>(dynamic, barriers, params.row_bytes, kExact && params.wide_tokens);
   if (!call.dead) {
     WorkNumbers numbers{kItemTicket, static_cast<uint32_t>(sum_blocks * kWarps), 0};
     bool alive;
@@ -339,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // All tokens, also after the second half failed: the first half's must not survive it.
   const Output outputs[] = {
-      {params.tokens, int64_t{params.sizes.tokens} * params.row_bytes, nan},
+      {params.tokens, int64_t{params.sizes.tokens} * TokenBytes<kExact>(params), nan},
       {params.d_topk_weights,
        params.d_topk_weights != nullptr ? int64_t{params.sizes.tokens} * params.sizes.top_k * 4 : 0,
        0x7FC00000u}};
@@ -349,7 +364,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <RowType kType, bool kExact>
 cudaError_t LaunchPass(cudaStream_t stream, const CombineParams& params, const Pass& pass) {
   const int blocks = params.grid.reduce_blocks + params.grid.sum_blocks;
-  const uint32_t nan = NanPattern(params.type);
+  const uint32_t nan = NanPattern(params.wide_tokens ? RowType::kF32 : params.type);
   const auto kernel = params.weights != nullptr ? CombineKernel<kType, kExact, true>
                                                 : CombineKernel<kType, kExact, false>;
   const cudaError_t error =
@@ -382,6 +397,7 @@ cudaError_t LaunchCombine(cudaStream_t stream, const CombineParams& params) {
   if (sizes.top_k < 1 || sizes.top_k > kMaxTopK || sizes.tokens < 0 || params.row_bytes <= 0 ||
       params.row_bytes % 16 != 0 || params.grid.reduce_blocks < 1 || params.grid.sum_blocks < 1 ||
       params.grid.sum_blocks > kMaxBlocks ||
+      (params.wide_tokens && (!params.exact || params.type == RowType::kF32)) ||
       (params.d_weights == nullptr) != (params.d_topk_weights == nullptr)) {
     return cudaErrorInvalidValue;
   }

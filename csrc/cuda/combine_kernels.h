@@ -28,9 +28,10 @@ struct CombineParams {
   const float* weights;       // [C] f32, device, written by XLA, multiplied before the sum; or null
   const float* d_weights;     // [C] f32, device, written by XLA, returned to their slots; or null
   Plan plan;
-  void* tokens;           // [T, H] type, device; written whole, zeros for tokens without rows
+  void* tokens;           // [T, H] type or f32, device; written whole, zeros without rows
   float* d_topk_weights;  // [T, K] f32, device; written whole; null with d_weights
   CombineGrid grid;
+  bool wide_tokens = false;  // tokens are f32, of 16-bit rows; with exact alone
 };
 
 // Sums each staged row's rows in slot order, stores the sum straight to its source's lane, and

@@ -46,8 +46,8 @@ struct CombineBwdParams {
   // Past the last zone both hold zeros, or without `clear_slack` what was there.
   void* d_expert_out;  // [C, H] type, device; written: weight * grad, zeros in padding
   float* d_weights;    // [C] f32, device; written likewise; null with expert_out
-  bool clear_slack = true;
   DispatchGrid grid;
+  bool clear_slack = true;
 };
 
 // A dispatch of the gradient: a row's is weight * grad, its weight's is grad . expert_out.

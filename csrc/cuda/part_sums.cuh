@@ -64,6 +64,7 @@ struct PartRing {
   uint8_t* data;
   LoadBarrier* barriers;
   int row_bytes;
+  bool wide_out;  // the sums that stay here are stored in f32; with kExact alone
   int issued;
   int used;
 
@@ -85,10 +86,11 @@ struct PartRing {
 
 // One warp's share of what the block has; initialises its barriers.
 template <RowType kType, bool kExact>
-__device__ PartRing<kType, kExact> MakeRing(uint8_t* rings, LoadBarrier* barriers, int row_bytes) {
+__device__ PartRing<kType, kExact> MakeRing(uint8_t* rings, LoadBarrier* barriers, int row_bytes,
+                                            bool wide_out) {
   const int warp = threadIdx.x / 32;
-  PartRing<kType, kExact> ring{rings + warp * kRingBytes, barriers + warp * kMaxSlots, row_bytes, 0,
-                               0};
+  PartRing<kType, kExact> ring{
+      rings + warp * kRingBytes, barriers + warp * kMaxSlots, row_bytes, wide_out, 0, 0};
   if (threadIdx.x % 32 == 0) {
     for (int i = 0; i < ring.kSlots; ++i) ring.barriers[i].Init();
     FenceBarrierInit();

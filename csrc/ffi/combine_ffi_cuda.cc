@@ -7,7 +7,7 @@ namespace {
 using xla::ffi::DataType;
 
 // What combine and dispatch's backward share: rows [C, H] at operand 2, weights at 3, the plan
-// from 4 on, tokens [T, H] at result 0.
+// from 4 on, tokens [T, H] at result 0, of the rows' type or, with exact combine, f32.
 Status ReadRows(const CudaCall& call, const char* rows_name, Sizes* sizes,
                 cuda::CombineParams* params) {
   const CallFrame& frame = call.frame;
@@ -20,24 +20,29 @@ Status ReadRows(const CudaCall& call, const char* rows_name, Sizes* sizes,
   EP_RETURN_IF_ERROR(call.RowBytes(rows_name, rows, sizes->width, &params->row_bytes));
   cuda::MutablePlan plan{};
   EP_RETURN_IF_ERROR(call.ReadPlan(frame.args, 4, *sizes, &plan));
-  EP_RETURN_IF_ERROR(
-      CheckArray(frame, "tokens", frame.rets[0], rows.dtype, {sizes->tokens, sizes->width}));
+  params->exact = call.context.group->options().exact_combine;
+  const Buffer& tokens = frame.rets[0];
+  params->wide_tokens =
+      params->exact && tokens.dtype == DataType::F32 && params->type != cuda::RowType::kF32;
+  EP_RETURN_IF_ERROR(CheckArray(frame, "tokens", tokens,
+                                params->wide_tokens ? DataType::F32 : rows.dtype,
+                                {sizes->tokens, sizes->width}));
   params->group = call.rank.group;
   params->name = call.name;
   params->op = frame.op;
   params->sizes = ToCuda(*sizes);
-  params->exact = call.context.group->options().exact_combine;
   params->source_rows_bytes = call.context.group->lane_layout().source_rows_bytes;
   params->rows = rows.data;
   params->plan = Const(plan);
-  params->tokens = frame.rets[0].data;
+  params->tokens = tokens.data;
   params->grid = {call.group.blocks().reduce, call.group.blocks().sum};
   return Status();
 }
 
 }  // namespace
 
-// ep_combine_v1(rank, layer_index, expert_out [C, H], weights f32 [C] or [0], plan) -> [T, H]
+// ep_combine_v1(rank, layer_index, expert_out [C, H], weights f32 [C] or [0], plan)
+//   -> [T, H] of expert_out's type or f32
 Status LaunchCombineCall(const CudaCall& call) {
   const CallFrame& frame = call.frame;
   EP_RETURN_IF_ERROR(CheckCount(frame, 4 + kPlanArrays, 1));
@@ -53,7 +58,7 @@ Status LaunchCombineCall(const CudaCall& call) {
 }
 
 // ep_dispatch_bwd_v1(rank, layer_index, d_recv [C, H], d_weights f32 [C], plan)
-//   -> d_tokens [T, H], d_topk_weights f32 [T, K]
+//   -> d_tokens [T, H] of d_recv's type or f32, d_topk_weights f32 [T, K]
 Status LaunchDispatchBwdCall(const CudaCall& call) {
   const CallFrame& frame = call.frame;
   EP_RETURN_IF_ERROR(CheckCount(frame, 4 + kPlanArrays, 2));

@@ -127,7 +127,8 @@ class CaseRunner {
                               plan,
                               d.out->as<void>(),
                               nullptr,
-                              grids_.combine};
+                              grids_.combine,
+                              c_.wide};
     CHECK_CUDA(ec::LaunchCombine(stream, combine));
     combine.op = ep_runtime::OpCode::kDispatchBwd;
     combine.weights = nullptr;
@@ -226,7 +227,7 @@ class CaseRunner {
     d.grad = std::make_unique<Memory>(grad_[r]);
     d.plan = std::make_unique<Plan>(c_);
     const int64_t slab = int64_t{c_.capacity} * RowBytes();
-    const int64_t tokens = int64_t{c_.tokens} * RowBytes();
+    const int64_t tokens = int64_t{c_.tokens} * c_.width * ElementBytes(SumType(c_));
     for (Buffer* b : {&d.recv, &d.d_expert_out}) *b = std::make_unique<Memory>(slab);
     for (Buffer* b : {&d.out, &d.d_tokens}) *b = std::make_unique<Memory>(tokens);
     for (Buffer* b : {&d.recv_weights, &d.d_weights}) {

@@ -33,6 +33,8 @@ std::vector<Case> Cases(int n) {
       {"bf16 exact, two passes", n, 97, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, true},
       {"f16 unweighted", n, 64, 64, 6, 16 * n, 8, 4096, T::kF16, 0, false, false},
       {"f16 exact", n, 33, 8, 2, 4 * n, 1, 512, T::kF16, 1, true, true},
+      {"bf16 exact, sums in f32", n, 97, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, true, true},
+      {"f16 exact, sums in f32", n, 33, 2048, 8, 4 * n, 1, 512, T::kF16, 1, true, true, true},
       {"f32 odd width", n, 50, 100, 3, 4 * n, 4, 1024, T::kF32, 1, true, false},
       {"f32 wide rows", n, 40, 16384, 2, 4 * n, 8, 512, T::kF32, 0, true, false},
       {"bf16 wide rows", n, 40, 16384, 2, 4 * n, 8, 512, T::kBF16, 0, true, true},

@@ -29,11 +29,15 @@ struct Case {
                 // nothing, 4 skewed
   bool weighted;
   bool exact;
+  bool wide = false;  // combine's result is f32, of 16-bit rows
 };
 
 inline int ElementBytes(RowType type) {
   return type == RowType::kF32 ? 4 : type == RowType::kBytes ? 1 : 2;
 }
+
+// Of what combine returns.
+inline RowType SumType(const Case& c) { return c.wide ? RowType::kF32 : c.type; }
 
 inline float Widen(RowType type, const uint8_t* p) {
   if (type == RowType::kF32) {
@@ -160,7 +164,8 @@ inline Bytes Combine(const Case& c, const Routed& routed, const std::vector<Byte
                      const std::vector<Floats>* weights, bool exact, int rank) {
   const int size = ElementBytes(c.type);
   const RankPlan& plan = routed.plans[rank];
-  Bytes out(static_cast<size_t>(c.tokens) * c.width * size);
+  const int sum_size = ElementBytes(SumType(c));
+  Bytes out(static_cast<size_t>(c.tokens) * c.width * sum_size);
   Floats sum(c.width), part(c.width);
   for (int t = 0; t < c.tokens; ++t) {
     std::fill(sum.begin(), sum.end(), 0.0f);
@@ -182,7 +187,7 @@ inline Bytes Combine(const Case& c, const Routed& routed, const std::vector<Byte
       for (int h = 0; h < c.width; ++h) sum[h] += exact ? part[h] : Rounded(c.type, part[h]);
     }
     for (int h = 0; h < c.width; ++h) {
-      Narrow(c.type, sum[h], &out[(static_cast<size_t>(t) * c.width + h) * size]);
+      Narrow(SumType(c), sum[h], &out[(static_cast<size_t>(t) * c.width + h) * sum_size]);
     }
   }
   return out;
