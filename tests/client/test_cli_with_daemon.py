@@ -131,7 +131,7 @@ def test_tables_have_these_columns(ask: Any, group: ep.Group, name: str, heading
 
 def test_groups_wide_names_transport_nccl_and_retention(ask: Any, group: ep.Group) -> None:
     lines = ask("groups", "-o", "wide")[1].splitlines()
-    assert {"TRANSPORT", "NCCL", "NCCL-STATE", "RETAIN"} <= set(lines[0].split())
+    assert {"TRANSPORT", "NODE-SIZE", "NCCL", "NCCL-STATE", "RETAIN"} <= set(lines[0].split())
     assert "MEMFD" in lines[1].split()
 
 

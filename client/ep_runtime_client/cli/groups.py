@@ -24,6 +24,7 @@ VIEW = reading.View(
         Column("epoch", "EPOCH", "count", wide=True),
         Column("attempt", "ATTEMPT", "count", wide=True),
         Column("transport", "TRANSPORT", wide=True),
+        Column("node_size", "NODE-SIZE", "count", wide=True),
         Column("nccl_version", "NCCL", wide=True),
         Column("nccl_state", "NCCL-STATE", wide=True),
         Column("retain_s", "RETAIN", "seconds", wide=True),
