@@ -125,8 +125,9 @@ def test_a_daemon_that_starts_again_goes_on_with_the_groups_view(three, restarte
 class Job:
     """Two ranks on b, two on c; each is a process that creates the group until it has it."""
 
-    def __init__(self, pool, daemons) -> None:
+    def __init__(self, pool, daemons, spec) -> None:
         self._pool = pool
+        self._spec = spec
         self._homes = [daemons[rank // 2] for rank in range(4)]
         self.clients = [home.client(process=True) for home in self._homes]
         self._dead: set = set()
@@ -136,7 +137,7 @@ class Job:
         client = self.clients[rank]
         for _ in range(20):
             try:
-                return client.ready(spec_of(4), ranks=[rank])
+                return client.ready(self._spec, ranks=[rank])
             except errors.EpRuntimeError as error:
                 if client in self._dead or not isinstance(error, _FORMS_AGAIN):
                     return error
@@ -180,12 +181,16 @@ _FORMS_AGAIN = (errors.PeerLostError, errors.StaleHandleError, errors.GroupNotRe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(three, restarted, pool, seed):
+@pytest.mark.parametrize(
+    ("seed", "transport"), [(0, "xla"), (1, "xla"), (2, "xla"), (3, "memfd"), (4, "memfd")]
+)
+def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(
+    three, restarted, pool, seed, transport
+):
     """Processes and the coordinator die at any moment; whoever is left forms the group."""
     chance = random.Random(seed)
     a, flags, daemons = three()
-    job = Job(pool, daemons)
+    job = Job(pool, daemons, spec_of(4, transport=transport))
     views: dict[int, list] = {}
 
     def note(group) -> None:
