@@ -174,7 +174,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRanks(self, request, context):
-        """Where every rank of the groups is: state, op, whom it waits for.
+        """Where every rank of the groups is that is not another node's: state, op, whom it waits for.
 
         no failures of its own
         """

@@ -229,7 +229,7 @@ def ranks(groups: Iterable[Group], clock: Clock) -> Iterator[pb.RankInfo]:
     for item in groups:
         claims = item.claims
         records = rank_records(item)
-        for rank in range(item.spec.world_size):
+        for rank in item.local_ranks:  # the others are on other nodes' boards
             member = claims.get(rank)
             message = pb.RankInfo(
                 group=item.owner.name,
