@@ -51,10 +51,22 @@ class GroupWithNccl(native.OpenGroup):
         super().close()
 
 
-def end_calls(group: native.OpenGroup | None, name: str, reason: str) -> None:
+def end_calls(
+    group: native.OpenGroup | None,
+    name: str,
+    reason: str,
+    lost: Sequence[types_pb2.GroupMember] = (),
+) -> None:
     """The daemon says that the group broke: NCCL's calls wait for a rank that will not come."""
-    if isinstance(group, GroupWithNccl):
-        group.nccl.abort(PeerLostError(f"group {name!r} is gone: {reason}", group=name))
+    if not isinstance(group, GroupWithNccl):
+        return
+    fields: dict[str, object] = {"group": name}
+    who = f"group {name!r} is gone"
+    if lost:
+        rank, pid = int(lost[0].world_rank), int(lost[0].pid)
+        fields |= {"rank": rank, "process": pid}
+        who = f"process {pid} of rank {rank} in group {name!r} is gone"
+    group.nccl.abort(PeerLostError(f"{who}: {reason}", **fields))
 
 
 def make(

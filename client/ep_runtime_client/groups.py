@@ -272,12 +272,12 @@ class Group:
             )
         self.session.require_alive()
 
-    def changed(self, state: types_pb2.GroupState, reason: str) -> None:
+    def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any] = ()) -> None:
         """The daemon says that the group changed; of one that is gone every layer is stale."""
         if state in (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED):
             self._broken = state == types_pb2.GROUP_STATE_BROKEN
             self._gone = self._gone or reason or "was taken away by the daemon"
-            communicators.end_calls(self.native_group, self.name, self._gone)
+            communicators.end_calls(self.native_group, self.name, self._gone, lost)
 
     def restore(self, control: transport.ControlChannel, token: str) -> None:
         """Gives the group back to a daemon that was started again.

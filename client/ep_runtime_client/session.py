@@ -344,7 +344,7 @@ class Session:
             group = self._groups.get(event.group)
         if group is None or group.generation != event.generation:
             return
-        group.changed(event.state, event.reason)
+        group.changed(event.state, event.reason, event.lost_members)
         if event.lost_ranks:
             _log.error("%r lost ranks %s: %s", group, list(event.lost_ranks), event.reason)
 

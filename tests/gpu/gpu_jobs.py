@@ -1,18 +1,20 @@
 """Jobs of several processes on GPUs: which process drives which, and what runs before a script.
 
-With TEST_GPU_TRIAL=1 CPU devices stand in for four GPUs and memfd for nvlink: that tries the tests.
+With TEST_GPU_TRIAL=1 CPU devices stand in for four GPUs and memfd for every transport: that tries
+the tests. TEST_GPU_TRANSPORT names another transport than nvlink.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiprocess import launch
 
 TRIAL = os.environ.get("TEST_GPU_TRIAL", "") == "1"
-TRANSPORT = "memfd" if TRIAL else "nvlink"
+TRANSPORT = "memfd" if TRIAL else os.environ.get("TEST_GPU_TRANSPORT", "nvlink")
 
 # CPU devices too: the reference runs there.
 _GPUS = """
@@ -30,8 +32,21 @@ LAYOUTS: dict[str, tuple[int | None, str]] = {
 }
 
 
-def job(script: str, layout: str, gpus: int, **environment: str) -> launch.Job:
-    """A job whose processes drive the first `gpus` GPUs as the layout says."""
+def job(
+    script: str,
+    layout: str,
+    gpus: int,
+    own: Sequence[Mapping[str, str]] = (),
+    **environment: str,
+) -> launch.Job:
+    """A job whose processes drive the first `gpus` GPUs as the layout says.
+
+    Args:
+        script, environment: as of `launch.Job`.
+        layout: of LAYOUTS.
+        gpus: of the whole job.
+        own: more variables of each process alone, in order.
+    """
     count, told_by = LAYOUTS[layout]
     processes = count or gpus
     each = gpus // processes
@@ -41,16 +56,19 @@ def job(script: str, layout: str, gpus: int, **environment: str) -> launch.Job:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         **environment,
     }
+    more = own or [{}] * processes
     if TRIAL:
-        return launch.Job(script, processes=processes, devices=each, **settings)
+        return launch.Job(script, processes=processes, devices=each, own=more, **settings)
+    told: list[dict[str, str]]
     if told_by == "local_device_ids":
-        own = [{"TEST_LOCAL_DEVICES": json.dumps([*part])} for part in parts]
+        told = [{"TEST_LOCAL_DEVICES": json.dumps([*part])} for part in parts]
     else:
         visible = _visible(gpus)
-        own = [{told_by: ",".join(visible[gpu] for gpu in part)} for part in parts]
+        told = [{told_by: ",".join(visible[gpu] for gpu in part)} for part in parts]
     prologue = launch.prologue_of(_GPUS)
+    both = [{**first, **second} for first, second in zip(told, more, strict=True)]
     return launch.Job(
-        script, processes=processes, devices=each, prologue=prologue, own=own, **settings
+        script, processes=processes, devices=each, prologue=prologue, own=both, **settings
     )
 
 

@@ -55,6 +55,7 @@ def _once(args: argparse.Namespace) -> int:
         _packages,
         _native_library,
         _gpus,
+        _nccl,
     ]
     findings = [check() for check in checks]
     findings += [*_hardware(args), _directory(), _daemon(args)]
@@ -131,6 +132,12 @@ def _gpus() -> Finding:
     from ep_runtime_client.cli import gpus
 
     return Finding("gpus", *gpus.check())
+
+
+def _nccl() -> Finding:
+    from ep_runtime_client.cli import nccl
+
+    return Finding("nccl", *nccl.check())
 
 
 def _hardware(args: argparse.Namespace) -> list[Finding]:

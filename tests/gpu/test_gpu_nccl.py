@@ -1,0 +1,237 @@
+"""Rows over NCCL communicators that the runtime bootstrapped: one daemon, and two as two nodes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+from cluster_places import place
+from daemon_fixtures import wait_until
+from gpu import gpu_cases, gpu_jobs, gpu_steps
+from gpu.test_gpu_movement import fitted
+from harness import DaemonProcess, daemon_process, eventually  # noqa: F401 - found by name
+from multiprocess.launch import Job
+
+import ep_runtime as ep
+from ep_runtime import native
+from ep_runtime_client import communicators
+from ep_runtime_client.cli import source
+
+TRANSPORT = "memfd" if gpu_jobs.TRIAL else "nccl"
+KNOWN_WITHIN_S = 2.0
+STEPS = 2000
+JOINED = 3  # CLUSTER_LINK_JOINED
+# Multicast is not everywhere, and NCCL sets it up unasked.
+_NCCL = {"NCCL_NVLS_ENABLE": "0", "TEST_GPU_TRANSPORT": "nccl"}
+# Two domains of one host: sockets between them, as between hosts.
+_APART = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", **_NCCL}
+
+
+@pytest.fixture(autouse=True)
+def _over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gpu_cases, gpu_steps):
+        monkeypatch.setattr(module, "TRANSPORT", TRANSPORT)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_every_case_equals_the_reference(
+    session: ep.Session, gpus: list[Any], case: cases.Case
+) -> None:
+    gpu_cases.run_case(session, fitted(case, len(gpus)))
+
+
+def test_the_listing_names_version_ranks_and_state(
+    several_gpus: int, gpus: list[Any], address: str, admin: source.Source
+) -> None:
+    with ep.connect(address, timeout_s=60) as own:
+        steps = gpu_steps.Steps(own, "listed", gpus)
+        steps.run()
+        (row,) = [row for row in admin.groups() if row["name"] == "listed"]
+        if not gpu_jobs.TRIAL:
+            assert row["node_size"] == 1
+            assert row["nccl_state"] == f"ready, {several_gpus} ranks"
+            assert row["nccl_version"].startswith("2.")
+        steps.group.close()
+
+
+def test_an_aborted_group_tells_and_forms_again_ten_times(
+    session: ep.Session, several_gpus: int, gpus: list[Any]
+) -> None:
+    if gpu_jobs.TRIAL:
+        pytest.skip("CPU devices have no communicators")
+    steps = gpu_steps.Steps(session, "again", gpus)
+    for turn in range(10):
+        steps.run()
+        group = steps.group.native_group
+        assert isinstance(group, communicators.GroupWithNccl)
+        communicators.end_calls(group, "again", "so the test says")
+        with pytest.raises(ep.PeerLostError, match="so the test says"), ep.translate_errors():
+            steps.run()
+        steps.group.close()
+        steps.make_group()
+        assert turn < 10
+    steps.run()
+
+
+def test_windows_with_communicators_beside_them_move_rows_as_before(
+    session: ep.Session, several_gpus: int, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EP_RUNTIME_NCCL", "1")
+    monkeypatch.setattr(gpu_steps, "TRANSPORT", gpu_jobs.TRANSPORT)
+    steps = gpu_steps.Steps(session, "beside", gpus)
+    steps.run()
+    made = isinstance(steps.group.native_group, communicators.GroupWithNccl)
+    assert made or gpu_jobs.TRIAL
+    assert isinstance(steps.group.native_group, native.OpenGroup)
+
+
+_CASES = """
+from gpu import gpu_cases
+say(done=gpu_cases.run_cases(json.loads(os.environ["TEST_CASES"])))
+hear()
+"""
+
+
+@pytest.mark.parametrize("layout", gpu_jobs.LAYOUTS)
+def test_several_processes_equal_the_reference(
+    several_gpus: int, address: str, layout: str
+) -> None:
+    names = ["plain", "dp x ep", "bfloat16 exact", "drops"]
+    more = {"EP_RUNTIME_ADDRESS": address, "TEST_CASES": json.dumps(names)}
+    with gpu_jobs.job(_CASES, layout, several_gpus, **_NCCL, **more) as job:
+        assert job.heard(240) == [{"done": names}] * job.processes
+        job.tell()
+        job.finish()
+
+
+@pytest.fixture
+def nodes(daemon_process: Any) -> Iterator[list[DaemonProcess]]:  # noqa: F811
+    """Two daemons of one cluster, which see the same GPUs."""
+    address = place()
+    made = []
+    for name, role in (("a", "--coordinator"), ("b", "--join")):
+        made.append(daemon_process(role, address, "--node", name, "--insecure"))
+    eventually(lambda: made[1].status().cluster.link == JOINED, within_s=10.0)
+    yield made
+    for daemon in made:
+        assert daemon.popen.poll() is None
+
+
+def two_domains(
+    script: str, nodes: list[DaemonProcess], gpus: int, layout: str, **more: str
+) -> Job:
+    """A job with half of its processes on each daemon, as on two hosts."""
+    processes = gpu_jobs.LAYOUTS[layout][0] or gpus
+    homes = [index * 2 // processes for index in range(processes)]
+    own = [
+        {"EP_RUNTIME_ADDRESS": f"unix://{nodes[home].directory}", "NCCL_HOSTID": f"dom{home}"}
+        for home in homes
+    ]
+    return gpu_jobs.job(
+        script, layout, gpus, own=own, EP_RUNTIME_JOB="two-domains", **_APART, **more
+    )
+
+
+_TWO = "two processes, all GPUs visible"
+_FOUR = "one GPU each, all visible"
+_NAMES = [case.name for case in cases.CASES if case.name != "one device"]
+
+
+@pytest.mark.parametrize("layout", [_TWO, _FOUR])
+@pytest.mark.parametrize("part", range(3))
+def test_two_domains_equal_the_reference(
+    several_gpus: int, nodes: list[DaemonProcess], layout: str, part: int
+) -> None:
+    if several_gpus < 4:
+        pytest.skip("needs 4 GPUs: two domains of two")
+    names = _NAMES[part::3]
+    with two_domains(
+        _CASES, nodes, several_gpus, layout, TEST_CASES=json.dumps(names), EP_RUNTIME_DEBUG="1"
+    ) as job:
+        assert job.heard(270) == [{"done": names}] * job.processes
+        job.tell()
+        job.finish()
+
+
+_SOAK = """
+from gpu import gpu_steps
+session = ep.connect(timeout_s=60)
+steps = gpu_steps.Steps(session, "soak", jax.devices())
+assert steps.group.spec.node_size == len(jax.devices()) // 2, steps.group.spec
+started = time.monotonic()
+for _ in range(int(os.environ["TEST_STEPS"])):
+    steps.run()
+say(seconds=time.monotonic() - started)
+hear()
+steps.group.close()
+session.close()
+"""
+
+
+def test_two_domains_run_two_thousand_steps(several_gpus: int, nodes: list[DaemonProcess]) -> None:
+    if several_gpus < 4:
+        pytest.skip("needs 4 GPUs: two domains of two")
+    with two_domains(_SOAK, nodes, several_gpus, _TWO, TEST_STEPS=str(STEPS)) as job:
+        said = job.heard(270)
+        assert len(said) == 2
+        job.tell()
+        job.finish()
+
+
+_KILLED = """
+from gpu import gpu_steps
+session = ep.connect(timeout_s=60)
+steps = gpu_steps.Steps(session, "killed", jax.devices())
+steps.run()
+say(generation=steps.group.generation)
+assert hear() == "loop"
+say(**steps.until_an_error(say))
+hear()
+"""
+
+
+def _kill_one(job: Job, victim: int) -> int:
+    """Kills a process of a job while all step: the others know in time. Their generation."""
+    generation = int(job.heard(120)[0]["generation"])
+    job.tell("loop")
+    assert job.heard() == [{"looping": True}] * job.processes
+    killed = time.monotonic()
+    job.workers[victim].kill()
+    for worker in job.workers:
+        if worker.index != victim:
+            said = worker.heard(30)
+            assert said["kind"] == "PeerLostError", said
+            assert said["process"] == job.workers[victim].pid, said
+            assert said["ended"] - killed < KNOWN_WITHIN_S, said
+            worker.kill()
+    return generation
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_steps_of_all_and_the_job_comes_back_ten_times(
+    several_gpus: int, address: str, admin: source.Source
+) -> None:
+    generations = []
+    more = {**_NCCL, "EP_RUNTIME_ADDRESS": address, "EP_RUNTIME_JOB": "killed"}
+    for turn in range(10):
+        with gpu_jobs.job(_KILLED, "one GPU each, all visible", several_gpus, **more) as job:
+            generations.append(_kill_one(job, turn % several_gpus))
+    assert generations == sorted(set(generations))
+    wait_until(
+        lambda: [row["state"] for row in admin.groups()] == ["RETAINED"], "the group is retained"
+    )
+
+
+@pytest.mark.slow
+def test_a_process_killed_in_one_of_two_domains_is_known_in_the_other(
+    several_gpus: int, nodes: list[DaemonProcess]
+) -> None:
+    if several_gpus < 4:
+        pytest.skip("needs 4 GPUs: two domains of two")
+    for turn in range(3):
+        with two_domains(_KILLED, nodes, several_gpus, _FOUR) as job:
+            _kill_one(job, turn)
