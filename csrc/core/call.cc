@@ -222,7 +222,8 @@ void Call::WriteHandle(bool running) {
     state = ends ? HandleState::kIdle : HandleState::kOpen;
     handle.rows.fetch_add(rows_, std::memory_order_relaxed);
     handle.dropped_rows.fetch_add(dropped_rows_, std::memory_order_relaxed);
-    if (context_.world_rank == 0) handle.calls.fetch_add(1, std::memory_order_relaxed);
+    if (context_.world_rank == group().first_here())
+      handle.calls.fetch_add(1, std::memory_order_relaxed);
   }
   handle.state.store(static_cast<uint32_t>(state), std::memory_order_relaxed);
   handle.last_op.store(static_cast<uint32_t>(context_.op), std::memory_order_relaxed);

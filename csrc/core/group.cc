@@ -72,7 +72,9 @@ Status Group::CheckLocalRanks() {
 Status Group::CheckHere(const std::vector<int>& window_fds) {
   num_here_ = sizes().world_size;
   if (window_fds.empty()) return Status();
-  num_here_ = std::count_if(window_fds.begin(), window_fds.end(), [](int fd) { return fd >= 0; });
+  const auto is_here = [](int fd) { return fd >= 0; };
+  num_here_ = std::count_if(window_fds.begin(), window_fds.end(), is_here);
+  first_here_ = std::find_if(window_fds.begin(), window_fds.end(), is_here) - window_fds.begin();
   for (int64_t rank : options_.local_ranks) {
     const int64_t first = rank - rank % sizes().ep_size;
     for (int64_t peer = first; peer < first + sizes().ep_size; ++peer) {

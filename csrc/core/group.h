@@ -76,6 +76,8 @@ class Group {
 
   // True where other processes drive some of the ranks: of this node, where windows tell which.
   bool several_processes() const { return num_local_ < num_here_; }
+  // The lowest world rank of this node: it counts the calls for the board.
+  int64_t first_here() const { return first_here_; }
   bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
   // True once the rank's process has closed the group, after its last call has ended.
   bool HasLeft(int64_t world_rank) const {
@@ -139,6 +141,7 @@ class Group {
   std::vector<bool> local_;
   int64_t num_local_ = 0;
   int64_t num_here_ = 0;
+  int64_t first_here_ = 0;
   std::vector<MeetingPlace> domains_;
   MeetingPlace world_;
   std::vector<std::unique_ptr<RankTelemetry>> telemetry_;

@@ -104,6 +104,12 @@ def environments(nodes: list[children.Child], processes: int = 2) -> list[dict[s
     return [{"EP_RUNTIME_ADDRESS": address} for address in addresses]
 
 
+def handles_of(child: children.Child) -> list[tuple[str, str, int]]:
+    """(layer, state, calls) of the node's handles."""
+    with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
+        return [(row["layer"], row["state"], row["calls"]) for row in daemon.handles()]
+
+
 def windows_of(child: children.Child) -> dict[int, str]:
     """World rank -> name of its buffer at that daemon; -1 is the board."""
     with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
@@ -116,6 +122,7 @@ def test_a_job_on_two_nodes_has_windows_on_each_and_hears_of_the_dead(nodes) -> 
         assert max(row["error"] for row in heard) < 1e-5
         assert [(row["transport"], row["node_size"]) for row in heard] == [("memfd", 2)] * 2
         assert [sorted(windows_of(child)) for child in nodes] == [[-1, 0, 1], [-1, 2, 3]]
+        assert [handles_of(child) for child in nodes] == [[("l", "IDLE", 2)]] * 2
         found = [read(child)["found"] for child in nodes]
         assert [[row["state"] for row in rows] for rows in found] == [["READY"], ["READY"]]
         assert [rows[0]["node_size"] for rows in found] == [2, 2]
