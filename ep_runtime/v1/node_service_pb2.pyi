@@ -227,6 +227,28 @@ class AwaitGroupResponse(_message.Message):
     reason: str
     def __init__(self, outcome: _Optional[_Union[ViewOutcome, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class GetViewIdsRequest(_message.Message):
+    __slots__ = ("node", "lease_id", "key", "epoch", "num_domains")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_DOMAINS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    lease_id: str
+    key: GroupKey
+    epoch: int
+    num_domains: int
+    def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., epoch: _Optional[int] = ..., num_domains: _Optional[int] = ...) -> None: ...
+
+class GetViewIdsResponse(_message.Message):
+    __slots__ = ("unique_ids", "nccl_version")
+    UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NCCL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    unique_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    nccl_version: str
+    def __init__(self, unique_ids: _Optional[_Iterable[bytes]] = ..., nccl_version: _Optional[str] = ...) -> None: ...
+
 class TellGroupRequest(_message.Message):
     __slots__ = ("node", "key", "epoch", "lost_ranks", "left_ranks")
     NODE_FIELD_NUMBER: _ClassVar[int]

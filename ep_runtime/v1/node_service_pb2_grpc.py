@@ -70,6 +70,11 @@ class NodeServiceStub(object):
                 request_serializer=ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupRequest.SerializeToString,
                 response_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupResponse.FromString,
                 _registered_method=True)
+        self.GetViewIds = channel.unary_unary(
+                '/ep_runtime.v1.NodeService/GetViewIds',
+                request_serializer=ep__runtime_dot_v1_dot_node__service__pb2.GetViewIdsRequest.SerializeToString,
+                response_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.GetViewIdsResponse.FromString,
+                _registered_method=True)
         self.TellGroup = channel.unary_unary(
                 '/ep_runtime.v1.NodeService/TellGroup',
                 request_serializer=ep__runtime_dot_v1_dot_node__service__pb2.TellGroupRequest.SerializeToString,
@@ -153,6 +158,18 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetViewIds(self, request, context):
+        """NCCL unique ids for the communicators of a view that is not decided yet; the same for every
+        node. They are void with the attempt: the next one gets others.
+
+        view given up, or committed   ABORTED              PeerLostError: create the group again
+        no libnccl at the coordinator UNAVAILABLE          RuntimeUnavailableError: install it there
+        unknown lease                 FAILED_PRECONDITION  JoinCluster, then again
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TellGroup(self, request, context):
         """From node to node, without the coordinator: processes of a committed view ended, or left. The
         coordinator hears it too, and lets other nodes claim these ranks. Idempotent; of an epoch that
@@ -196,6 +213,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.AwaitGroup,
                     request_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupRequest.FromString,
                     response_serializer=ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupResponse.SerializeToString,
+            ),
+            'GetViewIds': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetViewIds,
+                    request_deserializer=ep__runtime_dot_v1_dot_node__service__pb2.GetViewIdsRequest.FromString,
+                    response_serializer=ep__runtime_dot_v1_dot_node__service__pb2.GetViewIdsResponse.SerializeToString,
             ),
             'TellGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.TellGroup,
@@ -371,6 +393,33 @@ class NodeService(object):
             '/ep_runtime.v1.NodeService/AwaitGroup',
             ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupRequest.SerializeToString,
             ep__runtime_dot_v1_dot_node__service__pb2.AwaitGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetViewIds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_runtime.v1.NodeService/GetViewIds',
+            ep__runtime_dot_v1_dot_node__service__pb2.GetViewIdsRequest.SerializeToString,
+            ep__runtime_dot_v1_dot_node__service__pb2.GetViewIdsResponse.FromString,
             options,
             channel_credentials,
             insecure,

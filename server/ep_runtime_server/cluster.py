@@ -34,6 +34,7 @@ from ep_runtime_server.nodes import Node, NodeIdentity, Nodes, NodeState
 from ep_runtime_server.peers import Peers
 from ep_runtime_server.recorder import boot_id
 from ep_runtime_server.spanning import Spanning
+from ep_runtime_server.view_ids import ViewIds
 from ep_runtime_server.windows import Owner
 
 
@@ -57,6 +58,8 @@ class Cluster:
         self.facts = ClusterFacts(Journal(journal, failpoints, name="cluster", synced=True))
         self.peers = Peers(settings.tls, clock)
         self.assemblies = Assemblies(self.facts, clock, events)
+        self.view_ids = ViewIds(self.assemblies)
+        self.coordination: Coordination | None = None
         self.spanning: Spanning | None = None
         self._num_answered = 0
         self.nodes: Nodes | None = None
@@ -103,9 +106,10 @@ class Cluster:
             PoolExhaustedError: the journal cannot be written.
         """
         settings, facts = self.settings, self.facts
+        self.coordination = self._take_part()
         self.spanning = Spanning(
             settings.node,
-            self._take_part(),
+            self.coordination,
             groups,
             self._tell_node,
             facts.heard,
@@ -114,6 +118,7 @@ class Cluster:
         servicer = NodeServicer(
             self.nodes,
             self.assemblies,
+            self.view_ids,
             self.spanning,
             facts,
             self._clock,
@@ -146,7 +151,7 @@ class Cluster:
                 self._events,
                 self.assemblies.node_gone,
             )
-            return OwnCoordination(settings.node, self.assemblies)
+            return OwnCoordination(settings.node, self.assemblies, self.view_ids)
         self.membership = Membership(
             identity,
             settings.coordinator,
@@ -299,6 +304,7 @@ class Cluster:
         """Leaves the cluster; the node's groups go on."""
         if self.spanning is not None:
             await self.spanning.stop()
+        await self.view_ids.close()
         if self._member_task is not None and self.membership is not None:
             self._member_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -10,7 +10,9 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server import config, view_wire
 from ep_runtime_server.assembly import Assemblies, GroupView, NodeClaim, Outcome
+from ep_runtime_server.id_process import MAKE_S, UniqueIds
 from ep_runtime_server.membership import Membership
+from ep_runtime_server.view_ids import ViewIds
 from ep_runtime_server.windows import Owner
 
 
@@ -31,13 +33,16 @@ class Coordination(Protocol):
 
     async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None: ...
 
+    async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds: ...
+
 
 class OwnCoordination:
     """On the coordinator's own node."""
 
-    def __init__(self, node: str, assemblies: Assemblies) -> None:
+    def __init__(self, node: str, assemblies: Assemblies, view_ids: ViewIds) -> None:
         self._node = node
         self._assemblies = assemblies
+        self._view_ids = view_ids
 
     async def join(
         self,
@@ -63,6 +68,9 @@ class OwnCoordination:
 
     async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
         self._assemblies.ended(self._node, owner, epoch, (*lost, *left))
+
+    async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
+        return await self._view_ids.of(owner, epoch, count)
 
 
 class RemoteCoordination:
@@ -126,3 +134,11 @@ class RemoteCoordination:
             left_ranks=left,
         )
         await self._ask("TellGroup", request, config.NODE_RPC_S)
+
+    async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
+        request = pb.GetViewIdsRequest(
+            **self._who(), key=view_wire.key_to_proto(owner), epoch=epoch, num_domains=count
+        )
+        within_s = MAKE_S + config.NODE_RPC_S
+        answer: pb.GetViewIdsResponse = await self._ask("GetViewIds", request, within_s)
+        return UniqueIds(tuple(answer.unique_ids), answer.nccl_version)

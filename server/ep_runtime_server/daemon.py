@@ -151,6 +151,8 @@ class Daemon:
         )
         cluster.listen(server)
         cluster.start(server, runtime.groups)
+        assert cluster.coordination is not None  # `start` makes it
+        runtime.unique_ids.of_view = cluster.coordination.unique_ids
         add: Any = server
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(ReadingServicer(runtime), add)
         runtime.cluster = cluster

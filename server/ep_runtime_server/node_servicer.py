@@ -17,8 +17,11 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.nodes import Nodes
 from ep_runtime_server.spanning import Spanning
+from ep_runtime_server.view_ids import ViewIds
 
 Context = grpc.aio.ServicerContext
+
+MAX_DOMAINS = 4096
 
 
 def check_certificate(context: Context[Any, Any], node: str) -> None:
@@ -47,6 +50,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         self,
         nodes: Nodes | None,
         assemblies: Assemblies,
+        view_ids: ViewIds,
         spanning: Spanning,
         facts: ClusterFacts,
         clock: Clock,
@@ -55,6 +59,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         """`nodes` is None where we are not the coordinator, which is at `coordinator()`."""
         self._nodes = nodes
         self._assemblies = assemblies
+        self._view_ids = view_ids
         self._spanning = spanning
         self._facts = facts
         self._clock = clock
@@ -142,6 +147,18 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         owner = view_wire.key_from_proto(request.key)
         outcome, reason = await self._assemblies.outcome(owner, request.epoch, _wait_s(request))
         return pb.AwaitGroupResponse(outcome=f"VIEW_OUTCOME_{outcome.value}", reason=reason)
+
+    async def GetViewIds(  # noqa: N802
+        self, request: pb.GetViewIdsRequest, context: Context[Any, Any]
+    ) -> pb.GetViewIdsResponse:
+        self._check_lease(request, context)
+        owner, count = view_wire.key_from_proto(request.key), request.num_domains
+        if not 1 <= count <= MAX_DOMAINS:
+            raise InvalidArgumentError(
+                f"num_domains must be 1 to {MAX_DOMAINS}, got {count}", argument="num_domains"
+            )
+        made = await self._view_ids.of(owner, request.epoch, count)
+        return pb.GetViewIdsResponse(unique_ids=made.ids, nccl_version=made.version)
 
     async def TellGroup(  # noqa: N802
         self, request: pb.TellGroupRequest, context: Context[Any, Any]

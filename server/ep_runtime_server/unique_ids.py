@@ -8,34 +8,21 @@ Ids are secrets: they are in this process's memory and in answers to members, no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import json
 import logging
-import os
-import sys
+from collections.abc import Awaitable, Callable
 
-from ep_runtime import env, nccl
-from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
+from ep_runtime.errors import EpRuntimeError, StaleHandleError
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
+from ep_runtime_server.id_process import IdProcess, UniqueIds
 from ep_runtime_server.sessions import Session
+from ep_runtime_server.windows import Owner
 
-_CHILD = "ep_runtime_server.unique_id_child"
-# Loading libnccl, 400 MB, from a cold disk.
-MAKE_S = 30.0
 # How long ranks may take to join; a client waits less.
 JOIN_S = 600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class UniqueIds:
-    """One id per EP domain, and the version of the libnccl that made them."""
-
-    ids: tuple[bytes, ...]
-    version: str
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,7 +34,7 @@ class _Set:
     epoch: int
     until_s: float
     making: asyncio.Task[UniqueIds] = dataclasses.field(init=False)
-    process: asyncio.subprocess.Process | None = None
+    process: IdProcess | None = None
     version: str = ""
     ready: set[int] = dataclasses.field(default_factory=set)  # world ranks
     error: str = ""
@@ -66,6 +53,8 @@ class UniqueIdBook:
         self._clock = clock
         self._events = events
         self._sets: dict[str, _Set] = {}  # by group id
+        # Of a group that spans nodes the coordinator makes them: (owner, epoch, domains).
+        self.of_view: Callable[[Owner, int, int], Awaitable[UniqueIds]] | None = None
 
     async def of(self, session: Session, group: Group, generation: int) -> UniqueIds:
         """The ids of the group's generation, made when the first process asks.
@@ -106,54 +95,16 @@ class UniqueIdBook:
         return found
 
     async def _make(self, found: _Set) -> UniqueIds:
-        reader, writer = os.pipe()
+        group, count = found.group, found.group.spec.num_domains
         try:
-            count = found.group.spec.num_domains
-            try:
-                found.process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, *(["-I"] if sys.flags.isolated else ["-P"]), "-m", _CHILD),
-                    *(str(writer), str(count), str(JOIN_S)),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.DEVNULL,
-                    pass_fds=(writer,),
-                    env=env.unique_id_environment(),
-                )
-            finally:
-                os.close(writer)
-            return await self._read(reader, count)
+            if group.remote and self.of_view is not None:
+                return await self.of_view(group.owner, group.epoch, count)
+            found.process = IdProcess()
+            return await found.process.make(count, JOIN_S)
         except EpRuntimeError as error:
             found.error = str(error)
+            self._stop(found)
             raise
-        finally:
-            os.close(reader)
-            if found.error:
-                self._stop(found)
-
-    async def _read(self, reader: int, count: int) -> UniqueIds:
-        """What the process wrote. Raises RuntimeUnavailableError."""
-        loop = asyncio.get_running_loop()
-        stream = asyncio.StreamReader()
-        pipe = os.fdopen(os.dup(reader), "rb", 0)
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), pipe
-        )
-        try:
-            async with asyncio.timeout(MAKE_S):
-                line = await stream.readline()
-            said = json.loads(line)
-        except (TimeoutError, ValueError) as error:
-            raise RuntimeUnavailableError(
-                "the process that makes NCCL unique ids ended, or did not answer within "
-                f"{MAKE_S:g} s"
-            ) from error
-        finally:
-            transport.close()
-        if "error" in said:
-            raise RuntimeUnavailableError(f"the daemon makes no NCCL unique ids: {said['error']}")
-        ids = tuple(bytes.fromhex(text) for text in said["ids"])
-        assert len(ids) == count
-        return UniqueIds(ids, nccl.version_text(said["version"]))
 
     def report(
         self, session: Session, group: Group, generation: int, version: str, error: str
@@ -206,20 +157,18 @@ class UniqueIdBook:
             self._stop(found)
 
     def _stop(self, found: _Set) -> None:
-        process, found.process = found.process, None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()  # asyncio reaps it
+        if found.process is not None:
+            found.process.kill()
 
     async def close(self) -> None:
         """Ends every process. The daemon is about to end."""
         sets, self._sets = list(self._sets.values()), {}
-        processes = [found.process for found in sets if found.process is not None]
         for found in sets:
             found.making.cancel()
-            self._stop(found)
-        ends = [*(found.making for found in sets), *(process.wait() for process in processes)]
-        await asyncio.gather(*ends, return_exceptions=True)
+        await asyncio.gather(*(found.making for found in sets), return_exceptions=True)
+        for found in sets:
+            if found.process is not None:
+                await found.process.close()
 
     def _log(self, kind: str, group: Group, message: str) -> None:
         self._events.add(

@@ -1,0 +1,96 @@
+"""A process that makes NCCL unique ids and stays: who joins meets in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+
+from ep_runtime import env, nccl
+from ep_runtime.errors import RuntimeUnavailableError
+
+_CHILD = "ep_runtime_server.unique_id_child"
+# Loading libnccl, 400 MB, from a cold disk.
+MAKE_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class UniqueIds:
+    """One id per EP domain, and the version of the libnccl that made them."""
+
+    ids: tuple[bytes, ...] = dataclasses.field(repr=False)  # secret
+    version: str
+
+
+class IdProcess:
+    """`make`, then `kill` or `close`. Lives on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended = False
+
+    async def make(self, count: int, life_s: float) -> UniqueIds:
+        """Starts the process, which ends after `life_s` at the latest.
+
+        Raises:
+            RuntimeUnavailableError: there is no libnccl, or the process does not answer.
+        """
+        reader, writer = os.pipe()
+        try:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, *(["-I"] if sys.flags.isolated else ["-P"]), "-m", _CHILD),
+                    *(str(writer), str(count), str(life_s)),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    pass_fds=(writer,),
+                    env=env.unique_id_environment(),
+                )
+            finally:
+                os.close(writer)
+            self._process = process
+            if self._ended:  # meanwhile
+                self.kill()
+            return await _read(reader, count)
+        finally:
+            os.close(reader)
+
+    def kill(self) -> None:
+        """Ends it; asyncio reaps it."""
+        self._ended = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def close(self) -> None:
+        """`kill`, and waits until it is gone."""
+        self.kill()
+        if self._process is not None:
+            await self._process.wait()
+
+
+async def _read(reader: int, count: int) -> UniqueIds:
+    """What the process wrote. Raises RuntimeUnavailableError."""
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(os.dup(reader), "rb", 0)
+    )
+    try:
+        async with asyncio.timeout(MAKE_S):
+            line = await stream.readline()
+        said = json.loads(line)
+    except (TimeoutError, ValueError) as error:
+        raise RuntimeUnavailableError(
+            f"the process that makes NCCL unique ids ended, or did not answer within {MAKE_S:g} s"
+        ) from error
+    finally:
+        transport.close()
+    if "error" in said:
+        raise RuntimeUnavailableError(f"the daemon makes no NCCL unique ids: {said['error']}")
+    ids = tuple(bytes.fromhex(text) for text in said["ids"])
+    assert len(ids) == count
+    return UniqueIds(ids, nccl.version_text(said["version"]))
