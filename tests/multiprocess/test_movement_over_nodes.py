@@ -11,9 +11,13 @@ from cluster_places import make_certificates, tls_flags
 from harness import DaemonProcess, eventually
 from multiprocess.launch import Job
 
+from ep_runtime_server import config
+
 pytestmark = pytest.mark.slow
 
-JOINED = 3  # CLUSTER_LINK_JOINED
+JOINED, LOST = 3, 4  # CLUSTER_LINK_JOINED, CLUSTER_LINK_LOST
+# A packet that got lost is sent again after a while, and that while doubles.
+MENDED_S = 60.0
 STEPS = 2000
 _LAYOUTS = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=["2x4", "4x2"])
 
@@ -127,5 +131,59 @@ def test_two_thousand_steps_stay_right_and_take_no_more_memory(net, nodes) -> No
             assert last < settled + (64 << 10), said["memory"]  # KiB
         for daemon in nodes:
             assert daemon.group_states() == {"soak": "READY"}
+        job.tell()
+        job.finish()
+
+
+_STEPS = """
+session = ep.connect(timeout_s=60)
+mesh = mesh_of()
+group = session.create_group(
+    "cut", mesh, ep_axis="ep", num_experts=8, hidden_size=32, max_tokens_per_rank=16, max_top_k=2,
+    alignment=8, max_token_dtype="float32",
+)
+layer = group.register_layer("l", top_k=2)
+place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
+value = np.random.default_rng(0).standard_normal((16 * mesh.size, 32)).astype(np.float32)
+x = jax.make_array_from_callback(value.shape, place, lambda part: value[part])
+
+@jax.jit
+def step(x):
+    routing = ep.route(x[:, :8], 2)
+    there = ep.dispatch(layer, x, routing.topk_idx, routing.topk_weights)
+    return ep.combine(layer, there, there.tokens, weights=there.weights)
+
+def steps():
+    for _ in range(20):
+        out = step(x)
+        for part in out.addressable_shards:
+            np.testing.assert_allclose(np.asarray(part.data), value[part.index], rtol=1e-5)
+    group.check()
+    say(done=True)
+
+steps()
+hear()
+steps()
+hear()
+group.close()
+session.close()
+"""
+
+
+def test_a_partition_makes_calls_wait_and_ends_none(net, nodes) -> None:
+    _, b = nodes
+    with job_on(net, nodes, _STEPS, 2, devices=2) as job:
+        job.heard()
+        net.cut()
+        job.tell()
+        eventually(
+            lambda: b.status().cluster.link == LOST,
+            within_s=config.NODE_LEASE_S + 2 * config.NODE_RPC_S,
+        )
+        assert all(worker.silent() for worker in job.workers)
+        assert [daemon.group_states() for daemon in nodes] == [{"cut": "READY"}] * 2
+        net.mend()
+        job.heard(MENDED_S)
+        assert [daemon.group_states() for daemon in nodes] == [{"cut": "READY"}] * 2
         job.tell()
         job.finish()
