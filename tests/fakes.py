@@ -47,6 +47,7 @@ class LocalGroup:
         self.closed = False
         self.generation = next(_generations)
         self.native_group: int | None = None
+        self.board: mmap.mmap | None = None
         self._handles = 0
         self._layers: dict[str, EpLayer | LayerStack] = {}
         if spec.transport == "memfd":
@@ -61,8 +62,8 @@ class LocalGroup:
         sizes = [board.window_bytes(self.spec)] * self.spec.world_size
         fds = [_memfd(size) for size in [board.board_bytes(self.spec), *sizes]]
         try:
-            with mmap.mmap(fds[0], 0) as view:
-                board.format_board(memoryview(view), self.spec, self.generation)
+            self.board = mmap.mmap(fds[0], 0)
+            board.format_board(memoryview(self.board), self.spec, self.generation)
             return native.library().open_group(
                 self.spec,
                 generation=self.generation,

@@ -101,7 +101,7 @@ Status RunDispatch(Call& call, const DispatchParams& params) {
     EP_RETURN_IF_ERROR(call.NextReady(&pending, kRowsWritten, &source));
     PlaceRows(call, params, offsets, source);
   }
-  call.CountRows(offsets.entries.back(), 0);
+  call.CountRows(offsets.entries.back(), std::max(params.plan.recv_count[kDropped], 0));
   return Status();
 }
 

@@ -6,7 +6,13 @@
 namespace ep_runtime {
 
 // Columns of recv_count.
-enum : int64_t { kStaged = 0, kEntries = 1, kStagedFirstHalf = 2, kRecvCountColumns = 4 };
+enum : int64_t {
+  kStaged = 0,
+  kEntries = 1,
+  kStagedFirstHalf = 2,
+  kDropped = 3,
+  kRecvCountColumns = 4
+};
 
 // The nine arrays that `prepare` makes and every other op reads. A *staged row* is one token of
 // one source that keeps at least one row here; it has one or more *entries*, one per kept row.
@@ -15,7 +21,8 @@ struct PlanArrays {
   Int* dst_rank;      // [T, K] EP rank of the slot's row, -1 unused or dropped
   Int* dst_row;       // [T, K] row in that rank's slab, -1 unused or dropped
   Int* recv_count;    // [N, 4] per source: staged rows, entries, staged rows of the first
-                      // ceil(T / 2) tokens, 0
+                      // ceil(T / 2) tokens, and 0; dispatch counts that of source 0 as dropped
+                      // slots, where another prepare than this library's made the plan
   Int* staged_start;  // [N * T + 1] first entry of each staged row, sources in order; the unused
                       // tail holds the number of entries
   Int* staged_row;    // [C] slab row of each entry; unused tail -1

@@ -27,12 +27,13 @@ struct SourceCounts {
   }
 };
 
-// Tells the board how many rows this rank receives; by one whole warp.
+// Tells the board how many rows this rank receives, and how many were dropped where another prepare
+// than this library's made the plan; by one whole warp.
 __device__ inline void CountReceived(const Call& call, const CallName& name, const Plan& plan) {
   const int lane = threadIdx.x % 32;
   const int32_t rows =
       __reduce_add_sync(~0u, lane < call.ranks ? plan.recv_count[lane * 4 + 1] : 0);
-  if (lane == 0) CountRows(call.group, BoardIndex(name), rows, 0);
+  if (lane == 0) CountRows(call.group, BoardIndex(name), rows, max(plan.recv_count[3], 0));
 }
 
 // A staged row of a peer and its entries; lane i holds the i-th.

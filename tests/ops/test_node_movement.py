@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_token_movement import SHARED, check_case
 
+from ep_runtime import board
 from ep_runtime_client import ops
 from ep_runtime_client.ops import nodes_plan
 from ep_runtime_client.ops.calls import Call
@@ -38,6 +39,19 @@ def test_a_group_over_nodes_moves_tokens(make_group: MakeGroup) -> None:
         "drops between nodes", top_k=4, capacity=24, routing="skewed", tokens=5, **cases.DP_EP
     )
     check_case(make_group, "memfd/2", case)
+
+
+def test_dropped_slots_are_counted_on_the_board(make_group: MakeGroup) -> None:
+    counts = []
+    for transport in ("memfd", "memfd/2"):
+        group = make_group(transport=transport, axes={"ep": 4}, num_experts=8, max_top_k=2)
+        layer = group.register_layer("moe", top_k=2)
+        idx = np.tile(np.array([[0, 1]], np.int32), (64, 1))
+        sent = ops.dispatch(layer, np.ones((64, 16), np.float32), idx, capacity=40)
+        sent.tokens.block_until_ready()
+        assert group.board is not None
+        counts.append([(r.rows, r.dropped_rows) for r in board.read_ranks(group.board)])
+    assert counts[0] == counts[1] == [(40, 88), (0, 0), (0, 0), (0, 0)]
 
 
 @pytest.mark.slow

@@ -71,11 +71,13 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     virtual_rank, virtual_row = _virtual_tokens(call, tokens, routed.dst_rank, routed.dst_row)
     locals_ = jnp.arange(group.ranks_per_node, dtype=jnp.int32)[:, None, None]
     arriving = ops.node(call, jnp.where(virtual_rank == locals_, virtual_row, -1))
+    recv_count, *staged = receiver_side(arriving, call.capacity)
     return NodePlanArrays(
         routed.dst_rank,
         routed.dst_row,
-        *receiver_side(arriving, call.capacity),
-        *routed[2:],
+        recv_count.at[0, 3].set(routed.dropped),
+        *staged,
+        *routed[2:5],
         virtual_rank,
         virtual_row,
         _chunks(call, tokens),

@@ -46,7 +46,7 @@ class NodePlanArrays(NamedTuple):
 
     dst_rank: jax.Array  # [T, K]
     dst_row: jax.Array  # [T, K]
-    recv_count: jax.Array  # [G, 4]
+    recv_count: jax.Array  # [G, 4], slots dropped here in the last place of the first row
     staged_start: jax.Array  # [G*D*T+1]
     staged_row: jax.Array  # [C]
     staged_slot: jax.Array  # [C]

@@ -99,13 +99,17 @@ def _ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, ja
 
 
 class Routed(NamedTuple):
-    """What the counts of all ranks decide: the fields of PlanArrays of the same names."""
+    """What the counts of all ranks decide: the fields of PlanArrays of the same names.
+
+    `dropped` is int32 []: slots that ask for this rank and get no row.
+    """
 
     dst_rank: jax.Array
     dst_row: jax.Array
     kept: jax.Array
     group_sizes: jax.Array
     num_recv: jax.Array
+    dropped: jax.Array
 
 
 def route(
@@ -137,7 +141,9 @@ def route(
     keep = used & (position < rows_at(kept.reshape(-1), safe))
     dst_rank = jnp.where(keep, _blocks(safe, local), -1).reshape(topk_idx.shape)
     dst_row = jnp.where(keep, rows_at(base, safe) + position, -1).reshape(topk_idx.shape)
-    return Routed(dst_rank, dst_row, rows_at(kept, me), rows_at(zones, me), num_recv.reshape(1))
+    mine = rows_at(kept, me)
+    dropped = (rows_at(demand, me) - mine).sum(dtype=jnp.int32)
+    return Routed(dst_rank, dst_row, mine, rows_at(zones, me), num_recv.reshape(1), dropped)
 
 
 def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
@@ -146,7 +152,7 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     peers = jnp.arange(call.group.ep_size, dtype=jnp.int32)[:, None, None]
     arriving = jnp.where(routed.dst_rank == peers, routed.dst_row, -1)
     received = receiver_side(collectives.exchange(call, arriving), call.capacity)
-    return PlanArrays(routed.dst_rank, routed.dst_row, *received, *routed[2:])
+    return PlanArrays(routed.dst_rank, routed.dst_row, *received, *routed[2:5])
 
 
 def receiver_side(
