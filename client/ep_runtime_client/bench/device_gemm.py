@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ep_runtime_client.bench.device_time import HOLD_NS, Clock, gpu_clock, intervals_us
+from ep_runtime_client.bench.device_time import CallTimer, Clock, gpu_clock
 from ep_runtime_client.bench.options import BenchOptions, BenchReport
-from ep_runtime_client.bench.timing import median
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.ops import local_gemm
@@ -33,7 +32,6 @@ ALIGNMENT = 128
 # ragged_dot takes many times as long, and memory that grows with the groups.
 MAX_RAGGED_GROUPS = 32
 RAGGED_CALLS = 2
-WARMUP = 2
 PRODUCTS = ("forward", "data grad", "weight grad")
 COLUMNS = (
     Column("product", "PRODUCT"),
@@ -86,7 +84,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table, by any clock."""
     capacity = options.tokens_per_rank * options.top_k or ROWS
-    timer = _Timer(clock, options.repeats)
+    timer = CallTimer(clock)
     for k, n in ((options.hidden, 2 * inner), (inner, options.hidden)):
         dense = {count: _dense(options, timer, count, k, n) for count in (capacity, capacity // 2)}
         for count in groups:
@@ -108,38 +106,13 @@ def loads(name: str, groups: int, rows: int) -> np.ndarray[Any, np.dtype[np.int3
     return sizes
 
 
-class _Timer:
-    """Microseconds of calls, by a device's clock."""
-
-    def __init__(self, clock: Clock, repeats: int) -> None:
-        self.repeats = repeats
-        self._hold = jax.jit(lambda token: clock(token, (), HOLD_NS))
-        self._read = jax.jit(lambda token, arrays: clock(token, jax.tree.leaves(arrays), 0))
-
-    def call_us(self, program: Program, operands: tuple[Any, ...], repeats: int) -> float:
-        """Of one call, the median."""
-        for _ in range(WARMUP):
-            jax.block_until_ready(program(*operands))
-        return max(median(self._intervals(program, operands, repeats)), 1e-3)
-
-    def _intervals(self, program: Any, operands: Any, repeats: int) -> list[float]:
-        token, _ = self._hold(jnp.zeros(1, jnp.int32))
-        token, now = self._read(token, ())
-        readings = [now]
-        for _ in range(repeats + 1):
-            token, now = self._read(token, program(*operands))
-            readings.append(now)
-        found: list[float] = intervals_us(np.stack(readings)[None])[0].tolist()
-        return found
-
-
 def _draw(seed: int, dtype: str, *shape: int) -> jax.Array:
     draw = jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype)))
     drawn: jax.Array = draw()
     return drawn
 
 
-def _dense(options: BenchOptions, timer: _Timer, rows: int, k: int, n: int) -> dict[str, float]:
+def _dense(options: BenchOptions, timer: CallTimer, rows: int, k: int, n: int) -> dict[str, float]:
     """Microseconds of every product as one matmul."""
     x, grad, w = (_draw(0, options.dtype, *shape) for shape in ((rows, k), (rows, n), (k, n)))
     operands = {"forward": (x, w), "data grad": (grad, w), "weight grad": (x, grad)}
@@ -181,7 +154,7 @@ def _ragged() -> dict[str, Program]:
 
 
 def _case(
-    options: BenchOptions, timer: _Timer, shape: Shape, dense: dict[int, dict[str, float]]
+    options: BenchOptions, timer: CallTimer, shape: Shape, dense: dict[int, dict[str, float]]
 ) -> Iterator[dict[str, Any]]:
     k, n = shape.in_features, shape.out_features
     shapes = ((shape.rows, k), (shape.rows, n), (shape.groups, k, n))
@@ -215,7 +188,7 @@ def _case(
             }
 
 
-def _if_it_fits(timer: _Timer, program: Program, operands: tuple[Any, ...]) -> float | None:
+def _if_it_fits(timer: CallTimer, program: Program, operands: tuple[Any, ...]) -> float | None:
     """Microseconds of one call of ragged_dot; None where its copies take more than the memory."""
     try:
         return timer.call_us(program, operands, RAGGED_CALLS)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from ep_runtime_client.bench.timing import median
 from ep_runtime_client.ops._ffi import ensure_registered
 
 # (token int32 [1], arrays, hold_ns) -> the token, and nanoseconds uint32 [2], low word first. The
@@ -29,6 +30,7 @@ from ep_runtime_client.ops._ffi import ensure_registered
 Clock = Callable[[jax.Array, Sequence[jax.Array], int], tuple[jax.Array, jax.Array]]
 # Time for the host to launch a whole chain.
 HOLD_NS = 500_000
+WARMUP = 2
 # (token, operands of this device) -> results; every result must depend on the token.
 DeviceOp = Callable[[jax.Array, Any], Any]
 
@@ -80,3 +82,29 @@ def slowest_rank_us(readings: jax.Array) -> list[float]:
     parts = [np.asarray(shard.data) for shard in readings.addressable_shards]
     found: list[float] = intervals_us(np.concatenate(parts)).max(axis=0).tolist()
     return found
+
+
+class CallTimer:
+    """Microseconds of calls of programs that take much longer than their launch.
+
+    Between calls the clock is read, in the order of the stream: an interval is one call, one
+    reading and the launches of both.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._hold = jax.jit(lambda token: clock(token, (), HOLD_NS))
+        self._read = jax.jit(lambda token, arrays: clock(token, jax.tree.leaves(arrays), 0))
+
+    def call_us(
+        self, program: Callable[..., Any], operands: tuple[Any, ...], repeats: int
+    ) -> float:
+        """Of one call, the median of `repeats`."""
+        for _ in range(WARMUP):
+            jax.block_until_ready(program(*operands))
+        token, _ = self._hold(jnp.zeros(1, jnp.int32))
+        token, now = self._read(token, ())
+        readings = [now]
+        for _ in range(repeats + 1):
+            token, now = self._read(token, program(*operands))
+            readings.append(now)
+        return max(median(intervals_us(np.stack(readings)[None])[0].tolist()), 1e-3)

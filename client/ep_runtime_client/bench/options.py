@@ -13,8 +13,17 @@ from ep_runtime_client.bench.moe_cases import CASES, CPU_CASES
 from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli.render import Column
 
-BENCHES = ("dispatch", "combine", "gemm", "moe", "connect", "staging", "control", "compile")
-GPU_BENCHES = ("dispatch", "combine", "gemm", "moe", "connect", "staging")
+GPU_BENCHES = (
+    "dispatch",
+    "combine",
+    "gemm",
+    "quantize",
+    "permute",
+    "moe",
+    "connect",
+    "staging",
+)
+BENCHES = (*GPU_BENCHES, "control", "compile")
 Transport = Literal["memfd", "nvlink", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")

@@ -1,0 +1,56 @@
+"""permute and unpermute: the plan, rows out of tokens and sums of rows, as share of a copy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import ep_runtime as ep
+from ep_runtime_client.bench import row_bench
+from ep_runtime_client.bench.options import BenchOptions, BenchReport
+from ep_runtime_client.bench.routing import topk_idx
+from ep_runtime_client.bench.row_bench import Sizes, Subject
+from ep_runtime_client.ops import permutation_rows
+
+
+def run(options: BenchOptions) -> BenchReport:
+    """Measures every routing that the options name."""
+    subjects = functools.partial(make_subjects, options)
+    return row_bench.run("permute", "permute and unpermute", options, subjects)
+
+
+def make_subjects(options: BenchOptions, sizes: Sizes) -> Iterator[Subject]:
+    """What is measured: T * K rows of the sizes."""
+    count, slots = max(1, sizes.rows // options.top_k), options.top_k
+    tokens = row_bench.draw(0, options.dtype, count, sizes.hidden)
+    weights = row_bench.draw(1, "float32", count, slots)
+    rows = row_bench.draw(2, options.dtype, count * slots, sizes.hidden)
+    # Each token read once, each row once.
+    moved = tokens.nbytes + rows.nbytes
+
+    def plan(choice: Any) -> Any:
+        return ep.permute(tokens, choice, num_experts=options.num_experts).plan.arrays
+
+    def copy(tokens: Any, source: Any) -> Any:
+        return permutation_rows.copied(tokens, source, slots)
+
+    def gradients(rows: Any, grads: Any, source: Any, weights: Any) -> Any:
+        return permutation_rows.weighed_with_products(rows, grads, source, weights, slots)
+
+    for routing in options.routing:
+        choice = jnp.asarray(topk_idx(routing, count, options.num_experts, slots))
+        arrays = jax.jit(plan)(choice)
+        backward = (rows, tokens, arrays.source, weights)
+        for name, times, program, operands in (
+            ("plan", 0, plan, (choice,)),
+            ("permute", 1, copy, (tokens, arrays.source)),
+            ("unpermute", 1, permutation_rows.summed, (rows, arrays)),
+            ("unpermute, weighted", 1, permutation_rows.summed, (rows, arrays, weights)),
+            ("its gradients", 1, gradients, backward),
+        ):
+            total = times * moved + (rows.nbytes if program is gradients else 0)
+            yield Subject(name, routing, count * slots, total, program, operands)
