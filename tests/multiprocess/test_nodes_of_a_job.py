@@ -22,22 +22,24 @@ TOLD_S = 2.0
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[children.Child]]:
-    """Two daemons on loopback; those of `test_movement_over_nodes.py` have certificates."""
+def nodes(request: pytest.FixtureRequest) -> Iterator[list[children.Child]]:
+    """Two daemons, or as many as the test says, on loopback and without certificates."""
     base = Path(tempfile.mkdtemp(prefix="ept-"))
     address = place()
     started = []
-    for name, role in (("a", "--coordinator"), ("b", "--join")):
+    for name in "abc"[: getattr(request, "param", 2)]:
+        role = "--join" if started else "--coordinator"
         directory = base / name
         directory.mkdir(mode=0o700)
         flags = [role, address, "--node", name, "--insecure", "--drain-s", "0"]
         started.append(start_daemon(directory, *flags))
-    wait_until(lambda: read(started[1])["cluster"]["link"] == "JOINED", "b joins")
+    for child in started[1:]:
+        wait_until(lambda child=child: read(child)["cluster"]["link"] == "JOINED", "it joins")
     yield started
     codes = [child.stop() for child in reversed(started)]  # who joined leaves first
     logs = "\n".join(child.log_tail(40) for child in started)
     shutil.rmtree(base)
-    assert codes == [0, 0], logs
+    assert not any(codes), logs
 
 
 def read(child: children.Child) -> dict:
@@ -133,6 +135,20 @@ def test_a_job_on_two_nodes_has_windows_on_each_and_hears_of_the_dead(nodes) -> 
         assert told["error"] == "StaleHandleError"
         assert read(nodes[0])["found"][0]["poison_reason"] == "PEER_LOST"
         job.workers[0].tell()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [3], indirect=True)
+def test_nodes_may_have_unequal_parts_of_a_job(nodes) -> None:
+    a, b, c = environments(nodes, 3)
+    with Job(_JOB + "hear(); group.close()", processes=4, devices=2, own=[a, a, b, c]) as job:
+        heard = job.heard()
+        assert max(row["error"] for row in heard) < 1e-5
+        assert [row["node_size"] for row in heard] == [2] * 4
+        ranks = [sorted(windows_of(child)) for child in nodes]
+        assert ranks == [[-1, 0, 1, 2, 3], [-1, 4, 5], [-1, 6, 7]]
+        job.tell()
+        job.finish()
 
 
 @pytest.mark.slow
