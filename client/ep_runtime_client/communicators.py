@@ -86,13 +86,14 @@ def make(
     version = ""
     try:
         version = nccl.version_text(library.version())
+        epoch = _group(control, ranks).epoch
         found = control.call(
             control.nccl.GetUniqueIds,
             nccl_service_pb2.GetUniqueIdsRequest(name=ranks.name, generation=ranks.generation),
             timeout_s=IDS_TIMEOUT_S,
         )
         group = library.make_group(ranks, found.unique_ids)
-        _init(control, ranks, group, budget_s)
+        _init(control, ranks, epoch, group, budget_s)
     except EpRuntimeError as error:
         _report(control, ranks, version, str(error))
         raise
@@ -102,7 +103,11 @@ def make(
 
 
 def _init(
-    control: transport.ControlChannel, ranks: nccl.Ranks, group: nccl.NcclGroup, budget_s: float
+    control: transport.ControlChannel,
+    ranks: nccl.Ranks,
+    epoch: int,
+    group: nccl.NcclGroup,
+    budget_s: float,
 ) -> None:
     """`group.init`, ended as soon as the daemon says that the group is over."""
     raised: list[EpRuntimeError] = []
@@ -119,7 +124,7 @@ def _init(
     try:
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(_LOOK_S)
-            over = _over(control, ranks) if thread.is_alive() else None
+            over = _over(control, ranks, epoch) if thread.is_alive() else None
             if over is not None:
                 group.abort(over)
                 thread.join(nccl.CLOSE_TIMEOUT_S)
@@ -132,16 +137,24 @@ def _init(
         raise
 
 
-def _over(control: transport.ControlChannel, ranks: nccl.Ranks) -> EpRuntimeError | None:
-    """Why the group's generation cannot become READY any more; None while it can."""
+def _group(control: transport.ControlChannel, ranks: nccl.Ranks) -> types_pb2.Group:
     request = group_service_pb2.GetGroupRequest(name=ranks.name)
+    found: types_pb2.Group = control.call(control.groups.GetGroup, request).group
+    return found
+
+
+def _over(
+    control: transport.ControlChannel, ranks: nccl.Ranks, epoch: int
+) -> EpRuntimeError | None:
+    """Why the group's generation cannot become READY any more, over these nodes; None: it can."""
     try:
-        found = control.call(control.groups.GetGroup, request).group
+        found = _group(control, ranks)
     except errors.RuntimeUnavailableError:
         return None  # the processes form without it; it is asked again
     except EpRuntimeError as error:
         return error
-    if found.generation == ranks.generation and found.state not in _OVER:
+    same = found.generation == ranks.generation and found.epoch == epoch
+    if same and found.state not in _OVER:
         return None
     return PeerLostError(
         f"group {ranks.name!r}, generation {ranks.generation}, ended while its NCCL communicators "
