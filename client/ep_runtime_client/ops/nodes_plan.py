@@ -71,12 +71,14 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     virtual_rank, virtual_row = _virtual_tokens(call, tokens, routed.dst_rank, routed.dst_row)
     locals_ = jnp.arange(group.ranks_per_node, dtype=jnp.int32)[:, None, None]
     arriving = ops.node(call, jnp.where(virtual_rank == locals_, virtual_row, -1))
-    recv_count, *staged = receiver_side(arriving, call.capacity)
+    recv_count, staged_start, staged_row, staged_slot = receiver_side(arriving, call.capacity)
     return NodePlanArrays(
         routed.dst_rank,
         routed.dst_row,
         recv_count.at[0, 3].set(routed.dropped),
-        *staged,
+        staged_start,
+        staged_row,
+        staged_slot,
         *routed[2:5],
         virtual_rank,
         virtual_row,
