@@ -89,7 +89,7 @@ def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
         sizes.capacity_per_rank,
         iec(sizes.staging_bytes_per_rank),
         iec(sizes.dispatched_bytes_per_layer),
-        spec.transport,
+        f"{spec.transport}, per node of {spec.node_size}" if spec.node_size else spec.transport,
     )
     total = device_memory_bytes(device, devices_per_host)
     used = sizes.staging_bytes_per_rank + sizes.dispatched_bytes_per_layer

@@ -142,8 +142,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             jax.ShapeDtypeStructs with them.
 
     Returns:
-        An Explanation. On transport "memfd" a program whose tokens lie as the group wants them
-        has none in forward; a gradient adds up the weights that are replicated.
+        An Explanation. On transport "memfd" on one node a program whose tokens lie as the group
+        wants them has none in forward; a gradient adds up the weights that are replicated.
 
     Cost: one trace and one compilation.
     """
@@ -261,7 +261,7 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
     if op in _OWN and (written or kind in _SUMS):
         return "sum", _OWN[op]
     if written:
-        return "own", 'transport "xla" moves rows with JAX collectives'
+        return "own", 'JAX collectives move rows on transport "xla", and between nodes of a group'
     wanted = "an operand or a result does not lie as the group wants it: the token axes on its "
     return "reshard", _RESHARD.get(op, wanted + "leading dims, every other dim whole")
 
