@@ -42,6 +42,16 @@ def test_windows_with_flags_have_the_size_that_the_kernels_expect(tokens: int, l
 
 
 @needs_library
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+def test_windows_of_a_node_have_the_size_that_the_kernels_expect(node_size: int) -> None:
+    spec = dataclasses.replace(
+        spec_of(node_size=node_size, max_tokens_per_rank=31), transport="nccl"
+    )
+    assert native.library("cuda").window_bytes(spec) == board.window_bytes(spec)
+    assert board.window_bytes(spec) > spec.lanes * board.lane_bytes(spec)
+
+
+@needs_library
 def test_both_libraries_serve_the_same_ops_and_cuda_those_of_the_bench() -> None:
     cpu, cuda = ({t.name for t in native.library(p).targets()} for p in ("cpu", "cuda"))
     gemms = {"ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1"}

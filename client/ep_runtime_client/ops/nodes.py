@@ -5,9 +5,11 @@ index there, its rail peer; that one places it and fans it out over its node's w
 goes the other way: partial sums of a node cross back, and the source adds them up in node order.
 
 Between nodes rows travel in chunks of a fixed size, as many as the rank with the most rows for
-one node needs (`nodes_plan.chunk_rows`), so no size is read back by the host. In each chunk every
-rank sends one block to each other node: what a rank with fewer rows sends in its place is waste,
-on top of the rounding to whole chunks. The windows' call starts when all chunks are there.
+one node needs (`nodes_plan.chunk_rows`): a loop whose count the device knows. XLA:CPU reads it in
+place; XLA:GPU reads a loop's condition on the host, which waits for the device once per chunk and
+once more. In each chunk every rank sends one block to each other node: what a rank with fewer rows
+sends in its place is waste, on top of the rounding to whole chunks. The windows' call starts when
+all chunks are there.
 
 The slabs are those of the other transports bit for bit. combine equals theirs within the rounding
 of f32, as sums are grouped by node; with combine_precision "fast" a node's sum is rounded to the
