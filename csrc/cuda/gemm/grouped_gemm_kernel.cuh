@@ -10,6 +10,7 @@
 #include "cuda/gemm/async_copy.cuh"
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/kernel_arguments.cuh"
+#include "cuda/gemm/ring.cuh"
 #include "cuda/gemm/store_tile.cuh"
 #include "cuda/gemm/tile_schedule.cuh"
 #include "cuda/gemm/wgmma.cuh"
@@ -76,20 +77,6 @@ __device__ __forceinline__ void ForEachRange(const KernelArguments& args, int ex
     body(0, args.depth);
   }
 }
-
-// Place in the ring of stages, and how often it went round.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void Advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // Loads one stage of a tile's operands; what the cluster shares, each block loads half of.
 template <class Traits>

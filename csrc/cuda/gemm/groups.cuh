@@ -43,7 +43,7 @@ __device__ __forceinline__ uint32_t SumLanes(uint32_t value, uint32_t limit) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const uint32_t below = __shfl_up_sync(0xFFFFFFFFu, value, step);
-    if (threadIdx.x % 32 >= step) value = min(value + below, limit);
+    if (static_cast<int>(threadIdx.x % 32) >= step) value = min(value + below, limit);
   }
   return value;
 }

@@ -8,12 +8,12 @@
 
 #include "cuda/gemm/grouped_gemm_kernel.cuh"
 #include "cuda/gemm/instances.h"
+#include "cuda/gemm/work_queue.cuh"
 
 namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-constexpr int kQueuedWork = 4;
 // Registers of a thread, which sum to what a block has: looking for work takes more than 40.
 constexpr int kFinderRegisters = 56;
 constexpr int kSummerRegisters = 224;
@@ -54,62 +54,15 @@ struct QueuedTraits {
       (kBlockBytes - kMultipliers * kStaged - kOrder * 2 - 512) / kStageBytes;
 };
 
-// One range of contracted elements that a tile sums over.
-struct Work {
-  int32_t row;
-  int32_t column;
-  int32_t row_end;
-  int32_t expert;  // -1: there is no more
-  int32_t group;
-  int32_t size;  // of the range
-  int32_t last;  // of the tile
-  int32_t unused;
-};
-static_assert(sizeof(Work) == 2 * sizeof(int4), "as it is read");
-
 template <class Traits>
 struct QueuedMemory {
   uint8_t stages[Traits::kStages][Traits::kStageBytes];
   uint8_t staging[kMultipliers][Traits::kStaged];
-  int4 work[kQueuedWork][2];
+  WorkQueue queue;
   uint64_t full[Traits::kStages];
   uint64_t empty[Traits::kStages];
-  uint64_t work_full[kQueuedWork];
-  uint64_t work_empty[kQueuedWork];
   uint16_t order[Traits::kOrder];
 };
-
-// Tells the multiplying warpgroups of one range. The loading warp, all its lanes.
-template <class Traits>
-__device__ __forceinline__ void PushWork(const Work& work, RingPlace<kQueuedWork>* place,
-                                         QueuedMemory<Traits>* memory) {
-  if (threadIdx.x % 32 == 0) {
-    WaitBarrier(SharedAddress(&memory->work_empty[place->stage]), place->parity ^ 1);
-    memory->work[place->stage][0] = make_int4(work.row, work.column, work.row_end, work.expert);
-    memory->work[place->stage][1] = make_int4(work.group, work.size, work.last, 0);
-    Arrive(SharedAddress(&memory->work_full[place->stage]));
-  }
-  __syncwarp();
-  place->Advance();
-}
-
-// The same in all lanes, and the compiler sees it.
-__device__ __forceinline__ int4 SameInWarp(int4 value) {
-  return make_int4(__shfl_sync(0xFFFFFFFFu, value.x, 0), __shfl_sync(0xFFFFFFFFu, value.y, 0),
-                   __shfl_sync(0xFFFFFFFFu, value.z, 0), __shfl_sync(0xFFFFFFFFu, value.w, 0));
-}
-
-template <class Traits>
-__device__ __forceinline__ Work TakeWork(RingPlace<kQueuedWork>* place,
-                                         QueuedMemory<Traits>* memory) {
-  WaitBarrier(SharedAddress(&memory->work_full[place->stage]), place->parity);
-  const int4 tile = SameInWarp(memory->work[place->stage][0]);
-  const int4 range = SameInWarp(memory->work[place->stage][1]);
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&memory->work_empty[place->stage]));
-  place->Advance();
-  return {tile.x, tile.y, tile.z, tile.w, range.x, range.y, range.z, 0};
-}
 
 // Calls body(group, rows, last) for the ranges that a tile sums over; group -1 has none.
 template <class Traits, class Body>
@@ -139,8 +92,8 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
   Tile tile;
   while (schedule.Next(&tile)) {
     ForEachWork<Traits>(args, tile, [&](int group, const Rows& rows, bool last) {
-      PushWork<Traits>({tile.row, tile.column, tile.row_end, tile.expert, group, rows.size, last},
-                       &next, memory);
+      PushWork({tile.row, tile.column, tile.row_end, tile.expert, group, rows.size, last}, &next,
+               &memory->queue);
 #pragma unroll 1
       for (int32_t done = 0; done < rows.size; done += Traits::kDepth, place.Advance()) {
         if (leads) {
@@ -153,7 +106,7 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
       }
     });
   }
-  PushWork<Traits>({0, 0, 0, -1, -1, 0, 1}, &next, memory);
+  PushWork({0, 0, 0, -1, -1, 0, 1}, &next, &memory->queue);
 }
 
 // Not moved behind later waits: it is there when the products are.
@@ -301,7 +254,7 @@ __device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgro
 #pragma unroll
   for (int i = 0; i < Traits::kColumns / 2; ++i) sums[i] = 0;
   do {
-    work = TakeWork<Traits>(next, memory);
+    work = TakeWork(next, &memory->queue);
     if (work.expert < 0) return work;
     if constexpr (Traits::kScaled) {
       if (work.group >= 0) {
@@ -351,10 +304,7 @@ __device__ __forceinline__ void InitBarriers(QueuedMemory<Traits>* memory) {
     InitBarrier(SharedAddress(&memory->full[i]), 1);
     InitBarrier(SharedAddress(&memory->empty[i]), kClusterBlocks * kMultipliers * 4);
   }
-  for (int i = 0; i < kQueuedWork; ++i) {
-    InitBarrier(SharedAddress(&memory->work_full[i]), 1);
-    InitBarrier(SharedAddress(&memory->work_empty[i]), kMultipliers * 4);
-  }
+  InitQueue(&memory->queue, kMultipliers * 4);
   FenceBarrierInit();
 }
 

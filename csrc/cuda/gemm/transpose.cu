@@ -10,6 +10,7 @@ namespace {
 // Bytes a side, as kPaddedTo says: a tile of rows is one group's.
 constexpr int kSide = kPaddedTo;
 constexpr int kThreads = 256;
+constexpr int kBlocksPerProcessor = 4;  // some read while others write
 // Of blocks beside each other in a line; each takes every kAcross-th tile, and looks for its rows
 // once.
 constexpr int kAcross = 8;
@@ -87,7 +88,8 @@ __device__ __forceinline__ void TransposeLines(const Place& place) {
 }
 
 // blockIdx.x: tile of lines, .z: plane.
-__global__ void __launch_bounds__(kThreads) TransposePlanes(const TransposedPlanes planes) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+    TransposePlanes(const TransposedPlanes planes) {
   const int32_t first = blockIdx.x * kSide;
   const int64_t plane = static_cast<int64_t>(blockIdx.z) * planes.lines * planes.width;
   const int32_t lines = min(planes.lines - first, kSide);
@@ -96,7 +98,8 @@ __global__ void __launch_bounds__(kThreads) TransposePlanes(const TransposedPlan
 }
 
 // blockIdx.x: tile of a slab's line in the result, .z: slab.
-__global__ void __launch_bounds__(kThreads) TransposeRows(const TransposedRows rows) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+    TransposeRows(const TransposedRows rows) {
   const int32_t at = blockIdx.x * kSide;
   const int slab = blockIdx.z;
   const Rows found = FindRowsAt(rows.groups, slab, at);

@@ -1,0 +1,215 @@
+"""Grouped GEMM of 8-bit recipes by the GPU kernels: against CPU, and inside of programs.
+
+Both sides get the same quantized operands where numbers are compared closely.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu.gpu_jobs import TRIAL
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ops import grouped_cases as cases
+
+import ep_runtime as ep
+from ep_runtime_client import recipes
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, local_quantize
+
+_AGAIN = 20
+_RECIPES = {
+    "tensor": recipes.TensorScaling(),
+    "tensor, e4m3 gradients": recipes.TensorScaling(gradient_dtype="float8_e4m3fn"),
+    "block": recipes.BlockScaling(),
+    "block, powers of two, e5m2 gradients": recipes.BlockScaling(
+        power_of_two_scales=True, gradient_dtype="float8_e5m2"
+    ),
+    "mx": recipes.MXFP8(),
+}
+_EACH = pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)
+# Of the sum of magnitudes: the tensor cores keep some 13 bits of a stage's sums, bf16 has 8 of
+# each operand that is widened to it, and of a result.
+_SUMS, _WIDENED, _RESULT = 2e-4, 2.0**-8, 2.0**-8
+_SHAPES = [(160, (256,)), (256, (2, 128)), (32, (32,))]
+
+
+@functools.cache
+def _products(recipe: Any, out_dtype: str) -> Any:
+    """Forward, data gradient, weight gradient of one slab, of quantized operands."""
+    gemm = local_gemm.Gemm(jnp.dtype(out_dtype))
+
+    def run(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
+        return (
+            local_gemm.forward(gemm, lhs, rhs, bias, sizes),
+            local_gemm.data_grad(gemm, grad, rhs, sizes),
+            local_gemm.weight_grad(gemm, lhs, grad, sizes, rhs.shape[0], gemm.out_dtype),
+        )
+
+    return jax.jit(run)
+
+
+def _quantized(recipe: Any, lhs: Any, rhs: Any, grad: Any, sizes: Any) -> Any:
+    """On CPU: data that are alike everywhere, NaN in the slack of rows."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        counts = jnp.asarray(sizes)
+        return (
+            local_quantize.quantize_rows(recipe, jnp.asarray(lhs), counts),
+            local_quantize.quantize_kernel(recipe, jnp.asarray(rhs)),
+            local_quantize.quantize_rows(recipe, jnp.asarray(grad), counts, gradient=True),
+        )
+
+
+def _magnitudes(lhs: Any, rhs: Any, grad: Any, bias: Any, sizes: Any) -> Any:
+    """Sums of the products' magnitudes, in f64: what errors are measured by."""
+    x, w, g = (np.abs(np.asarray(q.dequantize(), np.float64)) for q in (lhs, rhs, grad))
+    w, g = w.reshape(*w.shape[:2], -1), g.reshape(len(g), -1)
+    out, back, weights = np.zeros((len(x), w.shape[2])), np.zeros(x.shape), np.zeros(w.shape)
+    first = 0
+    for group, size in enumerate(sizes):
+        last = min(first + int(size), len(x))
+        out[first:last] = x[first:last] @ w[group] + np.abs(bias[group]).reshape(-1)
+        back[first:last] = g[first:last] @ w[group].T
+        weights[group] = x[first:last].T @ g[first:last]
+        first = last
+    return out, back, weights
+
+
+def _assert_close(got: Any, want: Any, sums: Any, share: float, name: str) -> None:
+    got, want = (np.asarray(x).astype(np.float64).reshape(sums.shape) for x in (got, want))
+    assert (np.abs(got - want) <= share * sums + 1e-6 * sums.max(initial=1e-9)).all(), (
+        name,
+        float((np.abs(got - want) / np.maximum(sums, 1e-30)).max()),
+    )
+
+
+@_EACH
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", _SHAPES, ids=str)
+def test_products_are_those_of_cpu_for_any_sizes(
+    gpus: list[Any], shape: Any, out_dtype: str, recipe: Any
+) -> None:
+    exact = isinstance(recipe, recipes.MXFP8)
+    for name, sizes in cases.SIZES.items():
+        given = cases.operands(sizes, *shape)
+        lhs, rhs, grad = _quantized(recipe, given.lhs, given.rhs, given.grad, np.int32(sizes))
+        operands = (lhs, rhs, given.bias, grad, np.int32(sizes))
+        run = _products(recipe, out_dtype)
+        want = _products(recipe, "float32")(*jax.device_put(operands, jax.devices("cpu")[0]))
+        there = jax.device_put(operands, gpus[0])
+        got, again = run(*there), run(*there)
+        used = sum(sizes)
+        sums = _magnitudes(lhs, rhs, grad, given.bias, sizes)
+        rounding = _RESULT if out_dtype == "bfloat16" else 0
+        for way, mine, meant, size in zip(("forward", "rows"), got, want, sums, strict=False):
+            share = rounding + (1e-5 if exact else _SUMS)
+            _assert_close(mine[:used], meant[:used], size[:used], share, f"{name}: {way}")
+        widened = _WIDENED if isinstance(recipe, recipes.BlockScaling) else 0
+        share = rounding + (1e-5 if exact else _SUMS) + widened
+        _assert_close(got[2], want[2], sums[2], share, f"{name}: weights")
+        np.testing.assert_array_equal(np.asarray(got[1])[used:], 0)
+        for mine, before in zip(again, got, strict=True):
+            kept = slice(None) if mine.ndim == given.rhs.ndim else slice(used)
+            np.testing.assert_array_equal(mine[kept], before[kept])
+
+
+# What follows runs whole programs: rows [R, C, K'], two experts a slab.
+_RANKS, _ROWS, _IN, _OUT = 4, 96, 128, 128
+_SIZES = np.int32([[5, 80], [0, 33], [96, 0], [0, 0]])
+
+
+def _drawn() -> tuple[Any, Any, Any, Any]:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((_RANKS, _ROWS, _IN)).astype(jnp.bfloat16)
+    for slab, used in enumerate(_SIZES.sum(-1)):
+        x[slab, used:] = np.nan
+    kernel = (rng.standard_normal((2 * _RANKS, _IN, _OUT)) / 8).astype(jnp.bfloat16)
+    bias = rng.standard_normal((2 * _RANKS, _OUT)).astype(jnp.bfloat16)
+    return x, kernel, bias, _SIZES
+
+
+def _loss(multiply: Any, x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
+    out = multiply(x, kernel, sizes, bias)
+    mine = jnp.arange(x.shape[1]) < sizes.sum(-1)[:, None]
+    return jnp.sin(jnp.where(mine[..., None], out, 0).astype(jnp.float32)).sum()
+
+
+def _multiply(recipe: Any, x: Any, kernel: Any, sizes: Any, bias: Any) -> Any:
+    return ep.grouped_gemm(x, kernel, sizes, bias=bias, recipe=recipe)
+
+
+def _scanned(recipe: Any, x: Any, kernel: Any, sizes: Any, bias: Any) -> Any:
+    """Three times in a row, with remat."""
+
+    def step(x: Any, scale: Any) -> Any:
+        return jnp.tanh(_multiply(recipe, x, kernel * scale, sizes, bias)), None
+
+    scales = jnp.asarray([1, 0.5, 2], jnp.bfloat16)
+    return jax.lax.scan(jax.checkpoint(step), x, scales)[0]
+
+
+@_EACH
+@pytest.mark.parametrize("program", [_multiply, _scanned], ids=["plain", "scan with remat"])
+def test_programs_give_what_they_give_on_cpu_every_time(
+    gpus: list[Any], program: Any, recipe: Any
+) -> None:
+    loss = functools.partial(_loss, functools.partial(program, recipe))
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    operands = jax.device_put(_drawn(), gpus[0])
+    got = jax.block_until_ready(run(*operands))
+    _compare(got, run(*jax.device_put(_drawn(), jax.devices("cpu")[0])))
+    for _ in range(_AGAIN):  # replays what was captured
+        again = run(*operands)
+    jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
+
+
+def _compare(got: Any, want: Any) -> None:
+    """Loss and gradients of x, kernel and bias; rows of the slack have zeros.
+
+    A value between two 8-bit ones may be rounded to the other: single gradients differ by more
+    than sums do.
+    """
+    np.testing.assert_allclose(got[0], want[0], rtol=2e-2, atol=1)
+    for name, mine, theirs in zip(("x", "kernel", "bias"), got[1], want[1], strict=True):
+        mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine, theirs))
+        limit = 2.0**-4 * max(np.abs(theirs).max(), 1e-9)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=limit, err_msg=name)
+    for slab, used in enumerate(_SIZES.sum(-1)):
+        np.testing.assert_array_equal(np.asarray(got[1][0])[slab, used:], 0)
+
+
+@_EACH
+@pytest.mark.parametrize("mode", ["shard_map", "rule"])
+def test_spread_over_gpus(gpus: list[Any], mode: str, recipe: Any) -> None:
+    """Slabs and experts lie on all of them."""
+    mesh, spec = Mesh(np.array(gpus), ("ep",)), PartitionSpec("ep")
+    multiply = functools.partial(_multiply, recipe)
+    loss: Any = functools.partial(_loss, multiply)
+
+    def part(*blocks: Any) -> Any:
+        return jax.lax.psum(_loss(multiply, *blocks), "ep")
+
+    if mode == "shard_map":
+        loss = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x in _drawn()]
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    got = jax.block_until_ready(run(*put))
+    alone = jax.jit(jax.value_and_grad(functools.partial(_loss, multiply), argnums=(0, 1, 2)))
+    _compare(got, alone(*jax.device_put(_drawn(), jax.devices("cpu")[0])))
+    jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(run(*put)), got)
+
+
+@_EACH
+def test_compiled_programs_hold_the_calls(gpus: list[Any], recipe: Any) -> None:
+    if TRIAL:
+        pytest.skip("the calls are those of GPUs")
+    loss = functools.partial(_loss, functools.partial(_multiply, recipe))
+    run = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    text = run.lower(*jax.device_put(_drawn(), gpus[0])).compile().as_text()
+    names = (*fp8_kernels.TARGETS, *gemm_kernels.TARGETS)
+    found = sum(text.count(f'custom_call_target="{name}"') for name in names)
+    assert found >= 6
+    assert " conditional(" not in text
