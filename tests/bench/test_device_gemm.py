@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from host_clock import host_clock
@@ -25,6 +27,25 @@ def test_every_product_and_load_has_a_row_beside_dense_and_ragged_dot() -> None:
         assert row["out_features"] == 16
         assert row["ms"] > 0
         assert min(row["dense_tflops"], row["ragged_dot_tflops"]) >= 0
+
+
+@pytest.mark.slow
+def test_recipes_have_rows_of_their_own_beside_what_they_quantize(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_gemm, "LOADS", ("zipf",))
+    options = dataclasses.replace(OPTIONS, hidden=32)
+    measured = device_gemm.measure(
+        options, host_clock, groups=(4,), inner=32, narrow=device_gemm.NARROW
+    )
+    found = [row for row in measured if row["out_features"] == 64]
+    names = (None, *device_gemm.NARROW)
+    assert [(row["recipe"], row["product"]) for row in found] == [
+        (name, product) for name in names for product in device_gemm.PRODUCTS
+    ]
+    for row in found:
+        assert (row["ratio_to_wide"] is None) == (row["recipe"] is None)
+        assert {*row} == {column.key for column in device_gemm.COLUMNS}
 
 
 @pytest.mark.parametrize("groups", [8, 32, 128])

@@ -144,6 +144,18 @@ def test_a_shard_map_of_the_user_keeps_the_kernels(checked: bool) -> None:
     assert calls(both, lhs, rhs, bias) == WANTED[TENSOR]
 
 
+@RECIPES
+def test_exports_hold_the_kernels_for_gpus(recipe: Any) -> None:
+    lhs, rhs, bias = drawn()
+    exported = jax.export.export(
+        jax.jit(functools.partial(loss, recipe=recipe)),
+        platforms=("cpu", "cuda"),
+        disabled_checks=ep.export_checks(),
+    )(lhs, rhs, bias)
+    wanted = "ep_dequantize_v1" if recipe == MX else "ep_fp8_grouped_gemm_v1"
+    assert f"@{wanted}(" in exported.mlir_module()
+
+
 # What follows calls the stand-ins.
 
 

@@ -1,5 +1,8 @@
 """Grouped GEMM on one GPU, beside a dense product of the same work and `jax.lax.ragged_dot`.
 
+Recipes are measured beside it on the same values, quantized before: what their products take, the
+copies included that they make of their operands.
+
 Each subject is a program of its own, which takes much longer than its launch. Between calls the
 device's clock is read, in the order of the stream: an interval is one call, one reading and the
 launches of both, some microseconds more than the call. Subjects of a case come one after the other,
@@ -10,7 +13,8 @@ has as many rows and one weight. Both layers of an expert are measured: K' is H,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ep_runtime_client import recipes
 from ep_runtime_client.bench.device_time import CallTimer, Clock, gpu_clock
 from ep_runtime_client.bench.options import BenchOptions, BenchReport
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.ops import local_gemm
+from ep_runtime_client.ops import local_gemm, local_quantize
 
 ROWS = 32768  # unless tokens say otherwise
 INNER = 2048  # M of an expert: N' of the first layer is gate and up, 2 * M
@@ -33,8 +38,14 @@ ALIGNMENT = 128
 MAX_RAGGED_GROUPS = 32
 RAGGED_CALLS = 2
 PRODUCTS = ("forward", "data grad", "weight grad")
+NARROW: dict[str, recipes.Recipe] = {
+    "fp8": recipes.TensorScaling(),
+    "fp8-block": recipes.BlockScaling(),
+    "mxfp8": recipes.MXFP8(),
+}
 COLUMNS = (
     Column("product", "PRODUCT"),
+    Column("recipe", "RECIPE"),
     Column("in_features", "K'", "count"),
     Column("out_features", "N'", "count"),
     Column("groups", "GROUPS", "count"),
@@ -44,6 +55,7 @@ COLUMNS = (
     Column("tflops", "TFLOP/S", "count"),
     Column("dense_tflops", "DENSE", "count"),
     Column("ratio_to_dense", "X DENSE", "count"),
+    Column("ratio_to_wide", "X UNQUANTIZED", "count"),
     Column("ragged_dot_tflops", "RAGGED_DOT", "count"),
 )
 
@@ -71,7 +83,7 @@ def run(options: BenchOptions) -> BenchReport:
     """Measures every product, load and number of groups on the first GPU."""
     device = jax.devices("cuda")[0]
     with jax.default_device(device):
-        rows = [*measure(options, gpu_clock)]
+        rows = [*measure(options, gpu_clock, narrow=_fitting(options))]
     title = (
         f"grouped GEMM on {device.device_kind}: {options.dtype}, medians of {options.repeats}; "
         "dense is one product of as many rows"
@@ -79,17 +91,27 @@ def run(options: BenchOptions) -> BenchReport:
     return BenchReport("gemm", title, COLUMNS, rows)
 
 
+def _fitting(options: BenchOptions) -> dict[str, recipes.Recipe]:
+    """NARROW, where rows and features come in whole tiles of all of them."""
+    sizes = (options.hidden, options.tokens_per_rank * options.top_k)
+    return {} if any(size % recipes.MX_TILE for size in sizes) else NARROW
+
+
 def measure(
-    options: BenchOptions, clock: Clock, groups: tuple[int, ...] = GROUPS, inner: int = INNER
+    options: BenchOptions,
+    clock: Clock,
+    groups: tuple[int, ...] = GROUPS,
+    inner: int = INNER,
+    narrow: Mapping[str, recipes.Recipe] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the table, by any clock."""
+    """Rows of the table, by any clock; `narrow` are recipes that are measured too."""
     capacity = options.tokens_per_rank * options.top_k or ROWS
     timer = CallTimer(clock)
     for k, n in ((options.hidden, 2 * inner), (inner, options.hidden)):
         dense = {count: _dense(options, timer, count, k, n) for count in (capacity, capacity // 2)}
         for count in groups:
             shape = Shape(capacity, k, n, count)
-            yield from _case(options, timer, shape, dense)
+            yield from _case(options, timer, shape, dense, narrow)
 
 
 def loads(name: str, groups: int, rows: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -154,7 +176,11 @@ def _ragged() -> dict[str, Program]:
 
 
 def _case(
-    options: BenchOptions, timer: CallTimer, shape: Shape, dense: dict[int, dict[str, float]]
+    options: BenchOptions,
+    timer: CallTimer,
+    shape: Shape,
+    dense: dict[int, dict[str, float]],
+    narrow: Mapping[str, recipes.Recipe],
 ) -> Iterator[dict[str, Any]]:
     k, n = shape.in_features, shape.out_features
     shapes = ((shape.rows, k), (shape.rows, n), (shape.groups, k, n))
@@ -165,27 +191,52 @@ def _case(
         sizes = loads(load, shape.groups, shape.rows)
         operands = (*arrays, jnp.asarray(sizes))
         rows = int(sizes.sum())
+        full = dense[shape.rows if rows > shape.rows // 2 else shape.rows // 2]
+        wide = {}
         for product in PRODUCTS:
-            us = timer.call_us(ours[product], operands, options.repeats)
-            beside = dense[shape.rows if rows > shape.rows // 2 else shape.rows // 2][product]
+            us = wide[product] = timer.call_us(ours[product], operands, options.repeats)
             other = None
             if shape.groups <= MAX_RAGGED_GROUPS:
                 other = _if_it_fits(timer, ragged[product], operands)
-            speeds = [_tflops(rows, k, n, taken) for taken in (us, beside, other)]
-            render.err(f"{product} {k} x {n}, {shape.groups} groups, {load}: {speeds[0]} TFLOP/s")
-            yield {
-                "product": product,
-                "in_features": k,
-                "out_features": n,
-                "groups": shape.groups,
-                "load": load,
-                "rows": rows,
-                "ms": round(us / 1e3, 4),
-                "tflops": speeds[0],
-                "dense_tflops": speeds[1],
-                "ratio_to_dense": round(beside / us, 3),
-                "ragged_dot_tflops": speeds[2],
-            }
+            row = _row(product, shape, load, rows, us, full[product])
+            yield row | {"ragged_dot_tflops": _tflops(rows, k, n, other)}
+        for name, recipe in narrow.items():
+            quantized = _quantized(recipe, *operands)
+            for product in PRODUCTS:
+                us = timer.call_us(ours[product], quantized, options.repeats)
+                row = _row(product, shape, load, rows, us, full[product])
+                yield row | {"recipe": name, "ratio_to_wide": round(wide[product] / us, 3)}
+
+
+def _row(
+    product: str, shape: Shape, load: str, rows: int, us: float, dense_us: float
+) -> dict[str, Any]:
+    k, n = shape.in_features, shape.out_features
+    speed = _tflops(rows, k, n, us)
+    render.err(f"{product} {k} x {n}, {shape.groups} groups, {load}: {speed} TFLOP/s")
+    return {
+        "product": product,
+        "recipe": None,
+        "in_features": k,
+        "out_features": n,
+        "groups": shape.groups,
+        "load": load,
+        "rows": rows,
+        "ms": round(us / 1e3, 4),
+        "tflops": speed,
+        "dense_tflops": _tflops(rows, k, n, dense_us),
+        "ratio_to_dense": round(dense_us / us, 3),
+        "ratio_to_wide": None,
+        "ragged_dot_tflops": None,
+    }
+
+
+def _quantized(recipe: recipes.Recipe, x: Any, grad: Any, w: Any, sizes: Any) -> tuple[Any, ...]:
+    """x, grad, w as the recipe has them, and sizes."""
+    rows = jax.jit(lambda x, sizes: local_quantize.quantize_rows(recipe, x, sizes))
+    grads = jax.jit(lambda x, sizes: local_quantize.quantize_rows(recipe, x, sizes, gradient=True))
+    kernel = jax.jit(lambda w: local_quantize.quantize_kernel(recipe, w))
+    return rows(x, sizes), grads(grad, sizes), kernel(w), sizes
 
 
 def _if_it_fits(timer: CallTimer, program: Program, operands: tuple[Any, ...]) -> float | None:

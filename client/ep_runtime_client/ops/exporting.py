@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from jax.export import DisabledSafetyCheck
 
-from ep_runtime_client.ops import gemm_kernels, memfd, nccl
+from ep_runtime_client.ops import (
+    activation_kernels,
+    fp8_kernels,
+    gemm_kernels,
+    memfd,
+    nccl,
+    permutation_kernels,
+    quantize_kernels,
+)
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
@@ -23,5 +31,8 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     Returns:
         One check per custom call; other checks stay on.
     """
-    names = (*memfd.TARGETS, memfd.SYNC_TARGET, *nccl.TARGETS, *gemm_kernels.TARGETS)
+    kernels = (gemm_kernels, fp8_kernels, activation_kernels, quantize_kernels, permutation_kernels)
+    names = [*memfd.TARGETS, memfd.SYNC_TARGET, *nccl.TARGETS]
+    for each in kernels:
+        names += each.TARGETS
     return [DisabledSafetyCheck.custom_call(name) for name in names]
