@@ -134,20 +134,6 @@ def test_killed_ranks_form_the_group_again_on_the_same_memory(nodes, pool):
     assert "windows.replaced" not in nodes[0].event_kinds()
 
 
-def test_other_blocks_get_new_memory(nodes, pool):
-    a, b = nodes
-    clients, _ = formed_by(pool, nodes, [0, 1], [2, 3])
-    for client in clients:
-        client.process.kill()
-    for daemon in nodes:
-        eventually(lambda daemon=daemon: state(daemon) == "RETAINED", within_s=TOLD_S)
-    clients, again = formed_by(pool, nodes, [0, 2], [1, 3])
-    assert [group.spec.node_size for group in again] == [1, 1]
-    assert set(windows_of(a)) == {-1, 0, 2}
-    (event,) = [e for e in a.ask("ListEvents").events if e.kind == "windows.replaced"]
-    assert "or of 2 ranks that share windows, now 1" in event.message
-
-
 @pytest.fixture
 def three(start_daemon):
     address = place()
@@ -156,6 +142,25 @@ def three(start_daemon):
     for other in others:
         joined(other)
     return a, *others
+
+
+@pytest.mark.parametrize(
+    "again", [([0, 2], [1], [3]), ([0, 1], [2], [3])], ids=["other ranks", "the same ranks"]
+)
+def test_other_blocks_get_new_memory(three, pool, again):
+    a, _, c = three
+    clients, _ = formed_by(pool, three[:2], [0, 1], [2, 3])
+    files = clients[0].process.do("inodes")
+    for client in clients:
+        client.process.kill()
+    for daemon in three[:2]:
+        eventually(lambda daemon=daemon: state(daemon) == "RETAINED", within_s=TOLD_S)
+    clients, groups = formed_by(pool, three, *again)
+    assert [group.spec.node_size for group in groups] == [1, 1, 1]
+    assert not set(clients[0].process.do("inodes")).intersection(files)
+    assert (set(windows_of(a)), set(windows_of(c))) == ({-1, *again[0]}, {-1, *again[2]})
+    (event,) = [e for e in a.ask("ListEvents").events if e.kind == "windows.replaced"]
+    assert "or of 2 ranks that share windows, now 1" in event.message
 
 
 def mapped_by(pool, spec, *claims):
@@ -171,16 +176,17 @@ def test_a_view_given_up_leaves_mapped_windows_alone_where_the_next_has_the_same
     nodes, pool
 ):
     a, b = nodes
-    first, dying = a.client(), b.client(process=True)
+    first, dying = a.client(process=True), b.client(process=True)
     groups = mapped_by(pool, spec_of(2), (first, [0]), (dying, [1]))
     waiting = pool.submit(first.attached, groups[0])
-    before = windows_of(a)
+    files = first.process.do("inodes")
     dying.process.kill()
     eventually(lambda: group_of(a).epoch == 0, within_s=TOLD_S)
     b.client().ready(spec_of(2), ranks=[1])
     group = waiting.result(WAIT_S)
     assert (group.attempt, group.generation) == (2, groups[0].generation)
-    assert windows_of(a) == before
+    first.fetch(group)
+    assert first.process.do("inodes") == files
 
 
 def test_who_mapped_windows_of_other_blocks_than_the_next_views_creates_again(three, pool):
