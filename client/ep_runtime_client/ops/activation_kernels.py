@@ -72,7 +72,9 @@ def pullback(
     attributes = _attributes(static)
     d_hidden, d_weights = row_kernels.call(TARGETS[1], results, operands, attributes, {1: 0})
     d_hidden = d_hidden.reshape(hidden.shape)
-    return d_hidden, None if row_weights is None else d_weights.reshape(row_weights.shape)
+    if row_weights is None:
+        return d_hidden, None
+    return d_hidden, d_weights.reshape(row_weights.shape).astype(row_weights.dtype)
 
 
 def _width(static: Activation, hidden: jax.Array) -> int:
