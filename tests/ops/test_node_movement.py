@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import cases
 import fakes
+import jax
 import jax.numpy as jnp
 import movement
 import numpy as np
@@ -15,7 +17,7 @@ from test_token_movement import SHARED, check_case
 
 from ep_runtime import board
 from ep_runtime_client import ops
-from ep_runtime_client.ops import nodes_plan
+from ep_runtime_client.ops import nodes, nodes_plan
 from ep_runtime_client.ops.calls import Call
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -95,6 +97,38 @@ def test_any_size_of_chunks(
     got = check_case(make_group, "memfd/2", case)
     assert nodes_plan.chunk_rows(tokens) == rows
     assert 1 <= np.asarray(got["plan"]["chunks"]).max() <= -(-tokens // rows)
+
+
+@pytest.mark.slow
+def test_all_chunks_may_cross_uncounted(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where the host would wait for every count."""
+    monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", 4)
+    for module in (nodes_plan, nodes):
+        monkeypatch.setattr(module, "counts_chunks", lambda call: False)
+    got = check_case(
+        make_group, "memfd/2", cases.Case("all chunks", tokens=11, routing="skip rank")
+    )
+    assert (np.asarray(got["plan"]["chunks"]) == 2).all()
+
+
+def test_gpus_count_chunks_where_a_token_needs_few_of_the_nodes(make_group: MakeGroup) -> None:
+    group = make_group(transport="memfd/1", num_experts=16)
+    counted = {}
+    for top_k in (1, 2, 8):
+        layer = group.register_layer(f"top-{top_k}", top_k=top_k)
+        idx = jnp.zeros((8, top_k), jnp.int32)
+        meta = jax.eval_shape(lambda idx, layer=layer: ops.prepare(layer, idx), idx).meta
+        spec = dataclasses.replace(layer.group_spec, transport="nccl")
+        for nodes_of in (2, 8):
+            on = dataclasses.replace(spec, node_size=8 // nodes_of)
+            there = dataclasses.replace(meta, layer=dataclasses.replace(layer, group_spec=on))
+            counted[top_k, nodes_of] = nodes_plan.counts_chunks(Call(there, group.mesh))
+    assert counted == {(1, 2): True, (1, 8): True, (2, 2): False, (2, 8): True} | {
+        (8, 2): False,
+        (8, 8): True,
+    }
 
 
 def test_chunks_are_few_and_even() -> None:

@@ -6,10 +6,11 @@ goes the other way: partial sums of a node cross back, and the source adds them 
 
 Between nodes rows travel in chunks of a fixed size, as many as the rank with the most rows for
 one node needs (`nodes_plan.chunk_rows`): a loop whose count the device knows. XLA:CPU reads it in
-place; XLA:GPU reads a loop's condition on the host, which waits for the device once per chunk and
-once more. In each chunk every rank sends one block to each other node: what a rank with fewer rows
-sends in its place is waste, on top of the rounding to whole chunks. The windows' call starts when
-all chunks are there.
+place; XLA:GPU reads it on the host, which waits for the device once per chunk and once more, so
+there groups that would send most chunks anyway send all of them (`nodes_plan.counts_chunks`). In
+each chunk every rank sends one block to each other node: what a rank with fewer rows sends in its
+place is waste, on top of the rounding to whole chunks. The windows' call starts when all chunks are
+there.
 
 The slabs are those of the other transports bit for bit. combine equals theirs within the rounding
 of f32, as sums are grouped by node; with combine_precision "fast" a node's sum is rounded to the
@@ -30,7 +31,14 @@ from jax import lax
 
 from ep_runtime_client.ops import memfd, nodes_plan
 from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.nodes_plan import Packing, chunk_rows, my_node, packing, slot_nodes
+from ep_runtime_client.ops.nodes_plan import (
+    Packing,
+    chunk_rows,
+    counts_chunks,
+    my_node,
+    packing,
+    slot_nodes,
+)
 from ep_runtime_client.ops.plan import NodePlanArrays
 from ep_runtime_client.ops.transports import collectives
 from ep_runtime_client.ops.varying import like
@@ -59,18 +67,23 @@ def _in_chunks(
     ops, tokens = collectives(call), here[0].shape[1]
     rows = chunk_rows(tokens)
 
-    def send(state: Any) -> Any:
-        number, arrays = state
+    def send(number: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # The last chunk begins earlier and sends some rows again, so that all have one size.
         first = jnp.minimum(number * rows, tokens - rows)
         got = [ops.rail(call, block) for block in take(first, rows)]
         pairs = zip(arrays, got, strict=True)
-        return number + 1, tuple(lax.dynamic_update_slice_in_dim(x, y, first, 1) for x, y in pairs)
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 1) for x, y in pairs)
 
-    start = like(jnp.int32(0), plan.chunks)
-    _, arrays = lax.while_loop(lambda state: state[0] < plan.chunks[0], send, (start, here))
-    result: tuple[jax.Array, ...] = arrays
-    return result
+    arrays: tuple[jax.Array, ...]
+    if not counts_chunks(call):
+        arrays = lax.fori_loop(0, -(-tokens // rows), send, here)
+        return arrays
+    _, arrays = lax.while_loop(
+        lambda state: state[0] < plan.chunks[0],
+        lambda state: (state[0] + 1, send(*state)),
+        (like(jnp.int32(0), plan.chunks), here),
+    )
+    return arrays
 
 
 def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:

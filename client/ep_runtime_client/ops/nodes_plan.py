@@ -25,6 +25,9 @@ from ep_runtime_client.ops.xla_plan import packed, receiver_side, route
 # for the network more often. Chunks have at least so many rows, where the rank has them.
 MAX_CHUNKS = 16
 MIN_CHUNK_ROWS = 64
+# Above this share of nodes that need a token, by uniform routing, counting chunks saves less than
+# it costs where the host reads the count.
+COUNTED_SHARE = 0.75
 
 
 class Packing(NamedTuple):
@@ -38,6 +41,16 @@ class Packing(NamedTuple):
 def chunk_rows(tokens: int) -> int:
     """Rows of one chunk between two ranks, where each rank has that many tokens."""
     return -(-tokens // max(1, min(MAX_CHUNKS, tokens // MIN_CHUNK_ROWS)))
+
+
+def counts_chunks(call: Call) -> bool:
+    """Whether rows cross in as many chunks as they need, and not always in all.
+
+    A loop on CPU reads its count in place. XLA:GPU reads it on the host, which waits for the device
+    each time round, so there it must be worth it.
+    """
+    share = 1 - (1 - 1 / call.group.num_nodes) ** call.layer.top_k
+    return call.group.transport == "memfd" or share < COUNTED_SHARE
 
 
 def my_node(call: Call) -> jax.Array:
@@ -107,11 +120,13 @@ def _virtual_tokens(
 
 
 def _chunks(call: Call, tokens: Packing) -> jax.Array:
-    """Chunks that the rank with the most rows for another node needs, int32 [1]."""
+    """Chunks that the rank with the most rows for another node needs, or all of them, int32 [1]."""
+    rows = chunk_rows(tokens.has.shape[1])
+    if not counts_chunks(call):
+        return jnp.full(1, -(-tokens.has.shape[1] // rows), jnp.int32)
     counts = tokens.has.sum(1, dtype=jnp.int32)
     others = jnp.arange(call.group.num_nodes) != my_node(call)
     most = collectives(call).all_gather(call, jnp.where(others, counts, 0).max()).max()
-    rows = chunk_rows(tokens.has.shape[1])
     return lax.div(most + (rows - 1), jnp.full_like(most, rows)).reshape(1)
 
 
