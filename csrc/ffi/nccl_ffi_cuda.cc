@@ -60,10 +60,11 @@ bool IsFloat(DataType type) {
   }
 }
 
-// blocks [P, ...] -> [P, ...]; of an all-gather block [...] -> [P, ...].
+// blocks [P, ...] -> [P, ...]; of an all-gather block [...] -> [P, ...]. A second operand is not
+// read: benches chain calls by it.
 Status CheckBlocks(NcclCall* call) {
   CallFrame& frame = call->frame;
-  EP_RETURN_IF_ERROR(CheckCount(frame, 1, 1));
+  EP_RETURN_IF_ERROR(CheckCount(frame, frame.args.size() == 2 ? 2 : 1, 1));
   Dims want = call->given().dims;
   if (call->blocks.gathers) {
     want.insert(want.begin(), call->peers.count);

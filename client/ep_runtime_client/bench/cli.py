@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports",
         type=_names,
-        help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])}; with nvlink on GPUs, else on "
-        "CPU devices; default nvlink,xla where package and JAX have GPUs, else memfd,xla",
+        help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])}; on GPUs with nvlink or nccl, "
+        "else on CPU devices; default nvlink,xla where package and JAX have GPUs, else memfd,xla",
     )
     parser.add_argument(
         "--row-bytes",

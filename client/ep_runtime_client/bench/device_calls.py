@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,13 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime import env
-from ep_runtime_client.bench import device_ops, device_stock, device_time, routing
+from ep_runtime_client.bench import (
+    device_network,
+    device_ops,
+    device_stock,
+    device_time,
+    routing,
+)
 from ep_runtime_client.bench.device_bench import (
     AXIS,
     ROWS,
@@ -29,13 +35,20 @@ from ep_runtime_client.bench.device_bench import (
     meeting,
     token_rows,
 )
-from ep_runtime_client.bench.options import CEILING, LIKE, STOCK, BenchOptions, DeviceSample
+from ep_runtime_client.bench.options import (
+    CEILING,
+    LIKE,
+    PLAIN,
+    STOCK,
+    BenchOptions,
+    DeviceSample,
+)
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups import Group
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.members import Member, start_jax
 from ep_runtime_client.ops.calls import world_rank
-from ep_runtime_client.ops.plan import Dispatched, Plan, PlanArrays
+from ep_runtime_client.ops.plan import Dispatched, Plan, arrays_type
 from ep_runtime_client.ops.prepare import make_call
 
 CALLS = 10  # of one program
@@ -61,12 +74,15 @@ def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceS
 def measure_all(bench: Bench) -> list[DeviceSample]:
     """Compiles and measures: ours, then what it is compared with."""
     options = bench.options
-    rounds = [_Round(bench, *group, lead=i == 0) for i, group in enumerate(_groups(options))]
+    groups = [*_groups(options)]
+    # Plans over nodes have more arrays, so they need operands of their own.
+    leads = {min(i for i, g in enumerate(groups) if (g[0] == "nccl") == n) for n in _kinds(groups)}
+    rounds = [_Round(bench, *group, lead=i in leads) for i, group in enumerate(groups)]
     for one in rounds:
         one.compile()
     bench.programs.wait()
     bench.say("programs are compiled")
-    known: dict[tuple[int, str], Operands] = {}
+    known: dict[tuple[Any, ...], Operands] = {}
     for one in rounds:
         one.measure(known)
         one.close()
@@ -83,6 +99,11 @@ def _groups(options: BenchOptions) -> Iterator[tuple[str, str]]:
             yield transport, "fast"
         else:
             yield from ((transport, precision) for precision in options.precision)
+
+
+def _kinds(groups: Sequence[tuple[str, str]]) -> set[bool]:
+    """Whether there are groups over nodes, and others."""
+    return {transport == "nccl" for transport, _ in groups}
 
 
 def _may_fail(bench: Bench, name: str, measure: Callable[[], None]) -> None:
@@ -102,7 +123,7 @@ class _Round:
         self.transport = transport
         self._lead = lead
         self._bench, self._precision = bench, precision
-        self._variants = NO_VARIANT if transport == "xla" else bench.options.variants
+        self._variants = NO_VARIANT if transport in ("xla", "nccl") else bench.options.variants
         self._cases: list[_Case] = []
         self._opened: tuple[Variant, Group] | None = None
 
@@ -145,12 +166,12 @@ class _Round:
                 self._cases.append(_Case(self._bench, layer, tokens, variant, first, lead))
                 self._cases[-1].compile()
 
-    def measure(self, known: dict[tuple[int, str], Operands]) -> None:
+    def measure(self, known: dict[tuple[Any, ...], Operands]) -> None:
         """Every case with every routing; `known` keeps operands for the cases after it."""
         for case in self._cases:
             self.open(case.variant)
             for name in self._bench.options.routing:
-                key = (case.tokens, name)
+                key = (case.tokens, name, self.transport == "nccl")
                 if key not in known:
                     known[key] = case.operands(name)
                 case.measure(name, known[key])
@@ -178,7 +199,7 @@ class _Case:
         lead = (self.tokens * mesh.size,)
         self._call = make_call(self.layer, mesh, lead, (ROWS,), handle=0, capacity=None)
         self._ops = device_ops.our_ops(self._call)
-        self._slow = self._transport == "xla"
+        self._slow = self._transport in ("xla", "nccl")
 
     def compile(self) -> None:
         """Starts to compile everything that this case runs."""
@@ -215,6 +236,11 @@ class _Case:
             return []
         return [op for op in self._wanted() if op in ("dispatch", "combine")]
 
+    @property
+    def _plain(self) -> bool:
+        """Whether to time NCCL's own all-to-all here, once for all precisions."""
+        return self._transport == "nccl" and self._precision == self.bench.options.precision[0]
+
     def _programs(self) -> dict[str, tuple[Program, tuple[str, ...]]]:
         """name -> function of operands, and the names of those."""
         bench, call = self.bench, self._call
@@ -224,6 +250,8 @@ class _Case:
             copy = chained[f"{CEILING} {op}"] = device_ops.ceiling(call, op)
             once = bench.mapped(lambda given, copy=copy: copy(world_rank(call.group), given))  # type: ignore[misc]
             found[f"blocks {op}"] = (once, device_ops.NEEDS[CEILING])
+        if self._plain:
+            chained[PLAIN] = device_ops.plain_exchange(call)
         if self.lead:
             chained[_CLOCK] = device_time.nothing
         calls = SLOW_CALLS if self._slow else CALLS
@@ -245,14 +273,14 @@ class _Case:
         layer, meta = self.layer, self._call.meta
 
         def plan(given: Operands) -> Plan:
-            return Plan(PlanArrays(*given["plan"]), meta)
+            return Plan(arrays_type(layer.group_spec)(*given["plan"]), meta)
 
         def dispatch(given: Operands) -> Any:
             return ep.dispatch(layer, given["x"], None, given["weights"], plan=plan(given))
 
         def combine(given: Operands, weights: Any = None) -> Any:
             # Of what a dispatch returned, combine reads the plan alone.
-            rows, arrays = given["rows"], PlanArrays(*given["plan"])
+            rows, arrays = given["rows"], arrays_type(layer.group_spec)(*given["plan"])
             num_recv = arrays.num_recv.reshape(-1)
             sent = Dispatched(rows, rows[..., 0], arrays.group_sizes, num_recv, plan(given))
             return ep.combine(layer, sent, rows, weights=weights)
@@ -290,6 +318,7 @@ class _Case:
             "row_weights": array(ranks, capacity, dtype=jnp.float32),
             "dst_rank": array(count, ranks),
             "dst_row": array(count, ranks),
+            "blocks": array(*device_network.shape_of(self.bench, self.tokens), dtype=dtype),
         }
 
     def operands(self, name: str) -> Operands:
@@ -304,6 +333,8 @@ class _Case:
             "dst_rank": bench.put(dst_rank),
             "dst_row": bench.put(dst_row),
         }
+        if self._plain:
+            given["blocks"] = device_network.blocks(bench, self.tokens)
         given["plan"] = tuple(self._run("prepare")(_only(given, "prepare")))
         given["rows"], given["row_weights"] = self._run("dispatch")(_only(given, "dispatch"))
         return given
@@ -312,6 +343,8 @@ class _Case:
         """Every op with that routing."""
         if not self.bench.samples:
             self._add(_CLOCK, _CLOCK, "", self._kernel_us(_CLOCK, given))
+        if self._plain and name == self.bench.options.routing[0]:
+            self._add("dispatch", PLAIN, name, self._kernel_us(PLAIN, given))
         for op in self._ceilings:
             self.bench.blocks[op, self.variant] = self._count_blocks(op, given)
             self._add(op, CEILING, name, self._kernel_us(f"{CEILING} {op}", given))
@@ -329,7 +362,9 @@ class _Case:
         step_s: list[float] = []
         if self.first and op in self._steps():
             step_s = self.bench.host_s(self._run(op), _only(given, op), 2 * self._repeats)
-        self._add(op, self._transport, name, kernel_us, step_s)
+        counted = self._transport == "nccl" and op == "dispatch"
+        network = device_network.rows(self.bench, self._call, given) if counted else (0, 0)
+        self._add(op, self._transport, name, kernel_us, step_s, network)
 
     @property
     def _repeats(self) -> int:
@@ -345,11 +380,17 @@ class _Case:
         return int(np.asarray(found.addressable_shards[0].data)[0])
 
     def _add(
-        self, op: str, subject: str, name: str, kernel_us: list[float], step_s: Any = ()
+        self,
+        op: str,
+        subject: str,
+        name: str,
+        kernel_us: list[float],
+        step_s: Any = (),
+        network: tuple[int, int] = (0, 0),
     ) -> None:
         blocks = self.bench.blocks.get((LIKE.get(op, ""), self.variant), 0)
         case = (op, subject, self.tokens, name, self._precision, *self.variant, blocks)
-        self.bench.add(DeviceSample(*case, kernel_us, [*step_s]))
+        self.bench.add(DeviceSample(*case, kernel_us, [*step_s], *network))
 
 
 def _only(given: Operands, name: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ep_runtime_client.bench import movement, routing
 from ep_runtime_client.bench.options import (
     CEILING,
     LIKE,
+    PLAIN,
     STOCK,
     BenchOptions,
     BenchReport,
@@ -48,6 +49,7 @@ COLUMNS = (
     Column("ratio_to_ceiling", "X CEILING", "count"),
     Column("ratio_to_board_off", "X BOARD OFF", "count"),
     Column("ratio_to_xla", "X XLA", "count"),
+    Column("ratio_to_plain", "X ALL-TO-ALL", "count"),
     Column("ratio_to_stock", "X STOCK", "count"),
 )
 
@@ -82,8 +84,7 @@ def _slowest(same: Sequence[DeviceSample]) -> DeviceSample:
     first = same[0]
     kernel_us = [max(taken) for taken in zip(*(s.kernel_us for s in same), strict=True)]
     step_s = [max(taken) for taken in zip(*(s.step_s for s in same), strict=True)]
-    case = (first.op, first.subject, first.tokens, first.routing, first.precision)
-    return DeviceSample(*case, first.sms, first.board, first.blocks, kernel_us, step_s)
+    return dataclasses.replace(first, kernel_us=kernel_us, step_s=step_s)
 
 
 def make_rows(options: BenchOptions, samples: Sequence[DeviceSample]) -> list[dict[str, Any]]:
@@ -102,7 +103,7 @@ class _Table:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         order = ["prepare", *LIKE, "pair"]
-        subjects = [CEILING, *self._options.transports, STOCK]
+        subjects = [CEILING, PLAIN, *self._options.transports, STOCK]
         key = lambda s: (  # noqa: E731 - the order of the table
             order.index(s.op),
             s.tokens,
@@ -132,9 +133,11 @@ class _Table:
             "step_us": [round(s * 1e6, 1) for s in sample.step_s],
             "clock_us": round(self._clock_us, 3),
             "sms_asked": sample.sms,
+            "network_bytes": sample.network_rows * self._options.row_bytes_on_gpus,
+            "network_least_bytes": sample.network_least * self._options.row_bytes_on_gpus,
         }
-        for subject in ("xla", STOCK):
-            row[f"ratio_to_{subject}"] = self._ratio_to(subject, sample, p50)
+        for name, subject in (("xla", "xla"), (STOCK, STOCK), ("plain", PLAIN)):
+            row[f"ratio_to_{name}"] = self._ratio_to(subject, sample, p50)
         return row
 
     def _kernel_us(self, sample: DeviceSample) -> float:
@@ -165,7 +168,7 @@ class _Table:
 
     def _ratio_to_ceiling(self, sample: DeviceSample, p50: float) -> float | None:
         """In bytes per second, on as many blocks and the same routing."""
-        if sample.op not in LIKE or sample.subject in (CEILING, "xla", STOCK):
+        if sample.op not in LIKE or sample.subject in (CEILING, PLAIN, "nccl", "xla", STOCK):
             return None
         for other in self._samples:
             wanted = dataclasses.replace(sample, op=LIKE[sample.op], precision=other.precision)

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime_client.bench.device_time import DeviceOp
+from ep_runtime_client.bench.options import PLAIN
+from ep_runtime_client.ops import nccl
 from ep_runtime_client.ops._ffi import ensure_registered
 from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.plan import PlanArrays
+from ep_runtime_client.ops.plan import AnyArrays, NodePlanArrays, arrays_type
 from ep_runtime_client.ops.transports import per_device_ops
 
 Operands = Mapping[str, Any]
@@ -31,6 +33,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "combine_bwd": ("x", "rows", "row_weights", "plan"),
     "pair": ("x", "weights", "plan"),
     "ceiling": ("x", "dst_rank", "dst_row"),
+    PLAIN: ("blocks",),
     "clock": (),
 }
 
@@ -53,15 +56,18 @@ def our_ops(call: Call) -> dict[str, DeviceOp]:
     """
     ops = per_device_ops(call)
 
-    def plan_of(token: jax.Array, operands: Operands) -> PlanArrays:
-        plan = PlanArrays(*(array[0] for array in operands["plan"]))
+    def plan_of(token: jax.Array, operands: Operands) -> AnyArrays:
+        plan = arrays_type(call.group)(*(array[0] for array in operands["plan"]))
+        if isinstance(plan, NodePlanArrays):  # which rows cross, and how often the loop runs
+            zero = zero_of(token)
+            return plan._replace(dst_rank=plan.dst_rank + zero, chunks=plan.chunks + zero)
         if call.group.transport != "xla":
             return plan  # the token, as the rank, is an operand of the custom call
         return plan._replace(num_recv=plan.num_recv + zero_of(token))
 
     def prepare(token: jax.Array, operands: Operands) -> Any:
         idx = operands["idx"]
-        if call.group.transport == "xla":
+        if call.group.transport in ("xla", "nccl"):
             idx = idx + zero_of(token)
         return ops.prepare(call, token, _index(), idx)
 
@@ -119,3 +125,12 @@ def ceiling(call: Call, like: str) -> DeviceOp:
         return target(token, _index(), *(operands[name] for name in names), **attributes)
 
     return copy
+
+
+def plain_exchange(call: Call) -> DeviceOp:
+    """NCCL's all-to-all of equal blocks [N, rows, H], on the group's own communicators."""
+
+    def exchange(token: jax.Array, operands: Operands) -> Any:
+        return nccl.exchange(call, operands["blocks"], token)
+
+    return exchange

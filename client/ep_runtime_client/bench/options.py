@@ -24,12 +24,13 @@ GPU_BENCHES = (
     "staging",
 )
 BENCHES = (*GPU_BENCHES, "control", "compile")
-Transport = Literal["memfd", "nvlink", "xla"]
+Transport = Literal["memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
 ON_GPUS: tuple[Transport, ...] = ("nvlink", "xla")
 STOCK = "stock"  # JAX without this package, beside nvlink; of `moe` on CPU too
 CEILING = "ceiling"
+PLAIN = "all-to-all"  # of NCCL alone: the same number of rows in equal blocks, beside nccl
 # Beside dispatch and combine: what else can be timed on GPUs, and whose rows each op moves.
 ALSO = ("combine_weighted", "dispatch_bwd", "combine_bwd")
 LIKE = {
@@ -51,8 +52,8 @@ class BenchOptions:
 
     Attributes:
         benches: of BENCHES.
-        transports: of TRANSPORTS; ratios compare with "xla" where it is there. With "nvlink" the
-            devices are GPUs.
+        transports: of TRANSPORTS; ratios compare with "xla" where it is there. With "nvlink" or
+            "nccl" the devices are GPUs.
         stock: stock JAX is measured too, on GPUs, or on CPU by `moe`.
         row_bytes: sizes of a token row, on CPU.
         devices: D, one EP group.
@@ -184,7 +185,7 @@ class BenchOptions:
     @property
     def on_gpus(self) -> bool:
         """Whether the devices are GPUs."""
-        return "nvlink" in self.transports
+        return not {"nvlink", "nccl"}.isdisjoint(self.transports)
 
     @property
     def variants(self) -> tuple[tuple[int, str], ...]:
@@ -292,7 +293,7 @@ class DeviceSample:
 
     Attributes:
         op: of LIKE, or "prepare", "pair" (dispatch + combine), "clock" (one reading of it).
-        subject: a transport, CEILING or "clock".
+        subject: a transport, CEILING, PLAIN or "clock".
         tokens: per rank.
         routing: of ROUTINGS.
         precision: combine_precision of the group; "" where there is no group.
@@ -301,6 +302,8 @@ class DeviceSample:
         blocks: that the kernel had; 0 where nobody says.
         kernel_us: microseconds on the device, of the slowest rank, a reading of the clock included.
         step_s: seconds of one jitted call on the host, waited for.
+        network_rows: rows that all ranks send between nodes in one dispatch; 0 where none are.
+        network_least: that would do: each row once per node that needs it.
     """
 
     op: str
@@ -313,6 +316,8 @@ class DeviceSample:
     blocks: int
     kernel_us: Sequence[float]
     step_s: Sequence[float]
+    network_rows: int = 0
+    network_least: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

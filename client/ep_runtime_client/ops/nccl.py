@@ -28,8 +28,9 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     return _call(call, ALL_GATHER, (call.group.ep_size, *x.shape), x)
 
 
-def exchange(call: Call, blocks: jax.Array) -> jax.Array:
-    return _call(call, EXCHANGE, blocks.shape, blocks)
+def exchange(call: Call, blocks: jax.Array, *after: jax.Array) -> jax.Array:
+    """As in `collectives.py`; a call begins when the array `after` is there, if one is given."""
+    return _call(call, EXCHANGE, blocks.shape, blocks, *after)
 
 
 def rail(call: Call, blocks: jax.Array) -> jax.Array:
@@ -49,7 +50,7 @@ def _call(
     target: str,
     shape: tuple[int, ...],
     operand: jax.Array,
-    *,
+    *after: jax.Array,
     node_size: int = 0,
     rail: bool = False,
 ) -> jax.Array:
@@ -62,5 +63,5 @@ def _call(
         "rail": np.int64(rail),
     }
     result: Any = jax.ShapeDtypeStruct(shape, operand.dtype)
-    moved: jax.Array = jax.ffi.ffi_call(target, result)(operand, **attributes)
+    moved: jax.Array = jax.ffi.ffi_call(target, result)(operand, *after, **attributes)
     return moved
