@@ -85,12 +85,15 @@ async def _read(reader: int, count: int) -> UniqueIds:
         said = json.loads(line)
     except (TimeoutError, ValueError) as error:
         raise RuntimeUnavailableError(
-            f"the process that makes NCCL unique ids ended, or did not answer within {MAKE_S:g} s"
+            f"the process that makes NCCL unique ids ended, or did not answer within {MAKE_S:g} s",
+            library=nccl.LIBRARY,
         ) from error
     finally:
         transport.close()
     if "error" in said:
-        raise RuntimeUnavailableError(f"the daemon makes no NCCL unique ids: {said['error']}")
+        raise RuntimeUnavailableError(
+            f"the daemon makes no NCCL unique ids: {said['error']}", library=nccl.LIBRARY
+        )
     ids = tuple(bytes.fromhex(text) for text in said["ids"])
     assert len(ids) == count
     return UniqueIds(ids, nccl.version_text(said["version"]))

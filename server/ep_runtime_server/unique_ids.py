@@ -12,7 +12,8 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 
-from ep_runtime.errors import EpRuntimeError, StaleHandleError
+from ep_runtime import nccl
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.group_fsm import State
@@ -98,7 +99,13 @@ class UniqueIdBook:
         group, count = found.group, found.group.spec.num_domains
         try:
             if group.remote and self.of_view is not None:
-                return await self.of_view(group.owner, group.epoch, count)
+                try:
+                    return await self.of_view(group.owner, group.epoch, count)
+                except RuntimeUnavailableError as error:
+                    # With a field: to a client one without says that its own daemon is away.
+                    raise RuntimeUnavailableError(
+                        f"NCCL unique ids of the coordinator: {error}", library=nccl.LIBRARY
+                    ) from error
             found.process = IdProcess()
             return await found.process.make(count, JOIN_S)
         except EpRuntimeError as error:
