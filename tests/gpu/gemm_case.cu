@@ -18,8 +18,8 @@ using ec::BytesOf;
 // Of sum(|products|), beside the result's own rounding: f32 sums in another order; 8-bit products
 // add up in the tensor cores with some 13 bits, from 128 elements or from all of them.
 constexpr double kWideSums = 1e-5;
-constexpr double kPromotedSums = 2e-4;
-constexpr double kNarrowSums = 1e-3;
+constexpr double kPromotedSums = 1e-3;
+constexpr double kNarrowSums = 2e-3;
 
 __device__ inline uint32_t Hash(uint64_t index, uint32_t seed) {
   uint32_t x = static_cast<uint32_t>(index) * 0x9E3779B1u ^
