@@ -9,7 +9,7 @@
 #   tests       this folder's tests
 #   plain       the same without XLA's command buffers
 #   cases       every case of token movement in every layout of processes
-#   nccl        transport nccl in one process, on one daemon
+#   nccl        communicators without JAX, and transport nccl in one process, on one daemon
 #   nccl_jobs   the same with several processes, and processes that are killed, ten times
 #   nccl_domains  two daemons as two NVLink domains of one host: every case, 2,000 steps, kills
 #   soak        10,000 steps with random delays, one process
@@ -89,7 +89,10 @@ nccl_tests() {
     tests/gpu/test_gpu_nccl.py -q -x -p no:cacheprovider --durations=12 --timeout=300 \
     -m "slow or not slow" -k "$1" ${TESTS:-}
 }
-part_nccl() { nccl_tests "not processes and not domains and not killed"; }
+part_nccl() {
+  NCCL_NVLS_ENABLE=0 "$python" tests/gpu/nccl_check.py
+  nccl_tests "not processes and not domains and not killed"
+}
 part_nccl_jobs() { nccl_tests "processes or (killed and not domains)"; }
 part_nccl_domains() { nccl_tests domains; }
 part_plain() {
