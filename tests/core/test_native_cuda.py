@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 
 import pytest
 
@@ -52,12 +53,14 @@ def test_windows_of_a_node_have_the_size_that_the_kernels_expect(node_size: int)
 
 
 @needs_library
-def test_both_libraries_serve_the_same_ops_and_cuda_those_of_the_bench() -> None:
+def test_both_libraries_serve_the_same_ops_and_cuda_more_under_versioned_names() -> None:
     cpu, cuda = ({t.name for t in native.library(p).targets()} for p in ("cpu", "cuda"))
     gemms = {"ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1"}
     bench = {"ep_dispatch_ceiling_v1", "ep_combine_ceiling_v1", "ep_clock_v1"}
-    assert cuda - cpu == {"ep_prepare_sync_v1", *gemms, *bench}
+    nccl = {"ep_nccl_exchange_v1", "ep_nccl_all_gather_v1"}
+    assert cuda - cpu >= {"ep_prepare_sync_v1", *gemms, *bench, *nccl}
     assert cpu <= cuda
+    assert all(re.fullmatch(r"ep_\w+_v\d+", name) for name in cuda)
 
 
 @needs_library

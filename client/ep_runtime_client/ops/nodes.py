@@ -12,6 +12,9 @@ each chunk every rank sends one block to each other node: what a rank with fewer
 place is waste, on top of the rounding to whole chunks. The windows' call starts when all chunks are
 there.
 
+Beside the windows, which are as large as those of one node, XLA holds D*T rows per rank while they
+cross, of fp32 in combine where it is exact.
+
 The slabs are those of the other transports bit for bit. combine equals theirs within the rounding
 of f32, as sums are grouped by node; with combine_precision "fast" a node's sum is rounded to the
 row's dtype once more before it crosses.
