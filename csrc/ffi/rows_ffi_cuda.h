@@ -30,6 +30,7 @@ extern XLA_FFI_Handler* const kQuantizeBlocksV1;
 extern XLA_FFI_Handler* const kQuantizeMxV1;
 extern XLA_FFI_Handler* const kGatherRowsV1;
 extern XLA_FFI_Handler* const kSumRowsV1;
+extern XLA_FFI_Handler* const kGroupSumsV1;
 
 }  // namespace ep_runtime
 

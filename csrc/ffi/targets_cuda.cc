@@ -191,6 +191,7 @@ const Target kTargets[] = {
     {"ep_quantize_mx_v1", nullptr, kQuantizeMxV1},
     {"ep_gather_rows_v1", nullptr, kGatherRowsV1},
     {"ep_sum_rows_v1", nullptr, kSumRowsV1},
+    {"ep_group_sums_v1", nullptr, kGroupSumsV1},
     {"ep_nccl_exchange_v1", nullptr, NcclExchangeV1},
     {"ep_nccl_all_gather_v1", nullptr, NcclAllGatherV1},
 };

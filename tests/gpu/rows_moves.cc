@@ -1,3 +1,4 @@
+#include "cuda/rows/group_sums.h"
 #include "cuda/rows/move_rows.h"
 #include "rows_case.h"
 
@@ -141,6 +142,36 @@ bool CheckSum(const MoveCase& c) {
   return true;
 }
 
+// Sums of every expert's rows, in f64; slack is NaN.
+bool CheckGroupSums(std::mt19937& random, const Slabs& slabs, RowType type, int width,
+                    const std::string& name) {
+  const int groups = slabs.slabs * slabs.groups;
+  const int experts = random() % 2 ? groups : slabs.groups;
+  std::normal_distribution<float> normal;
+  Floats values(type, slabs.all_rows() * width);
+  std::vector<double> wanted(int64_t{experts} * width), sizes(wanted.size());
+  for (int64_t at = 0; at < slabs.all_rows() * width; ++at) {
+    const int owner = slabs.owner[at / width];
+    values.set(at, owner < 0 ? std::nanf("") : normal(random));
+    if (owner < 0) continue;
+    const int64_t to = int64_t{owner % experts} * width + at % width;
+    wanted[to] += values.at(at);
+    sizes[to] += std::fabs(values.at(at));
+  }
+  const Memory on_device(slabs.sizes), x(values);
+  const Memory sums(static_cast<int64_t>(wanted.size() * sizeof(float)));
+  const ec::GroupSumsParams params{type,   slabs.On(on_device), width, experts,
+                                   x.as(), sums.as<float>()};
+  if (!RunTwice([&] { return ec::LaunchGroupSums(nullptr, params); }, {&sums}, name)) return false;
+  const Floats found(RowType::kF32, sums.read());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (!(std::fabs(found.at(i) - wanted[i]) <= 1e-6 * sizes[i])) {
+      return Mismatch("sum", i, found.at(i), wanted[i]);
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 void CheckMoves(std::mt19937& random, int count, Tally* tally) {
@@ -154,6 +185,10 @@ void CheckMoves(std::mt19937& random, int count, Tally* tally) {
     const bool compared = below(2) == 0;
     tally->Add(CheckGather(c, compared), c.name(compared ? "gather and compare" : "gather"));
     tally->Add(CheckSum(c), c.name("sum"));
+    const Slabs slabs = RandomSlabs(random);
+    const std::string name = "sums of " + std::to_string(slabs.groups) + " groups, " +
+                             std::to_string(slabs.used) + " rows of " + std::to_string(c.width);
+    tally->Add(CheckGroupSums(random, slabs, c.type, c.width, name), name);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "cuda/rows/group_sums.h"
 #include "cuda/rows/move_rows.h"
 #include "rows_case.h"
 
@@ -137,6 +138,11 @@ void TimeQuantize(Timer* timer, const Load& load, const Slabs& slabs, const Memo
   const Memory amax(4 * kGroups), ones(std::vector<float>(kGroups, 0.01f));
   const double used = static_cast<double>(slabs.used) * kHidden;
   const auto name = [&](const char* what) { return std::string(what) + ", " + load.name; };
+  const Memory sums(int64_t{kGroups} * kHidden * 4);
+  const ec::GroupSumsParams bias{RowType::kBF16, slabs.On(sizes), kHidden,
+                                 kGroups,        x->as(),         sums.as<float>()};
+  timer->Print(name("gradient of a bias"), 2 * used,
+               [&] { return ec::LaunchGroupSums(nullptr, bias); });
   const ec::AmaxParams largest{RowType::kBF16, slabs.On(sizes), kHidden,
                                kGroups,        x->as(),         amax.as<float>()};
   timer->Print(name("amax of groups"), 2 * used,

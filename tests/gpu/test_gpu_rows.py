@@ -16,7 +16,9 @@ import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.ops import (
     activation_kernels,
+    group_sum_kernels,
     local_activation,
+    local_gemm,
     local_quantize,
     permutation_kernels,
     quantize_kernels,
@@ -32,6 +34,7 @@ _TARGETS = (
     *activation_kernels.TARGETS,
     *quantize_kernels.TARGETS,
     *permutation_kernels.TARGETS,
+    *group_sum_kernels.TARGETS,
 )
 _SIZES = np.int32([[16, 300, 0, 40], [8, 24, 1, 0]])
 _ROWS = 384  # of a slab
@@ -240,6 +243,18 @@ def test_chunks_in_another_order_and_back(gpus: list[Any]) -> None:
         return out, pull(factors)
 
     jax.tree.map(_same_bits, *_both(gpus, run, _drawn(8, 50, 24), _drawn(9, 50, 24)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_of_a_bias_are_those_of_cpu(gpus: list[Any], dtype: str) -> None:
+    gemm = local_gemm.Gemm(jnp.dtype(dtype))
+
+    def run(grad: Any, sizes: Any) -> Any:
+        return local_gemm.bias_grad(gemm, grad, sizes, 4), local_gemm.bias_grad(gemm, grad, sizes)
+
+    grad = _with_slack(_drawn(13, 2, _ROWS, 2, 40, dtype=dtype))
+    for found, meant in zip(*_both(gpus, run, grad, _SIZES), strict=True):
+        _near(found, meant, 30)
 
 
 # What follows runs programs around the kernels: rows [R, C, H], two experts a slab.

@@ -15,7 +15,9 @@ from ep_runtime_client import recipes
 from ep_runtime_client.ops import (
     activation_kernels,
     gemm_kernels,
+    group_sum_kernels,
     local_activation,
+    local_gemm,
     local_quantize,
     permutation_kernels,
     quantize_kernels,
@@ -47,6 +49,7 @@ TARGETS = (
     *activation_kernels.TARGETS,
     *quantize_kernels.TARGETS,
     *permutation_kernels.TARGETS,
+    *group_sum_kernels.TARGETS,
 )
 
 
@@ -200,6 +203,15 @@ def test_one_list_of_chunks_is_sorted_by_a_kernel() -> None:
 
     assert calls(run(SIZES[0]), drawn(40, 8, dtype=np.float32)) == ["ep_gather_rows_v1"] * 2
     assert calls(run(SIZES), drawn(40, 8, dtype=np.float32)) == []
+
+
+def test_gradients_of_a_bias_are_summed_by_a_kernel() -> None:
+    grad = drawn(2, 24, 2, 16)
+    for cast, wanted in ((None, ["ep_group_sums_v1"]), (jnp.float32, [])):
+        gemm = local_gemm.Gemm(BF16, compute_dtype=cast)
+        run = functools.partial(local_gemm.bias_grad, gemm, num_experts=3)
+        assert calls(run, grad, SIZES) == wanted
+        assert jax.eval_shape(run, grad, SIZES).shape == (3, 2, 16)
 
 
 def test_one_call_after_the_other_under_vmap() -> None:

@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, row_blocks
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, group_sum_kernels, row_blocks
 from ep_runtime_client.ops.block_operands import Part, kernel_reader, row_reader
 from ep_runtime_client.ops.row_blocks import Block, Blocks
+from ep_runtime_client.ops.row_kernels import either
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +187,17 @@ def bias_grad(
     gemm: Gemm, grad: Any, group_sizes: jax.Array, num_experts: int | None = None
 ) -> jax.Array:
     """Gradient of the bias: grad [C, *N'] -> [G, *N'] in f32 (f64 for f64), summed over rows."""
+    experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
+    served = group_sum_kernels.serve(grad, gemm.compute_dtype, group_sizes, experts)
+    kernel = functools.partial(group_sum_kernels.bias_grad, experts)
+    return either(served, kernel, functools.partial(_bias_grad, gemm, experts), grad, group_sizes)
+
+
+def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> jax.Array:
     lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes)
     grads = row_reader(grad, lead, dtype=gemm.compute_dtype)
     trailing = grad.shape[lead:]
-    experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
     out = jnp.zeros((experts, math.prod(trailing)), _wide(grad))
 
     def step(block: Block, out: jax.Array) -> jax.Array:

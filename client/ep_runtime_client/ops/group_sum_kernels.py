@@ -1,0 +1,39 @@
+"""Sums of every expert's rows on a GPU, the gradient of a bias: a custom call of the CUDA library.
+
+It serves f32, bf16 and f16 whose trailing dims are a multiple of 16 bytes. Letters as in
+`local_gemm.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops import row_kernels
+from ep_runtime_client.quantized import QuantizedTensor
+
+TARGETS = ("ep_group_sums_v1",)
+
+
+def serve(grad: Any, cast: Any, group_sizes: jax.Array, experts: int) -> bool:
+    """Whether the kernel takes rows that would be cast before, lowered for a GPU."""
+    if isinstance(grad, QuantizedTensor) or cast not in (None, grad.dtype) or experts < 1:
+        return False
+    if grad.dtype not in row_kernels.FLOATS or not row_kernels.available():
+        return False
+    width = math.prod(grad.shape[group_sizes.ndim :])
+    many = experts <= row_kernels.MAX_SLABS
+    return many and width > 0 and row_kernels.fit(group_sizes.shape, grad, width=width)
+
+
+def bias_grad(experts: int, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """As `local_gemm.bias_grad`: f32 [G, *N']."""
+    lead = group_sizes.ndim
+    rows = grad.reshape(math.prod(grad.shape[:lead]), -1)
+    result = jax.ShapeDtypeStruct((experts, rows.shape[1]), jnp.float32)
+    operands = (row_kernels.sizes_of(group_sizes), rows)
+    (sums,) = row_kernels.call(TARGETS[0], (result,), operands)
+    return sums.reshape(experts, *grad.shape[lead:])

@@ -1,0 +1,30 @@
+// Sums of the rows of every expert: the gradient of a bias.
+#ifndef EP_RUNTIME_CUDA_ROWS_GROUP_SUMS_H_
+#define EP_RUNTIME_CUDA_ROWS_GROUP_SUMS_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/device_group.h"
+#include "cuda/rows/row_groups.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+struct GroupSumsParams {
+  RowType type;  // kF32, kBF16 or kF16
+  rows::RowGroups groups;
+  int32_t width;        // W; 16 bytes divide a row of it
+  int32_t num_experts;  // G: group l of slab s is of expert (s * L + l) % G
+  const void* values;   // [S * C, W] type, device
+  float* sums;          // [G, W], device: in an order of their own, always the same
+};
+
+// One launch. Slack rows are not read; experts without rows get zeros.
+cudaError_t LaunchGroupSums(cudaStream_t stream, const GroupSumsParams& params);
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_ROWS_GROUP_SUMS_H_
