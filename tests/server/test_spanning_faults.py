@@ -240,20 +240,27 @@ def two(daemon_process):
 def resumed(client, group, rank: int) -> None:
     """What the client library does after its daemon started again."""
     assert client.resume()
-    client.restore(group, ranks=[rank])
+    if client.restore(group, ranks=[rank], windows=[rank]).wanted_ranks:
+        assert client.give_back(group)[1] == []
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["xla", "memfd"])
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_daemon_killed_under_a_view_forms_the_group_all_the_same(two, restarted, pool, name):
+def test_a_daemon_killed_under_a_view_forms_the_group_all_the_same(
+    two, restarted, pool, name, transport
+):
     daemons, flags = two
-    clients = {node: daemon.client() for node, daemon in daemons.items()}
+    clients = {node: daemon.client(process=True) for node, daemon in daemons.items()}
     made = [
-        pool.submit(client.create, spec_of(), ranks=[rank])
+        pool.submit(client.create, spec_of(transport=transport), ranks=[rank])
         for rank, client in enumerate(clients.values())
     ]
     groups = dict(zip("ab", (future.result(WAIT_S).group for future in made), strict=True))
     other = "b" if name == "a" else "a"
+    if transport == "memfd":
+        for node, client in clients.items():
+            client.fetch(groups[node])
     waiting = pool.submit(clients[other].attached, groups[other])
     eventually(lambda: group_of(daemons[other]).members["ab".index(other)].attached)
     daemons[name] = restarted(daemons[name], *flags[name])
