@@ -237,6 +237,8 @@ def test_a_process_killed_in_one_of_two_domains_is_known_in_the_other(
 ) -> None:
     if several_gpus < 4:
         pytest.skip("needs 4 GPUs: two domains of two")
+    if gpu_jobs.TRIAL:
+        pytest.skip("who waits in gloo hears nothing of a lost process")
     for turn in range(3):
         with two_domains(_KILLED, nodes, several_gpus, _FOUR) as job:
             _kill_one(job, _victim(turn, job))
