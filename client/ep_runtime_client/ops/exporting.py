@@ -10,6 +10,7 @@ from ep_runtime_client.ops import (
     activation_kernels,
     fp8_kernels,
     gemm_kernels,
+    group_sum_kernels,
     memfd,
     nccl,
     permutation_kernels,
@@ -31,7 +32,14 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     Returns:
         One check per custom call; other checks stay on.
     """
-    kernels = (gemm_kernels, fp8_kernels, activation_kernels, quantize_kernels, permutation_kernels)
+    kernels = (
+        gemm_kernels,
+        fp8_kernels,
+        activation_kernels,
+        quantize_kernels,
+        permutation_kernels,
+        group_sum_kernels,
+    )
     names = [*memfd.TARGETS, memfd.SYNC_TARGET, *nccl.TARGETS]
     for each in kernels:
         names += each.TARGETS
