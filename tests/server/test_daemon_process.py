@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import grpc
 import pytest
+from cluster_places import loopback, make_certificates, tls_flags
 from harness import Watcher, eventually
 from raw_client import WAIT_S, Stubs, hello, make_spec
 
@@ -219,3 +221,16 @@ def test_limits_of_the_flags_reach_the_pool(daemon_process):
     daemon = daemon_process("--max-host-bytes", "3MiB", "--max-sessions-per-uid", "1")
     assert daemon.status().pools[0].limit_bytes == 3 << 20
     assert isinstance(daemon.admin, Stubs)
+
+
+@pytest.mark.slow
+def test_a_daemon_with_certificates_ends_once_it_says_so(daemon_process, tmp_path):
+    host = loopback()
+    pki = make_certificates(tmp_path / "pki", a=host)
+    daemon = daemon_process("--coordinator", f"{host}:7700", "--node", "a", *tls_flags(pki, "a"))
+    daemon.popen.terminate()
+    code, text = daemon.ended()
+    ended_s = time.time()
+    last = json.loads(text.splitlines()[-1])
+    assert (code, last["event"]) == (0, "server.stopped")
+    assert ended_s - last["ts"] < 1.5
