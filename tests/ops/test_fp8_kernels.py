@@ -117,6 +117,15 @@ def test_what_the_kernels_do_not_take_is_plain_jax(shape: Any, recipe: Any) -> N
     assert calls(graded(recipe=recipe), *drawn(**shape)) == {}
 
 
+def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fp8_kernels, "register_for_gpus", lambda: ("9.0",))
+    for _ in range(2):
+        calls(functools.partial(loss, recipe=TENSOR), *drawn(k=120))
+    assert [line.message.count("K'=120") for line in caplog.records] == [1]
+
+
 def test_a_switch_and_gpus_of_another_kind_leave_programs_to_xla(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

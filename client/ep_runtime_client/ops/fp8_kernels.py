@@ -17,6 +17,8 @@ Letters as in `gemm_kernels.py`. 8-bit data and e8m0 scales enter the calls as u
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +52,7 @@ MULTIPLE = 16  # of features: tensor copies move 16 bytes at a time
 PADDED = 128  # rows of a group in a transposed copy are a multiple of it
 _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
 _RECIPES = (TensorScaling, BlockScaling, MXFP8)
+_log = logging.getLogger(__name__)
 
 
 def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[int]) -> bool:
@@ -61,6 +64,9 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
         rows: S * C.
         experts: G.
         features: K' and the trailing dims N'.
+
+    Products of recipes that they leave to plain JAX for their shape are said once each, in a
+    process that has GPUs of theirs.
     """
     if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor):
         return False
@@ -68,7 +74,8 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
         return False
     if not gemm_kernels.installed() or not env.fp8_kernels():
         return False
-    if any(capability != gemm_kernels.CAPABILITY for capability in register_for_gpus()):
+    gpus = register_for_gpus()
+    if any(capability != gemm_kernels.CAPABILITY for capability in gpus):
         return False
     sizes = left.group_sizes
     padded = rows + (PADDED - 1) * (experts if sizes is None else math.prod(sizes.shape))
@@ -79,7 +86,23 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
     whole = len(features) == 2 or features[-1] % _tile(left) == 0
     # Gradients are rows, and may have the dtype with more range; the other operand has not.
     other = left if right.is_rows else right
-    return whole and other.dtype == _E4M3 and not any(width % MULTIPLE for width in widths)
+    fits = whole and other.dtype == _E4M3 and not any(width % MULTIPLE for width in widths)
+    if gpus and not fits:
+        _say_plain(type(left.recipe).__name__, tuple(features))
+    return fits
+
+
+@functools.cache
+def _say_plain(recipe: str, features: tuple[int, ...]) -> None:
+    _log.warning(
+        "a grouped GEMM of %s with K'=%d and N'=%s runs as plain JAX, many times slower: the GPU "
+        "kernels take K' and N' that are multiples of %d, and a last dim of whole blocks where "
+        "there are dims before it",
+        recipe,
+        features[0],
+        list(features[1:]),
+        MULTIPLE,
+    )
 
 
 def _tile(x: QuantizedTensor) -> int:
