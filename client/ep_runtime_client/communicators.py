@@ -32,9 +32,15 @@ _OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
 
 @dataclasses.dataclass(frozen=True)
 class GroupWithNccl(native.OpenGroup):
-    """A group as the CUDA library has it open, with its communicators."""
+    """A group as the CUDA library has it open, with its communicators.
+
+    Attributes:
+        nccl: the communicators.
+        carries_rows: rows travel over them, so that their failure is the group's.
+    """
 
     nccl: nccl.NcclGroup
+    carries_rows: bool = True
 
     def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
         """As `native.OpenGroup`; its calls between nodes name layers too."""
@@ -42,8 +48,9 @@ class GroupWithNccl(native.OpenGroup):
         self.nccl.add_layers([nccl.Layer(item.id, item.name, item.fingerprint) for item in layers])
 
     def check(self) -> str | None:
-        """As `native.OpenGroup`, then what NCCL found."""
-        return super().check() or self.nccl.check()
+        """As `native.OpenGroup`, then what NCCL found where rows travel over it."""
+        found = super().check()
+        return self.nccl.check() if found is None and self.carries_rows else found
 
     def close(self) -> None:
         """The communicators first: what still runs on them would keep the windows mapped."""

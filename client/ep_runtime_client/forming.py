@@ -155,7 +155,8 @@ class _Formation:
             if found is None:
                 return formed
             made = found
-        group = communicators.GroupWithNccl(held.library, held.number, made)
+        carries = formed.spec.transport == "nccl"
+        group = communicators.GroupWithNccl(held.library, held.number, made, carries)
         return dataclasses.replace(formed, native_group=group)
 
     def _create(self, control: transport.ControlChannel) -> Formed:

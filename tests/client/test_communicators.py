@@ -174,11 +174,17 @@ def test_a_group_with_communicators_ends_them_first(fake: FakeNccl) -> None:
     assert group.check() is None
     communicators.end_calls(group, "g", "a process is gone")
     assert fake.count("aborts") == 2
+    beside = communicators.GroupWithNccl(library, 8, made, carries_rows=False)
+    assert beside.check() is None  # no row travels over them
     text = group.check()
     assert text is not None
     assert "PeerLostError: group 'g' is gone: a process is gone" in text
     group.close()
-    assert library.done == [("layers", 7, ["moe"]), ("check", 7), ("check", 7), ("close", 7)]
+    assert library.done == [
+        ("layers", 7, ["moe"]),
+        *(("check", n) for n in (7, 8, 7)),
+        ("close", 7),
+    ]
     communicators.end_calls(native.OpenGroup(library, 7), "g", "no communicators")
     communicators.end_calls(None, "g", "no windows")
     assert isinstance(PeerLostError("x"), EpRuntimeError)
