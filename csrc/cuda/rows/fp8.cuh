@@ -57,7 +57,8 @@ struct Piece {
   }
   // The piece at value `index`, a multiple of kValues.
   __device__ void Load(const void* values, int64_t index) {
-    const auto* from = static_cast<const uint4*>(values) + index / kValues * (kWords / 4);
+    const auto* from =
+        static_cast<const uint4*>(values) + static_cast<uint64_t>(index) / kValues * (kWords / 4);
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
       // Two halves of a sector come one after the other: that one stays in L1.

@@ -12,8 +12,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerProcessor = 8;
-constexpr int kUnroll = 4;             // pieces of a lane on their way at once
-constexpr int kTileLanes = kTile / 8;  // that share a tile
+constexpr int kUnroll = 4;  // pieces of a lane on their way at once
+// Lanes that share a tile, and pieces of a lane: fewer lanes would have to move less between them,
+// and store less side by side.
+constexpr int kTileLanes = 8;
+constexpr int kTileParts = kTile / 8 / kTileLanes;
+constexpr int kTilesAtOnce = 32 / kTileLanes;  // of a warp
+constexpr int kTileUnroll = kUnroll / kTileParts;
 
 __global__ void ClearKernel(float* values, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0.0f;
@@ -74,9 +79,9 @@ __global__ void __launch_bounds__(kThreads) AmaxKernel(const __grid_constant__ A
   }
 }
 
-// Every lane of a tile has the tile's amax.
+// Every lane of a tile gets the tile's amax.
 template <RowType kType>
-__device__ __forceinline__ float TileAmax(const Piece<kType>& part) {
+__device__ __forceinline__ float TileAmax(const Piece<kType>* part) {
   const auto over = [](uint32_t size) {
 #pragma unroll
     for (int step = kTileLanes / 2; step > 0; step /= 2) {
@@ -84,25 +89,68 @@ __device__ __forceinline__ float TileAmax(const Piece<kType>& part) {
     }
     return size;
   };
-  uint32_t largest = over(part.Largest());
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kTileParts; ++i) largest = max(largest, part[i].Largest());
+  largest = over(largest);
   if (__any_sync(kAllLanes, largest >= Magnitude<kType>::kInfinity)) {
-    largest = over(part.LargestFinite());
+    largest = 0;
+#pragma unroll
+    for (int i = 0; i < kTileParts; ++i) largest = max(largest, part[i].LargestFinite());
+    largest = over(largest);
   }
   return Magnitude<kType>::ToFloat(largest);
 }
 
-// Called by whole warps. `inverse`: 1 / scale of the group, where tiles have none of their own.
-// Not `there`: a row of zeros.
-template <RowType kType, Fp8Format kFormat, bool kTiled>
-__device__ __forceinline__ void QuantizeRow(const QuantizeRowsParams& p, int64_t row, bool there,
-                                            float inverse, int lane) {
+// Scales of its own for every tile. Called by whole warps. Not `there`: a row of zeros.
+template <RowType kType, Fp8Format kFormat>
+__device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64_t row, bool there,
+                                              int lane) {
   const int pieces = p.width / 8;
   const int tiles = (p.width + kTile - 1) / kTile;
-  for (int base = 0; base < pieces; base += 32 * kUnroll) {
+  for (int base = 0; base < tiles; base += kTilesAtOnce * kTileUnroll) {
+    Piece<kType> part[kTileUnroll][kTileParts];
+    const int first = base + lane / kTileLanes;
+    const auto place = [&](int u, int i) {
+      return ((first + u * kTilesAtOnce) * kTileParts + i) * kTileLanes + lane % kTileLanes;
+    };
+#pragma unroll
+    for (int u = 0; u < kTileUnroll; ++u) {
+#pragma unroll
+      for (int i = 0; i < kTileParts; ++i) {
+        if (there && place(u, i) < pieces) {
+          part[u][i].Load(p.values, row * p.width + place(u, i) * 8);
+        } else {
+          part[u][i].Clear();
+        }
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kTileUnroll; ++u) {
+      if (base + u * kTilesAtOnce >= tiles) break;
+      const int tile = first + u * kTilesAtOnce;
+      const float scale = Fp8<kFormat>::ScaleOf(TileAmax<kType>(part[u]), p.power_of_two);
+      const float inverse = __frcp_rn(scale);
+      if (lane % kTileLanes == 0 && tile < tiles) p.tile_scale[row * tiles + tile] = scale;
+#pragma unroll
+      for (int i = 0; i < kTileParts; ++i) {
+        const uint2 bytes = Convert<kType, kFormat>(part[u][i], [=](int) { return inverse; });
+        if (place(u, i) < pieces) StorePiece(p.data, row * p.width + place(u, i) * 8, bytes);
+      }
+    }
+  }
+}
+
+// By 1 / scale of the row's group. Not `there`: a row of zeros.
+template <RowType kType, Fp8Format kFormat>
+__device__ __forceinline__ void ScaleRow(const QuantizeRowsParams& p, int64_t row, bool there,
+                                         float inverse, int lane) {
+  const int pieces = p.width / 8;
+  for (int base = lane; base < pieces; base += 32 * kUnroll) {
     Piece<kType> part[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int at = base + 32 * u + lane;
+      const int at = base + 32 * u;
       if (there && at < pieces) {
         part[u].Load(p.values, row * p.width + at * 8);
       } else {
@@ -111,17 +159,10 @@ __device__ __forceinline__ void QuantizeRow(const QuantizeRowsParams& p, int64_t
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (base + 32 * u >= pieces) break;
-      const int at = base + 32 * u + lane;
-      if (kTiled) {
-        const float scale = Fp8<kFormat>::ScaleOf(TileAmax(part[u]), p.power_of_two);
-        inverse = __frcp_rn(scale);
-        if (lane % kTileLanes == 0 && at < pieces) {
-          p.tile_scale[row * tiles + at / kTileLanes] = scale;
-        }
-      }
-      const uint2 bytes = Convert<kType, kFormat>(part[u], [=](int) { return inverse; });
-      if (at < pieces) StorePiece(p.data, row * p.width + at * 8, bytes);
+      const int at = base + 32 * u;
+      if (at >= pieces) break;
+      StorePiece(p.data, row * p.width + at * 8,
+                 Convert<kType, kFormat>(part[u], [=](int) { return inverse; }));
     }
   }
 }
@@ -143,12 +184,17 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = static_cast<int64_t>(slab) * p.groups.slab_rows;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < all;
        row += static_cast<int64_t>(gridDim.x) * kWarps) {
-    float inverse = 1.0f;
-    if (!kTiled && row < used) {
-      const int group = GroupOf(ends, groups, static_cast<int32_t>(row));
-      inverse = __frcp_rn(__ldg(p.group_scale + static_cast<int64_t>(slab) * groups + group));
+    const int lane = threadIdx.x % 32;
+    if constexpr (kTiled) {
+      QuantizeTiles<kType, kFormat>(p, first + row, row < used, lane);
+    } else {
+      float inverse = 1.0f;
+      if (row < used) {
+        const int group = GroupOf(ends, groups, static_cast<int32_t>(row));
+        inverse = __frcp_rn(__ldg(p.group_scale + static_cast<int64_t>(slab) * groups + group));
+      }
+      ScaleRow<kType, kFormat>(p, first + row, row < used, inverse, lane);
     }
-    QuantizeRow<kType, kFormat, kTiled>(p, first + row, row < used, inverse, threadIdx.x % 32);
   }
 }
 
