@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -20,37 +22,45 @@ _OURS = _ROOT / "tests" / "csrc" / "nccl"
 _NCCL = ("api.cc", "communicator.cc", "communicators.cc", "exchange.cc", "group.cc")
 
 
-def _compile(folder: Path, name: str, sources: list[Path], *options: str) -> Path:
+def _compile(name: str, sources: list[Path], *options: str) -> Path:
+    """The library of these sources; built once for all processes, and again when they change."""
+    read = [*sources, *sorted(_SOURCES.glob("cuda/nccl/*")), *_SOURCES.glob("ffi/nccl_table.h")]
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"ep-nccl-{os.geteuid()}-{key}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.geteuid()
+    made = folder / name
+    if made.exists():
+        return made
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    made = folder / name
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-pthread", *options, "-o", str(made)]
+    fresh = folder / f"{name}.{os.getpid()}"
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-pthread", *options, "-o", str(fresh)]
     result = subprocess.run(
         [*command, *map(str, sources)], capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr
+    fresh.replace(made)
     return made
 
 
 @functools.cache
 def fake_library() -> Path:
     """libnccl.so.2 whose communicators live in this process; `FakeNccl` sets what it does."""
-    folder = Path(tempfile.mkdtemp(prefix="ep-fake-nccl-"))
-    return _compile(folder, nccl.LIBRARY, [_OURS / "fake_nccl.cc"], f"-Wl,-soname,{nccl.LIBRARY}")
+    return _compile(nccl.LIBRARY, [_OURS / "fake_nccl.cc"], f"-Wl,-soname,{nccl.LIBRARY}")
 
 
 @functools.cache
 def edge_library() -> Path:
     """What the CUDA library has of NCCL, for devices that are always there."""
-    folder = Path(tempfile.mkdtemp(prefix="ep-nccl-edge-"))
     sources = [
         *(_SOURCES / "cuda" / "nccl" / name for name in _NCCL),
         _SOURCES / "ffi" / "nccl_table.cc",
         _SOURCES / "core" / "status.cc",
         _OURS / "test_edge.cc",
     ]
-    return _compile(folder, "libnccl_edge.so", sources, f"-I{_SOURCES}", "-Wall", "-Wextra")
+    return _compile("libnccl_edge.so", sources, f"-I{_SOURCES}", "-Wall", "-Wextra")
 
 
 class FakeNccl:

@@ -129,12 +129,15 @@ EXPORT int ncclCommGetAsyncError(Comm* comm, int* error) {
   std::lock_guard<std::mutex> lock(state().mutex);
   *error = state().async_error;
   if (*error != kSuccess) return kSuccess;
+  if (comm->finalized) {
+    *error = state().never_final ? kInProgress : kSuccess;
+    return kSuccess;
+  }
   if (state().never_ready || !Complete(*comm)) *error = kInProgress;
   if (comm->in_flight) {
     if (!state().never_done && Deliver(comm)) comm->in_flight = false;
     if (comm->in_flight) *error = kInProgress;
   }
-  if (comm->finalized && state().never_final) *error = kInProgress;
   return kSuccess;
 }
 
