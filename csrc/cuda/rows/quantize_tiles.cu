@@ -81,6 +81,11 @@ __device__ __forceinline__ uint8_t ExponentOf(float power_of_two) {
   return static_cast<uint8_t>(__float_as_uint(power_of_two) >> 23);
 }
 
+// 1 / scale of a power of two up to 2^126, exactly.
+__device__ __forceinline__ float InverseOf(float power_of_two) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power_of_two));
+}
+
 // Magnitudes of words of a lane's columns, over the rows of the warp's tile.
 template <RowType kType>
 struct ColumnMax {
@@ -143,7 +148,7 @@ __device__ __forceinline__ void AlongRows(const QuantizeMxParams& p, const MxTil
       size = max(size, __shfl_xor_sync(kAllLanes, size, step));
     }
     const float scale = Fp8<kFormat>::ScaleOf(M::ToFloat(size), true);
-    const float inverse = __frcp_rn(scale);
+    const float inverse = InverseOf(scale);
     const uint2 bytes = Convert<kType, kFormat>(part, [=](int) { return inverse; });
     if (!tile.inside) continue;
     const int64_t row = tile.RowAt(i, lane);
@@ -162,7 +167,7 @@ __device__ __forceinline__ void AcrossRows(const QuantizeMxParams& p, const MxTi
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     const float scale = Fp8<kFormat>::ScaleOf(largest.Amax(c), true);
-    inverse[c] = __frcp_rn(scale);
+    inverse[c] = InverseOf(scale);
     exponents[c / 4] |= static_cast<uint32_t>(ExponentOf(scale)) << c % 4 * 8;
   }
   if (!tile.inside) return;
