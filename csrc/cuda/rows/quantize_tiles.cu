@@ -148,7 +148,8 @@ __device__ __forceinline__ void AlongRows(const QuantizeMxParams& p, const MxTil
       size = max(size, __shfl_xor_sync(kAllLanes, size, step));
     }
     const float scale = Fp8<kFormat>::ScaleOf(M::ToFloat(size), true);
-    const float inverse = InverseOf(scale);
+    // InverseOf here lets the compiler hold all parts at once, in more registers than there are.
+    const float inverse = __frcp_rn(scale);
     const uint2 bytes = Convert<kType, kFormat>(part, [=](int) { return inverse; });
     if (!tile.inside) continue;
     const int64_t row = tile.RowAt(i, lane);
@@ -182,9 +183,11 @@ __device__ __forceinline__ void AcrossRows(const QuantizeMxParams& p, const MxTi
   }
 }
 
-// blockIdx.y: the slab. Tiles are dealt to warps; slack rows count as zeros.
+// blockIdx.y: the slab. Tiles are dealt to warps; slack rows count as zeros. Three blocks of a
+// multiprocessor keep enough reads on their way; f32 has no registers for them.
 template <RowType kType, Fp8Format kFormat>
-__global__ void __launch_bounds__(kThreads) MxKernel(const __grid_constant__ QuantizeMxParams p) {
+__global__ void __launch_bounds__(kThreads, kType == RowType::kF32 ? 1 : 3)
+    MxKernel(const __grid_constant__ QuantizeMxParams p) {
   const int slab = blockIdx.y, lane = threadIdx.x % 32;
   const int32_t used = SlabRows(p.groups, slab);
   const int32_t all = p.clear_slack ? p.groups.slab_rows : used;
