@@ -12,6 +12,7 @@
 #   nccl        communicators without JAX, and transport nccl in one process, on one daemon
 #   nccl_jobs   the same with several processes, and processes that are killed, ten times
 #   nccl_domains  two daemons as two NVLink domains of one host: every case, 2,000 steps, kills
+#   nccl_four   every case there with a process for each GPU
 #   soak        10,000 steps with random delays, one process
 #   processes   5,000 of them, one process for each GPU
 #   memcheck, racecheck   compute-sanitizer on small shapes, two ranks on one GPU
@@ -94,7 +95,8 @@ part_nccl() {
   nccl_tests "not processes and not domains and not killed"
 }
 part_nccl_jobs() { nccl_tests "processes or (killed and not domains)"; }
-part_nccl_domains() { nccl_tests domains; }
+part_nccl_domains() { nccl_tests "domains and not four"; }
+part_nccl_four() { nccl_tests "domains and four"; }
 part_plain() {
   XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part_tests
 }

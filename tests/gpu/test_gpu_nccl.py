@@ -141,7 +141,7 @@ _FOUR = "one GPU each, all visible"
 _NAMES = [case.name for case in cases.CASES if case.name != "one device"]
 
 
-@pytest.mark.parametrize("layout", [_TWO, _FOUR])
+@pytest.mark.parametrize("layout", [_TWO, _FOUR], ids=["two", "four"])
 @pytest.mark.parametrize("part", range(3))
 def test_two_domains_equal_the_reference(
     several_gpus: int, nodes: list[DaemonProcess], layout: str, part: int
