@@ -195,7 +195,10 @@ class Spanning:
             group.advance(Event.ALL_ATTACHED)
             if group.lost:  # who had heard of it told us before
                 self._groups.lost_elsewhere(group, "a process of another node is gone")
-        elif group.epoch == view.epoch and not group.committed:
+            return
+        if outcome is Outcome.COMMITTED:  # its word crossed with the end of a process here
+            self._withdraw(group.owner, view)
+        if group.epoch == view.epoch and not group.committed:
             self._log("cluster.attempt_over", group, reason or "given up here")
             if group.state is State.FORMING:
                 group.lost = {}
