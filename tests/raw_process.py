@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import threading
 
 from raw_packets import WAIT_S, close_fds, connect, give_back, hello, receive, redeem
 
@@ -169,20 +170,23 @@ class Process:
         self._process = context.Process(target=_child_main, args=(other,), daemon=True)
         self._process.start()
         other.close()
+        self._asked = threading.Lock()
         self.pid = self._process.pid
 
     def do(self, name: str, *arguments):
-        self._pipe.send((name, arguments))
-        if not self._pipe.poll(WAIT_S):
-            raise TimeoutError(name)
-        ok, value = self._pipe.recv()
+        with self._asked:
+            self._pipe.send((name, arguments))
+            if not self._pipe.poll(WAIT_S):
+                raise TimeoutError(name)
+            ok, value = self._pipe.recv()
         if not ok:
             raise value
         return value
 
     def kill(self) -> None:
-        """SIGKILL, and reaped."""
+        """SIGKILL, and reaped; who waits for an answer hears of it before the pipe is closed."""
         self._process.kill()
         self._process.join(WAIT_S)
-        self._process.close()
-        self._pipe.close()
+        with self._asked:
+            self._process.close()
+            self._pipe.close()
