@@ -132,9 +132,9 @@ def test_who_multiplies_is_said(
     library.touch()
     said = gpus.hardware({})["gpu matmuls"]
     assert (said.state, said.found[:12]) == ("OK", "bf16 and f16")
-    assert "MXFP8" in said.found
-    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "0")
-    assert "MXFP8" not in gpus.hardware({})["gpu matmuls"].found
+    assert "MXFP8" not in said.found
+    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
+    assert "MXFP8" in gpus.hardware({})["gpu matmuls"].found
 
 
 def test_bridges_link_some_pairs_and_the_others_say_how_far_they_are(

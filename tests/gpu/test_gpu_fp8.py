@@ -37,6 +37,11 @@ _SUMS, _WIDENED, _RESULT = 2e-3, 2.0**-8, 2.0**-8
 _SHAPES = [((160, (256,)), "float32"), ((256, (2, 128)), "bfloat16"), ((32, (32,)), "bfloat16")]
 
 
+@pytest.fixture(autouse=True)
+def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
+
+
 @functools.cache
 def _products(recipe: Any, out_dtype: str) -> Any:
     """Forward, data gradient, weight gradient of one slab, of quantized operands."""

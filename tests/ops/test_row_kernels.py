@@ -230,10 +230,10 @@ def test_gpus_of_another_kind_and_those_told_not_to_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.delenv("EP_RUNTIME_ROW_KERNELS", raising=False)
+    monkeypatch.setenv("EP_RUNTIME_ROW_KERNELS", "1")
     for found, wanted in (((), False), (("9.0", "9.0"), True), (("9.0", "8.0"), False)):
         monkeypatch.setattr(row_kernels, "register_for_gpus", lambda found=found: found)
         assert row_kernels.available() == wanted
     monkeypatch.setattr(row_kernels, "register_for_gpus", lambda: (gemm_kernels.CAPABILITY,))
-    monkeypatch.setenv("EP_RUNTIME_ROW_KERNELS", "0")
+    monkeypatch.delenv("EP_RUNTIME_ROW_KERNELS")
     assert not row_kernels.available()

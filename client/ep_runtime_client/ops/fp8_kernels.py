@@ -9,8 +9,8 @@ They serve operands that are both of one recipe, with K' and N' multiples of 16,
 - MXFP8: Hopper's tensor cores know no such scales: data times scales in bf16, which is exact.
 
 The tensor cores want 8-bit data with the contracted dim along memory: what lies otherwise is
-transposed first, the rows of groups each to a multiple of PADDED. EP_RUNTIME_FP8_KERNELS=0 leaves
-everything to plain JAX (`local_gemm.py`).
+transposed first, the rows of groups each to a multiple of PADDED. Without EP_RUNTIME_FP8_KERNELS=1
+everything is plain JAX (`local_gemm.py`).
 
 Letters as in `gemm_kernels.py`. 8-bit data and e8m0 scales enter the calls as uint8.
 """
