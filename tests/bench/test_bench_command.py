@@ -47,7 +47,11 @@ def test_movement_compares_transports_and_memcpy_in_one_run() -> None:
     assert all(row["median_ms"] >= 0 and row["tokens_per_s"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (3, 3)], ids=["2x2", "3x1"])
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [pytest.param(2, 4, marks=pytest.mark.slow), (3, 3)],
+    ids=["2x2", "3x1"],
+)
 def test_several_processes_compare_transports_and_memcpy(processes: int, devices: int) -> None:
     sizes = ["--processes", str(processes), "--devices", str(devices), "--experts", "12"]
     more = ["--top-k", "2", "--tokens", "8", "--row-bytes", "64", "--repeats", "2"]
@@ -168,6 +172,7 @@ def test_memcpy_copies_a_size_that_no_thread_count_divides() -> None:
     memcpy.close()
 
 
+@pytest.mark.slow
 def test_gemm_compares_every_recipe_with_all_experts_dense() -> None:
     sizes = ["--experts", "12", "--tokens", "64", "--top-k", "2", "--repeats", "1"]
     found = figures("gemm", *sizes)["gemm"]

@@ -55,6 +55,7 @@ def test_a_short_demo_trains_reports_and_lists_its_handles() -> None:
     assert not runtime_directory(done.stdout).exists()
 
 
+@pytest.mark.slow
 def test_the_demo_runs_on_transport_xla() -> None:
     done = demo("--steps", "2", "--transport", "xla")
     assert done.returncode == 0, done.stderr
@@ -73,6 +74,7 @@ def test_a_comparison_with_stock_collectives_is_bit_equal() -> None:
     assert "every step's loss is bit-equal to transport xla: 6 of 6" in done.stdout
 
 
+@pytest.mark.slow
 def test_mesh_rules_optimizer_and_picture_are_as_asked_for(tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     layout = ["--mesh", "fsdp=2,ep=2", "--rules", "shard-exp-on-fsdp", "--optimizer", "muon"]
@@ -83,6 +85,7 @@ def test_mesh_rules_optimizer_and_picture_are_as_asked_for(tmp_path: Path) -> No
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_recipes_are_trained_one_after_the_other_and_put_side_by_side() -> None:
     done = demo("--steps", "2", "--recipe", "bf16,fp8")
     assert done.returncode == 0, done.stdout + done.stderr

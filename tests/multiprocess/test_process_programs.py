@@ -33,7 +33,7 @@ def test_thirty_twin_layers_share_two_lanes_and_every_process_lowers_the_same(
 
 
 @_LAYOUTS
-@pytest.mark.parametrize("handles", [1, 2])
+@pytest.mark.parametrize("handles", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_four_microbatches_give_their_own_values(
     address: str, processes: int, devices: int, handles: int
 ) -> None:
