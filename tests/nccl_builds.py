@@ -24,7 +24,8 @@ _NCCL = ("api.cc", "communicator.cc", "communicators.cc", "exchange.cc", "group.
 
 def _compile(name: str, sources: list[Path], *options: str) -> Path:
     """The library of these sources; built once for all processes, and again when they change."""
-    read = [*sources, *sorted(_SOURCES.glob("cuda/nccl/*")), *_SOURCES.glob("ffi/nccl_table.h")]
+    headers = (*_SOURCES.glob("core/*.h"), *_SOURCES.glob("ffi/nccl_table.h"))
+    read = [*sources, *sorted(_SOURCES.glob("cuda/nccl/*")), *sorted(headers)]
     key = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"ep-nccl-{os.geteuid()}-{key}"
     folder.mkdir(mode=0o700, exist_ok=True)

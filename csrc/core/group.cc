@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/registry.h"
+#include "core/stale.h"
 
 namespace ep_runtime {
 namespace {
@@ -149,11 +150,7 @@ void Group::BindBoard() {
 }
 
 Status Group::ClosedError(const std::string& layer_name) const {
-  return Stale("layer " + layer_name + ": group " + options_.name + " generation " +
-               std::to_string(options_.generation) + " is closed")
-      .With("layer", layer_name)
-      .With("group", options_.name)
-      .With("generation", static_cast<int64_t>(options_.generation));
+  return ClosedLayer(layer_name, options_.name, options_.generation);
 }
 
 Status Group::LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const {

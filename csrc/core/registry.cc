@@ -5,6 +5,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "core/stale.h"
+
 namespace ep_runtime {
 
 int64_t Registry::AddGroup(std::shared_ptr<Group> group) {
@@ -75,26 +77,15 @@ Status Registry::Resolve(uint64_t layer_id, uint64_t fingerprint, LayerEntry* la
   std::shared_lock<std::shared_mutex> lock(mutex_);
   auto found = layers_.find(layer_id);
   if (found == layers_.end()) {
-    return Stale("layer id " + std::to_string(layer_id) +
-                 " is not registered in this process; create its group and register it first")
-        .With("layer_id", static_cast<int64_t>(layer_id));
+    return UnknownLayer(layer_id);
   }
   const Registered& registered = found->second;
   if (registered.group == nullptr) {
-    return Stale("layer " + registered.layer.name + ": group " + registered.group_name +
-                 " generation " + std::to_string(registered.generation) + " is closed")
-        .With("layer", registered.layer.name)
-        .With("group", registered.group_name)
-        .With("generation", static_cast<int64_t>(registered.generation));
+    return ClosedLayer(registered.layer.name, registered.group_name, registered.generation);
   }
   if (registered.layer.fingerprint != fingerprint) {
-    return Stale("layer " + registered.layer.name + ": the program was compiled for fingerprint " +
-                 std::to_string(fingerprint) + ", the layer of generation " +
-                 std::to_string(registered.generation) + " has " +
-                 std::to_string(registered.layer.fingerprint) + "; trace it again")
-        .With("layer", registered.layer.name)
-        .With("group", registered.group_name)
-        .With("generation", static_cast<int64_t>(registered.generation));
+    return OtherLayer(registered.layer.name, registered.group_name, registered.generation,
+                      fingerprint, registered.layer.fingerprint);
   }
   *layer = registered.layer;
   *group = registered.group;

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <utility>
 
+#include "core/stale.h"
+
 namespace ep_runtime {
 namespace nccl {
 namespace {
@@ -100,11 +102,7 @@ void Group::Close(int64_t timeout_ns) {
 }
 
 Status Group::ClosedError(const std::string& layer) const {
-  return Stale("layer " + layer + ": group " + options_.name + " generation " +
-               std::to_string(options_.generation) + " is closed")
-      .With("layer", layer)
-      .With("group", options_.name)
-      .With("generation", static_cast<int64_t>(options_.generation));
+  return ClosedLayer(layer, options_.name, options_.generation);
 }
 
 std::string Group::TakeError() {
@@ -157,27 +155,16 @@ Status Registry::Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* n
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = layers_.find(layer_id);
   if (found == layers_.end()) {
-    return Stale("layer id " + std::to_string(layer_id) +
-                 " is not registered in this process; create its group and register it first")
-        .With("layer_id", static_cast<int64_t>(layer_id));
+    return UnknownLayer(layer_id);
   }
   const Registered& registered = found->second;
   *name = registered.layer.name;
   if (registered.group == nullptr) {
-    return Stale("layer " + registered.layer.name + ": group " + registered.group_name +
-                 " generation " + std::to_string(registered.generation) + " is closed")
-        .With("layer", registered.layer.name)
-        .With("group", registered.group_name)
-        .With("generation", static_cast<int64_t>(registered.generation));
+    return ClosedLayer(registered.layer.name, registered.group_name, registered.generation);
   }
   if (registered.layer.fingerprint != fingerprint) {
-    return Stale("layer " + registered.layer.name + ": the program was compiled for fingerprint " +
-                 std::to_string(fingerprint) + ", the layer of generation " +
-                 std::to_string(registered.generation) + " has " +
-                 std::to_string(registered.layer.fingerprint) + "; trace it again")
-        .With("layer", registered.layer.name)
-        .With("group", registered.group_name)
-        .With("generation", static_cast<int64_t>(registered.generation));
+    return OtherLayer(registered.layer.name, registered.group_name, registered.generation,
+                      fingerprint, registered.layer.fingerprint);
   }
   *group = registered.group;
   return Status();
