@@ -147,15 +147,14 @@ class _Formation:
         def make(budget_s: float) -> nccl.NcclGroup:
             return communicators.make(control, nccl.library(), ranks, budget_s)
 
-        if formed.spec.transport == "nccl":
-            made = make(wait_s)
+        carries = formed.spec.transport == "nccl"
+        if carries:
+            made: nccl.NcclGroup | None = make(wait_s)
         else:
             budget_s = min(wait_s, communicators.OPTIONAL_S)
-            found = communicators.optional(formed.spec.name, lambda: make(budget_s))
-            if found is None:
-                return formed
-            made = found
-        carries = formed.spec.transport == "nccl"
+            made = communicators.optional(formed.spec.name, lambda: make(budget_s))
+        if made is None:
+            return formed
         group = communicators.GroupWithNccl(held.library, held.number, made, carries)
         return dataclasses.replace(formed, native_group=group)
 
