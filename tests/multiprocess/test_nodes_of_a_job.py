@@ -77,10 +77,12 @@ say(pid=os.getpid(), generation=group.generation, error=error, transport=group.s
 """
 
 _HEARS = """
+import threading
+pause, deadline = threading.Event(), time.monotonic() + 60
 try:
-    while True:
+    while not pause.wait(0.01):
         group.check()
-        time.sleep(0.01)
+        assert time.monotonic() < deadline, "nothing was heard within 60 s"
 except ep.EpRuntimeError as error:
     say(error=type(error).__name__, text=str(error))
 hear()
