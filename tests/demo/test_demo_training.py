@@ -31,9 +31,15 @@ class Scripted:
 
     def __init__(self, losses: Sequence[float]) -> None:
         self._losses = iter(losses)
+        self.steps = 0
+        self.followed: list[tuple[int, Any]] = []
 
     def step(self, window: Any) -> StepResult:
+        self.steps += 1
         return StepResult(np.float32(next(self._losses)), LOADS, 2, 0.5)
+
+    def follow(self, other: Any) -> None:
+        self.followed.append((self.steps, other))
 
 
 class Silent:
@@ -105,6 +111,18 @@ def test_twins_on_gpus_agree_within_a_tolerance() -> None:
         report, _ = run([2.0, 2.0], [2.0, far], platform="gpu", steps=2)
         assert report.difference is not None
         assert report.difference.step == 2
+
+
+@pytest.mark.parametrize(("platform", "steps"), [("gpu", [2, 4]), ("cpu", [])])
+def test_a_twin_that_may_differ_goes_on_from_the_models_state(
+    platform: str, steps: list[int]
+) -> None:
+    config = DemoConfig(steps=5, batch=2, seq=8, compare=True, platform=platform)
+    model, twin = Scripted([2.0] * 5), Scripted([2.0] * 5)
+    progress = Silent()
+    train(config, [model, twin], windows(), progress, StopAt(progress, 5))
+    assert twin.followed == [(step, model) for step in steps]
+    assert not model.followed
 
 
 def test_a_difference_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:

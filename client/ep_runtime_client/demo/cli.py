@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="train a twin on transport xla from the same seed and compare every step's loss, bit "
-        "by bit (on GPUs within 0.1%%); exit code 3 and the first step that differs otherwise",
+        "by bit (on GPUs within 0.1%%, the twin taking over the parameters every other step); exit "
+        "code 3 and the first step that differs otherwise",
     )
     for flag, value, text in (
         ("--batch", default.batch, "windows of text per step"),

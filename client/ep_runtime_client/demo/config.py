@@ -43,7 +43,8 @@ class DemoConfig:
         plot: picture of the loss curves to write.
         transport: "auto", "memfd", "nvlink" or "xla".
         compare: train a twin on transport "xla" and compare every step's loss: bit by bit on CPU
-            devices of one node, else within `loss_tolerance`.
+            devices of one node, else within `loss_tolerance`, and the twin goes on from the
+            model's state every other step.
         batch: windows per step, over all devices.
         seq: bytes per window.
         seed: of parameters, batches and sampling.

@@ -149,6 +149,10 @@ class Trainer:
             np.float32(loss), np.asarray(loads), int(dropped), time.perf_counter() - started
         )
 
+    def follow(self, other: Trainer) -> None:
+        """Goes on from a copy of the parameters and the optimizer's state of `other`."""
+        self._state = jax.tree.map(jnp.copy, other._state)
+
     def held_out_losses(self, corpus: Corpus) -> Iterator[float]:
         """Loss in nats per byte of each held-out batch."""
         for window in held_out_batches(corpus, batch=self._config.batch, seq=self._config.seq):
