@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +22,7 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.bench import moe, moe_client, moe_stock, moe_trace
+from ep_runtime_client.bench import cli, moe, moe_client, moe_stock, moe_trace
 from ep_runtime_client.bench.device_bench import AXIS, ROWS
 from ep_runtime_client.bench.moe_cases import (
     CASES,
@@ -145,6 +149,64 @@ def test_each_capacity_is_a_subject_of_its_own() -> None:
         dataclasses.replace(ON_GPUS, capacity=(-1.0,)).checked()
 
 
+def test_each_recipe_is_a_subject_of_its_own_and_stock_has_none() -> None:
+    options = dataclasses.replace(
+        ON_GPUS,
+        recipes=("none", "fp8"),
+        cases=("mixtral-like",),
+        stock_layers=("stock-padded",),
+    )
+    found = moe.orders(options.checked(), "address")
+    assert [each.label for each in found] == ["nvlink", "nvlink fp8", PADDED]
+    assert [moe_client._recipe(each) for each in found] == [None, ep.recipes.TensorScaling(), None]
+    with pytest.raises(InvalidArgumentError, match=r"--recipe must be of .* got \('int8',\)"):
+        dataclasses.replace(ON_GPUS, recipes=("int8",)).checked()
+    with pytest.raises(
+        InvalidArgumentError, match="stock-padded is of moe alone, got it with gemm"
+    ):
+        dataclasses.replace(options, benches=("gemm",)).checked()
+
+
+@pytest.mark.parametrize(
+    ("words", "stock", "layers"),
+    [
+        ("nvlink,stock-padded", True, ("stock-padded",)),
+        ("nvlink,stock-dropless,stock-padded", True, ("stock-padded", "stock-dropless")),
+        ("nvlink,stock", True, ("stock-padded", "stock-dropless")),
+        ("nvlink", False, ("stock-padded", "stock-dropless")),
+    ],
+)
+def test_stock_layers_are_chosen_by_name(words: str, stock: bool, layers: tuple[str, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    options = cli.make_options(parser.parse_args(["moe", "--devices", "4", "--transports", words]))
+    assert (options.transports, options.stock, options.stock_layers) == (("nvlink",), stock, layers)
+
+
+def test_what_is_known_so_far_is_saved_when_a_process_of_ours_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels = [KernelTime("forward experts", "GroupedGemmKernel", 1.0, 0.5)]
+    first = Measured([Step("", [1.0], 1.0, None, 0)], 0, kernels)
+
+    def measured(_: Any) -> Iterator[Any]:
+        yield ("small-experts", "memfd"), first
+        raise RuntimeError("the second failed")
+
+    monkeypatch.setattr(moe, "_measure", measured)
+    monkeypatch.setattr(moe, "warm_daemon", lambda: contextlib.nullcontext("address"))
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    saved = tmp_path / "moe.json"
+    words = ["moe", "--devices", "2", "--transports", "memfd", "--save", str(saved)]
+    with pytest.raises(RuntimeError, match="the second failed"):
+        cli.run(parser.parse_args(words))
+    assert json.loads(saved.read_text())["moe"][0]["enqueued_ms"] == 1000
+    written = capsys.readouterr().err
+    assert "small-experts: memfd:   500.000 ms  50.0%" in written
+    assert "forward experts  GroupedGemmKernel" in written
+
+
 def test_what_finds_no_row_is_counted() -> None:
     mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), (AXIS,))
     case = dataclasses.replace(CASE, tokens=256)
@@ -155,7 +217,7 @@ def test_what_finds_no_row_is_counted() -> None:
         _, router, wi, wo = moe_client.make_operands(order, mesh)
         x = jnp.ones((RANKS * case.tokens, case.hidden))
         to_one_rank = jnp.zeros_like(router).at[:, :2].set([2.0, 1.0])
-        dropped = moe_client._run(layer, x, to_one_rank, wi, wo)[2].dropped
+        dropped = moe_client._run(order, layer, x, to_one_rank, wi, wo)[2].dropped
     # Its even share is all that a rank has room for.
     assert group.capacity_per_rank == case.tokens * case.top_k
     assert dropped == (RANKS - 1) * case.tokens * case.top_k

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
+from ep_runtime_client.bench.moe_cases import RECIPES
 from ep_runtime_client.bench.options import (
     ALSO,
     BENCHES,
@@ -21,6 +23,7 @@ from ep_runtime_client.bench.options import (
     ON_CPU,
     ON_GPUS,
     STOCK,
+    STOCK_LAYERS,
     TRANSPORTS,
     BenchOptions,
     BenchReport,
@@ -60,8 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports",
         type=_names,
-        help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])}; on GPUs with nvlink or nccl, "
-        "else on CPU devices; default nvlink,xla where package and JAX have GPUs, else memfd,xla",
+        help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])}, and for `moe` of "
+        f"{' and '.join(STOCK_LAYERS)}, which are {STOCK} together; on GPUs with nvlink or nccl, "
+        "else on CPU devices; default nvlink,xla where package and JAX have GPUs, else memfd,xla; "
+        f"of `moe` the first and {STOCK}",
     )
     parser.add_argument(
         "--row-bytes",
@@ -103,9 +108,15 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         ("--board", gpu.board, "progress told to the board, on, off or both"),
         ("--also", gpu.also, f"more to time, of {', '.join(ALSO)}"),
         ("--cases", gpu.cases, "layers of `moe`"),
+        (
+            "--recipe",
+            gpu.recipes,
+            f"of {', '.join(RECIPES)}: how the matmuls of `moe` quantize, none in --dtype",
+        ),
     ):
         said = ",".join(chosen) or "none"
-        what = f"{text}; {said}" if flag == "--cases" else f"on GPUs: {text}; {said}"
+        anywhere = flag in ("--cases", "--recipe")
+        what = f"{text}; {said}" if anywhere else f"on GPUs: {text}; {said}"
         parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
     parser.add_argument(
         "--sms",
@@ -151,11 +162,13 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
     """
     benches = tuple(args.benches) or BenchOptions().benches
     transports = args.transports or _default_transports(benches)
-    ours: Any = tuple(name for name in transports if name != STOCK)
+    layers = tuple(name for name in STOCK_LAYERS if name in transports)
+    ours: Any = tuple(name for name in transports if name not in (STOCK, *STOCK_LAYERS))
     said = BenchOptions(
         benches=benches,
         transports=ours,
-        stock=STOCK in transports,
+        stock=STOCK in transports or bool(layers),
+        stock_layers=STOCK_LAYERS if STOCK in transports else layers or STOCK_LAYERS,
     )
     devices, experts = args.devices, args.experts
     if devices is None:
@@ -184,6 +197,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         also=args.also,
         cases=args.cases,
         capacity=args.capacity,
+        recipes=args.recipe,
         top_k=args.top_k,
         num_experts=experts,
         repeats=args.repeats,
@@ -220,24 +234,28 @@ def _module(name: str, options: BenchOptions) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the chosen benches and writes their tables, or one JSON document."""
+    """Runs the chosen benches and writes their tables, or one JSON document.
+
+    What a bench that reports again and again has found so far is saved every time.
+    """
     options = make_options(args)
     _check_devices(options)
     modules = dict.fromkeys(_module(name, options) for name in options.benches)
-    reports: list[BenchReport] = []
+    reports: dict[str, BenchReport] = {}
+    body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
     # Layers first: their processes need the devices' memory, which JAX in this one keeps.
     for module in sorted(modules, key=lambda module: module != "moe"):
         found = importlib.import_module(f"ep_runtime_client.bench.{module}").run(options)
-        reports += found if isinstance(found, list) else [found]
-    body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
-    for report in reports:
-        body[report.name] = list(report.rows)
-    if args.save:
-        Path(args.save).write_text(json.dumps(render.document("bench", body)))
+        for known in found if isinstance(found, Iterator) else [found]:
+            for report in known if isinstance(known, list) else [known]:
+                reports[report.name] = report
+                body[report.name] = list(report.rows)
+            if args.save:
+                Path(args.save).write_text(json.dumps(render.document("bench", body)))
     if args.output == "json":
         render.write_json("bench", body)
         return 0
-    for report in reports:
+    for report in reports.values():
         render.out(report.title)
         render.write_table(report.columns, report.rows, wide=args.output == "wide", empty="-")
         render.out("")

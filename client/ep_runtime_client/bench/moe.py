@@ -29,11 +29,12 @@ from ep_runtime_client.bench.moe_cases import (
     GO,
     PADDED,
     READY,
+    RECIPES,
     Measured,
     Order,
     Step,
 )
-from ep_runtime_client.bench.options import BenchOptions, BenchReport
+from ep_runtime_client.bench.options import STOCK_LAYERS, BenchOptions, BenchReport
 from ep_runtime_client.bench.timing import median, quantile
 from ep_runtime_client.children import python_command
 from ep_runtime_client.cli import render
@@ -66,7 +67,7 @@ COLUMNS = (
 )
 KERNEL_COLUMNS = (
     Column("case", "CASE"),
-    Column("subject", "SUBJECT", wide=True),
+    Column("subject", "SUBJECT"),
     Column("part", "PART"),
     Column("kernel", "KERNEL"),
     Column("calls", "CALLS", "count"),
@@ -77,14 +78,24 @@ KERNEL_COLUMNS = (
 Found = Mapping[tuple[str, str], Measured]  # by case and subject
 
 
-def run(options: BenchOptions) -> list[BenchReport]:
-    """Measures every case by every subject, ours first.
+def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
+    """Measures every case by every subject, ours first: all that is known after each of them.
+
+    Where a step's time goes is written to standard error as soon as it is known.
 
     Raises:
         RuntimeError: a process of ours failed; one of stock JAX is only said.
     """
+    found: dict[tuple[str, str], Measured] = {}
     with warm_daemon() as address:
-        found = dict(_measure(orders(options, address)))
+        for key, measured in _measure(orders(options, address)):
+            found[key] = measured
+            for line in kernel_lines({key: measured}):
+                render.err(line)
+            yield _reports(options, found)
+
+
+def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
     kind = "GPUs" if options.on_gpus else "CPU devices"
     title = f"MoE layer, forward and backward: {options.devices} {kind}, {options.dtype}"
     whose = "kernels of device 0" if options.on_gpus else "operations of all devices together"
@@ -98,21 +109,26 @@ def run(options: BenchOptions) -> list[BenchReport]:
 def orders(options: BenchOptions, address: str) -> list[Order]:
     """What is measured, in that order."""
     known = CASES if options.on_gpus else CPU_CASES
-    subjects: list[tuple[str, float]] = [
-        (name, factor) for name in options.transports for factor in options.capacity
+    subjects: list[tuple[str, float, str]] = [
+        (name, factor, recipe)
+        for name in options.transports
+        for recipe in options.recipes
+        for factor in options.capacity
     ]
     if options.stock:
-        stock = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
-        subjects += [(name, 0.0) for name in stock]
+        able = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
+        said = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
+        chosen = [said[name] for name in options.stock_layers]
+        subjects += [(name, 0.0, RECIPES[0]) for name in able if name in chosen]
     found = []
-    for subject, factor in subjects:
+    for subject, factor, recipe in subjects:
         for name in options.cases:
             case = known[name]
             if options.tokens_per_rank:
                 case = dataclasses.replace(case, tokens=options.tokens_per_rank)
             platform = "gpu" if options.on_gpus else "cpu"
             how = (options.devices, platform, options.dtype, options.repeats, address)
-            found.append(Order(subject, name, case, *how, capacity_factor=factor))
+            found.append(Order(subject, name, case, *how, factor, recipe))
     return found
 
 
@@ -244,6 +260,16 @@ def _ratios(step: Step, memory: int | None, beside: Mapping[str, Step]) -> dict[
     if memory is not None and other:
         ratios["memory_to_padded"] = round(memory / other, 3)
     return ratios
+
+
+def kernel_lines(found: Found) -> Iterator[str]:
+    """`kernel_rows` as lines of text."""
+    for row in kernel_rows(found):
+        name = f"{row['part']}  {row['kernel']}".strip()
+        yield (
+            f"{row['case']}: {row['subject']}: {row['ms']:9.3f} ms {row['percent']:5.1f}% "
+            f"{row['calls']:6.2f} calls  {name}"
+        )
 
 
 def kernel_rows(found: Found) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,8 @@ from typing import Any
 PADDED = "stock padded"
 DROPLESS = "stock dropless"
 REMAT = "remat"
+# How the experts' matmuls quantize; the first not at all: they run in the layer's dtype.
+RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
 # What processes and bench say to each other.
 READY, COMPILED, GO = "ready", "compiled", "go"
 
@@ -67,6 +69,7 @@ class Order:
         repeats: timed steps, fewer where they are slow.
         address: of the daemon.
         capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
+        recipe: of RECIPES.
     """
 
     subject: str
@@ -78,12 +81,14 @@ class Order:
     repeats: int
     address: str
     capacity_factor: float = 0.0
+    recipe: str = RECIPES[0]
 
     @property
     def label(self) -> str:
-        """The subject and its capacity, where that is not the one for any routing."""
+        """The subject with its recipe and its capacity, where it has them."""
         factor = self.capacity_factor
-        return f"{self.subject} {factor:g}x" if factor else self.subject
+        recipe = "" if self.recipe == RECIPES[0] else f" {self.recipe}"
+        return self.subject + recipe + (f" {factor:g}x" if factor else "")
 
     @property
     def is_stock(self) -> bool:

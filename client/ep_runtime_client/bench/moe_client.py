@@ -23,13 +23,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import estimate
+from ep_runtime_client import estimate, recipes
 from ep_runtime_client.bench import moe_stock, moe_trace
 from ep_runtime_client.bench.device_bench import AXIS
 from ep_runtime_client.bench.moe_cases import (
     COMPILED,
     GO,
     READY,
+    RECIPES,
     REMAT,
     KernelTime,
     Measured,
@@ -73,7 +74,7 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
         steps = [_timed(name, each, operands, order, clock) for name, each in programs.items()]
         if group is None:
             return Measured(steps)
-        dropped = int(jax.jit(functools.partial(_run, layer))(*operands)[2].dropped)
+        dropped = int(jax.jit(functools.partial(_run, order, layer))(*operands)[2].dropped)
         kernels = _kernels(programs[""], operands)
         group.check()  # a call that failed is over at once: its time would look good
         windows = 0 if order.subject == "xla" else estimate.staging_bytes(group.spec)
@@ -123,9 +124,22 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
     return values
 
 
-def _run(layer: Any, x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array) -> Any:
-    """Our layer's (y, aux, stats)."""
-    return ep.moe(layer, x, ep.MoEParams(router, wi, wo), return_stats=True)
+def _run(order: Order, layer: Any, *operands: jax.Array) -> Any:
+    """Our layer's (y, aux, stats) of (x, router, wi, wo)."""
+    x, router, wi, wo = operands
+    params = ep.MoEParams(router, wi, wo)
+    return ep.moe(layer, x, params, recipe=_recipe(order), return_stats=True)
+
+
+def _recipe(order: Order) -> recipes.Recipe | None:
+    """The one of that name in RECIPES."""
+    makers: dict[str, Callable[[], recipes.Recipe]] = {
+        "bf16": recipes.BF16,
+        "fp8": recipes.TensorScaling,
+        "fp8-block": recipes.BlockScaling,
+        "mxfp8": recipes.MXFP8,
+    }
+    return None if order.recipe == RECIPES[0] else makers[order.recipe]()
 
 
 def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
@@ -137,7 +151,9 @@ def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
         return {"": _loss(jax.shard_map(body, mesh=mesh, check_vma=False, **settings))}
 
     def block(*operands: jax.Array) -> jax.Array:
-        y: jax.Array = _run(layer, *operands)[0]  # the stats are nobody's result: not computed
+        y: jax.Array = _run(order, layer, *operands)[
+            0
+        ]  # the stats are nobody's result: not computed
         return y
 
     # The smaller peak first: a process's peak never falls.
@@ -191,7 +207,7 @@ def _timed(variant: str, program: Any, operands: Operands, order: Order, clock: 
 
     enqueued_s = median(_until_enough(many, ROUNDS, clock))
     render.err(
-        f"{order.name}: {order.subject}{' ' * bool(variant)}{variant}: "
+        f"{order.name}: {order.label}{' ' * bool(variant)}{variant}: "
         f"step p50 {median(step_s) * 1e3:.2f} ms, enqueued {enqueued_s * 1e3:.2f} ms"
     )
     return Step(variant, step_s, enqueued_s, peak, _planned_bytes(program))

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
-from ep_runtime_client.bench.moe_cases import CASES, CPU_CASES
+from ep_runtime_client.bench.moe_cases import CASES, CPU_CASES, RECIPES
 from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli.render import Column
 
@@ -29,6 +29,7 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
 ON_GPUS: tuple[Transport, ...] = ("nvlink", "xla")
 STOCK = "stock"  # JAX without this package, beside nvlink; of `moe` on CPU too
+STOCK_LAYERS = ("stock-padded", "stock-dropless")  # each of the two that STOCK is in `moe`
 CEILING = "ceiling"
 PLAIN = "all-to-all"  # of NCCL alone: the same number of rows in equal blocks, beside nccl
 # Beside dispatch and combine: what else can be timed on GPUs, and whose rows each op moves.
@@ -55,6 +56,7 @@ class BenchOptions:
         transports: of TRANSPORTS; ratios compare with "xla" where it is there. With "nvlink" or
             "nccl" the devices are GPUs.
         stock: stock JAX is measured too, on GPUs, or on CPU by `moe`.
+        stock_layers: of STOCK_LAYERS: which of them `moe` measures.
         row_bytes: sizes of a token row, on CPU.
         devices: D, one EP group.
         mesh: (axis, size) of every axis of the mesh that `compile` uses, "ep" among them, D devices
@@ -72,6 +74,7 @@ class BenchOptions:
         also: of ALSO, timed with the first of `sms` and `board` beside dispatch and combine.
         cases: that `moe` measures, names of its CASES.
         capacity: capacity factors of our slabs that `moe` measures; 0 is room for any routing.
+        recipes: that `moe` measures, names of its RECIPES.
         top_k: K.
         num_experts: E.
         repeats: timed calls of each subject.
@@ -82,6 +85,7 @@ class BenchOptions:
     benches: tuple[str, ...] = ("dispatch", "combine")
     transports: tuple[Transport, ...] = ON_CPU
     stock: bool = False
+    stock_layers: tuple[str, ...] = STOCK_LAYERS
     row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
     devices: int = 8
     mesh: tuple[tuple[str, int], ...] = ()
@@ -97,6 +101,7 @@ class BenchOptions:
     also: tuple[str, ...] = ()
     cases: tuple[str, ...] = tuple(CASES)
     capacity: tuple[float, ...] = (0.0,)
+    recipes: tuple[str, ...] = RECIPES[:1]
     top_k: int = 8
     num_experts: int = 64
     repeats: int = 15
@@ -113,6 +118,7 @@ class BenchOptions:
             ("--precision", self.precision, COMBINE_PRECISIONS),
             ("--board", self.board, ("on", "off")),
             ("--cases", self.cases, tuple(CASES)),
+            ("--recipe", self.recipes, RECIPES),
         )
         for argument, values, choices in checks:
             unknown = [value for value in values if value not in choices]
@@ -175,6 +181,12 @@ class BenchOptions:
                 f"--devices must divide the experts of every case, got {self.devices} with "
                 f"{', '.join(f'{known[name].num_experts} of {name}' for name in odd)}",
                 argument="devices",
+            )
+        if self.stock_layers != STOCK_LAYERS and self.benches != ("moe",):
+            raise InvalidArgumentError(
+                f"--transports {','.join(self.stock_layers)} is of moe alone, got it with "
+                f"{','.join(self.benches)}",
+                argument="transports",
             )
         if not self.capacity or any(0 != factor < 1 for factor in self.capacity):
             raise InvalidArgumentError(
