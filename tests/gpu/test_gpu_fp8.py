@@ -32,8 +32,12 @@ _RECIPES = {
 }
 _EACH = pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)
 # Of the sum of magnitudes: the tensor cores keep some 13 bits of a stage's sums, bf16 has 8 of
-# each operand that is widened to it, and of a result.
-_SUMS, _WIDENED, _RESULT = 2e-3, 2.0**-8, 2.0**-8
+# each of two operands that are widened to it, and of a result.
+_SUMS, _WIDENED, _RESULT = 2e-3, 2 * 2.0**-8, 2.0**-8
+# Largest difference of a gradient's elements, of the largest one, and of the whole gradient's norm.
+# Three products in a row multiply what one 8-bit value rounded to its other neighbour changes: a
+# thousandth of noise in x changes up to 0.16 and 0.13 on CPU.
+_ONE, _THREE = (2.0**-4, 2.0**-4), (0.25, 0.2)
 _SHAPES = [((160, (256,)), "float32"), ((256, (2, 128)), "bfloat16"), ((32, (32,)), "bfloat16")]
 
 
@@ -156,21 +160,25 @@ def _scanned(recipe: Any, x: Any, kernel: Any, sizes: Any, bias: Any) -> Any:
 
 
 @_EACH
-@pytest.mark.parametrize("program", [_multiply, _scanned], ids=["plain", "scan with remat"])
+@pytest.mark.parametrize(
+    ("program", "limits"),
+    [(_multiply, _ONE), (_scanned, _THREE)],
+    ids=["plain", "scan with remat"],
+)
 def test_programs_give_what_they_give_on_cpu_every_time(
-    gpus: list[Any], program: Any, recipe: Any
+    gpus: list[Any], program: Any, limits: tuple[float, float], recipe: Any
 ) -> None:
     loss = functools.partial(_loss, functools.partial(program, recipe))
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
     operands = jax.device_put(_drawn(), gpus[0])
     got = jax.block_until_ready(run(*operands))
-    _compare(got, run(*jax.device_put(_drawn(), jax.devices("cpu")[0])))
+    _compare(got, run(*jax.device_put(_drawn(), jax.devices("cpu")[0])), limits)
     for _ in range(_AGAIN):  # replays what was captured
         again = run(*operands)
     jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
 
 
-def _compare(got: Any, want: Any) -> None:
+def _compare(got: Any, want: Any, limits: tuple[float, float] = _ONE) -> None:
     """Loss and gradients of x, kernel and bias; rows of the slack have zeros.
 
     A value between two 8-bit ones may be rounded to the other: single gradients differ by more
@@ -179,8 +187,10 @@ def _compare(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got[0], want[0], rtol=2e-2, atol=1)
     for name, mine, theirs in zip(("x", "kernel", "bias"), got[1], want[1], strict=True):
         mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine, theirs))
-        limit = 2.0**-4 * max(np.abs(theirs).max(), 1e-9)
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=limit, err_msg=name)
+        single = limits[0] * max(np.abs(theirs).max(), 1e-9)
+        norm = limits[1] * max(float(np.linalg.norm(theirs)), 1e-9)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=single, err_msg=name)
+        np.testing.assert_array_less(np.linalg.norm(mine - theirs), norm, err_msg=name)
     for slab, used in enumerate(_SIZES.sum(-1)):
         np.testing.assert_array_equal(np.asarray(got[1][0])[slab, used:], 0)
 

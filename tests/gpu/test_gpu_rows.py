@@ -214,7 +214,8 @@ def test_permutations_and_their_gradients_are_those_of_cpu(
         def sorted_and_back(tokens: Any, weights: Any) -> Any:
             options = {"num_experts": experts, "align_size": 8, "num_out_tokens": 500}
             p = ep.permute(tokens, **routed, **options)
-            return ep.unpermute(jnp.tanh(p.tokens), p, merging_probs=weights), p.tokens
+            other = p.tokens * -0.5  # exact in every type
+            return ep.unpermute(other, p, merging_probs=weights), p.tokens
 
         (out, moved), pull = jax.vjp(sorted_and_back, tokens, weights)
         return out, moved, pull((factors, jnp.zeros_like(moved)))

@@ -14,6 +14,7 @@ from ep_runtime_client.quantized import num_tiles, spread_tiles
 SMALLEST = 2.0**-126  # the smallest normal f32; CPUs flush what is below to zero
 SCALE_DTYPE = jnp.float8_e8m0fnu
 _MANTISSA = 0x7FFFFF
+_IMPLICIT = 0x800000  # the bit of a normal f32's mantissa that is not stored
 _THREE_QUARTERS = 0x600000  # mantissa of 1.75: both 448 and 57344 are 1.75 times a power of two
 
 
@@ -27,10 +28,20 @@ def scale_of(amax: jax.Array, dtype: Any, power_of_two: bool = False) -> jax.Arr
     """f32 scales of f32 `amax` for data of `dtype`; as `ep.recipes` says."""
     if power_of_two:
         return _power_of_two(amax, dtype)
-    # XLA turns a division by a constant into a multiplication, which rounds differently.
-    largest = lax.optimization_barrier(jnp.full(amax.shape, jnp.finfo(dtype).max, jnp.float32))
-    scale = jnp.maximum(amax / largest, jnp.float32(SMALLEST))
-    return jnp.where(amax < SMALLEST, jnp.float32(1), scale)
+    return jnp.where(amax < SMALLEST, jnp.float32(1), _over_max(amax, dtype))
+
+
+def _over_max(amax: jax.Array, dtype: Any) -> jax.Array:
+    """amax / max to the nearest f32, at least SMALLEST, by integers: max is 7 * 2^shift for both
+    dtypes. XLA divides by a constant through its inverse, and on GPUs to two bits of the last."""
+    shift = math.frexp(float(jnp.finfo(dtype).max))[1] - 3
+    raw = lax.bitcast_convert_type(amax, jnp.int32)
+    mantissa = (raw & _MANTISSA) | _IMPLICIT
+    up = jnp.where(mantissa >= 7 << 21, 2, 3)  # so that the quotient has 24 bits
+    quotient = ((mantissa << up) + 3) // 7  # nearest; a seventh is never half of a bit
+    biased = (raw >> 23) - up - shift
+    scale = lax.bitcast_convert_type((biased << 23) | (quotient & _MANTISSA), jnp.float32)
+    return jnp.where(biased < 1, jnp.float32(SMALLEST), scale)
 
 
 def _power_of_two(amax: jax.Array, dtype: Any) -> jax.Array:
