@@ -149,16 +149,23 @@ def test_each_capacity_is_a_subject_of_its_own() -> None:
         dataclasses.replace(ON_GPUS, capacity=(-1.0,)).checked()
 
 
-def test_each_recipe_is_a_subject_of_its_own_and_stock_has_none() -> None:
+def test_each_setting_is_a_subject_of_its_own_and_stock_has_none() -> None:
     options = dataclasses.replace(
         ON_GPUS,
         recipes=("none", "fp8"),
+        weights=("late", "early"),
         cases=("mixtral-like",),
         stock_layers=("stock-padded",),
     )
     found = moe.orders(options.checked(), "address")
-    assert [each.label for each in found] == ["nvlink", "nvlink fp8", PADDED]
-    assert [moe_client._recipe(each) for each in found] == [None, ep.recipes.TensorScaling(), None]
+    fp8 = ep.recipes.TensorScaling()
+    assert [(each.label, moe_client._recipe(each)) for each in found] == [
+        ("nvlink", None),
+        ("nvlink early", None),
+        ("nvlink fp8", fp8),
+        ("nvlink fp8 early", fp8),
+        (PADDED, None),
+    ]
     with pytest.raises(InvalidArgumentError, match=r"--recipe must be of .* got \('int8',\)"):
         dataclasses.replace(ON_GPUS, recipes=("int8",)).checked()
     with pytest.raises(

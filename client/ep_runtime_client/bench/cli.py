@@ -15,7 +15,7 @@ from typing import Any
 from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_client.bench.moe_cases import RECIPES
+from ep_runtime_client.bench.moe_cases import RECIPES, WEIGHTS
 from ep_runtime_client.bench.options import (
     ALSO,
     BENCHES,
@@ -113,9 +113,14 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
             gpu.recipes,
             f"of {', '.join(RECIPES)}: how the matmuls of `moe` quantize, none in --dtype",
         ),
+        (
+            "--weights",
+            gpu.weights,
+            f"of {', '.join(WEIGHTS)}: router weights of `moe` in combine, or before wo",
+        ),
     ):
         said = ",".join(chosen) or "none"
-        anywhere = flag in ("--cases", "--recipe")
+        anywhere = flag in ("--cases", "--recipe", "--weights")
         what = f"{text}; {said}" if anywhere else f"on GPUs: {text}; {said}"
         parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
     parser.add_argument(
@@ -198,6 +203,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         cases=args.cases,
         capacity=args.capacity,
         recipes=args.recipe,
+        weights=args.weights,
         top_k=args.top_k,
         num_experts=experts,
         repeats=args.repeats,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import subprocess
 import threading
@@ -30,6 +31,7 @@ from ep_runtime_client.bench.moe_cases import (
     PADDED,
     READY,
     RECIPES,
+    WEIGHTS,
     Measured,
     Order,
     Step,
@@ -109,26 +111,23 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
 def orders(options: BenchOptions, address: str) -> list[Order]:
     """What is measured, in that order."""
     known = CASES if options.on_gpus else CPU_CASES
-    subjects: list[tuple[str, float, str]] = [
-        (name, factor, recipe)
-        for name in options.transports
-        for recipe in options.recipes
-        for factor in options.capacity
+    subjects: list[tuple[Any, ...]] = [
+        *itertools.product(options.transports, options.recipes, options.weights, options.capacity)
     ]
     if options.stock:
         able = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
         said = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
         chosen = [said[name] for name in options.stock_layers]
-        subjects += [(name, 0.0, RECIPES[0]) for name in able if name in chosen]
+        subjects += [(name, RECIPES[0], WEIGHTS[0], 0.0) for name in able if name in chosen]
     found = []
-    for subject, factor, recipe in subjects:
+    for subject, recipe, weights, factor in subjects:
         for name in options.cases:
             case = known[name]
             if options.tokens_per_rank:
                 case = dataclasses.replace(case, tokens=options.tokens_per_rank)
             platform = "gpu" if options.on_gpus else "cpu"
             how = (options.devices, platform, options.dtype, options.repeats, address)
-            found.append(Order(subject, name, case, *how, factor, recipe))
+            found.append(Order(subject, name, case, *how, factor, recipe, weights))
     return found
 
 

@@ -14,6 +14,8 @@ DROPLESS = "stock dropless"
 REMAT = "remat"
 # How the experts' matmuls quantize; the first not at all: they run in the layer's dtype.
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
+# Where the router's weights are multiplied: in combine, or into the activations before wo.
+WEIGHTS = ("late", "early")
 # What processes and bench say to each other.
 READY, COMPILED, GO = "ready", "compiled", "go"
 
@@ -70,6 +72,7 @@ class Order:
         address: of the daemon.
         capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
         recipe: of RECIPES.
+        weights: of WEIGHTS.
     """
 
     subject: str
@@ -82,13 +85,16 @@ class Order:
     address: str
     capacity_factor: float = 0.0
     recipe: str = RECIPES[0]
+    weights: str = WEIGHTS[0]
 
     @property
     def label(self) -> str:
-        """The subject with its recipe and its capacity, where it has them."""
-        factor = self.capacity_factor
-        recipe = "" if self.recipe == RECIPES[0] else f" {self.recipe}"
-        return self.subject + recipe + (f" {factor:g}x" if factor else "")
+        """The subject, and what of its settings is not the first choice."""
+        said = [self.subject]
+        said += [self.recipe] * (self.recipe != RECIPES[0])
+        said += [self.weights] * (self.weights != WEIGHTS[0])
+        said += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
+        return " ".join(said)
 
     @property
     def is_stock(self) -> bool:

@@ -128,7 +128,9 @@ def _run(order: Order, layer: Any, *operands: jax.Array) -> Any:
     """Our layer's (y, aux, stats) of (x, router, wi, wo)."""
     x, router, wi, wo = operands
     params = ep.MoEParams(router, wi, wo)
-    return ep.moe(layer, x, params, recipe=_recipe(order), return_stats=True)
+    options: dict[str, Any] = {"recipe": _recipe(order), "return_stats": True}
+    options["apply_topk_weights_early"] = order.weights == "early"
+    return ep.moe(layer, x, params, **options)
 
 
 def _recipe(order: Order) -> recipes.Recipe | None:

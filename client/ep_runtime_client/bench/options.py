@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
-from ep_runtime_client.bench.moe_cases import CASES, CPU_CASES, RECIPES
+from ep_runtime_client.bench.moe_cases import CASES, CPU_CASES, RECIPES, WEIGHTS
 from ep_runtime_client.bench.routing import ROUTINGS
 from ep_runtime_client.cli.render import Column
 
@@ -75,6 +75,7 @@ class BenchOptions:
         cases: that `moe` measures, names of its CASES.
         capacity: capacity factors of our slabs that `moe` measures; 0 is room for any routing.
         recipes: that `moe` measures, names of its RECIPES.
+        weights: likewise, of its WEIGHTS.
         top_k: K.
         num_experts: E.
         repeats: timed calls of each subject.
@@ -102,6 +103,7 @@ class BenchOptions:
     cases: tuple[str, ...] = tuple(CASES)
     capacity: tuple[float, ...] = (0.0,)
     recipes: tuple[str, ...] = RECIPES[:1]
+    weights: tuple[str, ...] = WEIGHTS[:1]
     top_k: int = 8
     num_experts: int = 64
     repeats: int = 15
@@ -119,6 +121,7 @@ class BenchOptions:
             ("--board", self.board, ("on", "off")),
             ("--cases", self.cases, tuple(CASES)),
             ("--recipe", self.recipes, RECIPES),
+            ("--weights", self.weights, WEIGHTS),
         )
         for argument, values, choices in checks:
             unknown = [value for value in values if value not in choices]
