@@ -136,7 +136,7 @@ def moe(
     moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
     with scope("router", static):
         routed = routing.route(
-            _logits(x, params),
+            checkpoint_name(_logits(x, params), "ep_plan"),  # [..., E] beside rows of H: little
             static.top_k,
             score_function=score_function,
             use_pre_softmax=use_pre_softmax,

@@ -18,12 +18,13 @@ def remat_policy(
     """A policy for `jax.checkpoint(f, policy=...)` by the tags of our ops.
 
     Args:
-        save: tags kept on the device. With "ep_plan" the backward pass runs no second prepare,
-            with "ep_recv" no second dispatch.
+        save: tags kept on the device. With "ep_plan" the backward pass runs no second prepare
+            and no second router matmul, with "ep_recv" no second dispatch.
         offload: tags moved to pinned host memory and back.
 
-    Tags: ep_plan (a plan's arrays), ep_recv (dispatched rows and weights), ep_wi and ep_wo (what
-    the experts' matmuls return), ep_q_x and ep_q_w (quantized operands).
+    Tags: ep_plan (a plan's arrays, the router's logits and choice), ep_recv (dispatched rows and
+    weights), ep_wi and ep_wo (what the experts' matmuls return), ep_q_x and ep_q_w (quantized
+    operands).
 
     Raises:
         InvalidArgumentError: an unknown tag, or one in both lists.

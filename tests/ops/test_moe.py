@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ep_runtime import specs
 from ep_runtime_client import ops, recipes
 from ep_runtime_client.moe import MoEParams, MoEStats, init_moe_params, moe
+from ep_runtime_client.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -96,6 +97,23 @@ def test_options_against_f64(group: fakes.LocalGroup, name: str) -> None:
         reference = dataclasses.replace(reference, routing=routing)
     got = jax.jit(graded(lambda x, p: moe(layer, x, p, **options)))(x, params)
     assert worst_error(got, reference.graded(x, params)) < 1e-5
+
+
+def test_remat_keeps_what_the_router_chose(group: fakes.LocalGroup) -> None:
+    layer = group.register_layer("moe", top_k=TOP_K)
+    params, x = make_params(layer, biases=False), draw(64)
+
+    def program(save: tuple[str, ...]) -> str:
+        block = jax.checkpoint(lambda x, p: moe(layer, x, p)[0], policy=remat_policy(save))
+        return str(
+            jax.make_jaxpr(jax.grad(lambda x, p: block(x, p).sum(), argnums=(0, 1)))(x, params)
+        )
+
+    # The logits' matmul, a second time where they are not kept, and its two gradients.
+    for save, matmuls, searches in (((), 4, 2 * TOP_K), (("ep_plan",), 3, TOP_K)):
+        found = program(save)
+        assert found.count("precision=(Precision.HIGHEST") == matmuls, save
+        assert found.count(" argmax[") == searches, save
 
 
 def test_the_expert_bias_has_no_gradient(group: fakes.LocalGroup) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops import twin
@@ -98,7 +99,8 @@ def _route(options: RouteOptions, logits: jax.Array, expert_bias: jax.Array | No
     choice = lax.stop_gradient(choice)
     if options.num_groups is not None and options.group_topk is not None:
         choice = _within_best_groups(choice, options.num_groups, options.group_topk, top_k)
-    topk_idx = _top_k(choice, top_k)[1]
+    # Kept with the plan: a backward pass of its own would search all experts again.
+    topk_idx = checkpoint_name(_top_k(choice, top_k)[1], "ep_plan")
     picked = _pick(scores, topk_idx)
     if options.score_function == "sigmoid":
         weights = picked / (picked.sum(-1, keepdims=True) + 1e-20) if top_k > 1 else picked
