@@ -1,24 +1,40 @@
 #include "ffi/grouped_gemm_ffi_cuda.h"
 
 #include <cstdint>
+#include <string>
+#include <utility>
 
 #include "cuda/driver.h"
 #include "cuda/gemm/grouped_gemm.h"
+#include "cuda/gemm/groups.h"
+#include "ffi/read_call.h"
 
 namespace ep_runtime {
 namespace {
+
+namespace ffi = xla::ffi;
 
 using cuda::FloatType;
 using cuda::GemmProduct;
 using cuda::GroupedGemmParams;
 using xla::ffi::DataType;
 
+// group_sizes [S, L] of slabs of `slab_rows` rows.
+Status ReadSizes(const CallFrame& frame, int64_t slab_rows, GroupedGemmParams* params) {
+  const Buffer& sizes = frame.args[0];
+  EP_RETURN_IF_ERROR(
+      CheckArray(frame, "group_sizes", sizes, DataType::S32, {sizes.dim(0), sizes.dim(1)}));
+  params->num_slabs = static_cast<int32_t>(sizes.dim(0));
+  params->slab_rows = static_cast<int32_t>(slab_rows);
+  params->groups_per_slab = static_cast<int32_t>(sizes.dim(1));
+  params->group_sizes = static_cast<const int32_t*>(sizes.data);
+  return Status();
+}
+
 // lhs [S * C, ...], in slabs of equal size, and group_sizes [S, L].
 Status ReadRows(const CallFrame& frame, GroupedGemmParams* params) {
-  const Buffer& sizes = frame.args[0];
   const Buffer& lhs = frame.args[1];
-  const int64_t slabs = sizes.dim(0);
-  EP_RETURN_IF_ERROR(CheckArray(frame, "group_sizes", sizes, DataType::S32, {slabs, sizes.dim(1)}));
+  const int64_t slabs = frame.args[0].dim(0);
   if (slabs < 1 || lhs.dims.size() != 2 || lhs.dim(0) % slabs != 0) {
     return InvalidArgument(std::string(frame.call) +
                            ": lhs must be [S * C, K'] with group_sizes "
@@ -27,12 +43,8 @@ Status ReadRows(const CallFrame& frame, GroupedGemmParams* params) {
                            std::to_string(lhs.dim(0)) + ", and S=" + std::to_string(slabs))
         .With("argument", std::string("lhs"));
   }
-  params->num_slabs = static_cast<int32_t>(slabs);
-  params->slab_rows = static_cast<int32_t>(lhs.dim(0) / slabs);
-  params->groups_per_slab = static_cast<int32_t>(sizes.dim(1));
-  params->group_sizes = static_cast<const int32_t*>(sizes.data);
   params->lhs = lhs.data;
-  return Status();
+  return ReadSizes(frame, lhs.dim(0) / slabs, params);
 }
 
 Status ReadType(const CallFrame& frame, const char* name, const Buffer& got, FloatType* type) {
@@ -63,6 +75,25 @@ Status ReadTypes(const CallFrame& frame, GroupedGemmParams* params) {
   return CheckType(frame, "out", frame.rets[0], lhs.dtype);
 }
 
+// Operands and result are f32.
+Status ReadTf32(const CallFrame& frame, GroupedGemmParams* params) {
+  EP_RETURN_IF_ERROR(CheckType(frame, "lhs", frame.args[1], DataType::F32));
+  EP_RETURN_IF_ERROR(CheckType(frame, "rhs", frame.args[2], DataType::F32));
+  EP_RETURN_IF_ERROR(CheckType(frame, "out", frame.rets[0], DataType::F32));
+  params->type = FloatType::kTF32;
+  params->out_type = FloatType::kF32;
+  return Status();
+}
+
+// bias [G, N'], or [0, 0] where there is none.
+Status ReadBias(const CallFrame& frame, const Buffer& bias, GroupedGemmParams* params) {
+  if (bias.dims == Dims{0, 0}) return Status();
+  EP_RETURN_IF_ERROR(CheckShape(frame, "bias", bias, {params->num_experts, params->out_features}));
+  EP_RETURN_IF_ERROR(ReadType(frame, "bias", bias, &params->bias_type));
+  params->bias = bias.data;
+  return Status();
+}
+
 Status LaunchIt(const CallFrame& frame, cudaStream_t stream, GroupedGemmParams params) {
   params.rhs = frame.args[2].data;
   params.out = frame.rets[0].data;
@@ -71,7 +102,90 @@ Status LaunchIt(const CallFrame& frame, cudaStream_t stream, GroupedGemmParams p
   return cuda::Check(cuda::LaunchGroupedGemm(stream, params), frame.call);
 }
 
+// ep_tf32_grouped_gemm_v1(group_sizes s32 [S, L], lhs f32 [S * C, K'], rhs f32 [G, N', K'],
+//                         bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> f32 [S * C, N']
+//   data_grad=1: lhs [S * C, N'], rhs [G, K', N'], no bias -> [S * C, K']
+Status LaunchTf32GemmCall(CallFrame frame, cudaStream_t stream, bool data_grad, bool clear_slack) {
+  frame.call = "ep_tf32_grouped_gemm_v1";
+  EP_RETURN_IF_ERROR(CheckCount(frame, 4, 1));
+  GroupedGemmParams params{};
+  params.product = data_grad ? GemmProduct::kDataGrad : GemmProduct::kForward;
+  EP_RETURN_IF_ERROR(ReadRows(frame, &params));
+  EP_RETURN_IF_ERROR(ReadTf32(frame, &params));
+  const Buffer& rhs = frame.args[2];
+  const int64_t rows = frame.args[1].dim(0), made = rhs.dim(1), contracted = rhs.dim(2);
+  EP_RETURN_IF_ERROR(CheckShape(frame, "rhs", rhs, {rhs.dim(0), made, contracted}));
+  EP_RETURN_IF_ERROR(CheckShape(frame, "lhs", frame.args[1], {rows, contracted}));
+  EP_RETURN_IF_ERROR(CheckShape(frame, "out", frame.rets[0], {rows, made}));
+  params.num_experts = static_cast<int32_t>(rhs.dim(0));
+  params.in_features = static_cast<int32_t>(data_grad ? made : contracted);
+  params.out_features = static_cast<int32_t>(data_grad ? contracted : made);
+  params.clear_slack = clear_slack;
+  EP_RETURN_IF_ERROR(ReadBias(frame, frame.args[3], &params));
+  return LaunchIt(frame, stream, params);
+}
+
+// ep_tf32_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs f32 [K', S * P], grad f32 [N', S * P];
+//                            slab_rows=C) -> f32 [G, K', N']; P is PaddedSlabRows(C, L)
+Status LaunchTf32GemmDwCall(CallFrame frame, cudaStream_t stream, int64_t slab_rows) {
+  frame.call = "ep_tf32_grouped_gemm_dw_v1";
+  EP_RETURN_IF_ERROR(CheckCount(frame, 3, 1));
+  GroupedGemmParams params{};
+  params.product = GemmProduct::kWeightGrad;
+  EP_RETURN_IF_ERROR(ReadSizes(frame, slab_rows, &params));
+  EP_RETURN_IF_ERROR(ReadTf32(frame, &params));
+  params.lhs = frame.args[1].data;
+  const int64_t padded =
+      params.num_slabs * cuda::gemm::PaddedSlabRows(slab_rows, params.groups_per_slab);
+  const int64_t in = frame.args[1].dim(0), out = frame.args[2].dim(0);
+  const Buffer& result = frame.rets[0];
+  EP_RETURN_IF_ERROR(CheckShape(frame, "lhs", frame.args[1], {in, padded}));
+  EP_RETURN_IF_ERROR(CheckShape(frame, "grad", frame.args[2], {out, padded}));
+  EP_RETURN_IF_ERROR(CheckShape(frame, "out", result, {result.dim(0), in, out}));
+  params.num_experts = static_cast<int32_t>(result.dim(0));
+  params.in_features = static_cast<int32_t>(in);
+  params.out_features = static_cast<int32_t>(out);
+  return LaunchIt(frame, stream, params);
+}
+
+ffi::Error Tf32Gemm(cudaStream_t stream, int64_t data_grad, int64_t clear_slack,
+                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  CallFrame frame{};
+  Status status = ReadFrame(args, rets, &frame);
+  if (status.ok()) {
+    status = LaunchTf32GemmCall(std::move(frame), stream, data_grad != 0, clear_slack != 0);
+  }
+  return status.ok() ? ffi::Error::Success() : ToXla(status);
+}
+
+ffi::Error Tf32GemmDw(cudaStream_t stream, int64_t slab_rows, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets) {
+  CallFrame frame{};
+  Status status = ReadFrame(args, rets, &frame);
+  if (status.ok()) status = LaunchTf32GemmDwCall(std::move(frame), stream, slab_rows);
+  return status.ok() ? ffi::Error::Success() : ToXla(status);
+}
+
+XLA_FFI_DEFINE_HANDLER(kTf32Gemm, Tf32Gemm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attr<int64_t>("data_grad")
+                           .Attr<int64_t>("clear_slack")
+                           .RemainingArgs()
+                           .RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kTf32GemmDw, Tf32GemmDw,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attr<int64_t>("slab_rows")
+                           .RemainingArgs()
+                           .RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
+
+XLA_FFI_Handler* const kTf32GroupedGemmV1 = kTf32Gemm;
+XLA_FFI_Handler* const kTf32GroupedGemmDwV1 = kTf32GemmDw;
 
 // ep_grouped_gemm_v1(group_sizes s32 [S, L], lhs [S * C, K'], rhs [G, K', N'],
 //                    bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> [S * C, N']
@@ -86,20 +200,15 @@ Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream,
   EP_RETURN_IF_ERROR(ReadRows(frame, &params));
   EP_RETURN_IF_ERROR(ReadTypes(frame, &params));
   const Buffer& rhs = frame.args[2];
-  const Buffer& bias = frame.args[3];
   const int64_t rows = frame.args[1].dim(0), in = rhs.dim(1), out = rhs.dim(2);
   EP_RETURN_IF_ERROR(CheckShape(frame, "rhs", rhs, {rhs.dim(0), in, out}));
   EP_RETURN_IF_ERROR(CheckShape(frame, "lhs", frame.args[1], {rows, data_grad ? out : in}));
   EP_RETURN_IF_ERROR(CheckShape(frame, "out", frame.rets[0], {rows, data_grad ? in : out}));
-  if (bias.dims != Dims{0, 0}) {
-    EP_RETURN_IF_ERROR(CheckShape(frame, "bias", bias, {rhs.dim(0), out}));
-    EP_RETURN_IF_ERROR(ReadType(frame, "bias", bias, &params.bias_type));
-    params.bias = bias.data;
-  }
   params.num_experts = static_cast<int32_t>(rhs.dim(0));
   params.in_features = static_cast<int32_t>(in);
   params.out_features = static_cast<int32_t>(out);
   params.clear_slack = attributes.clear_slack;
+  EP_RETURN_IF_ERROR(ReadBias(frame, frame.args[3], &params));
   return LaunchIt(frame, stream, params);
 }
 

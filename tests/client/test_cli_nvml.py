@@ -133,8 +133,12 @@ def test_who_multiplies_is_said(
     said = gpus.hardware({})["gpu matmuls"]
     assert (said.state, said.found[:12]) == ("OK", "bf16 and f16")
     assert "MXFP8" not in said.found
+    assert "f32 and 8-bit recipes" in said.found
     monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
-    assert "MXFP8" in gpus.hardware({})["gpu matmuls"].found
+    monkeypatch.setenv("EP_RUNTIME_TF32_KERNELS", "1")
+    said = gpus.hardware({})["gpu matmuls"]
+    assert "MXFP8" in said.found
+    assert "f32 in tf32" in said.found
 
 
 def test_bridges_link_some_pairs_and_the_others_say_how_far_they_are(

@@ -40,9 +40,16 @@ __device__ inline float NormalAt(uint64_t index, uint32_t seed) {
 __device__ inline void StoreFloat(void* data, FloatType type, int64_t i, float value) {
   if (type == FloatType::kBF16) static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(value);
   if (type == FloatType::kF16) static_cast<__half*>(data)[i] = __float2half(value);
-  if (type == FloatType::kF32) static_cast<float*>(data)[i] = value;
+  if (type == FloatType::kF32 || type == FloatType::kTF32) static_cast<float*>(data)[i] = value;
   if (type == FloatType::kE4M3) static_cast<__nv_fp8_e4m3*>(data)[i] = __nv_fp8_e4m3(value);
   if (type == FloatType::kE5M2) static_cast<__nv_fp8_e5m2*>(data)[i] = __nv_fp8_e5m2(value);
+}
+
+// To 10 bits behind the point, ties to even; what is no number stays.
+__device__ inline float RoundToTf32(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  if (!isfinite(value)) return value;
+  return __uint_as_float((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFFu);
 }
 
 __device__ inline float LoadFloat(const void* data, FloatType type, int64_t i) {
@@ -54,7 +61,8 @@ __device__ inline float LoadFloat(const void* data, FloatType type, int64_t i) {
   if (type == FloatType::kE5M2) {
     return static_cast<float>(static_cast<const __nv_fp8_e5m2*>(data)[i]);
   }
-  return static_cast<const float*>(data)[i];
+  const float value = static_cast<const float*>(data)[i];
+  return type == FloatType::kTF32 ? RoundToTf32(value) : value;
 }
 
 // Normal values, or integers of -2 to 2; NaN in rows of no group.
@@ -258,15 +266,16 @@ void Data::FillOperands() {
                               row_group_);
   Fill<<<kBlocks, kThreads>>>(rhs_, c.rhs_type, rhs_rows(), out, 2, 1.0f, c.whole_numbers,
                               by_expert ? row_group_ : nullptr);
-  if (!c.narrow() || c.product == GemmProduct::kDataGrad) return;
+  if (!c.turned() || c.product == GemmProduct::kDataGrad) return;
   const auto poisoned = [&](int64_t bytes) {
     void* memory = Allocate(bytes);
     CHECK_CUDA(cudaMemset(memory, 0xFF, bytes));
     return memory;
   };
   const int64_t padded = c.slabs * ec::gemm::PaddedSlabRows(c.slab_rows, c.groups_per_slab());
-  if (by_expert) turned_lhs_ = poisoned(lhs_width() * padded);
-  turned_rhs_ = poisoned(by_expert ? out * padded : rhs_rows() * out);
+  const int64_t each = BytesOf(c.type);
+  if (by_expert) turned_lhs_ = poisoned(lhs_width() * padded * each);
+  turned_rhs_ = poisoned((by_expert ? out * padded : rhs_rows() * out) * each);
 }
 
 void Data::FillScales() {
@@ -296,13 +305,24 @@ void Data::Transpose(cudaStream_t stream) const {
   const auto rows = [&](const void* from, void* to, int width) {
     const ec::gemm::Groups groups{sizes_, static_cast<int32_t>(c.sizes.size()), c.groups_per_slab(),
                                   c.experts, c.slab_rows};
-    CHECK_CUDA(ec::gemm::LaunchTranspose(
-        stream, ec::gemm::TransposedRows{groups, static_cast<const uint8_t*>(from),
-                                         static_cast<uint8_t*>(to), c.slabs, width}));
+    if (c.narrow()) {
+      CHECK_CUDA(ec::gemm::LaunchTranspose(
+          stream, ec::gemm::TransposedRows{groups, static_cast<const uint8_t*>(from),
+                                           static_cast<uint8_t*>(to), c.slabs, width}));
+    } else {
+      CHECK_CUDA(ec::gemm::LaunchTranspose(
+          stream, ec::gemm::TransposedFloatRows{groups, static_cast<const float*>(from),
+                                                static_cast<float*>(to), c.slabs, width}));
+    }
   };
   if (turned_lhs_ != nullptr) {
     rows(lhs_, turned_lhs_, c.in_features);
     rows(rhs_, turned_rhs_, c.out_features);
+  } else if (turned_rhs_ != nullptr && !c.narrow()) {
+    CHECK_CUDA(ec::gemm::LaunchTranspose(
+        stream, ec::gemm::TransposedFloatPlanes{static_cast<const float*>(rhs_),
+                                                static_cast<float*>(turned_rhs_), c.experts,
+                                                c.in_features, c.out_features}));
   } else if (turned_rhs_ != nullptr) {
     CHECK_CUDA(ec::gemm::LaunchTranspose(
         stream, ec::gemm::TransposedPlanes{static_cast<const uint8_t*>(rhs_),

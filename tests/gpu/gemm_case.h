@@ -50,6 +50,8 @@ struct GemmCase {
   int groups_per_slab() const { return static_cast<int>(sizes.size()) / slabs; }
   int64_t rows() const { return int64_t{slabs} * slab_rows; }
   bool narrow() const { return ec::BytesOf(type) == 1; }
+  // Products want the contracted dim along memory.
+  bool turned() const { return ec::BytesOf(type) != 2; }
 };
 
 // Group and range of every row; what exceeds a slab is cut off.
@@ -80,7 +82,7 @@ class Data {
   Data& operator=(const Data&) = delete;
 
   ec::GroupedGemmParams Params() const;
-  // What 8-bit operands need before: the copies with the contracted dim along memory.
+  // What 8-bit and tf32 operands need before: copies with the contracted dim along memory.
   void Transpose(cudaStream_t stream) const;
   void Poison();
   void Tune(const ec::GemmTuning& tuning) { case_.tuning = tuning; }

@@ -29,12 +29,24 @@ const char* Name(FloatType type) {
       return "e4m3";
     case FloatType::kE5M2:
       return "e5m2";
+    case FloatType::kTF32:
+      return "tf32";
   }
   return "?";
 }
 
 const char* Name(Kind kind) {
-  return kind == Kind::kWide ? "16-bit" : kind == Kind::kTensor ? "fp8 tensor" : "fp8 block";
+  switch (kind) {
+    case Kind::kWide:
+      return "16-bit";
+    case Kind::kTensor:
+      return "fp8 tensor";
+    case Kind::kBlock:
+      return "fp8 block";
+    case Kind::kTf32:
+      return "tf32";
+  }
+  return "?";
 }
 
 GemmCase Tuned(GemmCase c) {
@@ -62,7 +74,10 @@ GemmCase MakeCase(const char* name, GemmProduct product, std::vector<int> sizes,
   c.in_features = in;
   c.out_features = out;
   c.sizes = std::move(sizes);
-  if (kind != Kind::kWide) {
+  if (kind == Kind::kTf32) {
+    c.type = c.rhs_type = FloatType::kTF32;
+    c.out_type = FloatType::kF32;
+  } else if (kind != Kind::kWide) {
     c.type = c.rhs_type = FloatType::kE4M3;
     c.scaling = kind == Kind::kTensor ? GemmScaling::kTensor : GemmScaling::kBlock;
   }
@@ -71,9 +86,11 @@ GemmCase MakeCase(const char* name, GemmProduct product, std::vector<int> sizes,
 
 namespace {
 
-// 8-bit operands want features in multiples of 16.
+// Features come in multiples of 16 bytes of operands.
+int Multiple(Kind kind) { return kind == Kind::kWide ? 8 : kind == Kind::kTf32 ? 4 : 16; }
+
 std::vector<GemmCase> Shapes(GemmProduct p, Kind kind) {
-  const auto wide = [&](int features) { return kind == Kind::kWide ? features : 2 * features; };
+  const auto wide = [&](int features) { return features / 8 * Multiple(kind); };
   std::vector<GemmCase> cases;
   const auto add = [&](const char* name, std::vector<int> sizes, int rows, int in, int out) {
     cases.push_back(MakeCase(name, p, std::move(sizes), rows, in, out, kind));
@@ -149,16 +166,26 @@ void AddNarrow(const GemmCase& c, std::vector<GemmCase>* all) {
   }
 }
 
+// One kernel has them; whole numbers show which products there were.
+void AddTf32(const GemmCase& c, std::vector<GemmCase>* all) {
+  GemmCase other = c;
+  other.whole_numbers = true;
+  other.tuning.band = 3;
+  all->push_back(other);
+}
+
 GemmCase RandomCase(std::mt19937& random, Kind kind) {
   const auto below = [&](int n) { return static_cast<int>(random() % n); };
   GemmCase c =
       MakeCase("random", kProducts[below(kind == Kind::kBlock ? 2 : 3)], {}, 0, 0, 0, kind);
-  const bool narrow = kind != Kind::kWide;
+  const bool wide = kind == Kind::kWide;
+  const bool narrow = !wide && kind != Kind::kTf32;
   c.slabs = 1 + (below(4) == 0);
   const int groups = 1 + below(12);
   c.experts = below(3) == 0 ? groups : groups * c.slabs;
-  c.in_features = (narrow ? 16 : 8) * (1 + below(narrow ? 50 : 100));
-  c.out_features = (narrow ? 16 : 8) * (1 + below(narrow ? 50 : 100));
+  const int multiple = Multiple(kind);
+  c.in_features = multiple * (1 + below(800 / multiple));
+  c.out_features = multiple * (1 + below(800 / multiple));
   const int alignment = 1 << below(9);
   int most = 0;
   for (int slab = 0; slab < c.slabs; ++slab) {
@@ -172,18 +199,17 @@ GemmCase RandomCase(std::mt19937& random, Kind kind) {
   c.slab_rows = std::max(1, most + below(200) - 20);
   c.bias = c.product == GemmProduct::kForward && below(2) == 0;
   c.clear_slack = c.product == GemmProduct::kDataGrad && below(2) == 0;
-  c.whole_numbers = narrow && below(2) == 0;
+  c.whole_numbers = !wide && below(2) == 0;
   const int way = below(4);
   if (way == 0) c.out_type = FloatType::kF32;
-  if (!narrow && way == 2) c.type = c.rhs_type = c.out_type = FloatType::kF16;
+  if (wide && way == 2) c.type = c.rhs_type = c.out_type = FloatType::kF16;
   if (narrow && c.product != GemmProduct::kForward && below(2) == 0) {
     (c.product == GemmProduct::kWeightGrad ? c.rhs_type : c.type) = FloatType::kE5M2;
   }
   c = Tuned(c);
-  if (!narrow && way == 1) c.tuning.tile_columns = 128;
+  if (wide && way == 1) c.tuning.tile_columns = 128;
   const bool queued = c.product == GemmProduct::kWeightGrad && way != 0;
-  if (!narrow && queued && below(2) == 0)
-    c.tuning = {way == 2 ? 256 : c.tuning.tile_columns, 1, true};
+  if (wide && queued && below(2) == 0) c.tuning = {way == 2 ? 256 : c.tuning.tile_columns, 1, true};
   const bool one_each = c.product != GemmProduct::kWeightGrad || OfOneGroupEach(c);
   if (kind == Kind::kTensor && one_each && below(2) == 0) c.tuning = {256, 1, true, false};
   c.tuning.band = 1 + below(9);
@@ -199,6 +225,8 @@ std::vector<GemmCase> FixedCases(GemmProduct product, Kind kind, bool small) {
     if (small) continue;
     if (kind == Kind::kWide) {
       AddWide(c, &all);
+    } else if (kind == Kind::kTf32) {
+      AddTf32(c, &all);
     } else {
       AddNarrow(c, &all);
     }

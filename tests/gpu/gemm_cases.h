@@ -12,8 +12,8 @@ namespace gemm_test {
 constexpr GemmProduct kProducts[] = {GemmProduct::kForward, GemmProduct::kDataGrad,
                                      GemmProduct::kWeightGrad};
 
-// Operands of a kind: 16-bit ones, 8-bit ones with scales of groups, or of blocks.
-enum class Kind { kWide, kTensor, kBlock };
+// Operands of a kind: 16-bit ones, 8-bit ones with scales of groups, or of blocks, f32 ones.
+enum class Kind { kWide, kTensor, kBlock, kTf32 };
 
 const char* Name(GemmProduct product);
 const char* Name(FloatType type);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <type_traits>
 
 #include "cuda/gemm/dequantize.h"
 #include "cuda/gemm/transpose.h"
@@ -88,12 +89,30 @@ size_t CountDifferent(const std::vector<T>& got, const std::vector<T>& want) {
   return count;
 }
 
+// Values of any bits.
+template <typename T>
+std::vector<T> RandomValues(int64_t count, uint32_t seed) {
+  const std::vector<uint8_t> bytes = RandomBytes(count * static_cast<int64_t>(sizeof(T)), seed);
+  std::vector<T> values(count);
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+template <typename T>
+using Rows =
+    std::conditional_t<sizeof(T) == 1, ec::gemm::TransposedRows, ec::gemm::TransposedFloatRows>;
+template <typename T>
+using Planes =
+    std::conditional_t<sizeof(T) == 1, ec::gemm::TransposedPlanes, ec::gemm::TransposedFloatPlanes>;
+
+template <typename T>
 bool CheckRows(const RowCase& c, int number) {
   const int groups = static_cast<int>(c.sizes.size()) / c.slabs;
   const int64_t line = PaddedSlabRows(c.slab_rows, groups), pitch = c.slabs * line;
-  const Mirror<uint8_t> from(RandomBytes(int64_t{c.slabs} * c.slab_rows * c.width, number));
-  std::vector<uint8_t> want(pitch * c.width, kPoison);
-  const Mirror<uint8_t> to(want);
+  const Mirror<T> from(RandomValues<T>(int64_t{c.slabs} * c.slab_rows * c.width, number));
+  std::vector<T> want(pitch * c.width);
+  std::memset(want.data(), kPoison, want.size() * sizeof(T));
+  const Mirror<T> to(want);
   const Mirror<int32_t> sizes(c.sizes);
   for (int slab = 0; slab < c.slabs; ++slab) {
     int64_t start = 0, at = slab * line;
@@ -103,23 +122,23 @@ bool CheckRows(const RowCase& c, int number) {
       for (int64_t r = 0; r < PadRows(static_cast<int32_t>(size)); ++r) {
         for (int64_t k = 0; k < c.width; ++k) {
           const int64_t row = int64_t{slab} * c.slab_rows + start + r;
-          want[k * pitch + at + r] = r < size ? from.host[row * c.width + k] : 0;
+          want[k * pitch + at + r] = r < size ? from.host[row * c.width + k] : T{0};
         }
       }
       start += size;
       at += PadRows(static_cast<int32_t>(size));
     }
   }
-  CHECK_CUDA(ec::gemm::LaunchTranspose(
-      nullptr, ec::gemm::TransposedRows{GroupsOf(c, sizes.device), from.device, to.device, c.slabs,
-                                        c.width}));
+  const Rows<T> copy{GroupsOf(c, sizes.device), from.device, to.device, c.slabs, c.width};
+  CHECK_CUDA(ec::gemm::LaunchTranspose(nullptr, copy));
   return Say("transposed rows", number, CountDifferent(to.Read(), want));
 }
 
+template <typename T>
 bool CheckPlanes(int planes, int lines, int width, int number) {
-  const Mirror<uint8_t> from(RandomBytes(int64_t{planes} * lines * width, number));
-  std::vector<uint8_t> want(from.host.size());
-  const Mirror<uint8_t> to(std::vector<uint8_t>(want.size(), kPoison));
+  const Mirror<T> from(RandomValues<T>(int64_t{planes} * lines * width, number));
+  std::vector<T> want(from.host.size());
+  const Mirror<T> to(RandomValues<T>(want.size(), number + 1));
   for (int64_t p = 0; p < planes; ++p) {
     for (int64_t l = 0; l < lines; ++l) {
       for (int64_t w = 0; w < width; ++w) {
@@ -127,8 +146,8 @@ bool CheckPlanes(int planes, int lines, int width, int number) {
       }
     }
   }
-  CHECK_CUDA(ec::gemm::LaunchTranspose(
-      nullptr, ec::gemm::TransposedPlanes{from.device, to.device, planes, lines, width}));
+  const Planes<T> copy{from.device, to.device, planes, lines, width};
+  CHECK_CUDA(ec::gemm::LaunchTranspose(nullptr, copy));
   return Say("transposed planes", number, CountDifferent(to.Read(), want));
 }
 
@@ -229,14 +248,16 @@ int CheckCopies(int* all) {
   };
   int wrong = 0, number = 0;
   for (const RowCase& c : RowCases()) {
-    wrong += !CheckRows(c, ++number);
+    wrong += !CheckRows<uint8_t>(c, ++number);
+    wrong += !CheckRows<float>(c, ++number);
     for (const ScaleCase& s : kScales) {
       wrong += !CheckDequantize(c, s, true, ++number);
       wrong += !CheckDequantize(c, s, false, ++number);
     }
   }
   const int planes[][3] = {{1, 16, 16}, {3, 128, 128}, {2, 144, 272}, {5, 400, 1024}};
-  for (const auto& p : planes) wrong += !CheckPlanes(p[0], p[1], p[2], ++number);
+  for (const auto& p : planes) wrong += !CheckPlanes<uint8_t>(p[0], p[1], p[2], ++number);
+  for (const auto& p : planes) wrong += !CheckPlanes<float>(p[0], p[1] / 4, p[2] / 4, ++number);
   std::printf("copies: %d of %d cases failed\n", wrong, number);
   *all += number;
   return wrong;

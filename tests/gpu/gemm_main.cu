@@ -1,6 +1,6 @@
 // Grouped products against sums in f64, and times beside one product of the same work.
-//   gemm_main check|small [16|8|copies]     nothing: all of them
-//   gemm_main time [16|8|weights|copies]
+//   gemm_main check|small [16|8|32|copies]     nothing: all of them
+//   gemm_main time [16|8|32|weights|copies]
 //   gemm_main tune
 #include <unistd.h>
 
@@ -115,6 +115,7 @@ int CheckAll(bool small, const char* part) {
     CheckKind(Kind::kTensor, small, &count);
     CheckKind(Kind::kBlock, small, &count);
   }
+  if (Wants("32", part)) CheckKind(Kind::kTf32, small, &count);
   std::printf("%d of %d wrong\n", count.wrong, count.all);
   return count.wrong > 0 || count.all == 0;
 }
@@ -123,6 +124,7 @@ int TimeAll(const char* part) {
   if (Wants("copies", part)) TimeCopies();
   if (Wants("16", part)) TimeWide();
   if (Wants("8", part)) TimeNarrow();
+  if (Wants("32", part)) TimeTf32();
   if (Wants("weights", part)) TimeWeights();
   return 0;
 }

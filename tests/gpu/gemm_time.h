@@ -8,6 +8,8 @@ namespace gemm_test {
 void TimeWide();
 // 8-bit products beside bf16 ones.
 void TimeNarrow();
+// tf32 products beside bf16 ones.
+void TimeTf32();
 // Both kernels of the weight gradient, few rows a group and many.
 void TimeWeights();
 // Every tile of every class of shapes; prints the best of each as rows of tile_table.h.

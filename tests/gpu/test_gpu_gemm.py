@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ops import grouped_cases as cases
 
 import ep_runtime as ep
-from ep_runtime_client.ops import gemm_kernels, local_activation, local_gemm
+from ep_runtime_client.ops import gemm_kernels, local_activation, local_gemm, tf32_kernels
 from ep_runtime_client.ops import grouped_reference as reference
 from ep_runtime_client.ops.local_activation import Activation
 
@@ -78,6 +79,68 @@ def test_products_are_those_of_f64_for_any_sizes(gpus: list[Any], shape: Any, ty
         np.testing.assert_array_equal(again[0][:used], got[0][:used])
         for mine, before in zip(again[1:], got[1:], strict=True):
             np.testing.assert_array_equal(mine, before)
+
+
+@pytest.fixture
+def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels of f32 operands; what was traced with them is forgotten."""
+    monkeypatch.setenv("EP_RUNTIME_TF32_KERNELS", "1")
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("shape", [*_SHAPES, (36, (3, 20))], ids=str)
+def test_f32_products_are_as_near_to_f64_as_tf32_allows(gpus: list[Any], shape: Any) -> None:
+    gemm = local_gemm.Gemm(jnp.dtype(jnp.float32), tf32=True)
+
+    @jax.jit
+    def products(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
+        return (
+            local_gemm.forward(gemm, lhs, rhs, bias, sizes),
+            local_gemm.data_grad(gemm, grad, rhs, sizes),
+            local_gemm.weight_grad(gemm, lhs, grad, sizes),
+        )
+
+    for name, sizes in cases.SIZES.items():
+        given = cases.operands(sizes, *shape)
+        operands = _on(gpus[0], *given, np.int32(sizes))
+        got = products(*operands)
+        wanted = _f64(given, sizes)
+        # Each operand is off by up to 2^-11 of itself.
+        limits = _f64(cases.Operands(*map(np.abs, given)), sizes)
+        for mine, want, limit in zip(got, wanted, limits, strict=True):
+            used = sum(sizes) if mine is got[0] else len(want)
+            error = np.abs(np.asarray(mine, np.float64) - want)
+            assert (error[:used] <= (2.0**-10 + _SUMS) * limit[:used]).all(), name
+        again = products(*operands)
+        np.testing.assert_array_equal(again[0][: sum(sizes)], got[0][: sum(sizes)])
+        jax.tree.map(np.testing.assert_array_equal, again[1:], got[1:])
+
+
+def _f64(given: cases.Operands, sizes: Any) -> Any:
+    return (
+        reference.grouped_gemm(given.lhs, given.rhs, given.bias, sizes),
+        reference.data_grad(given.grad, given.rhs, sizes),
+        reference.weight_grad(given.lhs, given.grad, sizes),
+    )
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_f32_programs_multiply_in_tf32_where_they_may(gpus: list[Any], precision: str) -> None:
+    x, kernel, bias = (a.astype(np.float32) for a in _drawn()[:3])
+    run = jax.jit(jax.value_and_grad(functools.partial(_loss, _scanned), argnums=(0, 1, 2)))
+    with jax.default_matmul_precision(precision):
+        operands = _on(gpus[0], x, kernel, bias, _SIZES)
+        got = jax.block_until_ready(run(*operands))
+        _compare(got, run(*_on(jax.devices("cpu")[0], x, kernel, bias, _SIZES)))
+        for _ in range(_AGAIN):  # replays what was captured
+            again = run(*operands)
+        jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
+        text = run.lower(*operands).compile().as_text()
+    found = [f'custom_call_target="{name}"' in text for name in tf32_kernels.TARGETS]
+    assert found == [precision == "default" and not TRIAL] * 2
 
 
 def test_random_shapes_slabs_and_alignments(gpus: list[Any]) -> None:
@@ -151,7 +214,7 @@ def _scanned(x: Any, kernel: Any, sizes: Any, bias: Any) -> Any:
     def step(x: Any, scale: Any) -> Any:
         return jnp.tanh(_multiply(x, kernel * scale, sizes, bias)), None
 
-    scales = jnp.asarray([1, 0.5, 2], jnp.bfloat16)
+    scales = jnp.asarray([1, 0.5, 2], x.dtype)
     return jax.lax.scan(jax.checkpoint(step), x, scales)[0]
 
 

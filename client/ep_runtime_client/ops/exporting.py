@@ -15,6 +15,7 @@ from ep_runtime_client.ops import (
     nccl,
     permutation_kernels,
     quantize_kernels,
+    tf32_kernels,
 )
 
 
@@ -34,6 +35,7 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     """
     kernels = (
         gemm_kernels,
+        tf32_kernels,
         fp8_kernels,
         activation_kernels,
         quantize_kernels,

@@ -47,7 +47,7 @@ TARGETS = (
     "ep_transpose_weights_v1",
     "ep_dequantize_v1",
 )
-_GEMM, _GEMM_DW, _TRANSPOSE_ROWS, _TRANSPOSE_WEIGHTS, _DEQUANTIZE = TARGETS
+_GEMM, _GEMM_DW, TRANSPOSE_ROWS, TRANSPOSE_WEIGHTS, _DEQUANTIZE = TARGETS
 MULTIPLE = 16  # of features: tensor copies move 16 bytes at a time
 PADDED = 128  # rows of a group in a transposed copy are a multiple of it
 _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
@@ -124,7 +124,7 @@ def forward(
         return gemm_kernels.forward(out_dtype, None, rows, kernel, bias, group_sizes)
     kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
     (experts, k, n), rows = kernel.shape, bits(lhs.data).reshape(-1, rhs.shape[1])
-    turned = _call(_TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
+    turned = _call(TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
     biases = jnp.zeros((0, 0), jnp.float32)
     if bias is not None:
         wide = bias.dtype not in (jnp.bfloat16, jnp.float16)
@@ -211,7 +211,7 @@ def _turned_rows(x: QuantizedTensor, group_sizes: jax.Array) -> jax.Array:
     slab_rows = x.shape[group_sizes.ndim - 1]
     rows = bits(x.data).reshape(sizes.shape[0] * slab_rows, -1)
     shape = (rows.shape[1], sizes.shape[0] * padded_rows(slab_rows, sizes.shape[1]))
-    return _call(_TRANSPOSE_ROWS, shape, jnp.uint8, sizes, rows)
+    return _call(TRANSPOSE_ROWS, shape, jnp.uint8, sizes, rows)
 
 
 def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False) -> jax.Array:

@@ -1,8 +1,8 @@
 """Grouped GEMM on a GPU: custom calls of the CUDA library, for what its kernels take.
 
 They serve arrays of bf16 or f16, both operands alike, with K' and N' multiples of 8;
-`fp8_kernels.py` serves quantized ones. Everything else, f32 operands among it, runs as plain JAX
-there too (`local_gemm.py`). Which of the two a program has is decided when it is lowered for a
+`tf32_kernels.py` serves f32 ones, `fp8_kernels.py` quantized ones. Everything else runs as plain
+JAX there too (`local_gemm.py`). Which of the two a program has is decided when it is lowered for a
 platform.
 
 Letters as in `local_gemm.py`; here N' is one dim, and rows are [S * C, ...] with sizes [S, L].
@@ -54,13 +54,23 @@ def serve(
         experts: G.
         features: K' and the trailing dims N'.
 
-    A 16-bit product that they leave to plain JAX is said once, in a process that has GPUs of
-    theirs. Where there is any other GPU, they serve nothing.
+    A 16-bit product that they leave to plain JAX is said once.
     """
     if any(isinstance(x, QuantizedTensor) for x in (left, right)):
         return False
     dtypes = {jnp.dtype(x.dtype if cast is None else cast) for x in (left, right)}
-    if len(dtypes) > 1 or not dtypes <= {*_TYPES} or not installed():
+    if len(dtypes) > 1 or not dtypes <= {*_TYPES}:
+        return False
+    return fits(MULTIPLE, rows=rows, experts=experts, features=features)
+
+
+def fits(multiple: int, *, rows: int, experts: int, features: Sequence[int]) -> bool:
+    """Whether kernels for features in multiples of `multiple` are there and take such a product.
+
+    What they do not take for its shape is said once, in a process that has GPUs of theirs. Where
+    there is any other GPU, they serve nothing.
+    """
+    if not installed():
         return False
     gpus = register_for_gpus()
     if any(capability != CAPABILITY for capability in gpus):
@@ -68,21 +78,21 @@ def serve(
     widths = (features[0], math.prod(features[1:]))
     if 0 in (rows, experts, *widths):
         return False
-    if experts > MAX_EXPERTS or any(width % MULTIPLE for width in widths):
+    if experts > MAX_EXPERTS or any(width % multiple for width in widths):
         if gpus:
-            _say_plain(experts, widths)
+            _say_plain(experts, widths, multiple)
         return False
     return rows < 2**31
 
 
 @functools.cache
-def _say_plain(experts: int, widths: tuple[int, int]) -> None:
+def _say_plain(experts: int, widths: tuple[int, int], multiple: int) -> None:
     _log.warning(
         "a grouped GEMM of %d experts with K'=%d and N'=%d runs as plain JAX, many times slower: "
         "the GPU kernels take K' and N' that are multiples of %d and up to %d experts a device",
         experts,
         *widths,
-        MULTIPLE,
+        multiple,
         MAX_EXPERTS,
     )
 
@@ -110,15 +120,19 @@ def forward(
     """As `local_gemm.forward`, but rows past the last group are undefined."""
     kernels = _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
-    if bias is None:
-        bias = jnp.zeros((0, 0), jnp.float32)
-    else:
-        bias = bias.astype(bias.dtype if bias.dtype in _TYPES else jnp.float32)
-        bias = bias.reshape(rhs.shape[0], -1)
     shape = (rows.shape[0], kernels.shape[2])
     way = {"data_grad": 0, "clear_slack": 0}
-    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, bias, **way)
+    biases = flat_bias(bias, rhs.shape[0])
+    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, biases, **way)
     return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
+
+
+def flat_bias(bias: jax.Array | None, experts: int) -> jax.Array:
+    """[G, N'] in a dtype that the calls take, or [0, 0] without a bias."""
+    if bias is None:
+        return jnp.zeros((0, 0), jnp.float32)
+    narrow = bias.dtype in _TYPES
+    return (bias if narrow else bias.astype(jnp.float32)).reshape(experts, -1)
 
 
 def data_grad(

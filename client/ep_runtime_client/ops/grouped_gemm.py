@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops import gemm_vjp, regions, spread
+from ep_runtime_client.ops import gemm_vjp, regions, spread, tf32_kernels
 from ep_runtime_client.ops.delayed import Delayed
 from ep_runtime_client.ops.gemm_checks import check_gemm, check_state
 from ep_runtime_client.ops.gemm_vjp import GemmCall
@@ -66,7 +66,9 @@ def grouped_gemm(
         [R, C, *N'] or [rows, *N'], summed in f32 (f64 for f64 operands). Rows past the last group
         are undefined. Differentiable in lhs, rhs and bias; experts without rows get zero
         gradients. Quantized operands pass their gradient to what was quantized. With `state` a
-        pair of that and the next state, through which no gradient flows.
+        pair of that and the next state, through which no gradient flows. f32 operands may be
+        rounded to tf32 on GPUs, as by `lax.dot`, unless jax.default_matmul_precision is higher
+        than "default" and not "tensorfloat32".
 
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the weight lies on the mesh in a way
@@ -166,7 +168,8 @@ def _call(
         _check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
-    gemm = Gemm(jnp.dtype(out_dtype), 1 if layer is None else regions.alignment_of(layer))
+    alignment = 1 if layer is None else regions.alignment_of(layer)
+    gemm = Gemm(jnp.dtype(out_dtype), alignment, tf32=tf32_kernels.allowed())
     bias_entries = padded((), rhs.ndim - 1)
     if bias is not None and not where.manual:
         # One of unknown layout lies as its weight does.

@@ -1,6 +1,7 @@
 """Grouped GEMM on one device, in plain JAX: one dot per row block of the rows that are there.
 
-On a GPU the kernels of `gemm_kernels.py` and `fp8_kernels.py` stand in for what they take.
+On a GPU the kernels of `gemm_kernels.py`, `tf32_kernels.py` and `fp8_kernels.py` stand in for what
+they take.
 
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the weights on
 this device, K' contracted, N' the kernel's trailing dims (one, or more such as [2, M]).
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -26,10 +28,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, group_sum_kernels, row_blocks
+from ep_runtime_client.ops import (
+    fp8_kernels,
+    gemm_kernels,
+    group_sum_kernels,
+    row_blocks,
+    tf32_kernels,
+)
 from ep_runtime_client.ops.block_operands import Part, kernel_reader, row_reader
 from ep_runtime_client.ops.row_blocks import Block, Blocks
 from ep_runtime_client.ops.row_kernels import either
+
+Kernel = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +52,14 @@ class Gemm:
         compute_dtype: what arrays are cast to, block by block; None multiplies them as they are.
         clear_slack: somebody may look at the gradient of rows past the last group. Without it a
             GPU leaves them undefined; elsewhere they are zeros anyway.
+        tf32: a GPU may round f32 operands to tf32.
     """
 
     out_dtype: Any
     alignment: int = 1
     compute_dtype: Any = None
     clear_slack: bool = True
+    tf32: bool = False
 
 
 def forward(
@@ -69,12 +81,11 @@ def forward(
     """
     operands = (lhs, rhs, bias, group_sizes)
     plain = functools.partial(_forward, gemm)
-    by = _served_by(gemm, lhs, rhs, rhs.shape, _num_rows(lhs, group_sizes))
+    by = _served_by(gemm, lhs, rhs, rhs.shape, group_sizes)
     if by is None:
         return plain(*operands)
-    kernel = functools.partial(gemm_kernels.forward, gemm.out_dtype, gemm.compute_dtype)
-    if by is fp8_kernels:
-        kernel = functools.partial(fp8_kernels.forward, gemm.out_dtype)
+    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
+    kernel: Kernel = functools.partial(by.forward, gemm.out_dtype, *cast)
     return gemm_kernels.choose(kernel, plain, *operands)
 
 
@@ -105,13 +116,11 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
     Both may be QuantizedTensors; MXFP8 kernels are read by their column-wise copy.
     """
     plain = functools.partial(_data_grad, gemm)
-    by = _served_by(gemm, grad, rhs, rhs.shape, _num_rows(grad, group_sizes))
+    by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
     if by is None:
         return plain(grad, rhs, group_sizes)
-    static = (gemm.out_dtype, gemm.compute_dtype, gemm.clear_slack)
-    kernel = functools.partial(gemm_kernels.data_grad, *static)
-    if by is fp8_kernels:
-        kernel = functools.partial(fp8_kernels.data_grad, gemm.out_dtype, gemm.clear_slack)
+    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
+    kernel: Kernel = functools.partial(by.data_grad, gemm.out_dtype, *cast, gemm.clear_slack)
     return gemm_kernels.choose(kernel, plain, grad, rhs, group_sizes)
 
 
@@ -156,12 +165,11 @@ def weight_grad(
     dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
     plain = functools.partial(_weight_grad, gemm, dtype, experts)
     shape = (experts, lhs.shape[-1], *grad.shape[group_sizes.ndim :])
-    by = _served_by(gemm, lhs, grad, shape, _num_rows(lhs, group_sizes))
+    by = _served_by(gemm, lhs, grad, shape, group_sizes)
     if by is None:
         return plain(lhs, grad, group_sizes)
-    kernel = functools.partial(gemm_kernels.weight_grad, dtype, gemm.compute_dtype, experts)
-    if by is fp8_kernels:
-        kernel = functools.partial(fp8_kernels.weight_grad, dtype, experts)
+    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
+    kernel: Kernel = functools.partial(by.weight_grad, dtype, *cast, experts)
     return gemm_kernels.choose(kernel, plain, lhs, grad, group_sizes)
 
 
@@ -213,18 +221,18 @@ def _wide(*operands: Any) -> Any:
     return jnp.float64 if any(x.dtype == jnp.float64 for x in operands) else jnp.float32
 
 
-def _num_rows(rows: Any, group_sizes: jax.Array) -> int:
-    return math.prod(rows.shape[: group_sizes.ndim])
-
-
 def _served_by(
-    gemm: Gemm, left: Any, right: Any, kernel: tuple[int, ...], rows: int
+    gemm: Gemm, rows: Any, other: Any, kernel: tuple[int, ...], group_sizes: jax.Array
 ) -> ModuleType | None:
     """Whose GPU kernels take a product of weights of the shape `kernel`; None: nobody's."""
-    shape: dict[str, Any] = {"rows": rows, "experts": kernel[0], "features": kernel[1:]}
-    if gemm_kernels.serve(left, right, gemm.compute_dtype, **shape):
+    num_rows = math.prod(rows.shape[: group_sizes.ndim])
+    shape: dict[str, Any] = {"rows": num_rows, "experts": kernel[0], "features": kernel[1:]}
+    if gemm_kernels.serve(rows, other, gemm.compute_dtype, **shape):
         return gemm_kernels
-    return fp8_kernels if fp8_kernels.serve(left, right, **shape) else None
+    groups = math.prod(group_sizes.shape)
+    if gemm.tf32 and tf32_kernels.serve(rows, other, gemm.compute_dtype, groups=groups, **shape):
+        return tf32_kernels
+    return fp8_kernels if fp8_kernels.serve(rows, other, **shape) else None
 
 
 def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array) -> Blocks:

@@ -15,6 +15,9 @@ constexpr int kBlockValues = 128;  // that share a scale, along each dim
 
 bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 1; }
 
+// The contracted dim is along memory, whichever product it is.
+bool IsTurned(const GroupedGemmParams& params) { return BytesOf(params.type) != 2; }
+
 Summing SummingOf(const GroupedGemmParams& params) {
   if (params.scaling == GemmScaling::kBlock) return Summing::kByBlock;
   if (!params.tuning.promoted || !IsNarrow(params)) return Summing::kWhole;
@@ -22,16 +25,15 @@ Summing SummingOf(const GroupedGemmParams& params) {
 }
 
 const Instance* FindInstance(const GroupedGemmParams& params) {
-  // Narrow operands have the contracted dim along memory whichever product it is.
-  const bool rows = IsNarrow(params) && params.product == GemmProduct::kDataGrad;
+  const bool rows = IsTurned(params) && params.product == GemmProduct::kDataGrad;
   const GemmProduct product = rows ? GemmProduct::kForward : params.product;
-  for (const Instances all :
-       {DirectInstances(), Queued16Instances(), Rows8Instances(), Weights8Instances()}) {
+  for (const Instances all : {DirectInstances(), Queued16Instances(), Rows8Instances(),
+                              Weights8Instances(), Rows32Instances(), Weights32Instances()}) {
     for (const Instance* instance = all.first; instance != all.first + all.count; ++instance) {
       if (instance->product == product && instance->lhs == params.type &&
           instance->rhs == params.rhs_type && instance->out == params.out_type &&
           instance->tile_columns == params.tuning.tile_columns &&
-          instance->queued == (params.tuning.queued || IsNarrow(params)) &&
+          instance->queued == (params.tuning.queued || IsTurned(params)) &&
           instance->summing == SummingOf(params)) {
         return instance;
       }
@@ -61,8 +63,8 @@ bool ScalesFit(const GroupedGemmParams& p) {
 }
 
 bool Fits(const GroupedGemmParams& p) {
-  const int32_t multiple = IsNarrow(p) ? 16 : 8;
-  const int64_t rows = IsNarrow(p) ? PaddedRowsOf(p) : RowsOf(p);
+  const int32_t multiple = 16 / BytesOf(p.type);  // tensor copies move 16 bytes at a time
+  const int64_t rows = IsTurned(p) ? PaddedRowsOf(p) : RowsOf(p);
   return p.num_slabs >= 0 && p.slab_rows >= 0 && rows < INT32_MAX && p.groups_per_slab >= 0 &&
          p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.in_features % multiple == 0 &&
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
@@ -70,7 +72,7 @@ bool Fits(const GroupedGemmParams& p) {
 }
 
 Array LhsOf(const GroupedGemmParams& p) {
-  if (IsNarrow(p) && p.product == GemmProduct::kWeightGrad) {
+  if (IsTurned(p) && p.product == GemmProduct::kWeightGrad) {
     return {p.lhs, p.type, PaddedRowsOf(p), p.in_features, 1};
   }
   const bool backward = p.product == GemmProduct::kDataGrad;
@@ -78,12 +80,12 @@ Array LhsOf(const GroupedGemmParams& p) {
 }
 
 Array RhsOf(const GroupedGemmParams& p) {
-  const bool narrow = IsNarrow(p);
+  const bool turned = IsTurned(p);
   if (p.product == GemmProduct::kWeightGrad) {
-    if (narrow) return {p.rhs, p.rhs_type, PaddedRowsOf(p), p.out_features, 1};
+    if (turned) return {p.rhs, p.rhs_type, PaddedRowsOf(p), p.out_features, 1};
     return {p.rhs, p.rhs_type, p.out_features, RowsOf(p), 1};
   }
-  if (narrow && p.product == GemmProduct::kForward) {
+  if (turned && p.product == GemmProduct::kForward) {
     return {p.rhs, p.rhs_type, p.in_features, p.out_features, p.num_experts};
   }
   return {p.rhs, p.rhs_type, p.out_features, p.in_features, p.num_experts};

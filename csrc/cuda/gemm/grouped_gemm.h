@@ -4,8 +4,9 @@
 // l - 1 ends, has group_sizes[s * L + l] rows, any number, and belongs to expert (s * L + l) % G.
 // Rows past the last group of a slab are not looked at: NaN there reaches nothing.
 //
-// The tensor cores take 8-bit operands with the contracted dim along memory alone: transposed
-// copies (transpose.h) of the weights going forward, of both operands for the weight gradient.
+// The tensor cores take 8-bit and tf32 operands with the contracted dim along memory alone:
+// transposed copies (transpose.h) of the weights going forward, of both operands for the weight
+// gradient.
 #ifndef EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_H_
 #define EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_H_
 
@@ -16,10 +17,28 @@
 namespace ep_runtime {
 namespace cuda {
 
-enum class FloatType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kE4M3 = 3, kE5M2 = 4 };
+enum class FloatType : int32_t {
+  kF32 = 0,
+  kBF16 = 1,
+  kF16 = 2,
+  kE4M3 = 3,
+  kE5M2 = 4,
+  kTF32 = 5,  // f32 operands that products round to 10 bits behind the point, ties to even
+};
 
 constexpr int BytesOf(FloatType type) {
-  return type == FloatType::kF32 ? 4 : type == FloatType::kBF16 || type == FloatType::kF16 ? 2 : 1;
+  switch (type) {
+    case FloatType::kF32:
+    case FloatType::kTF32:
+      return 4;
+    case FloatType::kBF16:
+    case FloatType::kF16:
+      return 2;
+    case FloatType::kE4M3:
+    case FloatType::kE5M2:
+      break;
+  }
+  return 1;
 }
 
 enum class GemmProduct : int32_t {
@@ -30,7 +49,7 @@ enum class GemmProduct : int32_t {
 
 // What 8-bit values are multiplied by. Scales are f32.
 enum class GemmScaling : int32_t {
-  kNone = 0,    // 16-bit operands
+  kNone = 0,    // 16-bit and tf32 operands
   kTensor = 1,  // one of a group's rows, one of an expert's weight
   kBlock = 2,   // one of 128 contracted values of a row, one of 128 x 128 of a weight
 };
@@ -40,7 +59,7 @@ struct GemmTuning {
   int32_t tile_columns = 256;  // of a block's output tile: 128 or 256
   int32_t band = 8;            // pairs of row tiles that share their columns in L2
   // The loading warp says which tiles there are, and a weight gradient's tile is staged whole: its
-  // store goes on while the next one's products do. 8-bit operands know no other way.
+  // store goes on while the next one's products do. 8-bit and tf32 operands know no other way.
   bool queued = false;
   // 8-bit operands: sums leave the tensor cores every 128 contracted elements and are added up in
   // f32. Tiles of 128 columns; block scales know no other way.
@@ -49,21 +68,22 @@ struct GemmTuning {
 
 struct GroupedGemmParams {
   GemmProduct product;
-  FloatType type;      // of lhs
+  FloatType type;      // of lhs; kTF32, not kF32
   FloatType rhs_type;  // that, or with 8 bits kE4M3 or kE5M2; not both kE5M2, which gradients are
-  FloatType out_type;  // of 16-bit operands theirs or kF32; of 8-bit ones kBF16 or kF32
+  FloatType out_type;  // of 16-bit operands theirs or kF32; of 8-bit ones kBF16 or kF32; of tf32
+                       // ones kF32
   GemmScaling scaling;
   int32_t num_slabs;
   int32_t slab_rows;           // C
   int32_t groups_per_slab;     // L
   int32_t num_experts;         // G, at most 1024
-  int32_t in_features;         // K', a multiple of 8; of 16 with 8-bit operands
+  int32_t in_features;         // K', a multiple of 8; of 16 with 8-bit operands, 4 with tf32 ones
   int32_t out_features;        // N', likewise
   const int32_t* group_sizes;  // [S, L], device; what exceeds C in sum is cut off
   // Both device, 16-byte aligned. P: PaddedSlabRows(C, L).
-  const void* lhs;         // [S * C, K'] (kDataGrad: N'); 8-bit kWeightGrad: [K', S * P]
-  const void* rhs;         // [G, K', N'] (kWeightGrad: [S * C, N']); 8-bit kForward: [G, N', K'],
-                           // 8-bit kWeightGrad: [N', S * P]
+  const void* lhs;         // [S * C, K'] (kDataGrad: N'); 8-bit, tf32 kWeightGrad: [K', S * P]
+  const void* rhs;         // [G, K', N'] (kWeightGrad: [S * C, N']); 8-bit, tf32 kForward:
+                           // [G, N', K'], kWeightGrad: [N', S * P]
   const float* lhs_scale;  // kTensor: [S, L]; kBlock: [S * C, ceil(K' / 128)] (kDataGrad: N')
   const float* rhs_scale;  // kTensor: [G] (kWeightGrad: [S, L]);
                            // kBlock: [G, ceil(K' / 128), ceil(N' / 128)]; no kWeightGrad

@@ -68,16 +68,18 @@ __device__ inline PaddedRows PlaceRows(const Groups& groups, int slab, int first
           static_cast<int32_t>(padded_end - padded)};
 }
 
-// Where a group lies in the copy, padding included. Called by whole warps.
-__device__ inline Rows FindPaddedRows(const Groups& groups, int group) {
+// Where a group lies in the copy, with zeros up to a multiple of `depth`, which divides kPaddedTo.
+// Called by whole warps.
+__device__ inline Rows FindPaddedRows(const Groups& groups, int group, int32_t depth = kPaddedTo) {
   const int slab = group / groups.groups_per_slab;
   const int inside = group % groups.groups_per_slab;
   RowsBefore before{0, 0};
   PaddedRows mine{};
   for (int first = 0; first <= inside; first += 32) mine = PlaceRows(groups, slab, first, &before);
   const int64_t line = slab * PaddedSlabRows(groups.slab_rows, groups.groups_per_slab);
+  const int32_t size = __shfl_sync(0xFFFFFFFFu, mine.rows.size, inside % 32);
   return {static_cast<int32_t>(line) + __shfl_sync(0xFFFFFFFFu, mine.at, inside % 32),
-          PadRows(__shfl_sync(0xFFFFFFFFu, mine.rows.size, inside % 32))};
+          (size + depth - 1) / depth * depth};
 }
 
 // The rows that belong at `at`, a multiple of kPaddedTo, of the slab's line of the copy: up to

@@ -23,7 +23,7 @@ struct Rows {
   int32_t size;
 };
 
-// A transposed copy of rows has them along memory, where products of 8-bit values want the
+// A transposed copy of rows has them along memory, where products of 8-bit and tf32 values want the
 // contracted dim. Each group begins at a multiple of kPaddedTo there and has zeros up to the next
 // one: products take whole stages and see nobody else's rows.
 constexpr int32_t kPaddedTo = 128;

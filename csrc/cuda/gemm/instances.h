@@ -101,6 +101,17 @@ Instances Rows8Instances();
   X(kWeightGrad, kE4M3, kE5M2, kF32, 128, kByGroup)
 Instances Weights8Instances();
 
+#define EP_GEMM_ROWS_32(X) X(kForward, kTF32, kTF32, kF32, 256, kWhole)
+Instances Rows32Instances();
+
+#define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, 256, kWhole)
+Instances Weights32Instances();
+
+// f32 in memory; copies to shared memory round it to 10 bits behind the point.
+struct Tf32 {
+  float value;
+};
+
 // The C++ type of one of `FloatType`.
 template <FloatType type>
 struct ElementOf;
@@ -123,6 +134,10 @@ struct ElementOf<FloatType::kE4M3> {
 template <>
 struct ElementOf<FloatType::kE5M2> {
   using T = __nv_fp8_e5m2;
+};
+template <>
+struct ElementOf<FloatType::kTF32> {
+  using T = Tf32;
 };
 template <FloatType type>
 using Element = typename ElementOf<type>::T;

@@ -26,6 +26,8 @@ CUtensorMapDataType DataType(FloatType type) {
     case FloatType::kE4M3:
     case FloatType::kE5M2:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    case FloatType::kTF32:
+      return CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
     case FloatType::kF32:
       break;
   }

@@ -1,4 +1,4 @@
-// Copies of 8-bit values with the dim along memory that products contract.
+// Copies of 8-bit values and of f32 ones with the dim along memory that products contract.
 #ifndef EP_RUNTIME_CUDA_GEMM_TRANSPOSE_H_
 #define EP_RUNTIME_CUDA_GEMM_TRANSPOSE_H_
 
@@ -34,6 +34,25 @@ struct TransposedRows {
   int32_t width;
 };
 cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedRows& rows);
+
+// The same of f32 values, in multiples of 4. Bits stay as they are: products round them.
+struct TransposedFloatPlanes {
+  const float* from;
+  float* to;
+  int32_t planes;
+  int32_t lines;
+  int32_t width;
+};
+cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatPlanes& planes);
+
+struct TransposedFloatRows {
+  Groups groups;
+  const float* from;
+  float* to;
+  int32_t slabs;
+  int32_t width;
+};
+cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatRows& rows);
 
 }  // namespace gemm
 }  // namespace cuda

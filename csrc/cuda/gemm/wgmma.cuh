@@ -2,7 +2,8 @@
 //
 // Operand tiles lie in pieces of 64 lines of 128 bytes, as a tensor copy with a 128-byte swizzle
 // writes them: 64 x 64 16-bit elements, lines of the contracting dim where that is not the one
-// along memory, or 64 x 128 8-bit ones, whose contracting dim is always along memory.
+// along memory, or 64 x 128 8-bit ones or 64 x 32 tf32 ones, whose contracting dim is always along
+// memory.
 #ifndef EP_RUNTIME_CUDA_GEMM_WGMMA_CUH_
 #define EP_RUNTIME_CUDA_GEMM_WGMMA_CUH_
 
@@ -159,6 +160,21 @@ __device__ __forceinline__ void Multiply8(float (&sums)[kSums], uint64_t lhs, ui
     else
       EP_PRODUCT8_N128("e4m3.e4m3");
   }
+}
+
+#define EP_PRODUCT32_N256                                                       \
+  asm volatile(                                                                 \
+      "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"                           \
+      "wgmma.mma_async.sync.aligned.m64n256k8.f32.tf32.tf32 {" EP_REGISTERS_128 \
+      "}, %128, %129, add, 1, 1; }"                                             \
+      : EP_SUMS_128(sums)                                                       \
+      : "l"(lhs), "l"(rhs), "r"(add))
+
+// The same of tf32 operands, 8 contracted elements: as many bytes. The last 13 bits of a value do
+// not count.
+__device__ __forceinline__ void Multiply32(float (&sums)[128], uint64_t lhs, uint64_t rhs,
+                                           uint32_t add) {
+  EP_PRODUCT32_N256;
 }
 
 }  // namespace gemm

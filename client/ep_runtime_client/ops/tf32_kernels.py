@@ -1,0 +1,143 @@
+"""Grouped GEMM of f32 operands on a GPU, in tf32: custom calls of the CUDA library.
+
+Copies to shared memory round operands to tf32, to nearest even: 10 bits behind the point. Products
+of those are exact, sums are f32. That is what DEFAULT precision of f32 dots means on GPUs, XLA's
+own among them; for any higher one grouped GEMMs stay with XLA. So they do without
+EP_RUNTIME_TF32_KERNELS=1.
+
+The kernels take K' and N' that are multiples of 4, on GPUs that `gemm_kernels.py` serves. The
+tensor cores want tf32 operands with the contracted dim along memory, as 8-bit ones
+(`fp8_kernels.py`): weights going forward, and both operands of the weight's gradient, are copied
+and transposed first.
+
+Letters as in `gemm_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep_runtime import env
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels
+from ep_runtime_client.quantized import QuantizedTensor
+
+TARGETS = ("ep_tf32_grouped_gemm_v1", "ep_tf32_grouped_gemm_dw_v1")
+MULTIPLE = 4  # of features: tensor copies move 16 bytes at a time
+# Of jax.default_matmul_precision: those that say DEFAULT, and tf32 by its name.
+_PRECISIONS = (None, "default", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
+
+
+def allowed() -> bool:
+    """Whether jax.default_matmul_precision, as it is now, lets f32 operands be tf32."""
+    precision: Any = getattr(jax.config, "jax_default_matmul_precision", None)
+    return precision in _PRECISIONS
+
+
+def serve(
+    left: Any,
+    right: Any,
+    cast: Any,
+    *,
+    rows: int,
+    groups: int,
+    experts: int,
+    features: Sequence[int],
+) -> bool:
+    """Whether the kernels take a product, should its program be lowered for a GPU.
+
+    Args:
+        left: an operand, an array or a QuantizedTensor.
+        right: the other one.
+        cast: dtype that both are cast to before, or None.
+        rows: S * C.
+        groups: S * L.
+        experts: G.
+        features: K' and the trailing dims N'.
+    """
+    if not env.tf32_kernels() or any(isinstance(x, QuantizedTensor) for x in (left, right)):
+        return False
+    if any(jnp.dtype(x.dtype if cast is None else cast) != jnp.float32 for x in (left, right)):
+        return False
+    padded = rows + (fp8_kernels.PADDED - 1) * groups if rows else 0
+    return gemm_kernels.fits(MULTIPLE, rows=padded, experts=experts, features=features)
+
+
+def forward(
+    out_dtype: Any,
+    cast: Any,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.forward`, but rows past the last group are undefined."""
+    del cast  # to f32, or there is none
+    kernels = rhs.astype(jnp.float32).reshape(*rhs.shape[:2], -1)
+    experts, k, n = kernels.shape
+    turned = _call(fp8_kernels.TRANSPOSE_WEIGHTS, (experts, n, k), kernels)
+    rows = lhs.astype(jnp.float32).reshape(-1, k)
+    operands = (_sizes(group_sizes), rows, turned, gemm_kernels.flat_bias(bias, experts))
+    out = _call(TARGETS[0], (rows.shape[0], n), *operands, data_grad=0, clear_slack=0)
+    return out.astype(out_dtype).reshape(*lhs.shape[:-1], *rhs.shape[2:])
+
+
+def data_grad(
+    out_dtype: Any,
+    cast: Any,
+    clear_slack: bool,
+    grad: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
+    del cast
+    kernels = rhs.astype(jnp.float32).reshape(*rhs.shape[:2], -1)
+    rows = grad.astype(jnp.float32).reshape(-1, kernels.shape[2])
+    operands = (_sizes(group_sizes), rows, kernels, gemm_kernels.flat_bias(None, rhs.shape[0]))
+    way = {"data_grad": 1, "clear_slack": int(clear_slack)}
+    out = _call(TARGETS[0], (rows.shape[0], rhs.shape[1]), *operands, **way)
+    return out.astype(out_dtype).reshape(*grad.shape[: group_sizes.ndim], rhs.shape[1])
+
+
+def weight_grad(
+    out_dtype: Any,
+    cast: Any,
+    experts: int,
+    lhs: jax.Array,
+    grad: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.weight_grad`; sums are f32 and rounded once."""
+    del cast
+    lead, sizes = group_sizes.ndim, _sizes(group_sizes)
+    slab_rows = lhs.shape[lead - 1]
+    turned = [_turned_rows(x, slab_rows, sizes) for x in (lhs, grad)]
+    shape = (experts, turned[0].shape[0], turned[1].shape[0])
+    out = _call(TARGETS[1], shape, sizes, *turned, slab_rows=slab_rows)
+    return out.astype(out_dtype).reshape(experts, shape[1], *grad.shape[lead:])
+
+
+def _turned_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Array:
+    """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it."""
+    slabs, groups = sizes.shape
+    rows = x.astype(jnp.float32).reshape(slabs * slab_rows, -1)
+    shape = (rows.shape[1], slabs * fp8_kernels.padded_rows(slab_rows, groups))
+    return _call(fp8_kernels.TRANSPOSE_ROWS, shape, sizes, rows)
+
+
+def _sizes(group_sizes: jax.Array) -> jax.Array:
+    return group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
+
+
+def _call(
+    target: str, shape: tuple[int, ...], *operands: jax.Array, **attributes: int
+) -> jax.Array:
+    values = {name: np.int64(value) for name, value in attributes.items()}
+    made = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32)))
+    out: jax.Array = made(*operands, **values)
+    return out

@@ -1,0 +1,200 @@
+"""f32 products by GPU kernels in tf32: which programs hold them, and that what the kernels are
+given makes the products. Stand-ins multiply in NumPy what the calls' own words say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops.test_fp8_kernels import ranges, transpose_rows
+
+import ep_runtime as ep
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, tf32_kernels
+
+SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
+TARGETS = (*gemm_kernels.TARGETS, *tf32_kernels.TARGETS, *fp8_kernels.TARGETS)
+GRADED = {
+    "ep_tf32_grouped_gemm_v1": 2,
+    "ep_tf32_grouped_gemm_dw_v1": 1,
+    "ep_transpose_rows_v1": 2,
+    "ep_transpose_weights_v1": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library need not be there to lower for it; what was traced with it is forgotten."""
+    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    monkeypatch.setenv("EP_RUNTIME_TF32_KERNELS", "1")
+    yield
+    jax.clear_caches()
+
+
+def drawn(k: int = 36, n: tuple[int, ...] = (2, 14), experts: int = 8, dtype: Any = None) -> Any:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 192, k), (experts, k, *n), (experts, *n))
+    lhs, rhs, bias = (rng.standard_normal(shape).astype(dtype or np.float32) for shape in shapes)
+    for slab, used in enumerate(SIZES.sum(-1)):
+        lhs[slab, used:] = np.nan
+    return lhs, rhs, bias
+
+
+def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
+    mine = jnp.arange(lhs.shape[1]) < SIZES.sum(-1)[:, None]
+    out = ep.grouped_gemm(lhs, rhs, SIZES, bias=bias, **options)
+    mine = mine.reshape(*mine.shape, *([1] * (out.ndim - 2)))
+    return jnp.sin(jnp.where(mine, out, 0).astype(jnp.float32)).sum()
+
+
+def graded(**options: Any) -> Any:
+    return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2))
+
+
+def calls(function: Any, *operands: Any, platform: str = "cuda") -> dict[str, int]:
+    """How often which of TARGETS are in the program."""
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    found = {name: text.count(f"@{name}(") for name in TARGETS}
+    return {name: count for name, count in found.items() if count}
+
+
+def test_gpus_get_the_kernels_and_cpus_do_not() -> None:
+    assert calls(graded(), *drawn()) == GRADED
+    assert calls(graded(), *drawn(), platform="cpu") == {}
+
+
+@pytest.mark.parametrize(
+    ("precision", "served"),
+    [
+        ("default", True),
+        ("tensorfloat32", True),
+        ("high", False),
+        ("highest", False),
+        ("float32", False),
+    ],
+)
+def test_precisions_above_tf32_stay_with_xla(precision: str, served: bool) -> None:
+    """Backward follows what forward was asked for, wherever it is traced."""
+    lhs, rhs, bias = drawn()
+
+    def pulled(*operands: Any) -> Any:
+        with jax.default_matmul_precision(precision):
+            out, pull = jax.vjp(loss, *operands)
+        return pull(jnp.ones_like(out))
+
+    assert calls(pulled, lhs, rhs, bias) == (GRADED if served else {})
+
+
+@pytest.mark.parametrize(
+    "given", [{"k": 38}, {"n": (3, 7)}, {"dtype": np.float16}], ids=["K'", "N'", "f16"]
+)
+def test_what_the_kernels_do_not_take_is_not_theirs(given: dict[str, Any]) -> None:
+    assert not set(calls(loss, *drawn(**given))) & {*tf32_kernels.TARGETS}
+
+
+def test_without_the_switch_programs_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EP_RUNTIME_TF32_KERNELS")
+    assert calls(graded(), *drawn()) == {}
+
+
+def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gemm_kernels, "register_for_gpus", lambda: ("9.0",))
+    for _ in range(2):
+        calls(loss, *drawn(k=42))
+    said = [line.message for line in caplog.records if "K'=42" in line.message]
+    assert [line.count("multiples of 4") for line in said] == [1]
+
+
+def test_exports_hold_the_kernels_for_gpus() -> None:
+    exported = jax.export.export(
+        jax.jit(loss), platforms=("cpu", "cuda"), disabled_checks=ep.export_checks()
+    )(*drawn())
+    assert "@ep_tf32_grouped_gemm_v1(" in exported.mlir_module()
+
+
+# What follows calls the stand-ins.
+
+
+def rounded(x: Any) -> Any:
+    """To tf32, ties to even, as f64."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    even = (bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), even.view(np.float32), x).astype(np.float64)
+
+
+def multiply_rows(shape: Any, sizes: Any, lhs: Any, rhs: Any, bias: Any, **way: Any) -> Any:
+    out = np.full(shape, np.nan)
+    x, w = rounded(lhs), rounded(rhs)
+    for group, first, last in ranges(sizes, len(x) // len(sizes)):
+        out[first:last] = x[first:last] @ w[group % len(w)].T
+        out[first:last] += bias[group % len(w)] if bias.size else 0
+    assert not (way["data_grad"] and bias.size)
+    return np.nan_to_num(out) if way["clear_slack"] else out
+
+
+def multiply_columns(shape: Any, sizes: Any, lhs: Any, grad: Any, *, slab_rows: int) -> Any:
+    out = np.zeros(shape)
+    x, g = rounded(lhs), rounded(grad)
+    for group, first, last in ranges(sizes, slab_rows, padded=True):
+        last = first + -(-(last - first) // 32) * 32
+        out[group % shape[0]] += x[:, first:last] @ g[:, first:last].T
+    return out
+
+
+def turned_rows(shape: Any, sizes: Any, rows: Any) -> Any:
+    """Bits of f32 values travel as four bytes of their own."""
+    parts = np.asarray(rows).view(np.uint8).reshape(*rows.shape, 4)
+    moved = [transpose_rows(shape, sizes, parts[..., byte]) for byte in range(4)]
+    return np.stack(moved, -1).reshape(*shape, 4).view(np.float32)[..., 0]
+
+
+STANDS_IN = {
+    "ep_tf32_grouped_gemm_v1": multiply_rows,
+    "ep_tf32_grouped_gemm_dw_v1": multiply_columns,
+    "ep_transpose_rows_v1": turned_rows,
+    "ep_transpose_weights_v1": lambda shape, w: w.transpose(0, 2, 1),
+}
+
+
+def stand_in(target: str, shape: Any, *operands: Any, **way: Any) -> jax.Array:
+    made = STANDS_IN[target](shape, *(np.asarray(x) for x in operands), **way)
+    assert made.shape == shape
+    return jnp.asarray(made, jnp.float32)
+
+
+@pytest.mark.parametrize("experts", [8, 4], ids=["own experts", "shared experts"])
+def test_what_the_kernels_are_given_makes_the_products(
+    experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tf32_kernels, "_call", stand_in)
+    lhs, rhs, bias = (jnp.asarray(x) for x in drawn(experts=experts))
+    rng = np.random.default_rng(1)
+    grad = jnp.asarray(rng.standard_normal((2, 192, 2, 14)), jnp.float32)
+    sizes, gemm = jnp.asarray(SIZES), local_gemm.Gemm(jnp.float32)
+    near(
+        tf32_kernels.forward(jnp.float32, None, lhs, rhs, bias, sizes),
+        local_gemm._forward(gemm, lhs, rhs, bias, sizes),
+    )
+    near(
+        tf32_kernels.data_grad(jnp.float32, None, True, grad, rhs, sizes),
+        local_gemm._data_grad(gemm, grad, rhs, sizes),
+    )
+    got = tf32_kernels.weight_grad(jnp.float32, None, experts, lhs, grad, sizes)
+    want = local_gemm._weight_grad(gemm, jnp.float32, experts, lhs, grad, sizes)
+    assert np.abs(np.asarray(got - want)).max() <= limit(want)
+
+
+def limit(want: Any) -> float:
+    """Each operand is off by up to 2^-11, a sum by less than twice that of what is summed."""
+    return 2.0**-10 * float(np.abs(np.asarray(want)).max())
+
+
+def near(got: Any, want: Any) -> None:
+    for slab, used in enumerate(SIZES.sum(-1)):
+        np.testing.assert_allclose(got[slab, :used], want[slab, :used], rtol=0, atol=limit(want))
