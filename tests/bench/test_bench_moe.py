@@ -35,6 +35,7 @@ from ep_runtime_client.bench.moe_cases import (
     KernelTime,
     Measured,
     Order,
+    Profile,
     Step,
 )
 from ep_runtime_client.bench.options import BenchOptions
@@ -115,10 +116,11 @@ def test_a_process_measures_both_variants_and_their_kernels(
         assert step.planned_bytes > 0
     assert measured.window_bytes > 0
     assert measured.dropped == 0
-    parts = {each.part for each in measured.kernels}
+    parts = {each.part for each in measured.profile.kernels}
     assert {"forward prepare", "forward dispatch", "backward dispatch/dispatch_bwd"} <= parts
     assert any(part.startswith("backward experts") for part in parts)
-    assert all(each.step_s >= 0 for each in measured.kernels)
+    assert all(each.step_s >= 0 for each in measured.profile.kernels)
+    assert 0 <= measured.profile.idle_s < measured.profile.step_s
     said = json.loads(json.dumps(dataclasses.asdict(measured)))
     assert Measured.from_dict(said) == measured
 
@@ -194,7 +196,7 @@ def test_what_is_known_so_far_is_saved_when_a_process_of_ours_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels = [KernelTime("forward experts", "GroupedGemmKernel", 1.0, 0.5)]
-    first = Measured([Step("", [1.0], 1.0, None, 0)], 0, kernels)
+    first = Measured([Step("", [1.0], 1.0, None, 0)], 0, Profile(kernels, 1.0, 0.5))
 
     def measured(_: Any) -> Iterator[Any]:
         yield ("small-experts", "memfd"), first
@@ -235,7 +237,7 @@ def test_rows_compare_with_stock_in_time_and_memory() -> None:
         ("mixtral-like", "nvlink"): Measured(
             [Step(REMAT, [3.0], 2.0, 50, 40), Step("", [2.0, 4.0], 1.0, 70, 60)],
             30,
-            [KernelTime("forward experts", "GroupedGemmKernel", 1.0, 0.5)],
+            Profile([KernelTime("forward experts", "GroupedGemmKernel", 1.0, 0.5)], 1.0, 0.5),
         ),
         ("mixtral-like", PADDED): Measured([Step("", [2.0], 2.0, 200, 90)]),
         ("mixtral-like", DROPLESS): Measured([Step("", [9.0], 8.0, 400, 90)]),
@@ -257,7 +259,7 @@ def test_kernels_below_one_percent_are_summed_and_the_rest_is_no_kernel() -> Non
         KernelTime("backward router", "fusion", 3.0, 0.002),
     ]
     found = {
-        ("a", "nvlink"): Measured([Step("", [1.0], 1.0, None, 0)], 0, kernels),
+        ("a", "nvlink"): Measured([Step("", [1.0], 1.0, None, 0)], 0, Profile(kernels, 1.0, 0.489)),
         ("a", PADDED): Measured([Step("", [1.0], 1.0, None, 0)]),
     }
     rows = [*moe.kernel_rows(found)]
@@ -290,28 +292,63 @@ def test_kernel_names_are_cut_to_what_tells_them_apart() -> None:
     assert moe_trace.short("loop_add_fusion_3") == "loop_add_fusion_3"
 
 
-def test_kernels_of_a_gpu_are_those_on_streams_of_the_first_device() -> None:
-    def line(name: str, *events: tuple[str, str, float]) -> Any:
+def profile_of(*lines: Any) -> Any:
+    """A profile with the events (kernel, instruction, start, seconds) of lines (name, *events)."""
+
+    def line(name: str, *events: tuple[str, str, float, float]) -> Any:
         made = [
-            SimpleNamespace(name=kernel, stats=[("hlo_op", op)] if op else [], duration_ns=taken)
-            for kernel, op, taken in events
+            SimpleNamespace(
+                name=kernel,
+                stats=[("hlo_op", op)] if op else [],
+                start_ns=start * 1e9,
+                duration_ns=taken * 1e9,
+            )
+            for kernel, op, start, taken in events
         ]
         return SimpleNamespace(name=name, events=made)
 
-    streams = (
-        line("Stream #1(Compute)", ("a::DispatchKernel<2>", "call.1", 3e9), ("nccl", "", 1e9)),
-        line("Stream #2(Compute)", ("a::DispatchKernel<2>", "call.1", 5e9)),
-        line("XLA Ops", ("call.1", "call.1", 8e9)),
-    )
     planes = [
-        SimpleNamespace(name="/host:CPU", lines=[line("main", ("x", "call.1", 1e9))]),
-        SimpleNamespace(name="/device:GPU:0", lines=streams),
-        SimpleNamespace(name="/device:GPU:1", lines=streams),
+        SimpleNamespace(name="/host:CPU", lines=[line("main", ("x", "call.1", 0, 1))]),
+        SimpleNamespace(name="/device:GPU:0", lines=[line(*each) for each in lines]),
+        SimpleNamespace(name="/device:GPU:1", lines=[line(*each) for each in lines]),
     ]
-    found = moe_trace._totals(SimpleNamespace(planes=planes), {"call.1": "forward dispatch"}, 2)
-    assert found == [
+    return SimpleNamespace(planes=planes)
+
+
+def test_kernels_of_a_gpu_are_those_on_streams_of_the_first_device() -> None:
+    streams = (
+        ("Stream #1(Compute)", ("a::DispatchKernel<2>", "call.1", 0, 3), ("nccl", "", 2, 2)),
+        ("Stream #2(Compute)", ("a::DispatchKernel<2>", "call.1", 5, 5)),
+        ("XLA Ops", ("call.1", "call.1", 0, 8)),
+    )
+    events = moe_trace._events(profile_of(*streams))
+    found = moe_trace._totals(events, {"call.1": "forward dispatch"}, 0, 2)
+    assert found.kernels == [
         KernelTime("forward dispatch", "DispatchKernel", 1.0, 4.0),
-        KernelTime("", "nccl", 0.5, 0.5),
+        KernelTime("", "nccl", 0.5, 1.0),
+    ]
+    assert (found.step_s, found.idle_s) == (5.0, 0.5)
+
+
+def test_steps_without_instructions_serve_the_parts_of_one_that_has_them() -> None:
+    parts = {"call.1": "forward experts", "call.2": "backward experts"}
+    gemm, copy = "a::GemmKernel<1>", "MemcpyD2D"
+    stream = (
+        "Stream #1",
+        *((gemm, "call.1", 0, 1), (gemm, "call.2", 1, 2), (copy, "", 3, 1)),
+        *((gemm, "", 4, 1), (gemm, "", 5, 2)),
+    )
+    events = [*moe_trace._events(profile_of(stream))]
+    found = moe_trace._totals(events, parts, 0, 2)
+    assert found.kernels == [
+        KernelTime("backward experts", "GemmKernel", 1.0, 2.0),
+        KernelTime("forward experts", "GemmKernel", 1.0, 1.0),
+        KernelTime("", "MemcpyD2D", 0.5, 0.5),
+    ]
+    # The copy comes before the last step does.
+    assert [each.kernel for each in moe_trace._totals(events, parts, 1, 1).kernels] == [
+        "GemmKernel",
+        "GemmKernel",
     ]
 
 

@@ -274,18 +274,17 @@ def kernel_lines(found: Found) -> Iterator[str]:
 def kernel_rows(found: Found) -> Iterator[dict[str, Any]]:
     """Per case of ours: kernels above SHOWN of a step, the others together, and the time of none.
 
-    Shares are of an enqueued step. Kernels that run at the same time can sum to more than that.
+    Copies and fills count as kernels. Those that run at the same time can sum to more than a step.
     """
     for (case, subject), measured in found.items():
-        if not measured.kernels:
+        kernels, step_s = measured.profile.kernels, measured.profile.step_s
+        if not kernels:
             continue
-        step_s = next(step.enqueued_s for step in measured.steps if not step.variant)
-        shown = [each for each in measured.kernels if each.step_s > SHOWN * step_s]
-        rest = [each for each in measured.kernels if each.step_s <= SHOWN * step_s]
-        busy_s = sum(each.step_s for each in measured.kernels)
+        shown = [each for each in kernels if each.step_s > SHOWN * step_s]
+        rest = [each for each in kernels if each.step_s <= SHOWN * step_s]
         lines = [(each.part, each.kernel, each.calls, each.step_s) for each in shown]
         lines.append(("others", "", sum(e.calls for e in rest), sum(e.step_s for e in rest)))
-        lines.append(("no kernel", "", 0.0, max(0.0, step_s - busy_s)))
+        lines.append(("no kernel", "", 0.0, measured.profile.idle_s))
         for part, kernel, calls, seconds in lines:
             yield {
                 "case": case,

@@ -143,23 +143,42 @@ class KernelTime:
 
 
 @dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where the time of steps that follow each other goes.
+
+    Attributes:
+        kernels: longest first.
+        step_s: seconds of one step on device 0.
+        idle_s: of them, those in which nothing ran there.
+    """
+
+    kernels: Sequence[KernelTime] = ()
+    step_s: float = 0.0
+    idle_s: float = 0.0
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Profile:
+        return cls(**{**said, "kernels": [KernelTime(**one) for one in said["kernels"]]})
+
+
+@dataclasses.dataclass(frozen=True)
 class Measured:
     """What one process found.
 
     Attributes:
         steps: of every variant.
         window_bytes: of staging per rank, which no allocator of XLA counts.
-        kernels: where the time of the first variant went, longest first; nothing of stock JAX.
+        profile: of the variant without remat; empty of stock JAX.
         dropped: slots of a step that found no row, on all devices; None where nobody counts.
     """
 
     steps: Sequence[Step]
     window_bytes: int = 0
-    kernels: Sequence[KernelTime] = ()
+    profile: Profile = Profile()
     dropped: int | None = None
 
     @classmethod
     def from_dict(cls, said: Mapping[str, Any]) -> Measured:
         steps = [Step(**one) for one in said["steps"]]
-        kernels = [KernelTime(**one) for one in said["kernels"]]
-        return cls(steps, said["window_bytes"], kernels, said["dropped"])
+        profile = Profile.from_dict(said["profile"])
+        return cls(steps, said["window_bytes"], profile, said["dropped"])
