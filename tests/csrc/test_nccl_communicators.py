@@ -251,6 +251,34 @@ def test_a_lost_peer_ends_calls_under_way_and_the_next_run(group, fake):
     assert group.check() is None
 
 
+def sides(none: bool = False) -> int:
+    return int(ctypes.CDLL(str(edge_library())).TestSides(int(none)))
+
+
+def test_every_communicator_has_a_stream_of_its_own_until_the_group_closes(library):
+    before = sides()
+    made = library.make_group(ranks_of(), [unique_id()])
+    made.init(WAIT_S)
+    assert sides() - before == RANKS
+    made.abort(PeerLostError("gone", rank=1))
+    assert sides() - before == RANKS
+    made.close()
+    assert eventually(lambda: sides() == before)
+
+
+def test_a_communicator_without_its_stream_ends_the_init_of_all(library, fake):
+    before = sides(none=True)
+    try:
+        made = library.make_group(ranks_of(), [unique_id()])
+        with pytest.raises(EpRuntimeError, match="no stream"):
+            made.init(WAIT_S)
+        made.close()
+        assert fake.count("inits") == fake.count("aborts")
+    finally:
+        sides(none=False)
+    assert sides() == before
+
+
 def test_the_first_call_of_a_run_decides_for_all_devices(group):
     blocks = blocks_of(RANKS)
     Edge().all(group, 1, blocks)

@@ -30,14 +30,24 @@ TARGETS = (
 SYNC_TARGET = "ep_prepare_sync_v1"
 
 
-def _call(call: Call, target: str, results: Any, *operands: jax.Array, **others: np.int64) -> Any:
+def _call(
+    call: Call,
+    target: str,
+    results: Any,
+    *operands: jax.Array,
+    into: tuple[jax.Array, ...] = (),
+    **others: np.int64,
+) -> Any:
+    """`into`: one array per result, whose rows stay where the call writes none."""
     ensure_registered(native.PLATFORMS[call.group.transport])
     attributes = {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),
         "handle": np.int64(call.meta.handle),
     }
-    return jax.ffi.ffi_call(target, results)(*operands, **attributes, **others)
+    aliases = {len(operands) + i: i for i in range(len(into))}
+    made = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+    return made(*operands, *into, **attributes, **others)
 
 
 def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
@@ -78,15 +88,18 @@ def dispatch(
     tokens: jax.Array,
     weights: jax.Array | None,
     plan: PlanArrays,
+    into: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
+    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C].
+
+    `into`: what another part of the plan returned; its rows stay.
+    """
     results = (
         _shape(tokens.dtype, call.capacity, tokens.shape[1]),
         _shape(jnp.float32, call.capacity),
     )
-    recv, recv_weights = _call(
-        call, "ep_dispatch_v1", results, rank, index, tokens, _or_empty(weights, 0, 0), *plan
-    )
+    operands = (rank, index, tokens, _or_empty(weights, 0, 0), *plan)
+    recv, recv_weights = _call(call, "ep_dispatch_v1", results, *operands, into=into)
     return recv, recv_weights
 
 
@@ -139,8 +152,12 @@ def combine_bwd(
     expert_out: jax.Array | None,
     weights: jax.Array | None,
     plan: PlanArrays,
+    into: tuple[jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
+    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights.
+
+    `into`: what another part of the plan returned; its rows stay.
+    """
     weighted = weights is not None
     rows = jnp.zeros((0, 0), grad.dtype) if expert_out is None else expert_out
     results = (
@@ -148,6 +165,9 @@ def combine_bwd(
         _shape(jnp.float32, call.capacity if weighted else 0),
     )
     operands = (rank, index, grad, rows, _or_empty(weights, 0), *plan)
-    slack = {} if call.clear_slack else {"clear_slack": np.int64(0)}
-    d_expert_out, d_weights = _call(call, "ep_combine_bwd_v1", results, *operands, **slack)
+    slack = {} if call.clear_slack and into is None else {"clear_slack": np.int64(0)}
+    before = () if into is None else (into[0], _or_empty(into[1], 0))
+    d_expert_out, d_weights = _call(
+        call, "ep_combine_bwd_v1", results, *operands, into=before, **slack
+    )
     return d_expert_out, d_weights if weighted else None

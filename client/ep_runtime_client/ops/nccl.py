@@ -3,12 +3,6 @@
 Takes the place of `collectives.py` for transport "nccl", with the same functions. Blocks travel
 as bytes, in one NCCL group of sends and receives on the stream of the step; a rank's own block is
 copied. Ranks and communicator are looked up when a call runs, so programs name the layer alone.
-
-JAX 0.11.2 and newer can lend a custom call XLA's own communicator. That would save a second set of
-connections and their memory, and nothing of the runtime could bootstrap, watch or abort it. Before
-anybody builds it, measure: memory of both per GPU, the time of one exchange from a stream that XLA
-owns against one of ours, whether a lost rank ends the borrowed one within two seconds, and whether
-a group can form again on it without restarting the process.
 """
 
 from __future__ import annotations
@@ -21,7 +15,13 @@ import numpy as np
 from ep_runtime_client.ops._ffi import ensure_registered
 from ep_runtime_client.ops.calls import Call
 
-EXCHANGE, ALL_GATHER = TARGETS = ("ep_nccl_exchange_v1", "ep_nccl_all_gather_v1")
+TARGETS = (
+    "ep_nccl_exchange_v1",
+    "ep_nccl_all_gather_v1",
+    "ep_nccl_begin_v1",
+    "ep_nccl_arrived_v1",
+)
+EXCHANGE, ALL_GATHER, BEGIN, ARRIVED = TARGETS
 
 
 def all_gather(call: Call, x: jax.Array) -> jax.Array:
@@ -45,6 +45,31 @@ def node(call: Call, blocks: jax.Array) -> jax.Array:
     return blocks if size == 1 else _call(call, EXCHANGE, blocks.shape, blocks, node_size=size)
 
 
+def begin(
+    call: Call, index: jax.Array, *blocks: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """As in `collectives.py`, on a stream of the communicator's own.
+
+    The flight is what arrives, then what was sent, in the buffers that NCCL reads: it must stay
+    there until `arrived`, and only the arrays of a program that a later call needs do.
+    """
+    count = len(blocks)
+    results: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*blocks, *blocks, index)]
+    aliases = {i: count + i for i in range(count + 1)}
+    ensure_registered("cuda")
+    called = jax.ffi.ffi_call(BEGIN, results, input_output_aliases=aliases)
+    *flight, index = called(*blocks, index, **_attributes(call, rail=True))
+    return tuple(flight), index
+
+
+def arrived(call: Call, index: jax.Array, flight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    count = len(flight) // 2
+    results: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flight[:count]]
+    ensure_registered("cuda")
+    called = jax.ffi.ffi_call(ARRIVED, results, input_output_aliases={i: i for i in range(count)})
+    return tuple(called(*flight, index, **_attributes(call, rail=True)))
+
+
 def _call(
     call: Call,
     target: str,
@@ -55,13 +80,20 @@ def _call(
     rail: bool = False,
 ) -> jax.Array:
     ensure_registered("cuda")
-    attributes = {
+    result: Any = jax.ShapeDtypeStruct(shape, operand.dtype)
+    moved: jax.Array = jax.ffi.ffi_call(target, result)(
+        operand, *after, **_attributes(call, node_size, rail)
+    )
+    return moved
+
+
+def _attributes(call: Call, node_size: int | None = None, rail: bool = False) -> Any:
+    """`node_size`: the group's where it is not given."""
+    size = call.group.ranks_per_node if node_size is None else node_size
+    return {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),
         "handle": np.int64(call.meta.handle),
-        "node_size": np.int64(node_size),
+        "node_size": np.int64(size),
         "rail": np.int64(rail),
     }
-    result: Any = jax.ShapeDtypeStruct(shape, operand.dtype)
-    moved: jax.Array = jax.ffi.ffi_call(target, result)(operand, *after, **attributes)
-    return moved

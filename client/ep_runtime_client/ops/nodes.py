@@ -10,7 +10,8 @@ place; XLA:GPU reads it on the host, which waits for the device once per chunk a
 there groups that would send most chunks anyway send all of them (`nodes_plan.counts_chunks`). In
 each chunk every rank sends one block to each other node: what a rank with fewer rows sends in its
 place is waste, on top of the rounding to whole chunks. The windows' call starts when all chunks are
-there.
+there; with EP_RUNTIME_NCCL_OVERLAP=1, where most tokens are needed on most nodes, network and
+windows work at once instead (`nodes_overlap.py`).
 
 Beside the windows, which are as large as those of one node, XLA holds D*T rows per rank while they
 cross, of fp32 in combine where it is exact.
@@ -32,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import memfd, nodes_plan
+from ep_runtime_client.ops import memfd, nodes_overlap, nodes_plan
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.nodes_plan import (
     Packing,
@@ -40,9 +41,10 @@ from ep_runtime_client.ops.nodes_plan import (
     counts_chunks,
     my_node,
     packing,
+    parts_of,
     slot_nodes,
 )
-from ep_runtime_client.ops.plan import NodePlanArrays
+from ep_runtime_client.ops.plan import NodePlanArrays, PlanArrays
 from ep_runtime_client.ops.transports import collectives
 from ep_runtime_client.ops.varying import like
 from ep_runtime_client.ops.xla import round_to, sum_dtype
@@ -89,7 +91,9 @@ def _in_chunks(
     return arrays
 
 
-def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
+def _to_nodes(
+    call: Call, plan: NodePlanArrays, sent: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     """Arrays [T, X] of tokens -> those of this rank's virtual tokens, [D*T, X]."""
     tokens = packing(call, plan.dst_rank)
     mine = my_node(call)
@@ -107,10 +111,20 @@ def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.A
     return tuple(x.reshape(-1, x.shape[-1]) for x in arrived)
 
 
-def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node says of its `Packing`."""
+def _from_nodes(
+    call: Call,
+    plan: NodePlanArrays,
+    index: jax.Array,
+    sums: Callable[[PlanArrays, jax.Array], tuple[jax.Array, ...]],
+) -> tuple[jax.Array, ...]:
+    """What each node says of its `Packing`, [D, T, X].
+
+    `sums`: (plan inside the node, layer index) -> arrays [V, X] of virtual tokens.
+    """
+    if parts_of(call, plan) > 1:
+        return nodes_overlap.from_windows(call, plan, index, sums)
     # Results of custom calls are typed as varying over nothing.
-    typed = (like(x, plan.chunks) for x in sent)
+    typed = (like(x, plan.chunks) for x in sums(plan.inside, index))
     blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)
 
     def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
@@ -145,9 +159,16 @@ def dispatch(
 ) -> tuple[jax.Array, jax.Array]:
     """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
     sent = (tokens,) if weights is None else (tokens, weights)
-    arrived = _to_nodes(call, plan, *sent)
-    given = None if weights is None else arrived[1]
-    return memfd.dispatch(call, rank, index, arrived[0], given, plan.inside)
+
+    def place(
+        part: PlanArrays, arrived: tuple[jax.Array, ...], into: tuple[jax.Array, ...] | None
+    ) -> tuple[jax.Array, jax.Array]:
+        given = None if weights is None else arrived[1]
+        return memfd.dispatch(call, rank, index, arrived[0], given, part, into or ())
+
+    if parts_of(call, plan) > 1:
+        return nodes_overlap.to_windows(call, plan, index, sent, place)
+    return place(plan.inside, _to_nodes(call, plan, sent), None)
 
 
 def combine(
@@ -161,8 +182,11 @@ def combine(
     """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
     dtype = expert_out.dtype
     wide = _partial_dtype(call, dtype)
-    sums = memfd.combine(call, rank, index, expert_out, weights, plan.inside, wide)
-    (partials,) = _from_nodes(call, plan, sums)
+
+    def sums(part: PlanArrays, index: jax.Array) -> tuple[jax.Array]:
+        return (memfd.combine(call, rank, index, expert_out, weights, part, wide),)
+
+    (partials,) = _from_nodes(call, plan, index, sums)
     return _sum_nodes(packing(call, plan.dst_rank), partials, dtype)
 
 
@@ -177,8 +201,11 @@ def dispatch_bwd(
     """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
     dtype = d_recv.dtype
     wide = _partial_dtype(call, dtype)
-    sums = memfd.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
-    partials, by_node = _from_nodes(call, plan, *sums)
+
+    def sums(part: PlanArrays, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return memfd.dispatch_bwd(call, rank, index, d_recv, d_weights, part, wide)
+
+    partials, by_node = _from_nodes(call, plan, index, sums)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
     node = slot_nodes(call, plan.dst_rank)
@@ -200,5 +227,14 @@ def combine_bwd(
     plan: NodePlanArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
     """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
-    (arrived,) = _to_nodes(call, plan, grad)
-    return memfd.combine_bwd(call, rank, index, arrived, expert_out, weights, plan.inside)
+
+    def place(
+        part: PlanArrays,
+        arrived: tuple[jax.Array, ...],
+        into: tuple[jax.Array, jax.Array | None] | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return memfd.combine_bwd(call, rank, index, arrived[0], expert_out, weights, part, into)
+
+    if parts_of(call, plan) > 1:
+        return nodes_overlap.to_windows(call, plan, index, (grad,), place)
+    return place(plan.inside, _to_nodes(call, plan, (grad,)), None)

@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
-#include "cuda/nccl/api.h"
+#include "cuda/nccl/side_stream.h"
 
 namespace ep_runtime {
 namespace nccl {
@@ -41,6 +43,9 @@ class Communicator {
   Status Run(const std::function<int(Comm*)>& issue, int64_t budget_ns, const Alive& alive);
   // Until NCCL has finished what it does in the background.
   Status Wait(const char* what, int64_t budget_ns, const Alive& alive);
+  // Where exchanges run that a later call awaits; null before it is given, which comes before any.
+  SideStream* side() const { return side_.get(); }
+  void GiveSide(std::unique_ptr<SideStream> side) { side_ = std::move(side); }
   // That the communicator is what was asked for.
   Status CheckShape();
   // What NCCL found out meanwhile, such as a lost connection.
@@ -60,6 +65,7 @@ class Communicator {
 
   const Api& api_;
   const Place place_;
+  std::unique_ptr<SideStream> side_;
   std::mutex mutex_;
   Comm* comm_ = nullptr;
   bool aborted_ = false;

@@ -57,12 +57,15 @@ Status Communicators::Init(int64_t budget_ns) {
     }
     return outer();
   };
-  const auto try_out = devices_.try_out;
-  const auto init = [shared_failure, alive, try_out, budget_ns](Communicator& communicator) {
-    Status status = communicator.Start();
+  const Devices devices = devices_;
+  const auto init = [shared_failure, alive, devices, budget_ns](Communicator& communicator) {
+    std::unique_ptr<SideStream> side;
+    Status status = devices.make_side(&side);
+    communicator.GiveSide(std::move(side));
+    if (status.ok()) status = communicator.Start();
     if (status.ok()) status = communicator.Wait("init", budget_ns, alive);
     if (status.ok()) status = communicator.CheckShape();
-    if (status.ok()) status = try_out(communicator, budget_ns, alive);
+    if (status.ok()) status = devices.try_out(communicator, budget_ns, alive);
     if (!status.ok()) {
       std::lock_guard<std::mutex> lock(shared_failure->first);
       if (shared_failure->second.ok()) shared_failure->second = status;

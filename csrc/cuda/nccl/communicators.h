@@ -22,6 +22,8 @@ struct Devices {
   // Moves a few bytes between all ranks of the domain, so that what cannot connect says so while
   // the group forms, and the first step pays for no connection.
   std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_out;
+  // A side stream of the current device.
+  std::function<Status(std::unique_ptr<SideStream>*)> make_side;
 };
 
 // The communicators of one group in this process: one per local rank, made together, watched by a

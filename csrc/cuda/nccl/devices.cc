@@ -77,7 +77,8 @@ Status TryOut(Communicator& communicator, int64_t budget_ns, const Alive& alive)
 }  // namespace
 
 nccl::Devices NcclDevices() {
-  return {[](int device) { return cuda::Check(cudaSetDevice(device), "cudaSetDevice"); }, TryOut};
+  return {[](int device) { return cuda::Check(cudaSetDevice(device), "cudaSetDevice"); }, TryOut,
+          nccl::MakeCudaSideStream};
 }
 
 }  // namespace ep_runtime

@@ -1,6 +1,7 @@
 // What the CUDA library has around communicators, without CUDA: devices that are always there, and
 // one call of an op.
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -11,9 +12,31 @@
 
 namespace ep_runtime {
 
+namespace {
+
+std::atomic<int> sides{0};
+std::atomic<bool> no_side{false};
+
+class FakeSide : public nccl::SideStream {
+ public:
+  FakeSide() { ++sides; }
+  ~FakeSide() override { --sides; }
+  nccl::Stream stream() const override { return nullptr; }
+  Status Follow(nccl::Stream) override { return Status(); }
+  Status Mark(const void*) override { return Status(); }
+  Status Await(const void*, nccl::Stream) override { return Status(); }
+};
+
+}  // namespace
+
 nccl::Devices NcclDevices() {
   return {[](int) { return Status(); },
-          [](nccl::Communicator&, int64_t, const nccl::Alive&) { return Status(); }};
+          [](nccl::Communicator&, int64_t, const nccl::Alive&) { return Status(); },
+          [](std::unique_ptr<nccl::SideStream>* out) -> Status {
+            if (no_side) return Internal("no stream");
+            *out = std::make_unique<FakeSide>();
+            return Status();
+          }};
 }
 
 }  // namespace ep_runtime
@@ -41,6 +64,12 @@ TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rai
   }
   std::strncpy(text, status.text().c_str(), size - 1);
   return status.ok() ? 0 : runs ? -2 : -1;
+}
+
+// Side streams that there are; `none` makes further ones fail.
+extern "C" __attribute__((visibility("default"))) int TestSides(int none) {
+  ep_runtime::no_side = none != 0;
+  return ep_runtime::sides;
 }
 
 // {first, stride, count, self}.
