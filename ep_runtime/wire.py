@@ -22,6 +22,7 @@ from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.v1 import types_pb2
 
 API_VERSION = "v1"
+CLUSTER = "cluster"  # feature of a daemon that forms groups with those of other nodes
 API_SOCKET = "api.sock"
 FD_SOCKET = "fd.sock"
 ADMIN_SOCKET = "admin.sock"

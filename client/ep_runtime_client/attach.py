@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ep_runtime import device_layout, specs, wire
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
-from ep_runtime.v1 import group_service_pb2, layer_service_pb2
+from ep_runtime.v1 import group_service_pb2, layer_service_pb2, session_service_pb2
+from ep_runtime.wire import CLUSTER
 from ep_runtime_client import estimate, forming, meshes
 from ep_runtime_client.dtypes import dtype_name
 from ep_runtime_client.groups import Group, discard
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def resolve(
-    mesh: Any, transport: str, max_token_dtype: Any, *, has_daemon: bool, **arguments: Any
+    session: Session, mesh: Any, transport: str, max_token_dtype: Any, **arguments: Any
 ) -> specs.GroupSpec:
     """The spec of create_group's arguments on a concrete mesh.
 
@@ -33,9 +34,20 @@ def resolve(
     return specs.make_group_spec(
         mesh_axes=mesh_axes,
         max_token_dtype=dtype_name(max_token_dtype, "max_token_dtype"),
-        transport=meshes.resolve_transport(transport, mesh, has_daemon=has_daemon),
+        transport=meshes.resolve_transport(
+            transport,
+            mesh,
+            has_daemon=session.has_daemon,
+            in_cluster=lambda: _in_cluster(session),
+        ),
         **arguments,
     )
+
+
+def _in_cluster(session: Session) -> bool:
+    control = session.control
+    request = session_service_pb2.GetServerInfoRequest()
+    return CLUSTER in control.call(control.sessions.GetServerInfo, request).features
 
 
 def without_retention(spec: specs.GroupSpec) -> specs.GroupSpec:

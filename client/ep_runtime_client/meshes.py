@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import native, nccl, specs
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -59,8 +60,20 @@ def processes_of(mesh: Mesh) -> list[int]:
     return sorted({int(device.process_index) for device in devices_of(mesh).ravel()})
 
 
-def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
+def resolve_transport(
+    transport: str,
+    mesh: Any,
+    *,
+    has_daemon: bool,
+    in_cluster: Callable[[], bool] = lambda: False,
+) -> str:
     """The transport of a group on this mesh; never "auto".
+
+    Args:
+        transport: as of create_group.
+        mesh: concrete.
+        has_daemon: one serves the session.
+        in_cluster: asks it whether it forms groups with the daemons of other nodes.
 
     Raises:
         InvalidArgumentError: an unknown name, or one that needs a daemon where there is none.
@@ -85,7 +98,7 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
         )
     platforms = sorted({device.platform for device in devices_of(mesh).ravel()})
     if transport == "auto":
-        return _chosen(mesh, platforms)
+        return _chosen(mesh, platforms, in_cluster)
     if transport == "memfd" and platforms != ["cpu"]:
         raise InvalidArgumentError(
             f'transport="memfd" moves rows between CPU devices, the mesh has {platforms}',
@@ -104,15 +117,40 @@ def resolve_transport(transport: str, mesh: Any, *, has_daemon: bool) -> str:
     )
 
 
-def _chosen(mesh: Any, platforms: list[str]) -> str:
-    """What "auto" stands for where a daemon serves: windows wherever they can be mapped."""
+def _chosen(mesh: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> str:
+    """What "auto" stands for where a daemon serves: windows wherever they can be mapped, between
+    GPUs that cannot NCCL, and XLA's collectives for what is left."""
     if platforms == ["cpu"]:
         return "memfd"
-    reason = _no_windows(devices_of(mesh).ravel(), platforms)
-    if not reason:
+    devices = devices_of(mesh).ravel()
+    no_windows = _no_windows(devices, platforms)
+    if not no_windows:
         return "nvlink"
-    _say_xla(reason)
+    no_nccl = _no_nccl(devices, platforms, in_cluster)
+    if not no_nccl:
+        _say(logging.INFO, f'rows travel over NCCL (transport="nccl"): {no_windows}')
+        return "nccl"
+    why = no_windows if no_nccl == no_windows else f"{no_windows}; {no_nccl}"
+    _say(logging.WARNING, f'rows travel over XLA\'s collectives (transport="xla"): {why}')
     return "xla"
+
+
+def _no_nccl(devices: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> str:
+    """Why no communicators can be made for the devices; "" where they can."""
+    if platforms != ["gpu"] or not native.library_path("cuda").exists():
+        return _no_windows(devices, platforms)
+    if _spans_hosts(devices) and not in_cluster():
+        return "this node's daemon is in no cluster (ep-runtime serve --coordinator or --join)"
+    try:
+        nccl.library().version()
+    except EpRuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _spans_hosts(devices: Any) -> bool:
+    # XLA gives the processes of one host, or of one NVLink domain, one index.
+    return len({getattr(device, "slice_index", 0) for device in devices}) > 1
 
 
 def _no_windows(devices: Any, platforms: list[str]) -> str:
@@ -124,8 +162,7 @@ def _no_windows(devices: Any, platforms: list[str]) -> str:
         return f"no windows are made for {platforms} devices"
     if not native.library_path("cuda").exists():
         return "this package was built without CUDA (EP_RUNTIME_CUDA=ON builds it)"
-    # XLA gives the processes of one host, or of one NVLink domain, one index.
-    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+    if _spans_hosts(devices):
         return "the mesh spans hosts, whose GPUs do not reach each other's memory"
     import jax
 
@@ -138,5 +175,5 @@ def _no_windows(devices: Any, platforms: list[str]) -> str:
 
 
 @functools.cache
-def _say_xla(reason: str) -> None:
-    _log.warning('rows travel over XLA\'s collectives (transport="xla"): %s', reason)
+def _say(level: int, text: str) -> None:
+    _log.log(level, text)

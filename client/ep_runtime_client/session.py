@@ -223,7 +223,8 @@ class Session:
             lanes: calls of the group that may move rows at once.
             on_overflow: drop rows over C, or fail the step.
             combine_precision: partial sums in the token dtype, or in fp32.
-            transport: how rows travel; "auto" is memfd on CPU, xla without a daemon.
+            transport: how rows travel; "auto" is memfd on CPU and nvlink on GPUs that reach
+                each other, else nccl where there is a libnccl (over nodes: a cluster), else xla.
             partitioning: who partitions the ops.
             op_timeout_s: how long a call waits for live but silent peers.
             retain_s: how long windows outlive the last process; 0 in private runtimes.
@@ -239,9 +240,7 @@ class Session:
             NotImplementedError: the transport is not part of this version.
         """
         arguments = {key: value for key, value in locals().items() if key not in _NOT_SPEC}
-        spec = attach.resolve(
-            mesh, transport, max_token_dtype, has_daemon=self.has_daemon, **arguments
-        )
+        spec = attach.resolve(self, mesh, transport, max_token_dtype, **arguments)
         if self._runtime.is_private:
             spec = attach.without_retention(spec)
         return self._create(spec, mesh, replace)

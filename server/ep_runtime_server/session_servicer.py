@@ -35,7 +35,7 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
             server_version=ep_runtime.__version__,
             incarnation=self._runtime.incarnation,
             api_versions=[wire.API_VERSION],
-            features=["memfd", "xla"],
+            features=["memfd", "xla", *([wire.CLUSTER] if self._runtime.cluster else [])],
             state=self._runtime.server_state,
             pid=os.getpid(),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,12 +118,7 @@ def test_gpus_take_nccl_where_it_is_asked_for_and_a_libnccl_is_there(
     library: Callable[[Reaching], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     library(Reaching((0, 1)))
-
-    class Nccl:
-        def version(self) -> int:
-            return 22809
-
-    monkeypatch.setattr(nccl, "library", Nccl)
+    monkeypatch.setattr(nccl, "library", SomeNccl)
     assert meshes.resolve_transport("nccl", Gpus(), has_daemon=True) == "nccl"
     missing = tmp_path / "none.so"
     monkeypatch.setattr(nccl, "library", lambda: nccl.NcclLibrary(missing))
@@ -130,23 +126,49 @@ def test_gpus_take_nccl_where_it_is_asked_for_and_a_libnccl_is_there(
         meshes.resolve_transport("nccl", Gpus(), has_daemon=True)
 
 
+class SomeNccl:
+    """A libnccl that can be used, or one that says why not."""
+
+    def __init__(self, reason: str = "") -> None:
+        self._reason = reason
+
+    def version(self) -> int:
+        if self._reason:
+            raise RuntimeUnavailableError(self._reason)
+        return 22809
+
+
+_APART, _SPANS = "GPU 2 does not reach the memory of GPU 1", "the mesh spans hosts"
+
+
 @pytest.mark.parametrize(
-    ("mesh", "apart", "reason"),
+    ("mesh", "apart", "cluster", "missing", "transport", "reasons"),
     [
-        (Gpus(), [(2, 1)], "GPU 2 does not reach the memory of GPU 1"),
-        (Gpus(0, 0, 1, 1), [], "the mesh spans hosts"),
+        (Gpus(), [(2, 1)], False, "", "nccl", [_APART]),
+        (Gpus(), [(2, 1)], False, "no libnccl", "xla", [_APART, "no libnccl"]),
+        (Gpus(0, 0, 1, 1), [], True, "", "nccl", [_SPANS]),
+        (Gpus(0, 0, 1, 1), [], False, "", "xla", [_SPANS, "daemon is in no cluster"]),
     ],
 )
-def test_gpus_that_do_not_take_xla_and_the_reason_is_said(
+def test_gpus_apart_take_nccl_else_xla_and_the_reason_is_said(
     library: Callable[[Reaching], None],
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     mesh: Gpus,
     apart: list[tuple[int, int]],
-    reason: str,
+    cluster: bool,
+    missing: str,
+    transport: str,
+    reasons: list[str],
 ) -> None:
     library(Reaching(*apart))
-    assert meshes.resolve_transport("auto", mesh, has_daemon=True) == "xla"
-    assert reason in caplog.text
+    monkeypatch.setattr(nccl, "library", lambda: SomeNccl(missing))
+    meshes._say.cache_clear()
+    caplog.set_level(logging.INFO)
+    found = meshes.resolve_transport("auto", mesh, has_daemon=True, in_cluster=lambda: cluster)
+    assert found == transport
+    for reason in reasons:
+        assert reason in caplog.text
 
 
 def test_gpus_take_xla_where_the_package_was_built_without_cuda(

@@ -8,9 +8,14 @@ from cluster_places import loopback, make_certificates, place, tls_flags
 from harness import FakeClock, eventually
 from raw_client import make_spec
 
-from ep_runtime import errors
+from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
-from ep_runtime.v1 import admin_service_pb2_grpc, node_service_pb2, node_service_pb2_grpc
+from ep_runtime.v1 import (
+    admin_service_pb2_grpc,
+    node_service_pb2,
+    node_service_pb2_grpc,
+    session_service_pb2,
+)
 from ep_runtime_server import config
 from ep_runtime_server.cluster_config import ClusterConfig, parse_endpoint
 
@@ -64,8 +69,15 @@ def identity(node: str, **more) -> node_service_pb2.NodeIdentity:
     return node_service_pb2.NodeIdentity(node=node, **fields)
 
 
+def features(daemon) -> list[str]:
+    client = daemon.client()
+    request = session_service_pb2.GetServerInfoRequest()
+    return list(client.call(client.sessions.GetServerInfo, request).features)
+
+
 def test_a_daemon_alone_has_no_cluster(daemon):
     assert not daemon.status().HasField("cluster")
+    assert wire.CLUSTER not in features(daemon)
     with pytest.raises(errors.InvalidArgumentError, match="belongs to no cluster"):
         daemon.ask("ListGroups", node="b")
 
@@ -82,6 +94,8 @@ def test_a_node_that_joins_is_seen_from_both(start_daemon):
     assert (ours.node, theirs.node) == ("a", "b")
     assert theirs.coordinator == address
     assert [node.coordinator for node in theirs.nodes] == [True, False]
+    assert wire.CLUSTER in features(a)
+    assert wire.CLUSTER in features(b)
 
 
 def test_every_reading_call_goes_to_the_node_that_it_names(start_daemon):
