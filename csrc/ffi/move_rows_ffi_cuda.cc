@@ -54,6 +54,39 @@ Status LaunchGather(CallFrame frame, cudaStream_t stream, int64_t slots) {
   return cuda::Check(cuda::LaunchGatherRows(stream, params), frame.call);
 }
 
+// ep_spread_rows_v1(source s32 [rows], slot_row s32 [T, S], values [T, H],
+//                   weights f32 [T, S] or [0, 0]) -> [rows, H]
+Status LaunchSpread(CallFrame frame, cudaStream_t stream) {
+  frame.call = "ep_spread_rows_v1";
+  EP_RETURN_IF_ERROR(CheckCount(frame, 4, 1));
+  const Buffer& source = frame.args[0];
+  const Buffer& slot_row = frame.args[1];
+  const Buffer& values = frame.args[2];
+  const Buffer& weights = frame.args[3];
+  const int64_t rows = source.dim(0), tokens = values.dim(0), width = values.dim(1);
+  const Dims slots = {tokens, slot_row.dim(1)};
+  EP_RETURN_IF_ERROR(CheckArray(frame, "source", source, DataType::S32, {rows}));
+  EP_RETURN_IF_ERROR(CheckArray(frame, "slot_row", slot_row, DataType::S32, slots));
+  EP_RETURN_IF_ERROR(CheckShape(frame, "values", values, {tokens, width}));
+  EP_RETURN_IF_ERROR(CheckArray(frame, "rows", frame.rets[0], values.dtype, {rows, width}));
+  cuda::SpreadRowsParams params{};
+  params.type = cuda::RowType::kBytes;
+  if (weights.dims != Dims{0, 0}) {
+    EP_RETURN_IF_ERROR(ReadFloatRows(frame, "values", values, &params.type));
+    EP_RETURN_IF_ERROR(CheckArray(frame, "weights", weights, DataType::F32, slots));
+    params.weights = static_cast<const float*>(weights.data);
+  }
+  params.rows = static_cast<int32_t>(rows);
+  params.tokens = static_cast<int32_t>(tokens);
+  params.slots = static_cast<int32_t>(slots[1]);
+  params.row_bytes = width * ElementBytes(values);
+  params.source = static_cast<const int32_t*>(source.data);
+  params.slot_row = static_cast<const int32_t*>(slot_row.data);
+  params.values = values.data;
+  params.out = frame.rets[0].data;
+  return cuda::Check(cuda::LaunchSpreadRows(stream, params), frame.call);
+}
+
 // ep_sum_rows_v1(slot_row s32 [T, S], rows [R, H], weights f32 [T, S] or [0, 0]) -> [T, H]
 Status LaunchSum(CallFrame frame, cudaStream_t stream) {
   frame.call = "ep_sum_rows_v1";
@@ -90,10 +123,11 @@ ffi::Error RunGather(cudaStream_t stream, int64_t slots, ffi::RemainingArgs args
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-ffi::Error RunSum(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+template <Status (*launch)(CallFrame, cudaStream_t)>
+ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   CallFrame frame{};
   Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchSum(std::move(frame), stream);
+  if (status.ok()) status = launch(std::move(frame), stream);
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
@@ -105,13 +139,18 @@ XLA_FFI_DEFINE_HANDLER(kGather, RunGather,
                            .RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(
-    kSum, RunSum,
+    kSpread, Run<LaunchSpread>,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets(),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    kSum, Run<LaunchSum>,
     ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets(),
     {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 XLA_FFI_Handler* const kGatherRowsV1 = kGather;
+XLA_FFI_Handler* const kSpreadRowsV1 = kSpread;
 XLA_FFI_Handler* const kSumRowsV1 = kSum;
 
 }  // namespace ep_runtime

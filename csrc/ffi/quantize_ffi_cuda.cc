@@ -120,6 +120,39 @@ Status LaunchBlocks(CallFrame frame, cudaStream_t stream, const QuantizeAttribut
   return cuda::Check(cuda::LaunchQuantizeBlocks(stream, params), frame.call);
 }
 
+// ep_quantize_weights_v1(values [G, K', m, N'], scale f32 [G] or [0]) -> data u8 like values,
+//   u8 [G, m, N', K'], f32 [G, ceil(K' / 128), m, ceil(N' / 128)] or [0]
+Status LaunchWeights(CallFrame frame, cudaStream_t stream, const QuantizeAttributes& attributes) {
+  frame.call = "ep_quantize_weights_v1";
+  EP_RETURN_IF_ERROR(CheckCount(frame, 2, 3));
+  cuda::QuantizeWeightsParams params{};
+  const Buffer& values = frame.args[0];
+  const Buffer& given = frame.args[1];
+  EP_RETURN_IF_ERROR(ReadFloatRows(frame, "values", values, &params.type));
+  EP_RETURN_IF_ERROR(ReadFormat(frame, attributes.format, &params.format));
+  const Dims dims = {values.dim(0), values.dim(1), values.dim(2), values.dim(3)};
+  EP_RETURN_IF_ERROR(CheckShape(frame, "values", values, dims));
+  const bool makes = given.dims == Dims{0};
+  const Dims blocks = {dims[0], Tiles(dims[1], cuda::kTile), dims[2], Tiles(dims[3], cuda::kTile)};
+  EP_RETURN_IF_ERROR(CheckArray(frame, "given scale", given, DataType::F32, {makes ? 0 : dims[0]}));
+  EP_RETURN_IF_ERROR(CheckArray(frame, "data", frame.rets[0], DataType::U8, dims));
+  EP_RETURN_IF_ERROR(CheckArray(frame, "turned", frame.rets[1], DataType::U8,
+                                {dims[0], dims[2], dims[3], dims[1]}));
+  EP_RETURN_IF_ERROR(
+      CheckArray(frame, "scale", frame.rets[2], DataType::F32, makes ? blocks : Dims{0}));
+  params.count = static_cast<int32_t>(dims[0]);
+  params.rows = static_cast<int32_t>(dims[1]);
+  params.middle = static_cast<int32_t>(dims[2]);
+  params.width = static_cast<int32_t>(dims[3]);
+  params.values = values.data;
+  params.given_scale = makes ? nullptr : static_cast<const float*>(given.data);
+  params.power_of_two = attributes.power_of_two != 0;
+  params.data = static_cast<uint8_t*>(frame.rets[0].data);
+  params.turned = static_cast<uint8_t*>(frame.rets[1].data);
+  params.scale = makes ? static_cast<float*>(frame.rets[2].data) : nullptr;
+  return cuda::Check(cuda::LaunchQuantizeWeights(stream, params), frame.call);
+}
+
 // ep_quantize_mx_v1(group_sizes, values) -> data u8 [S * C, W], e8m0 u8 [S * C, W / 32],
 //                                           data u8 [S * C, W], e8m0 u8 [S * C / 32, W]
 Status LaunchMx(CallFrame frame, cudaStream_t stream, const QuantizeAttributes& attributes) {
@@ -177,6 +210,7 @@ XLA_FFI_DEFINE_HANDLER(
 EP_RUNTIME_QUANTIZE(kScaleRows, LaunchScaleRows);
 EP_RUNTIME_QUANTIZE(kTiles, LaunchTiles);
 EP_RUNTIME_QUANTIZE(kBlocks, LaunchBlocks);
+EP_RUNTIME_QUANTIZE(kWeights, LaunchWeights);
 EP_RUNTIME_QUANTIZE(kMx, LaunchMx);
 
 }  // namespace
@@ -185,6 +219,7 @@ XLA_FFI_Handler* const kGroupAmaxV1 = kAmax;
 XLA_FFI_Handler* const kScaleRowsV1 = kScaleRows;
 XLA_FFI_Handler* const kQuantizeTilesV1 = kTiles;
 XLA_FFI_Handler* const kQuantizeBlocksV1 = kBlocks;
+XLA_FFI_Handler* const kQuantizeWeightsV1 = kWeights;
 XLA_FFI_Handler* const kQuantizeMxV1 = kMx;
 
 }  // namespace ep_runtime

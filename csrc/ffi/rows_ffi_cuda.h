@@ -23,12 +23,16 @@ Status ReadFloatRows(const CallFrame& frame, const char* name, const Buffer& got
 // One per <op>_ffi_cuda.cc.
 extern XLA_FFI_Handler* const kActivationV1;
 extern XLA_FFI_Handler* const kActivationBwdV1;
+extern XLA_FFI_Handler* const kActivationAmaxV1;
+extern XLA_FFI_Handler* const kQuantizeActivationV1;
 extern XLA_FFI_Handler* const kGroupAmaxV1;
 extern XLA_FFI_Handler* const kScaleRowsV1;
 extern XLA_FFI_Handler* const kQuantizeTilesV1;
 extern XLA_FFI_Handler* const kQuantizeBlocksV1;
+extern XLA_FFI_Handler* const kQuantizeWeightsV1;
 extern XLA_FFI_Handler* const kQuantizeMxV1;
 extern XLA_FFI_Handler* const kGatherRowsV1;
+extern XLA_FFI_Handler* const kSpreadRowsV1;
 extern XLA_FFI_Handler* const kSumRowsV1;
 extern XLA_FFI_Handler* const kGroupSumsV1;
 

@@ -98,6 +98,7 @@ struct Tally {
 // All cases of a kind; `count` random ones.
 void CheckActivations(std::mt19937& random, int count, Tally* tally);
 void CheckQuantized(std::mt19937& random, int count, Tally* tally);
+void CheckFused(std::mt19937& random, int count, Tally* tally);
 void CheckMoves(std::mt19937& random, int count, Tally* tally);
 
 void TimeAll();

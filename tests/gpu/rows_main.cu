@@ -94,6 +94,7 @@ int CheckAll(int count) {
   Tally tally;
   CheckActivations(random, count, &tally);
   CheckQuantized(random, count, &tally);
+  CheckFused(random, count, &tally);
   CheckMoves(random, count, &tally);
   std::printf("%d of %d wrong\n", tally.wrong, tally.cases);
   return tally.wrong > 0;

@@ -110,6 +110,34 @@ bool CheckGather(const MoveCase& c, bool compared) {
   return true;
 }
 
+bool CheckSpread(const MoveCase& c) {
+  const Memory source(c.source), slot_row(c.slot_row), values(c.values), weights(c.weights);
+  const Memory out(c.rows * c.row_bytes());
+  ec::SpreadRowsParams params{};
+  params.type = c.weighted ? c.type : RowType::kBytes;
+  params.rows = c.rows;
+  params.tokens = c.tokens;
+  params.slots = c.slots;
+  params.row_bytes = c.row_bytes();
+  params.source = source.as<const int32_t>();
+  params.slot_row = slot_row.as<const int32_t>();
+  params.values = values.as();
+  params.weights = c.weighted ? weights.as<float>() : nullptr;
+  params.out = out.as();
+  if (!RunTwice([&] { return ec::LaunchSpreadRows(nullptr, params); }, {&out}, c.name("spread"))) {
+    return false;
+  }
+  const Floats found(c.type, out.read());
+  for (int64_t at = 0; at < int64_t{c.rows} * c.width; ++at) {
+    const int from = c.source[at / c.width];
+    const float weight = c.weighted && from >= 0 ? c.weights[from] : 1.0f;
+    const int64_t token = from < 0 ? 0 : from / c.slots;
+    const float want = from < 0 ? 0.0f : c.values.at(token * c.width + at % c.width) * weight;
+    if (!SameRounded("spread", found, at, want)) return false;
+  }
+  return true;
+}
+
 bool CheckSum(const MoveCase& c) {
   const Memory slot_row(c.slot_row), rows(c.others), weights(c.weights);
   const Memory out(c.tokens * c.row_bytes());
@@ -184,6 +212,7 @@ void CheckMoves(std::mt19937& random, int count, Tally* tally) {
     const MoveCase c(random, tokens, slots, rows, width, types[below(3)]);
     const bool compared = below(2) == 0;
     tally->Add(CheckGather(c, compared), c.name(compared ? "gather and compare" : "gather"));
+    tally->Add(CheckSpread(c), c.name("spread"));
     tally->Add(CheckSum(c), c.name("sum"));
     const Slabs slabs = RandomSlabs(random);
     const std::string name = "sums of " + std::to_string(slabs.groups) + " groups, " +

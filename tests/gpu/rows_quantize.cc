@@ -149,48 +149,94 @@ bool CheckTiles(std::mt19937& random, const QuantizeCase& c) {
   return Same("data", data.read(), want) && Same("scale", scale.read(), Bytes(scales));
 }
 
+struct WeightsCase {
+  int count, middle, rows;
+  int down, across;  // blocks
+  Floats values;
+
+  WeightsCase(std::mt19937& random, const QuantizeCase& c, int multiple)
+      : count(1 + random() % 3),
+        middle(1 + random() % 2),
+        rows(multiple * (1 + random() % (300 / multiple))),
+        down((rows + ec::kTile - 1) / ec::kTile),
+        across((c.width + ec::kTile - 1) / ec::kTile),
+        values(AnyRows(random, std::vector<int>(count * rows * middle, 0), c.type, c.width)) {}
+  int64_t blocks() const { return int64_t{count} * down * middle * across; }
+};
+
+struct WeightsWanted {
+  std::vector<uint8_t> data, turned;
+  std::vector<float> scales;
+
+  // Without `given` every block makes its scale.
+  WeightsWanted(const QuantizeCase& c, const WeightsCase& w, const std::vector<float>& given)
+      : data(int64_t{w.count} * w.rows * w.middle * c.width),
+        turned(data.size()),
+        scales(w.blocks()) {
+    for (int64_t block = 0; block < w.blocks(); ++block) {
+      const int column = block % w.across * ec::kTile, m = block / w.across % w.middle;
+      const int row = block / w.across / w.middle % w.down * ec::kTile;
+      const int g = block / w.across / w.middle / w.down;
+      const auto each = [&](const std::function<void(int64_t, int64_t)>& visit) {
+        for (int r = row; r < std::min(row + ec::kTile, w.rows); ++r) {
+          for (int i = column; i < std::min(column + ec::kTile, c.width); ++i) {
+            visit(((int64_t{g} * w.rows + r) * w.middle + m) * c.width + i,
+                  ((int64_t{g} * w.middle + m) * c.width + i) * w.rows + r);
+          }
+        }
+      };
+      Amax amax;
+      each([&](int64_t at, int64_t) { amax.Add(w.values.at(at)); });
+      scales[block] = given.empty() ? ScaleOf(amax.value, c.format, c.power_of_two) : given[g];
+      each([&](int64_t at, int64_t to) {
+        data[at] = turned[to] = Quantized(w.values.at(at), scales[block], c.format);
+      });
+    }
+  }
+};
+
 bool CheckBlocks(std::mt19937& random, const QuantizeCase& c) {
-  const int count = 1 + random() % 3, middle = 1 + random() % 2, rows = 1 + random() % 300;
-  const std::vector<int> owner(count * rows * middle, 0);
-  const Floats values = AnyRows(random, owner, c.type, c.width);
-  const int down = (rows + ec::kTile - 1) / ec::kTile,
-            across = (c.width + ec::kTile - 1) / ec::kTile;
-  const Memory x(values), data(int64_t{count} * rows * middle * c.width);
-  const Memory scale(int64_t{count} * down * middle * across * 4);
-  const ec::QuantizeBlocksParams params{c.type,
-                                        c.format,
-                                        count,
-                                        rows,
-                                        middle,
-                                        c.width,
-                                        x.as(),
-                                        c.power_of_two,
-                                        data.as<uint8_t>(),
-                                        scale.as<float>()};
+  const WeightsCase w(random, c, 1);
+  const WeightsWanted want(c, w, {});
+  const Memory x(w.values), data(want.data.size()), scale(w.blocks() * 4);
+  const ec::QuantizeBlocksParams params{
+      c.type,         c.format,           w.count,          w.rows, w.middle, c.width, x.as(),
+      c.power_of_two, data.as<uint8_t>(), scale.as<float>()};
   if (!RunTwice([&] { return ec::LaunchQuantizeBlocks(nullptr, params); }, {&data, &scale},
                 c.name("blocks"))) {
     return false;
   }
-  const auto place = [&](int g, int row, int m, int column) {
-    return ((int64_t{g} * rows + row) * middle + m) * c.width + column;
-  };
-  std::vector<uint8_t> want(data.bytes());
-  std::vector<float> scales(int64_t{count} * down * middle * across);
-  for (int64_t block = 0; block < static_cast<int64_t>(scales.size()); ++block) {
-    const int column = block % across * ec::kTile, m = block / across % middle;
-    const int row = block / across / middle % down * ec::kTile, g = block / across / middle / down;
-    const auto each = [&](const std::function<void(int64_t)>& visit) {
-      for (int r = row; r < std::min(row + ec::kTile, rows); ++r) {
-        for (int i = column; i < std::min(column + ec::kTile, c.width); ++i)
-          visit(place(g, r, m, i));
-      }
-    };
-    Amax amax;
-    each([&](int64_t at) { amax.Add(values.at(at)); });
-    scales[block] = ScaleOf(amax.value, c.format, c.power_of_two);
-    each([&](int64_t at) { want[at] = Quantized(values.at(at), scales[block], c.format); });
+  return Same("data", data.read(), want.data) && Same("scale", scale.read(), Bytes(want.scales));
+}
+
+// Both layouts, with scales of blocks and with given ones.
+bool CheckWeights(std::mt19937& random, const QuantizeCase& c) {
+  const WeightsCase w(random, c, ec::kTurnedMultiple);
+  std::vector<float> given;
+  if (random() % 2) {
+    for (int g = 0; g < w.count; ++g) given.push_back(std::ldexp(1.3f, -10 * g));
   }
-  return Same("data", data.read(), want) && Same("scale", scale.read(), Bytes(scales));
+  const WeightsWanted want(c, w, given);
+  const Memory x(w.values), scales(given), data(want.data.size()), turned(want.data.size());
+  const Memory scale(w.blocks() * 4);
+  const ec::QuantizeWeightsParams params{c.type,
+                                         c.format,
+                                         w.count,
+                                         w.rows,
+                                         w.middle,
+                                         c.width,
+                                         x.as(),
+                                         given.empty() ? nullptr : scales.as<float>(),
+                                         c.power_of_two,
+                                         data.as<uint8_t>(),
+                                         turned.as<uint8_t>(),
+                                         given.empty() ? scale.as<float>() : nullptr};
+  if (!RunTwice([&] { return ec::LaunchQuantizeWeights(nullptr, params); },
+                {&data, &turned, &scale}, c.name("weights"))) {
+    return false;
+  }
+  return Same("data", data.read(), want.data) && Same("turned", turned.read(), want.turned) &&
+         (!given.empty() || Same("scale", scale.read(), Bytes(want.scales)));
 }
 
 // What MXFP8 makes of every 32 values along rows, or across them. Slack counts as zeros.
@@ -262,6 +308,7 @@ void CheckQuantized(std::mt19937& random, int count, Tally* tally) {
     tally->Add(CheckTensor(random, c), c.name("tensor"));
     tally->Add(CheckTiles(random, c), c.name("tiles"));
     tally->Add(CheckBlocks(random, c), c.name("blocks"));
+    tally->Add(CheckWeights(random, c), c.name("weights"));
     c.slabs = RandomSlabs(random, ec::kMxTile);
     c.width = ec::kMxTile * (1 + below(12));
     tally->Add(CheckMx(random, c), c.name("mx"));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "cuda/rows/activation_quantize.h"
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/move_rows.h"
 #include "rows_case.h"
@@ -131,6 +132,43 @@ void TimeActivation(Timer* timer, const Load& load, const Slabs& slabs, const Me
                [&] { return ec::LaunchActivation(nullptr, params); });
 }
 
+// Activation and quantization in one, and their share of the passes that they stand for.
+void TimeFused(Timer* timer, const Load& load, const Slabs& slabs, const Memory& sizes) {
+  const int64_t all = slabs.all_rows();
+  const auto hidden = Values(all * 2 * kInner), grad = Values(all * kInner);
+  const Memory weights(std::vector<float>(all, 0.5f)), d_weights(all * 4), amax(4 * kGroups);
+  const Memory scales(std::vector<float>(kGroups, 0.01f)), data(all * 2 * kInner);
+  const Memory tile_scale(all * (2 * kInner / ec::kTile) * 4);
+  ec::QuantizedActivationParams params{};
+  params.type = RowType::kBF16;
+  params.gated = true;
+  params.groups = slabs.On(sizes);
+  params.width = kInner;
+  params.hidden = hidden->as();
+  params.weights = weights.as<float>();
+  params.num_experts = kGroups;
+  params.data = data.as<uint8_t>();
+  const double row = static_cast<double>(slabs.used) * kInner;
+  for (const bool backward : {false, true}) {
+    params.grad = backward ? grad->as() : nullptr;
+    params.d_weights = backward ? d_weights.as<float>() : nullptr;
+    const double read = backward ? 6 * row : 4 * row, made = backward ? 2 * row : row;
+    const auto print = [&](const char* what, double bytes) {
+      timer->Print(std::string(backward ? "SwiGLU backward " : "SwiGLU ") + what + load.name, bytes,
+                   [&] { return ec::LaunchQuantizedActivation(nullptr, params); });
+    };
+    params.amax = amax.as<float>();
+    print("to amax, ", read);
+    params.amax = nullptr;
+    params.group_scale = scales.as<float>();
+    params.tile_scale = nullptr;
+    print("and tensor scales, ", read + made);
+    params.group_scale = nullptr;
+    params.tile_scale = tile_scale.as<float>();
+    print("and 1 x 128, ", read + made * (1 + 1.0 / 32));
+  }
+}
+
 void TimeQuantize(Timer* timer, const Load& load, const Slabs& slabs, const Memory& sizes) {
   const int64_t all = slabs.all_rows(), values = all * kHidden;
   const auto x = Values(values);
@@ -193,6 +231,25 @@ void TimeKernels(Timer* timer) {
       false,          data.as<uint8_t>(), scale.as<float>()};
   timer->Print("quantize 128 x 128, 32 weights", 3.0 * values,
                [&] { return ec::LaunchQuantizeBlocks(nullptr, params); });
+  const Memory turned(values), given(std::vector<float>(kGroups, 0.01f));
+  ec::QuantizeWeightsParams both{RowType::kBF16,
+                                 Fp8Format::kE4M3,
+                                 kGroups,
+                                 kHidden,
+                                 1,
+                                 kWide,
+                                 w->as(),
+                                 nullptr,
+                                 false,
+                                 data.as<uint8_t>(),
+                                 turned.as<uint8_t>(),
+                                 scale.as<float>()};
+  timer->Print("quantize 128 x 128 in both layouts, 32 weights", 4.0 * values,
+               [&] { return ec::LaunchQuantizeWeights(nullptr, both); });
+  both.given_scale = given.as<float>();
+  both.scale = nullptr;
+  timer->Print("quantize by tensor scales in both layouts, 32 weights", 4.0 * values,
+               [&] { return ec::LaunchQuantizeWeights(nullptr, both); });
 }
 
 void TimeMoves(Timer* timer) {
@@ -211,6 +268,13 @@ void TimeMoves(Timer* timer) {
       tokens->as(),   nullptr, nullptr, out.as(), nullptr};
   const auto run = [&] { return ec::LaunchGatherRows(nullptr, gather); };
   timer->Print("permute, top 8", bytes + bytes / kTopK, run);
+  ec::SpreadRowsParams spread{
+      RowType::kBF16,      kRows,        kTokens, kTopK,   2 * kHidden, sources.as<int>(),
+      slot_rows.as<int>(), tokens->as(), nullptr, out.as()};
+  const auto run_spread = [&] { return ec::LaunchSpreadRows(nullptr, spread); };
+  timer->Print("permute by tokens, top 8", bytes + bytes / kTopK, run_spread);
+  spread.weights = weights.as<float>();
+  timer->Print("permute by tokens with weights", bytes + bytes / kTopK, run_spread);
   gather.weights = weights.as<float>();
   timer->Print("permute with weights", bytes + bytes / kTopK, run);
   gather.others = rows->as();
@@ -234,6 +298,7 @@ void TimeAll() {
     const Slabs slabs(1, load.rows, load.sizes);
     const Memory sizes(slabs.sizes);
     TimeActivation(&timer, load, slabs, sizes);
+    TimeFused(&timer, load, slabs, sizes);
     TimeQuantize(&timer, load, slabs, sizes);
   }
   TimeKernels(&timer);

@@ -1,6 +1,7 @@
 #include "cuda/gemm/groups.cuh"
 #include "cuda/gemm/transpose.h"
 #include "cuda/gemm/transpose_tile.h"
+#include "cuda/gemm/write_columns.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -45,44 +46,13 @@ __device__ __forceinline__ void ReadTile(const Place& place, int32_t column, uin
   }
 }
 
-// Each thread: four columns of 16 lines.
-__device__ __forceinline__ void WriteTile(const Place& place, int32_t column, const uint4* tile) {
-  const auto* words = reinterpret_cast<const uint32_t*>(tile);
-  const int first_line = FirstLine(threadIdx.x);
-  uint32_t columns[4][4];
-#pragma unroll
-  for (int four = 0; four < 4; ++four) {
-    uint32_t lines[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      lines[i] = words[StoredWord(first_line + 4 * four + i, ColumnWord(threadIdx.x))];
-    }
-    const uint32_t low01 = __byte_perm(lines[0], lines[1], 0x5140);
-    const uint32_t high01 = __byte_perm(lines[0], lines[1], 0x7362);
-    const uint32_t low23 = __byte_perm(lines[2], lines[3], 0x5140);
-    const uint32_t high23 = __byte_perm(lines[2], lines[3], 0x7362);
-    columns[0][four] = __byte_perm(low01, low23, 0x5410);
-    columns[1][four] = __byte_perm(low01, low23, 0x7632);
-    columns[2][four] = __byte_perm(high01, high23, 0x5410);
-    columns[3][four] = __byte_perm(high01, high23, 0x7632);
-  }
-  if (first_line >= place.stored) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int32_t at = column + 4 * ColumnWord(threadIdx.x) + i;
-    if (at >= place.width) continue;
-    *reinterpret_cast<uint4*>(place.to + at * place.pitch + first_line) =
-        make_uint4(columns[i][0], columns[i][1], columns[i][2], columns[i][3]);
-  }
-}
-
 // All threads of a block: every kAcross-th tile of the lines that `place` names.
 __device__ __forceinline__ void TransposeLines(const Place& place) {
   __shared__ uint4 tile[kSide * kSide / 16];
   for (int32_t column = blockIdx.y * kSide; column < place.width; column += kAcross * kSide) {
     ReadTile(place, column, tile);
     __syncthreads();
-    WriteTile(place, column, tile);
+    WriteColumns({place.to, place.pitch, place.width, place.stored}, column, tile);
     __syncthreads();
   }
 }

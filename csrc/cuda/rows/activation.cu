@@ -1,6 +1,6 @@
 #include "cuda/row_math.cuh"
 #include "cuda/rows/activation.h"
-#include "cuda/rows/activation_math.cuh"
+#include "cuda/rows/activation_values.cuh"
 #include "cuda/rows/row_groups.cuh"
 
 namespace ep_runtime {
@@ -9,7 +9,7 @@ namespace rows {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerProcessor = 8;
+constexpr int kBlocksPerProcessor = 32;
 constexpr int kUnroll = 2;  // vectors of a lane on their way at once, of each operand
 
 struct ActivationArguments {
@@ -34,23 +34,6 @@ struct RowAt {
 };
 
 template <RowType kType, bool kGated>
-__device__ __forceinline__ uint4 Values(ActivationFunction function, const uint4& gate,
-                                        const uint4& up, float weight) {
-  using E = Element<kType>;
-  float x[E::kPerVector], other[E::kPerVector];
-  E::Unpack(gate, x);
-  if (kGated) E::Unpack(up, other);
-  WithFunction(function, [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < E::kPerVector; ++i) {
-      const float value = decltype(f)::At(x[i]).value;
-      x[i] = (kGated ? value * other[i] : value) * weight;
-    }
-  });
-  return E::Pack(x);
-}
-
-template <RowType kType, bool kGated>
 __device__ __forceinline__ void ForwardRow(const ActivationArguments& a, int64_t row, int lane) {
   const RowAt<kGated> at(a, row);
   const float weight = a.weights == nullptr ? 1.0f : __ldg(a.weights + row);
@@ -70,31 +53,6 @@ __device__ __forceinline__ void ForwardRow(const ActivationArguments& a, int64_t
       StoreVector(a.out + at.inner + v, Values<kType, kGated>(a.function, gate[u], up[u], weight));
     }
   }
-}
-
-// Turns `gate` and `up` into their gradients. Returns the sum of grad times value.
-template <RowType kType, bool kGated>
-__device__ __forceinline__ float Gradients(ActivationFunction function, const uint4& grad,
-                                           float weight, uint4* gate, uint4* up) {
-  using E = Element<kType>;
-  float g[E::kPerVector], x[E::kPerVector], other[E::kPerVector];
-  E::Unpack(grad, g);
-  E::Unpack(*gate, x);
-  if (kGated) E::Unpack(*up, other);
-  float sum = 0.0f;
-  WithFunction(function, [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < E::kPerVector; ++i) {
-      const Derived derived = decltype(f)::At(x[i]);
-      const float scaled = g[i] * weight;
-      sum += g[i] * (kGated ? derived.value * other[i] : derived.value);
-      x[i] = (kGated ? scaled * other[i] : scaled) * derived.slope;
-      if (kGated) other[i] = scaled * derived.value;
-    }
-  });
-  *gate = E::Pack(x);
-  if (kGated) *up = E::Pack(other);
-  return sum;
 }
 
 // Returns the lane's part of the gradient of the row's weight.

@@ -154,6 +154,23 @@ __device__ __forceinline__ void StorePiece(uint8_t* data, int64_t index, const u
   *reinterpret_cast<uint2*>(data + index) = bytes;
 }
 
+// All blocks with one blockIdx.y: bytes `from` to `end` - 1, both multiples of 8, are four times
+// the low byte of `byte`.
+__device__ __forceinline__ void Fill(uint8_t* data, int64_t from, int64_t end, uint32_t byte) {
+  const uint32_t word = byte * 0x01010101u;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  // Vectors want 16 bytes; an odd half is left at either end.
+  const int64_t first = (from + 15) / 16, last = end / 16;
+  auto* vectors = reinterpret_cast<uint4*>(data);
+  for (int64_t i = first + thread; i < last; i += step) {
+    vectors[i] = make_uint4(word, word, word, word);
+  }
+  if (thread != 0) return;
+  if (from % 16 != 0 && from < end) StorePiece(data, from, make_uint2(word, word));
+  if (end % 16 != 0 && from < end) StorePiece(data, end - 8, make_uint2(word, word));
+}
+
 }  // namespace rows
 }  // namespace cuda
 }  // namespace ep_runtime

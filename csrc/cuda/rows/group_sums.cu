@@ -8,8 +8,11 @@ namespace rows {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
-constexpr int kUnroll = 4;  // rows of a warp on their way at once
+// Lanes side by side on a row: the fewer, the more blocks share the rows of one group, as those of
+// a large one must, and the less of a row comes at once.
+constexpr int kRowLanes = 16;
+constexpr int kStrips = kThreads / kRowLanes;  // every kStrips-th row is of one of them
+constexpr int kUnroll = 4;                     // rows of a strip on their way at once
 
 struct GroupRows {
   int64_t first;  // of all slabs
@@ -28,7 +31,7 @@ __device__ inline GroupRows FindGroup(const RowGroups& groups, int group) {
           GroupSize(groups, group, groups.slab_rows - before)};
 }
 
-// Adds a warp's rows of a group, every kWarps-th one, to the lane's columns from vector `v` on.
+// Adds a strip's rows of a group to the lane's columns from vector `v` on.
 template <RowType kType>
 __device__ __forceinline__ void AddRows(const GroupSumsParams& p, const GroupRows& rows, int64_t v,
                                         float* total) {
@@ -36,15 +39,16 @@ __device__ __forceinline__ void AddRows(const GroupSumsParams& p, const GroupRow
   const int64_t vectors = p.width / E::kPerVector;
   if (v >= vectors) return;
   const auto* from = static_cast<const uint4*>(p.values) + rows.first * vectors + v;
-  for (int64_t row = threadIdx.x / 32; row < rows.count; row += kUnroll * kWarps) {
+  for (int64_t row = threadIdx.x / kRowLanes; row < rows.count; row += kUnroll * kStrips) {
     uint4 part[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (row + u * kWarps < rows.count) part[u] = LoadStream(from + (row + u * kWarps) * vectors);
+      const int64_t at = row + u * kStrips;
+      if (at < rows.count) part[u] = LoadStream(from + at * vectors);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (row + u * kWarps >= rows.count) break;
+      if (row + u * kStrips >= rows.count) break;
       float x[E::kPerVector];
       E::Unpack(part[u], x);
 #pragma unroll
@@ -53,31 +57,32 @@ __device__ __forceinline__ void AddRows(const GroupSumsParams& p, const GroupRow
   }
 }
 
-// blockIdx: 32 vectors side by side, expert. Warps share the rows and add up in their order.
+// blockIdx: kRowLanes vectors side by side, expert. Strips share the rows and add up in their
+// order.
 template <RowType kType>
 __global__ void __launch_bounds__(kThreads)
     GroupSumsKernel(const __grid_constant__ GroupSumsParams p) {
   using E = Element<kType>;
-  constexpr int kColumns = 32 * E::kPerVector;
-  __shared__ float parts[kWarps][kColumns];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int kColumns = kRowLanes * E::kPerVector;
+  __shared__ float parts[kStrips][kColumns];
+  const int lane = threadIdx.x % kRowLanes, strip = threadIdx.x / kRowLanes;
   const int num_groups = p.groups.num_slabs * p.groups.groups_per_slab;
   float total[E::kPerVector];
 #pragma unroll
   for (int i = 0; i < E::kPerVector; ++i) total[i] = 0.0f;
   for (int group = blockIdx.y; group < num_groups; group += p.num_experts) {
-    AddRows<kType>(p, FindGroup(p.groups, group), static_cast<int64_t>(blockIdx.x) * 32 + lane,
-                   total);
+    const int64_t vector = static_cast<int64_t>(blockIdx.x) * kRowLanes + lane;
+    AddRows<kType>(p, FindGroup(p.groups, group), vector, total);
   }
 #pragma unroll
-  for (int i = 0; i < E::kPerVector; ++i) parts[warp][lane * E::kPerVector + i] = total[i];
+  for (int i = 0; i < E::kPerVector; ++i) parts[strip][lane * E::kPerVector + i] = total[i];
   __syncthreads();
   for (int column = threadIdx.x; column < kColumns; column += kThreads) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * kColumns + column;
     if (at >= p.width) continue;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += parts[w][column];
+    for (int each = 0; each < kStrips; ++each) sum += parts[each][column];
     p.sums[static_cast<int64_t>(blockIdx.y) * p.width + at] = sum;
   }
 }
@@ -92,7 +97,7 @@ cudaError_t LaunchGroupSums(cudaStream_t stream, const GroupSumsParams& p) {
       p.num_experts < 1 || p.num_experts > rows::kMaxSlabs) {
     return cudaErrorInvalidValue;
   }
-  const int columns = 32 * rows::kVectorBytes / element;
+  const int columns = rows::kRowLanes * rows::kVectorBytes / element;
   const dim3 grid((p.width + columns - 1) / columns, p.num_experts);
   switch (p.type) {
     case RowType::kF32:

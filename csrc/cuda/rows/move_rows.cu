@@ -40,6 +40,78 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
+// Stores a lane's vectors of a token, `step` apart from `v` on, for up to 32 slots, one in each
+// lane. Called by whole warps.
+template <RowType kType>
+__device__ __forceinline__ void StoreSlots(const SpreadRowsParams& p, const uint4* part, int64_t v,
+                                           int32_t row, float weight) {
+  const int64_t vectors = p.row_bytes / kVectorBytes;
+  unsigned used = __ballot_sync(kAllLanes, row >= 0 && row < p.rows);
+  while (used != 0) {
+    const int slot = __ffs(used) - 1;
+    used &= used - 1;
+    auto* to = static_cast<uint4*>(p.out) + __shfl_sync(kAllLanes, row, slot) * vectors;
+    const float times = __shfl_sync(kAllLanes, weight, slot);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t at = v + u * blockDim.x;
+      if (at >= vectors) break;
+      if constexpr (kType == RowType::kBytes) {
+        StoreVector(to + at, part[u]);
+      } else {
+        using E = Element<kType>;
+        float x[E::kPerVector];
+        E::Unpack(part[u], x);
+#pragma unroll
+        for (int i = 0; i < E::kPerVector; ++i) x[i] = __fmul_rn(x[i], times);
+        StoreVector(to + at, E::Pack(x));
+      }
+    }
+  }
+}
+
+// Zeros for those of kMaxThreads rows from `first` on that no slot has; whole blocks.
+__device__ __forceinline__ void ClearUnused(const SpreadRowsParams& p, int64_t first) {
+  const int64_t vectors = p.row_bytes / kVectorBytes;
+  const int64_t end = min(first + kMaxThreads, static_cast<int64_t>(p.rows));
+  for (int64_t row = first; row < end; ++row) {
+    if (__ldg(p.source + row) >= 0) continue;
+    auto* to = static_cast<uint4*>(p.out) + row * vectors;
+    for (int64_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+      StoreVector(to + v, make_uint4(0, 0, 0, 0));
+    }
+  }
+}
+
+// blockIdx.x: the token, or behind them kMaxThreads rows to look for unused ones in.
+template <RowType kType>
+__global__ void __launch_bounds__(kMaxThreads)
+    SpreadKernel(const __grid_constant__ SpreadRowsParams p) {
+  if (blockIdx.x >= p.tokens) {
+    ClearUnused(p, static_cast<int64_t>(blockIdx.x - p.tokens) * kMaxThreads);
+    return;
+  }
+  const int64_t vectors = p.row_bytes / kVectorBytes;
+  const int lane = threadIdx.x % 32;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * p.slots;
+  const auto* from = static_cast<const uint4*>(p.values) + blockIdx.x * vectors;
+  for (int64_t base = 0; base < vectors; base += kUnroll * blockDim.x) {
+    const int64_t v = base + threadIdx.x;
+    uint4 part[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (v + u * blockDim.x < vectors) part[u] = LoadStream(from + v + u * blockDim.x);
+    }
+    for (int slots = 0; slots < p.slots; slots += 32) {
+      const bool there = slots + lane < p.slots;
+      const int64_t at = first + slots + lane;
+      const int32_t row = there ? __ldg(p.slot_row + at) : -1;
+      const float weight = there && p.weights != nullptr ? __ldg(p.weights + at) : 1.0f;
+      StoreSlots<kType>(p, part, v, row, weight);
+    }
+  }
+}
+
 // Called by whole blocks: the sum of all threads in one order, in thread 0.
 __device__ __forceinline__ float BlockSum(float sum) {
   __shared__ float of_warps[kMaxThreads / 32];
@@ -174,6 +246,35 @@ cudaError_t LaunchGatherRows(cudaStream_t stream, const GatherRowsParams& p) {
       break;
     case RowType::kF16:
       rows::WeighKernel<RowType::kF16><<<p.rows, threads, 0, stream>>>(p);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& p) {
+  const int64_t blocks =
+      p.tokens + (static_cast<int64_t>(p.rows) + rows::kMaxThreads - 1) / rows::kMaxThreads;
+  if (!rows::FitsRows(p.row_bytes, p.values, p.out, nullptr) || p.rows <= 0 || p.tokens <= 0 ||
+      p.slots <= 0 || blocks >= rows::kMaxRows) {
+    return cudaErrorInvalidValue;
+  }
+  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes);
+  const auto grid = static_cast<unsigned>(blocks);
+  // Without weights rows pass bit by bit, NaNs too.
+  switch (p.weights == nullptr ? RowType::kBytes : p.type) {
+    case RowType::kBytes:
+      rows::SpreadKernel<RowType::kBytes><<<grid, threads, 0, stream>>>(p);
+      break;
+    case RowType::kF32:
+      rows::SpreadKernel<RowType::kF32><<<grid, threads, 0, stream>>>(p);
+      break;
+    case RowType::kBF16:
+      rows::SpreadKernel<RowType::kBF16><<<grid, threads, 0, stream>>>(p);
+      break;
+    case RowType::kF16:
+      rows::SpreadKernel<RowType::kF16><<<grid, threads, 0, stream>>>(p);
       break;
     default:
       return cudaErrorInvalidValue;

@@ -11,14 +11,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlocksPerProcessor = 8;
-constexpr int kUnroll = 4;  // pieces of a lane on their way at once
-// Lanes that share a tile, and pieces of a lane: fewer lanes would have to move less between them,
-// and store less side by side.
-constexpr int kTileLanes = 8;
-constexpr int kTileParts = kTile / 8 / kTileLanes;
+constexpr int kBlocksPerProcessor = 32;
+constexpr int kAmaxBlocksPerProcessor = 4;     // rows of a warp follow each other
+constexpr int kUnroll = 4;                     // pieces of a lane on their way at once
+constexpr int kTileLanes = kTile / 8;          // that share a tile
 constexpr int kTilesAtOnce = 32 / kTileLanes;  // of a warp
-constexpr int kTileUnroll = kUnroll / kTileParts;
+// The scales of a warp's turn, side by side, leave it at once.
+constexpr int kTilesOfTurn = kTilesAtOnce * kUnroll;
 
 __global__ void ClearKernel(float* values, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0.0f;
@@ -79,79 +78,87 @@ __global__ void __launch_bounds__(kThreads) AmaxKernel(const __grid_constant__ A
   }
 }
 
-// Every lane of a tile gets the tile's amax.
+// The largest magnitudes of the tiles of a turn, in every lane of a tile; called by whole warps.
+// 16-bit types have those of two tiles in a word.
 template <RowType kType>
-__device__ __forceinline__ float TileAmax(const Piece<kType>* part) {
-  const auto over = [](uint32_t size) {
-#pragma unroll
-    for (int step = kTileLanes / 2; step > 0; step /= 2) {
-      size = max(size, __shfl_xor_sync(kAllLanes, size, step));
-    }
-    return size;
-  };
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kTileParts; ++i) largest = max(largest, part[i].Largest());
-  largest = over(largest);
-  if (__any_sync(kAllLanes, largest >= Magnitude<kType>::kInfinity)) {
-    largest = 0;
-#pragma unroll
-    for (int i = 0; i < kTileParts; ++i) largest = max(largest, part[i].LargestFinite());
-    largest = over(largest);
-  }
-  return Magnitude<kType>::ToFloat(largest);
-}
+struct TileLargest {
+  using M = Magnitude<kType>;
+  static constexpr int kWords = M::kPacked ? kUnroll / 2 : kUnroll;
+  uint32_t words[kWords];
 
-// Scales of its own for every tile. Called by whole warps. Not `there`: a row of zeros.
+  template <bool kFinite>
+  __device__ void Of(const Piece<kType>* part) {
+    const auto of = [&](int i) { return kFinite ? part[i].LargestFinite() : part[i].Largest(); };
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      words[w] = M::kPacked ? of(2 * w) | of((2 * w + 1) % kUnroll) << 16 : of(w);
+#pragma unroll
+      for (int step = kTileLanes / 2; step > 0; step /= 2) {
+        words[w] = M::Max(words[w], __shfl_xor_sync(kAllLanes, words[w], step));
+      }
+    }
+  }
+  __device__ bool AllFinite() const {
+    uint32_t size = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) size = max(size, M::Single(words[w]));
+    return size < M::kInfinity;
+  }
+  __device__ float Amax(int u) const {
+    return M::ToFloat(M::kPacked ? words[u / 2 % kWords] >> u % 2 * 16 & 0xFFFFu
+                                 : words[u % kWords]);
+  }
+};
+
+// Scales of its own for every tile. Called by whole warps.
 template <RowType kType, Fp8Format kFormat>
-__device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64_t row, bool there,
-                                              int lane) {
+__device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64_t row, int lane) {
   const int pieces = p.width / 8;
   const int tiles = (p.width + kTile - 1) / kTile;
-  for (int base = 0; base < tiles; base += kTilesAtOnce * kTileUnroll) {
-    Piece<kType> part[kTileUnroll][kTileParts];
-    const int first = base + lane / kTileLanes;
-    const auto place = [&](int u, int i) {
-      return ((first + u * kTilesAtOnce) * kTileParts + i) * kTileLanes + lane % kTileLanes;
-    };
+  for (int base = 0; base < tiles; base += kTilesOfTurn) {
+    Piece<kType> part[kUnroll];
+    const auto place = [&](int u) { return base * kTileLanes + u * 32 + lane; };
 #pragma unroll
-    for (int u = 0; u < kTileUnroll; ++u) {
-#pragma unroll
-      for (int i = 0; i < kTileParts; ++i) {
-        if (there && place(u, i) < pieces) {
-          part[u][i].Load(p.values, row * p.width + place(u, i) * 8);
-        } else {
-          part[u][i].Clear();
-        }
+    for (int u = 0; u < kUnroll; ++u) {
+      if (place(u) < pieces) {
+        part[u].Load(p.values, row * p.width + place(u) * 8);
+      } else {
+        part[u].Clear();
       }
     }
+    TileLargest<kType> largest;
+    largest.template Of<false>(part);
+    if (!__all_sync(kAllLanes, largest.AllFinite())) largest.template Of<true>(part);
+    // A division and an inverse for every tile, not for every lane of it.
+    float amax = largest.Amax(0);
 #pragma unroll
-    for (int u = 0; u < kTileUnroll; ++u) {
-      if (base + u * kTilesAtOnce >= tiles) break;
-      const int tile = first + u * kTilesAtOnce;
-      const float scale = Fp8<kFormat>::ScaleOf(TileAmax<kType>(part[u]), p.power_of_two);
-      const float inverse = __frcp_rn(scale);
-      if (lane % kTileLanes == 0 && tile < tiles) p.tile_scale[row * tiles + tile] = scale;
-#pragma unroll
-      for (int i = 0; i < kTileParts; ++i) {
-        const uint2 bytes = Convert<kType, kFormat>(part[u][i], [=](int) { return inverse; });
-        if (place(u, i) < pieces) StorePiece(p.data, row * p.width + place(u, i) * 8, bytes);
-      }
+    for (int u = 1; u < kUnroll; ++u) {
+      if (lane % kUnroll == u) amax = largest.Amax(u);
     }
+    const float scale = Fp8<kFormat>::ScaleOf(amax, p.power_of_two);
+    const float inverses = __frcp_rn(scale);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const float inverse = __shfl_sync(kAllLanes, inverses, lane / kTileLanes * kTileLanes + u);
+      const uint2 bytes = Convert<kType, kFormat>(part[u], [=](int) { return inverse; });
+      if (place(u) < pieces) StorePiece(p.data, row * p.width + place(u) * 8, bytes);
+    }
+    const int tile = base + lane % kTileLanes * kTilesAtOnce + lane / kTileLanes;
+    if (lane % kTileLanes < kUnroll && tile < tiles) p.tile_scale[row * tiles + tile] = scale;
   }
 }
 
-// By 1 / scale of the row's group. Not `there`: a row of zeros.
+// By 1 / scale of the row's group.
 template <RowType kType, Fp8Format kFormat>
-__device__ __forceinline__ void ScaleRow(const QuantizeRowsParams& p, int64_t row, bool there,
-                                         float inverse, int lane) {
+__device__ __forceinline__ void ScaleRow(const QuantizeRowsParams& p, int64_t row, float inverse,
+                                         int lane) {
   const int pieces = p.width / 8;
   for (int base = lane; base < pieces; base += 32 * kUnroll) {
     Piece<kType> part[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int at = base + 32 * u;
-      if (there && at < pieces) {
+      if (at < pieces) {
         part[u].Load(p.values, row * p.width + at * 8);
       } else {
         part[u].Clear();
@@ -180,20 +187,26 @@ __global__ void __launch_bounds__(kThreads)
     GroupEnds(p.groups, slab, ends);
     used = ends[groups - 1];
   }
-  const int32_t all = p.clear_slack ? p.groups.slab_rows : used;
   const int64_t first = static_cast<int64_t>(slab) * p.groups.slab_rows;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < all;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < used;
        row += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int lane = threadIdx.x % 32;
     if constexpr (kTiled) {
-      QuantizeTiles<kType, kFormat>(p, first + row, row < used, lane);
+      QuantizeTiles<kType, kFormat>(p, first + row, lane);
     } else {
-      float inverse = 1.0f;
-      if (row < used) {
-        const int group = GroupOf(ends, groups, static_cast<int32_t>(row));
-        inverse = __frcp_rn(__ldg(p.group_scale + static_cast<int64_t>(slab) * groups + group));
-      }
-      ScaleRow<kType, kFormat>(p, first + row, row < used, inverse, lane);
+      const int group = GroupOf(ends, groups, static_cast<int32_t>(row));
+      const float scale = __ldg(p.group_scale + static_cast<int64_t>(slab) * groups + group);
+      ScaleRow<kType, kFormat>(p, first + row, __frcp_rn(scale), lane);
+    }
+  }
+  if (!p.clear_slack) return;
+  const int64_t rest = first + used, end = first + p.groups.slab_rows;
+  Fill(p.data, rest * p.width, end * p.width, 0);
+  if constexpr (kTiled) {
+    const int tiles = (p.width + kTile - 1) / kTile;
+    for (int64_t i = rest * tiles + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+         i < end * tiles; i += static_cast<int64_t>(gridDim.x) * kThreads) {
+      p.tile_scale[i] = 1.0f;
     }
   }
 }
@@ -229,7 +242,8 @@ cudaError_t LaunchGroupAmax(cudaStream_t stream, const AmaxParams& p) {
     return cudaErrorInvalidValue;
   }
   dim3 grid;
-  const cudaError_t error = rows::GridOf(p.groups, rows::kWarps, rows::kBlocksPerProcessor, &grid);
+  const cudaError_t error =
+      rows::GridOf(p.groups, rows::kWarps, rows::kAmaxBlocksPerProcessor, &grid);
   if (error != cudaSuccess) return error;
   rows::ClearKernel<<<1, rows::kThreads, 0, stream>>>(p.amax, p.num_experts);
   switch (p.type) {

@@ -190,9 +190,8 @@ __global__ void __launch_bounds__(kThreads, kType == RowType::kF32 ? 1 : 3)
     MxKernel(const __grid_constant__ QuantizeMxParams p) {
   const int slab = blockIdx.y, lane = threadIdx.x % 32;
   const int32_t used = SlabRows(p.groups, slab);
-  const int32_t all = p.clear_slack ? p.groups.slab_rows : used;
   const int64_t across = (p.width + kMxColumns - 1) / kMxColumns;
-  const int64_t tiles = (all + kMxTile - 1) / kMxTile * across;
+  const int64_t down = (used + kMxTile - 1) / kMxTile, tiles = down * across;
   const int64_t first = static_cast<int64_t>(slab) * p.groups.slab_rows;
   for (int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
        number < tiles; number += static_cast<int64_t>(gridDim.x) * kWarps) {
@@ -215,6 +214,13 @@ __global__ void __launch_bounds__(kThreads, kType == RowType::kF32 ? 1 : 3)
     AlongRows<kType, kFormat>(p, tile, lane);
     AcrossRows<kType, kFormat>(p, tile, largest, lane);
   }
+  if (!p.clear_slack) return;
+  const int64_t rest = first + down * kMxTile, end = first + p.groups.slab_rows;
+  constexpr uint32_t kOne = 127;  // a scale of 1
+  Fill(p.data, rest * p.width, end * p.width, 0);
+  Fill(p.scale, rest * p.width / kMxTile, end * p.width / kMxTile, kOne);
+  Fill(p.data_columns, rest * p.width, end * p.width, 0);
+  Fill(p.scale_columns, rest * p.width / kMxTile, end * p.width / kMxTile, kOne);
 }
 
 // `launch(type, format)` with both as constants.
@@ -240,7 +246,7 @@ cudaError_t WithTypes(RowType type, Fp8Format format, Launch launch) {
   }
 }
 
-constexpr int kMxBlocksPerProcessor = 8;
+constexpr int kMxBlocksPerProcessor = 9;
 
 }  // namespace
 }  // namespace rows
