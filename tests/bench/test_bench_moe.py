@@ -252,6 +252,18 @@ def test_rows_compare_with_stock_in_time_and_memory() -> None:
     assert ours["tflops"] == round(CASES["mixtral-like"].flops / 1e12, 1)
 
 
+def test_recipes_compare_with_the_layer_without_one() -> None:
+    options = dataclasses.replace(ON_GPUS, recipes=("none", "fp8"), cases=("mixtral-like",))
+    found = {
+        ("mixtral-like", label): Measured(
+            [Step(REMAT, [3.0], again, 0, 0), Step("", [2.0], s, 0, 0)]
+        )
+        for label, s, again in (("nvlink", 2.0, 4.0), ("nvlink fp8", 1.0, 3.0))
+    }
+    rows = moe.make_rows(options, found)
+    assert [row["time_to_plain"] for row in rows] == [None, None, 0.5, 0.75]
+
+
 def test_kernels_below_one_percent_are_summed_and_the_rest_is_no_kernel() -> None:
     kernels = [
         KernelTime("forward experts", "GroupedGemmKernel", 2.0, 0.5),

@@ -4,8 +4,9 @@ A step is the sum of squares of the layer's result and its gradient in tokens, r
 in one process with all devices. "step" is one jitted step that the host waits for; "enqueued" one
 of many launched one after another, divided by their number. "stock padded" drops tokens past 1.25
 times an expert's even share, "stock dropless" drops none. Ours has room for any routing, or with a
-capacity factor that much of a rank's even share, and DROPPED tells what found no row. Memory is the
-peak of the fullest device with our windows; every subject and case is measured in a fresh process.
+capacity factor that much of a rank's even share, and DROPPED tells what found no row. OF PLAIN is
+the time of a recipe over that of the same layer without one. Memory is the peak of the fullest
+device with our windows; every subject and case is measured in a fresh process.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ COLUMNS = (
     Column("tflops", "TFLOP/S", "count"),
     Column("times_as_fast_as_padded", "X PADDED", "count"),
     Column("times_as_fast_as_dropless", "X DROPLESS", "count"),
+    Column("time_to_plain", "OF PLAIN", "count"),
     Column("memory_bytes", "MEMORY", "bytes"),
     Column("memory_to_padded", "X PADDED", "count"),
     Column("dropped", "DROPPED", "count"),
@@ -226,8 +228,10 @@ def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
 def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[str, Any]]:
     subjects = {subject: measured for (name, subject), measured in found.items() if name == case}
     beside = {name: subjects[name].steps[0] for name in (PADDED, DROPLESS) if name in subjects}
-    flops = {order.name: order.case.flops for order in orders(options, "")}[case]
+    known = {order.label: order for order in orders(options, "") if order.name == case}
     for subject, measured in subjects.items():
+        order = known[subject]
+        plain = subjects.get(dataclasses.replace(order, recipe=RECIPES[0]).label)
         for step in reversed(measured.steps):  # without remat first
             p50 = median(step.step_s)
             memory = None
@@ -239,13 +243,22 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
                 "step_p50_ms": round(p50 * 1e3, 3),
                 "step_p99_ms": round(quantile(step.step_s, 0.99) * 1e3, 3),
                 "enqueued_ms": round(step.enqueued_s * 1e3, 3),
-                "tflops": round(flops / step.enqueued_s / 1e12, 1),
+                "tflops": round(order.case.flops / step.enqueued_s / 1e12, 1),
                 **_ratios(step, memory, beside),
+                "time_to_plain": _to_plain(order, step, plain),
                 "memory_bytes": memory,
                 "dropped": measured.dropped,
                 "window_bytes": measured.window_bytes,
                 "planned_bytes": step.planned_bytes,
             }
+
+
+def _to_plain(order: Order, step: Step, plain: Measured | None) -> float | None:
+    """Of a recipe's enqueued time; None of what has none, and where plain was not measured."""
+    if plain is None or order.recipe == RECIPES[0]:
+        return None
+    like = next(each for each in plain.steps if each.variant == step.variant)
+    return round(step.enqueued_s / like.enqueued_s, 3)
 
 
 def _ratios(step: Step, memory: int | None, beside: Mapping[str, Step]) -> dict[str, Any]:
