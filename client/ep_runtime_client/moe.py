@@ -16,13 +16,14 @@ from ep_runtime.specs import LayerSpec
 from ep_runtime_client import moe_checks, moe_shapes
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe_checks import Recipes
-from ep_runtime_client.ops import routing
+from ep_runtime_client.ops import quantized_activation, routing
 from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.calls import Call, open_layer
 from ep_runtime_client.ops.combine import merge
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.grouped_gemm import multiply
 from ep_runtime_client.ops.local_activation import Activation, Function
+from ep_runtime_client.ops.operands import Matrix
 from ep_runtime_client.ops.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
@@ -207,9 +208,7 @@ def _run_experts(
             clear_slack=False,  # dispatch's gradient does not read it
         )
         hidden = checkpoint_name(hidden, "ep_wi")
-        inner = activate(
-            layer, block.activation, hidden, row_weights, sizes, inner_axes=block.inner_axes
-        )
+        inner = _activated(layer, block, hidden, row_weights, sizes)
         out = multiply(
             inner,
             _operand(params.wo, wo_recipe, dtype),
@@ -223,6 +222,22 @@ def _run_experts(
         )
         tagged: jax.Array = checkpoint_name(out, "ep_wo")
         return tagged
+
+
+def _activated(
+    layer: EpLayer | TracedLayer,
+    block: _Block,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    sizes: jax.Array,
+) -> Matrix:
+    """What the second matmul takes: rows, or quantized ones where that saves a pass."""
+    static, recipe, inner_axes = block.activation, block.recipes[1], block.inner_axes
+    if recipe is not None and quantized_activation.takes(static, recipe, hidden):
+        return quantized_activation.activate(
+            layer, static, recipe, hidden, row_weights, sizes, inner_axes=inner_axes
+        )
+    return activate(layer, static, hidden, row_weights, sizes, inner_axes=inner_axes)
 
 
 def _bias(block: _Block, name: str, params: MoEParams) -> jax.Array | None:

@@ -19,7 +19,7 @@ from ep_runtime_client.ops.varying import spread_over
 
 
 @dataclasses.dataclass(frozen=True)
-class _Op:
+class ActivationOp:
     """One pass, on (hidden, group_sizes, *grad, *row_weights). Hashable.
 
     Attributes:
@@ -60,13 +60,18 @@ class _Op:
             return (hidden, slab, rows, *weights), (hidden, *weights)
         return (hidden, slab, *weights), (rows,)
 
-    def resolve(
+    def inner(
         self,
         roles: Roles,
         arrived: Sequence[Entries],
         shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+        unit: int = 1,
+    ) -> Axes:
+        """The axes that M stays on: they leave multiples of `unit` on every shard.
+
+        Raises:
+            InvalidArgumentError: axes lie on a dim of gate and up.
+        """
         inner = tuple(axis for axis in roles.real(arrived[0][-1]) if axis not in roles.slab)
         if inner and not self._splits:
             raise InvalidArgumentError(
@@ -74,8 +79,16 @@ class _Op:
                 "both gate and up of a column; wi [E, H, 2, M] gives [R, C, 2, M]",
                 argument="hidden",
             )
-        if shapes[0][-1] % roles.size(inner):
-            inner = ()
+        return inner if shapes[0][-1] % (roles.size(inner) * unit) == 0 else ()
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        inner = self.inner(roles, arrived, shapes)
         operands, results = self.entries(roles, inner)
         sums = Sums(roles, self.where.manual)
 
@@ -126,31 +139,44 @@ def activate(
     Cost: one pass over the rows that are there; no collective but, for the gradient of row_weights,
     a sum of [R, C] f32 over the axes on M.
     """
-    known = regions.known_entries(hidden, hidden.ndim)
-    if inner_axes is None and known is not None:
-        inner_axes = known[-1]
-    operands = (hidden, group_sizes) if row_weights is None else (hidden, group_sizes, row_weights)
-    where = regions.of_layer(layer, operands, weight_known=inner_axes is not None, quantizes=False)
-    # Layers alike share what is traced: their names stay outside.
-    where = dataclasses.replace(where, label="-")
-    hidden, *rest = (spread_over(x, where.varying) for x in operands)
-    ndim = hidden.ndim
-    op = _Op(where, activation, ndim, row_weights is not None, backward=False)
-    out: jax.Array = twin.run(_primal, (op, inner_axes or ()), hidden, *rest, traced=_activate)
+    op, inner, operands = call_of(layer, activation, hidden, row_weights, group_sizes, inner_axes)
+    out: jax.Array = twin.run(_primal, (op, inner), *operands, traced=_activate)
     return out
 
 
-def _run(op: _Op, inner: Axes, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def call_of(
+    layer: EpLayer | TracedLayer,
+    activation: Activation,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+    inner_axes: Axes | None,
+) -> tuple[ActivationOp, Axes, tuple[jax.Array, ...]]:
+    """The op of `activate` with the same arguments, the axes on M, and its operands."""
+    known = regions.known_entries(hidden, hidden.ndim)
+    if inner_axes is None and known is not None:
+        inner_axes = known[-1]
+    weights = () if row_weights is None else (row_weights,)
+    operands: tuple[jax.Array, ...] = (hidden, group_sizes, *weights)
+    where = regions.of_layer(layer, operands, weight_known=inner_axes is not None, quantizes=False)
+    # Layers alike share what is traced: their names stay outside.
+    where = dataclasses.replace(where, label="-")
+    operands = tuple(spread_over(x, where.varying) for x in operands)
+    op = ActivationOp(where, activation, hidden.ndim, row_weights is not None, backward=False)
+    return op, inner_axes or (), operands
+
+
+def _run(op: ActivationOp, inner: Axes, *operands: jax.Array) -> tuple[jax.Array, ...]:
     roles = op.where.roles
     arrived = op.entries(roles, inner)[0] if roles is not None else ()
     return spread.run(op, arrived, *operands)
 
 
-def _primal(static: tuple[_Op, Axes], *operands: jax.Array) -> jax.Array:
+def _primal(static: tuple[ActivationOp, Axes], *operands: jax.Array) -> jax.Array:
     return _run(*static, *operands)[0]
 
 
-def _pullback(static: tuple[_Op, Axes], saved: Any, grad: jax.Array) -> Any:
+def _pullback(static: tuple[ActivationOp, Axes], saved: Any, grad: jax.Array) -> Any:
     op, inner = static
     hidden, sizes, *weights = saved
     op = dataclasses.replace(op, backward=True)
@@ -158,11 +184,11 @@ def _pullback(static: tuple[_Op, Axes], saved: Any, grad: jax.Array) -> Any:
     return d_hidden, None, *d_weights
 
 
-def _fwd(static: tuple[_Op, Axes], *operands: Any) -> Any:
+def _fwd(static: tuple[ActivationOp, Axes], *operands: Any) -> Any:
     return twin.shared(_primal, static, *operands), operands
 
 
-def _bwd(static: tuple[_Op, Axes], saved: Any, grad: jax.Array) -> Any:
+def _bwd(static: tuple[ActivationOp, Axes], saved: Any, grad: jax.Array) -> Any:
     return twin.shared(_pullback, static, saved, grad)
 
 

@@ -37,7 +37,7 @@ def serve(static: Activation, hidden: jax.Array, group_sizes: jax.Array) -> bool
         return False
     if hidden.dtype not in row_kernels.FLOATS or hidden.dtype != static.dtype:
         return False
-    width = _width(static, hidden)
+    width = width_of(static, hidden)
     return width > 0 and row_kernels.fit(group_sizes.shape, hidden, width=width)
 
 
@@ -49,10 +49,10 @@ def forward(
 ) -> jax.Array:
     """As `local_activation.forward`, but rows past the last zone are undefined."""
     rows = math.prod(hidden.shape[:2])
-    result = jax.ShapeDtypeStruct((rows, _width(static, hidden)), hidden.dtype)
+    result = jax.ShapeDtypeStruct((rows, width_of(static, hidden)), hidden.dtype)
     sizes = row_kernels.sizes_of(group_sizes)
-    operands = (sizes, hidden.reshape(rows, -1), _weights(row_weights))
-    (out,) = row_kernels.call(TARGETS[0], (result,), operands, _attributes(static))
+    operands = (sizes, hidden.reshape(rows, -1), weights_of(row_weights))
+    (out,) = row_kernels.call(TARGETS[0], (result,), operands, attributes_of(static))
     return out.reshape(*hidden.shape[:2], -1)
 
 
@@ -65,11 +65,11 @@ def pullback(
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `local_activation.pullback`. The gradient of hidden takes its memory."""
     rows = math.prod(hidden.shape[:2])
-    given = (hidden.reshape(rows, -1), _weights(row_weights))
+    given = (hidden.reshape(rows, -1), weights_of(row_weights))
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)
     sizes = row_kernels.sizes_of(group_sizes)
     operands = (sizes, *given, grad.astype(hidden.dtype).reshape(rows, -1))
-    attributes = _attributes(static)
+    attributes = attributes_of(static)
     d_hidden, d_weights = row_kernels.call(TARGETS[1], results, operands, attributes, {1: 0})
     d_hidden = d_hidden.reshape(hidden.shape)
     if row_weights is None:
@@ -77,17 +77,19 @@ def pullback(
     return d_hidden, d_weights.reshape(row_weights.shape).astype(row_weights.dtype)
 
 
-def _width(static: Activation, hidden: jax.Array) -> int:
-    """M."""
+def width_of(static: Activation, hidden: jax.Array) -> int:
+    """M, the values of an activated row."""
     return math.prod(hidden.shape[2:]) // (2 if static.gated else 1)
 
 
-def _weights(row_weights: jax.Array | None) -> jax.Array:
+def weights_of(row_weights: jax.Array | None) -> jax.Array:
+    """The operand of row_weights: f32 [S * C], or [0]."""
     if row_weights is None:
         return jnp.zeros(0, jnp.float32)
     return row_weights.astype(jnp.float32).reshape(-1)
 
 
-def _attributes(static: Activation) -> dict[str, int]:
+def attributes_of(static: Activation) -> dict[str, int]:
+    """The attributes that say what is computed."""
     assert isinstance(static.function, str)
     return {"function": FUNCTIONS[static.function], "gated": int(static.gated)}

@@ -15,6 +15,7 @@ from ep_runtime_client.ops import (
     nccl,
     permutation_kernels,
     quantize_kernels,
+    quantized_activation_kernels,
     tf32_kernels,
 )
 
@@ -39,6 +40,7 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
         fp8_kernels,
         activation_kernels,
         quantize_kernels,
+        quantized_activation_kernels,
         permutation_kernels,
         group_sum_kernels,
     )

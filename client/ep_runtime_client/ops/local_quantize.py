@@ -222,8 +222,13 @@ def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = N
     kernel = functools.partial(quantize_kernels.group_amax, experts)
     plain = functools.partial(_group_amax, experts)
     served = experts > 0 and quantize_kernels.serve(x, group_sizes)
-    amax = either(served, kernel, plain, x, group_sizes)
-    return jnp.tile(amax, groups // max(experts, 1)).reshape(group_sizes.shape)
+    return amax_of_groups(either(served, kernel, plain, x, group_sizes), group_sizes)
+
+
+def amax_of_groups(amax: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """amax [experts] of the expert of every group: like group_sizes."""
+    groups = math.prod(group_sizes.shape)
+    return jnp.tile(amax, groups // max(amax.shape[0], 1)).reshape(group_sizes.shape)
 
 
 def _group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -1,0 +1,135 @@
+"""The experts' activation as what the matmul behind it takes: quantized rows, over slabs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops import (
+    activation,
+    local_quantized_activation,
+    quantize_ops,
+    quantized_activation_kernels,
+    regions,
+    spread,
+    twin,
+)
+from ep_runtime_client.ops.activation import ActivationOp
+from ep_runtime_client.ops.local_activation import Activation
+from ep_runtime_client.ops.local_quantized_activation import Quantized
+from ep_runtime_client.ops.operands import Packing, tile_of, unpack
+from ep_runtime_client.ops.placement import Axes, Entries, Roles
+from ep_runtime_client.ops.resolved import Resolved
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class _Op:
+    """hidden, group_sizes [R, L], *row_weights -> leaves of the quantized rows [R, C, M]. Hashable.
+
+    Attributes:
+        plain: the activation itself.
+        recipe: how its rows are quantized.
+        num_experts: E.
+    """
+
+    plain: ActivationOp
+    recipe: Recipe
+    num_experts: int
+
+    name: ClassVar[str] = "activation"
+
+    @property
+    def where(self) -> regions.Where:
+        return self.plain.where
+
+    @property
+    def packing(self) -> Packing:
+        return quantize_ops.packing_of(self.recipe, 3, rows=True)
+
+    def roles(
+        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
+    ) -> Roles:
+        return self.plain.roles(sizes, arrived, shapes)
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        inner = self.plain.inner(roles, arrived, shapes, tile_of(self.recipe))
+        operands, (rows,) = self.plain.entries(roles, inner)
+        over = tuple(dict.fromkeys(roles.real(roles.outer) + inner))
+        experts = self.num_experts // roles.size(roles.ep)
+        static = Quantized(self.plain.activation, self.recipe, experts, over)
+
+        def local(hidden: jax.Array, sizes: jax.Array, *weights: jax.Array) -> tuple[Any, ...]:
+            given = weights[0] if weights else None
+            q = local_quantized_activation.forward(static, hidden, given, sizes)
+            return quantize_ops.raw_leaves(q)
+
+        return Resolved(operands, tuple(self.packing.spread(rows)), local)
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        return self.plain.factors()[0], self.packing.factors(quantize_ops.row_factors(3, "m"))
+
+
+def takes(static: Activation, recipe: Recipe | None, hidden: jax.Array) -> bool:
+    """Whether `activate` saves a pass in programs for this process's GPUs."""
+    return quantized_activation_kernels.takes(static, recipe, hidden.dtype)
+
+
+def activate(
+    layer: EpLayer | TracedLayer,
+    static: Activation,
+    recipe: Recipe,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    inner_axes: Axes | None = None,
+) -> QuantizedTensor:
+    """`activation.activate`, quantized as `multiply` with this recipe quantizes rows.
+
+    Args:
+        layer, static, hidden, row_weights, group_sizes, inner_axes: as `activation.activate` takes
+            them.
+        recipe: one that `takes` says yes to.
+
+    Returns:
+        Rows [R, C, M] whose `origin` are the activated ones. A compiled program computes those
+        where something reads them, and the matmul's gradient goes to them alone.
+    """
+    rows = activation.activate(
+        layer, static, hidden, row_weights, group_sizes, inner_axes=inner_axes
+    )
+    plain, arrived, operands = activation.call_of(
+        layer, static, hidden, row_weights, group_sizes, inner_axes
+    )
+    op = _Op(plain, recipe, regions.num_experts_of(layer))
+    operands = tuple(lax.stop_gradient(x) for x in operands)
+    leaves = twin.run(_run, (op, arrived), *operands)
+    kept = quantize_ops.raw(dataclasses.replace(leaves, amax=None))
+    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, "ep_q_x"), kept)
+    made = quantize_ops.from_raw(kept, rows=True)
+    assert isinstance(made, QuantizedTensor)
+    return dataclasses.replace(made, group_sizes=group_sizes, origin=rows)
+
+
+def _run(call: Any, *operands: jax.Array) -> QuantizedTensor:
+    op, inner = call
+    roles = op.where.roles
+    arrived = op.plain.entries(roles, inner)[0] if roles is not None else ()
+    leaves = spread.run(op, arrived, *operands)
+    made = unpack(op.packing, leaves)
+    assert isinstance(made, QuantizedTensor)
+    return made

@@ -1,0 +1,139 @@
+"""The experts' activation as 8-bit floats on a GPU: custom calls of the CUDA library.
+
+Bit for bit the kernels of `activation_kernels.py` followed by those of `quantize_kernels.py`, but
+what stands between them is in no memory. They serve bf16 and f16 rows and recipes without a
+column-wise copy. Letters as in `local_activation.py`, W as in `quantize_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops import activation_kernels, row_kernels
+from ep_runtime_client.quantized import from_bits, num_tiles
+from ep_runtime_client.recipes import DATA_DTYPES, TILE, BlockScaling, Recipe, TensorScaling
+
+if TYPE_CHECKING:
+    from ep_runtime_client.ops.local_activation import Activation
+
+TARGETS = ("ep_activation_amax_v1", "ep_quantize_activation_v1")
+_F32 = jnp.dtype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is activated.
+
+    Attributes:
+        activation: how.
+        hidden: [S, C, ...] as `local_activation.forward` takes it.
+        row_weights: [S, C] f32 or None.
+        group_sizes: [S, L] int32.
+        grad: [S, C, M]: the gradients of hidden are quantized; None: its values are.
+    """
+
+    activation: Activation
+    hidden: jax.Array
+    row_weights: jax.Array | None
+    group_sizes: jax.Array
+    grad: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what is quantized."""
+        if self.grad is not None:
+            return tuple(self.hidden.shape)
+        return (*self.hidden.shape[:2], self.width)
+
+    @property
+    def width(self) -> int:
+        """M."""
+        return activation_kernels.width_of(self.activation, self.hidden)
+
+    def operands(self) -> tuple[jax.Array, ...]:
+        rows = math.prod(self.hidden.shape[:2])
+        none = jnp.zeros((0, 0), self.hidden.dtype)
+        given = none if self.grad is None else self.grad.astype(none.dtype).reshape(rows, -1)
+        weights = activation_kernels.weights_of(self.row_weights)
+        sizes = row_kernels.sizes_of(self.group_sizes)
+        return (sizes, self.hidden.reshape(rows, -1), weights, given)
+
+
+def takes(static: Activation, recipe: Recipe | None, dtype: Any) -> bool:
+    """Whether there are kernels for hidden of a dtype, whatever its shape."""
+    kind = isinstance(recipe, TensorScaling | BlockScaling)
+    if not kind or (isinstance(recipe, TensorScaling) and recipe.delayed):
+        return False
+    named = static.function in activation_kernels.FUNCTIONS and dtype == static.dtype
+    return named and jnp.dtype(dtype).itemsize == 2 and row_kernels.available()
+
+
+def serve(
+    static: Activation,
+    recipe: Recipe,
+    hidden: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    gradient: bool = False,
+) -> bool:
+    """Whether the kernels take it, should its program be lowered for a GPU."""
+    if not takes(static, recipe, hidden.dtype):
+        return False
+    # Tiles end with the last dim: those of gate and up in one dim must not share one.
+    apart = not (gradient and static.gated and hidden.ndim == 3)
+    whole = activation_kernels.width_of(static, hidden) % TILE == 0
+    tiles = isinstance(recipe, TensorScaling) or apart or whole
+    return tiles and activation_kernels.serve(static, hidden, group_sizes)
+
+
+def group_amax(experts: int, source: Source) -> jax.Array:
+    """The largest finite absolute value of each expert's rows: f32 [experts]."""
+    result = jax.ShapeDtypeStruct((experts,), _F32)
+    attributes = activation_kernels.attributes_of(source.activation)
+    (amax,) = row_kernels.call(TARGETS[0], (result,), source.operands(), attributes)
+    return amax
+
+
+def quantize(
+    recipe: Recipe, source: Source, scale: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Data like `source.shape`, scales, and gradients of row_weights.
+
+    Args:
+        recipe: how.
+        source: what.
+        scale: f32 like group_sizes, of TensorScaling; BlockScaling makes its own.
+
+    Returns:
+        (data, scale, d_row_weights), the last [S, C] f32 or None. Rows past the last zone are
+        undefined, but for zeros of the last.
+    """
+    backward = source.grad is not None
+    dtype = recipe.data_dtype(backward)
+    operands = source.operands()
+    rows, wide = operands[1].shape[0], math.prod(source.shape[2:])
+    tiles = num_tiles(source.width, TILE) * (wide // source.width)
+    weights = operands[2].shape if backward else (0,)
+    results = (
+        jax.ShapeDtypeStruct((rows, wide), jnp.uint8),
+        jax.ShapeDtypeStruct((rows, tiles) if scale is None else (0, 0), _F32),
+        jax.ShapeDtypeStruct(weights, _F32),
+    )
+    given = jnp.zeros(0, _F32) if scale is None else scale.astype(_F32).reshape(-1)
+    attributes = activation_kernels.attributes_of(source.activation) | {
+        "format": DATA_DTYPES.index(jnp.dtype(dtype).name),
+        "power_of_two": int(isinstance(recipe, BlockScaling) and recipe.power_of_two_scales),
+    }
+    found = row_kernels.call(TARGETS[1], results, (*operands, given), attributes)
+    data = from_bits(found[0], dtype).reshape(source.shape)
+    if scale is None:
+        scale = found[1].reshape(*source.shape[:-1], -1)
+    d_weights = source.row_weights if backward else None
+    if d_weights is not None:
+        d_weights = found[2].reshape(d_weights.shape).astype(d_weights.dtype)
+    return data, scale, d_weights

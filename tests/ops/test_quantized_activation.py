@@ -1,0 +1,154 @@
+"""The experts' activation, quantized in one: the same bits, and programs without a pass between."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client import recipes
+from ep_runtime_client.moe import MoEParams, init_moe_params, moe
+from ep_runtime_client.ops import (
+    local_quantized_activation,
+    quantize_kernels,
+    quantized_activation_kernels,
+    row_kernels,
+)
+from ep_runtime_client.ops.local_activation import Activation
+from ep_runtime_client.ops.local_quantized_activation import Quantized
+
+Spec = PartitionSpec
+BF16 = jnp.dtype(jnp.bfloat16)
+SIZES = np.int32([[5, 0, 9], [1, 13, 2]])
+TARGETS = (*quantized_activation_kernels.TARGETS, *quantize_kernels.TARGETS)
+RECIPES = {
+    "tensor": (recipes.TensorScaling(), ["ep_activation_amax_v1", "ep_quantize_activation_v1"]),
+    "block": (recipes.BlockScaling(), ["ep_quantize_activation_v1"]),
+}
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Says whether this process is one with GPUs that want the kernels."""
+    return lambda wanted: monkeypatch.setattr(row_kernels, "available", lambda: wanted)
+
+
+def drawn(*shape: int, dtype: Any = BF16) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    return [name for name in sorted(TARGETS) for _ in range(text.count(f"@{name}("))]
+
+
+def run(static: Quantized, hidden: Any, weights: Any) -> Any:
+    return local_quantized_activation.forward(static, hidden, weights, SIZES)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["bare", "weighted"])
+@pytest.mark.parametrize(("recipe", "wanted"), RECIPES.values(), ids=RECIPES)
+def test_one_call_makes_data_and_scales(
+    taken: Any, recipe: Any, wanted: list[str], weighted: bool
+) -> None:
+    taken(True)
+    static = Quantized(Activation("silu", True, BF16), recipe, 3)
+    operands = (drawn(2, 20, 2, 136), drawn(2, 20, dtype=np.float32) if weighted else None)
+    fused = functools.partial(run, static)
+    assert calls(fused, *operands) == wanted
+    assert calls(fused, *operands, platform="cpu") == []
+    here = jax.jit(fused)(*operands)
+    taken(False)
+    alone = jax.jit(functools.partial(run, static))(*operands)
+    assert jax.tree.structure(here) == jax.tree.structure(alone)
+    for left, right in zip(jax.tree.leaves(here), jax.tree.leaves(alone), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize(
+    ("static", "recipe"),
+    [
+        (Activation("silu", True, jnp.dtype(jnp.float32)), recipes.BlockScaling()),
+        (Activation(jax.nn.silu, True, BF16), recipes.BlockScaling()),
+        (Activation("silu", True, BF16), recipes.MXFP8()),
+    ],
+    ids=["f32", "a function", "column-wise copies"],
+)
+def test_what_the_kernels_do_not_take_is_activated_and_then_quantized(
+    taken: Any, static: Activation, recipe: Any
+) -> None:
+    taken(True)
+    hidden = drawn(2, 32, 2, 128, dtype=static.dtype)
+    found = calls(functools.partial(run, Quantized(static, recipe)), hidden, None)
+    assert not {*found} & {*quantized_activation_kernels.TARGETS}
+
+
+def test_exports_may_hold_every_call() -> None:
+    named = {str(check) for check in ep.export_checks()}
+    assert all(
+        any(target in check for check in named) for target in quantized_activation_kernels.TARGETS
+    )
+
+
+# The layout of the weights, the partitioning, and axes of the mesh.
+TP = ({"ep": 4, "tp": 2}, (), Spec("ep", None, None, "tp"), Spec("ep", "tp"))
+FSDP = ({"fsdp": 2, "ep": 4}, ("fsdp",), Spec("ep", "fsdp"), Spec("ep", None, "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "partitioning"),
+    [
+        ("tensor", TP, "shard_map"),
+        pytest.param("block", TP, "rule", marks=pytest.mark.slow),
+        pytest.param("block", FSDP, "shard_map", marks=pytest.mark.slow),
+        pytest.param("tensor", FSDP, "rule", marks=pytest.mark.slow),
+    ],
+)
+def test_the_block_gives_the_same_bits(
+    make_group: Any, taken: Any, recipe: str, layout: Any, partitioning: str
+) -> None:
+    fakes.require_native()
+    axes, outer, wi, wo = layout
+    group = make_group(
+        mesh=fakes.mesh_of(axes),
+        outer_axes=outer,
+        num_experts=8,
+        max_top_k=2,
+        transport="memfd",
+        max_tokens_per_rank=32,
+        hidden_size=32,
+        partitioning=partitioning,
+    )
+    layer = group.register_layer("moe", top_k=2)
+    specs = MoEParams(Spec(), wi, wo, None, None, None)
+    params = init_moe_params(jax.random.key(0), layer, 512)
+    placed = {
+        name: jax.device_put(getattr(params, name), NamedSharding(group.mesh, getattr(specs, name)))
+        for name in ("router", "wi", "wo")
+    }
+    params = dataclasses.replace(params, **placed)
+    x = jax.random.normal(jax.random.key(7), (32, 32), jnp.bfloat16)
+    x = jax.device_put(x, NamedSharding(group.mesh, Spec((*outer, "ep"))))
+
+    def loss(x: Any, params: Any) -> Any:
+        how = {"recipe": RECIPES[recipe][0], "params_spec": specs, "capacity": 96}
+        y, _ = moe(layer, x, params, apply_topk_weights_early=True, **how)
+        return jnp.sin(y.astype(jnp.float32)).sum()
+
+    found = []
+    for wanted in (True, False):
+        taken(wanted)
+        found.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, params))
+        jax.clear_caches()
+    for left, right in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
