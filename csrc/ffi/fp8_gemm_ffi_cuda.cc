@@ -189,17 +189,6 @@ ffi::Error GroupedGemmDw(cudaStream_t stream, int64_t slab_rows, int64_t e5m2,
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-// u8 or f32.
-Status CheckTurned(const CallFrame& frame, const char* name, const Buffer& got, const Dims& want) {
-  const DataType type = got.dtype == DataType::F32 ? DataType::F32 : DataType::U8;
-  return CheckArray(frame, name, got, type, want);
-}
-
-template <typename Copy>
-Status LaunchCopy(const CallFrame& frame, cudaStream_t stream, const Copy& copy) {
-  return cuda::Check(cuda::gemm::LaunchTranspose(stream, copy), frame.call);
-}
-
 // ep_transpose_rows_v1(group_sizes s32 [S, L], rows u8 or f32 [S * C, width]) -> [width, S * P], of
 // which only what FindPaddedRows names is written
 ffi::Error TransposeRows(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
@@ -209,30 +198,33 @@ ffi::Error TransposeRows(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
     EP_RETURN_IF_ERROR(ReadFrame(args, rets, &frame));
     EP_RETURN_IF_ERROR(CheckCount(frame, 2, 1));
     const Buffer& rows = frame.args[1];
-    EP_RETURN_IF_ERROR(CheckTurned(frame, "rows", rows, {rows.dim(0), rows.dim(1)}));
+    const Buffer& out = frame.rets[0];
+    const DataType type = rows.dtype == DataType::F32 ? DataType::F32 : DataType::U8;
+    EP_RETURN_IF_ERROR(CheckArray(frame, "rows", rows, type, {rows.dim(0), rows.dim(1)}));
     cuda::gemm::Groups groups{};
     EP_RETURN_IF_ERROR(ReadGroups(frame, frame.args[0], rows.dim(0), &groups));
     const int64_t slabs = frame.args[0].dim(0);
     const int64_t padded =
         slabs * cuda::gemm::PaddedSlabRows(groups.slab_rows, groups.groups_per_slab);
-    const Buffer& out = frame.rets[0];
-    EP_RETURN_IF_ERROR(CheckArray(frame, "out", out, rows.dtype, {rows.dim(1), padded}));
+    EP_RETURN_IF_ERROR(CheckArray(frame, "out", out, type, {rows.dim(1), padded}));
     const auto count = static_cast<int32_t>(slabs), width = static_cast<int32_t>(rows.dim(1));
-    if (rows.dtype == DataType::F32) {
-      return LaunchCopy(
-          frame, stream,
-          cuda::gemm::TransposedFloatRows{groups, static_cast<const float*>(rows.data),
-                                          static_cast<float*>(out.data), count, width});
+    cudaError_t error = cudaSuccess;
+    if (type == DataType::F32) {
+      error = cuda::gemm::LaunchTranspose(
+          stream, cuda::gemm::TransposedFloatRows{groups, static_cast<const float*>(rows.data),
+                                                  static_cast<float*>(out.data), count, width});
+    } else {
+      error = cuda::gemm::LaunchTranspose(
+          stream, cuda::gemm::TransposedRows{groups, static_cast<const uint8_t*>(rows.data),
+                                             static_cast<uint8_t*>(out.data), count, width});
     }
-    return LaunchCopy(frame, stream,
-                      cuda::gemm::TransposedRows{groups, static_cast<const uint8_t*>(rows.data),
-                                                 static_cast<uint8_t*>(out.data), count, width});
+    return cuda::Check(error, frame.call);
   };
   const Status status = run();
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-// ep_transpose_weights_v1(weights u8 or f32 [G, K', N']) -> [G, N', K']
+// ep_transpose_weights_v1(weights u8 [G, K', N']) -> [G, N', K']
 ffi::Error TransposeWeights(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   CallFrame frame{};
   frame.call = "ep_transpose_weights_v1";
@@ -241,21 +233,14 @@ ffi::Error TransposeWeights(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
     EP_RETURN_IF_ERROR(CheckCount(frame, 1, 1));
     const Buffer& from = frame.args[0];
     const Dims dims = {from.dim(0), from.dim(1), from.dim(2)};
-    const Buffer& out = frame.rets[0];
-    EP_RETURN_IF_ERROR(CheckTurned(frame, "weights", from, dims));
-    EP_RETURN_IF_ERROR(CheckArray(frame, "out", out, from.dtype, {dims[0], dims[2], dims[1]}));
-    const auto planes = static_cast<int32_t>(dims[0]), lines = static_cast<int32_t>(dims[1]);
-    const auto width = static_cast<int32_t>(dims[2]);
-    if (from.dtype == DataType::F32) {
-      return LaunchCopy(
-          frame, stream,
-          cuda::gemm::TransposedFloatPlanes{static_cast<const float*>(from.data),
-                                            static_cast<float*>(out.data), planes, lines, width});
-    }
-    return LaunchCopy(
-        frame, stream,
-        cuda::gemm::TransposedPlanes{static_cast<const uint8_t*>(from.data),
-                                     static_cast<uint8_t*>(out.data), planes, lines, width});
+    EP_RETURN_IF_ERROR(CheckArray(frame, "weights", from, DataType::U8, dims));
+    EP_RETURN_IF_ERROR(
+        CheckArray(frame, "out", frame.rets[0], from.dtype, {dims[0], dims[2], dims[1]}));
+    const cuda::gemm::TransposedPlanes copy{
+        static_cast<const uint8_t*>(from.data), static_cast<uint8_t*>(frame.rets[0].data),
+        static_cast<int32_t>(dims[0]), static_cast<int32_t>(dims[1]),
+        static_cast<int32_t>(dims[2])};
+    return cuda::Check(cuda::gemm::LaunchTranspose(stream, copy), frame.call);
   };
   const Status status = run();
   return status.ok() ? ffi::Error::Success() : ToXla(status);

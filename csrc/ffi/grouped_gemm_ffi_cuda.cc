@@ -65,7 +65,7 @@ Status ReadType(const CallFrame& frame, const char* name, const Buffer& got, Flo
   }
 }
 
-// Operands of one 16-bit type, the result of that or f32.
+// Operands of one type, the result of that or f32.
 Status ReadTypes(const CallFrame& frame, GroupedGemmParams* params) {
   const Buffer& lhs = frame.args[1];
   EP_RETURN_IF_ERROR(ReadType(frame, "lhs", lhs, &params->type));
@@ -73,16 +73,6 @@ Status ReadTypes(const CallFrame& frame, GroupedGemmParams* params) {
   EP_RETURN_IF_ERROR(ReadType(frame, "out", frame.rets[0], &params->out_type));
   if (params->out_type == FloatType::kF32) return Status();
   return CheckType(frame, "out", frame.rets[0], lhs.dtype);
-}
-
-// Operands and result are f32.
-Status ReadTf32(const CallFrame& frame, GroupedGemmParams* params) {
-  EP_RETURN_IF_ERROR(CheckType(frame, "lhs", frame.args[1], DataType::F32));
-  EP_RETURN_IF_ERROR(CheckType(frame, "rhs", frame.args[2], DataType::F32));
-  EP_RETURN_IF_ERROR(CheckType(frame, "out", frame.rets[0], DataType::F32));
-  params->type = FloatType::kTF32;
-  params->out_type = FloatType::kF32;
-  return Status();
 }
 
 // bias [G, N'], or [0, 0] where there is none.
@@ -102,29 +92,6 @@ Status LaunchIt(const CallFrame& frame, cudaStream_t stream, GroupedGemmParams p
   return cuda::Check(cuda::LaunchGroupedGemm(stream, params), frame.call);
 }
 
-// ep_tf32_grouped_gemm_v1(group_sizes s32 [S, L], lhs f32 [S * C, K'], rhs f32 [G, N', K'],
-//                         bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> f32 [S * C, N']
-//   data_grad=1: lhs [S * C, N'], rhs [G, K', N'], no bias -> [S * C, K']
-Status LaunchTf32GemmCall(CallFrame frame, cudaStream_t stream, bool data_grad, bool clear_slack) {
-  frame.call = "ep_tf32_grouped_gemm_v1";
-  EP_RETURN_IF_ERROR(CheckCount(frame, 4, 1));
-  GroupedGemmParams params{};
-  params.product = data_grad ? GemmProduct::kDataGrad : GemmProduct::kForward;
-  EP_RETURN_IF_ERROR(ReadRows(frame, &params));
-  EP_RETURN_IF_ERROR(ReadTf32(frame, &params));
-  const Buffer& rhs = frame.args[2];
-  const int64_t rows = frame.args[1].dim(0), made = rhs.dim(1), contracted = rhs.dim(2);
-  EP_RETURN_IF_ERROR(CheckShape(frame, "rhs", rhs, {rhs.dim(0), made, contracted}));
-  EP_RETURN_IF_ERROR(CheckShape(frame, "lhs", frame.args[1], {rows, contracted}));
-  EP_RETURN_IF_ERROR(CheckShape(frame, "out", frame.rets[0], {rows, made}));
-  params.num_experts = static_cast<int32_t>(rhs.dim(0));
-  params.in_features = static_cast<int32_t>(data_grad ? made : contracted);
-  params.out_features = static_cast<int32_t>(data_grad ? contracted : made);
-  params.clear_slack = clear_slack;
-  EP_RETURN_IF_ERROR(ReadBias(frame, frame.args[3], &params));
-  return LaunchIt(frame, stream, params);
-}
-
 // ep_tf32_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs f32 [K', S * P], grad f32 [N', S * P];
 //                            slab_rows=C) -> f32 [G, K', N']; P is PaddedSlabRows(C, L)
 Status LaunchTf32GemmDwCall(CallFrame frame, cudaStream_t stream, int64_t slab_rows) {
@@ -133,7 +100,9 @@ Status LaunchTf32GemmDwCall(CallFrame frame, cudaStream_t stream, int64_t slab_r
   GroupedGemmParams params{};
   params.product = GemmProduct::kWeightGrad;
   EP_RETURN_IF_ERROR(ReadSizes(frame, slab_rows, &params));
-  EP_RETURN_IF_ERROR(ReadTf32(frame, &params));
+  EP_RETURN_IF_ERROR(CheckType(frame, "lhs", frame.args[1], DataType::F32));
+  EP_RETURN_IF_ERROR(ReadTypes(frame, &params));
+  params.type = FloatType::kTF32;
   params.lhs = frame.args[1].data;
   const int64_t padded =
       params.num_slabs * cuda::gemm::PaddedSlabRows(slab_rows, params.groups_per_slab);
@@ -148,16 +117,6 @@ Status LaunchTf32GemmDwCall(CallFrame frame, cudaStream_t stream, int64_t slab_r
   return LaunchIt(frame, stream, params);
 }
 
-ffi::Error Tf32Gemm(cudaStream_t stream, int64_t data_grad, int64_t clear_slack,
-                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) {
-    status = LaunchTf32GemmCall(std::move(frame), stream, data_grad != 0, clear_slack != 0);
-  }
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
-}
-
 ffi::Error Tf32GemmDw(cudaStream_t stream, int64_t slab_rows, ffi::RemainingArgs args,
                       ffi::RemainingRets rets) {
   CallFrame frame{};
@@ -166,14 +125,6 @@ ffi::Error Tf32GemmDw(cudaStream_t stream, int64_t slab_rows, ffi::RemainingArgs
   return status.ok() ? ffi::Error::Success() : ToXla(status);
 }
 
-XLA_FFI_DEFINE_HANDLER(kTf32Gemm, Tf32Gemm,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Attr<int64_t>("data_grad")
-                           .Attr<int64_t>("clear_slack")
-                           .RemainingArgs()
-                           .RemainingRets(),
-                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kTf32GemmDw, Tf32GemmDw,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -184,12 +135,12 @@ XLA_FFI_DEFINE_HANDLER(kTf32GemmDw, Tf32GemmDw,
 
 }  // namespace
 
-XLA_FFI_Handler* const kTf32GroupedGemmV1 = kTf32Gemm;
 XLA_FFI_Handler* const kTf32GroupedGemmDwV1 = kTf32GemmDw;
 
 // ep_grouped_gemm_v1(group_sizes s32 [S, L], lhs [S * C, K'], rhs [G, K', N'],
 //                    bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> [S * C, N']
 //   data_grad=1: lhs [S * C, N'], no bias -> [S * C, K']
+//   f32 operands are rounded to tf32.
 Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream,
                              const GroupedGemmAttributes& attributes) {
   const bool data_grad = attributes.data_grad;
@@ -199,6 +150,7 @@ Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream,
   params.product = data_grad ? GemmProduct::kDataGrad : GemmProduct::kForward;
   EP_RETURN_IF_ERROR(ReadRows(frame, &params));
   EP_RETURN_IF_ERROR(ReadTypes(frame, &params));
+  if (params.type == FloatType::kF32) params.type = FloatType::kTF32;
   const Buffer& rhs = frame.args[2];
   const int64_t rows = frame.args[1].dim(0), in = rhs.dim(1), out = rhs.dim(2);
   EP_RETURN_IF_ERROR(CheckShape(frame, "rhs", rhs, {rhs.dim(0), in, out}));

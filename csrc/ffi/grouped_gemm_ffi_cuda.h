@@ -18,8 +18,7 @@ Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream,
                              const GroupedGemmAttributes& attributes);
 Status LaunchGroupedGemmDwCall(CallFrame frame, cudaStream_t stream);
 
-// Of f32 operands, which the tensor cores round to tf32.
-extern XLA_FFI_Handler* const kTf32GroupedGemmV1;
+// Of f32 operands, which are rounded to tf32.
 extern XLA_FFI_Handler* const kTf32GroupedGemmDwV1;
 
 // Of 8-bit operands, in fp8_gemm_ffi_cuda.cc; and what makes operands for products.

@@ -179,7 +179,6 @@ const Target kTargets[] = {
     {"ep_grouped_gemm_dw_v1", nullptr, kGroupedGemmDwV1},
     {"ep_fp8_grouped_gemm_v1", nullptr, kFp8GroupedGemmV1},
     {"ep_fp8_grouped_gemm_dw_v1", nullptr, kFp8GroupedGemmDwV1},
-    {"ep_tf32_grouped_gemm_v1", nullptr, kTf32GroupedGemmV1},
     {"ep_tf32_grouped_gemm_dw_v1", nullptr, kTf32GroupedGemmDwV1},
     {"ep_transpose_rows_v1", nullptr, kTransposeRowsV1},
     {"ep_transpose_weights_v1", nullptr, kTransposeWeightsV1},

@@ -266,7 +266,7 @@ void Data::FillOperands() {
                               row_group_);
   Fill<<<kBlocks, kThreads>>>(rhs_, c.rhs_type, rhs_rows(), out, 2, 1.0f, c.whole_numbers,
                               by_expert ? row_group_ : nullptr);
-  if (!c.turned() || c.product == GemmProduct::kDataGrad) return;
+  if (!c.turned()) return;
   const auto poisoned = [&](int64_t bytes) {
     void* memory = Allocate(bytes);
     CHECK_CUDA(cudaMemset(memory, 0xFF, bytes));
@@ -318,11 +318,6 @@ void Data::Transpose(cudaStream_t stream) const {
   if (turned_lhs_ != nullptr) {
     rows(lhs_, turned_lhs_, c.in_features);
     rows(rhs_, turned_rhs_, c.out_features);
-  } else if (turned_rhs_ != nullptr && !c.narrow()) {
-    CHECK_CUDA(ec::gemm::LaunchTranspose(
-        stream, ec::gemm::TransposedFloatPlanes{static_cast<const float*>(rhs_),
-                                                static_cast<float*>(turned_rhs_), c.experts,
-                                                c.in_features, c.out_features}));
   } else if (turned_rhs_ != nullptr) {
     CHECK_CUDA(ec::gemm::LaunchTranspose(
         stream, ec::gemm::TransposedPlanes{static_cast<const uint8_t*>(rhs_),

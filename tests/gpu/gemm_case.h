@@ -50,8 +50,11 @@ struct GemmCase {
   int groups_per_slab() const { return static_cast<int>(sizes.size()) / slabs; }
   int64_t rows() const { return int64_t{slabs} * slab_rows; }
   bool narrow() const { return ec::BytesOf(type) == 1; }
-  // Products want the contracted dim along memory.
-  bool turned() const { return ec::BytesOf(type) != 2; }
+  // Products want transposed copies.
+  bool turned() const {
+    return product == GemmProduct::kWeightGrad ? ec::BytesOf(type) != 2
+                                               : narrow() && product == GemmProduct::kForward;
+  }
 };
 
 // Group and range of every row; what exceeds a slab is cut off.

@@ -1,5 +1,5 @@
-// The copies that go before products: transposed 8-bit and f32 values, and values times their
-// scales.
+// The copies that go before products: transposed 8-bit values and f32 rows, and values times
+// their scales.
 #ifndef EP_RUNTIME_TESTS_GPU_GEMM_COPIES_H_
 #define EP_RUNTIME_TESTS_GPU_GEMM_COPIES_H_
 

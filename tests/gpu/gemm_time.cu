@@ -79,7 +79,7 @@ void PrintHeader(const char* beside) {
 const char* WayOf(const GemmCase& c) {
   if (c.scaling == GemmScaling::kBlock) return "block";
   if (c.narrow()) return c.tuning.promoted ? "promote" : "whole";
-  return c.tuning.queued || c.turned() ? "queued" : "direct";
+  return c.tuning.queued || c.type == FloatType::kTF32 ? "queued" : "direct";
 }
 
 // Up to the speed, without an end of the line.
@@ -102,7 +102,7 @@ double PrintTime(const GemmCase& c, double beside) {
   const double speed = SpeedOf(c, data, time.median_ms);
   PrintSpeed(c, time, speed);
   if (beside > 0) std::printf("  %5.2f", speed / beside);
-  if (c.turned() && c.product != GemmProduct::kDataGrad) {
+  if (c.turned()) {
     const Time turned = Measure([&] { data.Transpose(nullptr); });
     const double both = SpeedOf(c, data, time.median_ms + turned.median_ms);
     std::printf("  %5.2f with transposed copies of %.3f ms", both / beside, turned.median_ms);

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops.test_fp8_kernels import ranges, transpose_rows
+from ops.test_fp8_kernels import ranges, transpose_rows, wide_rows
 
 import ep_runtime as ep
 from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, tf32_kernels
@@ -19,10 +19,9 @@ from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, tf32_ke
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
 TARGETS = (*gemm_kernels.TARGETS, *tf32_kernels.TARGETS, *fp8_kernels.TARGETS)
 GRADED = {
-    "ep_tf32_grouped_gemm_v1": 2,
+    "ep_grouped_gemm_v1": 2,
     "ep_tf32_grouped_gemm_dw_v1": 1,
     "ep_transpose_rows_v1": 2,
-    "ep_transpose_weights_v1": 1,
 }
 
 
@@ -90,10 +89,11 @@ def test_precisions_above_tf32_stay_with_xla(precision: str, served: bool) -> No
 
 
 @pytest.mark.parametrize(
-    "given", [{"k": 38}, {"n": (3, 7)}, {"dtype": np.float16}], ids=["K'", "N'", "f16"]
+    "given", [{"k": 38}, {"n": (3, 7)}, {"dtype": np.float64}], ids=["K'", "N'", "f64"]
 )
 def test_what_the_kernels_do_not_take_is_not_theirs(given: dict[str, Any]) -> None:
-    assert not set(calls(loss, *drawn(**given))) & {*tf32_kernels.TARGETS}
+    with jax.enable_x64(True):
+        assert calls(graded(), *drawn(**given)) == {}
 
 
 def test_without_the_switch_programs_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +113,9 @@ def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
 
 def test_exports_hold_the_kernels_for_gpus() -> None:
     exported = jax.export.export(
-        jax.jit(loss), platforms=("cpu", "cuda"), disabled_checks=ep.export_checks()
+        jax.jit(graded()), platforms=("cpu", "cuda"), disabled_checks=ep.export_checks()
     )(*drawn())
-    assert "@ep_tf32_grouped_gemm_v1(" in exported.mlir_module()
+    assert "@ep_tf32_grouped_gemm_dw_v1(" in exported.mlir_module()
 
 
 # What follows calls the stand-ins.
@@ -129,13 +129,7 @@ def rounded(x: Any) -> Any:
 
 
 def multiply_rows(shape: Any, sizes: Any, lhs: Any, rhs: Any, bias: Any, **way: Any) -> Any:
-    out = np.full(shape, np.nan)
-    x, w = rounded(lhs), rounded(rhs)
-    for group, first, last in ranges(sizes, len(x) // len(sizes)):
-        out[first:last] = x[first:last] @ w[group % len(w)].T
-        out[first:last] += bias[group % len(w)] if bias.size else 0
-    assert not (way["data_grad"] and bias.size)
-    return np.nan_to_num(out) if way["clear_slack"] else out
+    return wide_rows(shape, sizes, rounded(lhs), rounded(rhs), bias, **way)
 
 
 def multiply_columns(shape: Any, sizes: Any, lhs: Any, grad: Any, *, slab_rows: int) -> Any:
@@ -155,17 +149,20 @@ def turned_rows(shape: Any, sizes: Any, rows: Any) -> Any:
 
 
 STANDS_IN = {
-    "ep_tf32_grouped_gemm_v1": multiply_rows,
+    "ep_grouped_gemm_v1": multiply_rows,
     "ep_tf32_grouped_gemm_dw_v1": multiply_columns,
     "ep_transpose_rows_v1": turned_rows,
-    "ep_transpose_weights_v1": lambda shape, w: w.transpose(0, 2, 1),
 }
 
 
 def stand_in(target: str, shape: Any, *operands: Any, **way: Any) -> jax.Array:
-    made = STANDS_IN[target](shape, *(np.asarray(x) for x in operands), **way)
+    made: Any = STANDS_IN[target](shape, *(np.asarray(x) for x in operands), **way)
     assert made.shape == shape
     return jnp.asarray(made, jnp.float32)
+
+
+def stand_in_as(target: str, shape: Any, dtype: Any, *operands: Any, **way: Any) -> jax.Array:
+    return stand_in(target, shape, *operands, **way).astype(dtype)
 
 
 @pytest.mark.parametrize("experts", [8, 4], ids=["own experts", "shared experts"])
@@ -173,6 +170,7 @@ def test_what_the_kernels_are_given_makes_the_products(
     experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tf32_kernels, "_call", stand_in)
+    monkeypatch.setattr(gemm_kernels, "_call", stand_in_as)
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(experts=experts))
     rng = np.random.default_rng(1)
     grad = jnp.asarray(rng.standard_normal((2, 192, 2, 14)), jnp.float32)
@@ -181,10 +179,10 @@ def test_what_the_kernels_are_given_makes_the_products(
         tf32_kernels.forward(jnp.float32, None, lhs, rhs, bias, sizes),
         local_gemm._forward(gemm, lhs, rhs, bias, sizes),
     )
-    near(
-        tf32_kernels.data_grad(jnp.float32, None, True, grad, rhs, sizes),
-        local_gemm._data_grad(gemm, grad, rhs, sizes),
-    )
+    got = tf32_kernels.data_grad(jnp.float32, None, True, grad, rhs, sizes)
+    near(got, local_gemm._data_grad(gemm, grad, rhs, sizes))
+    for slab, used in enumerate(SIZES.sum(-1)):
+        np.testing.assert_array_equal(got[slab, used:], 0)
     got = tf32_kernels.weight_grad(jnp.float32, None, experts, lhs, grad, sizes)
     want = local_gemm._weight_grad(gemm, jnp.float32, experts, lhs, grad, sizes)
     assert np.abs(np.asarray(got - want)).max() <= limit(want)

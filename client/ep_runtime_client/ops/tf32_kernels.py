@@ -5,10 +5,10 @@ of those are exact, sums are f32. That is what DEFAULT precision of f32 dots mea
 own among them; for any higher one grouped GEMMs stay with XLA. So they do without
 EP_RUNTIME_TF32_KERNELS=1.
 
-The kernels take K' and N' that are multiples of 4, on GPUs that `gemm_kernels.py` serves. The
-tensor cores want tf32 operands with the contracted dim along memory, as 8-bit ones
-(`fp8_kernels.py`): weights going forward, and both operands of the weight's gradient, are copied
-and transposed first.
+The kernels take K' and N' that are multiples of 4, on GPUs that `gemm_kernels.py` serves, whose
+calls take f32 rows too. The weight's gradient has one of its own: the tensor cores want tf32
+operands with the contracted dim along memory, as 8-bit ones (`fp8_kernels.py`), and both are
+copied and transposed first.
 
 Letters as in `gemm_kernels.py`.
 """
@@ -24,9 +24,11 @@ import numpy as np
 
 from ep_runtime import env
 from ep_runtime_client.ops import fp8_kernels, gemm_kernels
+from ep_runtime_client.ops.gemm_kernels import data_grad as data_grad
+from ep_runtime_client.ops.gemm_kernels import forward as forward
 from ep_runtime_client.quantized import QuantizedTensor
 
-TARGETS = ("ep_tf32_grouped_gemm_v1", "ep_tf32_grouped_gemm_dw_v1")
+TARGETS = ("ep_tf32_grouped_gemm_dw_v1",)
 MULTIPLE = 4  # of features: tensor copies move 16 bytes at a time
 # Of jax.default_matmul_precision: those that say DEFAULT, and tf32 by its name.
 _PRECISIONS = (None, "default", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
@@ -67,43 +69,6 @@ def serve(
     return gemm_kernels.fits(MULTIPLE, rows=padded, experts=experts, features=features)
 
 
-def forward(
-    out_dtype: Any,
-    cast: Any,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    bias: jax.Array | None,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    """As `local_gemm.forward`, but rows past the last group are undefined."""
-    del cast  # to f32, or there is none
-    kernels = rhs.astype(jnp.float32).reshape(*rhs.shape[:2], -1)
-    experts, k, n = kernels.shape
-    turned = _call(fp8_kernels.TRANSPOSE_WEIGHTS, (experts, n, k), kernels)
-    rows = lhs.astype(jnp.float32).reshape(-1, k)
-    operands = (_sizes(group_sizes), rows, turned, gemm_kernels.flat_bias(bias, experts))
-    out = _call(TARGETS[0], (rows.shape[0], n), *operands, data_grad=0, clear_slack=0)
-    return out.astype(out_dtype).reshape(*lhs.shape[:-1], *rhs.shape[2:])
-
-
-def data_grad(
-    out_dtype: Any,
-    cast: Any,
-    clear_slack: bool,
-    grad: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
-    del cast
-    kernels = rhs.astype(jnp.float32).reshape(*rhs.shape[:2], -1)
-    rows = grad.astype(jnp.float32).reshape(-1, kernels.shape[2])
-    operands = (_sizes(group_sizes), rows, kernels, gemm_kernels.flat_bias(None, rhs.shape[0]))
-    way = {"data_grad": 1, "clear_slack": int(clear_slack)}
-    out = _call(TARGETS[0], (rows.shape[0], rhs.shape[1]), *operands, **way)
-    return out.astype(out_dtype).reshape(*grad.shape[: group_sizes.ndim], rhs.shape[1])
-
-
 def weight_grad(
     out_dtype: Any,
     cast: Any,
@@ -118,7 +83,7 @@ def weight_grad(
     slab_rows = lhs.shape[lead - 1]
     turned = [_turned_rows(x, slab_rows, sizes) for x in (lhs, grad)]
     shape = (experts, turned[0].shape[0], turned[1].shape[0])
-    out = _call(TARGETS[1], shape, sizes, *turned, slab_rows=slab_rows)
+    out = _call(TARGETS[0], shape, sizes, *turned, slab_rows=slab_rows)
     return out.astype(out_dtype).reshape(experts, shape[1], *grad.shape[lead:])
 
 

@@ -15,7 +15,7 @@ constexpr int kBlockValues = 128;  // that share a scale, along each dim
 
 bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 1; }
 
-// The contracted dim is along memory, whichever product it is.
+// Rows lie along memory where they are contracted.
 bool IsTurned(const GroupedGemmParams& params) { return BytesOf(params.type) != 2; }
 
 Summing SummingOf(const GroupedGemmParams& params) {
@@ -25,10 +25,12 @@ Summing SummingOf(const GroupedGemmParams& params) {
 }
 
 const Instance* FindInstance(const GroupedGemmParams& params) {
-  const bool rows = IsTurned(params) && params.product == GemmProduct::kDataGrad;
+  // Narrow operands have the contracted dim along memory whichever product it is.
+  const bool rows = IsNarrow(params) && params.product == GemmProduct::kDataGrad;
   const GemmProduct product = rows ? GemmProduct::kForward : params.product;
-  for (const Instances all : {DirectInstances(), Queued16Instances(), Rows8Instances(),
-                              Weights8Instances(), Rows32Instances(), Weights32Instances()}) {
+  for (const Instances all :
+       {DirectInstances(), Queued16Instances(), Rows8Instances(), Weights8Instances(),
+        Forward32Instances(), Grads32Instances(), Weights32Instances()}) {
     for (const Instance* instance = all.first; instance != all.first + all.count; ++instance) {
       if (instance->product == product && instance->lhs == params.type &&
           instance->rhs == params.rhs_type && instance->out == params.out_type &&
@@ -80,12 +82,11 @@ Array LhsOf(const GroupedGemmParams& p) {
 }
 
 Array RhsOf(const GroupedGemmParams& p) {
-  const bool turned = IsTurned(p);
   if (p.product == GemmProduct::kWeightGrad) {
-    if (turned) return {p.rhs, p.rhs_type, PaddedRowsOf(p), p.out_features, 1};
+    if (IsTurned(p)) return {p.rhs, p.rhs_type, PaddedRowsOf(p), p.out_features, 1};
     return {p.rhs, p.rhs_type, p.out_features, RowsOf(p), 1};
   }
-  if (turned && p.product == GemmProduct::kForward) {
+  if (IsNarrow(p) && p.product == GemmProduct::kForward) {
     return {p.rhs, p.rhs_type, p.in_features, p.out_features, p.num_experts};
   }
   return {p.rhs, p.rhs_type, p.out_features, p.in_features, p.num_experts};
@@ -100,8 +101,12 @@ Array OutOf(const GroupedGemmParams& p) {
 }
 
 cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps) {
+  // Weights that are turned come in boxes as deep as a stage.
+  const bool turns = p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
   cudaError_t error = DescribeArray(LhsOf(p), kPieceSide, &maps->lhs);
-  if (error == cudaSuccess) error = DescribeArray(RhsOf(p), kPieceSide, &maps->rhs);
+  if (error == cudaSuccess) {
+    error = DescribeArray(RhsOf(p), turns ? kTurnedLines : kPieceSide, &maps->rhs);
+  }
   if (error == cudaSuccess) error = DescribeArray(OutOf(p), kStoredRows, &maps->out);
   return error;
 }

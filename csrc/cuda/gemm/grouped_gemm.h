@@ -5,8 +5,8 @@
 // Rows past the last group of a slab are not looked at: NaN there reaches nothing.
 //
 // The tensor cores take 8-bit and tf32 operands with the contracted dim along memory alone:
-// transposed copies (transpose.h) of the weights going forward, of both operands for the weight
-// gradient.
+// transposed copies (transpose.h) of both operands for the weight gradient, and of 8-bit weights
+// going forward. tf32 ones are turned on their way.
 #ifndef EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_H_
 #define EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_H_
 
@@ -82,8 +82,8 @@ struct GroupedGemmParams {
   const int32_t* group_sizes;  // [S, L], device; what exceeds C in sum is cut off
   // Both device, 16-byte aligned. P: PaddedSlabRows(C, L).
   const void* lhs;         // [S * C, K'] (kDataGrad: N'); 8-bit, tf32 kWeightGrad: [K', S * P]
-  const void* rhs;         // [G, K', N'] (kWeightGrad: [S * C, N']); 8-bit, tf32 kForward:
-                           // [G, N', K'], kWeightGrad: [N', S * P]
+  const void* rhs;         // [G, K', N'] (kWeightGrad: [S * C, N']); 8-bit kForward: [G, N', K'],
+                           // 8-bit, tf32 kWeightGrad: [N', S * P]
   const float* lhs_scale;  // kTensor: [S, L]; kBlock: [S * C, ceil(K' / 128)] (kDataGrad: N')
   const float* rhs_scale;  // kTensor: [G] (kWeightGrad: [S, L]);
                            // kBlock: [G, ceil(K' / 128), ceil(N' / 128)]; no kWeightGrad

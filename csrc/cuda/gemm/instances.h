@@ -101,8 +101,10 @@ Instances Rows8Instances();
   X(kWeightGrad, kE4M3, kE5M2, kF32, 128, kByGroup)
 Instances Weights8Instances();
 
-#define EP_GEMM_ROWS_32(X) X(kForward, kTF32, kTF32, kF32, 256, kWhole)
-Instances Rows32Instances();
+#define EP_GEMM_GRADS_32(X) X(kDataGrad, kTF32, kTF32, kF32, 256, kWhole)
+Instances Grads32Instances();
+// A kernel of its own, which turns the weights.
+Instances Forward32Instances();
 
 #define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, 256, kWhole)
 Instances Weights32Instances();

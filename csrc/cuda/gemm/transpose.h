@@ -1,4 +1,5 @@
-// Copies of 8-bit values and of f32 ones with the dim along memory that products contract.
+// Copies of 8-bit values, and of rows of f32 ones, with the dim along memory that products
+// contract.
 #ifndef EP_RUNTIME_CUDA_GEMM_TRANSPOSE_H_
 #define EP_RUNTIME_CUDA_GEMM_TRANSPOSE_H_
 
@@ -36,15 +37,6 @@ struct TransposedRows {
 cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedRows& rows);
 
 // The same of f32 values, in multiples of 4. Bits stay as they are: products round them.
-struct TransposedFloatPlanes {
-  const float* from;
-  float* to;
-  int32_t planes;
-  int32_t lines;
-  int32_t width;
-};
-cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatPlanes& planes);
-
 struct TransposedFloatRows {
   Groups groups;
   const float* from;

@@ -21,7 +21,6 @@ struct Place {
   int64_t pitch;      // of `to`
   int32_t width;      // of a line of `from`
   int32_t lines;      // that there are; zeros stand for the others
-  int32_t stored;     // values of a column that are written
 };
 
 // Where 4 lines' values of a column lie in shared memory: 8 threads beside each other write those
@@ -57,7 +56,6 @@ __device__ __forceinline__ void ReadTile(const Place& place, int32_t column, flo
 // A warp writes one column's values at a time.
 __device__ __forceinline__ void WriteTile(const Place& place, int32_t column, const float4* tile) {
   const int four = threadIdx.x % (kLines / 4);
-  if (4 * four >= place.stored) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int inside = threadIdx.x / (kLines / 4) + i * kVectors;
@@ -78,16 +76,6 @@ __device__ __forceinline__ void TransposeLines(const Place& place) {
   }
 }
 
-// blockIdx.x: tile of lines, .z: plane.
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-    TransposePlanes(const TransposedFloatPlanes planes) {
-  const int32_t first = blockIdx.x * kLines;
-  const int64_t plane = static_cast<int64_t>(blockIdx.z) * planes.lines * planes.width;
-  const int32_t lines = min(planes.lines - first, kLines);
-  TransposeLines({planes.from + plane + static_cast<int64_t>(first) * planes.width,
-                  planes.to + plane + first, planes.lines, planes.width, lines, lines});
-}
-
 // blockIdx.x: tile of a slab's line in the result, .z: slab.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposeRows(const TransposedFloatRows rows) {
@@ -97,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   if (found.size == 0) return;
   const int64_t line = PaddedSlabRows(rows.groups.slab_rows, rows.groups.groups_per_slab);
   TransposeLines({rows.from + static_cast<int64_t>(found.start) * rows.width,
-                  rows.to + slab * line + at, rows.slabs * line, rows.width, found.size, kLines});
+                  rows.to + slab * line + at, rows.slabs * line, rows.width, found.size});
 }
 
 dim3 Grid(int64_t lines, int32_t width, int32_t planes) {
@@ -107,13 +95,6 @@ dim3 Grid(int64_t lines, int32_t width, int32_t planes) {
 }
 
 }  // namespace
-
-cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatPlanes& planes) {
-  if (planes.lines % 4 != 0 || planes.width % 4 != 0) return cudaErrorInvalidValue;
-  if (planes.planes == 0 || planes.lines == 0 || planes.width == 0) return cudaSuccess;
-  TransposePlanes<<<Grid(planes.lines, planes.width, planes.planes), kThreads, 0, stream>>>(planes);
-  return cudaGetLastError();
-}
 
 cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatRows& rows) {
   if (rows.width % 4 != 0) return cudaErrorInvalidValue;

@@ -24,7 +24,8 @@ enum class Along : int { kContracted = 0, kOther = 1 };
 
 constexpr int kPieceSide = 64;
 constexpr int kPieceBytes = kPieceSide * 128;
-constexpr int kStepDepth = 16;  // contracted elements of one instruction
+constexpr int kTurnedLines = 32;  // of a piece that registers take across its lines
+constexpr int kStepDepth = 16;    // contracted elements of one instruction
 
 // Names an operand tile that starts at `shared`, a multiple of 1024. Offsets are in 16 bytes.
 template <Along kAlong>
@@ -175,6 +176,18 @@ __device__ __forceinline__ void Multiply8(float (&sums)[kSums], uint64_t lhs, ui
 __device__ __forceinline__ void Multiply32(float (&sums)[128], uint64_t lhs, uint64_t rhs,
                                            uint32_t add) {
   EP_PRODUCT32_N256;
+}
+
+// sums [64, 128] += lhs [64, 8] x rhs [8, 128] of tf32. `lhs` is in registers: of a warp's 16 lines
+// lane / 4 and 8 more, of those the elements lane % 4 and 4 more.
+__device__ __forceinline__ void MultiplyPicked(float (&sums)[64], const uint32_t (&lhs)[4],
+                                               uint64_t rhs) {
+  asm volatile(
+      "{ .reg .pred add; setp.ne.b32 add, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {" EP_REGISTERS_64
+      "}, {%64, %65, %66, %67}, %68, add, 1, 1; }"
+      : EP_SUMS_64(sums)
+      : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "l"(rhs));
 }
 
 }  // namespace gemm

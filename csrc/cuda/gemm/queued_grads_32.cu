@@ -5,11 +5,11 @@ namespace cuda {
 namespace gemm {
 namespace {
 
-constexpr Instance kInstances[] = {EP_GEMM_ROWS_32(EP_MAKE_QUEUED)};
+constexpr Instance kInstances[] = {EP_GEMM_GRADS_32(EP_MAKE_QUEUED)};
 
 }  // namespace
 
-Instances Rows32Instances() { return {kInstances, sizeof(kInstances) / sizeof(kInstances[0])}; }
+Instances Grads32Instances() { return {kInstances, sizeof(kInstances) / sizeof(kInstances[0])}; }
 
 }  // namespace gemm
 }  // namespace cuda
