@@ -15,7 +15,13 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, local_quantize
+from ep_runtime_client.ops import (
+    fp8_kernels,
+    gemm_kernels,
+    local_gemm,
+    local_quantize,
+    row_kernels,
+)
 from ep_runtime_client.quantized import QuantizedTensor
 
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
@@ -328,3 +334,43 @@ def test_gradients_of_both_types_and_no_others_are_served() -> None:
     assert served(rows, grads)
     assert not served(grads, rows)
     assert not served(rows, rhs)
+
+
+@pytest.mark.parametrize("recipe", [TENSOR, BLOCK], ids=["tensor", "block"])
+def test_kernels_come_from_the_quantizer_in_both_layouts(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = drawn()
+    alone = jax.jit(graded(recipe=recipe))(*operands)
+    monkeypatch.setattr(row_kernels, "available", lambda: True)
+    jax.clear_caches()
+    found = calls(graded(recipe=recipe), *operands)
+    wanted = {name: n for name, n in WANTED[recipe].items() if name != "ep_transpose_weights_v1"}
+    assert found == wanted
+    text = jax.jit(graded(recipe=recipe)).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert text.as_text().count("@ep_quantize_weights_v1(") == 1
+    both = jax.jit(graded(recipe=recipe))(*operands)
+    for left, right in zip(both, alone, strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+    # Odd K' cannot be stored along memory.
+    odd = calls(graded(recipe=recipe), *drawn(k=152))
+    assert odd == {}
+
+
+@pytest.mark.parametrize("recipe", [TENSOR, BLOCK], ids=["tensor", "block"])
+def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_kernels, "_call", stand_in)
+    monkeypatch.delitem(STANDS_IN, "ep_transpose_weights_v1")
+    lhs, rhs, bias = (jnp.asarray(x) for x in drawn(dtype=np.float32))
+    sizes = jnp.asarray(SIZES)
+    rows = local_quantize.quantize_rows(recipe, lhs, sizes)
+    kernel = local_quantize.quantize_kernel(recipe, rhs, turned=True)
+    assert kernel.turned is not None
+    assert kernel.turned.shape == (8, 2, 128, 160)
+    operands = (rows, kernel, bias, sizes)
+    near(
+        fp8_kernels.forward(jnp.float32, *operands),
+        local_gemm._forward(local_gemm.Gemm(jnp.float32), *operands),
+    )

@@ -1,10 +1,9 @@
-"""The experts' activation, quantized in one: the same bits, and programs without a pass between."""
+"""What the experts' matmuls take, quantized in fewer passes: the same bits, in every layout."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import fakes
@@ -18,6 +17,7 @@ import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.moe import MoEParams, init_moe_params, moe
 from ep_runtime_client.ops import (
+    local_gemm,
     local_quantized_activation,
     quantize_kernels,
     quantized_activation_kernels,
@@ -36,10 +36,36 @@ RECIPES = {
 }
 
 
+class Process:
+    """Whether this is a process with GPUs that want the kernels.
+
+    CPU multiplies the copies with K' along memory then, where there are some.
+
+    Attributes:
+        turned: of every product that was traced since, whether it was of such a copy.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.turned: list[bool] = []
+        self._patch, self._plain = patch, local_gemm._forward
+        patch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
+        patch.setattr(local_gemm, "_forward", self._forward)
+
+    def takes_kernels(self, wanted: bool) -> None:
+        self.turned.clear()
+        self._patch.setattr(row_kernels, "available", lambda: wanted)
+
+    def _forward(self, gemm: Any, lhs: Any, rhs: Any, *rest: Any) -> Any:
+        copy = getattr(rhs, "turned", None)
+        if copy is not None:
+            rhs = dataclasses.replace(rhs, data=jnp.moveaxis(copy, -1, 1))
+        self.turned.append(copy is not None)
+        return self._plain(gemm, lhs, rhs, *rest)
+
+
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Says whether this process is one with GPUs that want the kernels."""
-    return lambda wanted: monkeypatch.setattr(row_kernels, "available", lambda: wanted)
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    return Process(monkeypatch)
 
 
 def drawn(*shape: int, dtype: Any = BF16) -> Any:
@@ -58,16 +84,16 @@ def run(static: Quantized, hidden: Any, weights: Any) -> Any:
 @pytest.mark.parametrize("weighted", [False, True], ids=["bare", "weighted"])
 @pytest.mark.parametrize(("recipe", "wanted"), RECIPES.values(), ids=RECIPES)
 def test_one_call_makes_data_and_scales(
-    taken: Any, recipe: Any, wanted: list[str], weighted: bool
+    process: Process, recipe: Any, wanted: list[str], weighted: bool
 ) -> None:
-    taken(True)
+    process.takes_kernels(True)
     static = Quantized(Activation("silu", True, BF16), recipe, 3)
     operands = (drawn(2, 20, 2, 136), drawn(2, 20, dtype=np.float32) if weighted else None)
     fused = functools.partial(run, static)
     assert calls(fused, *operands) == wanted
     assert calls(fused, *operands, platform="cpu") == []
     here = jax.jit(fused)(*operands)
-    taken(False)
+    process.takes_kernels(False)
     alone = jax.jit(functools.partial(run, static))(*operands)
     assert jax.tree.structure(here) == jax.tree.structure(alone)
     for left, right in zip(jax.tree.leaves(here), jax.tree.leaves(alone), strict=True):
@@ -85,9 +111,9 @@ def test_one_call_makes_data_and_scales(
     ids=["f32", "a function", "column-wise copies"],
 )
 def test_what_the_kernels_do_not_take_is_activated_and_then_quantized(
-    taken: Any, static: Activation, recipe: Any
+    process: Process, static: Activation, recipe: Any
 ) -> None:
-    taken(True)
+    process.takes_kernels(True)
     hidden = drawn(2, 32, 2, 128, dtype=static.dtype)
     found = calls(functools.partial(run, Quantized(static, recipe)), hidden, None)
     assert not {*found} & {*quantized_activation_kernels.TARGETS}
@@ -115,7 +141,7 @@ FSDP = ({"fsdp": 2, "ep": 4}, ("fsdp",), Spec("ep", "fsdp"), Spec("ep", None, "f
     ],
 )
 def test_the_block_gives_the_same_bits(
-    make_group: Any, taken: Any, recipe: str, layout: Any, partitioning: str
+    make_group: Any, process: Process, recipe: str, layout: Any, partitioning: str
 ) -> None:
     fakes.require_native()
     axes, outer, wi, wo = layout
@@ -147,8 +173,9 @@ def test_the_block_gives_the_same_bits(
 
     found = []
     for wanted in (True, False):
-        taken(wanted)
+        process.takes_kernels(wanted)
         found.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, params))
+        assert {*process.turned} == {wanted}
         jax.clear_caches()
     for left, right in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))

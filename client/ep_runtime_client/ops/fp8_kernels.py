@@ -9,8 +9,9 @@ They serve operands that are both of one recipe, with K' and N' multiples of 16,
 - MXFP8: Hopper's tensor cores know no such scales: data times scales in bf16, which is exact.
 
 The tensor cores want 8-bit data with the contracted dim along memory: what lies otherwise is
-transposed first, the rows of groups each to a multiple of PADDED. Without EP_RUNTIME_FP8_KERNELS=1
-everything is plain JAX (`local_gemm.py`).
+transposed first, the rows of groups each to a multiple of PADDED. Kernels that grouped_gemm itself
+quantizes come in both layouts from there, on GPUs with row kernels. Without
+EP_RUNTIME_FP8_KERNELS=1 everything is plain JAX (`local_gemm.py`).
 
 Letters as in `gemm_kernels.py`. 8-bit data and e8m0 scales enter the calls as uint8.
 """
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime import env
-from ep_runtime_client.ops import gemm_kernels
+from ep_runtime_client.ops import gemm_kernels, row_kernels
 from ep_runtime_client.ops._ffi import register_for_gpus
 from ep_runtime_client.quantized import QuantizedTensor, bits
 from ep_runtime_client.recipes import (
@@ -47,7 +48,7 @@ TARGETS = (
     "ep_transpose_weights_v1",
     "ep_dequantize_v1",
 )
-_GEMM, _GEMM_DW, TRANSPOSE_ROWS, TRANSPOSE_WEIGHTS, _DEQUANTIZE = TARGETS
+_GEMM, _GEMM_DW, TRANSPOSE_ROWS, _TRANSPOSE_WEIGHTS, _DEQUANTIZE = TARGETS
 MULTIPLE = 16  # of features: tensor copies move 16 bytes at a time
 PADDED = 128  # rows of a group in a transposed copy are a multiple of it
 _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
@@ -92,6 +93,17 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
     return fits
 
 
+def turns(recipe: Any, shape: Sequence[int]) -> bool:
+    """Whether forward products of kernels [E, K', *N'] want K' along memory from the quantizer.
+
+    Its kernel then makes both layouts in one read.
+    """
+    if not isinstance(recipe, TensorScaling | BlockScaling) or not env.fp8_kernels():
+        return False
+    widths = (shape[1], math.prod(shape[2:]))
+    return not any(width % MULTIPLE for width in widths) and row_kernels.available()
+
+
 @functools.cache
 def _say_plain(recipe: str, features: tuple[int, ...]) -> None:
     _log.warning(
@@ -124,7 +136,10 @@ def forward(
         return gemm_kernels.forward(out_dtype, None, rows, kernel, bias, group_sizes)
     kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
     (experts, k, n), rows = kernel.shape, bits(lhs.data).reshape(-1, rhs.shape[1])
-    turned = _call(TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
+    if rhs.turned is None:
+        turned = _call(_TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
+    else:
+        turned = bits(rhs.turned).reshape(experts, n, k)
     biases = jnp.zeros((0, 0), jnp.float32)
     if bias is not None:
         wide = bias.dtype not in (jnp.bfloat16, jnp.float16)

@@ -78,7 +78,8 @@ class _GemmOp:
         """Local blocks -> (lhs, rhs, bias, group_sizes), the weight gathered."""
         first, last = self._weight, self._weight + len(self.rhs)
         sizes = blocks[last + int(self.has_bias)]
-        leaves = [gather(leaf, place.weight.gathered) for leaf in blocks[first:last]]
+        gathered = self.rhs.spread(place.weight.gathered)
+        leaves = [gather(*each) for each in zip(blocks[first:last], gathered, strict=True)]
         bias = gather(blocks[last], place.bias.gathered) if self.has_bias else None
         return unpack(self.lhs, blocks[:first], sizes), unpack(self.rhs, leaves), bias, sizes
 

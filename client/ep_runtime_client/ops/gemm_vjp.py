@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.ops import quantize_ops, spread, twin
+from ep_runtime_client.ops import fp8_kernels, quantize_ops, spread, twin
 from ep_runtime_client.ops.gemm_ops import Backward, Forward, arrivals
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Matrix, pack
@@ -86,7 +86,10 @@ def _multiplied(
     x_scale, w_scale = ((), ()) if scales is None else ((scales[0],), (scales[1],))
     found: list[Any] = []
     if q_rhs is None:
-        kernel_op = quantize_ops.QuantizeKernel(call.where, call.recipe, kernel.shape, scaled)
+        turned = fp8_kernels.turns(call.recipe, kernel.shape)
+        kernel_op = quantize_ops.QuantizeKernel(
+            call.where, call.recipe, kernel.shape, scaled, turned
+        )
         q = quantize_ops.kernel(kernel_op, call.rhs, _array(kernel), *w_scale)
         found.append(q.amax)
         kernel = _tagged(q, "ep_q_w")
@@ -155,6 +158,8 @@ def _forward_kept(call: GemmCall, *operands: Any) -> Any:
     rows, kernel, amax = _multiplied(call, lhs, rhs, *operands[3:])
     out = _forward(call, rows, kernel, bias, group_sizes)
     likes = tuple(None if x is None else jax.numpy.zeros((0,), x.dtype) for x in (lhs, rhs))
+    if isinstance(kernel, QuantizedTensor):
+        kernel = dataclasses.replace(kernel, turned=None)  # forward's alone
     return (out, amax), (rows, kernel, bias, group_sizes, likes)
 
 

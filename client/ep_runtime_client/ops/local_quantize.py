@@ -141,7 +141,9 @@ def _scaled_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array, scale: jax.Ar
     return data.reshape(x.shape)
 
 
-def quantize_kernel(recipe: Recipe, w: jax.Array, reduce_axes: Axes = ()) -> QuantizedTensor:
+def quantize_kernel(
+    recipe: Recipe, w: jax.Array, reduce_axes: Axes = (), *, turned: bool = False
+) -> QuantizedTensor:
     """Quantizes kernels.
 
     Args:
@@ -149,6 +151,7 @@ def quantize_kernel(recipe: Recipe, w: jax.Array, reduce_axes: Axes = ()) -> Qua
         w: [G, K', *mid, N'] any float dtype; tiles run over dim 1 and the last dim.
         reduce_axes: manual mesh axes that split dims other than 0; TensorScaling takes each amax
             over them. Other recipes need local dims that are multiples of their tiles instead.
+        turned: TensorScaling and BlockScaling alone: make a copy with K' along memory too.
 
     Returns:
         A QuantizedTensor without `origin`.
@@ -159,8 +162,11 @@ def quantize_kernel(recipe: Recipe, w: jax.Array, reduce_axes: Axes = ()) -> Qua
     dtype = recipe.data_dtype()
     if isinstance(recipe, TensorScaling):
         amax = over(kernel_amax(w), reduce_axes)
-        return scale_kernel(recipe, w, scale_of(amax, dtype), amax)
+        return scale_kernel(recipe, w, scale_of(amax, dtype), amax, turned=turned)
     served, last = quantize_kernels.serve(w, None), w.ndim - 1
+    if isinstance(recipe, BlockScaling) and turned:
+        data, copy, scale = _turned_kernel(recipe, w, None)
+        return QuantizedTensor(data, scale, None, None, None, None, None, recipe, copy)
     if isinstance(recipe, BlockScaling):
         static = (dtype, recipe.power_of_two_scales)
         kernel = functools.partial(quantize_kernels.tile_kernel, *static)
@@ -189,18 +195,44 @@ def _mx_kernel(dtype: Any, w: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def scale_kernel(
-    recipe: TensorScaling, w: jax.Array, scale: jax.Array, amax: jax.Array | None = None
+    recipe: TensorScaling,
+    w: jax.Array,
+    scale: jax.Array,
+    amax: jax.Array | None = None,
+    *,
+    turned: bool = False,
 ) -> QuantizedTensor:
     """Quantizes kernels [G, K', *mid, N'] by the given scales, f32 [G]; saturates."""
+    if turned:
+        data, copy, _ = _turned_kernel(recipe, w, scale)
+        return QuantizedTensor(data, scale, amax, None, None, None, None, recipe, copy)
     dtype = recipe.data_dtype()
-
-    def plain(w: jax.Array, scale: jax.Array) -> jax.Array:
-        spread = scale.reshape(-1, *([1] * (w.ndim - 1)))
-        return round_scaled(w.astype(jnp.float32), spread, dtype)
-
     kernel = functools.partial(quantize_kernels.scale_kernel, dtype)
+    plain = functools.partial(_scaled_kernel, dtype)
     data = either(quantize_kernels.serve(w, None), kernel, plain, w, scale)
     return QuantizedTensor(data, scale, amax, None, None, None, None, recipe)
+
+
+def _scaled_kernel(dtype: Any, w: jax.Array, scale: jax.Array) -> jax.Array:
+    return round_scaled(w.astype(jnp.float32), scale.reshape(-1, *([1] * (w.ndim - 1))), dtype)
+
+
+def _turned_kernel(
+    recipe: TensorScaling | BlockScaling, w: jax.Array, scale: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Data, the same with K' along memory, and scales; BlockScaling makes them."""
+    dtype = recipe.data_dtype()
+    two = isinstance(recipe, BlockScaling) and recipe.power_of_two_scales
+
+    def plain(w: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, ...]:
+        if scale is None:
+            data, made = _tiled_kernel(dtype, two, w)
+        else:
+            data, made = _scaled_kernel(dtype, w, scale), scale
+        return data, from_bits(jnp.moveaxis(bits(data), 1, -1), dtype), made
+
+    kernel = functools.partial(quantize_kernels.turned_kernel, dtype, two)
+    return either(quantize_kernels.serve_turned(w), kernel, plain, w, scale)
 
 
 def kernel_amax(w: jax.Array) -> jax.Array:

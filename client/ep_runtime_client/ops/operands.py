@@ -53,7 +53,12 @@ class Packing:
 
     def spread(self, entries: Entries) -> list[Entries]:
         """Entries of every leaf from those of the values."""
-        return [entries[: self.leaf_ndim(name)] for name in self.names]
+        return [self._laid(name, entries)[: self.leaf_ndim(name)] for name in self.names]
+
+    @staticmethod
+    def _laid(name: str, values: Any) -> Any:
+        """What there is per dim of the values, per dim of a leaf."""
+        return (values[0], *values[2:], values[1]) if name == "turned" else values
 
     def leaf_ndim(self, name: str) -> int:
         """Dims of a leaf: tensor scales have those of the groups alone."""
@@ -70,7 +75,7 @@ class Packing:
             elif self.rows and name == "scale_columns":
                 found.append(" ".join([values[0], "c32", *values[2:]]))
             else:
-                found.append(" ".join(values[: self.leaf_ndim(name)]))
+                found.append(" ".join(self._laid(name, values)[: self.leaf_ndim(name)]))
         return found
 
 
@@ -94,6 +99,8 @@ def pack(x: Matrix, *, rows: bool, columns: bool = False) -> tuple[list[jax.Arra
     names = ["data", "scale"]
     if columns and x.data_columns is not None:
         names = ["data_columns", "scale_columns"]
+    if not columns:
+        names.append("turned")
     return pack_fields(x, names, rows=rows)
 
 

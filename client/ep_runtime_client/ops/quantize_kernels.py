@@ -24,9 +24,11 @@ TARGETS = (
     "ep_scale_rows_v1",
     "ep_quantize_tiles_v1",
     "ep_quantize_blocks_v1",
+    "ep_quantize_weights_v1",
     "ep_quantize_mx_v1",
 )
-_AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _MX = TARGETS
+_AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _WEIGHTS, _MX = TARGETS
+_TURNED_MULTIPLE = 16  # of K': what is stored at once along it
 _MULTIPLE = 8  # of the last dim: what one lane converts
 _F32 = jnp.dtype(jnp.float32)
 
@@ -111,6 +113,36 @@ def tile_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> Quantized:
     data, scale = row_kernels.call(_BLOCKS, results, (flat,), _way(dtype, power_of_two, True))
     scale = scale.reshape(shape[0], tiles[0], *middle, tiles[1])
     return from_bits(data, dtype).reshape(shape), scale
+
+
+def serve_turned(w: jax.Array) -> bool:
+    """Whether `turned_kernel` takes kernels, lowered for a GPU."""
+    return w.shape[1] % _TURNED_MULTIPLE == 0 and serve(w, None)
+
+
+def turned_kernel(
+    dtype: Any, power_of_two: bool, w: jax.Array, scale: jax.Array | None
+) -> Quantized:
+    """Data like w, the same bytes with K' along memory [G, *mid, N', K'], and f32 scales.
+
+    By the given scale [G], which is returned, or by those of blocks as `tile_kernel` makes them.
+    """
+    shape, middle = w.shape, w.shape[2:-1]
+    flat = w.reshape(*shape[:2], math.prod(middle), shape[-1])
+    tiles = [num_tiles(shape[dim], TILE) for dim in (1, -1)]
+    blocks = (shape[0], tiles[0], flat.shape[2], tiles[1])
+    results = (
+        _struct(flat.shape),
+        _struct((shape[0], *flat.shape[2:], shape[1])),
+        _struct(blocks if scale is None else (0,), _F32),
+    )
+    given = jnp.zeros(0, _F32) if scale is None else scale.astype(_F32)
+    way = _way(dtype, power_of_two, True)
+    data, turned, made = row_kernels.call(_WEIGHTS, results, (flat, given), way)
+    if scale is None:
+        scale = made.reshape(shape[0], tiles[0], *middle, tiles[1])
+    turned = from_bits(turned, dtype).reshape(shape[0], *shape[2:], shape[1])
+    return from_bits(data, dtype).reshape(shape), turned, scale
 
 
 def mx_rows(dtype: Any, clear_slack: bool, x: jax.Array, group_sizes: jax.Array) -> Quantized:
