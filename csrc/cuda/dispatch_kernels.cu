@@ -427,7 +427,7 @@ cudaError_t LaunchCombineBwd(cudaStream_t stream, const CombineBwdParams& params
     const DispatchParams copies{params.group,        params.name, params.sizes, params.type,
                                 params.row_bytes,    params.grad, nullptr,      params.plan,
                                 params.d_expert_out, nullptr,     params.grid};
-    return LaunchCopies(stream, copies, {OpCode::kCombineBwd, true});
+    return LaunchCopies(stream, copies, {OpCode::kCombineBwd, params.clear_slack});
   }
   return params.type == RowType::kF32    ? LaunchGrads<RowType::kF32>(stream, params)
          : params.type == RowType::kBF16 ? LaunchGrads<RowType::kBF16>(stream, params)
