@@ -10,6 +10,7 @@
 
 #include "cuda/gemm/groups.cuh"
 #include "cuda/gemm/transpose_tile.h"
+#include "cuda/gemm/turned_tile.h"
 
 ThreadIndex threadIdx;
 
@@ -174,6 +175,59 @@ bool CheckTile() {
   return wrong == 0;
 }
 
+// Banks of 16 bytes that eight threads beside each other meet.
+int CountBanks(int first_thread, const std::function<int(int)>& vector) {
+  std::set<int> banks;
+  for (int thread = first_thread; thread < first_thread + 8; ++thread) {
+    banks.insert(vector(thread) % 8);
+  }
+  return static_cast<int>(banks.size());
+}
+
+// The same of f32 values: 32 columns of 128 lines, four lines of a column a vector.
+bool CheckFloatTile() {
+  int wrong = 0;
+  std::set<int> written, read;
+  for (int thread = 0; thread < 256; ++thread) {
+    for (int i = 0; i < 4; ++i) {
+      written.insert(TurnedVector(4 * FloatVector(thread) + i, FloatFour(thread)));
+      read.insert(TurnedVector(FloatColumn(thread, i), WrittenFour(thread)));
+    }
+  }
+  wrong += written.size() != 1024 || written != read || *written.rbegin() != 1023;
+  for (int first = 0; first < 256; first += 8) {
+    for (int i = 0; i < 4; ++i) {
+      wrong += CountBanks(first, [&](int thread) {
+                 return TurnedVector(4 * FloatVector(thread) + i, FloatFour(thread));
+               }) != 8;
+      wrong += CountBanks(first, [&](int thread) {
+                 return TurnedVector(FloatColumn(thread, i), WrittenFour(thread));
+               }) != 8;
+    }
+  }
+  return wrong == 0;
+}
+
+// What a warpgroup picks of 64 columns: each weight of 8 lines once, from 32 banks a time.
+bool CheckPicked() {
+  int wrong = 0;
+  std::set<int> weights;
+  for (int warp = 0; warp < 4; ++warp) {
+    for (int value = 0; value < 4; ++value) {
+      std::set<int> banks;
+      for (int thread = 32 * warp; thread < 32 * (warp + 1); ++thread) {
+        const int column = PickedColumn(thread, PickedWhich(value));
+        const int offset = SwizzledOffset(PickedDepth(thread, value), column);
+        wrong += column < 0 || column >= 32;
+        banks.insert(offset / 4 % 32);
+        weights.insert(PickedBox(thread) * 4096 + offset);
+      }
+      wrong += banks.size() != 32;
+    }
+  }
+  return wrong == 0 && weights.size() == 64 * 8;
+}
+
 std::vector<Case> Cases() {
   std::vector<Case> cases = {{1, 128, {128}},           {1, 10, {3, 0, 7}},
                              {1, 400, {200, 300, 100}}, {2, 300, {100, 0, 60, 33, 200, 17}},
@@ -203,9 +257,14 @@ int main() {
     wrong += !right;
     ++all;
   }
-  const bool tile = CheckTile();
-  if (!tile) std::printf("tile: wrong\n");
-  wrong += !tile;
-  std::printf("%d of %d wrong\n", wrong, ++all);
+  const auto check = [&](const char* what, bool right) {
+    if (!right) std::printf("%s: wrong\n", what);
+    wrong += !right;
+    ++all;
+  };
+  check("tile", CheckTile());
+  check("tile of f32", CheckFloatTile());
+  check("picked weights", CheckPicked());
+  std::printf("%d of %d wrong\n", wrong, all);
   return wrong > 0;
 }

@@ -25,4 +25,4 @@ def test_rows_of_groups_and_bytes_of_tiles_are_where_they_belong(tmp_path: Path)
     subprocess.run(build, check=True, timeout=_COMPILE_S)
     run = subprocess.run([program], capture_output=True, text=True, timeout=_RUN_S)
     assert run.returncode == 0, run.stdout
-    assert run.stdout.endswith("0 of 19 wrong\n")
+    assert run.stdout.endswith("0 of 21 wrong\n")

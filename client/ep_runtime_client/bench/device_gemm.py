@@ -27,7 +27,7 @@ from ep_runtime_client.bench.device_time import CallTimer, Clock, gpu_clock
 from ep_runtime_client.bench.options import BenchOptions, BenchReport
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.ops import local_gemm, local_quantize
+from ep_runtime_client.ops import local_gemm, local_quantize, tf32_kernels
 from ep_runtime_client.quantized import bits, from_bits
 
 ROWS = 32768  # unless tokens say otherwise
@@ -150,7 +150,7 @@ def _dense(options: BenchOptions, timer: CallTimer, rows: int, k: int, n: int) -
 
 def _ours(shape: Shape, dtype: str) -> dict[str, Program]:
     """Of (x, grad, w, sizes)."""
-    gemm = local_gemm.Gemm(jnp.dtype(dtype), ALIGNMENT)
+    gemm = local_gemm.Gemm(jnp.dtype(dtype), ALIGNMENT, tf32=tf32_kernels.allowed())
     return {
         "forward": lambda x, grad, w, sizes: local_gemm.forward(gemm, x, w, None, sizes),
         "data grad": lambda x, grad, w, sizes: local_gemm.data_grad(gemm, grad, w, sizes),

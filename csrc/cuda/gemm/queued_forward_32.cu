@@ -6,6 +6,7 @@
 // queued_gemm_kernel.cuh.
 #include "cuda/gemm/grouped_gemm_kernel.cuh"
 #include "cuda/gemm/instances.h"
+#include "cuda/gemm/turned_tile.h"
 #include "cuda/gemm/work_queue.cuh"
 
 namespace ep_runtime {
@@ -43,30 +44,20 @@ struct Memory {
 };
 static_assert(sizeof(Memory) <= 227 << 10, "a block has 227 KiB");
 
-// Which weights a thread has: of 64 columns in two boxes, lines lane / 4 and 8 more of its warp's
-// 16 stand for `first` and `second`; contracted elements are lane % 4 and 4 more. The order of the
-// columns is chosen so that a warp's reads meet no bank twice.
+// What this thread picks.
 struct Lane {
-  int box;     // of the two
-  int first;   // column inside of the box
-  int second;  // 4 columns further
+  int box;
+  int columns[2];
   int depth;
 
   __device__ Lane() {
-    const int warp = threadIdx.x % 128 / 32;
-    const int line = threadIdx.x % 32 / 4;
-    box = warp / 2;
-    first = 8 * (warp % 2) + 16 * (line / 4) + line % 4;
-    second = first + 4;
-    depth = threadIdx.x % 4;
+    const int thread = threadIdx.x % 128;
+    box = PickedBox(thread);
+    columns[0] = PickedColumn(thread, 0);
+    columns[1] = PickedColumn(thread, 1);
+    depth = PickedDepth(thread, 0);
   }
-  __device__ int Column(int which) const { return 32 * box + (which == 0 ? first : second); }
 };
-
-// Where a value lies in a box of 128-byte lines, 16-byte vectors swizzled.
-__device__ __forceinline__ uint32_t SwizzledOffset(int line, int column) {
-  return line * 128 + ((column / 4 ^ line % 8) << 4) + column % 4 * 4;
-}
 
 __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const CUtensorMap* rhs_map,
                                           const Tile& tile, int32_t depth, uint32_t rank,
@@ -176,7 +167,7 @@ __device__ __forceinline__ void SumTile(int32_t size, int warpgroup, const Lane&
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     offsets[i] = lane.box * kBoxBytes +
-                 SwizzledOffset(lane.depth + i / 2 * 4, i % 2 == 0 ? lane.first : lane.second);
+                 SwizzledOffset(PickedDepth(lane.depth, i), lane.columns[PickedWhich(i)]);
   }
   Part parts[kParts];
   uint32_t busy = 0;  // barrier of the stage that products may still read; 0: none
@@ -216,8 +207,7 @@ __device__ __forceinline__ void WriteRows(uint32_t staging, const Lane& lane, co
   for (int i = 0; i < 32; ++i) {
     const int which = i / 2 % 2;
     const int row = i / 4 * 8 + 2 * lane.depth + i % 2;
-    const uint32_t to = staging + lane.box * kChunkBytes +
-                        SwizzledOffset(row, which == 0 ? lane.first : lane.second);
+    const uint32_t to = staging + lane.box * kChunkBytes + SwizzledOffset(row, lane.columns[which]);
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(sums[i] + bias[which]) : "memory");
   }
 }
@@ -231,8 +221,9 @@ __device__ __forceinline__ void StoreSums(const OutShape& out, const CUtensorMap
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const int32_t column = work.column + warpgroup * (kColumns / kMultipliers) + half * 64;
-    const float bias[2] = {LoadBias(out, work.expert, column + lane.Column(0)),
-                           LoadBias(out, work.expert, column + lane.Column(1))};
+    const int32_t mine = column + lane.box * kBoxColumns;
+    const float bias[2] = {LoadBias(out, work.expert, mine + lane.columns[0]),
+                           LoadBias(out, work.expert, mine + lane.columns[1])};
 #pragma unroll
     for (int part = 0; part < kTileRows / kStoredRows; ++part) {
       const int32_t row = work.row + part * kStoredRows;

@@ -1,16 +1,16 @@
 #include "cuda/gemm/groups.cuh"
 #include "cuda/gemm/transpose.h"
+#include "cuda/gemm/transpose_tile.h"
 
 namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 namespace {
 
-constexpr int kLines = kPaddedTo;  // of a tile: it is one group's
-constexpr int kColumns = 32;       // of a tile
-constexpr int kVectors = kColumns / 4;
-constexpr int kThreads = kLines / 4 * kVectors;  // each turns 4 x 4 values
-constexpr int kBlocksPerProcessor = 6;           // some read while others write
+constexpr int kLines = kPaddedTo;       // of a tile: it is one group's
+constexpr int kColumns = 32;            // of a tile
+constexpr int kThreads = 256;           // each turns 4 x 4 values
+constexpr int kBlocksPerProcessor = 5;  // some read while others write
 // Of blocks beside each other in a line; each takes every kAcross-th tile, and looks for its rows
 // once.
 constexpr int kAcross = 8;
@@ -23,15 +23,9 @@ struct Place {
   int32_t lines;      // that there are; zeros stand for the others
 };
 
-// Where 4 lines' values of a column lie in shared memory: 8 threads beside each other write those
-// of columns that are 4 apart and read those of one column, from 32 banks both times.
-__device__ __forceinline__ int TurnedVector(int column, int four) {
-  return column * (kLines / 4) + (four ^ column / 4);
-}
-
 __device__ __forceinline__ void ReadTile(const Place& place, int32_t column, float4* tile) {
-  const int vector = threadIdx.x % kVectors;
-  const int four = threadIdx.x / kVectors;
+  const int vector = FloatVector(threadIdx.x);
+  const int four = FloatFour(threadIdx.x);
   const int32_t at = column + 4 * vector;
   float4 lines[4];
 #pragma unroll
@@ -55,10 +49,10 @@ __device__ __forceinline__ void ReadTile(const Place& place, int32_t column, flo
 
 // A warp writes one column's values at a time.
 __device__ __forceinline__ void WriteTile(const Place& place, int32_t column, const float4* tile) {
-  const int four = threadIdx.x % (kLines / 4);
+  const int four = WrittenFour(threadIdx.x);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int inside = threadIdx.x / (kLines / 4) + i * kVectors;
+    const int inside = FloatColumn(threadIdx.x, i);
     if (column + inside >= place.width) continue;
     *reinterpret_cast<float4*>(place.to + (column + inside) * place.pitch + 4 * four) =
         tile[TurnedVector(inside, four)];

@@ -1,4 +1,4 @@
-// Who moves which bytes of a tile of 128 x 128 of them in shared memory; 256 threads.
+// Who moves what of a tile in shared memory, 128 lines of 128 bytes; 256 threads.
 #ifndef EP_RUNTIME_CUDA_GEMM_TRANSPOSE_TILE_H_
 #define EP_RUNTIME_CUDA_GEMM_TRANSPOSE_TILE_H_
 
@@ -26,6 +26,18 @@ EP_BOTH constexpr int StoredWord(int line, int word) {
 // Writing: a thread takes four columns, one word, of 16 lines; eight threads a column's 128 bytes.
 EP_BOTH constexpr int FirstLine(int thread) { return thread % 8 * 16; }
 EP_BOTH constexpr int ColumnWord(int thread) { return thread / 8; }
+
+// Of f32 values. Reading, a thread takes one vector of four lines, and turns them.
+EP_BOTH constexpr int FloatVector(int thread) { return thread % 8; }
+EP_BOTH constexpr int FloatFour(int thread) { return thread / 8; }
+// Where four lines' values of a column lie: 8 threads beside each other write those of columns that
+// are 4 apart and read those of one column, from 32 banks both times.
+EP_BOTH constexpr int TurnedVector(int column, int four) {
+  return column * 32 + (four ^ column / 4);
+}
+// Writing, turn 0 to 3: a warp takes one column.
+EP_BOTH constexpr int FloatColumn(int thread, int turn) { return thread / 32 + turn * 8; }
+EP_BOTH constexpr int WrittenFour(int thread) { return thread % 32; }
 
 }  // namespace gemm
 }  // namespace cuda
