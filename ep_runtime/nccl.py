@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class _Table(ctypes.Structure):
         ("abort_group", ctypes.CFUNCTYPE(None, _I64, ctypes.c_char_p)),
         ("check_group", ctypes.CFUNCTYPE(_I64, _I64, _Text)),
         ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
+        ("await_failure", ctypes.CFUNCTYPE(_I64, _I64, _I64, _Text)),
+        ("rank_left", ctypes.CFUNCTYPE(None, _I64, _I64, ctypes.c_char_p)),
     ]
 
 
@@ -180,11 +183,17 @@ class NcclLibrary:
 
 
 class NcclGroup:
-    """A group's communicators in this process. Thread-safe."""
+    """A group's communicators in this process. Thread-safe.
+
+    Attributes:
+        number: as the library knows it.
+        over: set by `abort` and `close`: what fails from then on may be their doing.
+    """
 
     def __init__(self, table: _Table, number: int) -> None:
         self._table = table
         self.number = number
+        self.over = threading.Event()
 
     def init(self, budget_s: float) -> None:
         """Joins the other ranks, and moves the first bytes between them.
@@ -208,7 +217,19 @@ class NcclGroup:
 
     def abort(self, why: EpRuntimeError) -> None:
         """Ends every call under way, here and so on the peers, with this error."""
+        self.over.set()
         self._table.abort_group(self.number, _text_of(why).encode())
+
+    def rank_left(self, world_rank: int, why: EpRuntimeError) -> None:
+        """Calls that need that rank from here on end with this error, and so does the group."""
+        self._table.rank_left(self.number, world_rank, _text_of(why).encode())
+
+    def await_failure(self, within_s: float) -> str | None:
+        """Text of the group's first error, "" where there is none in that time; None once the
+        group closes."""
+        text = _Buffer()
+        found = int(self._table.await_failure(self.number, _nanoseconds(within_s), text.struct))
+        return text.value if found >= 0 else None
 
     def check(self) -> str | None:
         """Text of the first error since this was last asked, or None."""
@@ -217,6 +238,7 @@ class NcclGroup:
 
     def close(self) -> None:
         """Ends the communicators within a bound: in good order where nothing failed."""
+        self.over.set()
         self._table.close_group(self.number, _nanoseconds(CLOSE_TIMEOUT_S))
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ep_runtime import errors, native, nccl, specs
 from ep_runtime.errors import EpRuntimeError, PeerLostError
@@ -27,6 +27,12 @@ IDS_TIMEOUT_S = 40.0
 OPTIONAL_S = 20.0
 # How often to ask whether the group is still forming.
 _LOOK_S = 0.25
+# A rank that closes the group has taken part in its last call to the end. What others began with it
+# ends soon after, or waits for it in vain.
+LEFT_GRACE_S = 2.0
+# A process that is gone is told to all within this time.
+TOLD_S = 2.0
+_WATCH_JOIN_S = 5.0
 _OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
 
 
@@ -37,10 +43,12 @@ class GroupWithNccl(native.OpenGroup):
     Attributes:
         nccl: the communicators.
         carries_rows: rows travel over them, so that their failure is the group's.
+        watch: looks after them.
     """
 
     nccl: nccl.NcclGroup
     carries_rows: bool = True
+    watch: Watch | None = None
 
     def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
         """As `native.OpenGroup`; its calls between nodes name layers too."""
@@ -55,7 +63,67 @@ class GroupWithNccl(native.OpenGroup):
     def close(self) -> None:
         """The communicators first: what still runs on them would keep the windows mapped."""
         self.nccl.close()
+        if self.watch is not None:
+            self.watch.join()
         super().close()
+
+
+class Watch:
+    """A thread that looks after a group's communicators until it closes.
+
+    Args:
+        made: the communicators.
+        name: of the group.
+        left: world ranks whose processes have closed the group, of those that calls here need.
+        report: tells the daemon of an error that nobody here caused.
+    """
+
+    def __init__(
+        self,
+        made: nccl.NcclGroup,
+        name: str,
+        left: Callable[[], Iterable[int]],
+        report: Callable[[str], None],
+    ) -> None:
+        self._made, self._name = made, name
+        self._left, self._report = left, report
+        self._known: set[int] = set()
+        self._thread = threading.Thread(target=self._run, name="ep-runtime-nccl", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits, with a bound, until it has ended, which it does when the group closes."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(_WATCH_JOIN_S)
+
+    def _run(self) -> None:
+        until_s: float | None = None
+        while (failure := self._made.await_failure(_LOOK_S)) is not None:
+            if failure:
+                # Of a process that is gone the daemon knows more, and tells it.
+                if not self._known and not self._made.over.wait(TOLD_S):
+                    self._report(failure)
+                return
+            why = self._look()
+            if why is not None and until_s is None:
+                until_s = time.monotonic() + LEFT_GRACE_S
+            if why is not None and until_s is not None and time.monotonic() > until_s:
+                self._made.abort(why)
+                return
+
+    def _look(self) -> PeerLostError | None:
+        """Why calls with those that have left end; None where nobody has."""
+        why = None
+        for rank in sorted({*self._left(), *self._known}):
+            why = PeerLostError(
+                f"the process of rank {rank} closed group {self._name!r}",
+                group=self._name,
+                rank=rank,
+            )
+            if rank not in self._known:
+                self._known.add(rank)
+                self._made.rank_left(rank, why)
+        return why
 
 
 def end_calls(
@@ -92,7 +160,7 @@ def make(
     """
     version = ""
     try:
-        version = nccl.version_text(library.version())
+        version = version_of(library)
         epoch = _group(control, ranks).epoch
         found = control.call(
             control.nccl.GetUniqueIds,
@@ -102,9 +170,9 @@ def make(
         group = library.make_group(ranks, found.unique_ids)
         _init(control, ranks, epoch, group, budget_s)
     except EpRuntimeError as error:
-        _report(control, ranks, version, str(error))
+        report(control, ranks, version, str(error))
         raise
-    _report(control, ranks, version, "")
+    report(control, ranks, version, "")
     _log.info("group %r: NCCL %s communicators of %d ranks", ranks.name, version, ranks.ep_size)
     return group
 
@@ -170,7 +238,13 @@ def _over(
     )
 
 
-def _report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, error: str) -> None:
+def version_of(library: nccl.NcclLibrary) -> str:
+    """ "2.28.9". Raises as `nccl.NcclLibrary.version`."""
+    return nccl.version_text(library.version())
+
+
+def report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, error: str) -> None:
+    """Tells the daemon what became of the communicators; "" for `error`: they are there."""
     request = nccl_service_pb2.ReportCommunicatorsRequest(
         name=ranks.name, generation=ranks.generation, nccl_version=version, error=error
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import uuid
 from collections.abc import Sequence
@@ -70,6 +72,13 @@ class Memory:
             if header.poison_generation >= generation:
                 return header.poison_reason
         return None
+
+    def left(self) -> list[int]:
+        """World ranks of this node whose processes have closed the group, as the board says."""
+        for _, fd in self.of([-1]):
+            offset, size = board.ranks_range(bytearray(os.pread(fd, board.PAGE_BYTES, 0)))
+            return board.left_ranks(bytearray(os.pread(fd, size, offset)))
+        return []
 
     def close(self) -> None:
         held, self._held = self._held, []
@@ -155,7 +164,13 @@ class _Formation:
             made = communicators.optional(formed.spec.name, lambda: make(budget_s))
         if made is None:
             return formed
-        group = communicators.GroupWithNccl(held.library, held.number, made, carries)
+        watch = communicators.Watch(
+            made,
+            formed.spec.name,
+            functools.partial(_left, formed) if carries else tuple,
+            functools.partial(_say_failed, self._session, ranks),
+        )
+        group = communicators.GroupWithNccl(held.library, held.number, made, carries, watch)
         return dataclasses.replace(formed, native_group=group)
 
     def _create(self, control: transport.ControlChannel) -> Formed:
@@ -208,6 +223,24 @@ class _Formation:
         if formed is not None:
             leave(self._session, self._spec.name, formed.generation, formed.native_group)
             formed.memory.close()
+
+
+def _left(formed: Formed) -> list[int]:
+    """Ranks that have left, of the EP groups that this process has ranks of."""
+    size = formed.spec.ep_size
+    ours = {rank // size for rank in formed.ranks}
+    return [
+        rank for rank in formed.memory.left() if rank // size in ours and rank not in formed.ranks
+    ]
+
+
+def _say_failed(session: Session, ranks: nccl.Ranks, error: str) -> None:
+    """A communicator failed without a process of the group being gone."""
+    if not session.has_daemon:
+        return
+    with contextlib.suppress(EpRuntimeError):  # the group's calls say it in any case
+        version = communicators.version_of(nccl.library())
+        communicators.report(session.control, ranks, version, error)
 
 
 def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ struct RankRecord {
 static_assert(sizeof(RankRecord) == 128);
 
 // Written by every rank of the group, so counters are atomic and the rest is last-writer-wins.
-// Devices only store: calls where they drive world rank 0, rows and dropped_rows never.
+// Devices only store: calls where they drive a node's first rank, rows and dropped_rows never.
 struct HandleRecord {
   Word state;
   Word last_op;

@@ -109,7 +109,7 @@ inline int64_t ScratchBytes(const GroupSizes& sizes) {
               sizes.max_tokens_per_rank * sizes.ep_size);
 }
 
-// Of one handle, by one rank since the group was opened; calls by world rank 0 alone.
+// Of one handle, by one rank since the group was opened; calls by a node's first rank alone.
 struct HandleTotals {
   uint64_t calls;
   uint64_t rows;
@@ -136,6 +136,7 @@ struct Progress {
   HandleTotals* totals;    // [kMaxHandles], device
   uint64_t rows;           // of all calls
   uint64_t dropped_rows;
+  bool counts_calls;  // for all ranks of the board, which is a node's
 };
 
 // One per (group, device), in device memory that is never freed: a replayed CUDA graph of a closed

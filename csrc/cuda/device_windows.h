@@ -32,6 +32,8 @@ class DeviceWindows {
     return reinterpret_cast<uint8_t*>(base_) + world_rank * stride_;
   }
   int64_t stride() const { return stride_; }
+  // The first world rank whose window is on this node.
+  int64_t first_rank() const { return mapped_.empty() ? 0 : mapped_.front(); }
 
  private:
   Status Import(int fd, int64_t world_rank);

@@ -105,6 +105,7 @@ Status CudaGroup::DescribeRank(const LocalRank& rank, DeviceGroup* group) {
   group->poison_generation = board_.poison_generation();
   EP_RETURN_IF_ERROR(board_.OpenRank(*group_, rank.world_rank, &group->progress));
   if (group->progress.rank != nullptr) group->progress.totals = rank.totals;
+  group->progress.counts_calls = rank.world_rank == windows_.first_rank();
   group->record = rank.record;
   group->bad_index = group_->options().debug ? rank.bad_index : nullptr;
   group->scratch = rank.scratch;

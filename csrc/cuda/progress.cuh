@@ -97,7 +97,7 @@ __device__ inline void TellBegin(DeviceGroup* group, const BoardNote& note, uint
              static_cast<uint32_t>(layer_id >> 32), handle, static_cast<uint32_t>(lane));
   StoreBoard(progress.rank, offsetof(RankRecord, epoch), epoch, note.now_ns);
   TellHandle(progress, index, HandleState::kBusy, op, lane);
-  if (group->first_rank + group->ep_rank != 0) return;
+  if (!progress.counts_calls) return;
   progress.totals[index].calls = note.calls + 1;
   StoreBoard(progress.handles, index * sizeof(HandleRecord) + offsetof(HandleRecord, epoch), epoch,
              note.calls + 1);

@@ -107,7 +107,7 @@ Status Exchange(nccl::Group& group, nccl::Communicator& communicator, const Nccl
   if (peers.count == 1 || call.arrays.empty()) return Status();
   const nccl::Api* api = nullptr;
   EP_RETURN_IF_ERROR(nccl::Load("", &api));
-  const Status status = group.Run(communicator, [&](nccl::Comm* comm) {
+  const Status status = group.Run(communicator, peers, [&](nccl::Comm* comm) {
     int result = nccl::kSuccess;
     for (const Moved& array : call.arrays) {
       if (result != nccl::kSuccess) break;

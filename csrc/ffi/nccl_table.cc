@@ -90,14 +90,26 @@ void CloseGroup(int64_t group, int64_t timeout_ns) {
   if (found != nullptr) found->Close(timeout_ns);
 }
 
+int64_t AwaitFailure(int64_t group, int64_t timeout_ns, EpNcclText text) {
+  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  Status failure;
+  if (found == nullptr || !found->AwaitFailure(timeout_ns, &failure)) return -1;
+  return failure.ok() ? 0 : Say(failure.text(), text);
+}
+
+void RankLeft(int64_t group, int64_t world_rank, const char* why) {
+  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  if (found != nullptr) found->RankLeft(world_rank, Status(Code::kAborted, why));
+}
+
 }  // namespace
 }  // namespace ep_runtime
 
 extern "C" __attribute__((visibility("default"))) const void* EpRuntimeNcclTable() {
   using namespace ep_runtime;  // NOLINT: the table's fields are all from there
   static const EpNcclTable table = {
-      kNcclTableAbi, sizeof(EpNcclTable), Version,    MakeGroup,  InitGroup,
-      AddLayers,     AbortGroup,          CheckGroup, CloseGroup,
+      kNcclTableAbi, sizeof(EpNcclTable), Version,    MakeGroup,    InitGroup, AddLayers,
+      AbortGroup,    CheckGroup,          CloseGroup, AwaitFailure, RankLeft,
   };
   return &table;
 }

@@ -50,6 +50,11 @@ struct EpNcclTable {
   void (*abort_group)(int64_t group, const char* why);
   int64_t (*check_group)(int64_t group, EpNcclText);  // length of the text, 0 for none
   void (*close_group)(int64_t group, int64_t timeout_ns);
+  // Waits for the group's first error: the length of its text, 0 where there is none in that time,
+  // -1 once the group closes.
+  int64_t (*await_failure)(int64_t group, int64_t timeout_ns, EpNcclText);
+  // The process of that world rank closed the group; `why` as of abort_group.
+  void (*rank_left)(int64_t group, int64_t world_rank, const char* why);
 };
 
 // How the communicators reach devices: CUDA's in the library, others in tests.

@@ -72,7 +72,8 @@ class NcclServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportCommunicators(self, request, context):
-        """What became of this process's communicators. Idempotent.
+        """What became of this process's communicators, also later: with `error` a READY group whose rows
+        they carry is BROKEN. Idempotent.
 
         no such group, generation     FAILED_PRECONDITION StaleHandleError: create it again
         not a member                  PERMISSION_DENIED   claim a rank first

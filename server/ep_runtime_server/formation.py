@@ -261,6 +261,15 @@ class Groups:
         group.poison(PoisonReason.PEER_LOST, group.lost_ranks[0])
         group.advance(Event.MEMBER_LOST, why)
 
+    def disconnected(self, group: Group, session: Session, why: str) -> None:
+        """A process of the READY group says that it does not reach others, which may live.
+
+        Where one of them is gone, that is told in a moment, and the board has it by name.
+        """
+        group.poison(PoisonReason.PEER_LOST)
+        group.advance(Event.CONNECTION_LOST, f"process {session.pid}: {why}")
+        self._log("group.broken", group, why)
+
     def leave(self, session: Session, group: Group) -> int:
         """The process unmapped the group in good order; bytes on their way back."""
         self._pool.drop_holder(session.session_id, group.windows)

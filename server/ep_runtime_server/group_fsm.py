@@ -19,6 +19,7 @@ class Event(enum.Enum):
     ALL_ATTACHED = "every member mapped its windows"
     CLAIMANT_LOST = "a process left before every rank was claimed; others still claim"
     MEMBER_LOST = "a process died; others live"
+    CONNECTION_LOST = "its processes live and do not reach each other any more"
     MEMBER_LEFT = "a process closed the group; others use it"
     EMPTIED = "no process is left, memory stays for a while"
     EMPTIED_FOR_GOOD = "no process is left, memory goes at once"
@@ -38,6 +39,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.FORMING, Event.FAILED): State.CLOSED,
     (State.FORMING, Event.TAKEN_AWAY): State.CLOSED,
     (State.READY, Event.MEMBER_LOST): State.BROKEN,
+    (State.READY, Event.CONNECTION_LOST): State.BROKEN,
     # The others may still be inside the last call, which needs nothing more of the one who left.
     (State.READY, Event.MEMBER_LEFT): State.READY,
     (State.READY, Event.EMPTIED): State.RETAINED,

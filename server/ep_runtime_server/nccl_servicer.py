@@ -8,6 +8,7 @@ import grpc
 
 from ep_runtime.v1 import nccl_service_pb2 as pb
 from ep_runtime.v1 import nccl_service_pb2_grpc as pb_grpc
+from ep_runtime_server.group_fsm import State
 from ep_runtime_server.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
@@ -36,4 +37,8 @@ class NcclServicer(pb_grpc.NcclServiceServicer):
         self._runtime.unique_ids.report(
             session, group, request.generation, request.nccl_version, request.error
         )
+        # Where windows carry the rows, as with transport nvlink, the group goes on.
+        carried = group.spec.transport != "nvlink"
+        if request.error and carried and group.state is State.READY:
+            self._runtime.groups.disconnected(group, session, request.error)
         return pb.ReportCommunicatorsResponse()

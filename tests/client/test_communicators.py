@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ from harness import daemon_process  # noqa: F401 - fixtures are found by name
 from nccl_builds import FakeNccl, edge_library, fake_library
 from raw_client import Client, make_spec
 
-from ep_runtime import native, nccl
+from ep_runtime import board, native, nccl
+from ep_runtime.board_abi import RankRecordStruct
 from ep_runtime.errors import EpRuntimeError, PeerLostError, RuntimeUnavailableError
-from ep_runtime.v1 import admin_service_pb2
-from ep_runtime_client import communicators, transport
+from ep_runtime.v1 import admin_service_pb2, types_pb2
+from ep_runtime_client import communicators, forming, transport
 
 SPEC = make_spec(transport="xla")
 WAIT_S = 20.0
@@ -56,11 +59,13 @@ class Rank:
         thread.start()
         return thread
 
+    def groups(self) -> list[Any]:
+        request = admin_service_pb2.ListGroupsRequest()
+        return list(self.client.call(self.client.admin.ListGroups, request).groups)
+
     def state(self) -> tuple[str, str]:
-        listed = self.client.call(
-            self.client.admin.ListGroups, admin_service_pb2.ListGroupsRequest()
-        )
-        return listed.groups[0].nccl_version, listed.groups[0].nccl_state
+        (listed,) = self.groups()
+        return listed.nccl_version, listed.nccl_state
 
     def close(self) -> None:
         if self.made is not None:
@@ -120,6 +125,64 @@ def test_an_init_that_times_out_is_told_to_the_daemon(ranks: tuple[list[Rank], i
     both[0].join(generation, budget_s=0.3).join(WAIT_S)
     assert "was not done within" in str(both[0].error)
     assert both[0].state()[1].startswith("none: rank 0: NCCL: init")
+
+
+def _attach(both: list[Rank]) -> None:
+    """Until the group is READY."""
+    (listed,) = both[0].groups()
+    threads = [threading.Thread(target=rank.client.attached, args=(listed.group,)) for rank in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def _watch(rank: Rank, generation: int, left: Callable[[], list[int]]) -> communicators.Watch:
+    assert rank.made is not None
+    ranks = communicators.ranks_of(SPEC, generation, (rank.rank,), (rank.rank,))
+
+    def report(error: str) -> None:
+        communicators.report(rank.control, ranks, "2.28.9", error)
+
+    return communicators.Watch(rank.made, "g", left, report)
+
+
+def test_an_error_of_nccl_breaks_the_group_at_the_daemon(
+    ranks: tuple[list[Rank], int], fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicators, "TOLD_S", 0.1)
+    both, generation = ranks
+    for thread in [rank.join(generation) for rank in both]:
+        thread.join(WAIT_S)
+    _attach(both)
+    watches = [_watch(rank, generation, list) for rank in both]
+    assert both[0].state()[1] == "ready, 2 ranks"
+    fake.set("async_error", 6)
+    for watch in watches:
+        watch.join()
+    (listed,) = both[0].groups()
+    assert listed.group.state == types_pb2.GROUP_STATE_BROKEN
+    assert "remote process exited" in listed.nccl_state
+
+
+def test_a_process_that_closes_in_good_order_ends_the_others_calls(
+    ranks: tuple[list[Rank], int], fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicators, "LEFT_GRACE_S", 0.1)
+    both, generation = ranks
+    for thread in [rank.join(generation) for rank in both]:
+        thread.join(WAIT_S)
+    _attach(both)
+    stays = both[0]
+    gone: list[int] = []
+    watch = _watch(stays, generation, lambda: gone)
+    assert stays.made is not None
+    assert stays.made.await_failure(0.0) == ""
+    gone.append(1)
+    assert "the process of rank 1 closed group 'g'" in str(stays.made.await_failure(WAIT_S))
+    watch.join()
+    # Nobody is lost, and nothing is broken.
+    assert stays.groups()[0].group.state == types_pb2.GROUP_STATE_READY
 
 
 def test_a_daemon_without_libnccl_is_the_error_and_optional_groups_go_on(
@@ -188,3 +251,19 @@ def test_a_group_with_communicators_ends_them_first(fake: FakeNccl) -> None:
     communicators.end_calls(native.OpenGroup(library, 7), "g", "no communicators")
     communicators.end_calls(None, "g", "no windows")
     assert isinstance(PeerLostError("x"), EpRuntimeError)
+
+
+def test_a_board_names_the_ranks_that_left() -> None:
+    spec = make_spec(transport="memfd")
+    fd = os.memfd_create("board")
+    os.ftruncate(fd, board.board_bytes(spec))
+    memory = forming.Memory([(types_pb2.WindowDescriptor(world_rank=-1), fd)])
+    with mmap.mmap(fd, 0) as page:
+        board.format_board(memoryview(page), spec, 7)
+        assert memory.left() == []
+        offset, size = board.ranks_range(memoryview(page))
+        at = offset + size // spec.world_size + RankRecordStruct.left.offset
+        page[at] = 1
+        assert memory.left() == [1]
+    memory.close()
+    assert memory.left() == []

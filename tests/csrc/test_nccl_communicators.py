@@ -302,6 +302,52 @@ def test_a_silent_peer_ends_a_call_at_the_op_timeout(library, fake):
     made.close()
 
 
+def test_a_call_that_needs_a_rank_that_left_ends_at_once(library, fake):
+    made = library.make_group(ranks_of(), [unique_id()])
+    made.init(WAIT_S)
+    made.rank_left(3, PeerLostError("the process of rank 3 closed group 'g'", rank=3))
+    # The others' rail goes on, and so does the group.
+    blocks, found = blocks_of(2), [None, None]
+
+    def work(which):
+        found[which] = Edge().exchange(
+            made, 1, 2 * which, blocks[2 * which], node_size=2, rail=True
+        )
+
+    threads = [in_thread(lambda which=which: work(which)) for which in range(2)]
+    for thread in threads:
+        thread.join(WAIT_S)
+    np.testing.assert_array_equal(found[0][1], blocks[2][0])
+    assert made.await_failure(0.01) == ""
+    started = time.monotonic()
+    late = Edge().exchange(made, 2, 1, blocks[1], node_size=2, rail=True)
+    assert "PeerLostError" in late
+    assert "closed group 'g'" in late
+    assert time.monotonic() - started < 2.0
+    assert "rank 3" in made.await_failure(WAIT_S)
+    assert eventually(lambda: fake.count("aborts") == RANKS)
+    made.close()
+    assert made.await_failure(WAIT_S) is None
+
+
+def test_who_awaits_a_failure_hears_of_it_and_of_the_close(library, fake):
+    made = library.make_group(ranks_of(), [unique_id()])
+    made.init(WAIT_S)
+    heard: list[Any] = []
+    thread = in_thread(lambda: heard.extend([made.await_failure(WAIT_S)]))
+    fake.set("async_error", 6)
+    thread.join(WAIT_S)
+    assert "remote process exited" in heard[0]
+    fake.set("async_error", 0)
+    other = library.make_group(ranks_of(), [unique_id()])
+    other.init(WAIT_S)
+    thread = in_thread(lambda: heard.extend([other.await_failure(WAIT_S)]))
+    other.close()
+    thread.join(WAIT_S)
+    assert heard[1] is None
+    made.close()
+
+
 def test_groups_form_again_and_again_with_new_ids(library, fake):
     for turn in range(10):
         made = library.make_group(ranks_of(), [unique_id()])

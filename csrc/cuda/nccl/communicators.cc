@@ -121,6 +121,14 @@ Status Communicators::Failure() const {
   return failure_;
 }
 
+bool Communicators::AwaitFailure(int64_t timeout_ns, Status* failure) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  stop_or_failed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                           [&] { return stopping_ || !failure_.ok(); });
+  *failure = failure_;
+  return !stopping_;
+}
+
 void Communicators::Fail(const Status& error) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (failure_.ok()) failure_ = error;

@@ -47,6 +47,9 @@ class Communicators {
   Status Failure() const;
   // An op failed: keeps its error as the set's and has everything aborted soon.
   void Fail(const Status& error);
+  // Waits for that, at most `timeout_ns`: the failure, or success where there is none yet. False
+  // once Close has begun.
+  bool AwaitFailure(int64_t timeout_ns, Status* failure);
   const Alive& alive() const { return alive_; }
   int version() const { return api_.version; }
 

@@ -57,8 +57,25 @@ Status Group::Decide(uint64_t run) {
   return now;
 }
 
-Status Group::Run(Communicator& communicator, const std::function<int(Comm*)>& issue) {
+void Group::RankLeft(int64_t world_rank, const Status& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  left_.emplace(world_rank, why);
+}
+
+Status Group::Left(const Communicator& communicator, const Peers& peers) const {
+  const int64_t first = communicator.place().world_rank - communicator.place().rank + peers.first;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int64_t peer = 0; peer < peers.count && !left_.empty(); ++peer) {
+    auto found = left_.find(first + peer * peers.stride);
+    if (found != left_.end()) return found->second;
+  }
+  return Status();
+}
+
+Status Group::Run(Communicator& communicator, const Peers& peers,
+                  const std::function<int(Comm*)>& issue) {
   Status status = communicators_->Failure();
+  if (status.ok()) status = Left(communicator, peers);
   if (status.ok()) {
     status = communicator.Run(issue, options_.op_timeout_ns, communicators_->alive());
   }

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "cuda/nccl/communicators.h"
+#include "cuda/nccl/exchange.h"
 
 namespace ep_runtime {
 namespace nccl {
@@ -40,8 +42,17 @@ class Group {
   // one that left a run which the others stay in would hang XLA's next collective. For the same
   // reason a call that fails later fills its results and says nothing to XLA.
   Status Decide(uint64_t run);
-  // One call's part on one device: `issue` is called on the communicator inside an NCCL group.
-  Status Run(Communicator& communicator, const std::function<int(Comm*)>& issue);
+  // One call's part on one device: `issue` is called on the communicator inside an NCCL group, and
+  // sends to `peers` and receives from them.
+  Status Run(Communicator& communicator, const Peers& peers,
+             const std::function<int(Comm*)>& issue);
+
+  // That rank's process closed the group, after its last call: further ones that need it fail.
+  void RankLeft(int64_t world_rank, const Status& why);
+  // As of Communicators.
+  bool AwaitFailure(int64_t timeout_ns, Status* failure) {
+    return communicators_->AwaitFailure(timeout_ns, failure);
+  }
 
   // The generation is over: every call under way and to come ends with `why`. Returns once all
   // communicators are aborted, or a bound is over.
@@ -59,6 +70,7 @@ class Group {
  private:
   explicit Group(GroupOptions options) : options_(std::move(options)) {}
   Status Alive() const;
+  Status Left(const Communicator& communicator, const Peers& peers) const;
 
   // Runs that are remembered; more than XLA keeps in flight.
   static constexpr size_t kMaxRuns = 1024;
@@ -69,6 +81,7 @@ class Group {
   mutable std::mutex mutex_;
   std::condition_variable no_calls_;
   Status over_;
+  std::unordered_map<int64_t, Status> left_;  // by world rank
   bool closed_ = false;
   bool told_ = false;
   int64_t running_calls_ = 0;

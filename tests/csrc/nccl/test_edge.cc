@@ -58,7 +58,7 @@ TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rai
     status = nccl::Load("", &api);
     const nccl::Blocks blocks{from, to, bytes, gathers != 0};
     std::memcpy(blocks.From(peers.self), blocks.For(peers.self), bytes);  // as a handler does
-    status = found->Run(*communicator, [&](nccl::Comm* comm) {
+    status = found->Run(*communicator, peers, [&](nccl::Comm* comm) {
       return nccl::SendBlocks(*api, peers, blocks, comm, nullptr);
     });
   }
