@@ -7,9 +7,9 @@
 | EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes |
 | EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
 | EP_RUNTIME_BOARD | 1 | 0: GPUs write no progress to the board; `status` then shows none of them |
-| EP_RUNTIME_FP8_KERNELS | 0 | 1: our new kernels multiply 8-bit operands on GPUs, not XLA |
-| EP_RUNTIME_TF32_KERNELS | 0 | 1: our new kernels multiply f32 operands on GPUs in tf32, not XLA |
-| EP_RUNTIME_ROW_KERNELS | 0 | 1: our new kernels activate, quantize, permute on GPUs, not XLA |
+| EP_RUNTIME_FP8_KERNELS | 1 | 0: XLA multiplies 8-bit operands on GPUs, not our kernels |
+| EP_RUNTIME_TF32_KERNELS | 1 | 0: XLA multiplies f32 operands on GPUs, not our kernels in tf32 |
+| EP_RUNTIME_ROW_KERNELS | 1 | 0: XLA activates, quantizes, permutes on GPUs, not our kernels |
 | EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
 | EP_RUNTIME_NCCL | 0 | 1: GPU groups of transport "nvlink" get NCCL communicators too |
 | EP_RUNTIME_NCCL_OVERLAP | 0 | 1: rows cross the network while others go through the windows |
@@ -89,17 +89,17 @@ def tells_progress() -> bool:
 
 def fp8_kernels() -> bool:
     """EP_RUNTIME_FP8_KERNELS. Raises InvalidArgumentError where it is neither on nor off."""
-    return _switch("EP_RUNTIME_FP8_KERNELS", "0")
+    return _switch("EP_RUNTIME_FP8_KERNELS", "1")
 
 
 def tf32_kernels() -> bool:
     """EP_RUNTIME_TF32_KERNELS. Raises InvalidArgumentError where it is neither on nor off."""
-    return _switch("EP_RUNTIME_TF32_KERNELS", "0")
+    return _switch("EP_RUNTIME_TF32_KERNELS", "1")
 
 
 def row_kernels() -> bool:
     """EP_RUNTIME_ROW_KERNELS. Raises InvalidArgumentError where it is neither on nor off."""
-    return _switch("EP_RUNTIME_ROW_KERNELS", "0")
+    return _switch("EP_RUNTIME_ROW_KERNELS", "1")
 
 
 def wants_nccl() -> bool:

@@ -135,9 +135,9 @@ def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
 def test_a_switch_and_gpus_of_another_kind_leave_programs_to_xla(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("EP_RUNTIME_FP8_KERNELS")
+    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "0")
     assert calls(graded(recipe=TENSOR), *drawn(k=176)) == {}
-    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
+    monkeypatch.delenv("EP_RUNTIME_FP8_KERNELS")
     monkeypatch.setattr(fp8_kernels, "register_for_gpus", lambda: ("9.0", "8.0"))
     assert calls(graded(recipe=TENSOR), *drawn(k=192)) == {}
 

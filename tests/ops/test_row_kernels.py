@@ -235,5 +235,5 @@ def test_gpus_of_another_kind_and_those_told_not_to_are_left_alone(
         monkeypatch.setattr(row_kernels, "register_for_gpus", lambda found=found: found)
         assert row_kernels.available() == wanted
     monkeypatch.setattr(row_kernels, "register_for_gpus", lambda: (gemm_kernels.CAPABILITY,))
-    monkeypatch.delenv("EP_RUNTIME_ROW_KERNELS")
+    monkeypatch.setenv("EP_RUNTIME_ROW_KERNELS", "0")
     assert not row_kernels.available()

@@ -10,8 +10,8 @@ They serve operands that are both of one recipe, with K' and N' multiples of 16,
 
 The tensor cores want 8-bit data with the contracted dim along memory: what lies otherwise is
 transposed first, the rows of groups each to a multiple of PADDED. Kernels that grouped_gemm itself
-quantizes come in both layouts from there, on GPUs with row kernels. Without
-EP_RUNTIME_FP8_KERNELS=1 everything is plain JAX (`local_gemm.py`).
+quantizes come in both layouts from there, on GPUs with row kernels. With
+EP_RUNTIME_FP8_KERNELS=0 everything is plain JAX (`local_gemm.py`).
 
 Letters as in `gemm_kernels.py`. 8-bit data and e8m0 scales enter the calls as uint8.
 """

@@ -1,6 +1,6 @@
 """When kernels of the CUDA library go over rows instead of XLA: activation, quantization, moves.
 
-They are written for Hopper. `EP_RUNTIME_ROW_KERNELS=1` takes them in the place of XLA's programs.
+They are written for Hopper. `EP_RUNTIME_ROW_KERNELS=0` takes XLA's programs in their place.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Copies to shared memory round operands to tf32, to nearest even: 10 bits behind the point. Products
 of those are exact, sums are f32. That is what DEFAULT precision of f32 dots means on GPUs, XLA's
-own among them; for any higher one grouped GEMMs stay with XLA. So they do without
-EP_RUNTIME_TF32_KERNELS=1.
+own among them; for any higher one grouped GEMMs stay with XLA. So they do with
+EP_RUNTIME_TF32_KERNELS=0.
 
 The kernels take K' and N' that are multiples of 4, on GPUs that `gemm_kernels.py` serves, whose
 calls take f32 rows too. The weight's gradient has one of its own: the tensor cores want tf32
