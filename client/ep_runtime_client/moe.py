@@ -26,6 +26,7 @@ from ep_runtime_client.ops.local_activation import Activation, Function
 from ep_runtime_client.ops.operands import Matrix
 from ep_runtime_client.ops.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched
+from ep_runtime_client.ops.router_matmul import router_logits
 from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
 from ep_runtime_client.ops.scopes import scope
 from ep_runtime_client.params import MoEParams as MoEParams
@@ -80,7 +81,7 @@ def moe(
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
     aux_loss_coeff: float = 0.0,
-    apply_topk_weights_early: bool = False,
+    apply_topk_weights_early: bool | None = None,
     gated: bool = True,
     compute_dtype: Any = None,
     capacity: int | None = None,
@@ -104,7 +105,8 @@ def moe(
         aux_loss_coeff: as in `aux_loss`.
         apply_topk_weights_early: multiply the weights into the activations before wo, instead of
             into the experts' outputs inside combine; the same result. With a wo_bias, which is to
-            be weighted too, they are multiplied in combine all the same.
+            be weighted too, they are multiplied in combine all the same. None: before wo, so that
+            the backward pass needs none of those outputs.
         gated: whether wi holds gate and up.
         compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
             with BF16().
@@ -162,7 +164,7 @@ def moe(
     token_axes = static.group_spec.token_axes
     block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
     # A bias of wo is weighted too, so that beside one the weights wait for combine.
-    early = apply_topk_weights_early and params.wo_bias is None
+    early = apply_topk_weights_early is not False and params.wo_bias is None
     weights = dispatched.weights
     expert_out = _run_experts(layer, block, dispatched, params, weights if early else None)
     # The gradients of slack go to matmuls that stop before it, and to dispatch, which reads rows.
@@ -173,12 +175,7 @@ def moe(
 
 
 def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
-    logits = jnp.einsum(
-        "...h,he->...e",
-        x.astype(jnp.float32),
-        params.router.astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
-    )
+    logits = router_logits(x, params.router)
     if params.router_bias is not None:
         logits = logits + params.router_bias.astype(jnp.float32)
     return logits
