@@ -155,7 +155,7 @@ def test_each_setting_is_a_subject_of_its_own_and_stock_has_none() -> None:
     options = dataclasses.replace(
         ON_GPUS,
         recipes=("none", "fp8"),
-        weights=("late", "early"),
+        weights=("early", "late"),
         cases=("mixtral-like",),
         stock_layers=("stock-padded",),
     )
@@ -163,9 +163,9 @@ def test_each_setting_is_a_subject_of_its_own_and_stock_has_none() -> None:
     fp8 = ep.recipes.TensorScaling()
     assert [(each.label, moe_client._recipe(each)) for each in found] == [
         ("nvlink", None),
-        ("nvlink early", None),
+        ("nvlink late", None),
         ("nvlink fp8", fp8),
-        ("nvlink fp8 early", fp8),
+        ("nvlink fp8 late", fp8),
         (PADDED, None),
     ]
     with pytest.raises(InvalidArgumentError, match=r"--recipe must be of .* got \('int8',\)"):

@@ -116,7 +116,7 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--weights",
             gpu.weights,
-            f"of {', '.join(WEIGHTS)}: router weights of `moe` in combine, or before wo",
+            f"of {', '.join(WEIGHTS)}: router weights of `moe` before wo, or in combine",
         ),
     ):
         said = ",".join(chosen) or "none"

@@ -14,8 +14,8 @@ DROPLESS = "stock dropless"
 REMAT = "remat"
 # How the experts' matmuls quantize; the first not at all: they run in the layer's dtype.
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
-# Where the router's weights are multiplied: in combine, or into the activations before wo.
-WEIGHTS = ("late", "early")
+# Where the router's weights are multiplied: into the activations before wo, or in combine.
+WEIGHTS = ("early", "late")
 # What processes and bench say to each other.
 READY, COMPILED, GO = "ready", "compiled", "go"
 
