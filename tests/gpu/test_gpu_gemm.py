@@ -90,8 +90,11 @@ def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("rows", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [*_SHAPES, (36, (3, 20))], ids=str)
-def test_f32_products_are_as_near_to_f64_as_tf32_allows(gpus: list[Any], shape: Any) -> None:
+def test_f32_products_are_as_near_to_f64_as_tf32_allows(
+    gpus: list[Any], shape: Any, rows: str
+) -> None:
     gemm = local_gemm.Gemm(jnp.dtype(jnp.float32), tf32=True)
 
     @jax.jit
@@ -104,6 +107,7 @@ def test_f32_products_are_as_near_to_f64_as_tf32_allows(gpus: list[Any], shape: 
 
     for name, sizes in cases.SIZES.items():
         given = cases.operands(sizes, *shape)
+        given = given._replace(lhs=given.lhs.astype(jnp.dtype(rows)))
         operands = _on(gpus[0], *given, np.int32(sizes))
         got = products(*operands)
         wanted = _f64(given, sizes)

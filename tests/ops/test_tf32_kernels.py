@@ -66,6 +66,15 @@ def test_gpus_get_the_kernels_and_cpus_do_not() -> None:
     assert calls(graded(), *drawn(), platform="cpu") == {}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_16_bit_operand_beside_an_f32_one_is_widened(dtype: str) -> None:
+    lhs, rhs, bias = drawn(k=40, n=(24,))
+    # The gradient that comes back has out_dtype.
+    assert calls(graded(out_dtype=dtype), lhs, rhs, bias) == GRADED
+    found = calls(graded(), lhs.astype(jnp.dtype(dtype)), rhs, bias)
+    assert found == {"ep_grouped_gemm_v1": 2, "ep_grouped_gemm_dw_v1": 1}
+
+
 @pytest.mark.parametrize(
     ("precision", "served"),
     [

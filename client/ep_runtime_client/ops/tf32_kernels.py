@@ -5,6 +5,8 @@ of those are exact, sums are f32. That is what DEFAULT precision of f32 dots mea
 own among them; for any higher one grouped GEMMs stay with XLA. So they do with
 EP_RUNTIME_TF32_KERNELS=0.
 
+Rows and weights may also be f32 and a 16-bit float, which tf32 holds as it is: that one is cast.
+
 The kernels take K' and N' that are multiples of 4, on GPUs that `gemm_kernels.py` serves, whose
 calls take f32 rows too. The weight's gradient has one of its own: the tensor cores want tf32
 operands with the contracted dim along memory, as 8-bit ones (`fp8_kernels.py`), and both are
@@ -24,11 +26,10 @@ import numpy as np
 
 from ep_runtime import env
 from ep_runtime_client.ops import fp8_kernels, gemm_kernels
-from ep_runtime_client.ops.gemm_kernels import data_grad as data_grad
-from ep_runtime_client.ops.gemm_kernels import forward as forward
 from ep_runtime_client.quantized import QuantizedTensor
 
 TARGETS = ("ep_tf32_grouped_gemm_dw_v1",)
+_TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 MULTIPLE = 4  # of features: tensor copies move 16 bytes at a time
 # Of jax.default_matmul_precision: those that say DEFAULT, and tf32 by its name.
 _PRECISIONS = (None, "default", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
@@ -63,10 +64,37 @@ def serve(
     """
     if not env.tf32_kernels() or any(isinstance(x, QuantizedTensor) for x in (left, right)):
         return False
-    if any(jnp.dtype(x.dtype if cast is None else cast) != jnp.float32 for x in (left, right)):
+    dtypes = [jnp.dtype(x.dtype if cast is None else cast) for x in (left, right)]
+    if not {*dtypes} <= {*_TYPES} or jnp.promote_types(*dtypes) != jnp.float32:
         return False
     padded = rows + (fp8_kernels.PADDED - 1) * groups if rows else 0
     return gemm_kernels.fits(MULTIPLE, rows=padded, experts=experts, features=features)
+
+
+def forward(
+    out_dtype: Any,
+    cast: Any,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.forward`, but rows past the last group are undefined."""
+    del cast  # to f32 at most
+    return gemm_kernels.forward(out_dtype, jnp.float32, lhs, rhs, bias, group_sizes)
+
+
+def data_grad(
+    out_dtype: Any,
+    cast: Any,
+    clear_slack: bool,
+    grad: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
+    del cast
+    return gemm_kernels.data_grad(out_dtype, jnp.float32, clear_slack, grad, rhs, group_sizes)
 
 
 def weight_grad(
