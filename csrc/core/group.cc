@@ -172,12 +172,12 @@ Status Group::PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) 
   const bool known = rank >= 0 && rank < sizes().world_size;
   const int64_t pid = known ? ranks_[rank].pid : 0;
   // No process may be gone at all: ranks that live and do not reach each other are as lost.
-  const std::string who =
-      known ? "process " + std::to_string(pid) + " of rank " + std::to_string(rank) + " in group "
-            : "a peer in group ";
+  std::string who = "a peer";
+  if (known && pid > 0) who = "process " + std::to_string(pid) + " of rank " + std::to_string(rank);
+  if (known && pid == 0) who = "the process of rank " + std::to_string(rank) + ", on another node,";
   return Error(Code::kAborted, "PeerLostError")
-      .Says(std::string(OpName(op)) + " of layer " + layer_name + ": " + who + options_.name +
-            " generation " + std::to_string(options_.generation) + " is gone")
+      .Says(std::string(OpName(op)) + " of layer " + layer_name + ": " + who + " in group " +
+            options_.name + " generation " + std::to_string(options_.generation) + " is gone")
       .With("rank", rank)
       .With("process", pid)
       .With("layer", layer_name)

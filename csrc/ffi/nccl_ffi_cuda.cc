@@ -88,10 +88,11 @@ Status AddArray(NcclCall* call, const Buffer& given, const Buffer& result, bool 
 }
 
 // Of a call that failed: NaN in floats, 0 in integers, as kernels leave it.
+uint8_t Filling(const Moved& array) { return IsFloat(array.result.dtype) ? 0xFF : 0; }
+
 Status Fill(const NcclCall& call, const Moved& array) {
-  const int byte = IsFloat(array.result.dtype) ? 0xFF : 0;
   return cuda::Check(
-      cudaMemsetAsync(array.blocks.received, byte, BytesOf(array.result), call.stream),
+      cudaMemsetAsync(array.blocks.received, Filling(array), BytesOf(array.result), call.stream),
       "cudaMemsetAsync");
 }
 
@@ -99,8 +100,6 @@ Status Exchange(nccl::Group& group, nccl::Communicator& communicator, const Nccl
   const nccl::Peers& peers = call.peers;
   for (const Moved& array : call.arrays) {
     const nccl::Blocks& blocks = array.blocks;
-    // What an abort leaves in integers may become an index before anybody hears of it.
-    if (!IsFloat(array.result.dtype)) EP_RETURN_IF_ERROR(Fill(call, array));
     EP_RETURN_IF_CUDA(cudaMemcpyAsync(blocks.From(peers.self), blocks.For(peers.self), blocks.bytes,
                                       cudaMemcpyDeviceToDevice, call.stream));
   }
@@ -115,6 +114,12 @@ Status Exchange(nccl::Group& group, nccl::Communicator& communicator, const Nccl
     }
     return result;
   });
+  for (const Moved& array : call.arrays) {
+    if (!status.ok()) break;
+    // What an abort leaves may become an index or a trip count before anybody hears of it.
+    EP_RETURN_IF_ERROR(communicator.side()->Guard(call.stream, array.blocks.received,
+                                                  BytesOf(array.result), Filling(array)));
+  }
   if (status.ok()) return status;
   // XLA hears of it at the next run, on every device of the process alike.
   for (const Moved& array : call.arrays) EP_RETURN_IF_ERROR(Fill(call, array));

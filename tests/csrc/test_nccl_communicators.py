@@ -260,7 +260,10 @@ def test_every_communicator_has_a_stream_of_its_own_until_the_group_closes(libra
     made = library.make_group(ranks_of(), [unique_id()])
     made.init(WAIT_S)
     assert sides() - before == RANKS
+    spoiled = ctypes.CDLL(str(edge_library())).TestSpoiled
+    so_far = spoiled()
     made.abort(PeerLostError("gone", rank=1))
+    assert spoiled() - so_far == RANKS
     assert sides() - before == RANKS
     made.close()
     assert eventually(lambda: sides() == before)

@@ -113,6 +113,22 @@ def test_all_chunks_may_cross_uncounted(
     assert (np.asarray(got["plan"]["chunks"]) == 2).all()
 
 
+def test_a_count_of_chunks_that_a_lost_rank_left_ends_the_loop(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", 4)
+    group = make_group(transport="memfd", node_size=4, num_experts=8, max_top_k=2)
+    layer = group.register_layer("moe", top_k=2)
+    x = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
+    idx = np.tile(np.array([[0, 5]], np.int32), (64, 1))
+    sent = ops.dispatch(layer, x, idx)
+    plan = sent.plan
+    arrays = plan.arrays._replace(chunks=jnp.full_like(plan.arrays.chunks, 2**31 - 1))
+    again = ops.dispatch(layer, x, None, plan=dataclasses.replace(plan, arrays=arrays))
+    used = int(np.asarray(sent.group_sizes)[0].sum())
+    np.testing.assert_array_equal(again.tokens[0, :used], sent.tokens[0, :used])
+
+
 def test_gpus_count_chunks_where_a_token_needs_few_of_the_nodes(make_group: MakeGroup) -> None:
     group = make_group(transport="memfd/1", num_experts=16)
     counted = {}

@@ -83,8 +83,10 @@ def _in_chunks(
     if not counts_chunks(call):
         arrays = lax.fori_loop(0, -(-tokens // rows), send, here)
         return arrays
+    # What a lost rank left of the count must not keep the loop going.
+    count = jnp.minimum(plan.chunks[0], -(-tokens // rows))
     _, arrays = lax.while_loop(
-        lambda state: state[0] < plan.chunks[0],
+        lambda state: state[0] < count,
         lambda state: (state[0] + 1, send(*state)),
         (like(jnp.int32(0), plan.chunks), here),
     )

@@ -123,7 +123,9 @@ void Communicator::Abort() {
     aborted_ = true;
     comm = std::exchange(comm_, nullptr);
   }
-  if (comm != nullptr) api_.abort(comm);
+  if (comm == nullptr) return;
+  if (side_ != nullptr) side_->Spoil();
+  api_.abort(comm);
 }
 
 bool Communicator::gone() {

@@ -83,6 +83,9 @@ Status Group::Run(Communicator& communicator, const Peers& peers,
   // Why the communicator went away says more than that it is gone.
   const Status why = Alive();
   communicators_->Fail(why.ok() ? status : why);
+  // NCCL's own thread may still put this call's kernel on the stream. Until it cannot any more,
+  // nothing that the caller puts there comes last.
+  communicators_->Abort();
   return communicators_->Failure();
 }
 

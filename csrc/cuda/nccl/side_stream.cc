@@ -2,12 +2,15 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <mutex>
+#include <new>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "cuda/driver.h"
+#include "cuda/nccl/guard.h"
 
 namespace ep_runtime {
 namespace nccl {
@@ -15,6 +18,25 @@ namespace {
 
 // More than one op has under way; made before the first step, which must not allocate.
 constexpr int kEvents = 16;
+constexpr int kWordsOfPage = 1024;
+
+// A word of host memory that every device reads. It stays: a kernel that a hanging device runs late
+// must not find it freed.
+Status NewWord(std::atomic<uint32_t>** out) {
+  static std::mutex mutex;
+  static std::atomic<uint32_t>* page = nullptr;
+  static int used = kWordsOfPage;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (used == kWordsOfPage) {
+    void* made = nullptr;
+    EP_RETURN_IF_CUDA(cudaHostAlloc(&made, kWordsOfPage * sizeof(uint32_t),
+                                    cudaHostAllocPortable | cudaHostAllocMapped));
+    page = static_cast<std::atomic<uint32_t>*>(made);
+    used = 0;
+  }
+  *out = new (&page[used++]) std::atomic<uint32_t>(0);
+  return Status();
+}
 
 class CudaSideStream : public SideStream {
  public:
@@ -26,6 +48,7 @@ class CudaSideStream : public SideStream {
   }
 
   Status Open() {
+    EP_RETURN_IF_ERROR(NewWord(&spoiled_));
     int least = 0;
     int greatest = 0;
     EP_RETURN_IF_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
@@ -34,6 +57,16 @@ class CudaSideStream : public SideStream {
     EP_RETURN_IF_CUDA(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
     for (int i = 0; i < kEvents; ++i) EP_RETURN_IF_ERROR(AddEvent());
     return Status();
+  }
+
+  void Spoil() override { spoiled_->store(1, std::memory_order_seq_cst); }
+
+  Status Guard(Stream stream, void* array, int64_t bytes, uint8_t byte) override {
+    void* word = nullptr;
+    EP_RETURN_IF_CUDA(cudaHostGetDevicePointer(&word, spoiled_, 0));
+    return cuda::Check(LaunchGuard(static_cast<cudaStream_t>(stream),
+                                   static_cast<const uint32_t*>(word), array, bytes, byte),
+                       "the kernel behind an exchange");
   }
 
   Stream stream() const override { return stream_; }
@@ -90,6 +123,7 @@ class CudaSideStream : public SideStream {
     return cuda::Check(cudaStreamWaitEvent(second, event), "cudaStreamWaitEvent");
   }
 
+  std::atomic<uint32_t>* spoiled_ = nullptr;
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   std::vector<cudaEvent_t> free_;

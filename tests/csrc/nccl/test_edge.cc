@@ -15,12 +15,15 @@ namespace ep_runtime {
 namespace {
 
 std::atomic<int> sides{0};
+std::atomic<int> spoiled{0};
 std::atomic<bool> no_side{false};
 
 class FakeSide : public nccl::SideStream {
  public:
   FakeSide() { ++sides; }
   ~FakeSide() override { --sides; }
+  void Spoil() override { ++spoiled; }
+  Status Guard(nccl::Stream, void*, int64_t, uint8_t) override { return Status(); }
   nccl::Stream stream() const override { return nullptr; }
   Status Follow(nccl::Stream) override { return Status(); }
   Status Mark(const void*) override { return Status(); }
@@ -71,6 +74,9 @@ extern "C" __attribute__((visibility("default"))) int TestSides(int none) {
   ep_runtime::no_side = none != 0;
   return ep_runtime::sides;
 }
+
+// Side streams whose communicators were aborted.
+extern "C" __attribute__((visibility("default"))) int TestSpoiled() { return ep_runtime::spoiled; }
 
 // {first, stride, count, self}.
 extern "C" __attribute__((visibility("default"))) void TestPeers(int64_t rank, int64_t size,

@@ -1,0 +1,19 @@
+#ifndef EP_RUNTIME_CUDA_NCCL_GUARD_H_
+#define EP_RUNTIME_CUDA_NCCL_GUARD_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace ep_runtime {
+namespace nccl {
+
+// Fills `array` (device, `bytes` of it) with `byte` where `*spoiled` (host, as the device sees it)
+// is not 0 when the kernel runs; else its blocks end at once.
+cudaError_t LaunchGuard(cudaStream_t stream, const uint32_t* spoiled, void* array, int64_t bytes,
+                        uint8_t byte);
+
+}  // namespace nccl
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_NCCL_GUARD_H_
