@@ -340,7 +340,7 @@ def test_programs_hold_the_calls(gpus: list[Any]) -> None:
     if TRIAL:
         pytest.skip("the calls are those of GPUs")
     run = jax.grad(functools.partial(_loss, _layer), argnums=(0, 1, 2))
-    wanted = {*activation_kernels.TARGETS, "ep_quantize_tiles_v1", "ep_quantize_blocks_v1"}
+    wanted = {*activation_kernels.TARGETS, "ep_quantize_tiles_v1", "ep_quantize_weights_v1"}
     assert _calls(run, *jax.device_put(_operands(), gpus[0])) == wanted
 
 
