@@ -55,10 +55,11 @@ Status LaunchGather(CallFrame frame, cudaStream_t stream, int64_t slots) {
 }
 
 // ep_spread_rows_v1(source s32 [rows], slot_row s32 [T, S], values [T, H],
-//                   weights f32 [T, S] or [0, 0]) -> [rows, H]
+//                   weights f32 [T, S] or [0, 0], others [rows, H] or [0, 0])
+//   -> [rows, H], products f32 [rows] or [0]
 Status LaunchSpread(CallFrame frame, cudaStream_t stream) {
   frame.call = "ep_spread_rows_v1";
-  EP_RETURN_IF_ERROR(CheckCount(frame, 4, 1));
+  EP_RETURN_IF_ERROR(CheckCount(frame, 5, 2));
   const Buffer& source = frame.args[0];
   const Buffer& slot_row = frame.args[1];
   const Buffer& values = frame.args[2];
@@ -71,10 +72,20 @@ Status LaunchSpread(CallFrame frame, cudaStream_t stream) {
   EP_RETURN_IF_ERROR(CheckArray(frame, "rows", frame.rets[0], values.dtype, {rows, width}));
   cuda::SpreadRowsParams params{};
   params.type = cuda::RowType::kBytes;
-  if (weights.dims != Dims{0, 0}) {
+  const Buffer& others = frame.args[4];
+  const bool weighted = weights.dims != Dims{0, 0}, compared = others.dims != Dims{0, 0};
+  if (weighted || compared)
     EP_RETURN_IF_ERROR(ReadFloatRows(frame, "values", values, &params.type));
+  if (weighted) {
     EP_RETURN_IF_ERROR(CheckArray(frame, "weights", weights, DataType::F32, slots));
     params.weights = static_cast<const float*>(weights.data);
+  }
+  const int64_t products = compared ? rows : 0;
+  EP_RETURN_IF_ERROR(CheckArray(frame, "products", frame.rets[1], DataType::F32, {products}));
+  if (compared) {
+    EP_RETURN_IF_ERROR(CheckArray(frame, "others", others, values.dtype, {rows, width}));
+    params.others = others.data;
+    params.products = static_cast<float*>(frame.rets[1].data);
   }
   params.rows = static_cast<int32_t>(rows);
   params.tokens = static_cast<int32_t>(tokens);

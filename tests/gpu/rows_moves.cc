@@ -110,11 +110,12 @@ bool CheckGather(const MoveCase& c, bool compared) {
   return true;
 }
 
-bool CheckSpread(const MoveCase& c) {
+bool CheckSpread(const MoveCase& c, bool compared) {
   const Memory source(c.source), slot_row(c.slot_row), values(c.values), weights(c.weights);
-  const Memory out(c.rows * c.row_bytes());
+  const Memory others(c.others), out(c.rows * c.row_bytes());
+  const Memory products(c.rows * int64_t{sizeof(float)});
   ec::SpreadRowsParams params{};
-  params.type = c.weighted ? c.type : RowType::kBytes;
+  params.type = c.weighted || compared ? c.type : RowType::kBytes;
   params.rows = c.rows;
   params.tokens = c.tokens;
   params.slots = c.slots;
@@ -123,9 +124,26 @@ bool CheckSpread(const MoveCase& c) {
   params.slot_row = slot_row.as<const int32_t>();
   params.values = values.as();
   params.weights = c.weighted ? weights.as<float>() : nullptr;
+  params.others = compared ? others.as() : nullptr;
   params.out = out.as();
-  if (!RunTwice([&] { return ec::LaunchSpreadRows(nullptr, params); }, {&out}, c.name("spread"))) {
+  params.products = compared ? products.as<float>() : nullptr;
+  if (!RunTwice([&] { return ec::LaunchSpreadRows(nullptr, params); }, {&out, &products},
+                c.name("spread"))) {
     return false;
+  }
+  const Floats sums(RowType::kF32, products.read());
+  for (int64_t row = 0; compared && row < c.rows; ++row) {
+    double sum = 0, size = 0;
+    for (int64_t i = 0; c.source[row] >= 0 && i < c.width; ++i) {
+      const double product =
+          static_cast<double>(c.values.at(int64_t{c.source[row] / c.slots} * c.width + i)) *
+          c.others.at(row * c.width + i);
+      sum += product;
+      size += std::fabs(product);
+    }
+    if (!(std::fabs(sums.at(row) - sum) <= 1e-6 * size)) {
+      return Mismatch("product", row, sums.at(row), sum);
+    }
   }
   const Floats found(c.type, out.read());
   for (int64_t at = 0; at < int64_t{c.rows} * c.width; ++at) {
@@ -212,7 +230,7 @@ void CheckMoves(std::mt19937& random, int count, Tally* tally) {
     const MoveCase c(random, tokens, slots, rows, width, types[below(3)]);
     const bool compared = below(2) == 0;
     tally->Add(CheckGather(c, compared), c.name(compared ? "gather and compare" : "gather"));
-    tally->Add(CheckSpread(c), c.name("spread"));
+    tally->Add(CheckSpread(c, compared), c.name(compared ? "spread and compare" : "spread"));
     tally->Add(CheckSum(c), c.name("sum"));
     const Slabs slabs = RandomSlabs(random);
     const std::string name = "sums of " + std::to_string(slabs.groups) + " groups, " +

@@ -268,13 +268,23 @@ void TimeMoves(Timer* timer) {
       tokens->as(),   nullptr, nullptr, out.as(), nullptr};
   const auto run = [&] { return ec::LaunchGatherRows(nullptr, gather); };
   timer->Print("permute, top 8", bytes + bytes / kTopK, run);
-  ec::SpreadRowsParams spread{
-      RowType::kBF16,      kRows,        kTokens, kTopK,   2 * kHidden, sources.as<int>(),
-      slot_rows.as<int>(), tokens->as(), nullptr, out.as()};
+  ec::SpreadRowsParams spread{};
+  spread.type = RowType::kBF16;
+  spread.rows = kRows;
+  spread.tokens = kTokens;
+  spread.slots = kTopK;
+  spread.row_bytes = 2 * kHidden;
+  spread.source = sources.as<int>();
+  spread.slot_row = slot_rows.as<int>();
+  spread.values = tokens->as();
+  spread.out = out.as();
   const auto run_spread = [&] { return ec::LaunchSpreadRows(nullptr, spread); };
   timer->Print("permute by tokens, top 8", bytes + bytes / kTopK, run_spread);
   spread.weights = weights.as<float>();
   timer->Print("permute by tokens with weights", bytes + bytes / kTopK, run_spread);
+  spread.others = rows->as();
+  spread.products = products.as<float>();
+  timer->Print("gradients of unpermute by tokens", 2 * bytes + bytes / kTopK, run_spread);
   gather.weights = weights.as<float>();
   timer->Print("permute with weights", bytes + bytes / kTopK, run);
   gather.others = rows->as();

@@ -186,13 +186,28 @@ def test_gpus_permute_by_kernels(weighted: bool) -> None:
         return out, pull(jnp.cos(out))
 
     given = (drawn(12, 16), weights, jnp.bfloat16(2))
-    # Forward gathers and sums, and backward does.
-    assert calls(run, *given) == ["ep_gather_rows_v1"] * 2 + ["ep_sum_rows_v1"] * 2
+    # Forward spreads and sums, and backward does.
+    assert calls(run, *given) == ["ep_spread_rows_v1"] * 2 + ["ep_sum_rows_v1"] * 2
     assert calls(run, *given, platform="cpu") == []
     narrow = functools.partial(sorted_and_back, choice=choice, weights=weights, scale=1)
     assert calls(narrow, drawn(12, 12)) == []
     ints = functools.partial(ep.permute, topk_idx=choice, num_experts=5)
-    assert calls(lambda x: ints(x).tokens, drawn(12, 16, dtype=np.int8)) == ["ep_gather_rows_v1"]
+    assert calls(lambda x: ints(x).tokens, drawn(12, 16, dtype=np.int8)) == ["ep_spread_rows_v1"]
+
+
+def test_slots_of_a_wide_map_are_not_all_looked_at_for_their_products() -> None:
+    routed = np.random.default_rng(1).random((12, 40)) < 0.1
+
+    def run(tokens: Any, weights: Any) -> Any:
+        def back(tokens: Any, weights: Any) -> Any:
+            p = ep.permute(tokens, routing_map=routed, num_experts=40, num_out_tokens=96)
+            return ep.unpermute(p.tokens, p, merging_probs=weights)
+
+        out, pull = jax.vjp(back, tokens, weights)
+        return pull(out)
+
+    found = calls(run, drawn(12, 16), drawn(12, 40, dtype=np.float32))
+    assert found == ["ep_gather_rows_v1", "ep_spread_rows_v1"] + ["ep_sum_rows_v1"] * 2
 
 
 def test_one_list_of_chunks_is_sorted_by_a_kernel() -> None:

@@ -229,10 +229,9 @@ def _permute_primal(
 ) -> tuple[jax.Array, jax.Array | None]:
     """tokens [..., H], probs [..., S] or None -> rows [n * rows, H], probs [n * rows] or None."""
     shards = meta.shards
-    slots = arrays.slot_row.shape[-1]
 
     def body(plan: PermutationArrays, tokens: jax.Array, probs: jax.Array | None) -> Any:
-        rows = local.copied(_flat(tokens), plan.source, slots)
+        rows = local.placed(_flat(tokens), plan)
         return rows, None if probs is None else local.copied(probs.reshape(-1), plan.source, 1)
 
     given = ((tokens, shards.token_spec(feature=True)), (probs, shards.token_spec()))
@@ -347,8 +346,8 @@ def _unpermute_pullback(
     ) -> Any:
         slots, grad = plan.slot_row.shape[1], _flat(grad)
         if rows is None or weights is None:
-            return local.weighed(grad, plan.source, weights, slots), None
-        d_rows, of_rows = local.weighed_with_products(rows, grad, plan.source, weights, slots)
+            return local.placed(grad, plan), None
+        d_rows, of_rows = local.weighed_with_products(rows, grad, plan, weights)
         if shards.feature:
             of_rows = lax.psum(of_rows, shards.feature)
         picked = local.of_slots(of_rows, plan.slot_row).astype(weights.dtype)

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops import row_kernels
+from ep_runtime_client.ops.permutation_plan import PermutationArrays
 
-TARGETS = ("ep_gather_rows_v1", "ep_sum_rows_v1")
+TARGETS = ("ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1")
+MAX_COMPARED_SLOTS = 32  # of a token: blocks of slots without a row are only looked at
 _BYTES = ("bool", "int8", "uint8", "float8")  # int4 and the like share theirs
 
 
@@ -48,6 +50,25 @@ def weighed_with_products(
 ) -> tuple[jax.Array, jax.Array]:
     """`weighed` and `permutation_rows.products`, which are 0 for rows without a token."""
     return _gathered(slots, grads, source, weights, rows)
+
+
+def spread(
+    values: jax.Array,
+    arrays: PermutationArrays,
+    weights: jax.Array | None = None,
+    others: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`weighed` and, with `others`, `products`: a token is read once for all its rows."""
+    flat, source = values.reshape(values.shape[0], -1), arrays.source
+    given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
+    beside = jnp.zeros((0, 0), values.dtype) if others is None else others
+    results = (
+        jax.ShapeDtypeStruct((source.shape[0], flat.shape[1]), values.dtype),
+        jax.ShapeDtypeStruct((0 if others is None else source.shape[0],), jnp.float32),
+    )
+    operands = (source, arrays.slot_row, flat, given, beside)
+    rows, products = row_kernels.call(TARGETS[2], results, operands)
+    return rows.reshape(source.shape[0], *values.shape[1:]), products
 
 
 def summed(rows: jax.Array, slot_row: jax.Array, weights: jax.Array | None) -> jax.Array:

@@ -36,6 +36,22 @@ def copied(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
     return either(kernels.serve(values, source, moves=True), kernel, plain, values, source)
 
 
+def placed(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
+    """`copied` of the rows of a plan [T, S]."""
+    slots = arrays.slot_row.shape[1]
+    if slots == 1:
+        return copied(values, arrays.source, slots)
+
+    def kernel(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
+        return kernels.spread(values, arrays)[0]
+
+    def plain(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
+        return gathered(values, arrays.source, slots)
+
+    served = kernels.serve(values, arrays.slot_row, moves=True) and arrays.source.size > 0
+    return either(served, kernel, plain, values, arrays)
+
+
 def gathered(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
     """`copied` by XLA wherever it runs."""
     if not values.size:
@@ -144,19 +160,29 @@ def _weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array
 
 
 def weighed_with_products(
-    rows: jax.Array, grads: jax.Array, source: jax.Array, weights: jax.Array, slots: int
+    rows: jax.Array, grads: jax.Array, arrays: PermutationArrays, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """`weighed` of grads, and `products` of rows and grads. Rows without a token have any."""
+    slots = arrays.slot_row.shape[1]
+    by_token = slots <= kernels.MAX_COMPARED_SLOTS
 
     def plain(
-        rows: jax.Array, grads: jax.Array, source: jax.Array, weights: jax.Array
+        rows: jax.Array, grads: jax.Array, arrays: PermutationArrays, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        d_rows = weighed(grads, source, weights, slots)
-        return d_rows, products(rows, grads, source, slots)
+        d_rows = weighed(grads, arrays.source, weights, slots)
+        return d_rows, products(rows, grads, arrays.source, slots)
 
-    kernel = functools.partial(kernels.weighed_with_products, slots)
-    served = weights.size > 0 and rows.dtype == grads.dtype and kernels.serve(grads, source)
-    return either(served, kernel, plain, rows, grads, source, weights)
+    def kernel(
+        rows: jax.Array, grads: jax.Array, arrays: PermutationArrays, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        if by_token:
+            return kernels.spread(grads, arrays, weights, rows)
+        return kernels.weighed_with_products(slots, rows, grads, arrays.source, weights)
+
+    places = arrays.slot_row if by_token else arrays.source
+    served = weights.size > 0 and rows.size > 0 and rows.dtype == grads.dtype
+    served = served and kernels.serve(grads, places)
+    return either(served, kernel, plain, rows, grads, arrays, weights)
 
 
 def products(rows: jax.Array, grads: jax.Array, source: jax.Array, slots: int) -> jax.Array:

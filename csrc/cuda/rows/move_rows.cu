@@ -80,6 +80,7 @@ __device__ __forceinline__ void ClearUnused(const SpreadRowsParams& p, int64_t f
     for (int64_t v = threadIdx.x; v < vectors; v += blockDim.x) {
       StoreVector(to + v, make_uint4(0, 0, 0, 0));
     }
+    if (p.products != nullptr && threadIdx.x == 0) p.products[row] = 0.0f;
   }
 }
 
@@ -124,19 +125,18 @@ __device__ __forceinline__ float BlockSum(float sum) {
   return sum;
 }
 
-// blockIdx.x: the row. Times a weight, and the product with another row.
-template <RowType kType>
-__global__ void __launch_bounds__(kMaxThreads)
-    WeighKernel(const __grid_constant__ GatherRowsParams p) {
+// Called by whole blocks: a row of a token times its weight, and the product with another row.
+// Without a token it is zeros.
+template <RowType kType, typename Params>
+__device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t source) {
   using E = Element<kType>;
   const int64_t vectors = p.row_bytes / kVectorBytes;
-  const int32_t source = __ldg(p.source + blockIdx.x);
   const int32_t token = source < 0 ? p.tokens : source / p.slots;
   const bool filled = token < p.tokens;
   const float weight = filled && p.weights != nullptr ? __ldg(p.weights + source) : 1.0f;
   const auto* from = static_cast<const uint4*>(p.values) + (filled ? token : 0) * vectors;
-  const auto* other = static_cast<const uint4*>(p.others) + blockIdx.x * vectors;
-  auto* to = static_cast<uint4*>(p.out) + blockIdx.x * vectors;
+  const auto* other = static_cast<const uint4*>(p.others) + row * vectors;
+  auto* to = static_cast<uint4*>(p.out) + row * vectors;
   float product = 0.0f;
   for (int64_t v = threadIdx.x; v < vectors; v += blockDim.x) {
     if (!filled) {
@@ -157,7 +157,28 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
   if (p.products == nullptr) return;
   product = BlockSum(product);
-  if (threadIdx.x == 0) p.products[blockIdx.x] = product;
+  if (threadIdx.x == 0) p.products[row] = product;
+}
+
+// blockIdx.x: the row.
+template <RowType kType>
+__global__ void __launch_bounds__(kMaxThreads)
+    WeighKernel(const __grid_constant__ GatherRowsParams p) {
+  WeighRow<kType>(p, blockIdx.x, __ldg(p.source + blockIdx.x));
+}
+
+// blockIdx.x: the slot, those of a token side by side, who find its row in L2; or behind them
+// kMaxThreads rows to look for unused ones in.
+template <RowType kType>
+__global__ void __launch_bounds__(kMaxThreads)
+    CompareKernel(const __grid_constant__ SpreadRowsParams p) {
+  const int64_t slots = static_cast<int64_t>(p.tokens) * p.slots;
+  if (blockIdx.x >= slots) {
+    ClearUnused(p, (blockIdx.x - slots) * kMaxThreads);
+    return;
+  }
+  const int32_t row = __ldg(p.slot_row + blockIdx.x);
+  if (row >= 0 && row < p.rows) WeighRow<kType>(p, row, static_cast<int32_t>(blockIdx.x));
 }
 
 // Adds the rows of up to 32 slots, one in each lane, to `total`. Called by whole warps.
@@ -253,28 +274,47 @@ cudaError_t LaunchGatherRows(cudaStream_t stream, const GatherRowsParams& p) {
   return cudaGetLastError();
 }
 
+namespace rows {
+namespace {
+
+template <RowType kType>
+void LaunchSpread(cudaStream_t stream, const SpreadRowsParams& p, unsigned grid, int threads) {
+  if constexpr (kType != RowType::kBytes) {
+    if (p.others != nullptr) {
+      CompareKernel<kType><<<grid, threads, 0, stream>>>(p);
+      return;
+    }
+  }
+  SpreadKernel<kType><<<grid, threads, 0, stream>>>(p);
+}
+
+}  // namespace
+}  // namespace rows
+
 cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& p) {
-  const int64_t blocks =
-      p.tokens + (static_cast<int64_t>(p.rows) + rows::kMaxThreads - 1) / rows::kMaxThreads;
-  if (!rows::FitsRows(p.row_bytes, p.values, p.out, nullptr) || p.rows <= 0 || p.tokens <= 0 ||
-      p.slots <= 0 || blocks >= rows::kMaxRows) {
+  const bool compared = p.others != nullptr;
+  const int64_t blocks = static_cast<int64_t>(p.tokens) * (compared ? p.slots : 1) +
+                         (static_cast<int64_t>(p.rows) + rows::kMaxThreads - 1) / rows::kMaxThreads;
+  if (!rows::FitsRows(p.row_bytes, p.values, p.others, p.out) || p.rows <= 0 || p.tokens <= 0 ||
+      p.slots <= 0 || blocks >= rows::kMaxRows || compared != (p.products != nullptr)) {
     return cudaErrorInvalidValue;
   }
   const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes);
   const auto grid = static_cast<unsigned>(blocks);
   // Without weights rows pass bit by bit, NaNs too.
-  switch (p.weights == nullptr ? RowType::kBytes : p.type) {
+  switch (p.weights == nullptr && !compared ? RowType::kBytes : p.type) {
     case RowType::kBytes:
-      rows::SpreadKernel<RowType::kBytes><<<grid, threads, 0, stream>>>(p);
+      if (compared) return cudaErrorInvalidValue;
+      rows::LaunchSpread<RowType::kBytes>(stream, p, grid, threads);
       break;
     case RowType::kF32:
-      rows::SpreadKernel<RowType::kF32><<<grid, threads, 0, stream>>>(p);
+      rows::LaunchSpread<RowType::kF32>(stream, p, grid, threads);
       break;
     case RowType::kBF16:
-      rows::SpreadKernel<RowType::kBF16><<<grid, threads, 0, stream>>>(p);
+      rows::LaunchSpread<RowType::kBF16>(stream, p, grid, threads);
       break;
     case RowType::kF16:
-      rows::SpreadKernel<RowType::kF16><<<grid, threads, 0, stream>>>(p);
+      rows::LaunchSpread<RowType::kF16>(stream, p, grid, threads);
       break;
     default:
       return cudaErrorInvalidValue;

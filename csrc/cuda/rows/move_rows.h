@@ -40,9 +40,11 @@ struct SpreadRowsParams {
   const int32_t* slot_row;  // [tokens, slots], device: negative: the slot has no row
   const void* values;       // [tokens, row_bytes], device
   const float* weights;     // [tokens, slots], device, times the slot's row; null: none
+  const void* others;       // [rows, row_bytes], device; null: none
   void* out;                // [rows, row_bytes], device
+  float* products;          // [rows], device: as of GatherRowsParams
 };
-// One launch. `weights` want a float type.
+// One launch. `weights`, `others` and `products` want a float type.
 cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& params);
 
 struct SumRowsParams {

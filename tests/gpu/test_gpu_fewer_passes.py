@@ -1,0 +1,170 @@
+"""What kernels make in one pass over the rows or weights: the bits of the passes that it stands
+for, and programs that hold it instead of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu.gpu_jobs import TRIAL
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client import recipes
+from ep_runtime_client.moe import init_moe_params, moe
+from ep_runtime_client.ops import (
+    activation_kernels,
+    fp8_kernels,
+    local_activation,
+    local_quantize,
+    local_quantized_activation,
+    quantize_kernels,
+    quantized_activation_kernels,
+)
+from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
+from ep_runtime_client.ops.local_quantized_activation import Quantized
+from ep_runtime_client.quantized import bits
+
+_TARGETS = (
+    *activation_kernels.TARGETS,
+    *quantized_activation_kernels.TARGETS,
+    *quantize_kernels.TARGETS,
+    *fp8_kernels.TARGETS,
+)
+_SIZES = np.int32([[16, 300, 0, 40], [8, 24, 1, 0]])
+_ROWS = 384  # of a slab
+_USED = np.arange(_ROWS) < _SIZES.sum(1, keepdims=True)
+_RECIPES = {
+    "tensor": recipes.TensorScaling(),
+    "blocks": recipes.BlockScaling(),
+    "blocks 2^n": recipes.BlockScaling(True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("EP_RUNTIME_ROW_KERNELS", "1")
+    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def _same_bits(got: Any, want: Any, note: str = "") -> None:
+    got, want = (np.asarray(x) for x in (got, want))
+    kind = np.dtype(f"u{got.dtype.itemsize}")
+    np.testing.assert_array_equal(got.view(kind), want.view(kind), err_msg=note)
+
+
+def _drawn(seed: int, *shape: int, dtype: str = "bfloat16") -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def _calls(run: Any, *operands: Any) -> set[str]:
+    text = jax.jit(run).lower(*operands).compile().as_text() or ""
+    return {name for name in _TARGETS if f'custom_call_target="{name}"' in text}
+
+
+# Every function in one form, every form of one function: gate and up as a pair, as halves, neither.
+_ACTIVATIONS = [
+    *[(Activation(name, True, jnp.dtype("bfloat16")), (2, 72)) for name in sorted(ACTIVATIONS)],
+    *[
+        (Activation("silu", gated, jnp.dtype(dtype)), shape)
+        for dtype in ("bfloat16", "float16")
+        for gated, shape in ((True, (2, 328)), (True, (400,)), (False, (136,)))
+    ],
+]
+
+
+@pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)
+def test_activated_rows_are_quantized_as_by_two_passes(gpus: list[Any], recipe: Any) -> None:
+    sizes = jnp.asarray(_SIZES)
+    given = []
+    for number, (static, shape) in enumerate(_ACTIVATIONS):
+        hidden = _drawn(number, 2, _ROWS, *shape, dtype=static.dtype.name)
+        hidden[~_USED] = np.nan
+        given.append((hidden, _drawn(9, 2, _ROWS, dtype="float32") if number % 2 else None))
+
+    def run(given: Any) -> Any:
+        found = []
+        for (static, _), operands in zip(_ACTIVATIONS, given, strict=True):
+            one = local_quantized_activation.forward(Quantized(static, recipe, 4), *operands, sizes)
+            rows = local_activation.forward(static, *operands, sizes)
+            two = local_quantize.quantize_rows(
+                recipe, rows, sizes, num_experts=4, clear_slack=False
+            )
+            found.append(tuple((bits(q.data), q.scale, q.amax) for q in (one, two)))
+        return found
+
+    found = jax.jit(run)(jax.device_put(given, gpus[0]))
+    for (static, shape), (one, two) in zip(_ACTIVATIONS, found, strict=True):
+        for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+            left, right = np.asarray(left), np.asarray(right)
+            mine = _USED if left.shape[:2] == _USED.shape else np.ones(left.shape, bool)
+            _same_bits(left[mine], right[mine], f"{static} {shape}")
+
+
+@pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)
+def test_weights_in_both_layouts_are_those_of_cpu(gpus: list[Any], recipe: Any) -> None:
+    def run(kernels: Any) -> Any:
+        made = [local_quantize.quantize_kernel(recipe, w, turned=True) for w in kernels]
+        return [(bits(q.data), bits(q.turned), q.scale, q.amax) for q in made]
+
+    shapes, types = ((3, 96, 160), (2, 320, 2, 72)), ("bfloat16", "float16", "float32")
+    drawn = [_drawn(4, *shape, dtype=dtype) for shape in shapes for dtype in types]
+    compiled = jax.jit(run)
+    got = compiled(jax.device_put(drawn, gpus[0]))
+    want = compiled(jax.device_put(drawn, jax.devices("cpu")[0]))
+    jax.tree.map(_same_bits, got, want)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[ep.Session]:
+    with ep.connect("embedded", timeout_s=60.0) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", ["tensor", "blocks"])
+def test_the_moe_block_holds_them_and_gives_the_same_bits(
+    gpus: list[Any], session: ep.Session, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, tokens = Mesh(np.array(gpus), ("ep",)), 256
+    group = session.create_group(
+        f"fewer passes {name}",
+        mesh,
+        ep_axis="ep",
+        transport="xla",
+        num_experts=8,
+        hidden_size=256,
+        max_tokens_per_rank=tokens,
+        max_top_k=2,
+        alignment=8,
+    )
+    layer = group.register_layer("moe", top_k=2)
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("ep")))
+    params = init_moe_params(jax.random.key(0), layer, 256)
+    params = dataclasses.replace(params, wi=put(params.wi), wo=put(params.wo))
+    x = put(_drawn(7, tokens * len(gpus), 256))
+
+    def loss(x: Any, params: Any) -> Any:
+        options: dict[str, Any] = {"recipe": _RECIPES[name], "apply_topk_weights_early": True}
+        return jnp.sin(moe(layer, x, params, **options)[0].astype(jnp.float32)).sum()
+
+    run = jax.value_and_grad(loss, argnums=(0, 1))
+    found = jax.block_until_ready(jax.jit(run)(x, params))
+    if not TRIAL:
+        held = _calls(run, x, params)
+        assert {"ep_quantize_activation_v1", "ep_quantize_weights_v1"} <= held
+        assert not held & {"ep_activation_v1", "ep_transpose_weights_v1"}
+    jax.clear_caches()
+    monkeypatch.setattr(quantized_activation_kernels, "takes", lambda *_: False)
+    monkeypatch.setattr(fp8_kernels, "turns", lambda *_: False)
+    if not TRIAL:
+        assert "ep_activation_v1" in _calls(run, x, params)
+    jax.tree.map(_same_bits, found, jax.block_until_ready(jax.jit(run)(x, params)))
