@@ -35,19 +35,14 @@ def make_subjects(options: BenchOptions, sizes: Sizes) -> Iterator[Subject]:
     def plan(choice: Any) -> Any:
         return ep.permute(tokens, choice, num_experts=options.num_experts).plan.arrays
 
-    def copy(tokens: Any, source: Any) -> Any:
-        return permutation_rows.copied(tokens, source, slots)
-
-    def gradients(rows: Any, grads: Any, source: Any, weights: Any) -> Any:
-        return permutation_rows.weighed_with_products(rows, grads, source, weights, slots)
-
+    gradients = permutation_rows.weighed_with_products
     for routing in options.routing:
         choice = jnp.asarray(topk_idx(routing, count, options.num_experts, slots))
         arrays = jax.jit(plan)(choice)
-        backward = (rows, tokens, arrays.source, weights)
+        backward = (rows, tokens, arrays, weights)
         for name, times, program, operands in (
             ("plan", 0, plan, (choice,)),
-            ("permute", 1, copy, (tokens, arrays.source)),
+            ("permute", 1, permutation_rows.placed, (tokens, arrays)),
             ("unpermute", 1, permutation_rows.summed, (rows, arrays)),
             ("unpermute, weighted", 1, permutation_rows.summed, (rows, arrays, weights)),
             ("its gradients", 1, gradients, backward),
