@@ -36,7 +36,6 @@ from jax import lax
 from ep_runtime_client.ops import memfd, nodes_overlap, nodes_plan
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.nodes_plan import (
-    Packing,
     chunk_rows,
     counts_chunks,
     my_node,
@@ -44,10 +43,11 @@ from ep_runtime_client.ops.nodes_plan import (
     parts_of,
     slot_nodes,
 )
+from ep_runtime_client.ops.nodes_rows import lined_up, sum_nodes
 from ep_runtime_client.ops.plan import NodePlanArrays, PlanArrays
 from ep_runtime_client.ops.transports import collectives
 from ep_runtime_client.ops.varying import like
-from ep_runtime_client.ops.xla import round_to, sum_dtype
+from ep_runtime_client.ops.xla import sum_dtype
 from ep_runtime_client.ops.xla_plan import rows_at
 
 prepare = nodes_plan.prepare
@@ -103,11 +103,11 @@ def _to_nodes(
 
     def blank(x: jax.Array) -> jax.Array:
         empty = like(jnp.zeros((call.group.num_nodes, *x.shape), x.dtype), x)
-        return lax.dynamic_update_slice_in_dim(empty, rows_at(x, own)[None], mine, 0)
+        return lax.dynamic_update_slice_in_dim(empty, lined_up(call, x, own)[None], mine, 0)
 
     def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
         chosen = lax.dynamic_slice_in_dim(tokens.token, first, rows, 1)
-        return tuple(rows_at(x, chosen) for x in sent)
+        return tuple(lined_up(call, x, chosen) for x in sent)
 
     arrived = _in_chunks(call, plan, tuple(blank(x) for x in sent), take)
     return tuple(x.reshape(-1, x.shape[-1]) for x in arrived)
@@ -138,17 +138,6 @@ def _from_nodes(
 def _partial_dtype(call: Call, dtype: Any) -> Any:
     """Dtype of a node's sums on their way."""
     return sum_dtype(dtype) if call.group.combine_precision == "exact" else dtype
-
-
-def _sum_nodes(tokens: Packing, partials: jax.Array, dtype: Any) -> jax.Array:
-    """Sums [D, T, H] of the nodes, each in its own order -> tokens [T, H], in node order."""
-    total = None
-    for node in range(partials.shape[0]):
-        value = rows_at(partials[node], tokens.position[node]).astype(sum_dtype(dtype))
-        value = jnp.where(tokens.has[node][:, None], value, 0)
-        total = value if total is None else total + value
-    assert total is not None  # a group has a node
-    return round_to(total, dtype)
 
 
 def dispatch(
@@ -189,7 +178,7 @@ def combine(
         return (memfd.combine(call, rank, index, expert_out, weights, part, wide),)
 
     (partials,) = _from_nodes(call, plan, index, sums)
-    return _sum_nodes(packing(call, plan.dst_rank), partials, dtype)
+    return sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
 
 
 def dispatch_bwd(
@@ -216,7 +205,7 @@ def dispatch_bwd(
     at = (node * count + position) * top_k + jnp.arange(top_k, dtype=jnp.int32)
     at = jnp.where(plan.dst_rank >= 0, at, 0)
     d_topk = jnp.where(plan.dst_rank >= 0, rows_at(by_node.reshape(-1), at), 0.0)
-    return _sum_nodes(tokens, partials, dtype), d_topk
+    return sum_nodes(call, tokens, partials, dtype), d_topk
 
 
 def combine_bwd(

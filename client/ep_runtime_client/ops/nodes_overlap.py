@@ -24,10 +24,10 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.nodes_plan import in_parts, packing, parts_of
+from ep_runtime_client.ops.nodes_rows import lined_up
 from ep_runtime_client.ops.plan import NodePlanArrays, PlanArrays
 from ep_runtime_client.ops.transports import collectives
 from ep_runtime_client.ops.varying import like
-from ep_runtime_client.ops.xla_plan import rows_at
 
 Placed = TypeVar("Placed")
 
@@ -53,7 +53,7 @@ def to_windows(
     lined = in_parts(packing(call, plan.dst_rank).token, count, 0)
     begun = []
     for tokens in lined:
-        flight, index = ops.begin(call, index, *(rows_at(x, tokens) for x in sent))
+        flight, index = ops.begin(call, index, *(lined_up(call, x, tokens) for x in sent))
         begun.append(flight)
     placed = None
     for part, flight in zip(plan.parts(count), begun, strict=True):
