@@ -89,21 +89,33 @@ def test_activated_rows_are_quantized_as_by_two_passes(gpus: list[Any], recipe: 
     for number, (static, shape) in enumerate(_ACTIVATIONS):
         hidden = _drawn(number, 2, _ROWS, *shape, dtype=static.dtype.name)
         hidden[~_USED] = np.nan
-        given.append((hidden, _drawn(9, 2, _ROWS, dtype="float32") if number % 2 else None))
+        width = np.prod(shape) // (2 if static.gated else 1)
+        grad = _drawn(number, 2, _ROWS, width, dtype=static.dtype.name)
+        weights = _drawn(9, 2, _ROWS, dtype="float32") if number % 2 else None
+        given.append((hidden, weights, grad))
+
+    def leaves(q: Any) -> Any:
+        return bits(q.data), q.scale, q.amax
 
     def run(given: Any) -> Any:
         found = []
-        for (static, _), operands in zip(_ACTIVATIONS, given, strict=True):
-            one = local_quantized_activation.forward(Quantized(static, recipe, 4), *operands, sizes)
-            rows = local_activation.forward(static, *operands, sizes)
-            two = local_quantize.quantize_rows(
-                recipe, rows, sizes, num_experts=4, clear_slack=False
+        for (static, _), (hidden, weights, grad) in zip(_ACTIVATIONS, given, strict=True):
+            fused, operands = Quantized(static, recipe, 4), (hidden, weights, sizes)
+            options: dict[str, Any] = {"num_experts": 4, "clear_slack": False}
+            rows = local_activation.forward(static, *operands)
+            two = local_quantize.quantize_rows(recipe, rows, sizes, **options)
+            found.append(
+                (leaves(local_quantized_activation.forward(fused, *operands)), leaves(two))
             )
-            found.append(tuple((bits(q.data), q.scale, q.amax) for q in (one, two)))
+            back, back_weights = local_quantized_activation.pullback(fused, *operands, grad)
+            rows, d_weights = local_activation.pullback(static, *operands, grad)
+            two = local_quantize.quantize_rows(recipe, rows, sizes, gradient=True, **options)
+            found.append(((leaves(back), back_weights), (leaves(two), d_weights)))
         return found
 
     found = jax.jit(run)(jax.device_put(given, gpus[0]))
-    for (static, shape), (one, two) in zip(_ACTIVATIONS, found, strict=True):
+    each = [case for case in _ACTIVATIONS for _ in ("values", "gradients")]
+    for (static, shape), (one, two) in zip(each, found, strict=True):
         for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
             left, right = np.asarray(left), np.asarray(right)
             mine = _USED if left.shape[:2] == _USED.shape else np.ones(left.shape, bool)

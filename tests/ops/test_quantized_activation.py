@@ -77,18 +77,22 @@ def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
     return [name for name in sorted(TARGETS) for _ in range(text.count(f"@{name}("))]
 
 
-def run(static: Quantized, hidden: Any, weights: Any) -> Any:
-    return local_quantized_activation.forward(static, hidden, weights, SIZES)
+def run(static: Quantized, hidden: Any, weights: Any, grad: Any = None) -> Any:
+    if grad is None:
+        return local_quantized_activation.forward(static, hidden, weights, SIZES)
+    return local_quantized_activation.pullback(static, hidden, weights, SIZES, grad)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["bare", "weighted"])
+@pytest.mark.parametrize("gradient", [False, True], ids=["values", "gradients"])
 @pytest.mark.parametrize(("recipe", "wanted"), RECIPES.values(), ids=RECIPES)
 def test_one_call_makes_data_and_scales(
-    process: Process, recipe: Any, wanted: list[str], weighted: bool
+    process: Process, recipe: Any, wanted: list[str], gradient: bool, weighted: bool
 ) -> None:
     process.takes_kernels(True)
     static = Quantized(Activation("silu", True, BF16), recipe, 3)
-    operands = (drawn(2, 20, 2, 136), drawn(2, 20, dtype=np.float32) if weighted else None)
+    weights = drawn(2, 20, dtype=np.float32) if weighted else None
+    operands = (drawn(2, 20, 2, 136), weights, drawn(2, 20, 136) if gradient else None)
     fused = functools.partial(run, static)
     assert calls(fused, *operands) == wanted
     assert calls(fused, *operands, platform="cpu") == []
@@ -96,9 +100,21 @@ def test_one_call_makes_data_and_scales(
     process.takes_kernels(False)
     alone = jax.jit(functools.partial(run, static))(*operands)
     assert jax.tree.structure(here) == jax.tree.structure(alone)
+    there = np.arange(20) < SIZES.sum(1, keepdims=True)
     for left, right in zip(jax.tree.leaves(here), jax.tree.leaves(alone), strict=True):
         assert left.dtype == right.dtype
-        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+        left, right = np.asarray(left), np.asarray(right)
+        # Gradients of slack are anything.
+        mine = there if left.shape[:2] == there.shape else np.ones(left.shape, bool)
+        np.testing.assert_array_equal(left[mine], right[mine])
+
+
+def test_gradients_of_halves_that_share_a_tile_take_two_passes(process: Process) -> None:
+    process.takes_kernels(True)
+    static = Quantized(Activation("silu", True, BF16), recipes.BlockScaling())
+    for inner, wanted in ((136, "ep_quantize_tiles_v1"), (128, "ep_quantize_activation_v1")):
+        operands = (drawn(2, 20, 2 * inner), None, drawn(2, 20, inner))
+        assert calls(functools.partial(run, static), *operands) == [wanted]
 
 
 @pytest.mark.parametrize(

@@ -65,55 +65,83 @@ def forward(
     Cost: hidden is read once, twice for TensorScaling, and nothing of its size is written but the
         8-bit data.
     """
-    operands = (hidden, row_weights, group_sizes)
-    recipe = static.recipe
-    if not kernels.serve(static.activation, recipe, hidden, group_sizes):
+    return _quantized(static, hidden, row_weights, group_sizes, None)[0]
+
+
+def pullback(
+    static: Quantized,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+    grad: jax.Array,
+) -> tuple[QuantizedTensor, jax.Array | None]:
+    """Gradients of hidden, rounded to its dtype and quantized as gradients, and of row_weights.
+
+    As `local_activation.pullback` makes them of `grad` [S, C, M]; that of a weight sums over the M
+    that are here.
+    """
+    return _quantized(static, hidden, row_weights, group_sizes, grad)
+
+
+def _quantized(static: Quantized, *operands: Any) -> tuple[QuantizedTensor, jax.Array | None]:
+    hidden, _, sizes, grad = operands
+    recipe, gradient = static.recipe, grad is not None
+    if not kernels.serve(static.activation, recipe, hidden, sizes, gradient=gradient):
         return _plain(static, *operands)
     amax, scale = None, None
     if isinstance(recipe, TensorScaling):
         ways = (functools.partial(way, static) for way in (_amax_by_kernel, _amax))
-        amax = either(True, *ways, *operands)
-        amax = local_quantize.over(
-            local_quantize.amax_of_groups(amax, group_sizes), static.reduce_axes
-        )
-        scale = scale_of(amax, recipe.data_dtype())
+        amax = local_quantize.amax_of_groups(either(True, *ways, *operands), sizes)
+        amax = local_quantize.over(amax, static.reduce_axes)
+        scale = scale_of(amax, recipe.data_dtype(gradient))
     ways = (functools.partial(way, static) for way in (_data_by_kernel, _data))
-    data, scale = either(True, *ways, *operands, scale)
-    return QuantizedTensor(data, scale, amax, None, None, group_sizes, None, recipe)
+    data, scale, d_weights = either(True, *ways, *operands, scale)
+    return QuantizedTensor(data, scale, amax, None, None, sizes, None, recipe), d_weights
 
 
-def _plain(static: Quantized, *operands: Any) -> QuantizedTensor:
-    rows, sizes = local_activation.forward(static.activation, *operands), operands[-1]
-    return local_quantize.quantize_rows(
+def _rows(static: Quantized, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
+    """What is quantized, and the gradient of row_weights."""
+    *given, grad = operands
+    if grad is None:
+        return local_activation.forward(static.activation, *given), None
+    return local_activation.pullback(static.activation, *operands)
+
+
+def _plain(static: Quantized, *operands: Any) -> tuple[QuantizedTensor, jax.Array | None]:
+    rows, d_weights = _rows(static, *operands)
+    q = local_quantize.quantize_rows(
         static.recipe,
         rows,
-        sizes,
+        operands[2],
         static.reduce_axes,
+        gradient=operands[3] is not None,
         num_experts=static.num_experts,
         clear_slack=False,
     )
+    return q, d_weights
 
 
 def _amax_by_kernel(static: Quantized, *operands: Any) -> jax.Array:
-    return kernels.group_amax(static.experts(operands[-1]), Source(static.activation, *operands))
+    return kernels.group_amax(static.experts(operands[2]), Source(static.activation, *operands))
 
 
 def _amax(static: Quantized, *operands: Any) -> jax.Array:
-    experts, sizes = static.experts(operands[-1]), operands[-1]
-    rows = local_activation.forward(static.activation, *operands)
-    return local_quantize.group_amax(rows, sizes, experts).reshape(-1)[:experts]
+    experts, rows = static.experts(operands[2]), _rows(static, *operands)[0]
+    return local_quantize.group_amax(rows, operands[2], experts).reshape(-1)[:experts]
 
 
 def _data_by_kernel(static: Quantized, *operands: Any) -> Any:
     *given, scale = operands
-    return kernels.quantize(static.recipe, Source(static.activation, *given), scale)[:2]
+    return kernels.quantize(static.recipe, Source(static.activation, *given), scale)
 
 
 def _data(static: Quantized, *operands: Any) -> Any:
     *given, scale = operands
     if not isinstance(static.recipe, TensorScaling):
-        q = _plain(static, *given)
-        return q.data, q.scale
-    rows = local_activation.forward(static.activation, *given)
-    q = local_quantize.scale_rows(static.recipe, rows, given[-1], scale, clear_slack=False)
-    return q.data, scale
+        q, d_weights = _plain(static, *given)
+        return q.data, q.scale, d_weights
+    rows, d_weights = _rows(static, *given)
+    sizes, gradient = given[2], given[3] is not None
+    options: dict[str, Any] = {"gradient": gradient, "clear_slack": False}
+    q = local_quantize.scale_rows(static.recipe, rows, sizes, scale, **options)
+    return q.data, scale, d_weights
