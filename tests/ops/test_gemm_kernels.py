@@ -22,8 +22,9 @@ SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library need not be there to lower for it."""
+    """The library need not be there to lower for it. f32 is another file's."""
     monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    monkeypatch.setenv("EP_RUNTIME_TF32_KERNELS", "0")
 
 
 def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
