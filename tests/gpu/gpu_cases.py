@@ -36,7 +36,7 @@ def run_cases(names: list[str]) -> list[str]:
 def cut_small() -> None:
     """Lets rows between nodes go in parts however few there are, where EP_RUNTIME_NCCL_OVERLAP is
     set: in this process for good."""
-    nodes_plan.MIN_CHUNK_ROWS, nodes_plan.COUNTED_SHARE = 1, 0.0
+    nodes_plan.MIN_PART_ROWS, nodes_plan.COUNTED_SHARE = 1, 0.0
 
 
 def run_case(session: ep.Session, case: cases.Case) -> None:

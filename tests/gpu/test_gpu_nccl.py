@@ -52,7 +52,7 @@ def test_every_case_equals_the_reference(
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Network and windows at once, from two rows on."""
     monkeypatch.setenv("EP_RUNTIME_NCCL_OVERLAP", "1")
-    for name in ("MIN_CHUNK_ROWS", "COUNTED_SHARE"):  # as they are, afterwards
+    for name in ("MIN_PART_ROWS", "COUNTED_SHARE"):  # as they are, afterwards
         monkeypatch.setattr(nodes_plan, name, getattr(nodes_plan, name))
     gpu_cases.cut_small()
 

@@ -94,7 +94,7 @@ def test_rows_in_parts_set_off_before_any_is_awaited(
     make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EP_RUNTIME_NCCL_OVERLAP", "1")
-    monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", 4)
+    monkeypatch.setattr(nodes_plan, "MIN_PART_ROWS", 4)
     text = lowered(make_group, 4)
     found = calls(text)
     # Four parts each way; the plan's own blocks cross as before.

@@ -110,7 +110,7 @@ def test_all_chunks_may_cross_uncounted(
     got = check_case(
         make_group, "memfd/2", cases.Case("all chunks", tokens=11, routing="skip rank")
     )
-    assert (np.asarray(got["plan"]["chunks"]) == 2).all()
+    assert (np.asarray(got["plan"]["chunks"]) == 1).all()
 
 
 def test_a_count_of_chunks_that_a_lost_rank_left_ends_the_loop(

@@ -25,7 +25,7 @@ MakeGroup = Callable[..., fakes.LocalGroup]
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.require_native()
-    monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", 4)
+    monkeypatch.setattr(nodes_plan, "MIN_PART_ROWS", 4)
 
 
 def run(
@@ -86,7 +86,7 @@ def test_movement_in_parts_equals_the_reference(
 ) -> None:
     monkeypatch.setenv("EP_RUNTIME_NCCL_OVERLAP", "1")
     monkeypatch.setattr(nodes_plan, "COUNTED_SHARE", 0.0)
-    monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(nodes_plan, "MIN_PART_ROWS", 1)
     check_case(make_group, "memfd/2", case)
 
 

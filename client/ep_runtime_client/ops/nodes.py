@@ -7,11 +7,11 @@ goes the other way: partial sums of a node cross back, and the source adds them 
 Between nodes rows travel in chunks of a fixed size, as many as the rank with the most rows for
 one node needs (`nodes_plan.chunk_rows`): a loop whose count the device knows. XLA:CPU reads it in
 place; XLA:GPU reads it on the host, which waits for the device once per chunk and once more, so
-there groups that would send most chunks anyway send all of them (`nodes_plan.counts_chunks`). In
-each chunk every rank sends one block to each other node: what a rank with fewer rows sends in its
-place is waste, on top of the rounding to whole chunks. The windows' call starts when all chunks are
-there; with EP_RUNTIME_NCCL_OVERLAP=1, where most tokens are needed on most nodes, network and
-windows work at once instead (`nodes_overlap.py`).
+there groups that would send most chunks anyway send all rows as one (`nodes_plan.counts_chunks`).
+In each chunk every rank sends one block to each other node: what a rank with fewer rows sends in
+its place is waste, on top of the rounding to whole chunks. The windows' call starts when all chunks
+are there; where most tokens are needed on most nodes, and between GPUs, network and windows work at
+once instead (`nodes_overlap.py`, EP_RUNTIME_NCCL_OVERLAP).
 
 Beside the windows, which are as large as those of one node, XLA holds D*T rows per rank while they
 cross, of fp32 in combine where it is exact.
@@ -70,6 +70,8 @@ def _in_chunks(
     if call.group.num_nodes == 1:
         return here
     ops, tokens = collectives(call), here[0].shape[1]
+    if not counts_chunks(call):
+        return tuple(ops.rail(call, block) for block in take(jnp.int32(0), tokens))
     rows = chunk_rows(tokens)
 
     def send(number: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -80,9 +82,6 @@ def _in_chunks(
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 1) for x, y in pairs)
 
     arrays: tuple[jax.Array, ...]
-    if not counts_chunks(call):
-        arrays = lax.fori_loop(0, -(-tokens // rows), send, here)
-        return arrays
     # What a lost rank left of the count must not keep the loop going.
     count = jnp.minimum(plan.chunks[0], -(-tokens // rows))
     _, arrays = lax.while_loop(

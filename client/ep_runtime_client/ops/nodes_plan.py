@@ -34,6 +34,7 @@ COUNTED_SHARE = 0.75
 # Parts of rows that network and windows work on at once: each costs its calls some fixed time, and
 # what the last one takes in the windows is not hidden.
 OVERLAPPED_PARTS = 4
+MIN_PART_ROWS = 256
 
 
 class Packing(NamedTuple):
@@ -50,7 +51,7 @@ def chunk_rows(tokens: int) -> int:
 
 
 def counts_chunks(call: Call) -> bool:
-    """Whether rows cross in as many chunks as they need, and not always in all.
+    """Whether rows cross in as many chunks as they need, and not always all in one.
 
     A loop on CPU reads its count in place. XLA:GPU reads it on the host, which waits for the device
     each time round, so there it must be worth it.
@@ -68,9 +69,12 @@ def plan_parts(call: Call, tokens: int) -> int:
 
     Parts cross whole and uncounted, so only where most of their rows are needed.
     """
-    if call.group.num_nodes == 1 or not env.overlaps_nodes() or _share(call) < COUNTED_SHARE:
+    wanted = env.overlaps_nodes()
+    if wanted is None:
+        wanted = call.group.transport == "nccl"
+    if call.group.num_nodes == 1 or not wanted or _share(call) < COUNTED_SHARE:
         return 1
-    return max(1, min(OVERLAPPED_PARTS, tokens // MIN_CHUNK_ROWS))
+    return max(1, min(OVERLAPPED_PARTS, tokens // MIN_PART_ROWS))
 
 
 def parts_of(call: Call, plan: NodePlanArrays) -> int:
@@ -179,11 +183,9 @@ def _virtual_tokens(
 
 def _chunks(call: Call, tokens: Packing, parts: int) -> jax.Array:
     """Chunks that the rank with the most rows for another node needs, or all of them, int32 [1]."""
-    if parts > 1:
+    if parts > 1 or not counts_chunks(call):
         return jnp.full(1, parts, jnp.int32)
     rows = chunk_rows(tokens.has.shape[1])
-    if not counts_chunks(call):
-        return jnp.full(1, -(-tokens.has.shape[1] // rows), jnp.int32)
     counts = tokens.has.sum(1, dtype=jnp.int32)
     others = jnp.arange(call.group.num_nodes) != my_node(call)
     most = collectives(call).all_gather(call, jnp.where(others, counts, 0).max()).max()
@@ -205,6 +207,6 @@ def network_rows(call: Call, plan: AnyArrays) -> tuple[int, int]:
     goes = (place[..., None] == nodes).any(2)  # [N, T, D]
     own = (jnp.arange(group.ep_size) // size)[:, None, None] == nodes
     rows = int(plan.chunks[0, 0]) * chunk_rows(plan.dst_rank.shape[1])
-    if plan.recv_count.shape[1] > size:  # in parts
+    if plan.recv_count.shape[1] > size or not counts_chunks(call):  # in parts, or as one
         rows = plan.virtual_rank.shape[1] // group.num_nodes
     return rows * (group.num_nodes - 1) * group.ep_size, int((goes & ~own).sum())
