@@ -24,7 +24,8 @@ def remat_policy(
 
     Tags: ep_plan (a plan's arrays, the router's logits and choice), ep_recv (dispatched rows and
     weights), ep_wi and ep_wo (what the experts' matmuls return), ep_q_x and ep_q_w (quantized
-    operands).
+    operands; weights in both layouts, a byte each, where GPU kernels make both and ep_wi and ep_wo
+    are not kept).
 
     Raises:
         InvalidArgumentError: an unknown tag, or one in both lists.
