@@ -16,7 +16,7 @@ from ep_runtime.specs import LayerSpec
 from ep_runtime_client import moe_checks, moe_shapes
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe_checks import Recipes
-from ep_runtime_client.ops import quantized_activation, routing
+from ep_runtime_client.ops import activation_kernels, quantized_activation, routing
 from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.calls import Call, open_layer
 from ep_runtime_client.ops.combine import merge
@@ -106,7 +106,8 @@ def moe(
         apply_topk_weights_early: multiply the weights into the activations before wo, instead of
             into the experts' outputs inside combine; the same result. With a wo_bias, which is to
             be weighted too, they are multiplied in combine all the same. None: before wo, so that
-            the backward pass needs none of those outputs.
+            the backward pass needs none of those outputs, where the activation's kernels on GPUs
+            do it in their one pass; in combine elsewhere.
         gated: whether wi holds gate and up.
         compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
             with BF16().
@@ -164,7 +165,10 @@ def moe(
     token_axes = static.group_spec.token_axes
     block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
     # A bias of wo is weighted too, so that beside one the weights wait for combine.
-    early = apply_topk_weights_early is not False and params.wo_bias is None
+    early = apply_topk_weights_early
+    if early is None:
+        early = activation_kernels.takes(block.activation)
+    early = early and params.wo_bias is None
     weights = dispatched.weights
     expert_out = _run_experts(layer, block, dispatched, params, weights if early else None)
     # The gradients of slack go to matmuls that stop before it, and to dispatch, which reads rows.

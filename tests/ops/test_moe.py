@@ -58,7 +58,7 @@ def group(make_group: MakeGroup) -> fakes.LocalGroup:
 
 # What a call of moe is, and what the reference is: tolerances are for f32 sums in another order.
 OPTIONS: dict[str, tuple[dict[str, Any], Dense]] = {
-    "weights in combine": ({"apply_topk_weights_early": False}, Dense(TOP_K)),
+    "weights before wo": ({"apply_topk_weights_early": True}, Dense(TOP_K)),
     "sigmoid with a bias": (
         {"score_function": "sigmoid", "scaling_factor": 2.5, "expert_bias": True},
         Dense(TOP_K, routing={"score_function": "sigmoid", "scaling_factor": 2.5}),

@@ -28,7 +28,8 @@ class ActivationOp:
         ndim: of hidden.
         weighted: whether there are row_weights.
         backward: whether there is a grad [R, C, M], and results are the gradients of hidden and of
-            row_weights instead of [R, C, M].
+            row_weights instead of [R, C, M] and group_sizes.
+        ordered: whether those group_sizes come after the rows (`local_activation.after`).
     """
 
     where: Where
@@ -36,6 +37,7 @@ class ActivationOp:
     ndim: int
     weighted: bool
     backward: bool
+    ordered: bool
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class ActivationOp:
         rows, weights = (*slab, inner), (slab,) if self.weighted else ()
         if self.backward:
             return (hidden, slab, rows, *weights), (hidden, *weights)
-        return (hidden, slab, *weights), (rows,)
+        return (hidden, slab, *weights), (rows, slab)
 
     def inner(
         self,
@@ -95,7 +97,8 @@ class ActivationOp:
         def local(hidden: jax.Array, sizes: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
             weights = rest[-1] if self.weighted else None
             if not self.backward:
-                return (local_activation.forward(self.activation, hidden, weights, sizes),)
+                rows = local_activation.forward(self.activation, hidden, weights, sizes)
+                return rows, local_activation.after(sizes, rows) if self.ordered else sizes
             d_hidden, d_weights = local_activation.pullback(
                 self.activation, hidden, weights, sizes, rest[0]
             )
@@ -109,7 +112,7 @@ class ActivationOp:
         weights = ["r c"] if self.weighted else []
         if self.backward:
             return [hidden, "r l", "r c m", *weights], [hidden, *weights]
-        return [hidden, "r l", *weights], ["r c m"]
+        return [hidden, "r l", *weights], ["r c m", "r l"]
 
 
 def activate(
@@ -120,6 +123,7 @@ def activate(
     group_sizes: jax.Array,
     *,
     inner_axes: Axes | None = None,
+    ordered: bool = True,
 ) -> jax.Array:
     """Activated rows [R, C, M] of the experts' first matmul, times their weights.
 
@@ -130,6 +134,7 @@ def activate(
         row_weights: [R, C] f32 or None.
         group_sizes: [R, L] int32, rows of each expert's zone.
         inner_axes: mesh axes that shard M where neither the partitioner nor a type knows it.
+        ordered: False where group_sizes come after whatever else reads hidden.
 
     Returns:
         [R, C, M] in the activation's dtype, M sharded as hidden has it; rows past the last zone
@@ -140,6 +145,7 @@ def activate(
     a sum of [R, C] f32 over the axes on M.
     """
     op, inner, operands = call_of(layer, activation, hidden, row_weights, group_sizes, inner_axes)
+    op = dataclasses.replace(op, ordered=ordered)
     out: jax.Array = twin.run(_primal, (op, inner), *operands, traced=_activate)
     return out
 
@@ -162,7 +168,8 @@ def call_of(
     # Layers alike share what is traced: their names stay outside.
     where = dataclasses.replace(where, label="-")
     operands = tuple(spread_over(x, where.varying) for x in operands)
-    op = ActivationOp(where, activation, hidden.ndim, row_weights is not None, backward=False)
+    weighted = row_weights is not None
+    op = ActivationOp(where, activation, hidden.ndim, weighted, backward=False, ordered=True)
     return op, inner_axes or (), operands
 
 
@@ -185,7 +192,13 @@ def _pullback(static: tuple[ActivationOp, Axes], saved: Any, grad: jax.Array) ->
 
 
 def _fwd(static: tuple[ActivationOp, Axes], *operands: Any) -> Any:
-    return twin.shared(_primal, static, *operands), operands
+    hidden, _, *weights = operands
+    out, sizes = twin.shared(_both, static, *operands)
+    return out, (hidden, sizes, *weights)
+
+
+def _both(static: tuple[ActivationOp, Axes], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return _run(*static, *operands)
 
 
 def _bwd(static: tuple[ActivationOp, Axes], saved: Any, grad: jax.Array) -> Any:

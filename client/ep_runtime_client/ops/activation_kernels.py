@@ -31,9 +31,14 @@ FUNCTIONS = {
 }
 
 
+def takes(static: Activation) -> bool:
+    """Whether the kernels know the function, in programs for this process's GPUs."""
+    return static.function in FUNCTIONS and row_kernels.available()
+
+
 def serve(static: Activation, hidden: jax.Array, group_sizes: jax.Array) -> bool:
     """Whether the kernels take it, should its program be lowered for a GPU."""
-    if static.function not in FUNCTIONS or not row_kernels.available():
+    if not takes(static):
         return False
     if hidden.dtype not in row_kernels.FLOATS or hidden.dtype != static.dtype:
         return False

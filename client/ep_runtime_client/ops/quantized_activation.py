@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops import (
     activation,
+    local_activation,
     local_quantized_activation,
     quantize_ops,
     quantized_activation_kernels,
@@ -32,7 +33,8 @@ from ep_runtime_client.recipes import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class _Op:
-    """hidden, group_sizes [R, L], *row_weights -> leaves of the quantized rows [R, C, M]. Hashable.
+    """hidden, group_sizes [R, L], *row_weights -> group_sizes again, after the leaves of the
+    quantized rows [R, C, M], and those. Hashable.
 
     Attributes:
         plain: the activation itself.
@@ -67,7 +69,7 @@ class _Op:
         wanted: Sequence[Entries] | None,
     ) -> Resolved:
         inner = self.plain.inner(roles, arrived, shapes, tile_of(self.recipe))
-        operands, (rows,) = self.plain.entries(roles, inner)
+        operands, (rows, slab) = self.plain.entries(roles, inner)
         over = tuple(dict.fromkeys(roles.real(roles.outer) + inner))
         experts = self.num_experts // roles.size(roles.ep)
         static = Quantized(self.plain.activation, self.recipe, experts, over)
@@ -75,12 +77,14 @@ class _Op:
         def local(hidden: jax.Array, sizes: jax.Array, *weights: jax.Array) -> tuple[Any, ...]:
             given = weights[0] if weights else None
             q = local_quantized_activation.forward(static, hidden, given, sizes)
-            return quantize_ops.raw_leaves(q)
+            leaves = quantize_ops.raw_leaves(q)
+            return local_activation.after(sizes, leaves[0]), *leaves
 
-        return Resolved(operands, tuple(self.packing.spread(rows)), local)
+        return Resolved(operands, (slab, *self.packing.spread(rows)), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
-        return self.plain.factors()[0], self.packing.factors(quantize_ops.row_factors(3, "m"))
+        leaves = self.packing.factors(quantize_ops.row_factors(3, "m"))
+        return self.plain.factors()[0], ["r l", *leaves]
 
 
 def takes(static: Activation, recipe: Recipe | None, hidden: jax.Array) -> bool:
@@ -109,27 +113,27 @@ def activate(
         Rows [R, C, M] whose `origin` are the activated ones. A compiled program computes those
         where something reads them, and the matmul's gradient goes to them alone.
     """
-    rows = activation.activate(
-        layer, static, hidden, row_weights, group_sizes, inner_axes=inner_axes
-    )
     plain, arrived, operands = activation.call_of(
         layer, static, hidden, row_weights, group_sizes, inner_axes
     )
     op = _Op(plain, recipe, regions.num_experts_of(layer))
     operands = tuple(lax.stop_gradient(x) for x in operands)
-    leaves = twin.run(_run, (op, arrived), *operands)
+    sizes, leaves = twin.run(_run, (op, arrived), *operands)
     kept = quantize_ops.raw(dataclasses.replace(leaves, amax=None))
-    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, "ep_q_x"), kept)
+    sizes, kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, "ep_q_x"), (sizes, kept))
+    rows = activation.activate(
+        layer, static, hidden, row_weights, sizes, inner_axes=inner_axes, ordered=False
+    )
     made = quantize_ops.from_raw(kept, rows=True)
     assert isinstance(made, QuantizedTensor)
     return dataclasses.replace(made, group_sizes=group_sizes, origin=rows)
 
 
-def _run(call: Any, *operands: jax.Array) -> QuantizedTensor:
+def _run(call: Any, *operands: jax.Array) -> tuple[jax.Array, QuantizedTensor]:
     op, inner = call
     roles = op.where.roles
     arrived = op.plain.entries(roles, inner)[0] if roles is not None else ()
-    leaves = spread.run(op, arrived, *operands)
+    sizes, *leaves = spread.run(op, arrived, *operands)
     made = unpack(op.packing, leaves)
     assert isinstance(made, QuantizedTensor)
-    return made
+    return sizes, made
