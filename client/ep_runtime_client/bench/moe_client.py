@@ -12,7 +12,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, cast
@@ -72,7 +72,11 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
             programs = dict(zip(losses, made, strict=True))
         jax.block_until_ready(operands)
         told(COMPILED)
-        steps = [_timed(name, each, operands, order, clock) for name, each in programs.items()]
+        peaks = _peaks(programs, operands, order)
+        steps = [
+            _timed(name, each, operands, (order, peaks[name]), clock)
+            for name, each in programs.items()
+        ]
         if group is None:
             return Measured(steps)
         dropped = int(jax.jit(functools.partial(_run, order, layer))(*operands)[2].dropped)
@@ -160,7 +164,6 @@ def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
         ]  # the stats are nobody's result: not computed
         return y
 
-    # The smaller peak first: a process's peak never falls.
     return {REMAT: _loss(jax.checkpoint(block, policy=ep.remat_policy())), "": _loss(block)}
 
 
@@ -190,17 +193,35 @@ def _compiled(loss: Loss, operands: Operands) -> Any:
     return jax.jit(step).lower(*operands).compile()
 
 
-def _timed(variant: str, program: Any, operands: Operands, order: Order, clock: Clock) -> Step:
+def _peaks(programs: Mapping[str, Any], operands: Operands, order: Order) -> dict[str, int | None]:
+    """Most that the fullest device held in the programs' first steps, by variant.
+
+    The program that needs least is first: a process's peak never falls. It also counts steps that
+    are enqueued later, several of which hold their results at once.
+    """
+    found = {}
+    for name, program in sorted(programs.items(), key=lambda each: _planned_bytes(each[1])):
+        for _ in range(WARMUP):
+            jax.block_until_ready(program(*operands))
+        found[name] = _peak_bytes(order)
+    return found
+
+
+def _timed(
+    variant: str,
+    program: Any,
+    operands: Operands,
+    measured: tuple[Order, int | None],
+    clock: Clock,
+) -> Step:
+    order, peak = measured
+
     def run() -> float:
         started = clock()
         jax.block_until_ready(program(*operands))
         return clock() - started
 
-    for _ in range(WARMUP):
-        run()
     step_s = _until_enough(run, order.repeats, clock)
-    # Before steps are enqueued: several in flight hold several steps' results.
-    peak = _peak_bytes(order)
 
     def many() -> float:
         started, last = clock(), None
