@@ -159,7 +159,7 @@ void AddNarrow(const GemmCase& c, std::vector<GemmCase>* all) {
         (by_expert ? other.rhs_type : other.type) = gradient;
         other.out_type = out;
         other.whole_numbers = gradient == FloatType::kE4M3;
-        other.tuning = {promoted ? 128 : 256, c.tuning.band, true, promoted};
+        other.tuning = {256, c.tuning.band, true, promoted};
         all->push_back(other);
       }
     }

@@ -1,7 +1,7 @@
 // Grouped products against sums in f64, and times beside one product of the same work.
 //   gemm_main check|small [16|8|32|copies]     nothing: all of them
 //   gemm_main time [16|8|32|weights|copies]
-//   gemm_main tune
+//   gemm_main tune [16|8]
 #include <unistd.h>
 
 #include <algorithm>
@@ -141,7 +141,7 @@ int main(int argc, char** argv) {
   if (std::strcmp(what, "small") == 0) return gemm_test::CheckAll(true, part);
   if (std::strcmp(what, "time") == 0) return gemm_test::TimeAll(part);
   if (std::strcmp(what, "tune") == 0) {
-    gemm_test::Tune();
+    gemm_test::Tune(part);
     return 0;
   }
   std::fprintf(stderr, "unknown: %s (check, small, time or tune)\n", what);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <random>
 
@@ -115,8 +116,8 @@ double PrintTime(const GemmCase& c, double beside) {
 
 // The ways to multiply such operands: queued kernels beside direct ones, promotion beside none.
 std::vector<ec::GemmTuning> Ways(GemmProduct product, Kind kind) {
-  if (kind == Kind::kBlock) return {{128, 1, true, true}};
-  if (kind == Kind::kTensor) return {{128, 1, true, true}, {256, 1, true, false}};
+  if (kind == Kind::kBlock) return {{256, 1, true, true}};
+  if (kind == Kind::kTensor) return {{256, 1, true, true}, {256, 1, true, false}};
   std::vector<ec::GemmTuning> ways = {{256, 1, false, false}, {128, 1, false, false}};
   if (product == GemmProduct::kWeightGrad) {
     ways.push_back({256, 1, true, false});
@@ -255,9 +256,10 @@ void TimeWeights() {
   }
 }
 
-void Tune() {
+void Tune(const char* part) {
   PrintHeader("");
   for (const Kind kind : {Kind::kWide, Kind::kTensor, Kind::kBlock}) {
+    if (*part != '\0' && (kind == Kind::kWide) != (std::strcmp(part, "16") == 0)) continue;
     for (const GemmProduct product : kProducts) {
       if (kind == Kind::kBlock && product == GemmProduct::kWeightGrad) continue;
       for (const bool few : {true, false}) TuneClass(product, kind, few);

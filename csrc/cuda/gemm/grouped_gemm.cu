@@ -18,10 +18,16 @@ bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 
 // Rows lie along memory where they are contracted.
 bool IsTurned(const GroupedGemmParams& params) { return BytesOf(params.type) != 2; }
 
+// Experts of one group have one scale for all that they sum.
+bool HasGroupEach(const GroupedGemmParams& p) {
+  return p.num_slabs * p.groups_per_slab == p.num_experts;
+}
+
 Summing SummingOf(const GroupedGemmParams& params) {
   if (params.scaling == GemmScaling::kBlock) return Summing::kByBlock;
   if (!params.tuning.promoted || !IsNarrow(params)) return Summing::kWhole;
-  return params.product == GemmProduct::kWeightGrad ? Summing::kByGroup : Summing::kPromoted;
+  const bool by_expert = params.product == GemmProduct::kWeightGrad;
+  return by_expert && !HasGroupEach(params) ? Summing::kByGroup : Summing::kPromoted;
 }
 
 const Instance* FindInstance(const GroupedGemmParams& params) {
@@ -61,7 +67,7 @@ bool ScalesFit(const GroupedGemmParams& p) {
   }
   if (p.scaling == GemmScaling::kBlock && by_expert) return false;
   // Without promotion an expert's groups have one sum, and one scale.
-  return !by_expert || p.tuning.promoted || p.num_slabs * p.groups_per_slab == p.num_experts;
+  return !by_expert || p.tuning.promoted || HasGroupEach(p);
 }
 
 bool Fits(const GroupedGemmParams& p) {
@@ -177,14 +183,13 @@ GemmTuning TunedGemm(const GroupedGemmParams& params) {
   }
   // Types that are rarer have no kernel of every tile.
   if (gemm::FindInstance(tuned) == nullptr) {
-    tuned.tuning.tile_columns = gemm::IsNarrow(params) ? 128 : 256;
+    tuned.tuning.tile_columns = 256;
     tuned.tuning.promoted = gemm::IsNarrow(params);
     tuned.tuning.queued = gemm::IsNarrow(params);
   }
   // Groups of one expert may have scales of their own.
-  if (gemm::IsNarrow(params) && params.num_slabs * params.groups_per_slab != params.num_experts &&
-      params.product == GemmProduct::kWeightGrad) {
-    tuned.tuning.tile_columns = 128;
+  if (gemm::IsNarrow(params) && params.product == GemmProduct::kWeightGrad &&
+      !gemm::HasGroupEach(params)) {
     tuned.tuning.promoted = true;
   }
   return tuned.tuning;

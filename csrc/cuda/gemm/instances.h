@@ -28,7 +28,7 @@ struct Maps {
 enum class Summing : int32_t {
   kWhole = 0,     // in the tensor cores, from the first contracted element to the last
   kPromoted = 1,  // every 128 contracted elements they are added to f32 sums
-  kByGroup = 2,   // likewise, times their group's scales: experts may have several groups
+  kByGroup = 2,   // likewise, times their group's scales: experts have several groups
   kByBlock = 3,   // likewise, times the block's scales
 };
 
@@ -80,25 +80,29 @@ Instances Queued16Instances();
   X(kForward, kE4M3, kE4M3, kF32, 256, kWhole)     \
   X(kForward, kE5M2, kE4M3, kBF16, 256, kWhole)    \
   X(kForward, kE5M2, kE4M3, kF32, 256, kWhole)     \
-  X(kForward, kE4M3, kE4M3, kBF16, 128, kPromoted) \
-  X(kForward, kE4M3, kE4M3, kF32, 128, kPromoted)  \
-  X(kForward, kE5M2, kE4M3, kBF16, 128, kPromoted) \
-  X(kForward, kE5M2, kE4M3, kF32, 128, kPromoted)  \
-  X(kForward, kE4M3, kE4M3, kBF16, 128, kByBlock)  \
-  X(kForward, kE4M3, kE4M3, kF32, 128, kByBlock)   \
-  X(kForward, kE5M2, kE4M3, kBF16, 128, kByBlock)  \
-  X(kForward, kE5M2, kE4M3, kF32, 128, kByBlock)
+  X(kForward, kE4M3, kE4M3, kBF16, 256, kPromoted) \
+  X(kForward, kE4M3, kE4M3, kF32, 256, kPromoted)  \
+  X(kForward, kE5M2, kE4M3, kBF16, 256, kPromoted) \
+  X(kForward, kE5M2, kE4M3, kF32, 256, kPromoted)  \
+  X(kForward, kE4M3, kE4M3, kBF16, 256, kByBlock)  \
+  X(kForward, kE4M3, kE4M3, kF32, 256, kByBlock)   \
+  X(kForward, kE5M2, kE4M3, kBF16, 256, kByBlock)  \
+  X(kForward, kE5M2, kE4M3, kF32, 256, kByBlock)
 Instances Rows8Instances();
 
-#define EP_GEMM_WEIGHTS_8(X)                         \
-  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kWhole)   \
-  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kWhole)    \
-  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kWhole)   \
-  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kWhole)    \
-  X(kWeightGrad, kE4M3, kE4M3, kBF16, 128, kByGroup) \
-  X(kWeightGrad, kE4M3, kE4M3, kF32, 128, kByGroup)  \
-  X(kWeightGrad, kE4M3, kE5M2, kBF16, 128, kByGroup) \
-  X(kWeightGrad, kE4M3, kE5M2, kF32, 128, kByGroup)
+#define EP_GEMM_WEIGHTS_8(X)                          \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kWhole)    \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kWhole)     \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kWhole)    \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kWhole)     \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kPromoted) \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kPromoted)  \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kPromoted) \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kPromoted)  \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kByGroup)  \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kByGroup)   \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kByGroup)  \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kByGroup)
 Instances Weights8Instances();
 
 #define EP_GEMM_GRADS_32(X) X(kDataGrad, kTF32, kTF32, kF32, 256, kWhole)

@@ -8,6 +8,7 @@
 
 #include "cuda/gemm/grouped_gemm_kernel.cuh"
 #include "cuda/gemm/instances.h"
+#include "cuda/gemm/promoted_sums.cuh"
 #include "cuda/gemm/work_queue.cuh"
 
 namespace ep_runtime {
@@ -35,7 +36,8 @@ struct QueuedTraits {
   static constexpr bool kPromotes = summing != Summing::kWhole;
   static_assert(sizeof(Lhs) == sizeof(Rhs), "a stage has as many elements of both");
   static_assert(kNarrow || !kPromotes, "sums of other operands are f32 anyway");
-  static_assert(!kPromotes || columns == 128, "two sets of sums in a thread's registers");
+  static constexpr bool kByBlock = summing == Summing::kByBlock;
+  static_assert(!kPromotes || columns == kTileParts * kPartColumns, "tiles have all parts");
   static constexpr Along kLhs = kRagged && !kTurned ? Along::kOther : Along::kContracted;
   static constexpr Along kRhs =
       product == GemmProduct::kDataGrad || kTurned ? Along::kContracted : Along::kOther;
@@ -50,15 +52,17 @@ struct QueuedTraits {
   static constexpr bool kStagesWhole = kRagged && kHalfBytes <= 32 << 10;
   static constexpr int kStaged = kStagesWhole ? kHalfBytes : kStagingBytes;
   static constexpr int kOrder = kRagged ? kMaxExperts : 1;
+  static constexpr int kScaleBytes = kByBlock ? sizeof(StageScales) : 0;  // of a stage
   // 512: barriers and the queue.
   static constexpr int kStages =
-      (kBlockBytes - kMultipliers * kStaged - kOrder * 2 - 512) / kStageBytes;
+      (kBlockBytes - kMultipliers * kStaged - kOrder * 2 - 512) / (kStageBytes + kScaleBytes);
 };
 
 template <class Traits>
 struct QueuedMemory {
   uint8_t stages[Traits::kStages][Traits::kStageBytes];
   uint8_t staging[kMultipliers][Traits::kStaged];
+  StageScales scales[Traits::kByBlock ? Traits::kStages : 1];
   WorkQueue queue;
   uint64_t full[Traits::kStages];
   uint64_t empty[Traits::kStages];
@@ -95,10 +99,17 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
     ForEachWork<Traits>(args, tile, [&](int group, const Rows& rows, bool last) {
       PushWork({tile.row, tile.column, tile.row_end, tile.expert, group, rows.size, last}, &next,
                &memory->queue);
+      const ScaleSource scales(args.scales, tile);
 #pragma unroll 1
       for (int32_t done = 0; done < rows.size; done += Traits::kDepth, place.Advance()) {
-        if (leads) {
+        if (leads || Traits::kByBlock) {
           WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
+        }
+        if constexpr (Traits::kByBlock) {
+          scales.Load(done / kScaledValues, &memory->scales[place.stage],
+                      SharedAddress(&memory->full[place.stage]));
+        }
+        if (leads) {
           LoadStage<Traits>(lhs_map, rhs_map, tile, rows.start + done, rank,
                             SharedAddress(memory->stages[place.stage]),
                             SharedAddress(&memory->full[place.stage]));
@@ -109,36 +120,6 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
   }
   PushWork({0, 0, 0, -1, -1, 0, 1}, &next, &memory->queue);
 }
-
-// Not moved behind later waits: it is there when the products are.
-__device__ __forceinline__ float LoadEarly(const float* from) {
-  float value;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
-  return value;
-}
-
-// Scales of the values that one stage multiplies: those of this thread's two rows, which are 8
-// apart, and the weight's.
-struct BlockScales {
-  const float* lhs[2];
-  const float* rhs;
-  int32_t rhs_step;
-
-  __device__ BlockScales(const Scales& scales, const Work& work, int warpgroup)
-      : rhs_step(scales.rhs_depth) {
-    const int32_t row =
-        work.row + warpgroup * kStoredRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int64_t width = scales.lhs_width;
-    lhs[0] = scales.lhs + min(row, scales.last_row) * width;
-    lhs[1] = scales.lhs + min(row + 8, scales.last_row) * width;
-    rhs = scales.rhs + static_cast<int64_t>(work.expert) * scales.rhs_plane +
-          min(work.column / 128, scales.last_column) * scales.rhs_column;
-  }
-  __device__ __forceinline__ float3 Load(int block) const {
-    return make_float3(LoadEarly(lhs[0] + block), LoadEarly(lhs[1] + block),
-                       LoadEarly(rhs + static_cast<int64_t>(block) * rhs_step));
-  }
-};
 
 // sums (+)= the products of one stage; `add` is of the first ones.
 template <class Traits>
@@ -194,55 +175,6 @@ __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, QueuedMemo
   WaitProducts<0>();
   HoldSums(sums);
   if (busy != 0) ReleaseStage(busy);
-}
-
-// total += what one range contributes, stage by stage. While one warpgroup adds, the other has the
-// tensor cores.
-template <class Traits>
-__device__ __forceinline__ void SumPromoted(const KernelArguments& args, const Work& work,
-                                            int warpgroup, QueuedMemory<Traits>* memory,
-                                            RingPlace<Traits::kStages>* place,
-                                            float (&total)[Traits::kColumns / 2]) {
-  constexpr bool kByBlock = Traits::kSumming == Summing::kByBlock;
-  constexpr bool kByGroup = Traits::kSumming == Summing::kByGroup;
-  if (work.size == 0) return;
-  float sums[Traits::kColumns / 2];
-#pragma unroll
-  for (int i = 0; i < Traits::kColumns / 2; ++i) sums[i] = 0;
-  const BlockScales blocks(args.scales, work, warpgroup);
-  float3 scales = make_float3(1, 1, 1);
-  if constexpr (kByBlock) scales = blocks.Load(0);
-  if constexpr (kByGroup) {
-    scales.x = LoadEarly(args.scales.lhs + work.group);
-    scales.y = LoadEarly(args.scales.rhs + work.group);
-  }
-#pragma unroll 1
-  for (int32_t done = 0; done < work.size; done += Traits::kDepth, place->Advance()) {
-    float3 next = scales;
-    if constexpr (kByBlock) {
-      const int32_t then = done + Traits::kDepth;
-      next = blocks.Load((then < work.size ? then : done) / Traits::kDepth);
-    }
-    WaitBarrier(SharedAddress(&memory->full[place->stage]), place->parity);
-    MultiplyStage<Traits>(memory->stages[place->stage], warpgroup, 0, sums);
-    WaitProducts<0>();
-    HoldSums(sums);
-    ReleaseStage(SharedAddress(&memory->empty[place->stage]));
-    const float factors[2] = {scales.x * scales.z, scales.y * scales.z};
-#pragma unroll
-    for (int i = 0; i < Traits::kColumns / 2; ++i) {
-      // One scale after the other: the product of two small ones is no f32. Where 64 sums of a
-      // stage have two, there is no time for that.
-      if constexpr (kByGroup) {
-        total[i] += sums[i] * scales.x * scales.y;
-      } else if constexpr (kByBlock) {
-        total[i] += sums[i] * factors[i / 2 % 2];
-      } else {
-        total[i] += sums[i];
-      }
-    }
-    scales = next;
-  }
 }
 
 // Sums of a tile from the queue's next work on. Returns that; expert -1: there is none.
@@ -304,7 +236,7 @@ __device__ __forceinline__ void MultiplyQueued(const KernelArguments& args,
 template <class Traits>
 __device__ __forceinline__ void InitBarriers(QueuedMemory<Traits>* memory) {
   for (int i = 0; i < Traits::kStages; ++i) {
-    InitBarrier(SharedAddress(&memory->full[i]), 1);
+    InitBarrier(SharedAddress(&memory->full[i]), Traits::kByBlock ? 1 + 32 : 1);
     InitBarrier(SharedAddress(&memory->empty[i]), kClusterBlocks * kMultipliers * 4);
   }
   InitQueue(&memory->queue, kMultipliers * 4);

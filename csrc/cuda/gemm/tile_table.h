@@ -30,11 +30,11 @@ constexpr TileChoice kTileTable[] = {
     {GemmProduct::kDataGrad, GemmScaling::kNone, kAnyRows, {256, 8, false, false}},
     {GemmProduct::kWeightGrad, GemmScaling::kNone, kAnyRows, {256, 8, false, false}},
     // Not measured yet.
-    {GemmProduct::kForward, GemmScaling::kTensor, kAnyRows, {128, 1, true, true}},
-    {GemmProduct::kDataGrad, GemmScaling::kTensor, kAnyRows, {128, 1, true, true}},
-    {GemmProduct::kWeightGrad, GemmScaling::kTensor, kAnyRows, {128, 8, true, true}},
-    {GemmProduct::kForward, GemmScaling::kBlock, kAnyRows, {128, 1, true, true}},
-    {GemmProduct::kDataGrad, GemmScaling::kBlock, kAnyRows, {128, 1, true, true}},
+    {GemmProduct::kForward, GemmScaling::kTensor, kAnyRows, {256, 1, true, true}},
+    {GemmProduct::kDataGrad, GemmScaling::kTensor, kAnyRows, {256, 1, true, true}},
+    {GemmProduct::kWeightGrad, GemmScaling::kTensor, kAnyRows, {256, 8, true, true}},
+    {GemmProduct::kForward, GemmScaling::kBlock, kAnyRows, {256, 1, true, true}},
+    {GemmProduct::kDataGrad, GemmScaling::kBlock, kAnyRows, {256, 1, true, true}},
 };
 
 }  // namespace gemm
