@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +229,30 @@ def test_inside_a_shard_map_of_the_user(make_group: MakeGroup) -> None:
         # In the slack the gradient of hidden may be what hidden holds there, which is NaN.
         left, right = np.nan_to_num(left), np.nan_to_num(right)
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rematerialised_gradient_needs_no_copy_of_its_slab(make_group: MakeGroup) -> None:
+    """Under a scan: in straight code XLA merges a recomputed call with the first one."""
+    group = make_group(transport="xla", axes={"ep": 2}, num_experts=4, hidden_size=16)
+    layer = group.register_layer("moe", top_k=2)
+    capacity, inner = 40, 24
+    sizes = jnp.int32([[8, 16], [24, 8]])
+    static = Activation("silu", True, F32)
+
+    def copies(ordered: bool) -> int:
+        def block(x: Any, kernels: Any) -> Any:
+            first, second = kernels
+            hidden = jnp.einsum("rch,hgm->rcgm", x, first)
+            return activate(layer, static, hidden, None, sizes, ordered=ordered) @ second
+
+        def loss(x: Any, kernels: Any) -> Any:
+            step = jax.checkpoint(block)
+            return jax.lax.scan(lambda x, k: (step(x, k), None), x, kernels)[0].sum()
+
+        kernels = draw(3, 16, 2, inner), draw(3, inner, 16)
+        program = jax.jit(jax.grad(loss, argnums=1)).lower(draw(2, capacity, 16), kernels)
+        text = program.compile().as_text()
+        return len(re.findall(rf"= f32\[(?:1,)?{capacity},2,{inner}\]\S* copy\(", text))
+
+    # One is that of the matmul before, whose layout is another.
+    assert (copies(ordered=True), copies(ordered=False)) == (1, 2)
