@@ -223,7 +223,7 @@ def test_compiled_programs_hold_the_calls(gpus: list[Any], recipe: Any) -> None:
     loss = functools.partial(_loss, functools.partial(_multiply, recipe))
     run = jax.jit(jax.grad(loss, argnums=(0, 1)))
     text = run.lower(*jax.device_put(_drawn(), gpus[0])).compile().as_text()
-    names = (*fp8_kernels.TARGETS, *gemm_kernels.TARGETS)
-    found = sum(text.count(f'custom_call_target="{name}"') for name in names)
-    assert found >= 6
+    products = (*fp8_kernels.TARGETS[:2], *gemm_kernels.TARGETS)
+    found = sum(text.count(f'custom_call_target="{name}"') for name in products)
+    assert found == 3  # forward, and for each operand's gradient
     assert " conditional(" not in text
