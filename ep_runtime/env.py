@@ -12,7 +12,7 @@
 | EP_RUNTIME_ROW_KERNELS | 1 | 0: XLA activates, quantizes, permutes on GPUs, not our kernels |
 | EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
 | EP_RUNTIME_NCCL | 0 | 1: GPU groups of transport "nvlink" get NCCL communicators too |
-| EP_RUNTIME_NCCL_OVERLAP | unset | 0: network and windows never work at once; 1: on CPU too |
+| EP_RUNTIME_NCCL_OVERLAP | 0 | 1: rows cross the network while others go through the windows |
 | EP_RUNTIME_NCCL_LIBRARY | unset | libnccl.so.2 for a process in which JAX has loaded none |
 | JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
@@ -107,11 +107,9 @@ def wants_nccl() -> bool:
     return _switch("EP_RUNTIME_NCCL", "0")
 
 
-def overlaps_nodes() -> bool | None:
-    """EP_RUNTIME_NCCL_OVERLAP, None where it is unset. Raises InvalidArgumentError where it is
-    neither on nor off."""
-    given = _text("EP_RUNTIME_NCCL_OVERLAP")
-    return None if given is None else _switch("EP_RUNTIME_NCCL_OVERLAP", "0")
+def overlaps_nodes() -> bool:
+    """EP_RUNTIME_NCCL_OVERLAP. Raises InvalidArgumentError where it is neither on nor off."""
+    return _switch("EP_RUNTIME_NCCL_OVERLAP", "0")
 
 
 def nccl_library() -> str | None:

@@ -10,8 +10,8 @@ place; XLA:GPU reads it on the host, which waits for the device once per chunk a
 there groups that would send most chunks anyway send all rows as one (`nodes_plan.counts_chunks`).
 In each chunk every rank sends one block to each other node: what a rank with fewer rows sends in
 its place is waste, on top of the rounding to whole chunks. The windows' call starts when all chunks
-are there; where most tokens are needed on most nodes, and between GPUs, network and windows work at
-once instead (`nodes_overlap.py`, EP_RUNTIME_NCCL_OVERLAP).
+are there; with EP_RUNTIME_NCCL_OVERLAP=1, where most tokens are needed on most nodes, network and
+windows work at once instead (`nodes_overlap.py`).
 
 Beside the windows, which are as large as those of one node, XLA holds D*T rows per rank while they
 cross, of fp32 in combine where it is exact.

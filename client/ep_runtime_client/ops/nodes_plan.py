@@ -69,10 +69,7 @@ def plan_parts(call: Call, tokens: int) -> int:
 
     Parts cross whole and uncounted, so only where most of their rows are needed.
     """
-    wanted = env.overlaps_nodes()
-    if wanted is None:
-        wanted = call.group.transport == "nccl"
-    if call.group.num_nodes == 1 or not wanted or _share(call) < COUNTED_SHARE:
+    if call.group.num_nodes == 1 or not env.overlaps_nodes() or _share(call) < COUNTED_SHARE:
         return 1
     return max(1, min(OVERLAPPED_PARTS, tokens // MIN_PART_ROWS))
 
