@@ -301,6 +301,8 @@ def test_parts_of_a_step_are_named_by_scope_and_direction(op_name: str, part: st
 def test_kernel_names_are_cut_to_what_tells_them_apart() -> None:
     full = "void ep::(anonymous namespace)::DispatchKernel<256>(ep::DispatchParams, int)"
     assert moe_trace.short(full) == "DispatchKernel"
+    full = "void ep_runtime::cuda::rows::(anonymous namespace)::QuantizeRows<true>(int)"
+    assert moe_trace.short(full) == "QuantizeRows"
     assert moe_trace.short("loop_add_fusion_3") == "loop_add_fusion_3"
 
 

@@ -21,7 +21,7 @@ from ep_runtime_client.bench.moe_cases import KernelTime, Profile
 STEPS = 3
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*\bop_name="([^"]*)"', re.MULTILINE)
 _SCOPE = re.compile(r"\bep_(\w+)/")
-_OURS = re.compile(r"\b(\w+Kernel)\b")
+_OURS = re.compile(r"\b(\w+Kernel)\b|\bep_runtime::(?:\w+::|\(anonymous namespace\)::)*(\w+)")
 _NAME_LENGTH = 60
 
 
@@ -155,4 +155,4 @@ def _events(profile: Any) -> Iterator[_Event]:
 def short(kernel: str) -> str:
     """A kernel's name without namespaces and template arguments."""
     ours = _OURS.search(kernel)
-    return ours[1] if ours else kernel[:_NAME_LENGTH]
+    return ours[1] or ours[2] if ours else kernel[:_NAME_LENGTH]
