@@ -370,19 +370,6 @@ def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
     return copy
 
 
-def ranks_range(buf: Any) -> tuple[int, int]:
-    """(offset, bytes) of the rank records on the board that begins with the page `buf`."""
-    header = _header(buf)
-    return header.ranks_offset, header.world_size * ctypes.sizeof(RankRecordStruct)
-
-
-def left_ranks(records: Any) -> list[int]:
-    """World ranks whose process has closed the group, of all rank records."""
-    size = ctypes.sizeof(RankRecordStruct)
-    count = memoryview(records).nbytes // size
-    return [rank for rank in range(count) if _at(records, RankRecordStruct, rank * size).left]
-
-
 def read_ranks(buf: Any) -> list[RankRecord]:
     """The records of all world ranks."""
     header = _header(buf)

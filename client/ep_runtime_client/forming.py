@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ep_runtime import board, device_layout, env, native, nccl, specs, wire
+from ep_runtime import board, device_layout, env, left_ranks, native, nccl, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
 from ep_runtime_client import allocator, communicators, transport
@@ -76,8 +76,7 @@ class Memory:
     def left(self) -> list[int]:
         """World ranks of this node whose processes have closed the group, as the board says."""
         for _, fd in self.of([-1]):
-            offset, size = board.ranks_range(bytearray(os.pread(fd, board.PAGE_BYTES, 0)))
-            return board.left_ranks(bytearray(os.pread(fd, size, offset)))
+            return left_ranks.left_ranks(fd)
         return []
 
     def close(self) -> None:

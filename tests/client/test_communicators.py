@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -261,9 +262,8 @@ def test_a_board_names_the_ranks_that_left() -> None:
     with mmap.mmap(fd, 0) as page:
         board.format_board(memoryview(page), spec, 7)
         assert memory.left() == []
-        offset, size = board.ranks_range(memoryview(page))
-        at = offset + size // spec.world_size + RankRecordStruct.left.offset
-        page[at] = 1
+        at = board.board_layout(spec).ranks_offset + ctypes.sizeof(RankRecordStruct)
+        page[at + RankRecordStruct.left.offset] = 1
         assert memory.left() == [1]
     memory.close()
     assert memory.left() == []

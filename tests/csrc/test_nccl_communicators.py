@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -21,7 +18,6 @@ from ep_runtime.errors import (
     OpTimeoutError,
     PeerLostError,
     StaleHandleError,
-    VersionSkewError,
 )
 
 RANKS = 4
@@ -374,54 +370,3 @@ def test_an_id_for_each_domain_is_wanted(library):
         library.make_group(ranks_of(ep_size=2), [unique_id()])
     with pytest.raises(EpRuntimeError, match="128 bytes"):
         library.make_group(ranks_of(), [b"short"])
-
-
-def _in_new_process(code: str, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
-def test_an_old_nccl_is_refused_by_its_version():
-    code = f"""
-import ctypes, pathlib
-from ep_runtime import errors, nccl
-ctypes.CDLL({str(fake_library())!r}).FakeSet(b"version", 21707)
-try:
-    nccl.NcclLibrary(pathlib.Path({str(edge_library())!r})).version()
-except errors.VersionSkewError as error:
-    print(error)
-"""
-    said = _in_new_process(code, EP_RUNTIME_NCCL_LIBRARY="/nowhere")
-    assert "2.18.1 or newer" in said
-    assert "2.17.7" in said
-
-
-def test_a_process_without_nccl_says_what_to_install():
-    code = f"""
-import pathlib
-from ep_runtime import errors, nccl
-try:
-    nccl.NcclLibrary(pathlib.Path({str(edge_library())!r})).version()
-except errors.RuntimeUnavailableError as error:
-    print(error)
-"""
-    said = _in_new_process(code, EP_RUNTIME_NCCL_LIBRARY="/nowhere/libnccl.so.2")
-    assert "libnccl.so.2" in said
-    assert "/nowhere" in said
-
-
-def test_a_library_of_another_abi_is_refused(tmp_path):
-    empty = tmp_path / "empty.cc"
-    empty.write_text("")
-    made = tmp_path / "libempty.so"
-    subprocess.run(["c++", "-shared", "-o", str(made), str(empty)], check=True, timeout=60)
-    with pytest.raises(VersionSkewError, match="build it again"):
-        nccl.NcclLibrary(made)
