@@ -81,7 +81,7 @@ def moe(
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
     aux_loss_coeff: float = 0.0,
-    apply_topk_weights_early: bool | None = None,
+    apply_topk_weights_early: bool | None = False,
     gated: bool = True,
     compute_dtype: Any = None,
     capacity: int | None = None,
@@ -105,9 +105,9 @@ def moe(
         aux_loss_coeff: as in `aux_loss`.
         apply_topk_weights_early: multiply the weights into the activations before wo, instead of
             into the experts' outputs inside combine; the same result. With a wo_bias, which is to
-            be weighted too, they are multiplied in combine all the same. None: before wo, so that
-            the backward pass needs none of those outputs, where the activation's kernels on GPUs
-            do it in their one pass; in combine elsewhere.
+            be weighted too, they are multiplied in combine all the same. Before wo is faster on
+            GPUs whose kernels take the activation: they do it in their one pass, and the backward
+            pass needs none of those outputs. None: before wo there, in combine elsewhere.
         gated: whether wi holds gate and up.
         compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
             with BF16().

@@ -15,8 +15,10 @@ from dense_moe import Dense, graded, worst_error
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ep_runtime import specs
+from ep_runtime_client import moe as block
 from ep_runtime_client import ops, recipes
 from ep_runtime_client.moe import MoEParams, MoEStats, init_moe_params, moe
+from ep_runtime_client.ops import activation_kernels
 from ep_runtime_client.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -82,6 +84,31 @@ def test_a_gated_block_with_biases(group: fakes.LocalGroup) -> None:
     # With a bias of wo, which is weighted too, weights wait for combine whatever is asked.
     early = jax.jit(lambda x, p: moe(layer, x, p, apply_topk_weights_early=True)[0])
     assert worst_error(early(x, params), Dense(TOP_K).graded(x, params)[0][0]) < 1e-5
+
+
+def test_weights_wait_for_combine_unless_asked_or_faster_before(
+    group: fakes.LocalGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = group.register_layer("moe", top_k=TOP_K)
+    params, x = make_params(layer, biases=False), draw(16, 5)
+    merge, merged = block.merge, []
+
+    def seen(*args: Any, **options: Any) -> Any:
+        merged.append(args[3] is not None)  # weights of combine
+        return merge(*args, **options)
+
+    monkeypatch.setattr(block, "merge", seen)
+
+    def waits(**options: Any) -> bool:
+        jax.eval_shape(lambda x, p: moe(layer, x, p, **options)[0], x, params)
+        return merged.pop()
+
+    assert waits()
+    assert waits(apply_topk_weights_early=None)
+    assert not waits(apply_topk_weights_early=True)
+    monkeypatch.setattr(activation_kernels, "takes", lambda static: True)
+    assert not waits(apply_topk_weights_early=None)
+    assert waits()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
