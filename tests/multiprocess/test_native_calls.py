@@ -96,11 +96,13 @@ def test_calls_that_miss_each_other_are_named_at_the_budget() -> None:
         shared_groups(2, "swapped", op_timeout_s=6.0) as (_, groups),
         Job(_SWAPPED, processes=2, devices=1, TEST_GROUPS=groups, TEST_NATIVE=NATIVE) as job,
     ):
-        for said in job.heard():
+        heard = job.heard()
+        for said in heard:
             assert said["kind"] == "SpecMismatchError", said
             assert "EP ranks [0] at call 0 repetition 0" in said["text"]
             assert "EP ranks [1] at call 1 repetition 0" in said["text"]
-            assert 5.9 < said["seconds"] < 10
+        # Who called first waited for the whole budget; the other one heard of it at the same time.
+        assert 5.9 < max(said["seconds"] for said in heard) < 10
         job.tell()
         job.finish()
 
