@@ -29,15 +29,6 @@ __device__ __forceinline__ void SyncNamed(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// One float, asynchronously.
-__device__ __forceinline__ void CopyFloat(uint32_t shared, const float* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
-}
-// Arrives once this thread's copies of floats are there; the barrier expects it.
-__device__ __forceinline__ void ArriveAfterCopies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Shows this thread's writes of shared memory to tensor copies and products.
 __device__ __forceinline__ void FenceSharedForCopies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

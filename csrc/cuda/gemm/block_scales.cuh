@@ -1,7 +1,7 @@
 // Scales of 128 contracted values, on their way from memory to the sums they belong to.
 //
-// The loading warp copies them beside the operands of a stage: a multiplying warp that read them
-// itself would wait for memory wherever a tile begins and wherever a line of scales ends.
+// Two warps of their own read them, four blocks of a row at a time, and put those of one block
+// beside the operands of a stage: each visit of a row takes of the memory pipe that products need.
 #ifndef EP_RUNTIME_CUDA_GEMM_BLOCK_SCALES_CUH_
 #define EP_RUNTIME_CUDA_GEMM_BLOCK_SCALES_CUH_
 
@@ -12,7 +12,9 @@
 #include "cuda/bulk_copy.cuh"
 #include "cuda/gemm/async_copy.cuh"
 #include "cuda/gemm/kernel_arguments.cuh"
+#include "cuda/gemm/ring.cuh"
 #include "cuda/gemm/tile_schedule.cuh"
+#include "cuda/gemm/work_queue.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -20,6 +22,9 @@ namespace gemm {
 
 constexpr int kScaledValues = 128;               // along each dim of a weight that share a scale
 constexpr int kTileParts = 256 / kScaledValues;  // of a tile's columns
+constexpr int kReadBlocks = 4;                   // at a time
+constexpr int kScaleWarps = 2;
+constexpr int kWarpRows = kTileRows / kScaleWarps;
 
 // Of one stage.
 struct StageScales {
@@ -28,43 +33,111 @@ struct StageScales {
   float unused[4 - kTileParts];  // a multiple of 16 bytes
 };
 
-// Where a tile's scales are: every lane of the loading warp has four rows, the first ones a part of
-// the tile's columns too.
+// Not moved behind later waits: it is there when it is needed.
+__device__ __forceinline__ float LoadEarly(const float* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+__device__ __forceinline__ void LoadEarly(const float* from, float (&values)[4]) {
+  asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+               : "l"(from));
+}
+
+// What one warp reads of a tile's scales: every lane has two rows, the first ones of the first warp
+// a block of the weight in a part too.
 class ScaleSource {
  public:
-  __device__ ScaleSource(const Scales& scales, const Tile& tile)
-      : rhs_step_(scales.rhs_depth), has_rhs_(static_cast<int32_t>(threadIdx.x % 32) < kTileParts) {
+  // Of kReadBlocks blocks.
+  struct Read {
+    float rows[kWarpRows / 32][kReadBlocks];
+    float weight;
+  };
+
+  __device__ ScaleSource(const Scales& scales, const Work& work, int warp)
+      : lhs_(scales.lhs),
+        line_(warp * kWarpRows + threadIdx.x % 32),
+        row_(work.row + line_),
+        last_row_(scales.last_row),
+        blocks_(scales.lhs_width),
+        rhs_step_(scales.rhs_depth) {
     const int32_t lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kTileRows / 32; ++i) {
-      const int32_t row = min(tile.row + i * 32 + lane, scales.last_row);
-      lhs_[i] = scales.lhs + row * static_cast<int64_t>(scales.lhs_width);
-    }
-    const int32_t column = tile.column / kScaledValues + (has_rhs_ ? lane : 0);
-    rhs_ = scales.rhs + static_cast<int64_t>(tile.expert) * scales.rhs_plane +
+    const int32_t column = work.column / kScaledValues + lane / kReadBlocks;
+    rhs_ = scales.rhs + static_cast<int64_t>(work.expert) * scales.rhs_plane +
            min(column, scales.last_column) * scales.rhs_column;
+    whole_ =
+        (reinterpret_cast<uintptr_t>(scales.lhs) | static_cast<uint32_t>(blocks_) * 4) % 16 == 0;
   }
 
-  // Begins to copy those of contracted block `block`. Every lane arrives at `full` when its own are
-  // there.
-  __device__ __forceinline__ void Load(int32_t block, StageScales* to, uint32_t full) const {
-    const int32_t lane = threadIdx.x % 32;
+  // Of blocks `first` and on.
+  __device__ __forceinline__ void Begin(int32_t first, Read* read) const {
 #pragma unroll
-    for (int i = 0; i < kTileRows / 32; ++i) {
-      CopyFloat(SharedAddress(&to->rows[i * 32 + lane]), lhs_[i] + block);
+    for (int i = 0; i < kWarpRows / 32; ++i) {
+      const float* row = lhs_ + min(row_ + 32 * i, last_row_) * static_cast<int64_t>(blocks_);
+      if (whole_) {
+        LoadEarly(row + first, read->rows[i]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kReadBlocks; ++j) {
+          read->rows[i][j] = LoadEarly(row + min(first + j, blocks_ - 1));
+        }
+      }
     }
-    if (has_rhs_) {
-      CopyFloat(SharedAddress(&to->weight[lane]), rhs_ + static_cast<int64_t>(block) * rhs_step_);
+    const int32_t block = min(first + static_cast<int32_t>(threadIdx.x % kReadBlocks), blocks_ - 1);
+    if (line_ < kTileParts * kReadBlocks) {
+      read->weight = LoadEarly(rhs_ + static_cast<int64_t>(block) * rhs_step_);
     }
-    ArriveAfterCopies(full);
+  }
+
+  // Those of the j-th block.
+  __device__ __forceinline__ void Put(const Read& read, int j, StageScales* stage) const {
+#pragma unroll
+    for (int i = 0; i < kWarpRows / 32; ++i) stage->rows[line_ + i * 32] = read.rows[i][j];
+    if (line_ < kTileParts * kReadBlocks && line_ % kReadBlocks == j) {
+      stage->weight[line_ / kReadBlocks] = read.weight;
+    }
   }
 
  private:
-  const float* lhs_[kTileRows / 32];
+  const float* const lhs_;
+  const int32_t line_;  // of the tile, the first of this lane's
+  const int32_t row_;
+  const int32_t last_row_;
   const float* rhs_;
+  const int32_t blocks_;  // contracted
   const int32_t rhs_step_;
-  const bool has_rhs_;
+  bool whole_;  // 16 bytes of a row's scales are one read
 };
+
+// One of the warps, all its lanes: puts the scales of all work in the queue beside its operands.
+template <class Memory>
+__device__ __forceinline__ void LoadScales(const Scales& scales, int warp, Memory* memory) {
+  RingPlace<kQueuedWork> next;
+  RingPlace<Memory::kStages> place;
+  while (true) {
+    const Work work = TakeWork(&next, &memory->queue);
+    if (work.expert < 0) return;
+    const ScaleSource source(scales, work, warp);
+    const int32_t blocks = (work.size + kScaledValues - 1) / kScaledValues;
+    ScaleSource::Read ahead{};
+    if (blocks > 0) source.Begin(0, &ahead);
+#pragma unroll 1
+    for (int32_t first = 0; first < blocks; first += kReadBlocks) {
+      const ScaleSource::Read read = ahead;
+      if (first + kReadBlocks < blocks) source.Begin(first + kReadBlocks, &ahead);
+#pragma unroll
+      for (int j = 0; j < kReadBlocks; ++j) {
+        if (first + j >= blocks) break;
+        WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
+        source.Put(read, j, &memory->scales[place.stage]);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&memory->full[place.stage]));
+        place.Advance();
+      }
+    }
+  }
+}
 
 // What sums of a block are multiplied by: those of this thread's two rows, which are 8 apart.
 struct Factors {

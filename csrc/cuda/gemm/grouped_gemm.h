@@ -58,8 +58,9 @@ enum class GemmScaling : int32_t {
 struct GemmTuning {
   int32_t tile_columns = 256;  // of a block's output tile: 256, of 16-bit operands 128 too
   int32_t band = 8;            // pairs of row tiles that share their columns in L2
-  // The loading warp says which tiles there are, and a weight gradient's tile is staged whole: its
-  // store goes on while the next one's products do. 8-bit and tf32 operands know no other way.
+  // The loading warp says which tiles there are, and a weight gradient's tile is staged whole
+  // unless it is promoted: its store goes on while the next one's products do. 8-bit and tf32
+  // operands know no other way.
   bool queued = false;
   // 8-bit operands: sums leave the tensor cores every 128 contracted elements and are added up in
   // f32. Block scales know no other way.

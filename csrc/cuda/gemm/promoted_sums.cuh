@@ -55,13 +55,6 @@ __device__ __forceinline__ void Promote(const float (&sums)[kPartSums], const Fa
   }
 }
 
-// Not moved behind later waits: it is there when the products are.
-__device__ __forceinline__ float LoadEarly(const float* from) {
-  float value;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
-  return value;
-}
-
 // total += what one range contributes, stage by stage.
 template <class Traits, class Memory>
 __device__ __forceinline__ void SumPromoted(const KernelArguments& args, const Work& work,

@@ -48,8 +48,10 @@ struct QueuedTraits {
   static constexpr int kStageBytes = (kLhsPieces + kRhsPieces) * kPieceBytes;
   // A warpgroup's rows of a tile.
   static constexpr int kHalfBytes = kStoredRows * columns * sizeof(Out);
-  // f32 tiles of 256 columns would leave no room for stages.
-  static constexpr bool kStagesWhole = kRagged && kHalfBytes <= 32 << 10;
+  // f32 tiles of 256 columns would leave no room for stages. Products that stop to add up gain more
+  // from a fourth stage: up to 18%.
+  static constexpr bool kStagesWhole =
+      kRagged && summing != Summing::kPromoted && kHalfBytes <= 32 << 10;
   static constexpr int kStaged = kStagesWhole ? kHalfBytes : kStagingBytes;
   static constexpr int kOrder = kRagged ? kMaxExperts : 1;
   static constexpr int kScaleBytes = kByBlock ? sizeof(StageScales) : 0;  // of a stage
@@ -60,6 +62,7 @@ struct QueuedTraits {
 
 template <class Traits>
 struct QueuedMemory {
+  static constexpr int kStages = Traits::kStages;
   uint8_t stages[Traits::kStages][Traits::kStageBytes];
   uint8_t staging[kMultipliers][Traits::kStaged];
   StageScales scales[Traits::kByBlock ? Traits::kStages : 1];
@@ -99,17 +102,10 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
     ForEachWork<Traits>(args, tile, [&](int group, const Rows& rows, bool last) {
       PushWork({tile.row, tile.column, tile.row_end, tile.expert, group, rows.size, last}, &next,
                &memory->queue);
-      const ScaleSource scales(args.scales, tile);
 #pragma unroll 1
       for (int32_t done = 0; done < rows.size; done += Traits::kDepth, place.Advance()) {
-        if (leads || Traits::kByBlock) {
-          WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
-        }
-        if constexpr (Traits::kByBlock) {
-          scales.Load(done / kScaledValues, &memory->scales[place.stage],
-                      SharedAddress(&memory->full[place.stage]));
-        }
         if (leads) {
+          WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
           LoadStage<Traits>(lhs_map, rhs_map, tile, rows.start + done, rank,
                             SharedAddress(memory->stages[place.stage]),
                             SharedAddress(&memory->full[place.stage]));
@@ -236,10 +232,10 @@ __device__ __forceinline__ void MultiplyQueued(const KernelArguments& args,
 template <class Traits>
 __device__ __forceinline__ void InitBarriers(QueuedMemory<Traits>* memory) {
   for (int i = 0; i < Traits::kStages; ++i) {
-    InitBarrier(SharedAddress(&memory->full[i]), Traits::kByBlock ? 1 + 32 : 1);
+    InitBarrier(SharedAddress(&memory->full[i]), Traits::kByBlock ? 1 + kScaleWarps : 1);
     InitBarrier(SharedAddress(&memory->empty[i]), kClusterBlocks * kMultipliers * 4);
   }
-  InitQueue(&memory->queue, kMultipliers * 4);
+  InitQueue(&memory->queue, kMultipliers * 4 + (Traits::kByBlock ? kScaleWarps : 0));
   FenceBarrierInit();
 }
 
@@ -270,6 +266,10 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
       const Cluster cluster{rank, blockIdx.x / kClusterBlocks, gridDim.x / kClusterBlocks};
       LoadQueued<Traits>(args, &lhs_map, &rhs_map,
                          MakeSchedule<Traits>(args, memory->order, cluster), rank, memory);
+    }
+    if constexpr (Traits::kByBlock) {
+      const int warp = threadIdx.x / 32 - 4 * kMultipliers - 1;
+      if (warp >= 0 && warp < kScaleWarps) LoadScales(args.scales, warp, memory);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
