@@ -40,6 +40,7 @@ struct NcclCall {
   cudaStream_t stream;
   nccl::Peers peers;
   std::vector<Moved> arrays;
+  int64_t flights;  // that are awaited
 };
 
 // One of our four targets: checks its operands and moves, on the communicator of its device.
@@ -164,16 +165,25 @@ Status BeginBlocks(nccl::Group& group, nccl::Communicator& communicator, NcclCal
 }
 
 // (received..., the blocks, layer_index) -> (received...), in the operands' buffers: what XLA's
-// stream has from here on runs when they are there.
+// stream has from here on runs when they are there. Of several exchanges that were begun alike, one
+// after the other: all they received, then all their blocks. XLA drops a call whose results nobody
+// reads, and with it what keeps the buffers of its exchange; so those of one result are one call.
 Status AwaitBlocks(nccl::Group&, nccl::Communicator& communicator, NcclCall* call) {
   const CallFrame& frame = call->frame;
   const size_t count = frame.rets.size();
   if (count == 0) return CheckCount(frame, 3, 1);
   EP_RETURN_IF_ERROR(CheckCount(frame, 2 * count + 1, count));
+  if (call->flights < 1 || count % call->flights != 0) {
+    return InvalidArgument("flights must divide the " + std::to_string(count) +
+                           " arrays that arrive, got " + std::to_string(call->flights));
+  }
   for (size_t i = 0; i < count; ++i) {
     EP_RETURN_IF_ERROR(CheckSameBuffer(frame, frame.rets[i], frame.args[i]));
   }
-  return communicator.side()->Await(frame.args[0].data, call->stream);
+  for (size_t i = 0; i < count; i += count / call->flights) {
+    EP_RETURN_IF_ERROR(communicator.side()->Await(frame.args[i].data, call->stream));
+  }
+  return Status();
 }
 
 Status RunInGroup(nccl::Group& group, uint64_t run, int64_t node_size, bool rail, NcclFn move,
@@ -204,6 +214,8 @@ Status CallNccl(uint64_t run, const ffi::Dictionary& attrs, NcclFn move, NcclCal
   if (node_size.has_error() || rail.has_error()) {
     return InvalidArgument("attributes must hold node_size and rail as int64");
   }
+  const auto flights = attrs.get<int64_t>("flights");
+  call->flights = flights.has_error() ? 1 : *flights;
   std::string layer;
   std::shared_ptr<nccl::Group> group;
   EP_RETURN_IF_ERROR(nccl::ThisProcessGroups().Resolve(attributes.layer_id, attributes.fingerprint,

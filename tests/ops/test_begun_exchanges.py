@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,16 +18,21 @@ from ep_runtime_client.ops import nccl
 pytestmark = pytest.mark.slow  # they compile a library against XLA's headers
 
 
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(late_exchange_library()))
+
+
 @pytest.fixture(autouse=True)
-def _late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our targets on CPU; what is sent comes back when it is awaited."""
-    library = ctypes.CDLL(str(late_exchange_library()))
+def _late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Our targets on CPU; what is sent comes back when it is awaited, and all of it is."""
     for name, handler in (("ep_late_begin", "LateBegin"), ("ep_late_arrived", "LateArrived")):
-        capsule = jax.ffi.pycapsule(getattr(library, handler))
+        capsule = jax.ffi.pycapsule(getattr(library(), handler))
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     monkeypatch.setattr(nccl, "BEGIN", "ep_late_begin")
     monkeypatch.setattr(nccl, "ARRIVED", "ep_late_arrived")
     monkeypatch.setattr(nccl, "ensure_registered", lambda platform: None)
+    yield
+    assert library().LateOpen() == 0
 
 
 CALL: Any = types.SimpleNamespace(
@@ -45,7 +51,7 @@ def there_and_back(parts: list[Any], index: Any) -> list[Any]:
         flights.append(flight)
     arrived = []
     for flight in flights:
-        rows, first = nccl.arrived(CALL, index, flight)
+        ((rows, first),) = nccl.arrived(CALL, index, flight)
         arrived.append(rows + first)
     return arrived
 
@@ -119,7 +125,7 @@ def test_what_is_sent_is_not_copied_on_the_way() -> None:
 
     def step(x: Any, index: Any) -> Any:
         flight, index = nccl.begin(CALL, index, jnp.sin(x))
-        return nccl.arrived(CALL, index, flight)
+        return nccl.arrived(CALL, index, flight)[0]
 
     compiled = jax.jit(step).lower(jnp.ones((64, 64)), INDEX).compile().as_text()
     copies = [line for line in compiled.splitlines() if " copy(f32[64,64]" in line]
@@ -128,7 +134,25 @@ def test_what_is_sent_is_not_copied_on_the_way() -> None:
 
 def test_rows_that_nobody_sent_are_refused() -> None:
     def step(x: Any, index: Any) -> Any:
-        return nccl.arrived(CALL, index, (x * 2, x * 3))
+        return nccl.arrived(CALL, index, (x * 2, x * 3))[0]
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="awaited where none arrive"):
         jax.block_until_ready(jax.jit(step)(jnp.ones((8, 8)), INDEX))
+
+
+@pytest.mark.parametrize("read", [slice(0, 8), slice(8, 16), slice(24, 32)])
+def test_flights_behind_rows_that_nobody_reads_are_awaited(read: slice) -> None:
+    """Their buffers would be another's before they land."""
+    x = np.random.default_rng(2).standard_normal((8, 64)).astype(np.float32)
+
+    def step(x: Any, index: Any) -> Any:
+        flights = []
+        for part in parts_of(x):
+            flight, index = nccl.begin(CALL, index, part)
+            flights.append(flight)
+        rows = jnp.concatenate([one for (one,) in nccl.arrived(CALL, index, *flights)])
+        return rows[read]
+
+    got = jax.jit(step)(x, INDEX)
+    want = jax.jit(lambda x: jnp.concatenate(parts_of(x))[read])(x)
+    np.testing.assert_array_equal(got, want)

@@ -13,8 +13,11 @@ taken. Letters: N ranks of an EP group on D nodes of G; ep rank = node * G + loc
     node(call, blocks [G, ...])     -> [G, ...]  the same between the ranks of this node
 
     begin(call, index, *blocks [D, ...])  -> flight, index   begins `rail` of each of `blocks`
-    arrived(call, index, flight)          -> what `rail` returns of each, once it is there
+    arrived(call, index, *flights)        -> per flight what `rail` returns of each of its blocks,
+                                             once all is there
 
+A compiler drops what nobody reads of a program, also an `arrived`: flights whose rows make one
+array are awaited together, so that none stays begun behind a part of it that nobody reads.
 `index` is the layer's, int32 [1]; what takes the one that `begin` returned runs after it.
 """
 
@@ -28,6 +31,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from ep_runtime_client.ops.calls import Call
+
+Arrived = tuple[tuple[jax.Array, ...], ...]
 
 
 def ep_axes(call: Call) -> tuple[str, ...]:
@@ -72,8 +77,8 @@ def begin(
     return flight, _after(index, flight[0])
 
 
-def arrived(call: Call, index: jax.Array, flight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return flight
+def arrived(call: Call, index: jax.Array, *flights: tuple[jax.Array, ...]) -> Arrived:
+    return flights
 
 
 def _after(index: jax.Array, x: jax.Array) -> jax.Array:

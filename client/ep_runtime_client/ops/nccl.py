@@ -28,6 +28,7 @@ import numpy as np
 
 from ep_runtime_client.ops._ffi import ensure_registered
 from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.collectives import Arrived
 
 TARGETS = (
     "ep_nccl_exchange_v1",
@@ -64,8 +65,8 @@ def begin(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """As in `collectives.py`, on a stream of the communicator's own.
 
-    The flight is what arrives, then what was sent, in the buffers that NCCL reads: it must stay
-    there until `arrived`, and only the arrays of a program that a later call needs do.
+    The flight is what arrives, then what was sent, in the buffers that NCCL reads and writes: they
+    must stay until `arrived`, and only the arrays of a program that a later call needs do.
     """
     count = len(blocks)
     results: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*blocks, *blocks, index)]
@@ -76,12 +77,17 @@ def begin(
     return tuple(flight), index
 
 
-def arrived(call: Call, index: jax.Array, flight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    count = len(flight) // 2
-    results: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flight[:count]]
+def arrived(call: Call, index: jax.Array, *flights: tuple[jax.Array, ...]) -> Arrived:
+    count = len(flights[0]) // 2
+    received = [x for flight in flights for x in flight[:count]]
+    sent = [x for flight in flights for x in flight[count:]]
+    results: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in received]
+    aliases = {i: i for i in range(len(received))}
     ensure_registered("cuda")
-    called = jax.ffi.ffi_call(ARRIVED, results, input_output_aliases={i: i for i in range(count)})
-    return tuple(called(*flight, index, **_attributes(call, rail=True)))
+    called = jax.ffi.ffi_call(ARRIVED, results, input_output_aliases=aliases)
+    attributes = _attributes(call, rail=True) | {"flights": np.int64(len(flights))}
+    got = called(*received, *sent, index, **attributes)
+    return tuple(tuple(got[i : i + count]) for i in range(0, len(got), count))
 
 
 def _call(

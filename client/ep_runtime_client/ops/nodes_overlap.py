@@ -57,7 +57,7 @@ def to_windows(
         begun.append(flight)
     placed = None
     for part, flight in zip(plan.parts(count), begun, strict=True):
-        arrived = ops.arrived(call, index, flight)
+        (arrived,) = ops.arrived(call, index, flight)
         placed = place(part, tuple(x.reshape(-1, x.shape[-1]) for x in arrived), placed)
     assert placed is not None  # a plan has a part
     return placed
@@ -86,8 +86,7 @@ def from_windows(
         blocks = (x.reshape(nodes, -1, x.shape[-1]) for x in made)
         flight, index = ops.begin(call, index, *blocks)
         begun.append(flight)
-    arrived = (ops.arrived(call, index, flight) for flight in begun)
     return tuple(
         jnp.concatenate([like(x, plan.chunks) for x in array], 1)[:, :tokens]
-        for array in zip(*arrived, strict=True)
+        for array in zip(*ops.arrived(call, index, *begun), strict=True)
     )

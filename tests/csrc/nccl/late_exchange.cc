@@ -58,6 +58,12 @@ ffi::Error Arrived(ffi::Dictionary, ffi::RemainingArgs args, ffi::RemainingRets 
 
 }  // namespace
 
+// Exchanges that were begun and never awaited.
+extern "C" __attribute__((visibility("default"))) int LateOpen() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return static_cast<int>(flights.size());
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LateBegin, Begin,
                               ffi::Ffi::Bind().Attrs().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LateArrived, Arrived,
