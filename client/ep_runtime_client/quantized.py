@@ -170,7 +170,7 @@ def straight_through(
 def _straight_through_fwd(
     origin: jax.Array, values: jax.Array, group_sizes: jax.Array | None
 ) -> Any:
-    return values, (jnp.zeros((0,), origin.dtype), group_sizes)
+    return values, (jnp.zeros((), origin.dtype), group_sizes)
 
 
 def _straight_through_bwd(kept: Any, grad: jax.Array) -> Any:

@@ -131,6 +131,29 @@ def moe(layers: Layers) -> Any:
     return run
 
 
+def scanned_moe(layers: Layers) -> Any:
+    """Layers of blocks as models have them: scanned, and rematerialized on the way back."""
+    key = jax.random.key(1)
+    own = [ep.init_moe_params(each, layers.one, 32) for each in jax.random.split(key, 3)]
+    params = jax.tree.map(lambda *each: jnp.stack(each), *own)
+
+    @jax.jit
+    def run(x: Any, idx: Any, weights: Any) -> Any:
+        del idx, weights
+
+        def loss(x: Any, params: Any) -> Any:
+            def step(x: Any, each: Any) -> Any:
+                index, own = each
+                return x + ep.moe(layers.stack[index], x, own)[0], None
+
+            kept = jax.checkpoint(step, policy=ep.remat_policy())
+            return jnp.cos(lax.scan(kept, x, (jnp.arange(3), params))[0]).sum()
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, params)
+
+    return run
+
+
 def all_reduces(layers: Layers) -> Any:
     """Chains of all-reduces that nothing orders against the ops."""
     spec = PartitionSpec("ep")
@@ -155,4 +178,14 @@ def all_reduces(layers: Layers) -> Any:
     return _graded(loss)
 
 
-PROGRAMS = (scan_with_remat, interleaved, two_groups, rule, donated, loops, moe, all_reduces)
+PROGRAMS = (
+    scan_with_remat,
+    interleaved,
+    two_groups,
+    rule,
+    donated,
+    loops,
+    moe,
+    scanned_moe,
+    all_reduces,
+)

@@ -1,4 +1,4 @@
-"""Registers the native library's custom calls with XLA, once per process, when first needed."""
+"""The native library's custom calls: registered with XLA, once per process, when first needed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from ep_runtime import native
 
@@ -54,6 +56,26 @@ def register_for_gpus() -> tuple[str, ...]:
         return ()
     ensure_registered("cuda")
     return tuple(str(getattr(device, "compute_capability", "")) for device in devices)
+
+
+def bound(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Operands of a custom call, the empty ones made of the others.
+
+    Optional operands that are not there travel as empty arrays. As constants they would be taken
+    out of a scan's body, and so out of one shard_map into another; XLA drops empty arrays there
+    before its partitioner runs, which then ends the process (a segmentation fault in JAX 0.11.2's
+    `ManualComputationUnusedInputsPattern`). What depends on the other operands stays beside them.
+    """
+    some = [x for x in operands if x.size]
+    if not some or len(some) == len(operands):
+        return operands
+    # A value of each, and none of these: an empty part of one operand could be taken out by itself.
+    values = jnp.concatenate([x.reshape(-1)[:1].astype(jnp.float32) for x in some])
+
+    def made(like: jax.Array) -> jax.Array:
+        return lax.slice(values, (0,), (0,)).astype(like.dtype).reshape(like.shape)
+
+    return tuple(x if x.size else made(x) for x in operands)
 
 
 def _capsule(pointer: int) -> Any:

@@ -192,7 +192,7 @@ def _fwd(call: DenseCall, *operands: Any) -> Any:
 
 def _forward_kept(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> Any:
     q_x, q_kernel = _multiplied(call, x, kernel)
-    likes = tuple(jnp.zeros((0,), array.dtype) for array in (x, kernel))
+    likes = tuple(jnp.zeros((), array.dtype) for array in (x, kernel))
     y = _forward(call, q_x, q_kernel, bias)
     return y, (q_x, q_kernel, bias, likes)
 

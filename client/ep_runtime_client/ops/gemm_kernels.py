@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from ep_runtime import native
-from ep_runtime_client.ops._ffi import register_for_gpus
+from ep_runtime_client.ops._ffi import bound, register_for_gpus
 from ep_runtime_client.ops.varying import spread_over, varied_axes
 from ep_runtime_client.quantized import QuantizedTensor
 
@@ -187,5 +187,5 @@ def _call(
     sizes = group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
     values = {name: np.int64(value) for name, value in attributes.items()}
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, made))
-    out: jax.Array = call(sizes, *operands, **values)
+    out: jax.Array = call(*bound(sizes, *operands), **values)
     return out.astype(wanted)

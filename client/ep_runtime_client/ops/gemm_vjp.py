@@ -157,7 +157,7 @@ def _forward_kept(call: GemmCall, *operands: Any) -> Any:
     lhs, rhs, bias, _, _, group_sizes, _ = operands
     rows, kernel, amax = _multiplied(call, lhs, rhs, *operands[3:])
     out = _forward(call, rows, kernel, bias, group_sizes)
-    likes = tuple(None if x is None else jax.numpy.zeros((0,), x.dtype) for x in (lhs, rhs))
+    likes = tuple(None if x is None else jax.numpy.zeros((), x.dtype) for x in (lhs, rhs))
     if isinstance(kernel, QuantizedTensor):
         kernel = dataclasses.replace(kernel, turned=None)  # forward's alone
     return (out, amax), (rows, kernel, bias, group_sizes, likes)

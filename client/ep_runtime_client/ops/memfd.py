@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime import native
-from ep_runtime_client.ops._ffi import ensure_registered
+from ep_runtime_client.ops._ffi import bound, ensure_registered
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import PlanArrays
 
@@ -47,7 +47,7 @@ def _call(
     }
     aliases = {len(operands) + i: i for i in range(len(into))}
     made = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-    return made(*operands, *into, **attributes, **others)
+    return made(*bound(*operands, *into), **attributes, **others)
 
 
 def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:

@@ -246,8 +246,8 @@ def _permute_fwd(
     meta: PermutationMeta, tokens: jax.Array, probs: jax.Array | None, arrays: PermutationArrays
 ) -> Any:
     moved = twin.run(_permute_primal, meta, tokens, probs, arrays)
-    # Dtypes are not residuals: empty arrays carry them.
-    return moved, (jnp.zeros(0, tokens.dtype), arrays)
+    # Dtypes are not residuals: scalars carry them.
+    return moved, (jnp.zeros((), tokens.dtype), arrays)
 
 
 def _permute_bwd(meta: PermutationMeta, saved: Any, grads: tuple[Any, Any]) -> Any:
