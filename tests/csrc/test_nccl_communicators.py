@@ -292,6 +292,33 @@ def test_what_nccl_finds_out_by_itself_aborts_all(group, fake):
     assert "remote process exited" in str(group.check())
 
 
+@pytest.mark.parametrize("finder", ["a call", "the watcher"])
+def test_who_is_gone_is_said_where_nccl_only_knows_that_somebody_is(group, fake, finder):
+    found: list[Any] = []
+    calls: threading.Thread | None = None
+    if finder == "a call":
+        fake.set("never_done", 1)
+        calls = in_thread(lambda: found.extend(Edge().all(group, 1, blocks_of(RANKS))))
+        assert eventually(lambda: fake.count("inits") == RANKS)
+    fake.set("async_error", 6)
+    assert group.await_failure(0.2) == ""  # nobody has said who
+    assert fake.count("aborts") == 0
+    group.abort(PeerLostError("the process of rank 2 is gone", rank=2))
+    if calls is not None:
+        calls.join(WAIT_S)
+        assert all("process of rank 2 is gone" in text for text in found), found
+    assert "rank 2" in str(group.check())
+    assert fake.count("aborts") == RANKS
+
+
+def test_a_lost_peer_of_which_nobody_says_more_is_a_lost_peer(group, fake):
+    fake.set("async_error", 6)
+    assert eventually(lambda: fake.count("aborts") == RANKS)
+    late = Edge().exchange(group, 1, 0, blocks_of(RANKS)[0])
+    assert "EP_RUNTIME/PeerLostError: NCCL" in late
+    assert "remote process exited" in late
+
+
 def test_a_silent_peer_ends_a_call_at_the_op_timeout(library, fake):
     made = library.make_group(ranks_of(op_timeout_s=0.3), [unique_id()])
     made.init(WAIT_S)

@@ -92,7 +92,9 @@ Status Failed(const Api& api, const std::string& what, int result, Comm* comm) {
   const char* last = comm == nullptr ? nullptr : api.get_last_error(comm);
   std::string text = "NCCL: " + what + ": " + api.get_error_string(result);
   if (last != nullptr && last[0] != '\0') text += std::string(" (") + last + ")";
-  return Internal(text).With("nccl_result", int64_t{result});
+  const bool lost = result == kRemoteError;
+  return (lost ? Error(Code::kAborted, "PeerLostError").Says(text) : Internal(text))
+      .With("nccl_result", int64_t{result});
 }
 
 }  // namespace nccl

@@ -11,6 +11,9 @@ constexpr std::chrono::milliseconds kWatchEvery(20);
 constexpr std::chrono::seconds kAbortBound(10);
 // Threads of Init notice the deadline themselves; this is for one that NCCL does not give back.
 constexpr std::chrono::seconds kInitGrace(2);
+// Who is gone is told to all in two seconds, mostly in a tenth of one.
+constexpr std::chrono::milliseconds kToldWithin(1500);
+constexpr std::chrono::milliseconds kAskEvery(5);
 
 }  // namespace
 
@@ -103,7 +106,7 @@ void Communicators::Watch() {
       if (status.ok()) status = communicator->AsyncError();
     }
     if (status.ok()) continue;
-    Fail(status);
+    Fail(Explained(status));
     Abort();
     return;
   }
@@ -127,6 +130,20 @@ bool Communicators::AwaitFailure(int64_t timeout_ns, Status* failure) {
                            [&] { return stopping_ || !failure_.ok(); });
   *failure = failure_;
   return !stopping_;
+}
+
+Status Communicators::Explained(const Status& error) {
+  if (error.ok()) return error;
+  const auto until = std::chrono::steady_clock::now() + kToldWithin;
+  for (;;) {
+    const Status why = alive_();
+    if (!why.ok()) return why;
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!failure_.ok()) return failure_;
+    const bool late = std::chrono::steady_clock::now() > until;
+    if (error.code() != Code::kAborted || stopping_ || late) return error;
+    stop_or_failed_.wait_for(lock, kAskEvery);
+  }
 }
 
 void Communicators::Fail(const Status& error) {

@@ -45,6 +45,9 @@ class Communicators {
   Communicator* OfRank(int64_t world_rank) const;
   // The first error since Init, after which nothing of the set can be used; success before.
   Status Failure() const;
+  // What came of an op, or why the generation is over, which says more. NCCL may notice that a peer
+  // is gone before those who know which process it was have said so: that is waited for, shortly.
+  Status Explained(const Status& error);
   // An op failed: keeps its error as the set's and has everything aborted soon.
   void Fail(const Status& error);
   // Waits for that, at most `timeout_ns`: the failure, or success where there is none yet. False

@@ -77,7 +77,8 @@ Status Group::Run(Communicator& communicator, const Peers& peers,
   Status status = communicators_->Failure();
   if (status.ok()) status = Left(communicator, peers);
   if (status.ok()) {
-    status = communicator.Run(issue, options_.op_timeout_ns, communicators_->alive());
+    status = communicators_->Explained(
+        communicator.Run(issue, options_.op_timeout_ns, communicators_->alive()));
   }
   if (status.ok()) return status;
   // Why the communicator went away says more than that it is gone.
