@@ -11,7 +11,7 @@
 | EP_RUNTIME_TF32_KERNELS | 1 | 0: XLA multiplies f32 operands on GPUs, not our kernels in tf32 |
 | EP_RUNTIME_ROW_KERNELS | 1 | 0: XLA activates, quantizes, permutes on GPUs, not our kernels |
 | EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
-| EP_RUNTIME_NCCL | 0 | 1: GPU groups of transport "nvlink" get NCCL communicators too |
+| EP_RUNTIME_NCCL | 1 | 0: GPU groups of transport "nvlink" get no NCCL communicators |
 | EP_RUNTIME_NCCL_OVERLAP | 0 | 1: rows cross the network while others go through the windows |
 | EP_RUNTIME_NCCL_LIBRARY | unset | libnccl.so.2 for a process in which JAX has loaded none |
 | JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |
@@ -104,7 +104,7 @@ def row_kernels() -> bool:
 
 def wants_nccl() -> bool:
     """EP_RUNTIME_NCCL. Raises InvalidArgumentError where it is neither on nor off."""
-    return _switch("EP_RUNTIME_NCCL", "0")
+    return _switch("EP_RUNTIME_NCCL", "1")
 
 
 def overlaps_nodes() -> bool:

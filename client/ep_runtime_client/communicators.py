@@ -2,8 +2,9 @@
 
 Transport "nccl" makes them before the process reports itself attached, so that READY says that
 every rank's are there. For "nvlink" they are made when the group is READY, in the same call and
-with a bound, and only where EP_RUNTIME_NCCL asks for them: in the background they would allocate
-and load kernels beside the first steps, whose kernels wait for peers that such a pause holds up.
+with a bound, and go on without where none can be made (or EP_RUNTIME_NCCL says 0): in the
+background they would allocate and load kernels beside the first steps, whose kernels wait for peers
+that such a pause holds up.
 """
 
 from __future__ import annotations

@@ -159,12 +159,12 @@ def test_memory_is_kept_unless_told_or_set_otherwise(monkeypatch: pytest.MonkeyP
     assert env.malloc_is_set()
 
 
-def test_nccl_is_off_for_groups_that_map_windows_unless_asked_for(
+def test_groups_that_map_windows_get_communicators_unless_told_not_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert env.wants_nccl() is False
-    monkeypatch.setenv("EP_RUNTIME_NCCL", "on")
     assert env.wants_nccl() is True
+    monkeypatch.setenv("EP_RUNTIME_NCCL", "off")
+    assert env.wants_nccl() is False
     assert env.nccl_library() is None
     monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", "/opt/libnccl.so.2")
     assert env.nccl_library() == "/opt/libnccl.so.2"

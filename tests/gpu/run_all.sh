@@ -11,12 +11,14 @@
 #   cases       every case of token movement in every layout of processes
 #   nccl        communicators without JAX, and transport nccl in one process, on one daemon
 #   nccl_jobs   the same with several processes, and processes that are killed, ten times
-#   nccl_domains  two daemons as two NVLink domains of one host: every case, 2,000 steps, kills
+#   nccl_domains  two daemons as two NVLink domains of one host, each with half of the GPUs: every
+#               case, 2,000 steps, kills
 #   nccl_four   every case there with a process for each GPU
 #   soak        10,000 steps with random delays, one process
 #   processes   5,000 of them, one process for each GPU
 #   memcheck, racecheck   compute-sanitizer on small shapes, two ranks on one GPU
-#   demo        `doctor`, the demo against its twin on stock collectives, and one process for each GPU
+#   demo        `doctor`, the demo against its twin on stock collectives, with a process for each GPU, on two
+#               daemons
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
 # kernels_main (or some of them; rows_main too) to use as they are; BUILD_DIR; TESTS, more arguments of pytest;
@@ -113,6 +115,7 @@ part_demo() {
   local demo=("$python" -m ep_runtime_client.cli demo --platform gpu --layers 1 --sample 8)
   "${demo[@]}" --devices "$soak_gpus" --steps 20 --compare
   "${demo[@]}" --devices "$soak_gpus" --processes "$soak_gpus" --steps 10
+  NCCL_NVLS_ENABLE=0 "${demo[@]}" --devices "$soak_gpus" --nodes 2 --processes "$soak_gpus" --steps 10
 }
 part_bench() {
   # Times are taken as users have them: with tuned matmuls.

@@ -49,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=default.nodes,
         metavar="N",
-        help="daemons that form a cluster on this machine, P/N processes each; on CPU tokens go "
-        "through windows inside a node and over XLA's collectives between nodes; default 1",
+        help="daemons that form a cluster on this machine, P/N processes each; tokens go through "
+        "windows inside a node, and between nodes over XLA's collectives, on GPUs over NCCL; "
+        "default 1",
     )
     parser.add_argument(
         "--ep",
@@ -64,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         choices=defaults.TRANSPORTS,
         default=default.transport,
-        help="what tokens travel through: windows in host memory (memfd) or on GPUs (nvlink), or "
-        "stock collectives (xla); default auto",
+        help="what tokens travel through: windows in host memory (memfd) or on GPUs (nvlink), NCCL "
+        "between GPUs (nccl), or stock collectives (xla); default auto",
     )
     parser.add_argument(
         "--compare",

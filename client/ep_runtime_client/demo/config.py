@@ -9,12 +9,12 @@ from typing import Literal, NoReturn, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 
-Transport = Literal["auto", "memfd", "nvlink", "xla"]
+Transport = Literal["auto", "memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Platform = Literal["cpu", "gpu"]
 PLATFORMS: tuple[Platform, ...] = get_args(Platform)
-# Whose windows a transport moves rows through.
-_WINDOWS = {"memfd": "cpu", "nvlink": "gpu"}
+# Between which devices alone a transport moves rows.
+_SERVES = {"memfd": "cpu", "nvlink": "gpu", "nccl": "gpu"}
 RECIPES = ("f32", "bf16", "fp8", "fp8-block", "mxfp8")
 RULES = ("fsdp+ep", "shard-exp-on-fsdp")
 OPTIMIZERS = ("adamw", "muon")
@@ -41,7 +41,7 @@ class DemoConfig:
             trained one after the other.
         optimizer: a name of OPTIMIZERS.
         plot: picture of the loss curves to write.
-        transport: "auto", "memfd", "nvlink" or "xla".
+        transport: a name of TRANSPORTS.
         compare: train a twin on transport "xla" and compare every step's loss: bit by bit on CPU
             devices of one node, else within `loss_tolerance`, and the twin goes on from the
             model's state every other step.
@@ -104,8 +104,8 @@ class DemoConfig:
             _refuse("platform", f"one of {PLATFORMS}", self.platform)
         if self.transport not in TRANSPORTS:
             _refuse("transport", f"one of {TRANSPORTS}", self.transport)
-        if _WINDOWS.get(self.transport, self.platform) != self.platform:
-            served = [name for name in TRANSPORTS if _WINDOWS.get(name) in (None, self.platform)]
+        if _SERVES.get(self.transport, self.platform) != self.platform:
+            served = [name for name in TRANSPORTS if _SERVES.get(name) in (None, self.platform)]
             _refuse("transport", f"one of {served} with --platform {self.platform}", self.transport)
         if self.compare and self.transport == "xla":
             _refuse("transport", "auto with --compare (the twin is the xla one)", "xla")
@@ -118,9 +118,7 @@ class DemoConfig:
         if self.processes % self.nodes:
             _refuse("processes", f"a multiple of nodes={self.nodes}", self.processes)
         if self.transport == "nvlink":
-            _refuse("transport", "auto or xla with --nodes: GPUs' windows span none", "nvlink")
-        if self.compare and self.platform == "gpu":
-            _refuse("nodes", "1 with --compare on GPUs (the group is an xla one)", self.nodes)
+            _refuse("transport", "auto, nccl or xla with --nodes: windows span none", "nvlink")
         if self.address is not None:
             _refuse("address", "left out with --nodes, which starts daemons", self.address)
 

@@ -115,9 +115,10 @@ def _start(config: DemoConfig, recipe: str, session: Session, reporter: Reporter
 
 def _travel(spec: GroupSpec) -> str:
     """How rows travel: the transport, and how far its windows reach where they do not reach all."""
-    if not spec.node_size:
+    inside, between = ("nvlink", "nccl") if spec.transport == "nccl" else (spec.transport, "xla")
+    if not spec.node_size or (between == "nccl" and spec.node_size == 1):
         return spec.transport
-    return f"{spec.transport} per node of {spec.node_size} ranks, between nodes xla"
+    return f"{inside} per node of {spec.node_size} ranks, between nodes {between}"
 
 
 def _held_out(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> float | None:

@@ -21,8 +21,9 @@ def run(config: DemoConfig) -> int:
     """Runs the demo's processes; the exit code of the first one that failed, else 0."""
     if config.nodes > 1:
         with nodes.started(config.nodes) as addresses:
-            on_gpus = config.platform == "gpu"  # whose windows stay within a node
-            transport: Transport = "xla" if on_gpus else config.transport
+            # JAX takes the GPUs of one host for one node's, whose windows would reach them all.
+            spanning: Transport = "nccl" if config.platform == "gpu" else "memfd"
+            transport = spanning if config.transport == "auto" else config.transport
             ready = dataclasses.replace(config, transport=transport, addresses=tuple(addresses))
             return _run(ready)
     if config.address is None and runtime.choose(None).kind == runtime.EMBEDDED:
