@@ -1,0 +1,171 @@
+"""Compiles programs for four H200s where there are none: all that XLA does before they run.
+
+    python tests/gpu/compile_ahead.py [transport ...]
+
+Needs JAX's CUDA plugin with its libraries (ep-runtime[cuda13]) and this package built with
+EP_RUNTIME_CUDA=ON; no GPU, no driver. Writes a line for each program, with the calls of ours in it
+and what it holds of a device's memory. A program that XLA refuses ends this with a traceback, one
+that ends XLA with a signal.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pkgutil
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it asks the driver
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, Layers, donated
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime import native
+from ep_runtime_client import ops
+from ep_runtime_client.ops import _ffi
+
+DEVICES, COUNT = 4, 3
+TRANSPORTS = ("nvlink", "nccl", "xla")
+RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
+# What XLA asks of a device while it compiles.
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
+  device_memory_size: 150000000000 cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } device_description_str: "NVIDIA H200"
+"""
+
+
+def devices() -> np.ndarray:
+    """Such devices, and our calls registered for them as on GPUs."""
+    topology = topologies.get_topology_desc(
+        "cuda", platform="cuda", target_config=_H200, topology=f"1x1x{DEVICES}"
+    )
+    jax_devices, real = jax.devices, {"cuda": topology.devices}
+    jax.devices = lambda backend=None: real.get(backend) or jax_devices(backend)
+    _ffi.ensure_registered("cuda")
+    jax.devices = jax_devices
+    for module in pkgutil.iter_modules(ops.__path__):
+        found = importlib.import_module(f"{ops.__name__}.{module.name}")
+        for name, told in (("ensure_registered", None), ("register_for_gpus", ("9.0",))):
+            if hasattr(found, name):
+                setattr(found, name, lambda *_, told=told: told)
+    return np.array(topology.devices)
+
+
+def layers_of(devices: np.ndarray, transport: str) -> Layers:
+    mesh = Mesh(devices, ("ep",))
+    halves = Mesh(devices.reshape(-1, 2), ("dp", "ep"))
+
+    def group(mesh: Mesh, **more: Any) -> fakes.LocalGroup:
+        given = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
+        return fakes.local_group(
+            mesh=mesh, transport=transport, max_top_k=TOP_K, **nodes_of(transport), **given, **more
+        )
+
+    first = group(mesh)
+    return Layers(
+        one=first.register_layer("one", top_k=TOP_K),
+        alike=first.register_layer("alike", top_k=TOP_K),
+        stack=first.register_layer_stack("stack", COUNT, top_k=TOP_K),
+        other=group(halves, outer_axes="dp").register_layer("other", top_k=TOP_K),
+        rule=group(mesh, partitioning="rule").register_layer("rule", top_k=TOP_K),
+        mesh=mesh,
+    )
+
+
+def nodes_of(transport: str) -> dict[str, int]:
+    return {"node_size": 1} if transport == "nccl" else {}
+
+
+def scanned(devices: np.ndarray, transport: str, recipe: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A scan over rematerialized layers in bf16, with its gradients; and its operands."""
+    tokens, hidden, width, mesh = 128, 256, 128, Mesh(devices, ("ep",))
+    group = fakes.local_group(
+        mesh=mesh,
+        transport=transport,
+        hidden_size=hidden,
+        max_tokens_per_rank=tokens,
+        max_token_dtype="bfloat16",
+        alignment=128,
+        **nodes_of(transport),
+    )
+    stack = group.register_layer_stack("moe", COUNT, top_k=TOP_K)
+
+    def loss(x: Any, params: Any) -> Any:
+        def step(x: Any, each: Any) -> Any:
+            y, _ = ep.moe(stack[each[0]], x, each[1], recipe=recipe, apply_topk_weights_early=None)
+            return x + y, None
+
+        kept = jax.checkpoint(step, policy=ep.remat_policy())
+        return jax.lax.scan(kept, x, (jnp.arange(COUNT), params))[0].astype(jnp.float32).sum()
+
+    def array(spec: PartitionSpec, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    experts, each = PartitionSpec(None, "ep"), group.spec.num_experts
+    params = ep.MoEParams(
+        array(PartitionSpec(), COUNT, hidden, each),
+        array(experts, COUNT, each, hidden, 2, width),
+        array(experts, COUNT, each, width, hidden),
+    )
+    x = array(PartitionSpec("ep"), tokens * mesh.size, hidden)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), (x, params)
+
+
+def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    layers = layers_of(devices, transport)
+    rows, count = NamedSharding(layers.mesh, PartitionSpec("ep")), TOKENS * layers.mesh.size
+    operands = tuple(
+        jax.ShapeDtypeStruct((count, width), dtype, sharding=rows)
+        for width, dtype in ((HIDDEN, jnp.float32), (TOP_K, jnp.int32), (TOP_K, jnp.float32))
+    )
+    for program in PROGRAMS:
+        if program is not donated:  # two programs, one after the other
+            yield program.__name__, functools.partial(program, layers), operands
+    for recipe in RECIPES:
+        run, given = scanned(devices, transport, recipe)
+        yield f"scanned {type(recipe).__name__}", lambda run=run: run, given
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def main(transports: list[str]) -> None:
+    unknown = [name for name in transports if name not in TRANSPORTS]
+    if unknown:
+        sys.exit(f"unknown transports {unknown}; there are {TRANSPORTS}")
+    if not native.library_path("cuda").exists():
+        sys.exit("built without EP_RUNTIME_CUDA=ON")
+    found = devices()
+    for transport in transports or TRANSPORTS:
+        for name, make, operands in programs(found, transport):
+            say(f"{transport} {name}: ")
+            started = time.monotonic()
+            with jax.default_matmul_precision("highest"):
+                compiled = make().lower(*operands).compile()
+            calls = compiled.as_text().count('custom_call_target="ep_')
+            held = compiled.memory_analysis().temp_size_in_bytes
+            seconds = time.monotonic() - started
+            say(f"{calls} calls, {held / 2**20:.1f} MiB, {seconds:.1f} s\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,41 @@
+"""Programs for GPUs compile, on machines without any too where JAX's CUDA plugin is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from daemon_fixtures import package_path
+
+from ep_runtime import native
+
+SCRIPT = Path(__file__).with_name("compile_ahead.py")
+
+
+def plugin_of(version: int) -> bool:
+    return importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("transport", ["nvlink", "nccl", "xla"])
+def test_programs_compile_for_gpus_that_are_not_here(transport: str) -> None:
+    plugins = importlib.util.find_spec("jax_plugins")
+    if not plugins or not any(map(plugin_of, (12, 13))):
+        pytest.skip("JAX's CUDA plugin is not installed")
+    if not native.library_path("cuda").exists():
+        pytest.skip("built without EP_RUNTIME_CUDA=ON")
+    done = subprocess.run(
+        [sys.executable, "-P", str(SCRIPT), transport],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([package_path(), str(SCRIPT.parents[1])])},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.count(" calls, ") == 12
