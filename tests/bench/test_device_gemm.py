@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from host_clock import host_clock
@@ -27,6 +33,31 @@ def test_every_product_and_load_has_a_row_beside_dense_and_ragged_dot() -> None:
         assert row["out_features"] == 16
         assert row["ms"] > 0
         assert min(row["dense_tflops"], row["ragged_dot_tflops"]) >= 0
+        assert row["tokamax_tflops"] is None or importlib.util.find_spec("tokamax")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_tokamax_has_a_column_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refuses: bool
+) -> None:
+    def ragged_dot(*operands: Any) -> Any:
+        if refuses:
+            raise NotImplementedError("not on this device")
+        return jax.lax.ragged_dot(*operands)
+
+    module = types.ModuleType("tokamax")
+    module.__spec__ = importlib.machinery.ModuleSpec("tokamax", None)
+    monkeypatch.setattr(module, "ragged_dot", ragged_dot, raising=False)
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    monkeypatch.setattr(device_gemm, "LOADS", ("zipf",))
+    monkeypatch.setattr(device_gemm, "PRODUCTS", ("data grad",))
+    found = [*device_gemm.measure(OPTIONS, host_clock, groups=(4,), inner=8)]
+    assert len(found) == 2
+    for row in found:
+        assert (row["tokamax_tflops"] is None) == refuses
+    assert (
+        "Tokamax: NotImplementedError: not on this device" in capsys.readouterr().err
+    ) == refuses
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Grouped GEMM on one GPU, beside a dense product of the same work and `jax.lax.ragged_dot`.
+"""Grouped GEMM on one GPU, beside a dense product of the same work and `jax.lax.ragged_dot`, and
+where it is installed Tokamax's (https://github.com/openxla/tokamax), which needs Python 3.12.
 
 Recipes are measured beside it on the same values, quantized before: what their products take, the
 copies included that they make of their operands.
@@ -13,6 +14,8 @@ has as many rows and one weight. Both layers of an expert are measured: K' is H,
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +61,7 @@ COLUMNS = (
     Column("ratio_to_dense", "X DENSE", "count"),
     Column("ratio_to_wide", "X UNQUANTIZED", "count"),
     Column("ragged_dot_tflops", "RAGGED_DOT", "count"),
+    Column("tokamax_tflops", "TOKAMAX", "count"),
 )
 
 Program = Callable[..., jax.Array]
@@ -160,17 +164,25 @@ def _ours(shape: Shape, dtype: str) -> dict[str, Program]:
     }
 
 
-def _ragged() -> dict[str, Program]:
+def _tokamax() -> Callable[..., jax.Array] | None:
+    """Its ragged_dot, which has JAX's arguments; None where it is not installed."""
+    if importlib.util.find_spec("tokamax") is None:
+        return None
+    found: Callable[..., jax.Array] = importlib.import_module("tokamax").ragged_dot
+    return found
+
+
+def _ragged(ragged_dot: Callable[..., jax.Array]) -> dict[str, Program]:
     def pullback(of: int) -> Program:
         def run(x: Any, grad: Any, w: Any, sizes: Any) -> jax.Array:
-            _, pull = jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)
+            _, pull = jax.vjp(lambda x, w: ragged_dot(x, w, sizes), x, w)
             found: jax.Array = pull(grad)[of]
             return found
 
         return run
 
     return {
-        "forward": lambda x, grad, w, sizes: lax.ragged_dot(x, w, sizes),
+        "forward": lambda x, grad, w, sizes: ragged_dot(x, w, sizes),
         "data grad": pullback(0),
         "weight grad": pullback(1),
     }
@@ -187,7 +199,9 @@ def _case(
     shapes = ((shape.rows, k), (shape.rows, n), (shape.groups, k, n))
     arrays = [_draw(seed, options.dtype, *each) for seed, each in enumerate(shapes)]
     ours = {name: jax.jit(program) for name, program in _ours(shape, options.dtype).items()}
-    ragged = {name: jax.jit(program) for name, program in _ragged().items()}
+    ragged = {name: jax.jit(program) for name, program in _ragged(lax.ragged_dot).items()}
+    peer = _tokamax()
+    tokamax = {} if peer is None else {name: jax.jit(p) for name, p in _ragged(peer).items()}
     for load in LOADS:
         sizes = loads(load, shape.groups, shape.rows)
         operands = (*arrays, jnp.asarray(sizes))
@@ -199,8 +213,11 @@ def _case(
             other = None
             if shape.groups <= MAX_RAGGED_GROUPS:
                 other = _if_it_fits(timer, ragged[product], operands)
-            row = _row(product, shape, load, rows, us, full[product])
-            yield row | {"ragged_dot_tflops": _tflops(rows, k, n, other)}
+            peers = {"ragged_dot_tflops": _tflops(rows, k, n, other)}
+            if tokamax:
+                us_of_peer = _if_it_runs(timer, tokamax[product], operands, options.repeats)
+                peers["tokamax_tflops"] = _tflops(rows, k, n, us_of_peer)
+            yield _row(product, shape, load, rows, us, full[product]) | peers
         for name, recipe in narrow.items():
             made, dtypes = _quantized(recipe, *operands)
             for product in PRODUCTS:
@@ -230,6 +247,7 @@ def _row(
         "ratio_to_dense": round(dense_us / us, 3),
         "ratio_to_wide": None,
         "ragged_dot_tflops": None,
+        "tokamax_tflops": None,
     }
 
 
@@ -263,6 +281,17 @@ def _if_it_fits(timer: CallTimer, program: Program, operands: tuple[Any, ...]) -
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        return None
+
+
+def _if_it_runs(
+    timer: CallTimer, program: Program, operands: tuple[Any, ...], repeats: int
+) -> float | None:
+    """Microseconds of one call of Tokamax's; None where it refuses the operands or the device."""
+    try:
+        return timer.call_us(program, operands, repeats)
+    except (NotImplementedError, ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
+        render.err(f"Tokamax: {type(error).__name__}: {error}")
         return None
 
 
