@@ -25,7 +25,7 @@ import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, Layers, donated
+from gpu.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, donated, layers_on
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -68,27 +68,6 @@ def devices() -> np.ndarray:
     return np.array(topology.devices)
 
 
-def layers_of(devices: np.ndarray, transport: str) -> Layers:
-    mesh = Mesh(devices, ("ep",))
-    halves = Mesh(devices.reshape(-1, 2), ("dp", "ep"))
-
-    def group(mesh: Mesh, **more: Any) -> fakes.LocalGroup:
-        given = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
-        return fakes.local_group(
-            mesh=mesh, transport=transport, max_top_k=TOP_K, **nodes_of(transport), **given, **more
-        )
-
-    first = group(mesh)
-    return Layers(
-        one=first.register_layer("one", top_k=TOP_K),
-        alike=first.register_layer("alike", top_k=TOP_K),
-        stack=first.register_layer_stack("stack", COUNT, top_k=TOP_K),
-        other=group(halves, outer_axes="dp").register_layer("other", top_k=TOP_K),
-        rule=group(mesh, partitioning="rule").register_layer("rule", top_k=TOP_K),
-        mesh=mesh,
-    )
-
-
 def nodes_of(transport: str) -> dict[str, int]:
     return {"node_size": 1} if transport == "nccl" else {}
 
@@ -129,7 +108,19 @@ def scanned(devices: np.ndarray, transport: str, recipe: Any) -> tuple[Any, tupl
 
 
 def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    layers = layers_of(devices, transport)
+    def group(name: str, mesh: Mesh, **more: Any) -> fakes.LocalGroup:
+        given = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
+        return fakes.local_group(
+            name=name,
+            mesh=mesh,
+            transport=transport,
+            max_top_k=TOP_K,
+            **nodes_of(transport),
+            **given,
+            **more,
+        )
+
+    layers = layers_on(devices, group)
     rows, count = NamedSharding(layers.mesh, PartitionSpec("ep")), TOKENS * layers.mesh.size
     operands = tuple(
         jax.ShapeDtypeStruct((count, width), dtype, sharding=rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -37,6 +38,21 @@ class Layers:
     other: ep.EpLayer
     rule: ep.EpLayer
     mesh: Mesh
+
+
+def layers_on(devices: Any, group: Callable[..., Any]) -> Layers:
+    """Layers in three groups that `group(name, mesh, **settings)` makes, on a row of devices."""
+    mesh = Mesh(np.array(devices), ("ep",))
+    halves = Mesh(mesh.devices.reshape(-1, max(mesh.size // 2, 1)), ("dp", "ep"))
+    first = group("first", mesh)
+    return Layers(
+        one=first.register_layer("one", top_k=TOP_K),
+        alike=first.register_layer("alike", top_k=TOP_K),
+        stack=first.register_layer_stack("stack", 3, top_k=TOP_K),
+        other=group("second", halves, outer_axes="dp").register_layer("other", top_k=TOP_K),
+        rule=group("rule", mesh, partitioning="rule").register_layer("rule", top_k=TOP_K),
+        mesh=mesh,
+    )
 
 
 def block(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:

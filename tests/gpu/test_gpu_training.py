@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from daemon_fixtures import package_path
 from gpu.gpu_jobs import TRANSPORT
-from gpu.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, Layers
+from gpu.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, Layers, layers_on
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -33,22 +33,11 @@ _SETTINGS: dict[str, Any] = {
 
 
 def _layers(session: ep.Session, gpus: list[Any], transport: str) -> Layers:
-    mesh = Mesh(np.array(gpus), ("ep",))
-    halves = Mesh(np.array(gpus).reshape(-1, max(len(gpus) // 2, 1)), ("dp", "ep"))
-
     def group(name: str, mesh: Mesh, **more: Any) -> ep.Group:
         given = {"ep_axis": "ep", "transport": transport, **_SETTINGS, **more}
         return session.create_group(f"{name} {transport}", mesh, **given)
 
-    first = group("first", mesh)
-    return Layers(
-        one=first.register_layer("one", top_k=TOP_K),
-        alike=first.register_layer("alike", top_k=TOP_K),
-        stack=first.register_layer_stack("stack", 3, top_k=TOP_K),
-        other=group("second", halves, outer_axes="dp").register_layer("other", top_k=TOP_K),
-        rule=group("rule", mesh, partitioning="rule").register_layer("rule", top_k=TOP_K),
-        mesh=mesh,
-    )
+    return layers_on(gpus, group)
 
 
 @pytest.fixture(scope="module")
