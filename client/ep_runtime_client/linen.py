@@ -53,7 +53,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     group_topk: int | None = None
     scaling_factor: float = 1.0
     aux_loss_coeff: float = 0.0
-    apply_topk_weights_early: bool | None = False
+    apply_topk_weights_early: bool | None = None
     gated: bool = True
     compute_dtype: Any = None
     capacity: int | None = None

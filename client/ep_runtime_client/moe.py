@@ -81,7 +81,7 @@ def moe(
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
     aux_loss_coeff: float = 0.0,
-    apply_topk_weights_early: bool | None = False,
+    apply_topk_weights_early: bool | None = None,
     gated: bool = True,
     compute_dtype: Any = None,
     capacity: int | None = None,
@@ -104,10 +104,11 @@ def moe(
             in `route`.
         aux_loss_coeff: as in `aux_loss`.
         apply_topk_weights_early: multiply the weights into the activations before wo, instead of
-            into the experts' outputs inside combine; the same result. With a wo_bias, which is to
-            be weighted too, they are multiplied in combine all the same. Before wo is faster on
-            GPUs whose kernels take the activation: they do it in their one pass, and the backward
-            pass needs none of those outputs. None: before wo there, in combine elsewhere.
+            into the experts' outputs inside combine; the same result but for rounding. With a
+            wo_bias, which is to be weighted too, they are multiplied in combine all the same.
+            Before wo is faster on GPUs whose kernels take the activation: they do it in their one
+            pass, and the backward pass needs none of those outputs, so that they take no memory
+            either. None: before wo there, in combine elsewhere, on CPU always.
         gated: whether wi holds gate and up.
         compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
             with BF16().
@@ -164,10 +165,10 @@ def moe(
     call = call_of_plan(static, open_layer(layer)[2], dispatched.plan)
     token_axes = static.group_spec.token_axes
     block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
-    # A bias of wo is weighted too, so that beside one the weights wait for combine.
     early = apply_topk_weights_early
     if early is None:
-        early = activation_kernels.takes(block.activation)
+        early = _faster_before_wo(static, block.activation)
+    # A bias of wo is weighted too, so that beside one the weights wait for combine.
     early = early and params.wo_bias is None
     weights = dispatched.weights
     expert_out = _run_experts(layer, block, dispatched, params, weights if early else None)
@@ -176,6 +177,11 @@ def moe(
     y = y.astype(x.dtype)
     aux = _aux_loss(call, routed, aux_loss_coeff)
     return (y, aux, _stats(call, routed, dispatched)) if return_stats else (y, aux)
+
+
+def _faster_before_wo(layer: EpLayer, activation: Activation) -> bool:
+    """Whether kernels multiply weights into the activations: on GPUs, where windows are theirs."""
+    return layer.group_spec.transport != "memfd" and activation_kernels.takes(activation)
 
 
 def _logits(x: jax.Array, params: MoEParams) -> jax.Array:

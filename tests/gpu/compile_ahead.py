@@ -88,7 +88,7 @@ def scanned(devices: np.ndarray, transport: str, recipe: Any) -> tuple[Any, tupl
 
     def loss(x: Any, params: Any) -> Any:
         def step(x: Any, each: Any) -> Any:
-            y, _ = ep.moe(stack[each[0]], x, each[1], recipe=recipe, apply_topk_weights_early=None)
+            y, _ = ep.moe(stack[each[0]], x, each[1], recipe=recipe)
             return x + y, None
 
         kept = jax.checkpoint(step, policy=ep.remat_policy())

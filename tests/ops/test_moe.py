@@ -87,10 +87,9 @@ def test_a_gated_block_with_biases(group: fakes.LocalGroup) -> None:
 
 
 def test_weights_wait_for_combine_unless_asked_or_faster_before(
-    group: fakes.LocalGroup, monkeypatch: pytest.MonkeyPatch
+    group: fakes.LocalGroup, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = group.register_layer("moe", top_k=TOP_K)
-    params, x = make_params(layer, biases=False), draw(16, 5)
+    over_xla = make_group(num_experts=EXPERTS, max_top_k=TOP_K)
     merge, merged = block.merge, []
 
     def seen(*args: Any, **options: Any) -> Any:
@@ -99,16 +98,19 @@ def test_weights_wait_for_combine_unless_asked_or_faster_before(
 
     monkeypatch.setattr(block, "merge", seen)
 
-    def waits(**options: Any) -> bool:
+    def waits(group: fakes.LocalGroup = over_xla, **options: Any) -> bool:
+        layer = group.register_layer("moe", top_k=TOP_K)
+        params, x = make_params(layer, biases=False), draw(16, 5)
         jax.eval_shape(lambda x, p: moe(layer, x, p, **options)[0], x, params)
         return merged.pop()
 
     assert waits()
-    assert waits(apply_topk_weights_early=None)
     assert not waits(apply_topk_weights_early=True)
-    monkeypatch.setattr(activation_kernels, "takes", lambda static: True)
+    monkeypatch.setattr(activation_kernels, "takes", lambda static: True)  # as beside GPUs
+    assert not waits()
     assert not waits(apply_topk_weights_early=None)
-    assert waits()
+    assert waits(apply_topk_weights_early=False)
+    assert waits(group)  # whose windows are host memory
 
 
 @pytest.mark.parametrize("name", OPTIONS)
