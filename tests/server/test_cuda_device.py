@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
+import threading
 import time
 
 import pytest
@@ -29,13 +30,18 @@ SPEC = make_spec(transport="nvlink")
 
 
 class FileDriver:
-    """Two GPUs whose memory are files. Counts what is held."""
+    """Two GPUs whose memory are files. Counts what is held.
+
+    Like the driver, it is called by several threads at once: windows are freed on one, allocated
+    on another, and a test looks on a third.
+    """
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[int, int]] = {}  # handle -> (fd, ordinal)
         self.made = 0
         self._last = 0
         self._ordinals: dict[int, int] = {}  # by inode
+        self._lock = threading.Lock()
 
     def gpus(self) -> list[Gpu]:
         return [Gpu(i, uuid, "H200", GPU_BYTES) for i, uuid in enumerate(UUIDS)]
@@ -50,26 +56,30 @@ class FileDriver:
 
     def create(self, ordinal: int, size_bytes: int) -> int:
         assert size_bytes % GRANULARITY == 0
-        used = sum(os.fstat(fd).st_size for fd, where in self.held.values() if where == ordinal)
-        if used + size_bytes > GPU_BYTES:
-            raise DriverError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY", out_of_memory=True)
-        fd = os.memfd_create("gpu")
-        os.ftruncate(fd, size_bytes)
-        self._ordinals[os.fstat(fd).st_ino] = ordinal
-        self.made += 1
-        return self._hold(fd, ordinal)
+        with self._lock:
+            used = sum(os.fstat(fd).st_size for fd, where in self.held.values() if where == ordinal)
+            if used + size_bytes > GPU_BYTES:
+                raise DriverError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY", out_of_memory=True)
+            fd = os.memfd_create("gpu")
+            os.ftruncate(fd, size_bytes)
+            self._ordinals[os.fstat(fd).st_ino] = ordinal
+            self.made += 1
+            return self._hold(fd, ordinal)
 
     def export_fd(self, handle: int) -> int:
-        return os.dup(self.held[handle][0])
+        with self._lock:
+            return os.dup(self.held[handle][0])
 
     def adopt(self, fd: int) -> tuple[int, int]:
-        ordinal = self._ordinals.get(os.fstat(fd).st_ino)
-        if ordinal is None:
-            raise DriverError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE")
-        return self._hold(os.dup(fd), ordinal), ordinal
+        with self._lock:
+            ordinal = self._ordinals.get(os.fstat(fd).st_ino)
+            if ordinal is None:
+                raise DriverError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE")
+            return self._hold(os.dup(fd), ordinal), ordinal
 
     def release(self, handle: int) -> None:
-        os.close(self.held.pop(handle)[0])
+        with self._lock:
+            os.close(self.held.pop(handle)[0])
 
 
 @pytest.fixture
