@@ -164,8 +164,9 @@ class DaemonProcess(Served):
         os.close(writer)
         self.pid = self.popen.pid
         guardian.protect(self.pid)
+        # To its end: the daemon has closed its side too, and holds what it will hold.
         with open(reader) as told:
-            self.ready = json.loads(told.readline() or "null") if ready else None
+            self.ready = json.loads(told.read() or "null") if ready else None
 
     def kill(self) -> None:
         """SIGKILL, and reaped; the directory stays as it is."""

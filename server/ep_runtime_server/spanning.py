@@ -57,6 +57,15 @@ def _claims(group: Group) -> tuple[NodeClaim, ...]:
     )
 
 
+async def _done_or_changed(call: asyncio.Future[Any], group: Group) -> None:
+    """Returns when the call is done or the group changed; leaves nothing that waits."""
+    change = asyncio.ensure_future(group.changed.wait())
+    try:
+        await asyncio.wait({call, change}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        change.cancel()
+
+
 def _wants_others(group: Group) -> bool:
     """Whether it forms and needs processes of other nodes."""
     open_view = bool(group.remote) and not group.committed
@@ -157,9 +166,7 @@ class Spanning:
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
-                change = asyncio.ensure_future(group.changed.wait())
-                await asyncio.wait({task, change}, return_when=asyncio.FIRST_COMPLETED)
-                change.cancel()
+                await _done_or_changed(task, group)
                 if (group.generation, _claims(group)) != before or not _wants_others(group):
                     return None
             return task.result()
@@ -265,12 +272,10 @@ class Spanning:
     ) -> tuple[Outcome, str]:
         """The coordinator's, or UNSPECIFIED where something changed here."""
         call = asyncio.ensure_future(self._coordination.outcome(group.owner, view.epoch))
-        change = asyncio.ensure_future(group.changed.wait())
         try:
-            await asyncio.wait({call, change}, return_when=asyncio.FIRST_COMPLETED)
+            await _done_or_changed(call, group)
             return call.result() if call.done() else (Outcome.UNSPECIFIED, "")
         finally:
-            change.cancel()
             if not call.done():
                 call.cancel()
                 with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):

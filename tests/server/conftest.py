@@ -12,6 +12,7 @@ from harness import (  # noqa: F401 - fixtures are found by name
     FakeClock,
     Running,
     daemon_process,
+    eventually,
     restarted,
 )
 from raw_client import WAIT_S
@@ -58,6 +59,8 @@ def start_daemon(server_loop, tmp_path_factory):
     yield start
     for item in reversed(running):
         item.close()
+    # A daemon that stopped has ended what it began; its server's last callbacks may still run.
+    eventually(lambda: not asyncio.all_tasks(server_loop), within_s=WAIT_S, what="tasks end")
 
 
 @pytest.fixture
