@@ -4,10 +4,11 @@ A group owns one *window* per world rank (the rank's staging memory) and one *bo
 that every process of the group and the daemon map. Clients write telemetry to the board and meet
 in it; the daemon formats it, reads records from it and poisons it, and never waits on it.
 
-The structs are in `board_abi.py`. Nothing here needs JAX or the native library. Letters:
-`layout.py`; W ranks of the world, D domains, W = D * N. In a group with `node_size` what shares
-windows is a node's part of an EP group, so here N is node_size, T the tokens of all ranks of a
-rail and E the experts of a node; a host has windows for its own ranks and one board for all.
+The structs are in `board_abi.py`, what is read off a board in `board_records.py`. Nothing here
+needs JAX or the native library. Letters: `layout.py`; W ranks of the world, D domains, W = D * N.
+In a group with `node_size` what shares windows is a node's part of an EP group, so here N is
+node_size, T the tokens of all ranks of a rail and E the experts of a node; a host has windows for
+its own ranks and one board for all.
 
 Window: `lanes` lanes. Lane: rows [N sources][T_even * H * B bytes], entries [N][T * max_top_k * 8],
 counts [N][E * 4]; each source's part starts on a 64-byte line, each lane on a page. T_even is T
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from ep_runtime.board_abi import (
@@ -56,7 +56,6 @@ __all__ = [
     "DeviceRowsStruct",
     "FAILURE_RECORDS",
     "FailureRecordStruct",
-    "HandleRecord",
     "HandleRecordStruct",
     "HandleState",
     "LINE_BYTES",
@@ -69,7 +68,6 @@ __all__ = [
     "OpCode",
     "PAGE_BYTES",
     "PoisonReason",
-    "RankRecord",
     "RankRecordStruct",
     "RankState",
     "VERSION",
@@ -79,9 +77,7 @@ __all__ = [
     "format_board",
     "lane_bytes",
     "poison",
-    "read_handles",
     "read_header",
-    "read_ranks",
     "tell_time",
     "window_bytes",
 ]
@@ -101,43 +97,6 @@ class BoardHeader:
     lanes: int
     window_bytes: int
     board_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class HandleRecord:
-    """One handle, summed over the ranks where it counts: calls, rows, dropped_rows."""
-
-    state: HandleState
-    last_op: OpCode
-    epoch: int
-    lane: int
-    calls: int
-    rows: int
-    dropped_rows: int
-    updated_ns: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RankRecord:
-    """One world rank. Times are CLOCK_MONOTONIC ns; waiting_for is a world rank or -1.
-
-    pid is that of the process that drives the rank, as it sees itself; 0 before it has mapped.
-    """
-
-    state: RankState
-    op: OpCode
-    layer_id: int
-    handle: int
-    epoch: int
-    lane: int
-    waiting_for: int
-    since_ns: int
-    progress_ns: int
-    calls: int
-    rows: int
-    dropped_rows: int
-    open_calls: int
-    pid: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +240,7 @@ def poison(buf: Any, generation: int, reason: PoisonReason, rank: int = -1) -> N
         reason: which error the clients raise.
         rank: the lost world rank for PEER_LOST, else -1.
     """
-    header = _header(buf)
+    header = _at(buf, BoardHeaderStruct, 0)  # whatever a client made of the rest of it
     if header.poison_generation >= generation:
         return
     header.poison_reason = int(reason)
@@ -291,7 +250,7 @@ def poison(buf: Any, generation: int, reason: PoisonReason, rank: int = -1) -> N
 
 def tell_time(buf: Any, now_ns: int) -> None:
     """Writes CLOCK_MONOTONIC for devices: records that they write are as exact as this is often."""
-    _header(buf).now_ns = now_ns
+    _at(buf, BoardHeaderStruct, 0).now_ns = now_ns
 
 
 def _header(buf: Any) -> Any:
@@ -320,78 +279,3 @@ def read_header(buf: Any) -> BoardHeader:
         window_bytes=header.window_bytes,
         board_bytes=header.board_bytes,
     )
-
-
-def read_handles(buf: Any, indices: Iterable[int]) -> list[HandleRecord]:
-    """The records of those handle indices, in that order."""
-    header = _header(buf)
-    start = header.handles_offset
-    records = []
-    for index in indices:
-        if not 0 <= index < MAX_HANDLES:
-            raise InvalidArgumentError(
-                f"handle index must be in [0, {MAX_HANDLES}), got {index}", argument="indices"
-            )
-        raw = _at(buf, HandleRecordStruct, start + index * ctypes.sizeof(HandleRecordStruct))
-        rows, dropped_rows = _device_rows(buf, header, index)
-        records.append(
-            HandleRecord(
-                state=HandleState(raw.state),
-                last_op=OpCode(raw.last_op),
-                epoch=raw.epoch,
-                lane=raw.lane if raw.calls else -1,
-                calls=raw.calls,
-                rows=raw.rows + rows,
-                dropped_rows=raw.dropped_rows + dropped_rows,
-                updated_ns=raw.updated_ns,
-            )
-        )
-    return records
-
-
-def _device_rows(buf: Any, header: Any, index: int) -> tuple[int, int]:
-    """(rows, dropped rows) of a handle, summed over the ranks on devices."""
-    if not header.device_rows_offset:
-        return 0, 0
-    size = ctypes.sizeof(DeviceRowsStruct)
-    first, stride = header.device_rows_offset + index * size, MAX_HANDLES * size
-    found = [_at(buf, DeviceRowsStruct, first + r * stride) for r in range(header.world_size)]
-    return sum(raw.rows for raw in found), sum(raw.dropped_rows for raw in found)
-
-
-def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
-    """A rank record not torn by its writer; the last look where it keeps writing."""
-    live = _at(buf, RankRecordStruct, offset)
-    copy = RankRecordStruct.from_buffer_copy(live)
-    for _ in range(16):
-        if copy.sequence % 2 == 0 and live.sequence == copy.sequence:
-            break
-        copy = RankRecordStruct.from_buffer_copy(live)
-    return copy
-
-
-def read_ranks(buf: Any) -> list[RankRecord]:
-    """The records of all world ranks."""
-    header = _header(buf)
-    records = []
-    for rank in range(header.world_size):
-        raw = _stable_copy(buf, _rank_offset(header.ranks_offset, rank))
-        records.append(
-            RankRecord(
-                state=RankState(raw.state),
-                op=OpCode(raw.op),
-                layer_id=raw.layer_id,
-                handle=raw.handle,
-                epoch=raw.epoch,
-                lane=raw.lane,
-                waiting_for=raw.waiting_for,
-                since_ns=raw.since_ns,
-                progress_ns=raw.progress_ns,
-                calls=raw.calls,
-                rows=raw.rows,
-                dropped_rows=raw.dropped_rows,
-                open_calls=raw.open_calls,
-                pid=raw.pid,
-            )
-        )
-    return records

@@ -6,19 +6,18 @@ end of that chain: the rank that nobody else holds up.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 
-from ep_runtime import board, device_layout
-from ep_runtime.board import OpCode, RankRecord, RankState
-from ep_runtime.errors import EpRuntimeError
+from ep_runtime import board, board_records, device_layout
+from ep_runtime.board import OpCode, RankState
+from ep_runtime.board_records import RankRecord
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.config import LATE_AFTER_S
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import Group, Member
 
 LOOK_EVERY_S = 1.0
 MAX_NAMED_WAITERS = 16
@@ -50,37 +49,38 @@ class LateRank:
         )
 
 
-def rank_records(group: Group) -> list[RankRecord]:
-    """What the board says of every rank; nothing where it is not there, or not readable."""
+def rank_records(group: Group) -> list[RankRecord | None]:
+    """What the board says of every rank; None where that cannot be, nothing without a board."""
     windows = group.windows
     if windows is None or windows.board is None:
         return []
-    try:
-        return board.read_ranks(windows.board)
-    except (EpRuntimeError, ValueError):
-        return []
+    return board_records.read_ranks(windows.board, windows.spec)
 
 
 def tell_time(groups: Iterable[Group], now_s: float) -> None:
     """Writes the time to the boards of groups on devices, which know no clock of this machine."""
     for group in groups:
         windows = group.windows
-        if not device_layout.on_device(group.spec) or windows is None or windows.board is None:
-            continue
-        with contextlib.suppress(EpRuntimeError, ValueError):  # a board that a client wrecked
+        if device_layout.on_device(group.spec) and windows is not None and windows.board:
             board.tell_time(windows.board, int(now_s * 1e9))
 
 
-def _last_in_chain(rank: int, waits_for: Mapping[int, int]) -> int:
-    """Whom `rank` waits for in the end; its direct one where they wait for each other."""
-    first, seen = waits_for[rank], {rank}
-    current = first
-    while current in waits_for:
-        if current in seen:
-            return first
-        seen.add(current)
-        current = waits_for[current]
-    return current
+def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
+    """Whom each rank waits for in the end; its direct one where they wait for each other.
+
+    Every rank is walked over once, however long the chains are that a client writes.
+    """
+    ends: dict[int, int | None] = {}  # None: in a circle, or before one
+    for rank in waits_for:
+        path, current = [], rank
+        while current in waits_for and current not in ends:
+            ends[current] = None
+            path.append(current)
+            current = waits_for[current]
+        end = ends.get(current, current)
+        for passed in path:
+            ends[passed] = end
+    return {rank: waits_for[rank] if end is None else end for rank, end in ends.items()}
 
 
 def late_ranks(groups: Iterable[Group], now_s: float) -> list[LateRank]:
@@ -91,38 +91,44 @@ def late_ranks(groups: Iterable[Group], now_s: float) -> list[LateRank]:
     return sorted(found, key=lambda late: -late.since_s)
 
 
-def _late_in(group: Group, records: list[RankRecord], now_s: float) -> list[LateRank]:
+def _late_in(group: Group, records: list[RankRecord | None], now_s: float) -> list[LateRank]:
     waiting = {
         rank: record
         for rank, record in enumerate(records)
-        if record.state in (RankState.MEETING, RankState.WAITING)
+        if record is not None
+        and record.state in (RankState.MEETING, RankState.WAITING)
         and 0 <= record.waiting_for < len(records)
         and record.waiting_for != rank
     }
     waits_for = {rank: record.waiting_for for rank, record in waiting.items()}
     by_late: dict[int, list[int]] = {}
-    for rank in waiting:
-        by_late.setdefault(_last_in_chain(rank, waits_for), []).append(rank)
+    for rank, end in _ends(waits_for).items():
+        by_late.setdefault(end, []).append(rank)
     found = []
+    claims = group.claims
     for late, waiters in by_late.items():
         first = min(waiters, key=lambda rank: waiting[rank].since_ns)
         since_s = now_s - waiting[first].since_ns / 1e9
         if since_s > LATE_AFTER_S:
-            found.append(_describe(group, late, tuple(sorted(waiters)), waiting[first], since_s))
+            found.append(_describe(group, claims.get(late), late, waiters, waiting[first], since_s))
     return found
 
 
 def _describe(
-    group: Group, late: int, waiters: tuple[int, ...], record: RankRecord, since_s: float
+    group: Group,
+    member: Member | None,
+    late: int,
+    waiters: list[int],
+    record: RankRecord,
+    since_s: float,
 ) -> LateRank:
-    member = group.claims.get(late)
     return LateRank(
         group=group,
         world_rank=late,
         pid=member.session.pid if member is not None else 0,
         process_index=member.session.process_index if member is not None else 0,
         since_s=since_s,
-        waiting_ranks=waiters,
+        waiting_ranks=tuple(sorted(waiters)),
         layer=group.layers.name_of_id(record.layer_id),
         op=OpCode(record.op).name,
         handle=record.handle,

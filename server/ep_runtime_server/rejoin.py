@@ -249,10 +249,12 @@ def _checked_board(allocation: Allocation, windows: WindowSet) -> mmap.mmap:
         header = board.read_header(mapped)
         # A board that nobody maps is formatted before it is used, so its header does not matter.
         wanted = windows.generation if windows.holders else header.generation
-        if (header.generation, header.board_bytes) != (wanted, allocation.size_bytes):
+        # What is read off it is found by the spec, so it is the spec that must fit the file.
+        size_bytes = board.board_bytes(windows.spec)
+        if (header.generation, allocation.size_bytes) != (wanted, size_bytes):
             raise InvalidArgumentError(
-                f"the board is of generation {header.generation} and {header.board_bytes} bytes, "
-                f"wanted {wanted} and {allocation.size_bytes}",
+                f"the board is of generation {header.generation} and {allocation.size_bytes} "
+                f"bytes, wanted {wanted} and {size_bytes}",
                 argument="fd",
             )
     except BaseException:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from google.protobuf import timestamp_pb2
 
-from ep_runtime import board, wire
-from ep_runtime.board import HandleRecord, HandleState, OpCode, RankRecord
-from ep_runtime.errors import EpRuntimeError
+from ep_runtime import board, board_records, wire
+from ep_runtime.board import HandleState, OpCode, PoisonReason
+from ep_runtime.board_records import HandleRecord, RankRecord
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import types_pb2
 from ep_runtime_server.clock import Clock
@@ -122,11 +122,10 @@ def _poison_reason(group: Group) -> str:
     windows = group.windows
     if windows is None or windows.board is None:
         return ""
-    try:
-        header = board.read_header(windows.board)
-    except (EpRuntimeError, ValueError):
-        return "UNREADABLE"
-    return header.poison_reason.name if header.poison_generation >= group.generation else ""
+    generation, reason = board_records.read_poison(windows.board)
+    if generation < group.generation:
+        return ""
+    return "UNREADABLE" if reason in (None, PoisonReason.NONE) else reason.name
 
 
 def layers(groups: Iterable[Group]) -> Iterator[pb.LayerInfo]:
@@ -164,14 +163,11 @@ def handles(groups: Iterable[Group], layer: str, clock: Clock) -> Iterator[pb.Ha
 
 
 def _handle_record(group: Group, index: int) -> HandleRecord | None:
-    """None where the board is not there, or was wrecked by a client."""
+    """None where the board is not there, or a client wrote what cannot be."""
     windows = group.windows
     if windows is None or windows.board is None:
         return None
-    try:
-        return board.read_handles(windows.board, [index])[0]
-    except (EpRuntimeError, ValueError):
-        return None
+    return board_records.read_handles(windows.board, windows.spec, [index])[0]
 
 
 def _add_record(message: pb.HandleInfo, record: HandleRecord | None, clock: Clock) -> None:
@@ -241,8 +237,9 @@ def ranks(groups: Iterable[Group], clock: Clock) -> Iterator[pb.RankInfo]:
                 handle=-1,
                 waiting_for=-1,
             )
-            if rank < len(records):
-                _add_progress(message, records[rank], item, clock)
+            record = records[rank] if records else None
+            if record is not None:
+                _add_progress(message, record, item, clock)
             yield message
 
 

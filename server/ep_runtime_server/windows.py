@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
-import logging
 import mmap
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ep_runtime import board
-from ep_runtime.errors import EpRuntimeError, PoolExhaustedError
+from ep_runtime.errors import PoolExhaustedError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.clock import Clock
@@ -122,15 +121,12 @@ class WindowSet:
         return sum(b.size_bytes for b in self.buffers if b.device == device and b.counted)
 
     def poison(self, reason: board.PoisonReason, rank: int = -1) -> None:
-        """Ends the waits and calls of this generation. A board that a client wrecked stays so;
-        one that did not come back yet is poisoned as soon as it does."""
+        """Ends the waits and calls of this generation. A board that did not come back yet is
+        poisoned as soon as it does."""
         if self.board is None:
             self._poison = self._poison or (reason, rank)
         else:
-            try:
-                board.poison(self.board, self.generation, reason, rank)
-            except (EpRuntimeError, ValueError):
-                logging.getLogger(__name__).warning("board of %s is not readable", self.owner)
+            board.poison(self.board, self.generation, reason, rank)
 
     def allocate(self, parts: Sequence[tuple[int, Device, int]]) -> None:
         """Blocking; `parts` as of WindowPool. Raises PoolExhaustedError, and then holds nothing."""

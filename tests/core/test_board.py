@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from ep_runtime import board
+from ep_runtime import board, board_records
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, make_group_spec
 
@@ -82,10 +82,10 @@ def test_poison_only_grows_and_keeps_its_first_reason():
 
 def test_fresh_records_are_idle():
     buf = formatted(spec_of())
-    ranks = board.read_ranks(buf)
+    ranks = board_records.read_ranks(buf, spec_of())
     assert len(ranks) == 8
     assert all(r.state is board.RankState.IDLE and r.waiting_for == -1 for r in ranks)
-    (handle,) = board.read_handles(buf, [board.MAX_HANDLES - 1])
+    (handle,) = board_records.read_handles(buf, spec_of(), [board.MAX_HANDLES - 1])
     assert handle.state is board.HandleState.IDLE
     assert handle.lane == -1
 
@@ -106,7 +106,7 @@ def test_rows_of_ranks_on_devices_lie_apart_and_add_up():
         at = where.device_rows_offset + rank * table + 5 * ctypes.sizeof(board.DeviceRowsStruct)
         record = board.DeviceRowsStruct.from_buffer(buf, at)
         record.rows, record.dropped_rows = 100 + rank, rank
-    before, handle, after = board.read_handles(buf, [4, 5, 6])
+    before, handle, after = board_records.read_handles(buf, spec, [4, 5, 6])
     assert (handle.rows, handle.dropped_rows) == (310, 10)
     assert before.rows == after.rows == 0
 
@@ -124,6 +124,6 @@ def test_wrong_buffers_and_indices_are_refused():
     with pytest.raises(InvalidArgumentError, match="version"):
         board.read_header(mmap.mmap(-1, 4096))
     with pytest.raises(InvalidArgumentError, match="handle index"):
-        board.read_handles(formatted(spec), [board.MAX_HANDLES])
+        board_records.read_handles(formatted(spec), spec, [board.MAX_HANDLES])
     with pytest.raises(InvalidArgumentError, match="1024"):
         board.board_bytes(spec_of(mesh_axes=(("dp", 512), ("ep", 4))))

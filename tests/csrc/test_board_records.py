@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from round_trips import inputs, open_group, round_trip
 
-from ep_runtime import board
+from ep_runtime import board, board_records
 
 
 def test_the_board_counts_calls_rows_and_drops():
@@ -16,14 +16,14 @@ def test_the_board_counts_calls_rows_and_drops():
         jax.block_until_ready(run(idx, x))
         counts = np.bincount(np.asarray(idx).ravel() // 2, minlength=8)
         kept = np.minimum(counts, 10)
-        first, second = board.read_handles(group.board, [0, 1])
+        first, second = board_records.read_handles(group.board, group.spec, [0, 1])
         assert (first.calls, first.lane) == (0, -1)
         assert second.calls == 3
         assert second.last_op is board.OpCode.COMBINE
         assert second.state is board.HandleState.IDLE
         assert second.rows == kept.sum()
         assert second.dropped_rows == (counts - kept).sum() > 0
-        ranks = board.read_ranks(group.board)
+        ranks = board_records.read_ranks(group.board, group.spec)
         assert [r.rows for r in ranks] == kept.tolist()
         assert [r.dropped_rows for r in ranks] == (counts - kept).tolist()
         assert all(r.state is board.RankState.IDLE and r.calls == 3 for r in ranks)

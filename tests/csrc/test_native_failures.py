@@ -15,7 +15,7 @@ import pytest
 from native_group import FINGERPRINT, NativeGroup
 from round_trips import EXPERTS, HIDDEN, TOKENS, TOP_K, expect, inputs, open_group, round_trip
 
-from ep_runtime import board, errors, native
+from ep_runtime import board, board_records, errors, native
 
 SOON_S = 20.0  # far below the 60 s that calls may wait here
 
@@ -133,11 +133,15 @@ def test_poison_ends_calls_that_wait(reason, kind):
         waiting = {0, 1, 2, 4, 5, 6, 7}
         wait_until(
             lambda: (
-                {r for r, seen in enumerate(board.read_ranks(group.board)) if seen.waiting_for == 3}
+                {
+                    r
+                    for r, seen in enumerate(board_records.read_ranks(group.board, group.spec))
+                    if seen.waiting_for == 3
+                }
                 == waiting
             )
         )
-        record = board.read_ranks(group.board)[0]
+        record = board_records.read_ranks(group.board, group.spec)[0]
         assert record.state is board.RankState.MEETING
         assert record.op is board.OpCode.PREPARE
         assert record.layer_id == group.layer_id
@@ -158,7 +162,7 @@ def test_closing_a_group_ends_calls_that_wait():
     group = open_group()
     idx, x = inputs(group)
     out = without_rank(group, 3)(idx, x)
-    wait_until(lambda: board.read_ranks(group.board)[0].waiting_for == 3)
+    wait_until(lambda: board_records.read_ranks(group.board, group.spec)[0].waiting_for == 3)
     started = time.monotonic()
     group.close()
     assert time.monotonic() - started < 2

@@ -14,7 +14,7 @@ from multiprocess.launch import Job
 from multiprocess.test_native_calls import NATIVE, START
 from native_memory import SharedGroup, shared_groups
 
-from ep_runtime import board, board_abi
+from ep_runtime import board, board_abi, board_records
 
 SOON_S = 2.0
 _tick = threading.Event()  # never set: sleeps between looks at a board, which has no events
@@ -59,10 +59,10 @@ class Faulty:
         self.job, self.group = job, group
         self.first, self.second = job.workers
 
-    def until(self, condition: Callable[[list[board.RankRecord]], bool]) -> None:
+    def until(self, condition: Callable[[list[board_records.RankRecord]], bool]) -> None:
         """Waits until the board shows it."""
         deadline = time.monotonic() + 30
-        while not condition(board.read_ranks(self.group.board)):
+        while not condition(board_records.read_ranks(self.group.board, self.group.spec)):
             assert time.monotonic() < deadline
             _tick.wait(0.005)
 
@@ -102,7 +102,9 @@ def faulty(request: pytest.FixtureRequest) -> Iterator[Faulty]:
 
 
 def test_a_process_killed_while_others_wait_ends_their_waits(faulty: Faulty) -> None:
-    pids = [record.pid for record in board.read_ranks(faulty.group.board)]
+    pids = [
+        record.pid for record in board_records.read_ranks(faulty.group.board, faulty.group.spec)
+    ]
     assert pids == [faulty.first.pid] * 2 + [faulty.second.pid] * 2
     faulty.first.tell("launch")
     faulty.until_first_waits_for(2)
@@ -126,7 +128,7 @@ _BIG = {"hidden_size": 16384, "max_tokens_per_rank": 8}
 def test_a_process_killed_in_the_middle_of_its_work_ends_the_others(
     faulty: Faulty, after_s: float
 ) -> None:
-    before = board.read_ranks(faulty.group.board)[2].calls
+    before = board_records.read_ranks(faulty.group.board, faulty.group.spec)[2].calls
     faulty.job.tell("many")
     faulty.until(lambda ranks: ranks[2].calls > before + 20)
     _tick.wait(after_s)

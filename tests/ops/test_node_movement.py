@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from test_token_movement import SHARED, check_case
 
-from ep_runtime import board
+from ep_runtime import board_records
 from ep_runtime_client import ops
 from ep_runtime_client.ops import nodes, nodes_plan
 from ep_runtime_client.ops.calls import Call
@@ -52,7 +52,9 @@ def test_dropped_slots_are_counted_on_the_board(make_group: MakeGroup) -> None:
         sent = ops.dispatch(layer, np.ones((64, 16), np.float32), idx, capacity=40)
         sent.tokens.block_until_ready()
         assert group.board is not None
-        counts.append([(r.rows, r.dropped_rows) for r in board.read_ranks(group.board)])
+        counts.append(
+            [(r.rows, r.dropped_rows) for r in board_records.read_ranks(group.board, group.spec)]
+        )
     assert counts[0] == counts[1] == [(40, 88), (0, 0), (0, 0), (0, 0)]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_token_movement import check_case
 
-from ep_runtime import board
+from ep_runtime import board_records
 from ep_runtime_client import ops
 from ep_runtime_client.ops import nodes_plan
 from ep_runtime_client.ops.calls import Call
@@ -120,7 +120,7 @@ def test_the_board_counts_every_row_once(
     sent.tokens.block_until_ready()
     assert (np.asarray(sent.plan.arrays.chunks) == 4).all()
     assert group.board is not None
-    counts = [(r.rows, r.dropped_rows) for r in board.read_ranks(group.board)]
+    counts = [(r.rows, r.dropped_rows) for r in board_records.read_ranks(group.board, group.spec)]
     assert counts == [(40, 88), (0, 0), (0, 0), (0, 0)]
 
 

@@ -193,6 +193,23 @@ def test_a_board_that_a_client_wrecked_does_not_hurt_the_daemon(daemon):
     assert daemon.ask("Reclaim", name="moe").quarantined_bytes > 0
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ranks_offset", 2**64 - 64), ("handles_offset", 2**63), ("world_size", 2**32 - 1)],
+)
+def test_a_header_that_points_elsewhere_stops_nothing(clocked, field, value):
+    client = clocked.client()
+    found = client.fetch(client.create(make_spec()).group)
+    with mmap.mmap(found[0][1], found[0][0].bytes) as mapped:
+        header = board.BoardHeaderStruct.from_buffer(mapped)
+        setattr(header, field, value)
+        del header
+        clocked.advance(11.0)  # the reaper lives: it marks who is late
+        assert clocked.healthy()
+        assert len(clocked.ask("ListRanks").ranks) == 2
+    close_fds(found)
+
+
 def starve(daemon, spare: int = 0) -> None:
     """Leaves the daemon's process `spare` descriptors."""
     used = {int(fd) for fd in os.listdir(f"/proc/{daemon.pid}/fd")}

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import random
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from raw_client import make_spec
 
 from ep_runtime import board, specs
 from ep_runtime.board_abi import OpCode, RankRecordStruct, RankState
+from ep_runtime_server import lateness
 
 
 class Board:
@@ -126,3 +128,40 @@ def test_a_state_that_nobody_knows_does_not_hide_the_daemon(daemon, job):
     ).op = 77
     assert late(daemon) == []
     assert len(daemon.ask("ListRanks").ranks) == 4
+
+
+def slow_ends(waits_for):
+    """As `_ends`, one rank after the other."""
+    found = {}
+    for rank, first in waits_for.items():
+        seen, current = {rank}, first
+        while current in waits_for and current not in seen:
+            seen.add(current)
+            current = waits_for[current]
+        found[rank] = first if current in waits_for else current
+    return found
+
+
+def test_ends_of_chains_are_those_of_every_rank_by_itself():
+    numbers = random.Random(5)
+    for size in range(1, 60):
+        waits_for = {
+            rank: other
+            for rank in range(size)
+            if numbers.random() < 0.8 and (other := numbers.randrange(size)) != rank
+        }
+        assert lateness._ends(waits_for) == slow_ends(waits_for)
+
+
+def test_the_longest_chain_is_walked_once():
+    steps = []
+
+    class Counted(dict):
+        def __getitem__(self, key):
+            steps.append(key)
+            return super().__getitem__(key)
+
+    size = board.MAX_MEETING_RANKS
+    ends = lateness._ends(Counted({rank: rank + 1 for rank in range(size)}))
+    assert set(ends.values()) == {size}
+    assert len(steps) <= 2 * size

@@ -1,0 +1,172 @@
+"""What a group's board says of its ranks and handles.
+
+Every client of the group can write every byte of its board, header included. So records are found
+by the reader's own spec, never by what the board says of itself, and one that nobody could have
+written is left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from ep_runtime.board import board_layout
+from ep_runtime.board_abi import (
+    MAX_HANDLES,
+    BoardHeaderStruct,
+    DeviceRowsStruct,
+    HandleRecordStruct,
+    HandleState,
+    OpCode,
+    PoisonReason,
+    RankRecordStruct,
+    RankState,
+)
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import GroupSpec
+
+_Number = TypeVar("_Number", bound=enum.IntEnum)
+_MOST = (1 << 64) - 1  # sums of what clients wrote stay numbers of 64 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class HandleRecord:
+    """One handle, summed over the ranks where it counts: calls, rows, dropped_rows."""
+
+    state: HandleState
+    last_op: OpCode
+    epoch: int
+    lane: int
+    calls: int
+    rows: int
+    dropped_rows: int
+    updated_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRecord:
+    """One world rank. Times are CLOCK_MONOTONIC ns; waiting_for is a world rank or -1.
+
+    pid is that of the process that drives the rank, as it sees itself; 0 before it has mapped.
+    """
+
+    state: RankState
+    op: OpCode
+    layer_id: int
+    handle: int
+    epoch: int
+    lane: int
+    waiting_for: int
+    since_ns: int
+    progress_ns: int
+    calls: int
+    rows: int
+    dropped_rows: int
+    open_calls: int
+    pid: int = 0
+
+
+def _known(kind: type[_Number], number: int) -> _Number | None:
+    try:
+        return kind(number)
+    except ValueError:
+        return None
+
+
+def read_poison(buf: Any) -> tuple[int, PoisonReason | None]:
+    """The youngest poisoned generation, 0 for none, and why; None for a reason that is none."""
+    header = BoardHeaderStruct.from_buffer(buf)
+    return header.poison_generation, _known(PoisonReason, header.poison_reason)
+
+
+def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[HandleRecord | None]:
+    """The records of those handle indices, in that order; None for one that cannot be.
+
+    Raises:
+        InvalidArgumentError: there is no such index.
+    """
+    where = board_layout(spec)
+    size = ctypes.sizeof(HandleRecordStruct)
+    records: list[HandleRecord | None] = []
+    for index in indices:
+        if not 0 <= index < MAX_HANDLES:
+            raise InvalidArgumentError(
+                f"handle index must be in [0, {MAX_HANDLES}), got {index}", argument="indices"
+            )
+        raw = HandleRecordStruct.from_buffer_copy(buf, where.handles_offset + index * size)
+        state, last_op = _known(HandleState, raw.state), _known(OpCode, raw.last_op)
+        if state is None or last_op is None:
+            records.append(None)
+            continue
+        rows, dropped_rows = 0, 0
+        if where.device_rows_offset:
+            rows, dropped_rows = _device_rows(buf, where.device_rows_offset, spec, index)
+        records.append(
+            HandleRecord(
+                state=state,
+                last_op=last_op,
+                epoch=raw.epoch,
+                lane=raw.lane if raw.calls else -1,
+                calls=raw.calls,
+                rows=min(_MOST, raw.rows + rows),
+                dropped_rows=min(_MOST, raw.dropped_rows + dropped_rows),
+                updated_ns=raw.updated_ns,
+            )
+        )
+    return records
+
+
+def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[int, int]:
+    """(rows, dropped rows) of a handle, summed over the ranks on devices."""
+    size = ctypes.sizeof(DeviceRowsStruct)
+    first, stride = offset + index * size, MAX_HANDLES * size
+    found = [
+        DeviceRowsStruct.from_buffer_copy(buf, first + rank * stride)
+        for rank in range(spec.world_size)
+    ]
+    return sum(raw.rows for raw in found), sum(raw.dropped_rows for raw in found)
+
+
+def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
+    """A rank record not torn by its writer; the last look where it keeps writing."""
+    live = RankRecordStruct.from_buffer(buf, offset)
+    copy = RankRecordStruct.from_buffer_copy(live)
+    for _ in range(16):
+        if copy.sequence % 2 == 0 and live.sequence == copy.sequence:
+            break
+        copy = RankRecordStruct.from_buffer_copy(live)
+    return copy
+
+
+def read_ranks(buf: Any, spec: GroupSpec) -> list[RankRecord | None]:
+    """The records of all world ranks; None for one that cannot be."""
+    first, size = board_layout(spec).ranks_offset, ctypes.sizeof(RankRecordStruct)
+    records: list[RankRecord | None] = []
+    for rank in range(spec.world_size):
+        raw = _stable_copy(buf, first + rank * size)
+        state, op = _known(RankState, raw.state), _known(OpCode, raw.op)
+        if state is None or op is None:
+            records.append(None)
+            continue
+        records.append(
+            RankRecord(
+                state=state,
+                op=op,
+                layer_id=raw.layer_id,
+                handle=raw.handle,
+                epoch=raw.epoch,
+                lane=raw.lane,
+                waiting_for=raw.waiting_for,
+                since_ns=raw.since_ns,
+                progress_ns=raw.progress_ns,
+                calls=raw.calls,
+                rows=raw.rows,
+                dropped_rows=raw.dropped_rows,
+                open_calls=raw.open_calls,
+                pid=raw.pid,
+            )
+        )
+    return records
