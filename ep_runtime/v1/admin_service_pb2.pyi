@@ -64,7 +64,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks", "cluster")
+    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks", "cluster", "loop_lag_p99", "loop_lag_worst", "failing_tasks")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,9 @@ class GetStatusResponse(_message.Message):
     RECOVERY_FIELD_NUMBER: _ClassVar[int]
     LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_P99_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_WORST_FIELD_NUMBER: _ClassVar[int]
+    FAILING_TASKS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     incarnation: str
     pid: int
@@ -103,7 +106,10 @@ class GetStatusResponse(_message.Message):
     recovery: RecoveryStatus
     late_ranks: _containers.RepeatedCompositeFieldContainer[LateRank]
     cluster: ClusterStatus
-    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ...) -> None: ...
+    loop_lag_p99: _duration_pb2.Duration
+    loop_lag_worst: _duration_pb2.Duration
+    failing_tasks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ..., loop_lag_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., loop_lag_worst: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failing_tasks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes", "num_answered")

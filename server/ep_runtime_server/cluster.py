@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
-import logging
 import os
 import socket
 from pathlib import Path
@@ -34,6 +31,7 @@ from ep_runtime_server.nodes import Node, NodeIdentity, Nodes, NodeState
 from ep_runtime_server.peers import Peers
 from ep_runtime_server.recorder import boot_id
 from ep_runtime_server.spanning import Spanning
+from ep_runtime_server.supervision import Supervisor
 from ep_runtime_server.view_ids import ViewIds
 from ep_runtime_server.windows import Owner
 
@@ -64,7 +62,6 @@ class Cluster:
         self._num_answered = 0
         self.nodes: Nodes | None = None
         self.membership: Membership | None = None
-        self._member_task: asyncio.Task[None] | None = None
         self._started_s = clock.monotonic_s()
         self.address = ""  # HOST:PORT at which others reach us, once started
 
@@ -205,12 +202,10 @@ class Cluster:
         )
         await self.peers.ask(node, address, "TellGroup", request, within_s=config.NODE_RPC_S)
 
-    def begin(self) -> None:
+    def begin(self, supervisor: Supervisor) -> None:
         """The server answers: the coordinator may hear of us."""
         if self.membership is not None:
-            loop = asyncio.get_running_loop()
-            self._member_task = loop.create_task(self.membership.run())
-            self._member_task.add_done_callback(_check_ended)
+            supervisor.keep("membership", self.membership.run)
 
     def _identity(self) -> NodeIdentity:
         return NodeIdentity(
@@ -301,20 +296,11 @@ class Cluster:
             self.assemblies.tick()
 
     async def stop(self) -> None:
-        """Leaves the cluster; the node's groups go on."""
+        """Leaves the cluster, once nothing joins it any more; the node's groups go on."""
         if self.spanning is not None:
             await self.spanning.stop()
         await self.view_ids.close()
-        if self._member_task is not None and self.membership is not None:
-            self._member_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._member_task
+        if self.membership is not None:
             await self.membership.leave()
         await self.peers.close()
         self.facts.close()
-
-
-def _check_ended(task: asyncio.Task[None]) -> None:
-    """Only a bug ends it: the node would be UNREACHABLE to the others without a word here."""
-    if not task.cancelled() and task.exception() is not None:
-        logging.getLogger(__name__).error("the membership ended", exc_info=task.exception())

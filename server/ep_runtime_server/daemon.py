@@ -82,8 +82,6 @@ class Daemon:
         self._clock = clock or SystemClock()
         self._peer_of = peer_of
         self._stop_now = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
         self._signals: list[int] = []
 
     async def start(self) -> None:
@@ -100,7 +98,6 @@ class Daemon:
         self.runtime = Runtime(settings, self._clock, journal, self._gpus)
         self.runtime.restore(FdStore(env.notify_socket(), self._stored_fds), self._stored_fds)
         self.runtime.failpoints.hit("recovery.restored")
-        self.runtime.on_drain(self._drained)
         self._node_server = self._make_node_server()
         self._health = health.aio.HealthServicer()
         self._api = self._server(self.runtime, sessions_guard=True)
@@ -115,12 +112,11 @@ class Daemon:
         await self._admin.start()
         if self._node_server is not None and self.runtime.cluster is not None:
             await self._node_server.start()
-            self.runtime.cluster.begin()
+            self.runtime.cluster.begin(self.runtime.supervisor)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._tasks = [
-            asyncio.get_running_loop().create_task(work)
-            for work in (self._reap(), self._watch_drain(), self._watch_recovery())
-        ]
+        self.runtime.supervisor.keep("health", self._follow_health)
+        self.runtime.supervisor.keep("reaper", self._reap)
+        self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
         self._watch_parent()
         if settings.testing:
             logging.getLogger(__name__).warning("testing switches: %s", sorted(settings.testing))
@@ -204,24 +200,23 @@ class Daemon:
         self.runtime.events.add("server.parent_gone", "the process that started us is gone")
         self._stop_now.set()
 
-    async def _watch_drain(self) -> None:
-        await self._drained.wait()
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-
-    async def _watch_recovery(self) -> None:
-        await self.runtime.recovery.wait_over(None, self._settings.recovery_s + 1.0)
-        if not self.runtime.draining:
-            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+    async def _follow_health(self) -> None:
+        """Tells the health service what `Runtime.healthy` says."""
+        changed = self.runtime.health_changed
+        while True:
+            changed.clear()
+            healthy = self.runtime.healthy
+            answer = health_pb2.HealthCheckResponse
+            await self._set_health(answer.SERVING if healthy else answer.NOT_SERVING)
+            while self.runtime.healthy == healthy:
+                await changed.wait()
+                changed.clear()
 
     async def _reap(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            before = loop.time()
             await asyncio.sleep(config.REAPER_INTERVAL_S)
-            lag = max(0.0, loop.time() - before - config.REAPER_INTERVAL_S)
-            # Decays by half in about ten seconds, so that a stall stays visible for a while.
-            self.runtime.loop_lag_s = max(lag, self.runtime.loop_lag_s * 0.98)
             self.runtime.tick()
+            self.runtime.health_changed.set()  # the recovery ends by the clock
             if self.runtime.should_stop or self._parent_is_gone():
                 self._stop_now.set()
 
@@ -245,9 +240,7 @@ class Daemon:
             loop.remove_signal_handler(number)
         if self._settings.parent_pidfd is not None:
             loop.remove_reader(self._settings.parent_pidfd)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.runtime.supervisor.stop()
         self.runtime.draining = True
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._fd_server.close()

@@ -21,6 +21,7 @@ from ep_runtime_server.group_fsm import Event, State
 from ep_runtime_server.group_memory import get_windows
 from ep_runtime_server.groups import Group, wait_until
 from ep_runtime_server.sessions import Session, SessionState
+from ep_runtime_server.supervision import tell_failure
 from ep_runtime_server.windows import Owner, WindowPool
 
 
@@ -185,7 +186,7 @@ class Groups:
         """A bug in forming ends the wait of its callers instead of letting them sit it out."""
         error = None if task.cancelled() else task.exception()
         if error is not None and group.state is not State.CLOSED:
-            logging.getLogger(__name__).error("forming %s failed", group.owner, exc_info=error)
+            tell_failure(self._events, f"forming {group.owner}", error)
             group.failure = EpRuntimeError(f"the daemon could not form group {group.owner}")
             self.take_away(group, PoisonReason.CLOSED, "a fault of the daemon")
 

@@ -110,6 +110,7 @@ async def serve(settings: ServerConfig) -> None:
     daemon = Daemon(settings, stored_fds=systemd.stored_fds(*env.stored_fds()))
     await daemon.start()
     daemon.handle_signals()
+    asyncio.get_running_loop().set_exception_handler(daemon.runtime.supervisor.in_callback)
     try:
         _tell_ready(settings, daemon)
         await daemon.run_until_stopped()

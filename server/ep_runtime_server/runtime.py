@@ -32,11 +32,13 @@ from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.lateness import LateRanks
+from ep_runtime_server.loop_lag import LoopLag
 from ep_runtime_server.operations import Operations
 from ep_runtime_server.recorder import Recorder
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.rejoin import Rejoin
 from ep_runtime_server.sessions import Session, Sessions, SessionState
+from ep_runtime_server.supervision import Supervisor
 from ep_runtime_server.tickets import TicketBook
 from ep_runtime_server.unique_ids import UniqueIdBook
 from ep_runtime_server.windows import Owner, WindowPool
@@ -83,12 +85,13 @@ class Runtime:
         self.recorder = Recorder(journal, self.sessions, self.groups, self.pool, self.events, clock)
         self.late_ranks = LateRanks(self.groups, self.events, clock)
         self.failpoints = Failpoints(settings.testing)
+        self.health_changed = asyncio.Event()
+        self.supervisor = Supervisor(self.events, self.health_changed.set)
         self.cluster: Cluster | None = None  # where the daemon belongs to one
         self.draining = False
         self.stop_at_s: float | None = None  # set once the daemon is told to end
-        self.loop_lag_s = 0.0
+        self.loop_lag = LoopLag()
         self._idle_since_s = self.started_s
-        self._drain_listeners: list[asyncio.Event] = []
 
     def restore(self, fd_store: FdStore, stored: Mapping[str, int]) -> None:
         """Takes over what the journal says and what systemd kept, and begins a journal of its own.
@@ -135,6 +138,12 @@ class Runtime:
         if self.recovery.under_way:
             return session_service_pb2.SERVER_STATE_RECOVERING
         return session_service_pb2.SERVER_STATE_SERVING
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the health service says SERVING."""
+        serving = self.server_state == session_service_pb2.SERVER_STATE_SERVING
+        return serving and not self.supervisor.failing
 
     def check_serving(self) -> None:
         """Raises RuntimeUnavailableError while the daemon drains."""
@@ -244,12 +253,7 @@ class Runtime:
         event = session_service_pb2.DrainEvent(deadline=duration(deadline_s))
         for session in self.sessions.not_over():
             session.tell(session_service_pb2.WatchSessionResponse(drain=event))
-        for listener in self._drain_listeners:
-            listener.set()
-
-    def on_drain(self, listener: asyncio.Event) -> None:
-        """`listener` is set when draining begins."""
-        self._drain_listeners.append(listener)
+        self.health_changed.set()
 
     def fence(self, session_id: str, reason: str) -> list[str]:
         """Cuts a session off; names of the groups that this poisoned.
@@ -301,18 +305,20 @@ class Runtime:
     # Time
 
     def tick(self) -> None:
-        """What is due by the clock; called every REAPER_INTERVAL_S."""
-        self.groups.expire()
-        self.tickets.expire()
-        self.unique_ids.tick()
-        self.operations.expire()
-        self.sessions.mark_suspects()
-        self.sessions.prune()
-        self.recovery.settle()
-        self.recorder.tick()
-        self.late_ranks.look()
+        """What is due by the clock; called every REAPER_INTERVAL_S. One that fails stops no other,
+        whatever order they come in."""
+        run = self.supervisor.run
+        run("expiry of groups", self.groups.expire)
+        run("expiry of tickets", self.tickets.expire)
+        run("ends of NCCL ids", self.unique_ids.tick)
+        run("expiry of answers", self.operations.expire)
+        run("marks of late heartbeats", self.sessions.mark_suspects)
+        run("forgetting of sessions", self.sessions.prune)
+        run("end of the recovery", self.recovery.settle)
+        run("journal", self.recorder.tick)
+        run("look for late ranks", self.late_ranks.look)
         if self.cluster is not None:
-            self.cluster.tick()
+            run("cluster", self.cluster.tick)
         if self.sessions.not_over() or self.groups.all():
             self._idle_since_s = self.clock.monotonic_s()  # retained memory waits for its job
 

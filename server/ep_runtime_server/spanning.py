@@ -30,6 +30,7 @@ from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import Event, State
 from ep_runtime_server.groups import Group, RemoteMember
+from ep_runtime_server.supervision import tell_failure
 from ep_runtime_server.windows import Owner
 
 # (node, owner, epoch, lost ranks, left ranks) to that node's daemon.
@@ -117,8 +118,9 @@ class Spanning:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logging.getLogger(__name__).error("forming failed", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            tell_failure(self._events, "forming across nodes", error)
 
     async def stop(self) -> None:
         for task in list(self._tasks):

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
         def once() -> int:
             status = daemon.status()
-            healthy = status["state"] == "SERVING" and not (status["journal"] or {}).get("error")
+            ill = (status["journal"] or {}).get("error") or status["failing_tasks"]
+            healthy = status["state"] == "SERVING" and not ill
             code = cli.OK if healthy else cli.PARTIAL
             if args.quiet:
                 return code
@@ -69,7 +70,8 @@ def _write(status: dict[str, Any], found: dict[str, Any]) -> None:
             ("layers", f"{status['num_layers']}, handles {status['num_handles']}"),
             ("descriptors", f"{status['num_fds']} of {status['max_fds']}"),
             ("memory", f"{render.cell(status['rss_bytes'], 'bytes')} without windows"),
-            ("loop lag", f"{(status['loop_lag_s'] or 0) * 1e3:.1f} ms at most in a minute"),
+            ("loop lag", _loop_lag(status)),
+            *_failing(status),
             *_restarts(status),
         ]
     )
@@ -113,6 +115,20 @@ def _write_gpus(status: dict[str, Any], found: dict[str, Any]) -> None:
         render.write_table(gpus.COLUMNS, found["items"], wide=False, empty="")
     elif gpus.held_by_gpu(status):
         render.out(f"memory and links of the GPUs are not told: {found['reason']}")
+
+
+def _loop_lag(status: dict[str, Any]) -> str:
+    """How late the daemon's event loop was; an older daemon tells one figure only."""
+    p99, minute, worst = (
+        f"{(status.get(name) or 0) * 1e3:.1f} ms"
+        for name in ("loop_lag_p99_s", "loop_lag_s", "loop_lag_worst_s")
+    )
+    return f"p99 {p99}, worst {minute} in a minute, {worst} since the start"
+
+
+def _failing(status: dict[str, Any]) -> list[tuple[str, str]]:
+    names = ", ".join(status["failing_tasks"])
+    return [("FAILING", f"{names}: see the daemon's log")] if names else []
 
 
 def _restarts(status: dict[str, Any]) -> list[tuple[str, str]]:

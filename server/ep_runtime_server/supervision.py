@@ -1,0 +1,105 @@
+"""Background work of the daemon. What fails there is told, shown by health, and tried again: a
+daemon whose reaper is gone looks alive and frees nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ep_runtime_server.events import EventLog
+
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 5.0
+# Work that failed and then ran for that long works again.
+WORKS_AFTER_S = 1.0
+
+
+def tell_failure(events: EventLog, name: str, error: BaseException) -> None:
+    """One event, and the traceback in the log. Only a fault of the daemon comes here."""
+    logging.getLogger(__name__).error("%s failed", name, exc_info=error)
+    events.add(
+        "task.failed",
+        f"{name}: {type(error).__name__}: {error}"[:500],
+        level=logging.ERROR,
+        task=name,
+    )
+
+
+class Supervisor:
+    """`keep` for work that lasts, `run` for one round of work that comes again.
+
+    Attributes:
+        failing: names of what does not work now.
+    """
+
+    def __init__(self, events: EventLog, on_change: Callable[[], None]) -> None:
+        """`on_change()` is called when `failing` changed."""
+        self._events = events
+        self._on_change = on_change
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failures: dict[str, str] = {}  # by name: the last one, as it was told
+
+    @property
+    def failing(self) -> list[str]:
+        return sorted(self._failures)
+
+    def keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `work()` in a task until it returns; starts it again where it fails."""
+        self._tasks.append(asyncio.get_running_loop().create_task(self._keep(name, work)))
+
+    async def _keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = RETRY_FIRST_S
+        while True:
+            started_s = loop.time()
+            well = loop.call_later(WORKS_AFTER_S, self._works, name)
+            try:
+                await work()
+                self._works(name)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, the daemon goes on
+                if loop.time() - started_s >= WORKS_AFTER_S:
+                    pause_s = RETRY_FIRST_S
+                self._failed(name, error)
+            finally:
+                well.cancel()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_MOST_S)
+
+    def run(self, name: str, work: Callable[[], None]) -> None:
+        """Calls `work()`; a failure is told once, however often it comes again."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the rest of the round goes on
+            self._failed(name, error)
+        else:
+            self._works(name)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        what = f"{type(error).__name__}: {error}"
+        known = self._failures.get(name)
+        self._failures[name] = what
+        if known != what:
+            tell_failure(self._events, name, error)
+        if known is None:
+            self._on_change()
+
+    def _works(self, name: str) -> None:
+        if self._failures.pop(name, None) is not None:
+            self._events.add("task.works", f"{name} works again", task=name)
+            self._on_change()
+
+    def in_callback(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An event loop's exception handler: what a callback or a forgotten task raised."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            tell_failure(self._events, str(context.get("message", "a callback")), error)
+        else:
+            loop.default_exception_handler(context)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,124 @@
+"""Background work that fails is told, seen by health, and tried again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from harness import FakeClock, eventually
+
+from ep_runtime_server import supervision
+from ep_runtime_server.events import EventLog
+from ep_runtime_server.loop_lag import LoopLag
+from ep_runtime_server.supervision import Supervisor
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """(supervisor, its events' kinds, how often it called back)."""
+    monkeypatch.setattr(supervision, "RETRY_FIRST_S", 0.001)
+    monkeypatch.setattr(supervision, "WORKS_AFTER_S", 0.02)
+    events, changes = EventLog(FakeClock()), []
+    supervisor = Supervisor(events, lambda: changes.append(supervisor.failing))
+    return supervisor, lambda: [event.kind for event in events.after(0)], changes
+
+
+def test_work_that_fails_is_started_again_until_it_works(told):
+    supervisor, kinds, changes = told
+    starts = []
+
+    async def work():
+        starts.append(len(starts))
+        if len(starts) <= 3:
+            raise OverflowError("as ctypes has it")
+        await asyncio.Event().wait()
+
+    async def scene():
+        supervisor.keep("reaper", work)
+        while not starts or supervisor.failing:
+            await asyncio.sleep(0.001)
+        assert len(starts) == 4
+        await supervisor.stop()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+    assert kinds() == ["task.failed", "task.works"]  # the same failure is told once
+    assert changes == [["reaper"], []]
+
+
+def test_pauses_between_starts_grow_to_a_bound(told, monkeypatch):
+    supervisor, _, _ = told
+    pauses = []
+
+    async def sleep(pause_s):
+        pauses.append(pause_s)
+        if len(pauses) == 40:
+            raise asyncio.CancelledError
+
+    async def work():
+        raise ValueError
+
+    async def scene():
+        monkeypatch.setattr(supervision.asyncio, "sleep", sleep)
+        supervisor.keep("reaper", work)
+        await asyncio.gather(*supervisor._tasks, return_exceptions=True)
+
+    asyncio.run(scene())
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (supervision.RETRY_FIRST_S, supervision.RETRY_MOST_S)
+
+
+def test_a_round_that_fails_stops_no_other_and_is_told_once(told):
+    supervisor, kinds, _ = told
+    done = []
+
+    def fails():
+        raise OverflowError("too large")
+
+    for _ in range(5):
+        supervisor.run("first", fails)
+        supervisor.run("second", lambda: done.append(1))
+    assert supervisor.failing == ["first"]
+    assert len(done) == 5
+    supervisor.run("first", lambda: None)
+    assert supervisor.failing == []
+    assert kinds() == ["task.failed", "task.works"]
+
+
+def test_a_duty_of_the_reaper_that_fails_makes_health_not_serving_and_stops_no_other(
+    clocked, monkeypatch
+):
+    assert clocked.healthy()
+    groups = clocked._daemon.runtime.groups
+
+    def fails():
+        raise OverflowError("cannot fit 'int' into an index-sized integer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(groups, "expire", fails)
+        eventually(lambda: not clocked.healthy())
+        assert clocked.status().failing_tasks == ["expiry of groups"]
+        clocked.advance(11.0)  # sessions are marked SUSPECT all the same
+    eventually(clocked.healthy)
+    assert list(clocked.status().failing_tasks) == []
+    kinds = clocked.event_kinds()
+    assert kinds.count("task.failed") == kinds.count("task.works") == 1
+
+
+def test_what_holds_the_loop_is_measured(daemon, server_loop):
+    async def hold():
+        import time
+
+        time.sleep(0.15)
+
+    asyncio.run_coroutine_threadsafe(hold(), server_loop).result(5)
+    eventually(lambda: daemon.status().loop_lag.ToTimedelta().total_seconds() > 0.1)
+    status = daemon.status()
+    assert status.loop_lag_worst.ToTimedelta() >= status.loop_lag.ToTimedelta()
+    assert status.loop_lag_p99.ToTimedelta() <= status.loop_lag.ToTimedelta()
+
+
+def test_p99_leaves_out_one_sample_of_a_hundred():
+    lag = LoopLag()
+    for number in range(100):
+        lag.add(float(number))
+    assert (lag.p99_s, lag.recent_worst_s, lag.worst_s) == (98.0, 99.0, 99.0)
