@@ -20,6 +20,8 @@ from ep_runtime import nccl
 _ROOT = Path(__file__).parents[1]
 _SOURCES = _ROOT / "csrc"
 _OURS = _ROOT / "tests" / "csrc" / "nccl"
+# JAX on GPUs loads the real library into this process too, and its name is taken then.
+_SONAME = "libnccl_of_tests.so.2"
 _NCCL = ("api.cc", "communicator.cc", "communicators.cc", "exchange.cc", "group.cc")
 
 
@@ -27,7 +29,8 @@ def _compile(name: str, sources: list[Path], *options: str) -> Path:
     """The library of these sources; built once for all processes, and again when they change."""
     headers = (*_SOURCES.glob("core/*.h"), *_SOURCES.glob("ffi/nccl_table.h"))
     read = [*sources, *sorted(_SOURCES.glob("cuda/nccl/*")), *sorted(headers)]
-    key = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()[:16]
+    said = " ".join(options).encode()
+    key = hashlib.sha256(said.join(path.read_bytes() for path in read)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"ep-nccl-{os.geteuid()}-{key}"
     folder.mkdir(mode=0o700, exist_ok=True)
     assert folder.stat().st_uid == os.geteuid()
@@ -50,7 +53,7 @@ def _compile(name: str, sources: list[Path], *options: str) -> Path:
 @functools.cache
 def fake_library() -> Path:
     """libnccl.so.2 whose communicators live in this process; `FakeNccl` sets what it does."""
-    return _compile(nccl.LIBRARY, [_OURS / "fake_nccl.cc"], f"-Wl,-soname,{nccl.LIBRARY}")
+    return _compile(nccl.LIBRARY, [_OURS / "fake_nccl.cc"], f"-Wl,-soname,{_SONAME}")
 
 
 @functools.cache
@@ -62,7 +65,8 @@ def edge_library() -> Path:
         _SOURCES / "core" / "status.cc",
         _OURS / "test_edge.cc",
     ]
-    return _compile("libnccl_edge.so", sources, f"-I{_SOURCES}", "-Wall", "-Wextra")
+    options = (f"-I{_SOURCES}", f'-DEP_RUNTIME_NCCL_SONAME="{_SONAME}"', "-Wall", "-Wextra")
+    return _compile("libnccl_edge.so", sources, *options)
 
 
 class FakeNccl:

@@ -4,11 +4,16 @@
 
 #include <mutex>
 
+// Tests have one of another name, beside the one that JAX may load.
+#ifndef EP_RUNTIME_NCCL_SONAME
+#define EP_RUNTIME_NCCL_SONAME "libnccl.so.2"
+#endif
+
 namespace ep_runtime {
 namespace nccl {
 namespace {
 
-constexpr const char* kSoname = "libnccl.so.2";
+constexpr const char* kSoname = EP_RUNTIME_NCCL_SONAME;
 
 template <typename Function>
 bool Find(void* library, const char* name, Function* function, std::string* missing) {
@@ -32,7 +37,8 @@ Status FindAll(void* library, Api* api) {
                      Find(library, "ncclGroupStart", &api->group_start, &missing) &&
                      Find(library, "ncclGroupEnd", &api->group_end, &missing) &&
                      Find(library, "ncclSend", &api->send, &missing) &&
-                     Find(library, "ncclRecv", &api->receive, &missing);
+                     Find(library, "ncclRecv", &api->receive, &missing) &&
+                     Find(library, "ncclAllReduce", &api->all_reduce, &missing);
   if (found) return Status();
   return Error(Code::kFailedPrecondition, "VersionSkewError")
       .Says("this process's " + std::string(kSoname) + " has no " + missing +
