@@ -18,7 +18,7 @@ from pathlib import Path
 from ep_runtime import env, native
 from ep_runtime.errors import EpRuntimeError, VersionSkewError, parse
 
-ABI = 1
+ABI = 2
 UNIQUE_ID_BYTES = 128
 LIBRARY = "libnccl.so.2"
 CLOSE_TIMEOUT_S = 10.0
@@ -44,6 +44,8 @@ class _Options(ctypes.Structure):
         ("num_local_ranks", _I64),
         ("ids", ctypes.c_char_p),
         ("num_domains", _I64),
+        ("carries_rows", _I64),
+        ("max_channels", _I64),
     ]
 
 
@@ -68,6 +70,7 @@ class _Table(ctypes.Structure):
         ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
         ("await_failure", ctypes.CFUNCTYPE(_I64, _I64, _I64, _Text)),
         ("rank_left", ctypes.CFUNCTYPE(None, _I64, _I64, ctypes.c_char_p)),
+        ("try_sum", ctypes.CFUNCTYPE(_I64, _I64, _I64, _Text)),
     ]
 
 
@@ -108,6 +111,9 @@ class Ranks:
         world_ranks: of this process.
         ordinals: CUDA ordinal of each.
         op_timeout_s: how long one call may wait for its peers.
+        carries_rows: rows travel over them, so they connect to every peer when they are made;
+            else NCCL connects and allocates buffers when something first calls it.
+        max_channels: of a communicator, each with buffers for every peer; 0: NCCL's choice.
     """
 
     name: str
@@ -116,6 +122,8 @@ class Ranks:
     world_ranks: tuple[int, ...]
     ordinals: tuple[int, ...]
     op_timeout_s: float
+    carries_rows: bool = True
+    max_channels: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +184,8 @@ class NcclLibrary:
             num_local_ranks=count,
             ids=b"".join(ids),
             num_domains=len(ids),
+            carries_rows=ranks.carries_rows,
+            max_channels=ranks.max_channels,
         )
         text = _Buffer()
         number = int(self._table.make_group(ctypes.byref(options), text.struct))
@@ -196,7 +206,7 @@ class NcclGroup:
         self.over = threading.Event()
 
     def init(self, budget_s: float) -> None:
-        """Joins the other ranks, and moves the first bytes between them.
+        """Joins the other ranks, and moves the first bytes between them where rows travel here.
 
         Raises:
             OpTimeoutError: they did not join within the budget.
@@ -204,6 +214,19 @@ class NcclGroup:
         """
         text = _Buffer()
         if self._table.init_group(self.number, _nanoseconds(budget_s), text.struct) < 0:
+            _raise(text)
+
+    def try_sum(self, budget_s: float) -> None:
+        """An all-reduce of 4 MiB of int32 over each communicator, whose sums are checked.
+
+        Every process of the group must ask for it. After `init`; NCCL may connect and allocate.
+
+        Raises:
+            OpTimeoutError: the others did not within the budget.
+            EpRuntimeError: what NCCL says, or which sum was wrong; the group is of no use then.
+        """
+        text = _Buffer()
+        if self._table.try_sum(self.number, _nanoseconds(budget_s), text.struct) < 0:
             _raise(text)
 
     def add_layers(self, layers: Sequence[Layer]) -> None:

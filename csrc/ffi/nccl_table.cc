@@ -52,7 +52,8 @@ int64_t MakeGroup(const EpNcclOptions* options, EpNcclText error) {
   const nccl::Api* api = nullptr;
   Status status = nccl::Load(options->library, &api);
   nccl::GroupOptions made{
-      options->name, options->generation, options->ep_size, options->op_timeout_ns, {}};
+      options->name, options->generation, options->ep_size, options->op_timeout_ns, {}, {}};
+  made.purpose = {options->carries_rows != 0, static_cast<int>(options->max_channels)};
   if (status.ok()) status = ReadPlaces(*options, &made.places);
   if (!status.ok()) return Fail(status, error);
   return nccl::ThisProcessGroups().Add(nccl::Group::Make(*api, NcclDevices(), std::move(made)));
@@ -63,6 +64,14 @@ int64_t InitGroup(int64_t group, int64_t budget_ns, EpNcclText error) {
   const Status status = found == nullptr
                             ? Stale("no open group has the number " + std::to_string(group))
                             : found->Init(budget_ns);
+  return status.ok() ? 0 : Fail(status, error);
+}
+
+int64_t TrySum(int64_t group, int64_t budget_ns, EpNcclText error) {
+  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  const Status status = found == nullptr
+                            ? Stale("no open group has the number " + std::to_string(group))
+                            : found->TrySum(budget_ns);
   return status.ok() ? 0 : Fail(status, error);
 }
 
@@ -109,7 +118,7 @@ extern "C" __attribute__((visibility("default"))) const void* EpRuntimeNcclTable
   using namespace ep_runtime;  // NOLINT: the table's fields are all from there
   static const EpNcclTable table = {
       kNcclTableAbi, sizeof(EpNcclTable), Version,    MakeGroup,    InitGroup, AddLayers,
-      AbortGroup,    CheckGroup,          CloseGroup, AwaitFailure, RankLeft,
+      AbortGroup,    CheckGroup,          CloseGroup, AwaitFailure, RankLeft,  TrySum,
   };
   return &table;
 }

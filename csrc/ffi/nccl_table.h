@@ -10,7 +10,7 @@
 namespace ep_runtime {
 
 // Raised when a field of the table, or of a struct it takes, changes its meaning.
-constexpr uint32_t kNcclTableAbi = 1;
+constexpr uint32_t kNcclTableAbi = 2;
 
 // As EpText of c_table.h.
 struct EpNcclText {
@@ -29,6 +29,8 @@ struct EpNcclOptions {
   int64_t num_local_ranks;
   const uint8_t* ids;  // [num_domains, 128], one unique id per EP domain
   int64_t num_domains;
+  int64_t carries_rows;  // or nothing does until it is asked for: nccl::Purpose
+  int64_t max_channels;  // 0: NCCL's choice
 };
 
 struct EpNcclLayer {
@@ -55,6 +57,8 @@ struct EpNcclTable {
   int64_t (*await_failure)(int64_t group, int64_t timeout_ns, EpNcclText);
   // The process of that world rank closed the group; `why` as of abort_group.
   void (*rank_left)(int64_t group, int64_t world_rank, const char* why);
+  // An all-reduce over the communicators, whose sums are checked.
+  int64_t (*try_sum)(int64_t group, int64_t budget_ns, EpNcclText);
 };
 
 // How the communicators reach devices: CUDA's in the library, others in tests.

@@ -27,8 +27,10 @@ enum Result : int {
   kInProgress = 7,
 };
 
-// ncclDataType_t. Rows travel as bytes whatever they are.
+// ncclDataType_t and ncclRedOp_t. Rows travel as bytes whatever they are.
 constexpr int kInt8 = 0;
+constexpr int kInt32 = 2;
+constexpr int kSum = 0;
 
 // ncclConfig_t as of 2.18. NCCL reads `size` bytes and takes its own defaults for what came later,
 // so the struct need not grow with the library.
@@ -68,6 +70,8 @@ struct Api {
   int (*group_end)();
   int (*send)(const void* from, size_t count, int type, int peer, Comm* comm, Stream stream);
   int (*receive)(void* to, size_t count, int type, int peer, Comm* comm, Stream stream);
+  int (*all_reduce)(const void* from, void* to, size_t count, int type, int op, Comm* comm,
+                    Stream stream);
 };
 
 // The libnccl.so.2 that the process has loaded; else `path`, which is then the process's, and which

@@ -36,10 +36,11 @@ Status Communicator::Gone(const char* what) const {
       .With("rank", place_.world_rank);
 }
 
-Status Communicator::Start() {
+Status Communicator::Start(int max_channels) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (aborted_) return Gone("init");
   Config config;
+  if (max_channels > 0) config.max_ctas = max_channels;
   const int result = api_.init_rank(&comm_, place_.ranks, place_.id, place_.rank, &config);
   if (IsFine(result)) return Status();
   return Failed(api_, "init of rank " + std::to_string(place_.world_rank), result, comm_);

@@ -35,8 +35,9 @@ class Communicator {
 
   const Place& place() const { return place_; }
 
-  // Begins to join the others; the device must be current. Wait tells when it is done.
-  Status Start();
+  // Begins to join the others; the device must be current. Wait tells when it is done. At most so
+  // many channels, each with buffers for every peer; 0: as many as NCCL thinks fastest.
+  Status Start(int max_channels);
   // What `issue` calls on the communicator, as one NCCL group. Returns once all of it is on its
   // stream: until then XLA must not go on with that stream. The first call may wait for peers,
   // because NCCL connects to them when it first needs them.

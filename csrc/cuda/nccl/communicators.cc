@@ -17,9 +17,9 @@ constexpr std::chrono::milliseconds kAskEvery(5);
 
 }  // namespace
 
-Communicators::Communicators(const Api& api, Devices devices, Alive alive,
+Communicators::Communicators(const Api& api, Devices devices, Alive alive, Purpose purpose,
                              const std::vector<Place>& places)
-    : api_(api), devices_(std::move(devices)), alive_([asked = asked_] {
+    : api_(api), devices_(std::move(devices)), purpose_(purpose), alive_([asked = asked_] {
         std::lock_guard<std::mutex> lock(asked->mutex);
         return asked->alive ? asked->alive() : Stale("the communicators are closed");
       }) {
@@ -60,15 +60,17 @@ Status Communicators::Init(int64_t budget_ns) {
     }
     return outer();
   };
-  const Devices devices = devices_;
-  const auto init = [shared_failure, alive, devices, budget_ns](Communicator& communicator) {
+  const auto init = [shared_failure, alive, devices = devices_, purpose = purpose_,
+                     budget_ns](Communicator& communicator) {
     std::unique_ptr<SideStream> side;
-    Status status = devices.make_side(&side);
+    Status status = purpose.carries_rows ? devices.make_side(&side) : Status();
     communicator.GiveSide(std::move(side));
-    if (status.ok()) status = communicator.Start();
+    if (status.ok()) status = communicator.Start(purpose.max_channels);
     if (status.ok()) status = communicator.Wait("init", budget_ns, alive);
     if (status.ok()) status = communicator.CheckShape();
-    if (status.ok()) status = devices.try_out(communicator, budget_ns, alive);
+    if (status.ok() && purpose.carries_rows) {
+      status = devices.try_out(communicator, budget_ns, alive);
+    }
     if (!status.ok()) {
       std::lock_guard<std::mutex> lock(shared_failure->first);
       if (shared_failure->second.ok()) shared_failure->second = status;
@@ -88,6 +90,22 @@ Status Communicators::Init(int64_t budget_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
     failure_ = error;
   }
+  Abort();
+  return error;
+}
+
+Status Communicators::TrySum(int64_t budget_ns) {
+  Status error = Failure();
+  if (!error.ok()) return error;
+  const auto sum = [try_sum = devices_.try_sum, alive = alive_,
+                    budget_ns](Communicator& communicator) {
+    return try_sum(communicator, budget_ns, alive);
+  };
+  if (!OnEach(sum, std::chrono::nanoseconds(budget_ns) + kInitGrace, &error) && error.ok()) {
+    error = Internal("NCCL did not give back a thread that sums over a communicator");
+  }
+  if (error.ok()) return error;
+  Fail(error);
   Abort();
   return error;
 }

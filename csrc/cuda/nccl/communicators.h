@@ -24,6 +24,16 @@ struct Devices {
   std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_out;
   // A side stream of the current device.
   std::function<Status(std::unique_ptr<SideStream>*)> make_side;
+  // An all-reduce of the domain's ranks, whose sums must be exact.
+  std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_sum;
+};
+
+// What communicators are for.
+struct Purpose {
+  // Rows travel over them: they connect to all peers at once, and have side streams. Without, NCCL
+  // connects, allocates buffers and runs kernels when something first calls it.
+  bool carries_rows = true;
+  int max_channels = 0;  // 0: as many as NCCL thinks fastest
 };
 
 // The communicators of one group in this process: one per local rank, made together, watched by a
@@ -34,13 +44,17 @@ class Communicators {
  public:
   // `alive` says whether the generation may be used; it is asked from several threads, never after
   // Close has returned.
-  Communicators(const Api& api, Devices devices, Alive alive, const std::vector<Place>& places);
+  Communicators(const Api& api, Devices devices, Alive alive, Purpose purpose,
+                const std::vector<Place>& places);
   ~Communicators() { Close(0); }
   Communicators(const Communicators&) = delete;
   Communicators& operator=(const Communicators&) = delete;
 
   // Joins all domains; every rank of theirs must do so meanwhile. Whatever fails, all are aborted.
   Status Init(int64_t budget_ns);
+  // An all-reduce over each, checked; every rank of the domains must do so meanwhile. A failure is
+  // the set's.
+  Status TrySum(int64_t budget_ns);
   // The communicator of a local rank, or null.
   Communicator* OfRank(int64_t world_rank) const;
   // The first error since Init, after which nothing of the set can be used; success before.
@@ -83,6 +97,7 @@ class Communicators {
 
   const Api& api_;
   const Devices devices_;
+  const Purpose purpose_;
   const std::shared_ptr<Asked> asked_ = std::make_shared<Asked>();
   const Alive alive_;
   std::vector<std::shared_ptr<Communicator>> all_;

@@ -1,10 +1,11 @@
-// The CUDA side of communicators: current devices, and the first bytes between all ranks.
+// The CUDA side of communicators: current devices, the first bytes between all ranks, and a sum.
 
 #include <cuda_runtime.h>
 
 #include <chrono>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "cuda/driver.h"
 #include "ffi/nccl_table.h"
@@ -45,11 +46,11 @@ Status AwaitStream(cudaStream_t stream, int64_t budget_ns, const Alive& alive) {
   for (;;) {
     const cudaError_t found = cudaStreamQuery(stream);
     if (found == cudaSuccess) return Status();
-    if (found != cudaErrorNotReady) return cuda::Check(found, "NCCL's first exchange");
+    if (found != cudaErrorNotReady) return cuda::Check(found, "what is tried over NCCL");
     EP_RETURN_IF_ERROR(alive());
     if (std::chrono::steady_clock::now() > deadline) {
       return Error(Code::kDeadlineExceeded, "OpTimeoutError")
-          .Says("NCCL's first exchange was not done within " +
+          .Says("What was tried over NCCL was not done within " +
                 std::to_string(static_cast<double>(budget_ns) * 1e-9) + " s");
     }
     std::this_thread::sleep_for(std::chrono::microseconds(200));
@@ -74,11 +75,54 @@ Status TryOut(Communicator& communicator, int64_t budget_ns, const Alive& alive)
   return cuda::Check(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
+// Enough for more than one of NCCL's steps on every channel.
+constexpr size_t kSummed = size_t{1} << 20;
+
+// What rank r gives is r times this, so sums are exact in int32 and differ at every place.
+int32_t Summand(size_t i) { return static_cast<int32_t>(i % 65521) + 1; }
+
+Status CheckSums(const std::vector<int32_t>& found, int ranks) {
+  const int32_t factor = ranks * (ranks + 1) / 2;
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (found[i] == factor * Summand(i)) continue;
+    return Internal("an all-reduce of " + std::to_string(ranks) + " ranks gave " +
+                    std::to_string(found[i]) + " at " + std::to_string(i) + ", wanted " +
+                    std::to_string(factor * Summand(i)));
+  }
+  return Status();
+}
+
+// As TryOut, where it fails what it allocated stays.
+Status TrySum(Communicator& communicator, int64_t budget_ns, const Alive& alive) {
+  const nccl::Api* api = TheApi();
+  if (api == nullptr) return Internal("NCCL is not loaded");
+  const nccl::Place& place = communicator.place();
+  std::vector<int32_t> values(kSummed);
+  for (size_t i = 0; i < kSummed; ++i) values[i] = (place.rank + 1) * Summand(i);
+  const size_t bytes = kSummed * sizeof(int32_t);
+  cudaStream_t stream = nullptr;
+  int32_t* memory = nullptr;
+  EP_RETURN_IF_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  EP_RETURN_IF_CUDA(cudaMalloc(&memory, bytes));
+  EP_RETURN_IF_CUDA(cudaMemcpyAsync(memory, values.data(), bytes, cudaMemcpyHostToDevice, stream));
+  EP_RETURN_IF_ERROR(AwaitStream(stream, budget_ns, alive));
+  const auto issue = [&](Comm* comm) {
+    return api->all_reduce(memory, memory, kSummed, nccl::kInt32, nccl::kSum, comm, stream);
+  };
+  EP_RETURN_IF_ERROR(communicator.Run(issue, budget_ns, alive));
+  EP_RETURN_IF_ERROR(AwaitStream(stream, budget_ns, alive));
+  EP_RETURN_IF_CUDA(cudaMemcpyAsync(values.data(), memory, bytes, cudaMemcpyDeviceToHost, stream));
+  EP_RETURN_IF_ERROR(AwaitStream(stream, budget_ns, alive));
+  EP_RETURN_IF_CUDA(cudaFree(memory));
+  EP_RETURN_IF_CUDA(cudaStreamDestroy(stream));
+  return CheckSums(values, place.ranks);
+}
+
 }  // namespace
 
 nccl::Devices NcclDevices() {
   return {[](int device) { return cuda::Check(cudaSetDevice(device), "cudaSetDevice"); }, TryOut,
-          nccl::MakeCudaSideStream};
+          nccl::MakeCudaSideStream, TrySum};
 }
 
 }  // namespace ep_runtime

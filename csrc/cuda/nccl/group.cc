@@ -19,7 +19,7 @@ std::shared_ptr<Group> Group::Make(const Api& api, Devices devices, GroupOptions
   // The group outlives its communicators, which ask it no more once they are closed.
   made->communicators_ = std::make_unique<Communicators>(
       api, std::move(devices), [group = made.get()] { return group->Alive(); },
-      made->options_.places);
+      made->options_.purpose, made->options_.places);
   return made;
 }
 

@@ -23,6 +23,7 @@ struct GroupOptions {
   int64_t ep_size;
   int64_t op_timeout_ns;
   std::vector<Place> places;  // of the local ranks
+  Purpose purpose;
 };
 
 // A group's NCCL side in this process: its communicators, and what its calls need to end together.
@@ -31,6 +32,8 @@ class Group {
   static std::shared_ptr<Group> Make(const Api& api, Devices devices, GroupOptions options);
   // Joins the other ranks of the domains, which do so too; Abort from another thread ends it.
   Status Init(int64_t budget_ns);
+  // As of Communicators, after Init.
+  Status TrySum(int64_t budget_ns) { return communicators_->TrySum(budget_ns); }
 
   const GroupOptions& options() const { return options_; }
   // "2.28.9".

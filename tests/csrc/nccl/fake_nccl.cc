@@ -24,6 +24,9 @@ struct Config {
   unsigned int magic;
   unsigned int version;
   int blocking;
+  int cga_cluster_size;
+  int min_ctas;
+  int max_ctas;
 };
 
 struct Transfer {
@@ -40,6 +43,9 @@ struct Comm {
   bool finalized = false;
   bool in_flight = false;
   std::vector<Transfer> sends, receives;
+  int* summed = nullptr;  // of an all-reduce that is posted: one int32
+  int sum = 0;            // of the ranks that have posted it
+  int summed_by = 0;
 };
 
 struct State {
@@ -53,7 +59,8 @@ struct State {
   bool never_final = false;
   int async_error = kSuccess;
   std::atomic<int> inits{0}, aborts{0}, finalizes{0}, ids{0}, hangs{0};
-  int aborts_at_once = 0, most_aborts_at_once = 0;
+  int max_ctas = 0;  // of the last init
+  int wrong_sum = 0;
   bool wait_for_all_aborts = false;  // as NCCL does between communicators of one process
 };
 
@@ -68,6 +75,16 @@ thread_local int depth = 0;
 bool Complete(const Comm& comm) {
   auto& ranks = state().joined[comm.id];
   return static_cast<int>(ranks.size()) == comm.ranks;
+}
+
+// Adds this rank's number to the others' once; true where there is no sum, or all have added.
+bool Summed(Comm* comm) {
+  if (comm->summed == nullptr) return true;
+  if (comm->summed_by < comm->ranks) return false;
+  *comm->summed = comm->sum + state().wrong_sum;
+  comm->summed = nullptr;
+  comm->sum = comm->summed_by = 0;
+  return true;
 }
 
 // Moves what both sides have posted; true once this one has nothing left.
@@ -86,7 +103,7 @@ bool Deliver(Comm* comm) {
     }
     receive = moved ? comm->receives.erase(receive) : receive + 1;
   }
-  return comm->receives.empty() && comm->sends.empty();
+  return comm->receives.empty() && comm->sends.empty() && Summed(comm);
 }
 
 }  // namespace
@@ -117,6 +134,7 @@ EXPORT int ncclCommInitRankConfig(Comm** comm, int ranks, UniqueId id, int rank,
     return kInvalidArgument;
   }
   ++state().inits;
+  state().max_ctas = config->max_ctas;
   *comm = new Comm{std::string(id.bytes, sizeof(id.bytes)), ranks, rank};
   if (state().init_result == kInProgress || state().init_result == kSuccess) {
     std::lock_guard<std::mutex> lock(state().mutex);
@@ -201,6 +219,18 @@ EXPORT int ncclRecv(void* to, size_t count, int, int peer, Comm* comm, void*) {
   return Post(comm, {nullptr, to, count, peer}, false);
 }
 
+EXPORT int ncclAllReduce(const void* from, void* to, size_t count, int, int, Comm* comm, void*) {
+  if (depth == 0 || count != 1) return kInvalidArgument;
+  std::lock_guard<std::mutex> lock(state().mutex);
+  comm->summed = static_cast<int*>(to);
+  for (auto& [rank, peer] : state().joined[comm->id]) {
+    peer->sum += *static_cast<const int*>(from);
+    ++peer->summed_by;
+  }
+  group.push_back(comm);
+  return kSuccess;
+}
+
 // Of tests: FakeSet("never_ready", 1), FakeGet("aborts").
 EXPORT void FakeSet(const char* name, int value) {
   const std::string field = name;
@@ -213,6 +243,7 @@ EXPORT void FakeSet(const char* name, int value) {
   if (field == "never_final") now.never_final = value != 0;
   if (field == "async_error") now.async_error = value;
   if (field == "wait_for_all_aborts") now.wait_for_all_aborts = value != 0;
+  if (field == "wrong_sum") now.wrong_sum = value;
   if (field == "counts") now.inits = now.aborts = now.finalizes = now.ids = now.hangs = value;
 }
 EXPORT int FakeGet(const char* name) {
@@ -221,5 +252,6 @@ EXPORT int FakeGet(const char* name) {
   if (field == "aborts") return state().aborts;
   if (field == "finalizes") return state().finalizes;
   if (field == "ids") return state().ids;
+  if (field == "max_ctas") return state().max_ctas;
   return field == "hangs" ? state().hangs.load() : -1;
 }

@@ -16,6 +16,7 @@ namespace {
 
 std::atomic<int> sides{0};
 std::atomic<int> spoiled{0};
+std::atomic<int> tried{0};
 std::atomic<bool> no_side{false};
 
 class FakeSide : public nccl::SideStream {
@@ -30,16 +31,33 @@ class FakeSide : public nccl::SideStream {
   Status Await(const void*, nccl::Stream) override { return Status(); }
 };
 
+Status TrySum(nccl::Communicator& communicator, int64_t budget_ns, const nccl::Alive& alive) {
+  const nccl::Api* api = nullptr;
+  EP_RETURN_IF_ERROR(nccl::Load("", &api));
+  int32_t value = communicator.place().rank + 1;
+  const auto issue = [&](nccl::Comm* comm) {
+    return api->all_reduce(&value, &value, 1, nccl::kInt32, nccl::kSum, comm, nullptr);
+  };
+  EP_RETURN_IF_ERROR(communicator.Run(issue, budget_ns, alive));
+  const int ranks = communicator.place().ranks;
+  if (value == ranks * (ranks + 1) / 2) return Status();
+  return Internal("an all-reduce gave " + std::to_string(value));
+}
+
 }  // namespace
 
 nccl::Devices NcclDevices() {
   return {[](int) { return Status(); },
-          [](nccl::Communicator&, int64_t, const nccl::Alive&) { return Status(); },
+          [](nccl::Communicator&, int64_t, const nccl::Alive&) {
+            ++tried;
+            return Status();
+          },
           [](std::unique_ptr<nccl::SideStream>* out) -> Status {
             if (no_side) return Internal("no stream");
             *out = std::make_unique<FakeSide>();
             return Status();
-          }};
+          },
+          TrySum};
 }
 
 }  // namespace ep_runtime
@@ -77,6 +95,9 @@ extern "C" __attribute__((visibility("default"))) int TestSides(int none) {
 
 // Side streams whose communicators were aborted.
 extern "C" __attribute__((visibility("default"))) int TestSpoiled() { return ep_runtime::spoiled; }
+
+// First exchanges so far.
+extern "C" __attribute__((visibility("default"))) int TestTried() { return ep_runtime::tried; }
 
 // {first, stride, count, self}.
 extern "C" __attribute__((visibility("default"))) void TestPeers(int64_t rank, int64_t size,
