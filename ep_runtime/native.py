@@ -310,6 +310,15 @@ class OpenGroup:
         """As `NativeLibrary.check_group`."""
         return self.library.check_group(self.number)
 
+    def end(self, why: EpRuntimeError) -> None:
+        """The daemon says that the group broke; what only it knows of ends with `why`.
+
+        Calls on windows hear of it from the board.
+        """
+
+    def stop_making(self) -> None:
+        """The process ends: gives up what is still being made in the background, with a bound."""
+
     def close(self) -> None:
         """As `NativeLibrary.close_group`, within CLOSE_TIMEOUT_S."""
         self.library.close_group(self.number)

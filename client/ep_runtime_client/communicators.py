@@ -1,10 +1,7 @@
 """NCCL communicators of a group that forms: unique ids of the daemon's, joined beside the others.
 
 Transport "nccl" makes them before the process reports itself attached, so that READY says that
-every rank's are there. For "nvlink" they are made when the group is READY, in the same call and
-with a bound, and go on without where none can be made (or EP_RUNTIME_NCCL says 0): in the
-background they would allocate and load kernels beside the first steps, whose kernels wait for peers
-that such a pause holds up.
+every rank's are there. Groups whose rows go through windows get theirs later (`beside.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ _log = logging.getLogger("ep_runtime")
 
 # The daemon starts a process and loads libnccl from a cold disk.
 IDS_TIMEOUT_S = 40.0
-# Groups of other transports do not wait longer; they work without.
-OPTIONAL_S = 20.0
 # How often to ask whether the group is still forming.
 _LOOK_S = 0.25
 # A rank that closes the group has taken part in its last call to the end. What others began with it
@@ -39,16 +34,14 @@ _OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
 
 @dataclasses.dataclass(frozen=True)
 class GroupWithNccl(native.OpenGroup):
-    """A group as the CUDA library has it open, with its communicators.
+    """A group as the CUDA library has it open, with the communicators that rows travel over.
 
     Attributes:
         nccl: the communicators.
-        carries_rows: rows travel over them, so that their failure is the group's.
         watch: looks after them.
     """
 
     nccl: nccl.NcclGroup
-    carries_rows: bool = True
     watch: Watch | None = None
 
     def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
@@ -57,9 +50,13 @@ class GroupWithNccl(native.OpenGroup):
         self.nccl.add_layers([nccl.Layer(item.id, item.name, item.fingerprint) for item in layers])
 
     def check(self) -> str | None:
-        """As `native.OpenGroup`, then what NCCL found where rows travel over it."""
+        """As `native.OpenGroup`, then what NCCL found."""
         found = super().check()
-        return self.nccl.check() if found is None and self.carries_rows else found
+        return self.nccl.check() if found is None else found
+
+    def end(self, why: EpRuntimeError) -> None:
+        """As `native.OpenGroup`: NCCL's calls wait for a rank that will not come."""
+        self.nccl.abort(why)
 
     def close(self) -> None:
         """The communicators first: what still runs on them would keep the windows mapped."""
@@ -133,8 +130,8 @@ def end_calls(
     reason: str,
     lost: Sequence[types_pb2.GroupMember] = (),
 ) -> None:
-    """The daemon says that the group broke: NCCL's calls wait for a rank that will not come."""
-    if not isinstance(group, GroupWithNccl):
+    """The daemon says that the group broke: what only it knows of ends now."""
+    if group is None:
         return
     fields: dict[str, object] = {"group": name}
     who = f"group {name!r} is gone"
@@ -142,7 +139,7 @@ def end_calls(
         rank, pid = int(lost[0].world_rank), int(lost[0].pid)
         fields |= {"rank": rank, "process": pid}
         who = f"process {pid} of rank {rank} in group {name!r} is gone"
-    group.nccl.abort(PeerLostError(f"{who}: {reason}", **fields))
+    group.end(PeerLostError(f"{who}: {reason}", **fields))
 
 
 def make(
@@ -162,14 +159,9 @@ def make(
     version = ""
     try:
         version = version_of(library)
-        epoch = _group(control, ranks).epoch
-        found = control.call(
-            control.nccl.GetUniqueIds,
-            nccl_service_pb2.GetUniqueIdsRequest(name=ranks.name, generation=ranks.generation),
-            timeout_s=IDS_TIMEOUT_S,
-        )
-        group = library.make_group(ranks, found.unique_ids)
-        _init(control, ranks, epoch, group, budget_s)
+        epoch, ids = unique_ids(control, ranks)
+        group = library.make_group(ranks, ids)
+        join(control, ranks, epoch, group, budget_s)
     except EpRuntimeError as error:
         report(control, ranks, version, str(error))
         raise
@@ -178,23 +170,42 @@ def make(
     return group
 
 
-def _init(
+def unique_ids(control: transport.ControlChannel, ranks: nccl.Ranks) -> tuple[int, list[bytes]]:
+    """(epoch of the group, one id per EP domain), which the daemon makes when it is first asked.
+
+    Raises:
+        As `make`, but OpTimeoutError.
+    """
+    epoch = int(_group(control, ranks).epoch)
+    found = control.call(
+        control.nccl.GetUniqueIds,
+        nccl_service_pb2.GetUniqueIdsRequest(name=ranks.name, generation=ranks.generation),
+        timeout_s=IDS_TIMEOUT_S,
+    )
+    return epoch, list(found.unique_ids)
+
+
+def join(
     control: transport.ControlChannel,
     ranks: nccl.Ranks,
     epoch: int,
     group: nccl.NcclGroup,
     budget_s: float,
 ) -> None:
-    """`group.init`, ended as soon as the daemon says that the group is over."""
+    """`group.init`, ended as soon as the daemon says that the group is over; closed where it fails.
+
+    Raises:
+        As `make`.
+    """
     raised: list[EpRuntimeError] = []
 
-    def join() -> None:
+    def init() -> None:
         try:
             group.init(budget_s)
         except EpRuntimeError as error:
             raised.append(error)
 
-    thread = threading.Thread(target=join, name="ep-runtime-nccl-init", daemon=True)
+    thread = threading.Thread(target=init, name="ep-runtime-nccl-init", daemon=True)
     thread.start()
     deadline = time.monotonic() + budget_s + nccl.CLOSE_TIMEOUT_S
     try:
@@ -267,12 +278,3 @@ def ranks_of(
         ordinals=tuple(ordinals),
         op_timeout_s=spec.op_timeout_s,
     )
-
-
-def optional(name: str, work: Callable[[], nccl.NcclGroup]) -> nccl.NcclGroup | None:
-    """`work()`, or None where it fails: the group goes on without communicators."""
-    try:
-        return work()
-    except EpRuntimeError as error:
-        _log.warning("group %r goes on without NCCL communicators: %s", name, error)
-        return None

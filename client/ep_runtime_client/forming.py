@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 from ep_runtime import board, device_layout, env, left_ranks, native, nccl, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
-from ep_runtime_client import allocator, communicators, transport
+from ep_runtime_client import allocator, beside, communicators, transport
 
 if TYPE_CHECKING:
     from ep_runtime_client.session import Session
 
 # The daemon answers at `wait`; the call's own deadline only ends a call nobody answers.
 _GRACE_S = 5.0
+
+# Transports whose rows go through windows, and whose groups get NCCL communicators all the same.
+WITH_NCCL_BESIDE = ("nvlink",)
 
 # In the place of the descriptor of a window that is another node's.
 _NOT_HERE = -1
@@ -138,38 +141,41 @@ class _Formation:
             name=self._spec.name, generation=self._formed.generation, wait=wire.duration(wait_s)
         )
         control.call(control.groups.ReportAttached, report, timeout_s=wait_s + _GRACE_S)
-        if self._spec.transport == "nvlink" and self._spec.ep_size > 1 and env.wants_nccl():
-            self._formed = self._with_nccl(control, self._formed)
+        if self._spec.transport in WITH_NCCL_BESIDE and self._spec.ep_size > 1:
+            self._formed = self._beside_nccl(control, self._formed)
         return self._formed
 
+    def _nccl_ranks(self, formed: Formed) -> nccl.Ranks:
+        return communicators.ranks_of(
+            formed.spec, formed.generation, formed.ranks, self._claim.ordinals
+        )
+
     def _with_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
-        """The group with communicators; another transport than "nccl" goes on without."""
+        """The group with the communicators that its rows travel over."""
         held = formed.native_group
         if held is None or isinstance(held, communicators.GroupWithNccl):
             return formed
-        ranks = communicators.ranks_of(
-            formed.spec, formed.generation, formed.ranks, self._claim.ordinals
-        )
-        wait_s = self._session.timeout_s
-
-        def make(budget_s: float) -> nccl.NcclGroup:
-            return communicators.make(control, nccl.library(), ranks, budget_s)
-
-        carries = formed.spec.transport == "nccl"
-        if carries:
-            made: nccl.NcclGroup | None = make(wait_s)
-        else:
-            budget_s = min(wait_s, communicators.OPTIONAL_S)
-            made = communicators.optional(formed.spec.name, lambda: make(budget_s))
-        if made is None:
-            return formed
+        ranks = self._nccl_ranks(formed)
+        made = communicators.make(control, nccl.library(), ranks, self._session.timeout_s)
         watch = communicators.Watch(
             made,
             formed.spec.name,
-            functools.partial(_left, formed) if carries else tuple,
+            functools.partial(_left, formed),
             functools.partial(_say_failed, self._session, ranks),
         )
-        group = communicators.GroupWithNccl(held.library, held.number, made, carries, watch)
+        group = communicators.GroupWithNccl(held.library, held.number, made, watch)
+        return dataclasses.replace(formed, native_group=group)
+
+    def _beside_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
+        """The group on windows, whose communicators are made from here on."""
+        held, ranks = formed.native_group, self._nccl_ranks(formed)
+        if held is None or isinstance(held, beside.GroupBesideNccl):
+            return formed
+        if not env.wants_nccl():  # and so the others do not wait for us
+            communicators.report(control, ranks, "", "EP_RUNTIME_NCCL is 0 there")
+            return formed
+        made = beside.Beside(lambda: self._session.control, ranks)
+        group = beside.GroupBesideNccl(held.library, held.number, made)
         return dataclasses.replace(formed, native_group=group)
 
     def _create(self, control: transport.ControlChannel) -> Formed:

@@ -378,6 +378,9 @@ class Session:
         """The interpreter ends: no goodbye, so that retained windows wait for the next start."""
         if self.is_ours and not self._closed:
             self._closed = True
+            for group in [*self._groups.values()]:
+                if group.native_group is not None:
+                    group.native_group.stop_making()
             self._shut()
 
     def describe(self) -> dict[str, Any]:

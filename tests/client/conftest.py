@@ -14,6 +14,7 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     directory,
     run_program,
 )
+from nccl_ranks import fake, ranks  # noqa: F401 - likewise
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -7,92 +7,20 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from harness import daemon_process  # noqa: F401 - fixtures are found by name
 from nccl_builds import FakeNccl, edge_library, fake_library
-from raw_client import Client, make_spec
+from nccl_ranks import SPEC, WAIT_S, Rank
+from raw_client import make_spec
 
 from ep_runtime import board, native, nccl
 from ep_runtime.board_abi import RankRecordStruct
 from ep_runtime.errors import EpRuntimeError, PeerLostError, RuntimeUnavailableError
-from ep_runtime.v1 import admin_service_pb2, types_pb2
-from ep_runtime_client import communicators, forming, transport
-
-SPEC = make_spec(transport="xla")
-WAIT_S = 20.0
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
-    monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", str(fake_library()))
-    edge_library()  # compiled before any clock runs
-    made = FakeNccl()
-    made.reset()
-    yield made
-    made.reset()
-
-
-class Rank:
-    """One process's client of the daemon, and what became of its communicators."""
-
-    def __init__(self, directory: Any, rank: int) -> None:
-        self.rank = rank
-        self.client = Client(directory)
-        self.control = transport.ControlChannel(directory, self.client.token)
-        self.made: nccl.NcclGroup | None = None
-        self.error: EpRuntimeError | None = None
-
-    def join(self, generation: int, *, budget_s: float = WAIT_S) -> threading.Thread:
-        """Makes the communicators on a thread of its own."""
-        ranks = communicators.ranks_of(SPEC, generation, (self.rank,), (self.rank,))
-
-        def work() -> None:
-            library = nccl.NcclLibrary(edge_library())
-            try:
-                self.made = communicators.make(self.control, library, ranks, budget_s)
-            except EpRuntimeError as error:
-                self.error = error
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        return thread
-
-    def groups(self) -> list[Any]:
-        request = admin_service_pb2.ListGroupsRequest()
-        return list(self.client.call(self.client.admin.ListGroups, request).groups)
-
-    def state(self) -> tuple[str, str]:
-        (listed,) = self.groups()
-        return listed.nccl_version, listed.nccl_state
-
-    def close(self) -> None:
-        if self.made is not None:
-            self.made.close()
-        self.control.close()
-        self.client.close()
-
-
-@pytest.fixture
-def ranks(fake: FakeNccl, daemon_process: Any) -> Iterator[tuple[list[Rank], int]]:  # noqa: F811
-    """Two processes' clients in one group, and its generation."""
-    directory = daemon_process().directory
-    made = [Rank(directory, 0), Rank(directory, 1)]
-    groups: list[Any] = [None, None]
-
-    def create(rank: int) -> None:
-        groups[rank] = made[rank].client.create(SPEC, [rank]).group
-
-    threads = [threading.Thread(target=create, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    yield made, int(groups[0].generation)
-    for rank in made:
-        rank.close()
+from ep_runtime.v1 import types_pb2
+from ep_runtime_client import communicators, forming
 
 
 def test_ranks_of_two_processes_join_with_ids_of_the_daemon(
@@ -186,11 +114,10 @@ def test_a_process_that_closes_in_good_order_ends_the_others_calls(
     assert stays.groups()[0].group.state == types_pb2.GROUP_STATE_READY
 
 
-def test_a_daemon_without_libnccl_is_the_error_and_optional_groups_go_on(
+def test_a_daemon_without_libnccl_is_the_error(
     fake: FakeNccl,
     daemon_process: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
     directory = daemon_process().directory
@@ -201,13 +128,6 @@ def test_a_daemon_without_libnccl_is_the_error_and_optional_groups_go_on(
     assert isinstance(rank.error, RuntimeUnavailableError)
     assert str(rank.error).startswith("the daemon makes no NCCL unique ids: no libnccl")
     assert not rank.control.lost  # the daemon is there; only its libnccl is not
-
-    def work() -> nccl.NcclGroup:
-        assert rank.error is not None
-        raise rank.error
-
-    assert communicators.optional("g", work) is None
-    assert "goes on without NCCL" in caplog.text
     rank.close()
 
 
@@ -238,15 +158,13 @@ def test_a_group_with_communicators_ends_them_first(fake: FakeNccl) -> None:
     assert group.check() is None
     communicators.end_calls(group, "g", "a process is gone")
     assert fake.count("aborts") == 2
-    beside = communicators.GroupWithNccl(library, 8, made, carries_rows=False)
-    assert beside.check() is None  # no row travels over them
     text = group.check()
     assert text is not None
     assert "PeerLostError: group 'g' is gone: a process is gone" in text
     group.close()
     assert library.done == [
         ("layers", 7, ["moe"]),
-        *(("check", n) for n in (7, 8, 7)),
+        *[("check", 7)] * 2,
         ("close", 7),
     ]
     communicators.end_calls(native.OpenGroup(library, 7), "g", "no communicators")
