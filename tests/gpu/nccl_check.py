@@ -13,9 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ep_runtime import native, nccl
 from ep_runtime.errors import EpRuntimeError, OpTimeoutError, PeerLostError
+from ep_runtime_client import beside
 
 BUDGET_S = 60.0
 ROUNDS = 10
@@ -45,11 +47,11 @@ class Check:
             found.append(bytes(unique_id.bytes))
         return found
 
-    def group(self, *, ep_size: int = 0, missing: int = 0) -> nccl.NcclGroup:
+    def group(self, *, ep_size: int = 0, missing: int = 0, **purpose: Any) -> nccl.NcclGroup:
         """Of all GPUs but the last `missing`, whose ranks never come."""
         size = ep_size or self.gpus
         ours = tuple(range(self.gpus - missing))
-        ranks = nccl.Ranks("check", 1, size, ours, ours, BUDGET_S)
+        ranks = nccl.Ranks("check", 1, size, ours, ours, BUDGET_S, **purpose)
         return self.library.make_group(ranks, self.ids(self.gpus // size))
 
     def all_join(self) -> str:
@@ -60,6 +62,17 @@ class Check:
         assert made.check() is None
         self.close(made)
         return f"{self.gpus} ranks in {taken:.2f} s, with a first exchange"
+
+    def beside_windows(self) -> str:
+        """As groups get them whose rows go through windows: NCCL connects when it is called."""
+        made = self.group(carries_rows=False, max_channels=beside.CHANNELS)
+        times = []
+        for step in (made.init, made.try_sum, made.try_sum):
+            started = time.monotonic()
+            step(BUDGET_S)
+            times.append(f"{time.monotonic() - started:.2f} s")
+        self.close(made)
+        return f"{beside.CHANNELS} channel: join, two exact all-reduces in {', '.join(times)}"
 
     def close(self, made: nccl.NcclGroup) -> None:
         started = time.monotonic()
@@ -133,6 +146,7 @@ def main() -> int:
         ("a rank never comes", check.absent_rank),
         ("abort while joining", check.abort_while_joining),
         ("abort and form again", check.again_and_again),
+        ("beside windows", check.beside_windows),
         ("all ranks join", check.all_join),
     ]
     for name, case in cases:

@@ -94,6 +94,7 @@ nccl_tests() {
 }
 part_nccl() {
   NCCL_NVLS_ENABLE=0 "$python" tests/gpu/nccl_check.py
+  "$python" tests/gpu/nccl_sweep.py
   nccl_tests "not processes and not domains and not killed"
 }
 part_nccl_jobs() { nccl_tests "processes or (killed and not domains)"; }

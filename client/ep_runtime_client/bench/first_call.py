@@ -1,6 +1,7 @@
 """`python -m ep_runtime_client.bench.first_call`: one fresh client, its stages timed.
 
-Prints one JSON object: stage -> milliseconds. `bench connect` runs it against a warm daemon.
+Prints one JSON object: "stages", of milliseconds, and on GPUs "nccl", what communicators cost.
+`bench connect` runs it against a warm daemon.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+from ep_runtime_client.bench import beside_cost
 from ep_runtime_client.bench.options import TRANSPORTS, Sizes, Transport
 
 
@@ -26,9 +28,15 @@ class Stages:
         self.milliseconds[stage] = (now - self._last) * 1e3
         self._last = now
 
+    def leave_out(self) -> None:
+        """What was done since the last mark is no stage."""
+        self._last = time.perf_counter()
 
-def measure(address: str, devices: int, transport: Transport, sizes: Sizes) -> dict[str, float]:
-    """Runs one dispatch from nothing and returns the stages' milliseconds."""
+
+def measure(
+    address: str, devices: int, transport: Transport, sizes: Sizes
+) -> dict[str, dict[str, Any]]:
+    """Runs one dispatch from nothing: the stages' milliseconds, and the costs of communicators."""
     stages = Stages()
     import jax
     import jax.numpy as jnp
@@ -51,6 +59,8 @@ def measure(address: str, devices: int, transport: Transport, sizes: Sizes) -> d
         topk_idx = jax.device_put(sizes.topk_idx(count), rows)
         jax.block_until_ready((x, topk_idx))
         stages.mark("jax_backend")
+        before = beside_cost.used_mib() if platform == "gpu" else []
+        stages.leave_out()
         group = connected.create_group(
             "bench",
             mesh,
@@ -76,8 +86,10 @@ def measure(address: str, devices: int, transport: Transport, sizes: Sizes) -> d
         stages.mark("compile")
         jax.block_until_ready(compiled(x, topk_idx))
         stages.mark("first_call")
+        nccl = beside_cost.costs(group, before) if platform == "gpu" else {}
+        stages.leave_out()
     stages.mark("close")
-    return stages.milliseconds
+    return {"stages": stages.milliseconds, "nccl": nccl}
 
 
 def main() -> int:
@@ -87,8 +99,8 @@ def main() -> int:
     parser.add_argument("--transport", choices=TRANSPORTS, default="memfd")
     parser.add_argument("--sizes", type=json.loads, required=True)
     args = parser.parse_args()
-    stages = measure(args.address, args.devices, args.transport, Sizes(**args.sizes))
-    sys.stdout.write(json.dumps(stages) + "\n")
+    found = measure(args.address, args.devices, args.transport, Sizes(**args.sizes))
+    sys.stdout.write(json.dumps(found) + "\n")
     return 0
 
 
