@@ -10,7 +10,7 @@ import ctypes
 import enum
 
 MAGIC = int.from_bytes(b"EPBOARD1", "little")
-VERSION = 2
+VERSION = 3
 MAX_HANDLES = 16384
 MEETING_SLOTS = 4096
 MAX_MEETING_RANKS = 1024
@@ -133,10 +133,11 @@ class DeviceRowsStruct(ctypes.Structure):
 class FailureRecordStruct(ctypes.Structure):
     _fields_ = [
         ("ticket", ctypes.c_uint64),
-        ("run", ctypes.c_uint64),
+        ("site_name", ctypes.c_uint64),
+        ("launch", ctypes.c_uint32),
         ("code", ctypes.c_uint32),
         ("bytes", ctypes.c_uint32),
-        ("text", ctypes.c_uint8 * 1000),
+        ("text", ctypes.c_uint8 * 996),
     ]
 
 
@@ -193,5 +194,6 @@ class MeetingSlotStruct(ctypes.Structure):
         ("site_name", ctypes.c_uint64),
         ("site_ordinal", ctypes.c_uint32),
         ("repetition", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint8 * 16),
+        ("run", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * 8),
     ]

@@ -11,7 +11,7 @@
 namespace ep_runtime {
 
 constexpr uint64_t kBoardMagic = 0x3144'5241'4F42'5045;  // "EPBOARD1" in memory
-constexpr uint32_t kBoardVersion = 2;
+constexpr uint32_t kBoardVersion = 3;
 constexpr uint32_t kMaxHandles = 16384;
 constexpr uint32_t kMeetingSlots = 4096;
 constexpr int64_t kMaxMeetingRanks = 1024;
@@ -126,11 +126,12 @@ static_assert(sizeof(DeviceRows) == 16, "stored at once");
 
 // One failed run, told to the other processes. A ring: record n lies at n mod kFailureRecords.
 struct FailureRecord {
-  Word64 ticket;  // n + 1 once the rest is written
-  uint64_t run;
+  Word64 ticket;       // n + 1 once the rest is written
+  uint64_t site_name;  // a call site that the run had reached, as all processes name it
+  uint32_t launch;     // of the program that has it
   uint32_t code;
   uint32_t bytes;
-  char text[1000];
+  char text[996];
 };
 static_assert(sizeof(FailureRecord) == 1024);
 
@@ -195,7 +196,8 @@ struct MeetingSlot {
   uint64_t site_name;   // the same in every process, 0 where one process drives all ranks
   uint32_t site_ordinal;
   uint32_t repetition;
-  uint8_t reserved[16];
+  uint64_t run;  // as XLA names it in the process that came first; another may name it otherwise
+  uint8_t reserved[8];
 };
 static_assert(sizeof(MeetingSlot) == 256);
 

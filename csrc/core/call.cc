@@ -46,7 +46,7 @@ Status Call::TimedOut(int64_t waited_ns, int64_t waiting_for) const {
 // What ends a wait besides its word. A closed group only ends meetings that are not complete:
 // a call with all ranks inside finishes by itself.
 Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const {
-  EP_RETURN_IF_ERROR(group().RunFailure(context_.key.run));
+  EP_RETURN_IF_ERROR(group().RunFailure(context_.run));
   EP_RETURN_IF_ERROR(
       group().Alive(context_.layer.name, context_.op, static_cast<int64_t>(record_.epoch)));
   if (gathering && group().closed()) return group().ClosedError(context_.layer.name);
@@ -78,18 +78,21 @@ Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t
   const MeetingPlace::Misfit misfit = place.FindMisfit(slot);
   const bool over = waited_ns >= group().options().op_timeout_ns;
   if (misfit.text.empty() || !(misfit.certain || over)) return Status();
-  return Error(Code::kFailedPrecondition, "SpecMismatchError")
-      .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name + " handle " +
-            std::to_string(context_.handle) +
-            ": ranks wait for each other in different calls: " + misfit.text +
-            "; the processes compiled or ran different programs. Compile the same programs in "
-            "the same order everywhere, use different handles for calls that do not depend on "
-            "each other, or restart all processes together")
-      .With("object", std::string("call"))
-      .With("rank", context_.world_rank)
-      .With("layer", context_.layer.name)
-      .With("op", std::string(OpName(context_.op)))
-      .With("calls", misfit.text);
+  const Status error =
+      Error(Code::kFailedPrecondition, "SpecMismatchError")
+          .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name + " handle " +
+                std::to_string(context_.handle) +
+                ": ranks wait for each other in different calls: " + misfit.text +
+                "; the processes compiled or ran different programs. Compile the same programs in "
+                "the same order everywhere, use different handles for calls that do not depend on "
+                "each other, or restart all processes together")
+          .With("object", std::string("call"))
+          .With("rank", context_.world_rank)
+          .With("layer", context_.layer.name)
+          .With("op", std::string(OpName(context_.op)))
+          .With("calls", misfit.text);
+  group().FailElsewhere(misfit.other, error);  // by our names those who wait there do not find it
+  return error;
 }
 
 Status Call::FailedOnPeer(int64_t rank) const {
@@ -104,13 +107,14 @@ Status Call::FailedOnPeer(int64_t rank) const {
 
 // Records the error for the other calls of this run before anybody is woken to look for it.
 Status Call::Failed(Status error) {
-  group().FailRun(context_.key.run, error);
+  group().FailRun(context_.run, error);
   return error;
 }
 
 Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
                   MeetingSlot** out) {
-  const CallTag tag{context_.key, context_.site, context_.op, context_.layer.id, context_.handle};
+  const CallTag tag{context_.key, context_.run,      context_.site,
+                    context_.op,  context_.layer.id, context_.handle};
   const int64_t started_ns = NowNs();
   // A run that failed on another device must not open meetings that nobody else will join.
   EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));

@@ -20,6 +20,7 @@ struct CallContext {
   int64_t world_rank = 0;
   uint32_t handle = 0;
   CallKey key{};
+  uint64_t run = 0;  // as XLA names it here
   CallSite site{};
 };
 

@@ -4,9 +4,12 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
+#include "core/launches.h"
 #include "core/status.h"
 
 namespace ep_runtime {
@@ -19,16 +22,21 @@ class FailedRuns {
  public:
   // False where the run is known to have failed; its first error stays.
   bool Add(uint64_t run, const Status& error);
-  // The error of that run, or success.
-  Status Get(uint64_t run) const;
+  // The same of a run of another process, which names it by a call site that it reached.
+  void AddElsewhere(const Launches::Reached& reached, const Status& error);
+  // The error of that run here or elsewhere, or success.
+  Status Get(uint64_t run, const Launches& launches) const;
 
  private:
   static constexpr size_t kMaxRuns = 1024;
+  using Elsewhere = std::pair<uint64_t, uint32_t>;  // site, launch
 
   mutable std::mutex mutex_;
   std::atomic<bool> any_{false};
   std::unordered_map<uint64_t, Status> errors_;
   std::deque<uint64_t> order_;
+  std::map<Elsewhere, Status> elsewhere_;
+  std::deque<Elsewhere> elsewhere_order_;
 };
 
 }  // namespace ep_runtime

@@ -22,13 +22,14 @@ void FailureRing::Bind(BoardHeader* header, FailureRecord* records) {
   seen_.store(claimed_->load(std::memory_order_acquire), std::memory_order_relaxed);
 }
 
-void FailureRing::Publish(uint64_t run, const Status& error) {
+void FailureRing::Publish(const Launches::Reached& reached, const Status& error) {
   const uint64_t number = claimed_->fetch_add(1, std::memory_order_acq_rel);
   FailureRecord& record = records_[number % kFailureRecords];
   const std::string text = Fitting(error.text(), sizeof(record.text));
   record.ticket.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
-  record.run = run;
+  record.site_name = reached.site;
+  record.launch = reached.launch;
   record.code = static_cast<uint32_t>(error.code());
   record.bytes = static_cast<uint32_t>(text.size());
   std::memcpy(record.text, text.data(), text.size());
@@ -45,12 +46,12 @@ void FailureRing::Import(FailedRuns* runs) {
     const uint64_t ticket = record.ticket.load(std::memory_order_acquire);
     if (ticket < next + 1) break;  // its writer is about to finish it
     if (ticket > next + 1) continue;
-    const uint64_t run = record.run;
+    const Launches::Reached reached{record.site_name, record.launch};
     const auto code = static_cast<Code>(record.code);
     const std::string text(record.text, std::min<size_t>(record.bytes, sizeof(record.text)));
     std::atomic_thread_fence(std::memory_order_acquire);
     if (record.ticket.load(std::memory_order_relaxed) != ticket) continue;  // overwritten
-    runs->Add(run, Status(code, text));
+    runs->AddElsewhere(reached, Status(code, text));
   }
   seen_.store(next, std::memory_order_release);
 }

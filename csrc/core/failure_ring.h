@@ -6,6 +6,7 @@
 
 #include "core/board.h"
 #include "core/failed_runs.h"
+#include "core/launches.h"
 #include "core/status.h"
 
 namespace ep_runtime {
@@ -18,7 +19,8 @@ class FailureRing {
   // Later failures count, earlier ones belong to runs that are over.
   void Bind(BoardHeader* header, FailureRecord* records);
 
-  void Publish(uint64_t run, const Status& error);
+  // `reached` names the run: a call site that this process has reached in it.
+  void Publish(const Launches::Reached& reached, const Status& error);
   // Adds what was published since the last time.
   void Import(FailedRuns* runs);
 

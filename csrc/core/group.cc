@@ -236,14 +236,19 @@ void Group::Close(int64_t timeout_ns) {
 }
 
 Status Group::RunFailure(uint64_t run) {
-  FailedRuns& runs = ThisProcess().failed_runs;
-  if (several_processes()) failures_.Import(&runs);
-  return runs.Get(run);
+  Process& process = ThisProcess();
+  if (several_processes()) failures_.Import(&process.failed_runs);
+  return process.failed_runs.Get(run, process.launches);
 }
 
 void Group::FailRun(uint64_t run, const Status& error) {
-  const bool is_new = ThisProcess().failed_runs.Add(run, error);
-  if (is_new && several_processes()) failures_.Publish(run, error);
+  Process& process = ThisProcess();
+  const bool is_new = process.failed_runs.Add(run, error);
+  if (is_new && several_processes()) {
+    // Who has not reached that site yet will: whatever it depends on is done everywhere.
+    const auto reached = process.launches.ReachedIn(run);
+    if (!reached.empty()) failures_.Publish(reached.front(), error);
+  }
   RecordError(error.text());
 }
 

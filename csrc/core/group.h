@@ -100,6 +100,10 @@ class Group {
   Status RunFailure(uint64_t run);
   // Ends that run everywhere with `error`, unless it has failed already.
   void FailRun(uint64_t run, const Status& error);
+  // The same of a run that this process has no part in.
+  void FailElsewhere(const Launches::Reached& reached, const Status& error) {
+    failures_.Publish(reached, error);
+  }
 
   void RecordError(const std::string& text);
   // The first error since the last time this was asked, or "".

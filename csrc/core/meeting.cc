@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kLockBudgetNs = 20'000'000'000;
 
 uint32_t HashOf(const CallKey& key) {
-  uint64_t mixed = (key.call ^ (key.run * 0x9E3779B97F4A7C15u)) * 0xD6E8FEB86659FD93u;
+  uint64_t mixed = (key.call ^ (key.launch * 0x9E3779B97F4A7C15u)) * 0xD6E8FEB86659FD93u;
   return static_cast<uint32_t>(mixed >> 40) % kMeetingSlots;
 }
 
@@ -50,7 +50,7 @@ MeetingSlot* MeetingPlace::Find(const CallKey& key) {
   uint32_t index = heads_[HashOf(key)];
   while (index != 0) {
     MeetingSlot* slot = &slots_[index - 1];
-    if (slot->key[0] == key.call && slot->key[1] == key.run) return slot;
+    if (slot->key[0] == key.call && slot->key[1] == key.launch) return slot;
     index = slot->hash_next;
   }
   return nullptr;
@@ -68,7 +68,7 @@ MeetingSlot* MeetingPlace::Open(const CallTag& tag) {
   MeetingSlot* slot = &slots_[index - 1];
   slot->inside = 0;
   slot->key[0] = tag.key.call;
-  slot->key[1] = tag.key.run;
+  slot->key[1] = tag.key.launch;
   slot->layer_id = tag.layer_id;
   slot->op = static_cast<uint32_t>(tag.op);
   slot->handle = tag.handle;
@@ -80,6 +80,7 @@ MeetingSlot* MeetingPlace::Open(const CallTag& tag) {
   slot->site_name = tag.site.name;
   slot->site_ordinal = tag.site.ordinal;
   slot->repetition = tag.site.repetition;
+  slot->run = tag.run;
   for (Word64& mask : slot->arrived) mask.store(0, std::memory_order_relaxed);
   uint32_t& head = heads_[HashOf(tag.key)];
   slot->hash_next = head;

@@ -10,14 +10,15 @@
 #include <string>
 
 #include "core/board.h"
+#include "core/launches.h"
 #include "core/status.h"
 
 namespace ep_runtime {
 
 // Names one call of one program run, the same on every rank.
 struct CallKey {
-  uint64_t call;  // call site, and how often it ran before in this run
-  uint64_t run;
+  uint64_t call;    // call site, and how often it ran before in this run
+  uint64_t launch;  // of the program, by number; by XLA's name where one process drives all ranks
 };
 
 // The call site behind a key, as all processes name it; zeros where one process drives all ranks.
@@ -30,6 +31,7 @@ struct CallSite {
 // What a call is; ranks that meet under one key must agree on it.
 struct CallTag {
   CallKey key;
+  uint64_t run;  // as XLA names it here
   CallSite site;
   OpCode op;
   uint64_t layer_id;
@@ -80,6 +82,7 @@ class MeetingPlace {
   // `slot`; both have stood still for kMisfitNs.
   struct Misfit {
     std::string text;  // names both meetings; "" where there is none
+    Launches::Reached other{};
     // This process's part of the run has no such call, so nobody will ever join both. Otherwise
     // the ranks may only have reached two independent calls in another order.
     bool certain = false;

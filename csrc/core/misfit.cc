@@ -45,8 +45,8 @@ bool MeetingPlace::SameOp(const MeetingSlot& one, const MeetingSlot& other) cons
 
 std::string MeetingPlace::Describe(const MeetingSlot& slot) const {
   return RanksOf(ArrivedIn(slot)) + " at call " + std::to_string(slot.site_ordinal) +
-         " repetition " + std::to_string(slot.repetition) + " of run " +
-         std::to_string(static_cast<uint32_t>(slot.key[1]));
+         " repetition " + std::to_string(slot.repetition) + " of launch " +
+         std::to_string(slot.key[1]);
 }
 
 MeetingPlace::Misfit MeetingPlace::FindMisfit(const MeetingSlot& slot) {
@@ -63,10 +63,10 @@ MeetingPlace::Misfit MeetingPlace::FindMisfit(const MeetingSlot& slot) {
       continue;
     }
     found.text = Describe(slot) + ", " + Describe(each);
+    found.other = {each.site_name, static_cast<uint32_t>(each.key[1])};
     // Every site of this run's program has a name here by now, so a name that has not is of
-    // another program.
-    found.certain =
-        each.key[1] == slot.key[1] && !ThisProcess().site_names.Contains(each.site_name);
+    // another program. Where XLA names one run differently, the budget decides.
+    found.certain = each.run == slot.run && !ThisProcess().site_names.Contains(each.site_name);
   }
   lock.Unlock();
   return found;

@@ -11,6 +11,7 @@
 #include "core/call_threads.h"
 #include "core/failed_runs.h"
 #include "core/group.h"
+#include "core/launches.h"
 #include "core/site_names.h"
 
 namespace ep_runtime {
@@ -61,6 +62,7 @@ struct Process {
   Registry registry;
   FailedRuns failed_runs;
   SiteNames site_names;
+  Launches launches;
   CallThreads threads;
 };
 Process& ThisProcess();

@@ -114,12 +114,12 @@ std::string RecordLayout() {
          EP_AT(RankRecord, since_ns) + EP_AT(RankRecord, progress_ns) + EP_AT(RankRecord, calls) +
          EP_AT(RankRecord, rows) + EP_AT(RankRecord, dropped_rows) + EP_AT(RankRecord, open_calls) +
          EP_AT(RankRecord, pid) + EP_AT(RankRecord, left) + EP_SIZE(FailureRecord) +
-         EP_AT(FailureRecord, run) + EP_AT(FailureRecord, code) + EP_AT(FailureRecord, bytes) +
-         EP_AT(FailureRecord, text) + EP_SIZE(DeviceRows) + EP_AT(DeviceRows, dropped_rows) +
-         EP_SIZE(HandleRecord) + EP_AT(HandleRecord, state) + EP_AT(HandleRecord, last_op) +
-         EP_AT(HandleRecord, lane) + EP_AT(HandleRecord, epoch) + EP_AT(HandleRecord, calls) +
-         EP_AT(HandleRecord, rows) + EP_AT(HandleRecord, dropped_rows) +
-         EP_AT(HandleRecord, updated_ns);
+         EP_AT(FailureRecord, site_name) + EP_AT(FailureRecord, launch) +
+         EP_AT(FailureRecord, code) + EP_AT(FailureRecord, bytes) + EP_AT(FailureRecord, text) +
+         EP_SIZE(DeviceRows) + EP_AT(DeviceRows, dropped_rows) + EP_SIZE(HandleRecord) +
+         EP_AT(HandleRecord, state) + EP_AT(HandleRecord, last_op) + EP_AT(HandleRecord, lane) +
+         EP_AT(HandleRecord, epoch) + EP_AT(HandleRecord, calls) + EP_AT(HandleRecord, rows) +
+         EP_AT(HandleRecord, dropped_rows) + EP_AT(HandleRecord, updated_ns);
 }
 
 std::string MeetingLayout() {
@@ -132,7 +132,7 @@ std::string MeetingLayout() {
          EP_AT(MeetingSlot, lane) + EP_AT(MeetingSlot, verdict_rank) + EP_AT(MeetingSlot, epoch) +
          EP_AT(MeetingSlot, arrived) + EP_AT(MeetingSlot, changed_ns) +
          EP_AT(MeetingSlot, site_name) + EP_AT(MeetingSlot, site_ordinal) +
-         EP_AT(MeetingSlot, repetition);
+         EP_AT(MeetingSlot, repetition) + EP_AT(MeetingSlot, run);
 }
 
 #undef EP_SIZE

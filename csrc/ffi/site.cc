@@ -14,19 +14,24 @@ std::atomic<uint64_t> last_site{0};
 xla::ffi::TypeId SiteState::id = {};
 const XLA_FFI_TypeInfo SiteState::info = xla::ffi::MakeTypeInfo<SiteState>();
 
-Site::Site(const SiteKind& kind) : id_(++last_site), name_(ThisProcess().site_names.Next(kind)) {}
+Site::Site(const SiteKind& kind)
+    : id_(++last_site),
+      name_(ThisProcess().site_names.Next(kind)),
+      born_(ThisProcess().launches.Now()) {}
 
-uint32_t Site::NextRepetition(uint64_t run, int32_t device) {
+Site::Turn Site::Next(uint64_t run, int32_t device) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto [found, is_new] = calls_.try_emplace(run);
   if (is_new) {
+    found->second.launch = ThisProcess().launches.NumberOf(run, name_.name, born_);
     order_.push_back(run);
     if (order_.size() > kMaxRuns) {
       calls_.erase(order_.front());
       order_.pop_front();
     }
   }
-  return found->second[device]++;
+  Calls& calls = found->second;
+  return {calls.launch, calls.of_device[device]++};
 }
 
 }  // namespace ep_runtime

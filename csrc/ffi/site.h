@@ -7,6 +7,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "core/launches.h"
 #include "core/meeting.h"
 #include "core/site_names.h"
 #include "xla/ffi/api/ffi.h"
@@ -18,16 +19,24 @@ namespace ep_runtime {
 class Site {
  public:
   explicit Site(const SiteKind& kind);
-  // How often this site ran before on that device in that run. Loops run a site many times in one
-  // run, in the same order on every device. Counted by device and not by rank, so that two
-  // devices that claim one rank meet, and are told.
-  uint32_t NextRepetition(uint64_t run, int32_t device);
 
-  CallKey KeyHere(uint64_t run, uint32_t repetition) const { return {id_ << 32 | repetition, run}; }
-  CallKey KeyEverywhere(uint64_t run, uint32_t repetition) const {
-    return {Mixed(name_.name, repetition), run};
+  // One device's turn at this site.
+  struct Turn {
+    uint32_t launch;  // of the executable
+    // How often this site ran before on that device in that run. Loops run a site many times in
+    // one run, in the same order on every device. Counted by device and not by rank, so that two
+    // devices that claim one rank meet, and are told.
+    uint32_t repetition;
+  };
+  Turn Next(uint64_t run, int32_t device);
+
+  CallKey KeyHere(uint64_t run, const Turn& turn) const {
+    return {id_ << 32 | turn.repetition, run};
   }
-  CallSite Named(uint32_t repetition) const { return {name_.name, name_.ordinal, repetition}; }
+  CallKey KeyEverywhere(const Turn& turn) const {
+    return {Mixed(name_.name, turn.repetition), turn.launch};
+  }
+  CallSite Named(const Turn& turn) const { return {name_.name, name_.ordinal, turn.repetition}; }
 
  private:
   // More runs than XLA keeps in flight at once (32 per device on the oldest supported jaxlib); a
@@ -36,9 +45,13 @@ class Site {
 
   const uint64_t id_;
   const SiteNames::Name name_;
+  const Launches::Moment born_;
   std::mutex mutex_;
-  // Run -> calls per device.
-  std::unordered_map<uint64_t, std::unordered_map<int32_t, uint32_t>> calls_;
+  struct Calls {
+    uint32_t launch;
+    std::unordered_map<int32_t, uint32_t> of_device;
+  };
+  std::unordered_map<uint64_t, Calls> calls_;  // by run
   std::deque<uint64_t> order_;
 };
 

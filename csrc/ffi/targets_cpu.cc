@@ -20,8 +20,8 @@ struct Pending {
   CallFrame frame;
   Attributes attributes;
   std::shared_ptr<Site> site;
+  Site::Turn turn;
   uint64_t run;
-  int32_t device;
   OpFn op_fn;
   ffi::Promise promise;
 };
@@ -59,13 +59,12 @@ Status RunInGroup(const Pending& pending, const LayerEntry& layer,
   context.op = pending.frame.op;
   context.world_rank = world_rank;
   context.handle = pending.attributes.handle;
-  const Site& site = *pending.site;
-  const uint32_t repetition = pending.site->NextRepetition(pending.run, pending.device);
+  context.run = pending.run;
   if (group->several_processes()) {
-    context.key = site.KeyEverywhere(pending.run, repetition);
-    context.site = site.Named(repetition);
+    context.key = pending.site->KeyEverywhere(pending.turn);
+    context.site = pending.site->Named(pending.turn);
   } else {
-    context.key = site.KeyHere(pending.run, repetition);
+    context.key = pending.site->KeyHere(pending.run, pending.turn);
   }
   return pending.op_fn(pending.frame, std::move(context));
 }
@@ -113,7 +112,7 @@ ffi::Future Execute(ffi::RunId run, int32_t device, SiteState* state, ffi::Dicti
   pending->frame.op = op;
   pending->site = state->site;
   pending->run = static_cast<uint64_t>(run.run_id);
-  pending->device = device;
+  pending->turn = state->site->Next(pending->run, device);
   pending->op_fn = op_fn;
   Status status = ReadFrame(args, rets, &pending->frame);
   if (status.ok()) status = ReadAttributes(attrs, &pending->attributes);

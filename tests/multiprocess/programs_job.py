@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import threading
@@ -96,6 +97,57 @@ def microbatches(runs: int, handles: int) -> dict[str, Any]:
             for i, got in enumerate(step(batches)):
                 check(got, batches[i][0], 2 * (1.0 + i))
         return {"steps": runs}
+
+
+def warm(cache: str, runs: int) -> dict[str, Any]:
+    """Programs out of the persistent cache, also where a process loads what another compiles.
+
+    Two jits of one function take turns: XLA counts the launches of equal executables together, and
+    a loaded one equals no compiled one. The first launch of each ends with an error everywhere.
+    """
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    found = {"hits": 0, "misses": 0}
+
+    def count(event: str, **_: Any) -> None:
+        kind = event.removeprefix("/jax/compilation_cache/cache_")
+        if kind in found:
+            found[kind] += 1
+
+    jax.monitoring.register_event_listener(count)
+    with ep.connect() as session:
+        all_but_eight = 16 * len(jax.devices()) - 8
+        world = World(session, on_overflow="error", recv_capacity_per_rank=all_but_eight)
+        layers = world.group.register_layers([ep.LayerSpec(f"l{i}", top_k=2) for i in range(2)])
+
+        def step(tokens: Any, idx: Any) -> Any:
+            def turn(tokens: Any, _: None) -> Any:
+                return round_trip(layers[0], tokens, idx, 0.5), None
+
+            tokens, _ = jax.lax.scan(turn, tokens, None, 3)
+            return jax.grad(lambda t: (round_trip(layers[1], t, idx, 3.0) * t).sum())(tokens)
+
+        tokens, idx = world.tokens(0), world.routing(0)
+        crowded = world.put(np.tile(np.array([[0, 0]], np.int32), (8 * world.ranks, 1)))
+        twins = [jax.jit(step), jax.jit(functools.wraps(step)(lambda *args: step(*args)))]
+        for number in range(runs):
+            for turn, program in enumerate(twins):
+                if number == 0:
+                    assert overflows(program, tokens, crowded)
+                for _ in range(1 + turn):
+                    check(program(tokens, idx), tokens, 12)
+    return found
+
+
+def overflows(program: Any, *arguments: Any) -> bool:
+    """Whether the launch ends with a CapacityOverflowError."""
+    try:
+        with ep.translate_errors():
+            jax.block_until_ready(program(*arguments))
+    except ep.CapacityOverflowError:
+        return True
+    return False
 
 
 def soak(steps: int, index: int) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""JAX's persistent cache in a job of several processes: some load what others compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multiprocess.launch import Job
+
+_SCRIPT = """
+from multiprocess import programs_job
+say(**programs_job.warm(os.environ["TEST_CACHE"], runs=3))
+hear()
+"""
+
+
+def _start(address: str, cache: Path, processes: int, devices: int) -> list[dict[str, Any]]:
+    """What each process found in the cache, having checked every value of its programs."""
+    with Job(
+        _SCRIPT,
+        processes=processes,
+        devices=devices,
+        EP_RUNTIME_ADDRESS=address,
+        TEST_CACHE=str(cache),
+    ) as job:
+        found = job.heard()
+        job.tell()
+        job.finish()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [
+        pytest.param(2, 2),
+        pytest.param(2, 4, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+    ],
+    ids=["2x2", "2x4", "4x1"],
+)
+def test_three_starts_in_a_row_with_the_cache_end_with_the_right_values(
+    address: str, tmp_path: Path, processes: int, devices: int
+) -> None:
+    starts = [_start(address, tmp_path, processes, devices) for _ in range(3)]
+    first = [start[0] for start in starts]
+    assert first[0]["misses"] > 0
+    for start in first[1:]:  # process 0 loads every program; what the others do is JAX's affair
+        assert start["misses"] == 0
+        assert start["hits"] == first[0]["hits"] + first[0]["misses"]
