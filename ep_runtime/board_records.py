@@ -123,11 +123,12 @@ def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[in
     """(rows, dropped rows) of a handle, summed over the ranks on devices."""
     size = ctypes.sizeof(DeviceRowsStruct)
     first, stride = offset + index * size, MAX_HANDLES * size
-    found = [
-        DeviceRowsStruct.from_buffer_copy(buf, first + rank * stride)
-        for rank in range(spec.world_size)
-    ]
-    return sum(raw.rows for raw in found), sum(raw.dropped_rows for raw in found)
+    last = first + spec.world_size * stride
+    with memoryview(buf) as view, view.cast("Q") as words:
+        step = stride // 8
+        return sum(words[first // 8 : last // 8 : step]), sum(
+            words[first // 8 + 1 : last // 8 : step]
+        )
 
 
 def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
@@ -141,11 +142,13 @@ def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
     return copy
 
 
-def read_ranks(buf: Any, spec: GroupSpec) -> list[RankRecord | None]:
-    """The records of all world ranks; None for one that cannot be."""
+def read_ranks(
+    buf: Any, spec: GroupSpec, ranks: Iterable[int] | None = None
+) -> list[RankRecord | None]:
+    """The records of those world ranks, all where none are given; None for one that cannot be."""
     first, size = board_layout(spec).ranks_offset, ctypes.sizeof(RankRecordStruct)
     records: list[RankRecord | None] = []
-    for rank in range(spec.world_size):
+    for rank in range(spec.world_size) if ranks is None else ranks:
         raw = _stable_copy(buf, first + rank * size)
         state, op = _known(RankState, raw.state), _known(OpCode, raw.op)
         if state is None or op is None:

@@ -25,6 +25,7 @@ COMBINE_PRECISIONS = ("fast", "exact")
 PARTITIONINGS = ("auto", "rule", "shard_map")
 MAX_STACK_LAYERS = 1 << 20
 MAX_NAME_BYTES = 120
+MAX_MESH_AXES = 32
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -49,10 +50,19 @@ def stable_id(*parts: str) -> int:
 
 def check_name(kind: str, name: str) -> None:
     """Raises InvalidArgumentError unless `name` is printable, non-empty and short enough."""
-    if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+    if not 1 <= len(name.encode(errors="replace")) <= MAX_NAME_BYTES or not name.isprintable():
         raise InvalidArgumentError(
-            f"{kind} name must be 1 to {MAX_NAME_BYTES} bytes of printable text, got {name!r}",
+            f"{kind} name must be 1 to {MAX_NAME_BYTES} bytes of printable text, "
+            f"got {name[:MAX_NAME_BYTES]!r}",
             argument="name",
+        )
+
+
+def check_axis_count(count: int) -> None:
+    """Raises InvalidArgumentError for more axes than a mesh of ours may have."""
+    if count > MAX_MESH_AXES:
+        raise InvalidArgumentError(
+            f"mesh_axes must be at most {MAX_MESH_AXES}, got {count}", argument="mesh_axes"
         )
 
 
@@ -274,6 +284,9 @@ def make_group_spec(
     ep_axis = (ep_axis,) if isinstance(ep_axis, str) else tuple(ep_axis)
     outer_axes = (outer_axes,) if isinstance(outer_axes, str) else tuple(outer_axes)
     check_name("group", name)
+    check_axis_count(max(len(mesh_axes), len(ep_axis), len(outer_axes)))
+    for axis, _ in mesh_axes:
+        check_name("mesh axis", str(axis))
     _check_axes(mesh_axes, ep_axis, outer_axes)
     _check_choice("max_token_dtype", max_token_dtype, tuple(DTYPE_BYTES))
     _check_choice("on_overflow", on_overflow, ON_OVERFLOW)
@@ -381,6 +394,10 @@ def check_layer(group: GroupSpec, layer: LayerSpec) -> LayerSpec:
     return filled
 
 
+# Thousands of layers of a group differ in their names alone.
+_no_drop_rows = functools.lru_cache(maxsize=256)(layout.recv_capacity)
+
+
 def _check_no_drop(group: GroupSpec, layer: LayerSpec) -> None:
     """A no-drop group stays one: a layer may not need more rows than such a group has."""
     sizes = {
@@ -388,9 +405,9 @@ def _check_no_drop(group: GroupSpec, layer: LayerSpec) -> None:
         "max_tokens_per_rank": group.max_tokens_per_rank,
         "ep_size": group.ep_size,
     }
-    bound = layout.recv_capacity(top_k=group.max_top_k, alignment=group.alignment, **sizes)
+    bound = _no_drop_rows(top_k=group.max_top_k, alignment=group.alignment, **sizes)
     assert layer.alignment is not None  # check_layer filled it in
-    needed = layout.recv_capacity(top_k=layer.top_k, alignment=layer.alignment, **sizes)
+    needed = _no_drop_rows(top_k=layer.top_k, alignment=layer.alignment, **sizes)
     if group.recv_capacity_per_rank >= bound and needed > group.recv_capacity_per_rank:
         raise InvalidArgumentError(
             f"layer {layer.name!r} (top_k={layer.top_k}, alignment={layer.alignment}) needs "

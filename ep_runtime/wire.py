@@ -32,7 +32,12 @@ PID_KEY = "ep-session-pid"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "ep-runtime"
 
-MAX_MESSAGE_BYTES = 16 << 20  # 100,000 layers with 120-byte names
+# Layers and stacks of one call; a caller with more makes several calls.
+MAX_LAYERS_PER_CALL = 4096
+# Of a request: as many layers with the longest names are two thirds of it. A daemon reads no more.
+MAX_REQUEST_BYTES = 1 << 20
+# Of an answer: every layer that a group can have.
+MAX_MESSAGE_BYTES = 16 << 20
 MAX_PACKET_BYTES = 64 << 10
 MAX_FDS_PER_PACKET = 64  # the kernel takes 253
 
@@ -123,6 +128,8 @@ def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
 
 def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
     """Raises InvalidArgumentError naming the field that no spec may have."""
+    for axes in (message.mesh_axes, message.ep_axis, message.outer_axes):
+        specs.check_axis_count(len(axes))
     return specs.make_group_spec(
         name=message.name,
         mesh_axes=tuple((axis.name, axis.size) for axis in message.mesh_axes),

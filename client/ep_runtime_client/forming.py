@@ -358,7 +358,8 @@ def register(
     layers: Sequence[specs.LayerSpec],
     stacks: Sequence[wire.LayerStackSpec],
 ) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
-    """Registers layers and stacks in one call; without a daemon numbers them here.
+    """Registers layers and stacks, thousands in one call, all of one call or none; without a
+    daemon numbers them here.
 
     Raises:
         SpecMismatchError: a name is registered with other settings.
@@ -375,19 +376,34 @@ def register(
                 for s in stacks
             ],
         )
-    request = layer_service_pb2.RegisterLayersRequest(
-        op_id=uuid.uuid4().hex,
-        group=spec.name,
-        generation=generation,
-        layers=[wire.layer_spec_to_proto(item) for item in layers],
-        stacks=[wire.stack_spec_to_proto(item) for item in stacks],
-    )
-    answer = session.run(
+    found: tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]] = ([], [])
+    for first in range(0, len(layers) + len(stacks) or 1, wire.MAX_LAYERS_PER_CALL):
+        last = first + wire.MAX_LAYERS_PER_CALL
+        stacks_from = max(0, first - len(layers))
+        answer = _register_some(
+            session,
+            layer_service_pb2.RegisterLayersRequest(
+                op_id=uuid.uuid4().hex,
+                group=spec.name,
+                generation=generation,
+                layers=[wire.layer_spec_to_proto(item) for item in layers[first:last]],
+                stacks=[
+                    wire.stack_spec_to_proto(item)
+                    for item in stacks[stacks_from : max(0, last - len(layers))]
+                ],
+            ),
+        )
+        found[0].extend(wire.registered_from_proto(item) for item in answer.layers)
+        found[1].extend(wire.registered_from_proto(item) for item in answer.stacks)
+    return found
+
+
+def _register_some(
+    session: Session, request: layer_service_pb2.RegisterLayersRequest
+) -> layer_service_pb2.RegisterLayersResponse:
+    answer: layer_service_pb2.RegisterLayersResponse = session.run(
         lambda control: control.call(
             control.layers.RegisterLayers, request, timeout_s=transport.MUTATE_TIMEOUT_S
         )
     )
-    return (
-        [wire.registered_from_proto(item) for item in answer.layers],
-        [wire.registered_from_proto(item) for item in answer.stacks],
-    )
+    return answer

@@ -101,7 +101,7 @@ class Group:
 
     @eager
     def register_layers(self, layers: Iterable[specs.LayerSpec]) -> list[EpLayer]:
-        """Registers any number of layers with one call to the daemon, all or none.
+        """Registers any number of layers, 4096 with one call to the daemon: all of them or none.
 
         Raises:
             As `register_layer`.
@@ -288,16 +288,19 @@ class Group:
             RuntimeUnavailableError: the daemon is gone again.
             SessionFencedError: of the session.
         """
-        request = group_service_pb2.RestoreGroupRequest(
-            spec=wire.group_spec_to_proto(self.spec),
-            generation=self.generation,
-            world_ranks=self._ranks,
-            layers=[wire.registered_to_proto(item) for item in [*self._registered.values()]],
-            device_uuids=self._uuids,
-            window_ranks=self._memory.window_ranks,
-        )
+        directory, layers = self.session.directory, [*self._registered.values()]
+        step = wire.MAX_LAYERS_PER_CALL
         try:
-            found = forming.restore(self.session.directory, token, control, request, self._memory)
+            for first in range(0, len(layers) or 1, step):
+                request = group_service_pb2.RestoreGroupRequest(
+                    spec=wire.group_spec_to_proto(self.spec),
+                    generation=self.generation,
+                    world_ranks=self._ranks,
+                    layers=[wire.registered_to_proto(x) for x in layers[first : first + step]],
+                    device_uuids=self._uuids,
+                    window_ranks=self._memory.window_ranks,
+                )
+                found = forming.restore(directory, token, control, request, self._memory)
         except (errors.RuntimeUnavailableError, errors.SessionFencedError):
             raise
         except errors.EpRuntimeError as error:

@@ -59,9 +59,11 @@ class LayerServiceServicer(object):
     """
 
     def RegisterLayers(self, request, context):
-        """Registers any number of layers and stacks, all or none. Declarative: an equal registration is
-        answered with what it got before, so processes and retries may repeat it.
+        """Registers layers and stacks, all of one call or none. Declarative: an equal registration is
+        answered with what it got before, so processes and retries may repeat it. Who has more than one
+        call may carry makes several.
 
+        more than 4096 in one call    INVALID_ARGUMENT    make several calls
         same name, other settings     ALREADY_EXISTS      SpecMismatchError (object, field,
         theirs, ours)
         does not fit the group        INVALID_ARGUMENT    names argument and both numbers

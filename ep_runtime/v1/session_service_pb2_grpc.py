@@ -33,6 +33,7 @@ class SessionServiceStub(object):
     token of a fenced session     UNAUTHENTICATED    SessionFencedError: connect again
     pid is not the session's      PERMISSION_DENIED  do not use a session after fork
     malformed message             INVALID_ARGUMENT   a bug of the caller
+    message over 1 MiB            RESOURCE_EXHAUSTED make several calls
     no deadline on a unary call   INVALID_ARGUMENT   set one
     """
 
@@ -77,6 +78,7 @@ class SessionServiceServicer(object):
     token of a fenced session     UNAUTHENTICATED    SessionFencedError: connect again
     pid is not the session's      PERMISSION_DENIED  do not use a session after fork
     malformed message             INVALID_ARGUMENT   a bug of the caller
+    message over 1 MiB            RESOURCE_EXHAUSTED make several calls
     no deadline on a unary call   INVALID_ARGUMENT   set one
     """
 
@@ -174,6 +176,7 @@ class SessionService(object):
     token of a fenced session     UNAUTHENTICATED    SessionFencedError: connect again
     pid is not the session's      PERMISSION_DENIED  do not use a session after fork
     malformed message             INVALID_ARGUMENT   a bug of the caller
+    message over 1 MiB            RESOURCE_EXHAUSTED make several calls
     no deadline on a unary call   INVALID_ARGUMENT   set one
     """
 

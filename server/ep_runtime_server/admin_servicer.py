@@ -18,6 +18,7 @@ from ep_runtime_server import config, host_memory, views
 from ep_runtime_server.groups import Group
 from ep_runtime_server.paging import page
 from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.sessions import Session
 from ep_runtime_server.windows import WindowState
 
 Context = grpc.aio.ServicerContext
@@ -85,7 +86,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             failing_tasks=runtime.supervisor.failing,
             journal=pb.JournalStatus(error=runtime.journal.error, bytes=runtime.journal.size_bytes),
             recovery=(views.recovery(runtime.recovery) if runtime.recovery.found_any else None),
-            late_ranks=[views.late_rank(late) for late in runtime.late_ranks.now()],
+            late_ranks=[views.late_rank(late) for late in await runtime.late_ranks.now()],
             cluster=runtime.cluster.status() if runtime.cluster is not None else None,
         )
 
@@ -110,39 +111,36 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self, request: pb.ListSessionsRequest, context: Context[Any, Any]
     ) -> pb.ListSessionsResponse:
         runtime = self._runtime
-        found, token = page(runtime.sessions.all(), request.page_size, request.page_token)
-        return pb.ListSessionsResponse(
-            sessions=[
-                views.session(
-                    session,
-                    [group.owner.name for group in runtime.groups.of_session(session)],
-                    runtime.clock,
-                )
-                for session in found
-            ],
-            next_page_token=token,
+        by_session = await runtime.groups.by_session()
+
+        def row(session: Session) -> pb.SessionInfo:
+            return views.session(session, by_session.get(session.session_id, ()), runtime.clock)
+
+        found, token = await page(
+            runtime.sessions.all(), request.page_size, request.page_token, row
         )
+        return pb.ListSessionsResponse(sessions=found, next_page_token=token)
 
     @of_any_node
     async def ListGroups(  # noqa: N802
         self, request: pb.ListGroupsRequest, context: Context[Any, Any]
     ) -> pb.ListGroupsResponse:
         runtime = self._runtime
-        found, token = page(self._groups(request.name), request.page_size, request.page_token)
-        return pb.ListGroupsResponse(
-            groups=[
-                views.group_info(group, runtime.clock, runtime.unique_ids.state_of(group))
-                for group in found
-            ],
-            next_page_token=token,
+
+        def row(group: Group) -> pb.GroupInfo:
+            return views.group_info(group, runtime.clock, runtime.unique_ids.state_of(group))
+
+        found, token = await page(
+            self._groups(request.name), request.page_size, request.page_token, row
         )
+        return pb.ListGroupsResponse(groups=found, next_page_token=token)
 
     @of_any_node
     async def ListLayers(  # noqa: N802
         self, request: pb.AdminServiceListLayersRequest, context: Context[Any, Any]
     ) -> pb.AdminServiceListLayersResponse:
         rows = views.layers(self._groups(request.group))
-        found, token = page(rows, request.page_size, request.page_token)
+        found, token = await page(rows, request.page_size, request.page_token, views.layer_info)
         return pb.AdminServiceListLayersResponse(layers=found, next_page_token=token)
 
     @of_any_node
@@ -150,8 +148,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self, request: pb.ListHandlesRequest, context: Context[Any, Any]
     ) -> pb.ListHandlesResponse:
         groups = self._groups(request.group)
-        rows = views.handles(groups, request.layer, self._runtime.clock)
-        found, token = page(rows, request.page_size, request.page_token)
+        row = functools.partial(views.handle_info, clock=self._runtime.clock)
+        rows = views.handles(groups, request.layer)
+        found, token = await page(rows, request.page_size, request.page_token, row)
         return pb.ListHandlesResponse(handles=found, next_page_token=token)
 
     @of_any_node
@@ -161,24 +160,26 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         sets = [
             s for s in self._runtime.pool.sets if not request.group or s.owner.name == request.group
         ]
-        rows = views.buffers(sets, self._runtime)
-        found, token = page(rows, request.page_size, request.page_token)
+        row = functools.partial(views.buffer_info, runtime=self._runtime)
+        rows = views.buffers(sets)
+        found, token = await page(rows, request.page_size, request.page_token, row)
         return pb.ListBuffersResponse(buffers=found, next_page_token=token)
 
     @of_any_node
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: Context[Any, Any]
     ) -> pb.ListEventsResponse:
-        rows = views.events(self._runtime.events.after(request.after_sequence))
-        found, token = page(rows, request.page_size, request.page_token)
+        rows = self._runtime.events.after(request.after_sequence)
+        found, token = await page(rows, request.page_size, request.page_token, views.event)
         return pb.ListEventsResponse(events=found, next_page_token=token)
 
     @of_any_node
     async def ListRanks(  # noqa: N802
         self, request: pb.ListRanksRequest, context: Context[Any, Any]
     ) -> pb.ListRanksResponse:
-        rows = views.ranks(self._groups(request.group), self._runtime.clock)
-        found, token = page(rows, request.page_size, request.page_token)
+        row = functools.partial(views.rank_info, clock=self._runtime.clock)
+        rows = views.ranks(self._groups(request.group))
+        found, token = await page(rows, request.page_size, request.page_token, row)
         return pb.ListRanksResponse(ranks=found, next_page_token=token)
 
     async def Drain(  # noqa: N802

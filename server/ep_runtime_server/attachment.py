@@ -58,13 +58,15 @@ def acquire(
         )
     by_rank = {buffer.world_rank: buffer for buffer in group.windows.buffers}
     here = [rank for rank in by_rank if rank >= 0]
-    wanted = (-1, *(world_ranks or here))
-    for rank in wanted[1:]:
-        if rank not in here:
-            raise InvalidArgumentError(
-                f"world_ranks must be of {here}, whose windows are on this node, got {rank}",
-                argument="world_ranks",
-            )
+    asked = world_ranks or here
+    wrong = [rank for rank in asked if rank < 0 or rank not in by_rank]
+    if wrong or len(set(asked)) != len(asked):
+        raise InvalidArgumentError(
+            f"world_ranks must be distinct and of {here}, whose windows are on this node, got "
+            f"{list((wrong or asked)[:16])}",
+            argument="world_ranks",
+        )
+    wanted = (-1, *asked)
     return tickets.give(session, group, wanted), [by_rank[rank] for rank in wanted]
 
 

@@ -116,6 +116,7 @@ class Daemon:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.runtime.supervisor.keep("health", self._follow_health)
         self.runtime.supervisor.keep("reaper", self._reap)
+        self.runtime.supervisor.keep("look for late ranks", self.runtime.late_ranks.watch)
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
         self._watch_parent()
         if settings.testing:

@@ -20,6 +20,7 @@ from ep_runtime_server.events import EventLog
 from ep_runtime_server.group_fsm import Event, State
 from ep_runtime_server.group_memory import get_windows
 from ep_runtime_server.groups import Group, wait_until
+from ep_runtime_server.pacing import paced
 from ep_runtime_server.sessions import Session, SessionState
 from ep_runtime_server.supervision import tell_failure
 from ep_runtime_server.windows import Owner, WindowPool
@@ -75,6 +76,14 @@ class Groups:
         """Groups in which the session is a member, or was under the generation before."""
         key = session.session_id
         return [g for g in self._groups.values() if key in g.members or key in g.previous]
+
+    async def by_session(self) -> dict[str, list[str]]:
+        """Names of the groups of every session, as `of_session` finds them."""
+        found: dict[str, list[str]] = {}
+        async for group in paced(self.all()):
+            for session_id in group.members.keys() | group.previous.keys():
+                found.setdefault(session_id, []).append(group.owner.name)
+        return found
 
     async def create(
         self,

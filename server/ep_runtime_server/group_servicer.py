@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from ep_runtime.v1 import group_service_pb2_grpc as pb_grpc
 from ep_runtime.v1 import layer_service_pb2, layer_service_pb2_grpc, types_pb2
 from ep_runtime_server import attachment, config, views
 from ep_runtime_server.interceptor import current_session
+from ep_runtime_server.pacing import paced
 from ep_runtime_server.paging import page
 from ep_runtime_server.rejoin import Claim
 from ep_runtime_server.runtime import Runtime
@@ -65,7 +67,17 @@ def check_spec(spec: GroupSpec) -> None:
         )
 
 
-def _check_ranks(ranks: tuple[int, ...], spec: GroupSpec) -> tuple[int, ...]:
+def _check_count(layers: int) -> None:
+    """Raises InvalidArgumentError where one call carries more layers and stacks than it may."""
+    if layers > wire.MAX_LAYERS_PER_CALL:
+        raise InvalidArgumentError(
+            f"layers and stacks must be at most {wire.MAX_LAYERS_PER_CALL} per call, got {layers}",
+            argument="layers",
+        )
+
+
+def _check_ranks(given: Sequence[int], spec: GroupSpec) -> tuple[int, ...]:
+    ranks = tuple(given[: spec.world_size + 1])  # one too many is enough to refuse them
     wrong = [rank for rank in ranks if not 0 <= rank < spec.world_size]
     if not ranks or wrong or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(
@@ -78,8 +90,7 @@ def _check_ranks(ranks: tuple[int, ...], spec: GroupSpec) -> tuple[int, ...]:
 
 def _check_windows(request: pb.RestoreGroupRequest, spec: GroupSpec) -> tuple[int, ...]:
     """World ranks, ascending, whose windows the caller holds; none: all."""
-    ranks = tuple(request.window_ranks)
-    return _check_ranks(ranks, spec) if ranks else ()
+    return _check_ranks(request.window_ranks, spec) if request.window_ranks else ()
 
 
 def _check_uuids(
@@ -115,7 +126,7 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
                 f"node_size follows from where the ranks are; leave it 0, got {spec.node_size}",
                 argument="node_size",
             )
-        ranks = _check_ranks(tuple(request.world_ranks), spec)
+        ranks = _check_ranks(request.world_ranks, spec)
         uuids = _check_uuids(request, spec)
         wait_s = _wait_s(request)
 
@@ -160,18 +171,19 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
     async def RestoreGroup(  # noqa: N802
         self, request: pb.RestoreGroupRequest, context: Context[Any, Any]
     ) -> pb.RestoreGroupResponse:
+        _check_count(len(request.layers))
         spec = wire.group_spec_from_proto(request.spec)
         check_spec(spec)
-        ranks = _check_ranks(tuple(request.world_ranks), spec)
+        ranks = _check_ranks(request.world_ranks, spec)
         claim = Claim(
             spec=spec,
             generation=request.generation,
             ranks=ranks,
-            layers=tuple(wire.registered_from_proto(layer) for layer in request.layers),
+            layers=tuple([wire.registered_from_proto(x) async for x in paced(request.layers)]),
             uuids=_check_uuids(request, spec),
             windows=_check_windows(request, spec),
         )
-        group, wanted = self._runtime.rejoin.restore_group(current_session(), claim)
+        group, wanted = await self._runtime.rejoin.restore_group(current_session(), claim)
         return pb.RestoreGroupResponse(
             group=views.group(group, self._runtime.clock), wanted_ranks=wanted
         )
@@ -189,7 +201,7 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         group = self._runtime.groups.get(current_session(), request.name)
         return pb.GetGroupResponse(
             group=views.group(group, self._runtime.clock),
-            layers=[wire.registered_to_proto(layer) for layer in group.layers.all()],
+            layers=[wire.registered_to_proto(layer) async for layer in paced(group.layers.all())],
         )
 
 
@@ -205,23 +217,17 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
         context: Context[Any, Any],
     ) -> layer_service_pb2.RegisterLayersResponse:
         session = current_session()
-        count = len(request.layers) + len(request.stacks)
-        if count > config.MAX_LAYERS_PER_CALL:
-            raise InvalidArgumentError(
-                f"layers and stacks must be at most {config.MAX_LAYERS_PER_CALL} per call, "
-                f"got {count}",
-                argument="layers",
-            )
+        _check_count(len(request.layers) + len(request.stacks))
 
         async def work() -> layer_service_pb2.RegisterLayersResponse:
-            return self._register(request)
+            return await self._register(request)
 
         answer: layer_service_pb2.RegisterLayersResponse = await self._runtime.operations.run(
             session.session_id, request.op_id, request, work
         )
         return answer
 
-    def _register(
+    async def _register(
         self, request: layer_service_pb2.RegisterLayersRequest
     ) -> layer_service_pb2.RegisterLayersResponse:
         session = current_session()
@@ -229,9 +235,9 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
         group.member(session, request.generation)
         self._runtime.recorder.admit(_JOURNAL_GROWTH * request.ByteSize())
         before = len(group.layers)
-        layers, stacks = group.layers.register(
-            [wire.layer_spec_from_proto(layer) for layer in request.layers],
-            [wire.stack_spec_from_proto(stack) for stack in request.stacks],
+        layers, stacks = await group.layers.register(
+            [wire.layer_spec_from_proto(layer) async for layer in paced(request.layers)],
+            [wire.stack_spec_from_proto(stack) async for stack in paced(request.stacks)],
         )
         added = len(group.layers) - before
         if added:
@@ -244,8 +250,8 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
                 added=added,
             )
         return layer_service_pb2.RegisterLayersResponse(
-            layers=[wire.registered_to_proto(layer) for layer in layers],
-            stacks=[wire.registered_to_proto(stack) for stack in stacks],
+            layers=[wire.registered_to_proto(layer) async for layer in paced(layers)],
+            stacks=[wire.registered_to_proto(stack) async for stack in paced(stacks)],
         )
 
     async def GetLayer(  # noqa: N802
@@ -259,7 +265,7 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
         self, request: layer_service_pb2.ListLayersRequest, context: Context[Any, Any]
     ) -> layer_service_pb2.ListLayersResponse:
         group = self._runtime.groups.get(current_session(), request.group)
-        found, token = page(group.layers.all(), request.page_size, request.page_token)
-        return layer_service_pb2.ListLayersResponse(
-            layers=[wire.registered_to_proto(layer) for layer in found], next_page_token=token
+        found, token = await page(
+            group.layers.all(), request.page_size, request.page_token, wire.registered_to_proto
         )
+        return layer_service_pb2.ListLayersResponse(layers=found, next_page_token=token)

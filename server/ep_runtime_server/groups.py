@@ -126,6 +126,10 @@ class Group:
     def claims(self) -> dict[int, Member]:
         return {rank: member for member in self.members.values() for rank in member.ranks}
 
+    def member_of(self, rank: int) -> Member | None:
+        """Who claims that world rank."""
+        return next((m for m in self.members.values() if rank in m.ranks), None)
+
     @property
     def missing_ranks(self) -> list[int]:
         claimed = self.claims

@@ -6,6 +6,7 @@ end of that chain: the rank that nobody else holds up.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from ep_runtime_server.config import LATE_AFTER_S
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.groups import Group, Member
+from ep_runtime_server.pacing import paced
 
 LOOK_EVERY_S = 1.0
 MAX_NAMED_WAITERS = 16
@@ -57,6 +59,14 @@ def rank_records(group: Group) -> list[RankRecord | None]:
     return board_records.read_ranks(windows.board, windows.spec)
 
 
+def rank_record(group: Group, rank: int) -> RankRecord | None:
+    """What the board says of one rank; None where there is none, or it cannot be."""
+    windows = group.windows
+    if windows is None or windows.board is None:
+        return None
+    return board_records.read_ranks(windows.board, windows.spec, [rank])[0]
+
+
 def tell_time(groups: Iterable[Group], now_s: float) -> None:
     """Writes the time to the boards of groups on devices, which know no clock of this machine."""
     for group in groups:
@@ -83,15 +93,15 @@ def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
     return {rank: waits_for[rank] if end is None else end for rank, end in ends.items()}
 
 
-def late_ranks(groups: Iterable[Group], now_s: float) -> list[LateRank]:
+async def late_ranks(groups: Iterable[Group], now_s: float) -> list[LateRank]:
     """Every rank for which another has waited for more than LATE_AFTER_S; the latest first."""
-    found = []
-    for group in groups:
-        found += _late_in(group, rank_records(group), now_s)
+    found = [late async for group in paced(groups) for late in late_in(group, now_s)]
     return sorted(found, key=lambda late: -late.since_s)
 
 
-def _late_in(group: Group, records: list[RankRecord | None], now_s: float) -> list[LateRank]:
+def late_in(group: Group, now_s: float) -> list[LateRank]:
+    """Those of one group."""
+    records = rank_records(group)
     waiting = {
         rank: record
         for rank, record in enumerate(records)
@@ -142,21 +152,23 @@ class LateRanks:
         self._groups = groups
         self._events = events
         self._clock = clock
-        self._looked_s = 0.0
         self._known: dict[tuple[str, int, int], LateRank] = {}
 
-    def now(self) -> list[LateRank]:
+    async def now(self) -> list[LateRank]:
         """The ranks that are late now, the latest first."""
-        return late_ranks(self._groups.all(), self._clock.monotonic_s())
+        return await late_ranks(self._groups.all(), self._clock.monotonic_s())
 
-    def look(self) -> None:
-        """Looks once a second; what became late or came since then becomes an event."""
-        now_s = self._clock.monotonic_s()
-        if now_s - self._looked_s < LOOK_EVERY_S:
-            return
-        self._looked_s = now_s
-        tell_time(self._groups.all(), now_s)
-        found = {(x.group.group_id, x.group.generation, x.world_rank): x for x in self.now()}
+    async def watch(self) -> None:
+        """Looks once a second until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """What became late or came since the look before becomes an event."""
+        tell_time(self._groups.all(), self._clock.monotonic_s())
+        now = await self.now()
+        found = {(x.group.group_id, x.group.generation, x.world_rank): x for x in now}
         for key, late in found.items():
             if key not in self._known:
                 self._say("rank.late", late, late.message, logging.WARNING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime.specs import GroupSpec, LayerSpec
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
+from ep_runtime_server.pacing import paced
 
 _STACK_MEMBER = re.compile(r"(?P<stack>.*)\[(?P<index>[0-9]{1,7})\]", re.DOTALL)
 
@@ -45,6 +47,7 @@ class LayerTable:
         self._layers: dict[str, RegisteredLayer] = {}
         self._ids: dict[int, str] = {}
         self._next_handle = 0
+        self._changing = asyncio.Lock()  # a long list is looked through in several turns
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -62,7 +65,7 @@ class LayerTable:
         """In the order of registration."""
         return list(self._layers.values())
 
-    def register(
+    async def register(
         self, layers: Sequence[LayerSpec], stacks: Sequence[LayerStackSpec]
     ) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
         """All or none of them; an equal registration is answered with what it got before.
@@ -72,12 +75,15 @@ class LayerTable:
             SpecMismatchError: a name is taken by other settings.
             PoolExhaustedError: the board has not as many handles.
         """
-        added = _Addition(self._next_handle)
-        answer = [self._plan(spec, 0, added) for spec in layers]
-        stack_answer = [self._plan(stack.spec, stack.num_layers, added) for stack in stacks]
-        self._layers.update(added.layers)
-        self._ids.update(added.ids)
-        self._next_handle = added.next_handle
+        async with self._changing:
+            added = _Addition(self._next_handle)
+            answer = [self._plan(spec, 0, added) async for spec in paced(layers)]
+            stack_answer = [
+                self._plan(stack.spec, stack.num_layers, added) async for stack in paced(stacks)
+            ]
+            self._layers.update(added.layers)
+            self._ids.update(added.ids)
+            self._next_handle = added.next_handle
         return answer, stack_answer
 
     def restore(self, layers: Iterable[RegisteredLayer]) -> None:
@@ -87,7 +93,7 @@ class LayerTable:
             self._ids[layer.base_id] = layer.spec.name
             self._next_handle = max(self._next_handle, layer.handle_base + layer.num_handles)
 
-    def rejoin(self, layers: Sequence[RegisteredLayer], *, takes_word: bool) -> None:
+    async def rejoin(self, layers: Sequence[RegisteredLayer], *, takes_word: bool) -> None:
         """Compares with what a process says; with `takes_word` takes over what is unknown here.
 
         Raises:
@@ -95,8 +101,21 @@ class LayerTable:
             StaleHandleError: one is unknown, and the process's word does not count.
             InvalidArgumentError: one cannot have been registered so.
         """
+        async with self._changing:
+            new = await self._compared(layers)
+            if new and not takes_word:
+                raise StaleHandleError(
+                    f"layer {new[0].spec.name!r} is not registered in group {self._group.name!r}",
+                    layer=new[0].spec.name,
+                    group=self._group.name,
+                )
+            await self._check_word(new)
+            self.restore(new)
+
+    async def _compared(self, layers: Sequence[RegisteredLayer]) -> list[RegisteredLayer]:
+        """Those that are unknown here; the others are as they are known."""
         new = []
-        for layer in layers:
+        async for layer in paced(layers):
             known = self._layers.get(layer.spec.name)
             if known is None:
                 new.append(layer)
@@ -111,23 +130,16 @@ class LayerTable:
                     theirs=known.handle_base,
                     ours=layer.handle_base,
                 )
-        if new and not takes_word:
-            raise StaleHandleError(
-                f"layer {new[0].spec.name!r} is not registered in group {self._group.name!r}",
-                layer=new[0].spec.name,
-                group=self._group.name,
-            )
-        self._check_word(new)
-        self.restore(new)
+        return new
 
-    def _check_word(self, new: Sequence[RegisteredLayer]) -> None:
+    async def _check_word(self, new: Sequence[RegisteredLayer]) -> None:
         taken = sorted(
             (layer.handle_base, layer.num_handles) for layer in (*self._layers.values(), *new)
         )
         ends = [base + count for base, count in taken]
         overlap = any(base < end for (base, _), end in zip(taken[1:], ends, strict=False))
         outside = bool(taken) and (taken[0][0] < 0 or ends[-1] > board.MAX_HANDLES)
-        for layer in new:
+        async for layer in paced(new):
             filled = specs.check_layer(self._group, layer.spec)
             make_id = specs.stack_base_id if layer.num_layers else specs.layer_id
             right_id = layer.base_id == make_id(self._group.name, layer.spec.name)
@@ -229,7 +241,7 @@ class LayerTable:
 
     def handles(self) -> Iterator[Handle]:
         """Every handle, by index."""
-        for layer in self._layers.values():
+        for layer in self.all():
             for position in range(max(layer.num_layers, 1)):
                 name = f"{layer.spec.name}[{position}]" if layer.num_layers else layer.spec.name
                 base = layer.handle_base + position * layer.spec.in_flight

@@ -125,7 +125,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
             view_wire.key_from_proto(request.key),
             spec,
             view_wire.claims_from_proto(request.claims, spec),
-            known_missing=list(request.missing_ranks),
+            known_missing=list(view_wire.ranks_from_proto(request.missing_ranks)),
             wait_s=_wait_s(request),
         )
         return pb.JoinGroupResponse(
@@ -165,7 +165,8 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
     ) -> pb.TellGroupResponse:
         check_certificate(context, request.node)
         owner = view_wire.key_from_proto(request.key)
-        lost, left = list(request.lost_ranks), list(request.left_ranks)
+        lost = list(view_wire.ranks_from_proto(request.lost_ranks))
+        left = list(view_wire.ranks_from_proto(request.left_ranks))
         self._assemblies.ended(request.node, owner, request.epoch, (*lost, *left))
         self._spanning.heard(request.node, owner, request.epoch, lost, left)
         return pb.TellGroupResponse()

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_server.pacing import paced
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
 
 T = TypeVar("T")
+Row = TypeVar("Row")
 
 
-def page(items: Iterable[T], page_size: int, page_token: str) -> tuple[list[T], str]:
-    """One page of `items` and the token of the next; "" behind the last.
+async def page(
+    items: Iterable[T], page_size: int, page_token: str, to_row: Callable[[T], Row]
+) -> tuple[list[Row], str]:
+    """Rows of one page of `items` and the token of the next; "" behind the last.
+
+    Args:
+        items: must not change meanwhile: others have their turns between two rows.
+        to_row: only called for items of the page.
 
     Raises:
         InvalidArgumentError: a size or token that no answer carried.
@@ -31,5 +39,7 @@ def page(items: Iterable[T], page_size: int, page_token: str) -> tuple[list[T], 
         )
     start = int(page_token or 0)
     size = page_size or DEFAULT_PAGE
-    found = list(itertools.islice(items, start, start + size + 1))
-    return found[:size], str(start + size) if len(found) > size else ""
+    rest = itertools.islice(items, start, None)
+    rows = [to_row(item) async for item in paced(itertools.islice(rest, size))]
+    more = next(rest, None) is not None
+    return rows, str(start + size) if more else ""

@@ -45,7 +45,7 @@ class Rejoin:
         self._pool = pool
         self._recovery = recovery
 
-    def restore_group(self, session: Session, claim: Claim) -> tuple[Group, list[int]]:
+    async def restore_group(self, session: Session, claim: Claim) -> tuple[Group, list[int]]:
         """The group that goes on, and the world ranks whose windows are wanted; -1 is the board.
 
         Raises:
@@ -71,7 +71,8 @@ class Rejoin:
                 f"world_ranks must be {list(member.ranks)} as before, got {list(claim.ranks)}",
                 argument="world_ranks",
             )
-        group.layers.rejoin(claim.layers, takes_word=self._recovery.takes_word)
+        await group.layers.rejoin(claim.layers, takes_word=self._recovery.takes_word)
+        group.member(session, claim.generation)  # others had their turns
         member.attached = True
         if group.restoring and group.windows is not None:
             group.windows.assume(dict(zip(claim.ranks, claim.uuids, strict=False)))

@@ -186,7 +186,7 @@ class Runtime:
             )
 
     def open_session(
-        self, session: Session, job: str, labels: dict[str, str], process_index: int
+        self, session: Session, job: str, labels: Mapping[str, str], process_index: int
     ) -> None:
         """Names the job of a session.
 
@@ -197,13 +197,7 @@ class Runtime:
             PoolExhaustedError: the journal cannot be written.
         """
         check_name("job", job)
-        long = [k for k, v in labels.items() if len((k + v).encode()) > config.MAX_LABEL_BYTES]
-        if len(labels) > config.MAX_LABELS or long:
-            raise InvalidArgumentError(
-                f"labels must be at most {config.MAX_LABELS} of {config.MAX_LABEL_BYTES} bytes, "
-                f"got {len(labels)}, too long: {long[:3]}",
-                argument="labels",
-            )
+        _check_labels(labels)
         if session.state is not SessionState.CONNECTED:
             self.sessions.heard(session)
             if session.job != job:
@@ -316,7 +310,6 @@ class Runtime:
         run("forgetting of sessions", self.sessions.prune)
         run("end of the recovery", self.recovery.settle)
         run("journal", self.recorder.tick)
-        run("look for late ranks", self.late_ranks.look)
         if self.cluster is not None:
             run("cluster", self.cluster.tick)
         if self.sessions.not_over() or self.groups.all():
@@ -333,3 +326,18 @@ class Runtime:
             return True
         idle = self.settings.idle_exit_s
         return idle is not None and empty and now - self._idle_since_s >= idle
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    few = len(labels) <= config.MAX_LABELS
+    long = [
+        k
+        for k, v in (labels.items() if few else ())
+        if len((k + v).encode()) > config.MAX_LABEL_BYTES
+    ]
+    if not few or long:
+        raise InvalidArgumentError(
+            f"labels must be at most {config.MAX_LABELS} of {config.MAX_LABEL_BYTES} bytes, "
+            f"got {len(labels)}, too long: {[name[:80] for name in long[:3]]}",
+            argument="labels",
+        )

@@ -44,9 +44,7 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
         self, request: pb.OpenSessionRequest, context: Context[Any, Any]
     ) -> pb.OpenSessionResponse:
         session = current_session()
-        self._runtime.open_session(
-            session, request.job, dict(request.labels), request.process_index
-        )
+        self._runtime.open_session(session, request.job, request.labels, request.process_index)
         return pb.OpenSessionResponse(
             session_id=session.session_id,
             heartbeat_interval=wire.duration(config.HEARTBEAT_INTERVAL_S),

@@ -11,7 +11,7 @@ from ep_runtime_server.config import TICKET_LIFE_S
 from ep_runtime_server.groups import Group
 from ep_runtime_server.sessions import Session
 
-MAX_TICKETS = 10_000
+MAX_TICKETS_PER_SESSION = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +33,11 @@ class TicketBook:
         self._tickets: dict[str, Ticket] = {}
 
     def give(self, session: Session, group: Group, world_ranks: tuple[int, ...]) -> str:
-        """The new ticket's secret."""
+        """The new ticket's secret. Too many void the session's oldest, and nobody else's."""
         self.expire()
-        while len(self._tickets) >= MAX_TICKETS:
-            del self._tickets[next(iter(self._tickets))]
+        own = [known for known, ticket in self._tickets.items() if ticket.session is session]
+        if len(own) >= MAX_TICKETS_PER_SESSION:
+            del self._tickets[own[0]]
         secret = secrets.token_hex(16)
         expires_s = self._clock.monotonic_s() + TICKET_LIFE_S
         self._tickets[secret] = Ticket(session, group, group.generation, world_ranks, expires_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ep_runtime.board_abi import MAX_MEETING_RANKS
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, check_name
 from ep_runtime.v1 import node_service_pb2 as pb
@@ -30,11 +31,21 @@ def claims_to_proto(claims: Iterable[NodeClaim]) -> list[pb.NodeClaim]:
     ]
 
 
+def ranks_from_proto(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Raises InvalidArgumentError for more world ranks than any group has."""
+    if len(ranks) > MAX_MEETING_RANKS:
+        raise InvalidArgumentError(
+            f"a list of world ranks must be at most {MAX_MEETING_RANKS}, got {len(ranks)}",
+            argument="world_ranks",
+        )
+    return tuple(ranks)
+
+
 def claims_from_proto(messages: Sequence[pb.NodeClaim], spec: GroupSpec) -> tuple[NodeClaim, ...]:
     """Raises InvalidArgumentError where they are not distinct ranks of the group."""
     claims = tuple(
-        NodeClaim(message.session_id, message.pid, tuple(message.world_ranks))
-        for message in messages
+        NodeClaim(message.session_id, message.pid, ranks_from_proto(message.world_ranks))
+        for message in messages[: spec.world_size + 1]  # one too many is enough to refuse them
     )
     ranks = [rank for claim in claims for rank in claim.ranks]
     within = all(0 <= rank < spec.world_size for rank in ranks)

@@ -12,11 +12,14 @@ from ep_runtime.board import HandleState, OpCode, PoisonReason
 from ep_runtime.board_records import HandleRecord, RankRecord
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import types_pb2
+from ep_runtime.wire import RegisteredLayer
+from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import Event
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
-from ep_runtime_server.lateness import LateRank, late_ranks, rank_records
+from ep_runtime_server.lateness import LateRank, late_in, rank_record
+from ep_runtime_server.layers import Handle
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import Session
@@ -111,7 +114,7 @@ def group_info(item: Group, clock: Clock, nccl: tuple[str, str]) -> pb.GroupInfo
         total_bytes=item.windows.size_bytes if item.windows is not None else 0,
         age=wire.duration(clock.monotonic_s() - item.created_s),
         poison_reason=_poison_reason(item),
-        late_ranks=[late_rank(late) for late in late_ranks([item], clock.monotonic_s())],
+        late_ranks=[late_rank(late) for late in late_in(item, clock.monotonic_s())],
         wanted_ranks=item.windows.wanted_ranks if item.windows is not None else [],
         nccl_version=nccl[0],
         nccl_state=nccl[1],
@@ -128,38 +131,45 @@ def _poison_reason(group: Group) -> str:
     return "UNREADABLE" if reason in (None, PoisonReason.NONE) else reason.name
 
 
-def layers(groups: Iterable[Group]) -> Iterator[pb.LayerInfo]:
-    for item in groups:
-        for layer in item.layers.all():
-            yield pb.LayerInfo(
-                layer=wire.registered_to_proto(layer),
-                group=item.owner.name,
-                job=item.owner.job,
-                uid=item.owner.uid,
-                generation=item.generation,
-            )
+def layers(groups: Iterable[Group]) -> list[tuple[Group, RegisteredLayer]]:
+    return [(item, layer) for item in groups for layer in item.layers.all()]
 
 
-def handles(groups: Iterable[Group], layer: str, clock: Clock) -> Iterator[pb.HandleInfo]:
+def layer_info(row: tuple[Group, RegisteredLayer]) -> pb.LayerInfo:
+    item, layer = row
+    return pb.LayerInfo(
+        layer=wire.registered_to_proto(layer),
+        group=item.owner.name,
+        job=item.owner.job,
+        uid=item.owner.uid,
+        generation=item.generation,
+    )
+
+
+def handles(groups: Iterable[Group], layer: str) -> Iterator[tuple[Group, Handle]]:
+    """Those of one layer or stack; of all with none named."""
     for item in groups:
-        pids = sorted(member.session.pid for member in item.members.values())
         for handle in item.layers.handles():
-            if layer and layer not in (handle.layer, handle.layer.rpartition("[")[0]):
-                continue
-            message = pb.HandleInfo(
-                layer=handle.layer,
-                handle=handle.handle,
-                index=handle.index,
-                group=item.owner.name,
-                job=item.owner.job,
-                uid=item.owner.uid,
-                generation=item.generation,
-                pids=pids,
-                state=HandleState(0).name,
-                lane=-1,
-            )
-            _add_record(message, _handle_record(item, handle.index), clock)
-            yield message
+            if not layer or layer in (handle.layer, handle.layer.rpartition("[")[0]):
+                yield item, handle
+
+
+def handle_info(row: tuple[Group, Handle], clock: Clock) -> pb.HandleInfo:
+    item, handle = row
+    message = pb.HandleInfo(
+        layer=handle.layer,
+        handle=handle.handle,
+        index=handle.index,
+        group=item.owner.name,
+        job=item.owner.job,
+        uid=item.owner.uid,
+        generation=item.generation,
+        pids=sorted(member.session.pid for member in item.members.values()),
+        state=HandleState(0).name,
+        lane=-1,
+    )
+    _add_record(message, _handle_record(item, handle.index), clock)
+    return message
 
 
 def _handle_record(group: Group, index: int) -> HandleRecord | None:
@@ -185,62 +195,64 @@ def _add_record(message: pb.HandleInfo, record: HandleRecord | None, clock: Cloc
         message.age.CopyFrom(wire.duration(age_s))
 
 
-def buffers(sets: Iterable[WindowSet], runtime: Runtime) -> Iterator[pb.BufferInfo]:
-    now = runtime.clock.monotonic_s()
-    for windows in sets:
-        found = [runtime.sessions.get(session_id) for session_id in windows.holders]
-        pids = sorted(holder.pid for holder in found if holder is not None)
-        for buffer in windows.buffers:
-            about = descriptor(buffer.world_rank, buffer.size_bytes, windows.generation)
-            yield pb.BufferInfo(
-                buffer_id=buffer.buffer_id,
-                bytes=buffer.size_bytes,
-                device=buffer.device,
-                kind=about.kind,
-                state=_BUFFER_STATES[windows.state],
-                group=windows.owner.name,
-                job=windows.owner.job,
-                uid=windows.owner.uid,
-                generation=windows.generation,
-                world_rank=buffer.world_rank,
-                mapped_by=pids,
-                age=wire.duration(now - windows.created_s),
-            )
+def buffers(sets: Iterable[WindowSet]) -> list[tuple[WindowSet, Buffer]]:
+    return [(windows, buffer) for windows in sets for buffer in windows.buffers]
 
 
-def events(items: Iterable[Event]) -> Iterator[pb.EventInfo]:
-    for event in items:
-        yield pb.EventInfo(
-            sequence=event.sequence,
-            time=timestamp(event.wall_s),
-            kind=event.kind,
-            session_id=event.session_id,
-            group=event.group,
-            message=event.message,
-            fields_json=json.dumps(event.fields, default=str),
-        )
+def buffer_info(row: tuple[WindowSet, Buffer], runtime: Runtime) -> pb.BufferInfo:
+    windows, buffer = row
+    holders = [runtime.sessions.get(session_id) for session_id in windows.holders]
+    about = descriptor(buffer.world_rank, buffer.size_bytes, windows.generation)
+    return pb.BufferInfo(
+        buffer_id=buffer.buffer_id,
+        bytes=buffer.size_bytes,
+        device=buffer.device,
+        kind=about.kind,
+        state=_BUFFER_STATES[windows.state],
+        group=windows.owner.name,
+        job=windows.owner.job,
+        uid=windows.owner.uid,
+        generation=windows.generation,
+        world_rank=buffer.world_rank,
+        mapped_by=sorted(holder.pid for holder in holders if holder is not None),
+        age=wire.duration(runtime.clock.monotonic_s() - windows.created_s),
+    )
 
 
-def ranks(groups: Iterable[Group], clock: Clock) -> Iterator[pb.RankInfo]:
-    for item in groups:
-        claims = item.claims
-        records = rank_records(item)
-        for rank in item.local_ranks:  # the others are on other nodes' boards
-            member = claims.get(rank)
-            message = pb.RankInfo(
-                group=item.owner.name,
-                job=item.owner.job,
-                uid=item.owner.uid,
-                generation=item.generation,
-                world_rank=rank,
-                pid=member.session.pid if member is not None else 0,
-                handle=-1,
-                waiting_for=-1,
-            )
-            record = records[rank] if records else None
-            if record is not None:
-                _add_progress(message, record, item, clock)
-            yield message
+def event(item: Event) -> pb.EventInfo:
+    return pb.EventInfo(
+        sequence=item.sequence,
+        time=timestamp(item.wall_s),
+        kind=item.kind,
+        session_id=item.session_id,
+        group=item.group,
+        message=item.message,
+        fields_json=json.dumps(item.fields, default=str),
+    )
+
+
+def ranks(groups: Iterable[Group]) -> list[tuple[Group, int]]:
+    """World ranks that are not other nodes', whose boards tell of them."""
+    return [(item, rank) for item in groups for rank in item.local_ranks]
+
+
+def rank_info(row: tuple[Group, int], clock: Clock) -> pb.RankInfo:
+    item, rank = row
+    member = item.member_of(rank)
+    message = pb.RankInfo(
+        group=item.owner.name,
+        job=item.owner.job,
+        uid=item.owner.uid,
+        generation=item.generation,
+        world_rank=rank,
+        pid=member.session.pid if member is not None else 0,
+        handle=-1,
+        waiting_for=-1,
+    )
+    record = rank_record(item, rank)
+    if record is not None:
+        _add_progress(message, record, item, clock)
+    return message
 
 
 def late_rank(late: LateRank) -> pb.LateRank:

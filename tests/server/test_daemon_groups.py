@@ -38,8 +38,10 @@ def test_some_windows_can_be_fetched_alone(daemon):
     found = client.fetch(group, ranks=[2, 1])
     assert [d.world_rank for d, _ in found] == [-1, 2, 1]
     close_fds(found)
-    with pytest.raises(errors.InvalidArgumentError, match="of .0, 1, 2, 3., .* got 4"):
+    with pytest.raises(errors.InvalidArgumentError, match="of .0, 1, 2, 3., .* got .4."):
         client.ticket(group, ranks=[4])
+    with pytest.raises(errors.InvalidArgumentError, match="must be distinct"):
+        client.ticket(group, ranks=[1, 2, 1])
 
 
 def test_more_windows_than_one_packet_carries(daemon):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 from raw_client import make_spec, new_op_id
 
-from ep_runtime import board, errors, specs
+from ep_runtime import board, errors, specs, wire
 from ep_runtime.specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2
 from ep_runtime.wire import LayerStackSpec
@@ -108,22 +109,36 @@ def test_a_name_that_reads_as_a_layer_of_a_stack_is_refused(client, group):
             get(client, name)
 
 
-def test_ten_thousand_layers_in_one_call_take_less_than_a_second(daemon, client, group):
+def register_all(client, group, wanted):
+    """In as many calls as it takes."""
+    step = wire.MAX_LAYERS_PER_CALL
+    parts = [wanted[first : first + step] for first in range(0, len(wanted), step)]
+    return [layer for part in parts for layer in client.register(group, part)[0]]
+
+
+def test_one_call_has_a_limit(client, group):
+    too_many = [LayerSpec(f"l{i}", top_k=1) for i in range(wire.MAX_LAYERS_PER_CALL + 1)]
+    with pytest.raises(errors.InvalidArgumentError, match="at most 4096 per call, got 4097"):
+        client.register(group, too_many)
+    client.register(group, too_many[:-1])
+
+
+def test_ten_thousand_layers_take_less_than_a_second(daemon, client, group):
     name = "decoder/block_{}/a_rather_long_module_path/mixture_of_experts/dispatch"
     wanted = [LayerSpec(name.format(i), top_k=2) for i in range(10_000)]
     for attempt in range(3):  # a busy machine may take one of them from us
         other = client.create(make_spec(f"timed{attempt}")).group
         started = time.monotonic()
-        client.register(other, wanted)
+        register_all(client, other, wanted)
         took_s = time.monotonic() - started
         client.close_group(other)
         if took_s < 1.0:
             break
     assert took_s < 1.0
-    layers, _ = client.register(group, wanted)
+    layers = register_all(client, group, wanted)
     assert [layer.handle_base for layer in layers] == list(range(10_000))
     assert len({layer.base_id for layer in layers}) == 10_000
-    again, _ = client.register(group, wanted)
+    again = register_all(client, group, wanted)
     assert all(layer.already_registered for layer in again)
     assert daemon.status().num_layers == daemon.status().num_handles == 10_000
 
@@ -146,7 +161,7 @@ def test_two_names_with_one_id_are_refused(monkeypatch):
     monkeypatch.setattr(specs, "layer_id", lambda group, layer: 7)
     table = LayerTable(make_spec())
     with pytest.raises(errors.InvalidArgumentError, match="same id as 'a'"):
-        table.register([LayerSpec("a", top_k=1), LayerSpec("b", top_k=1)], [])
+        asyncio.run(table.register([LayerSpec("a", top_k=1), LayerSpec("b", top_k=1)], []))
 
 
 def test_pages_cover_the_list_once(daemon, client, group):
@@ -189,7 +204,8 @@ def test_handles_are_listed_with_layer_position_and_process(daemon, client, grou
 
 def test_ids_of_board_records_name_their_layers():
     table = LayerTable(make_spec())
-    table.register([LayerSpec("a", top_k=1)], [LayerStackSpec(LayerSpec("s", top_k=1), 3)])
+    layers, stacks = [LayerSpec("a", top_k=1)], [LayerStackSpec(LayerSpec("s", top_k=1), 3)]
+    asyncio.run(table.register(layers, stacks))
     base = specs.stack_base_id("moe", "s")
     assert table.name_of_id(specs.layer_id("moe", "a")) == "a"
     assert [table.name_of_id(base + i) for i in range(4)] == ["s[0]", "s[1]", "s[2]", ""]

@@ -1,0 +1,172 @@
+"""No request holds the event loop: whatever a served client sends, others have their turns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+from raw_client import WAIT_S, close_fds, make_spec, new_op_id
+
+from ep_runtime import board, errors, specs, wire
+from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
+
+HOLD_S = 0.1
+
+
+class Turns:
+    """The loop thread's longest turn by its own processor time: others' load does not count."""
+
+    def __init__(self, loop) -> None:
+        self._loop = loop
+        self._over = asyncio.Event()
+        self.worst_s = 0.0
+
+    async def _measure(self) -> None:
+        before_s = time.thread_time()
+        while not self._over.is_set():
+            await asyncio.sleep(0)
+            now_s = time.thread_time()
+            self.worst_s = max(self.worst_s, now_s - before_s)
+            before_s = now_s
+
+    def __enter__(self) -> Turns:
+        self._task = asyncio.run_coroutine_threadsafe(self._measure(), self._loop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._task.result(WAIT_S)
+
+
+def create_of(spec_changes):
+    """A CreateGroup whose spec is `spec_changes` away from one that is right."""
+
+    def send(client):
+        request = client.create_request(make_spec("other"), wait_s=0.0)
+        spec_changes(request)
+        return client.call(client.groups.CreateGroup, request)
+
+    return send
+
+
+def axes(count):
+    def change(request):
+        request.spec.mesh_axes.extend(
+            types_pb2.MeshAxis(name=f"a{number}", size=1) for number in range(count)
+        )
+
+    return create_of(change)
+
+
+def change_of(change):
+    return create_of(change)
+
+
+def register(count, name=lambda number: f"l{number}"):
+    def send(client):
+        request = layer_service_pb2.RegisterLayersRequest(
+            op_id=new_op_id(),
+            group="moe",
+            generation=client.group.generation,
+            layers=[
+                types_pb2.LayerSpec(name=name(number), top_k=1, in_flight=1)
+                for number in range(count)
+            ],
+        )
+        return client.call(client.layers.RegisterLayers, request)
+
+    return send
+
+
+def restore(count):
+    def send(client):
+        layers = [
+            wire.RegisteredLayer(specs.LayerSpec(f"l{i}", top_k=1, alignment=8), 0, i, i)
+            for i in range(count)
+        ]
+        return client.restore(client.group, layers=layers)
+
+    return send
+
+
+ATTACKS = {
+    "50,000 mesh axes": axes(50_000),
+    "50,000 ep axes": change_of(lambda r: r.spec.ep_axis.extend(["ep"] * 50_000)),
+    "50,000 outer axes": change_of(lambda r: r.spec.outer_axes.extend(["x"] * 50_000)),
+    "900,000 ranks": change_of(lambda r: r.world_ranks.extend([1] * 900_000)),
+    "a name of a megabyte": change_of(lambda r: setattr(r.spec, "name", "x" * 1_000_000)),
+    "100,000 GPUs": change_of(lambda r: r.device_uuids.extend(["GPU-1"] * 100_000)),
+    "an op id of a megabyte": change_of(lambda r: setattr(r, "op_id", "x" * 1_000_000)),
+    "100,000 equal layers": register(100_000, lambda _: "l"),
+    "4,096 equal layers": register(4096, lambda _: "l"),
+    "4,096 layers": register(4096),
+    "layers with the longest names": register(4096, lambda i: f"{i:0120}"),
+    "4,096 layers given back": restore(4096),
+    "100,000 labels": lambda client: client.open(
+        "job", labels={str(i): "" for i in range(100_000)}
+    ),
+    "500,000 windows": lambda client: client.ticket(client.group, [0] * 500_000),
+}
+
+
+@pytest.fixture
+def busy(daemon):
+    """A client with a READY group "moe" in `client.group`."""
+    client = daemon.client()
+    client.group = client.create(make_spec()).group
+    close_fds(client.fetch(client.group))
+    client.attached(client.group)
+    return client
+
+
+@pytest.mark.parametrize("attack", list(ATTACKS))
+def test_a_request_is_answered_in_short_turns(daemon, busy, server_loop, attack):
+    with Turns(server_loop) as turns:
+        with contextlib.suppress(errors.EpRuntimeError):
+            ATTACKS[attack](busy)
+        daemon.status()
+    assert turns.worst_s < HOLD_S
+
+
+def test_lists_of_a_full_board_come_in_short_turns(daemon, busy, server_loop):
+    stacks = [wire.LayerStackSpec(specs.LayerSpec("s", top_k=1), board.MAX_HANDLES)]
+    busy.register(busy.group, stacks=stacks)
+    with Turns(server_loop) as turns:
+        assert len(daemon.ask("ListHandles", page_size=10_000).handles) == 10_000
+        daemon.ask("ListGroups")
+        daemon.status()
+    assert turns.worst_s < HOLD_S
+
+
+@pytest.mark.slow
+def test_a_group_with_all_the_layers_it_can_have_comes_in_short_turns(daemon, busy, server_loop):
+    with Turns(server_loop) as turns:
+        for first in range(0, board.MAX_HANDLES, wire.MAX_LAYERS_PER_CALL):
+            register(wire.MAX_LAYERS_PER_CALL, lambda i, first=first: f"l{first + i}")(busy)
+        request = group_service_pb2.GetGroupRequest(name="moe")
+        assert len(busy.call(busy.groups.GetGroup, request).layers) == board.MAX_HANDLES
+        daemon.ask("ListLayers", page_size=10_000)
+    assert turns.worst_s < HOLD_S
+
+
+def test_what_is_registered_in_turns_is_registered_whole(daemon, busy):
+    """Two calls at once, whose layers are told apart and whose handles do not overlap."""
+    calls = [
+        busy.layers.RegisterLayers.future(
+            layer_service_pb2.RegisterLayersRequest(
+                op_id=new_op_id(),
+                group="moe",
+                generation=busy.group.generation,
+                layers=[
+                    types_pb2.LayerSpec(name=f"{name}{i}", top_k=1, in_flight=1)
+                    for i in range(1000)
+                ],
+            ),
+            **busy.how(),
+        )
+        for name in "ab"
+    ]
+    bases = [layer.handle_base for call in calls for layer in call.result(WAIT_S).layers]
+    assert sorted(bases) == list(range(2000))
