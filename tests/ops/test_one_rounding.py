@@ -1,0 +1,76 @@
+"""Values that lie between two 8-bit ones are rounded alike, wherever a program quantizes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ep_runtime as ep
+from ep_runtime_client.ops import grouped_reference as reference
+
+EXPERTS, ROWS, WIDTH = 2, 128, 128
+SIZES = np.full(EXPERTS, ROWS, np.int32)
+# What a program may have done to an operand before: XLA folds constant factors into others.
+MADE: dict[str, Callable[[Any], Any]] = {
+    "times a constant": lambda x: x * 0.3,
+    "over a constant": lambda x: x / 3,
+}
+RECIPES = (ep.recipes.TensorScaling(), ep.recipes.BlockScaling())
+
+
+def near_ties(made: Callable[[Any], Any]) -> Any:
+    """f32 [EXPERTS, ROWS, WIDTH] that `made` brings within a bit or two of a tie, or onto it."""
+    rng = np.random.default_rng(0)
+    codes = np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    wanted = rng.choice((codes[1:] + codes[:-1]) / 2, (EXPERTS, ROWS, WIDTH))
+    wanted[:, :, ::128] = 448  # every tile's largest
+    scale = rng.uniform(0.5, 2, (EXPERTS, 1, 1)) / 448 / made(1.0)
+    x = (wanted * scale).astype(np.float32)
+    bits = x.view(np.int32) + rng.integers(-2, 3, x.shape, np.int32)
+    signs = rng.choice(np.float32([-1, 1]), x.shape)
+    return bits.view(np.float32) * signs
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_operands_are_rounded_as_the_reference_rounds_them(recipe: Any, name: str) -> None:
+    made = MADE[name]
+    given = near_ties(made)
+    x = np.asarray(jax.jit(made)(given))
+    q = reference.quantize_kernel(recipe, x)
+    r = reference.quantize_rows(recipe, x.reshape(-1, WIDTH), SIZES)
+    eye = np.broadcast_to(np.eye(WIDTH, dtype=np.float32), (EXPERTS, WIDTH, WIDTH))
+
+    @jax.jit
+    def quantized(w: Any) -> Any:
+        w = made(w)
+        rows = ep.grouped_quantize(w.reshape(-1, WIDTH), jnp.asarray(SIZES), recipe)
+        return ep.grouped_quantize(w, None, recipe).data, rows.data
+
+    @jax.jit
+    def multiplied(w: Any) -> Any:
+        w, options = made(w), {"recipe": recipe}
+        picked = np.tile(np.eye(ROWS, dtype=np.float32), (EXPERTS, 1))
+        return (
+            ep.grouped_gemm(picked, w, SIZES, **options),
+            ep.grouped_gemm(w.reshape(-1, WIDTH), eye, SIZES, **options),
+            ep.dense(picked[:ROWS], w[0], **options),
+        )
+
+    for got, want in zip(quantized(given), (q.data, r.data), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
+    # Products with ones: another 8-bit value is 6% away.
+    kernels, rows = _widened(q), _widened(r)
+    for got, want in zip(multiplied(given), (kernels, rows, kernels[:ROWS]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def _widened(q: reference.Quantized) -> Any:
+    """data * scale [EXPERTS * ROWS, WIDTH]; a scale serves a row, or a whole kernel."""
+    data = q.data.astype(np.float32).reshape(-1, WIDTH)
+    return data * np.repeat(q.scale.reshape(-1, 1), len(data) // q.scale.size, axis=0)
