@@ -6,6 +6,7 @@ One that ended meanwhile has to say so, or its groups would stay claimed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import threading
@@ -22,6 +23,21 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Owed:
+    """One goodbye.
+
+    Attributes:
+        directory: of the daemon's sockets.
+        opened: how the session was opened.
+        goodbye: what is to be said.
+    """
+
+    directory: Path
+    opened: session_service_pb2.OpenSessionRequest
+    goodbye: session_service_pb2.CloseSessionRequest
+
+
 class Farewells:
     """What this process still has to say. Thread-safe; a forked child owes nothing."""
 
@@ -31,21 +47,13 @@ class Farewells:
     def forget(self) -> None:
         """Owes nothing; in a forked child, whose parent says what is to be said."""
         self._changed = threading.Condition()
-        self._owed: dict[str, tuple[Path, session_service_pb2.OpenSessionRequest]] = {}
+        self._owed: dict[str, Owed] = {}
         self._thread: threading.Thread | None = None
 
-    def owe(
-        self, directory: Path, token: str, request: session_service_pb2.OpenSessionRequest
-    ) -> None:
-        """Says goodbye for the session of `token` as soon as its daemon answers.
-
-        Args:
-            directory: of the daemon's sockets.
-            token: of the session that ended.
-            request: how the session was opened.
-        """
+    def owe(self, token: str, owed: Owed) -> None:
+        """Says goodbye for the session of `token` as soon as its daemon answers."""
         with self._changed:
-            self._owed[token] = (directory, request)
+            self._owed[token] = owed
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._serve, name="ep-runtime-farewells", daemon=True
@@ -55,9 +63,9 @@ class Farewells:
     def say(self, directory: Path) -> None:
         """Says now what is owed to that daemon, which answers: a new session may want the ranks."""
         with self._changed:
-            owed = [item for item in self._owed.items() if item[1][0] == directory]
-        for token, (_, request) in owed:
-            self._say(directory, token, request)
+            owed = [item for item in self._owed.items() if item[1].directory == directory]
+        for token, item in owed:
+            self._say(token, item)
 
     def _serve(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -68,15 +76,13 @@ class Farewells:
                     return
                 owed = list(self._owed.items())
                 self._changed.wait(pause_s * random.uniform(0.8, 1.2))
-            for token, (directory, request) in owed:
-                self._say(directory, token, request)
+            for token, item in owed:
+                self._say(token, item)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _say(
-        self, directory: Path, token: str, request: session_service_pb2.OpenSessionRequest
-    ) -> None:
+    def _say(self, token: str, owed: Owed) -> None:
         try:
-            _close_session(directory, token, request)
+            _close_session(token, owed)
         except RuntimeUnavailableError:
             return  # still away
         except EpRuntimeError as error:
@@ -85,14 +91,12 @@ class Farewells:
             self._owed.pop(token, None)
 
 
-def _close_session(
-    directory: Path, token: str, request: session_service_pb2.OpenSessionRequest
-) -> None:
-    welcome = transport.hello(directory, _TIMEOUT_S, resume_token=token)
-    control = transport.ControlChannel(directory, welcome.session_token)
+def _close_session(token: str, owed: Owed) -> None:
+    welcome = transport.hello(owed.directory, _TIMEOUT_S, resume_token=token)
+    control = transport.ControlChannel(owed.directory, welcome.session_token)
     try:
-        control.call(control.sessions.OpenSession, request, timeout_s=_TIMEOUT_S)
-        control.call(control.sessions.CloseSession, session_service_pb2.CloseSessionRequest())
+        control.call(control.sessions.OpenSession, owed.opened, timeout_s=_TIMEOUT_S)
+        control.call(control.sessions.CloseSession, owed.goodbye)
     finally:
         control.close()
 

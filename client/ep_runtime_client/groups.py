@@ -315,12 +315,22 @@ class Group:
         A broken group keeps its claim: the daemon forms it anew on the same memory. Any other is
         closed.
         """
-        if not self._broken:
+        if self._broken:
+            self.abandon()
+        else:
             self.close()
-            return
+
+    def abandon(self) -> None:
+        """Unmaps the windows without a word to the daemon, which goes on keeping them."""
+        self._settle()
         if self._shut():
             forming.unmap(self.native_group)
             self._memory.close()
+
+    def _settle(self) -> None:
+        """Waits, bounded, for calls under way."""
+        if self.native_group is not None and not self._closed and self.session.is_ours:
+            jax_state.settle(meshes.devices_of(self.mesh).ravel())
 
     def _shut(self) -> bool:
         """Refuses further use; False where that has happened."""
@@ -338,8 +348,7 @@ class Group:
         Waits, bounded, for calls under way; programs that use its layers later fail with
         StaleHandleError.
         """
-        if self.native_group is not None and not self.closed and self.session.is_ours:
-            jax_state.settle(meshes.devices_of(self.mesh).ravel())
+        self._settle()
         if self._shut():
             forming.leave(self.session, self.name, self.generation, self.native_group)
             self._memory.close()

@@ -19,7 +19,7 @@ import grpc
 from ep_runtime import errors, wire
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client import transport
-from ep_runtime_client.farewells import farewells
+from ep_runtime_client.farewells import Owed, farewells
 from ep_runtime_client.runtime import Runtime
 
 _log = logging.getLogger("ep_runtime")
@@ -69,7 +69,7 @@ class Link:
         self._control: transport.ControlChannel | None = None
         self._up = False
         self._over = False  # the daemon ended the session
-        self._owes_goodbye = False
+        self._owed: session_service_pb2.CloseSessionRequest | None = None
         self._stopped = threading.Event()
         self._stream: Any = None
         self._left: list[group_service_pb2.CloseGroupRequest] = []
@@ -161,24 +161,26 @@ class Link:
         with self._changed:
             self._left.append(request)
 
-    def say_goodbye(self) -> None:
+    def say_goodbye(self, *, failed: bool = False) -> None:
         """CloseSession, now or once the daemon is back; an error of it is logged.
 
         Nothing is owed to a private daemon: it ends with the session.
+
+        Args:
+            failed: an error ends the session, so that its memory is kept for retain_s.
         """
+        request = session_service_pb2.CloseSessionRequest(failed=failed)
         control = self.now
         self._stopped.set()  # the daemon ends the stream now; that is no loss
         if control is not None:
             try:
-                control.call(
-                    control.sessions.CloseSession, session_service_pb2.CloseSessionRequest()
-                )
+                control.call(control.sessions.CloseSession, request)
                 return
             except errors.EpRuntimeError as error:
                 _log.info("on the way out: %s", error)
                 if not control.lost:
                     return
-        self._owes_goodbye = not self._runtime.is_private
+        self._owed = None if self._runtime.is_private else request
 
     def stop(self) -> None:
         """Ends both threads and the connection; bounded."""
@@ -193,8 +195,10 @@ class Link:
                 thread.join(_JOIN_TIMEOUT_S)
         if control is not None:
             control.close()
-        if self._owes_goodbye:  # only now: the thread that connected again may have had a new token
-            farewells.owe(self.directory, self.token, self._callbacks.open_request)
+        if self._owed is not None:  # only now: a thread that connected again has a new token
+            farewells.owe(
+                self.token, Owed(self.directory, self._callbacks.open_request, self._owed)
+            )
 
     def _open(self, timeout_s: float) -> None:
         farewells.say(self.directory)

@@ -24,6 +24,8 @@ from ep_runtime_client.groups import Group
 from ep_runtime_client.link import Callbacks, Link
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from jax.sharding import Mesh
 
 _log = logging.getLogger("ep_runtime")
@@ -40,6 +42,8 @@ def connect(
     timeout_s: float = 30.0,
 ) -> Session:
     """Opens a session with a daemon; a context manager that frees everything at its end.
+
+    Where an error leaves the block, windows are kept for retain_s, as where the process dies.
 
     There is one session per process and daemon: a second call returns the same one, which ends
     when each call has been closed. Call it before JAX starts its backends.
@@ -352,17 +356,22 @@ class Session:
         if self.is_ours and registry.sessions.release(self):
             self.end()
 
-    def end(self) -> None:
-        """Frees everything, however many `connect()` calls share the session."""
+    def end(self, *, failed: bool = False) -> None:
+        """Ends the session, however many `connect()` calls share it.
+
+        Args:
+            failed: False frees everything at once; True, after an error, leaves the windows to
+                the job's next start, for retain_s.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             groups = list(self._groups.values())
         for group in groups:
-            group.close()
+            group.abandon() if failed else group.close()
         if self._link is not None and self.alive:
-            self._link.say_goodbye()
+            self._link.say_goodbye(failed=failed)
         self._shut()
 
     def _shut(self) -> None:
@@ -392,8 +401,16 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends this `connect()` as `close` does; after an error windows are kept for retain_s."""
+        done = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if self.is_ours and registry.sessions.release(self):
+            self.end(failed=not done)
 
     def __repr__(self) -> str:
         return f"<Session {self.address} job={self.job!r}>"

@@ -128,8 +128,10 @@ class GroupEvent(_message.Message):
     def __init__(self, group: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[_Union[_types_pb2.GroupState, str]] = ..., reason: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., lost_members: _Optional[_Iterable[_Union[_types_pb2.GroupMember, _Mapping]]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("failed",)
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    failed: bool
+    def __init__(self, failed: bool = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
     __slots__ = ()

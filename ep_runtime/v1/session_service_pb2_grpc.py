@@ -123,8 +123,8 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends the session and frees everything it holds at once, retained memory included. Idempotent:
-        a closed session's token answers OK.
+        """Ends the session and frees everything it holds at once, retained memory included; with `failed`
+        as if its process had ended. Idempotent: a closed session's token answers OK.
 
         no failures of its own
         """

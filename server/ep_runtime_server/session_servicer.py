@@ -85,5 +85,5 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
     async def CloseSession(  # noqa: N802
         self, request: pb.CloseSessionRequest, context: Context[Any, Any]
     ) -> pb.CloseSessionResponse:
-        self._runtime.sessions.close(current_session())
+        self._runtime.sessions.close(current_session(), failed=request.failed)
         return pb.CloseSessionResponse()

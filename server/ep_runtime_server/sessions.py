@@ -278,10 +278,10 @@ class Sessions:
                     level=logging.WARNING,
                 )
 
-    def close(self, session: Session) -> None:
-        """The process said goodbye."""
+    def close(self, session: Session, *, failed: bool = False) -> None:
+        """The process said goodbye, or that it leaves by an error: no goodbye, though it lives."""
         if session.live:
-            self._end(session, SessionState.CLOSED)
+            self._end(session, SessionState.DEAD if failed else SessionState.CLOSED)
 
     def fence(self, session: Session, reason: str) -> None:
         """Voids the token; memory that the process maps waits for its pidfd."""

@@ -64,6 +64,27 @@ def test_closing_frees_at_once_whatever_retain_says(
     assert {row["state"] for row in admin.sessions()} == {"CLOSED"}
 
 
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [(KeyError("on purpose"), True), (SystemExit(1), True), (SystemExit(0), False)],
+    ids=["KeyError", "exit 1", "exit 0"],
+)
+def test_an_error_that_leaves_the_block_keeps_the_windows(
+    address: str, mesh: Any, admin: source.Source, error: BaseException, kept: bool
+) -> None:
+    with pytest.raises(type(error)), ep.connect(address, job="tests") as session:
+        session.create_group("g", mesh, **_ARGUMENTS, retain_s=60)
+        raise error
+    if not kept:
+        wait_until(lambda: not admin.buffers(), "the memory is freed")
+        return
+    wait_until(lambda: [row["state"] for row in admin.groups()] == ["RETAINED"], "it is kept")
+    with ep.connect(address, job="tests") as session:  # the same process starts again
+        group = session.create_group("g", mesh, **_ARGUMENTS, retain_s=60)
+        assert group.reattached
+    wait_until(lambda: not admin.buffers(), "the memory is freed")
+
+
 def test_closing_one_group_leaves_the_other(
     session: ep.Session, mesh: Any, admin: source.Source
 ) -> None:

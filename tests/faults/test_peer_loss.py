@@ -22,6 +22,7 @@ Start = Callable[..., Program]
 NOTIFY_S = 2.0
 
 _JOB = """
+import contextlib
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 session = ep.connect()
@@ -63,6 +64,8 @@ if order == "wait":
         say(ended=ended, text=str(error), gone=gone,
             **{k: error.fields.get(k) for k in ("rank", "layer", "op", "process")})
     hear()
+    with contextlib.suppress(ep.PeerLostError), session:  # as where the error ends the job
+        raise ep.PeerLostError("of the step")
     os._exit(0)  # jax.distributed has no way on without the dead process
 hear()
 session.close()
