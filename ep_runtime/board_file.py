@@ -1,22 +1,56 @@
-"""Which ranks have closed a group, read off its board without mapping it."""
+"""What a board says, read off its descriptor without mapping it."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 
+from ep_runtime.board import PoisonReason
 from ep_runtime.board_abi import BoardHeaderStruct, RankRecordStruct
 
 _RECORD_BYTES = ctypes.sizeof(RankRecordStruct)
 
 
+@dataclasses.dataclass(frozen=True)
+class Poison:
+    """Why a generation must be left.
+
+    Attributes:
+        reason: what the daemon said.
+        rank: world rank whose process is gone; -1 where it is none, or nobody knows.
+        pid: of that process as it sees itself; 0 where it is another node's.
+    """
+
+    reason: PoisonReason
+    rank: int
+    pid: int
+
+
+def read_poison(board_fd: int, generation: int) -> Poison | None:
+    """None while that generation goes on."""
+    header = _header(board_fd)
+    if header.poison_generation < generation:
+        return None
+    reason, rank = PoisonReason(header.poison_reason), int(header.poison_rank)
+    if reason is not PoisonReason.PEER_LOST or not 0 <= rank < header.world_size:
+        return Poison(reason, -1, 0)
+    offset = header.ranks_offset + rank * _RECORD_BYTES
+    record = RankRecordStruct.from_buffer_copy(os.pread(board_fd, _RECORD_BYTES, offset))
+    return Poison(reason, rank, int(record.pid))
+
+
 def left_ranks(board_fd: int) -> list[int]:
     """World ranks of this node whose process closed the group, after its last call."""
-    page = os.pread(board_fd, ctypes.sizeof(BoardHeaderStruct), 0)
-    header = BoardHeaderStruct.from_buffer_copy(page)
+    header = _header(board_fd)
     records = os.pread(board_fd, header.world_size * _RECORD_BYTES, header.ranks_offset)
     return [
         rank
         for rank in range(header.world_size)
         if RankRecordStruct.from_buffer_copy(records, rank * _RECORD_BYTES).left
     ]
+
+
+def _header(board_fd: int) -> BoardHeaderStruct:
+    page = os.pread(board_fd, ctypes.sizeof(BoardHeaderStruct), 0)
+    return BoardHeaderStruct.from_buffer_copy(page)

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ep_runtime import errors
 from ep_runtime_client.layers import live_groups
@@ -79,10 +79,11 @@ def _lost_peer(error: Exception) -> errors.PeerLostError | None:
 
 
 def _lost(group: Group) -> errors.PeerLostError:
+    fields: dict[str, Any] = {"group": group.name}
     try:
         group.require_open()
     except errors.EpRuntimeError as gone:
-        why = str(gone)
+        why, fields = str(gone), {**gone.fields, **fields}
     else:  # closed by another thread meanwhile
         why = f"group {group.name!r} is gone"
-    return errors.PeerLostError(f"a collective between ranks failed: {why}", group=group.name)
+    return errors.PeerLostError(f"a collective between ranks failed: {why}", **fields)

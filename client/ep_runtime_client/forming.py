@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ep_runtime import board, device_layout, env, left_ranks, native, nccl, specs, wire
+from ep_runtime import board_file, device_layout, env, native, nccl, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
 from ep_runtime_client import allocator, beside, communicators, transport
@@ -68,18 +67,16 @@ class Memory:
         wanted = set(ranks)
         return [(item, fd) for item, fd in self._held if item.world_rank in wanted]
 
-    def poison(self, generation: int) -> board.PoisonReason | None:
+    def poison(self, generation: int) -> board_file.Poison | None:
         """Why that generation must be left, as the board itself says; None where it goes on."""
         for _, fd in self.of([-1]):
-            header = board.read_header(bytearray(os.pread(fd, board.PAGE_BYTES, 0)))
-            if header.poison_generation >= generation:
-                return header.poison_reason
+            return board_file.read_poison(fd, generation)
         return None
 
     def left(self) -> list[int]:
         """World ranks of this node whose processes have closed the group, as the board says."""
         for _, fd in self.of([-1]):
-            return left_ranks.left_ranks(fd)
+            return board_file.left_ranks(fd)
         return []
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
 from ep_runtime_client import communicators, estimate, forming, jax_state, meshes, transport
 from ep_runtime_client.jax_state import eager
 from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
+from ep_runtime_client.losses import Loss
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -53,6 +54,7 @@ class Group:
         self._registered: dict[str, wire.RegisteredLayer] = {}
         self._gone: str | None = None
         self._broken = False
+        self._loss: Loss | None = None  # where a process of it is gone
         self._closed = False
 
     @property
@@ -63,10 +65,11 @@ class Group:
     def is_gone(self) -> bool:
         """True where it was closed here, taken away by the daemon, or a process of it is gone."""
         if not self._closed and self._gone is None:
-            reason = self._memory.poison(self.generation)  # is there before the daemon's event
-            if reason is not None:
-                self._broken = reason is board.PoisonReason.PEER_LOST
-                self._gone = f"{reason.name.replace('_', ' ').lower()}, says its board"
+            poison = self._memory.poison(self.generation)  # is there before the daemon's event
+            if poison is not None:
+                self._broken = poison.reason is board.PoisonReason.PEER_LOST
+                self._loss = Loss(poison.rank, poison.pid) if self._broken else None
+                self._gone = f"{poison.reason.name.replace('_', ' ').lower()}, says its board"
         return self._closed or self._gone is not None
 
     @property
@@ -224,7 +227,8 @@ class Group:
         """Raises what the device reported since the last call, without waiting for the device.
 
         Raises:
-            EpRuntimeError: the class in the report; StaleHandleError after close or reclaim.
+            EpRuntimeError: the class in the report; else PeerLostError where a process of the group
+                is gone, StaleHandleError after close or reclaim.
         """
         # What the device saw says more than that the group is gone, which follows from it.
         if self.native_group is not None and not self._closed:
@@ -256,12 +260,19 @@ class Group:
         }
 
     def _state(self) -> str:
-        return "CLOSED" if self._closed else "BROKEN" if self._gone else "READY"
+        return "CLOSED" if self._closed else "BROKEN" if self.is_gone else "READY"
 
     def require_open(self, layer: str | None = None) -> None:
-        """Raises StaleHandleError where the group is closed, reclaimed or another process's."""
-        reason = "was closed" if self._closed else self._gone and f"is gone: {self._gone}"
-        if reason is not None:
+        """Raises where the group cannot be used any more.
+
+        Raises:
+            PeerLostError: a process of it is gone.
+            StaleHandleError: it was closed or reclaimed, or is another process's.
+        """
+        if self.is_gone:
+            if self._loss is not None and not self._closed:
+                raise self._loss.error(self.name, self.generation, layer)
+            reason = "was closed" if self._closed else f"is gone: {self._gone}"
             subject = f"layer {layer!r}: " if layer is not None else ""
             raise StaleHandleError(
                 f"{subject}group {self.name!r}, generation {self.generation}, {reason}; "
@@ -276,6 +287,8 @@ class Group:
         """The daemon says that the group changed; of one that is gone every layer is stale."""
         if state in (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED):
             self._broken = state == types_pb2.GROUP_STATE_BROKEN
+            if lost:
+                self._loss = Loss(int(lost[0].world_rank), int(lost[0].pid))
             self._gone = self._gone or reason or "was taken away by the daemon"
             communicators.end_calls(self.native_group, self.name, self._gone, lost)
 

@@ -72,9 +72,13 @@ def test_closing_frees_at_once_whatever_retain_says(
 def test_an_error_that_leaves_the_block_keeps_the_windows(
     address: str, mesh: Any, admin: source.Source, error: BaseException, kept: bool
 ) -> None:
-    with pytest.raises(type(error)), ep.connect(address, job="tests") as session:
-        session.create_group("g", mesh, **_ARGUMENTS, retain_s=60)
-        raise error
+    def fail() -> None:
+        with ep.connect(address, job="tests") as session:
+            session.create_group("g", mesh, **_ARGUMENTS, retain_s=60)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
     if not kept:
         wait_until(lambda: not admin.buffers(), "the memory is freed")
         return

@@ -61,11 +61,18 @@ if order == "wait":
             group.check()  # tells it too, though the group is gone
         except ep.PeerLostError as told:
             assert str(told) == str(error)
-        say(ended=ended, text=str(error), gone=gone,
+        traced = {}
+        try:
+            jax.eval_shape(lambda: ep.dispatch(layer, tokens, idx))
+        except ep.PeerLostError as told:
+            traced = told.fields
+        say(ended=ended, text=str(error), gone=gone, traced=traced,
             **{k: error.fields.get(k) for k in ("rank", "layer", "op", "process")})
     hear()
     with contextlib.suppress(ep.PeerLostError), session:  # as where the error ends the job
         raise ep.PeerLostError("of the step")
+    say(left=True)
+    hear()
     os._exit(0)  # jax.distributed has no way on without the dead process
 hear()
 session.close()
@@ -102,7 +109,13 @@ def _lose(job: Job, devices: int, admin: source.Source) -> tuple[float, list[Any
         assert row["process"] == victim.pid
         assert str(victim.pid) in row["text"]
         assert row["gone"]
+        traced = row["traced"]  # what calls say that are traced or made only now
+        assert (traced["rank"], traced["process"]) == (row["rank"], victim.pid)
+        assert traced["layer"] == "moe/0"
     for worker in others:
+        worker.tell()
+        assert worker.heard() == {"left": True}
+    for worker in reversed(others):  # process 0 has JAX's coordinator: without it the others abort
         worker.tell()
         assert worker.finish() == 0
     return max(row["ended"] for row in said) - killed, said
