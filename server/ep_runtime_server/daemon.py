@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from ep_runtime import env, wire
 from ep_runtime.v1 import (
@@ -23,6 +23,7 @@ from ep_runtime.v1 import (
 )
 from ep_runtime_server import config, credentials
 from ep_runtime_server.admin_servicer import AdminServicer
+from ep_runtime_server.admission import Admission
 from ep_runtime_server.clock import Clock, SystemClock
 from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
@@ -33,6 +34,7 @@ from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_server import FdServer
 from ep_runtime_server.fd_store import FdStore
 from ep_runtime_server.group_servicer import GroupServicer, LayerServicer
+from ep_runtime_server.health_servicer import HealthServicer
 from ep_runtime_server.interceptor import RpcPolicy
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.nccl_servicer import NcclServicer
@@ -40,7 +42,6 @@ from ep_runtime_server.reading_servicer import ReadingServicer
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.session_servicer import SessionServicer
 
-MAX_CONCURRENT_RPCS = 4096
 # Streams of a stopped server get that long to read their last event.
 STOP_GRACE_S = 0.5
 
@@ -54,13 +55,11 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.server_handshake_timeout_ms", 2_000),
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_concurrent_streams", 256),
     ("grpc.so_reuseport", 0),
 ]
-
-SERVICES = ("", "ep_runtime.v1.SessionService", "ep_runtime.v1.GroupService")
 
 
 class Daemon:
@@ -99,7 +98,7 @@ class Daemon:
         self.runtime.restore(FdStore(env.notify_socket(), self._stored_fds), self._stored_fds)
         self.runtime.failpoints.hit("recovery.restored")
         self._node_server = self._make_node_server()
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._api = self._server(self.runtime, sessions_guard=True)
         self._admin = self._server(self.runtime, sessions_guard=False)
         self._fd_server = FdServer(
@@ -113,8 +112,8 @@ class Daemon:
         if self._node_server is not None and self.runtime.cluster is not None:
             await self._node_server.start()
             self.runtime.cluster.begin(self.runtime.supervisor)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.runtime.supervisor.keep("health", self._follow_health)
+        self.runtime.on_health = self._tell_health
+        self._tell_health()
         self.runtime.supervisor.keep("reaper", self._reap)
         self.runtime.supervisor.keep("look for late ranks", self.runtime.late_ranks.watch)
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
@@ -142,9 +141,8 @@ class Daemon:
             runtime.failpoints,
         )
         server = grpc.aio.server(
-            interceptors=[RpcPolicy(None, cluster.answering)],
+            interceptors=[RpcPolicy(None, cluster.answering, Admission())],
             options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
         cluster.listen(server)
         cluster.start(server, runtime.groups)
@@ -156,11 +154,11 @@ class Daemon:
         return server
 
     def _server(self, runtime: Runtime, *, sessions_guard: bool) -> grpc.aio.Server:
-        policy = RpcPolicy(runtime.sessions if sessions_guard else None, runtime.before_answer)
+        sessions = runtime.sessions if sessions_guard else None
+        policy = RpcPolicy(sessions, runtime.before_answer, Admission())
         server = grpc.aio.server(
             interceptors=[policy],
             options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         )
         add: Any = server
         if sessions_guard:
@@ -174,9 +172,8 @@ class Daemon:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, add)
         return server
 
-    async def _set_health(self, status: Any) -> None:
-        for service in SERVICES:
-            await self._health.set(service, status)
+    def _tell_health(self) -> None:
+        self._health.set(self.runtime.healthy)
 
     def handle_signals(self) -> None:
         """SIGTERM and SIGINT drain; the second one ends at once."""
@@ -201,23 +198,11 @@ class Daemon:
         self.runtime.events.add("server.parent_gone", "the process that started us is gone")
         self._stop_now.set()
 
-    async def _follow_health(self) -> None:
-        """Tells the health service what `Runtime.healthy` says."""
-        changed = self.runtime.health_changed
-        while True:
-            changed.clear()
-            healthy = self.runtime.healthy
-            answer = health_pb2.HealthCheckResponse
-            await self._set_health(answer.SERVING if healthy else answer.NOT_SERVING)
-            while self.runtime.healthy == healthy:
-                await changed.wait()
-                changed.clear()
-
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(config.REAPER_INTERVAL_S)
             self.runtime.tick()
-            self.runtime.health_changed.set()  # the recovery ends by the clock
+            self._tell_health()  # the recovery ends by the clock
             if self.runtime.should_stop or self._parent_is_gone():
                 self._stop_now.set()
 
@@ -243,7 +228,7 @@ class Daemon:
             loop.remove_reader(self._settings.parent_pidfd)
         await self.runtime.supervisor.stop()
         self.runtime.draining = True
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._tell_health()
         self._fd_server.close()
         if self._node_server is not None and self.runtime.cluster is not None:
             await self.runtime.cluster.stop()

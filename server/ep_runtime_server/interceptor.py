@@ -1,7 +1,13 @@
-"""What holds for every RPC: a deadline, a token, a well-formed request, structured errors."""
+"""What holds for every RPC: a deadline, a token, a well-formed request, structured errors.
+
+A caller is known before a byte of its message is read: gRPC hands a handler of streamed requests
+the call when its metadata is there, and on the wire one message is a stream of one.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
 import logging
 import os
@@ -18,6 +24,7 @@ from ep_runtime.errors import (
     PermissionDeniedError,
     SessionFencedError,
 )
+from ep_runtime_server.admission import Admission
 from ep_runtime_server.sessions import Session, Sessions, SessionState
 
 _SERVICE = "/ep_runtime.v1."
@@ -25,6 +32,12 @@ _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
 _CLOSE = f"{_SERVICE}SessionService/CloseSession"
 _NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "Nccl"))
 _ADMIN = f"{_SERVICE}AdminService/"
+
+# A caller has that long to send what it announced.
+READ_S = 10.0
+MAX_HEALTH_BYTES = 1024
+
+Context = grpc.aio.ServicerContext
 
 _current: contextvars.ContextVar[Session] = contextvars.ContextVar("session")
 
@@ -34,20 +47,23 @@ def current_session() -> Session:
     return _current.get()
 
 
-class _Malformed:
-    """Stands for a request that is no message of its type."""
-
-
 class RpcPolicy(grpc.aio.ServerInterceptor):
-    """Health and other foreign services pass through untouched.
+    """With `sessions` None (admin.sock, guarded by its mode) no token is asked for.
 
-    With `sessions` None (admin.sock, guarded by its mode) no token is asked for.
+    Health needs none either: its answers count against nobody, its streams have a limit of their
+    own.
     """
 
-    def __init__(self, sessions: Sessions | None, before_answer: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        sessions: Sessions | None,
+        before_answer: Callable[[str], None],
+        admission: Admission,
+    ) -> None:
         """`before_answer(method)` runs when a unary call did its work; it may still refuse."""
         self._sessions = sessions
         self._before_answer = before_answer
+        self._admission = admission
 
     async def intercept_service(
         self,
@@ -56,54 +72,93 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(_SERVICE):
+        if handler is None:
             return handler
         metadata = dict(handler_call_details.invocation_metadata)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                self._streaming(handler.unary_stream, method, metadata),
-                request_deserializer=_tolerant(handler.request_deserializer),
+            return grpc.stream_stream_rpc_method_handler(
+                self._streaming(handler, method, metadata),
                 response_serializer=handler.response_serializer,
             )
-        return grpc.unary_unary_rpc_method_handler(
-            self._unary(handler.unary_unary, method, metadata),
-            request_deserializer=_tolerant(handler.request_deserializer),
+        return grpc.stream_unary_rpc_method_handler(
+            self._unary(handler, method, metadata),
             response_serializer=handler.response_serializer,
         )
 
-    def _unary(self, inner: Any, method: str, metadata: dict[str, Any]) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    def _unary(self, handler: Any, method: str, metadata: dict[str, Any]) -> Any:
+        async def answered(requests: AsyncIterator[bytes], context: Context[Any, Any]) -> Any:
             try:
+                if not method.startswith(_SERVICE):  # Health.Check
+                    return await handler.unary_unary(await _read(requests, handler), context)
                 if context.time_remaining() is None:
                     raise InvalidArgumentError(f"{method} needs a deadline", argument="deadline")
-                self._check(method, metadata, request)
-                answer = await inner(request, context)
-                self._before_answer(method)
-                return answer
+                admitted = self._admitted(requests, context, handler, method, metadata)
+                async with admitted as request:
+                    answer = await handler.unary_unary(request, context)
+                    self._before_answer(method)
+                    return answer
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
-                return await _abort(context, method, error)
+                return _failure_of(method, error)
+
+        async def call(requests: AsyncIterator[bytes], context: Context[Any, Any]) -> Any:
+            # gRPC keeps the frame that aborts until a collection: the request is not in this one.
+            answer = await answered(requests, context)
+            return await context.abort(*answer) if isinstance(answer, wire.RpcFailure) else answer
 
         return call
 
-    def _streaming(self, inner: Any, method: str, metadata: dict[str, Any]) -> Any:
+    def _streaming(self, handler: Any, method: str, metadata: dict[str, Any]) -> Any:
         async def call(
-            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+            requests: AsyncIterator[bytes], context: Context[Any, Any]
         ) -> AsyncIterator[Any]:
             try:
-                self._check(method, metadata, request)
-                async for response in inner(request, context):
-                    yield response
+                if not method.startswith(_SERVICE):  # Health.Watch
+                    with self._admission.watch():
+                        async for response in handler.unary_stream(
+                            await _read(requests, handler), context
+                        ):
+                            yield response
+                    return
+                admitted = self._admitted(requests, context, handler, method, metadata)
+                async with admitted as request:
+                    async for response in handler.unary_stream(request, context):
+                        yield response
+                return
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
-                await _abort(context, method, error)
+                failure = _failure_of(method, error)
+            request = None  # gRPC keeps this frame until a collection
+            await context.abort(*failure)
 
         return call
 
-    def _check(self, method: str, metadata: dict[str, Any], request: Any) -> None:
-        if self._sessions is not None and method != _NO_TOKEN:
+    @contextlib.asynccontextmanager
+    async def _admitted(
+        self,
+        requests: AsyncIterator[bytes],
+        context: Context[Any, Any],
+        handler: Any,
+        method: str,
+        metadata: dict[str, Any],
+    ) -> AsyncIterator[Any]:
+        """The request of a caller that may make it, read when there is room for it."""
+        if self._sessions is not None and method == _NO_TOKEN:
+            yield handler.request_deserializer(b"")  # it has no fields; whatever came is not read
+            return
+        user = context.peer().rpartition(":")[0]  # a host of the cluster, or whoever may order
+        if self._sessions is not None:
             session = self._authenticate(self._sessions, method, metadata)
             _current.set(session)
-        if isinstance(request, _Malformed):
-            raise InvalidArgumentError(f"{method}: the request is not a message of its type")
+            user = f"uid {session.uid}"
+        with self._admission.call(user) as room:
+            held = wire.MAX_REQUEST_BYTES
+            await room.take(held)
+            try:
+                data = await _next(requests)
+                room.give(held - len(data))
+                held = len(data)
+                yield _parsed(method, handler, data)
+            finally:
+                room.give(held)
 
     def _authenticate(self, sessions: Sessions, method: str, metadata: dict[str, Any]) -> Session:
         token = metadata.get(wire.TOKEN_KEY)
@@ -126,25 +181,42 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         return session
 
 
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """gRPC would answer UNKNOWN, as for a crash of ours."""
+async def _next(requests: AsyncIterator[bytes]) -> bytes:
+    """The one message of a call. Raises InvalidArgumentError where none comes in time."""
+    try:
+        async with asyncio.timeout(READ_S):
+            return await anext(aiter(requests))
+    except StopAsyncIteration:
+        raise InvalidArgumentError("the call ended without a request") from None
+    except TimeoutError:
+        raise InvalidArgumentError(f"no request came within {READ_S:g} s") from None
 
-    def call(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError:
-            return _Malformed()
 
-    return call
+def _parsed(method: str, handler: Any, data: bytes) -> Any:
+    try:
+        return handler.request_deserializer(data)
+    except DecodeError as error:
+        raise InvalidArgumentError(f"{method}: the request is not a message of its type") from error
 
 
-async def _abort(
-    context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception
-) -> None:
+async def _read(requests: AsyncIterator[bytes], handler: Any) -> Any:
+    """A request of the health service, from whoever it is."""
+    data = await _next(requests)
+    if len(data) > MAX_HEALTH_BYTES:
+        raise InvalidArgumentError(f"a health request is at most {MAX_HEALTH_BYTES} bytes")
+    return _parsed("health", handler, data)
+
+
+def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
+    """What the caller hears. Raises what has been answered already."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, EpRuntimeError):
         logging.getLogger(__name__).error("%s failed", method, exc_info=error)
-        error = EpRuntimeError(f"{method} failed inside the daemon: {type(error).__name__}")
-    failure = wire.error_to_status(error)
-    await context.abort(failure.code, failure.message, failure.trailing_metadata)
+        ours = EpRuntimeError(f"{method} failed inside the daemon: {type(error).__name__}")
+        failure = wire.error_to_status(ours)
+    else:
+        failure = wire.error_to_status(error)
+    # Its frames hold the request, and are held in circles until a collection looks for them.
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return failure

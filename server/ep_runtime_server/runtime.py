@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
@@ -85,8 +84,8 @@ class Runtime:
         self.recorder = Recorder(journal, self.sessions, self.groups, self.pool, self.events, clock)
         self.late_ranks = LateRanks(self.groups, self.events, clock)
         self.failpoints = Failpoints(settings.testing)
-        self.health_changed = asyncio.Event()
-        self.supervisor = Supervisor(self.events, self.health_changed.set)
+        self.on_health: Callable[[], None] = lambda: None  # where `healthy` may have changed
+        self.supervisor = Supervisor(self.events, lambda: self.on_health())
         self.cluster: Cluster | None = None  # where the daemon belongs to one
         self.draining = False
         self.stop_at_s: float | None = None  # set once the daemon is told to end
@@ -247,7 +246,7 @@ class Runtime:
         event = session_service_pb2.DrainEvent(deadline=duration(deadline_s))
         for session in self.sessions.not_over():
             session.tell(session_service_pb2.WatchSessionResponse(drain=event))
-        self.health_changed.set()
+        self.on_health()
 
     def fence(self, session_id: str, reason: str) -> list[str]:
         """Cuts a session off; names of the groups that this poisoned.

@@ -1,0 +1,53 @@
+"""grpc.health.v1: whether the daemon admits sessions, for probes that have no token.
+
+Not the one of grpcio-health-checking: there a watcher that does not read keeps the lock that every
+change of the state needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SERVICES = ("", "ep_runtime.v1.SessionService", "ep_runtime.v1.GroupService")
+
+_Answer = health_pb2.HealthCheckResponse
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """NOT_SERVING until told otherwise."""
+
+    def __init__(self) -> None:
+        self._serving = False
+        self._changed = asyncio.Event()
+
+    def set(self, serving: bool) -> None:
+        """Every watcher hears of a change; nobody is waited for."""
+        if serving != self._serving:
+            self._serving = serving
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def _status(self, service: str) -> Any:
+        if service not in SERVICES:
+            return _Answer.SERVICE_UNKNOWN
+        return _Answer.SERVING if self._serving else _Answer.NOT_SERVING
+
+    async def Check(  # noqa: N802
+        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Any:
+        if request.service not in SERVICES:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return _Answer(status=self._status(request.service))
+
+    async def Watch(  # noqa: N802
+        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
+        while True:
+            changed = self._changed
+            yield _Answer(status=self._status(request.service))
+            await changed.wait()
