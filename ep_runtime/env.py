@@ -210,7 +210,9 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
             directory under a guessable name in /tmp would hand that user our clients.
     """
     directory = check_directory(path)
-    directory.mkdir(mode=mode, parents=True, exist_ok=True)
+    for missing in reversed([directory, *directory.parents]):
+        if not missing.exists():
+            missing.mkdir(mode=mode, exist_ok=True)  # parents too: others must not write there
     found = os.lstat(directory)
     owned = found.st_uid == os.geteuid()
     if not os.path.isdir(directory) or os.path.islink(directory) or not owned:

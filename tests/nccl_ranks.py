@@ -14,6 +14,7 @@ from ep_runtime import nccl
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.v1 import admin_service_pb2
 from ep_runtime_client import communicators, transport
+from ep_runtime_client.place import Place
 
 SPEC = make_spec(transport="xla")
 WAIT_S = 20.0
@@ -35,7 +36,7 @@ class Rank:
     def __init__(self, directory: Any, rank: int) -> None:
         self.rank = rank
         self.client = Client(directory)
-        self.control = transport.ControlChannel(directory, self.client.token)
+        self.control = transport.ControlChannel(Place(directory), self.client.token)
         self.made: nccl.NcclGroup | None = None
         self.error: EpRuntimeError | None = None
 

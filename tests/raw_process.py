@@ -7,11 +7,12 @@ import mmap
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 
 from raw_packets import WAIT_S, close_fds, connect, give_back, hello, receive, redeem
 
-from ep_runtime import board
+from ep_runtime import board, wire
 from ep_runtime.board_abi import BoardHeaderStruct
 from ep_runtime.v1 import fd_socket_pb2, types_pb2
 
@@ -113,6 +114,34 @@ def _child_become(state, uid):
     os.setuid(uid)
 
 
+def _child_squat(state, directory):
+    """Listens on sockets named as the daemon's; every user may connect."""
+    directory.mkdir()
+    directory.chmod(0o755)
+    kinds = {wire.FD_SOCKET: socket.SOCK_SEQPACKET}
+    state["listening"] = []
+    for name in (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET):
+        listener = socket.socket(socket.AF_UNIX, kinds.get(name, socket.SOCK_STREAM))
+        listener.bind(str(directory / name))
+        listener.listen()
+        (directory / name).chmod(0o666)
+        state["listening"].append(listener)
+
+
+def _child_heard(state):
+    """What came on the squatted sockets' connections until now."""
+    said = []
+    for listener in state["listening"]:
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                with connection, contextlib.suppress(BlockingIOError, ConnectionError):
+                    said.append(connection.recv(1 << 16))
+    return [data for data in said if data]
+
+
 def _child_open(state, path):
     os.close(os.open(path, os.O_RDWR))
 
@@ -133,6 +162,8 @@ _COMMANDS = {
     "window_bytes": _child_window_bytes,
     "board_fd": _child_board_fd,
     "become": _child_become,
+    "squat": _child_squat,
+    "heard": _child_heard,
     "open": _child_open,
     "inodes": _child_inodes,
     "close": _child_close,

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from ep_runtime import env, wire
-from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
+from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime_client import transport
+from ep_runtime_client.place import Place, path_of
 
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10
@@ -143,14 +144,25 @@ class Child:
             return int(self._process.returncode)
 
 
-def answers(directory: Path, timeout_s: float) -> bool:
-    """True where a daemon listens on both of the directory's sockets."""
-    if not (directory / wire.API_SOCKET).exists():
+def answers(place: Place, timeout_s: float) -> bool:
+    """True where a daemon listens on both of the directory's sockets.
+
+    Raises:
+        PermissionDeniedError: somebody else could listen there.
+    """
+    try:
+        pinned = place.open()
+    except RuntimeUnavailableError:
         return False
     try:
-        with transport.fd_socket(directory, timeout_s):
+        if not os.path.exists(path_of(pinned, wire.API_SOCKET)):
+            return False
+    finally:
+        os.close(pinned)
+    try:
+        with transport.fd_socket(place, timeout_s):
             return True
-    except EpRuntimeError:
+    except RuntimeUnavailableError:
         return False
 
 

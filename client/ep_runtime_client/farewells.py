@@ -10,11 +10,11 @@ import dataclasses
 import logging
 import random
 import threading
-from pathlib import Path
 
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client import transport
+from ep_runtime_client.place import Place
 
 _log = logging.getLogger("ep_runtime")
 
@@ -28,12 +28,12 @@ class Owed:
     """One goodbye.
 
     Attributes:
-        directory: of the daemon's sockets.
+        place: of the daemon's sockets.
         opened: how the session was opened.
         goodbye: what is to be said.
     """
 
-    directory: Path
+    place: Place
     opened: session_service_pb2.OpenSessionRequest
     goodbye: session_service_pb2.CloseSessionRequest
 
@@ -60,10 +60,10 @@ class Farewells:
                 )
                 self._thread.start()
 
-    def say(self, directory: Path) -> None:
+    def say(self, place: Place) -> None:
         """Says now what is owed to that daemon, which answers: a new session may want the ranks."""
         with self._changed:
-            owed = [item for item in self._owed.items() if item[1].directory == directory]
+            owed = [item for item in self._owed.items() if item[1].place == place]
         for token, item in owed:
             self._say(token, item)
 
@@ -92,8 +92,8 @@ class Farewells:
 
 
 def _close_session(token: str, owed: Owed) -> None:
-    welcome = transport.hello(owed.directory, _TIMEOUT_S, resume_token=token)
-    control = transport.ControlChannel(owed.directory, welcome.session_token)
+    welcome = transport.hello(owed.place, _TIMEOUT_S, resume_token=token)
+    control = transport.ControlChannel(owed.place, welcome.session_token)
     try:
         control.call(control.sessions.OpenSession, owed.opened, timeout_s=_TIMEOUT_S)
         control.call(control.sessions.CloseSession, owed.goodbye)

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ep_runtime import board_file, device_layout, env, native, nccl, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
 from ep_runtime_client import allocator, beside, communicators, transport
+from ep_runtime_client.place import Place
 
 if TYPE_CHECKING:
     from ep_runtime_client.session import Session
@@ -210,9 +210,9 @@ class _Formation:
             device_uuids=formed.uuids,
             window_ranks=formed.memory.window_ranks,
         )
-        directory, token = self._session.directory, self._session.token
+        place, token = self._session.place, self._session.token
         try:
-            restore(directory, token, control, request, formed.memory)
+            restore(place, token, control, request, formed.memory)
         except (RuntimeUnavailableError, SessionFencedError):
             raise
         except EpRuntimeError:
@@ -264,7 +264,7 @@ def _fetch(
     try:
         return Memory(
             transport.redeem(
-                session.directory, session.token, ticket.ticket, transport.MUTATE_TIMEOUT_S
+                session.place, session.token, ticket.ticket, transport.MUTATE_TIMEOUT_S
             )
         )
     except RuntimeUnavailableError:
@@ -327,7 +327,7 @@ def unmap(native_group: native.OpenGroup | None) -> None:
 
 
 def restore(
-    directory: Path,
+    place: Place,
     token: str,
     control: transport.ControlChannel,
     request: group_service_pb2.RestoreGroupRequest,
@@ -343,7 +343,7 @@ def restore(
     answer = control.call(control.groups.RestoreGroup, request, timeout_s=timeout_s)
     if answer.wanted_ranks:
         held = memory.of(answer.wanted_ranks)
-        transport.return_windows(directory, token, request.spec.name, held, timeout_s)
+        transport.return_windows(place, token, request.spec.name, held, timeout_s)
     group: types_pb2.Group = answer.group
     return group
 

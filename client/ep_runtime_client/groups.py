@@ -301,7 +301,7 @@ class Group:
             RuntimeUnavailableError: the daemon is gone again.
             SessionFencedError: of the session.
         """
-        directory, layers = self.session.directory, [*self._registered.values()]
+        place, layers = self.session.place, [*self._registered.values()]
         step = wire.MAX_LAYERS_PER_CALL
         try:
             for first in range(0, len(layers) or 1, step):
@@ -313,7 +313,7 @@ class Group:
                     device_uuids=self._uuids,
                     window_ranks=self._memory.window_ranks,
                 )
-                found = forming.restore(directory, token, control, request, self._memory)
+                found = forming.restore(place, token, control, request, self._memory)
         except (errors.RuntimeUnavailableError, errors.SessionFencedError):
             raise
         except errors.EpRuntimeError as error:

@@ -20,6 +20,7 @@ from ep_runtime import errors, wire
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client import transport
 from ep_runtime_client.farewells import Owed, farewells
+from ep_runtime_client.place import Place
 from ep_runtime_client.runtime import Runtime
 
 _log = logging.getLogger("ep_runtime")
@@ -99,8 +100,9 @@ class Link:
             thread.start()
 
     @property
-    def directory(self) -> Any:
-        return self._runtime.directory
+    def _place(self) -> Place:
+        assert self._runtime.place is not None  # a link has a daemon
+        return self._runtime.place
 
     @property
     def now(self) -> transport.ControlChannel | None:
@@ -119,7 +121,7 @@ class Link:
             self._changed.wait_for(done, timeout_s)
             if self._up and self._control is not None:
                 return self._control
-        raise transport.unavailable(self.directory, f"the connection is lost for {timeout_s:g} s")
+        raise self._place.unavailable(f"the connection is lost for {timeout_s:g} s")
 
     def run(self, work: Callable[[transport.ControlChannel], _Result], timeout_s: float) -> _Result:
         """`work` with the RPCs; again from its start where the daemon went away meanwhile.
@@ -196,15 +198,13 @@ class Link:
         if control is not None:
             control.close()
         if self._owed is not None:  # only now: a thread that connected again has a new token
-            farewells.owe(
-                self.token, Owed(self.directory, self._callbacks.open_request, self._owed)
-            )
+            farewells.owe(self.token, Owed(self._place, self._callbacks.open_request, self._owed))
 
     def _open(self, timeout_s: float) -> None:
-        farewells.say(self.directory)
-        welcome = transport.hello(self.directory, timeout_s, resume_token=self.token)
+        farewells.say(self._place)
+        welcome = transport.hello(self._place, timeout_s, resume_token=self.token)
         before, self.token = self.token, welcome.session_token
-        control = transport.ControlChannel(self.directory, welcome.session_token)
+        control = transport.ControlChannel(self._place, welcome.session_token)
         try:
             answer = control.call(
                 control.sessions.OpenSession, self._callbacks.open_request, timeout_s=timeout_s
@@ -261,9 +261,9 @@ class Link:
             with self._changed:
                 self._up = False
             _log.warning(
-                "the connection to the daemon at unix://%s is lost; steps go on, and the session "
-                "connects again",
-                self.directory,
+                "the connection to the daemon at %s is lost; steps go on, and the session connects "
+                "again",
+                self._place.address,
             )
             if not self._connect_again():
                 return

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client import children, jax_state, registry, transport
+from ep_runtime_client.place import Place
 
 _log = logging.getLogger("ep_runtime")
 
@@ -23,7 +25,8 @@ _log = logging.getLogger("ep_runtime")
 _IDLE_EXIT_S = 5
 
 DIRECTORY, EMBEDDED, NODE, NONE = "directory", "embedded", "node", "none"
-_ADDRESSES = '"unix:///dir", "embedded", "node" or "none"'
+_ADDRESSES = '"unix:///dir", "unix:///dir?uid=N", "embedded", "node" or "none"'
+_UID = re.compile(r"[0-9]{1,9}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +36,12 @@ class Address:
     Attributes:
         kind: DIRECTORY, EMBEDDED, NODE or NONE.
         directory: of the daemon's sockets; None for "embedded" and "none".
+        uid: user whose daemon may be there beside our own and root's, where the address says so.
     """
 
     kind: str
     directory: Path | None = None
+    uid: int | None = None
 
     @property
     def key(self) -> str:
@@ -49,12 +54,16 @@ class Runtime:
     """A daemon that answers, or none at all; `child` where this process started it."""
 
     address: Address
-    directory: Path | None
+    place: Place | None
     child: children.Child | None = None
 
     @property
+    def directory(self) -> Path | None:
+        return self.place.directory if self.place is not None else None
+
+    @property
     def has_daemon(self) -> bool:
-        return self.directory is not None
+        return self.place is not None
 
     @property
     def is_private(self) -> bool:
@@ -87,22 +96,23 @@ def parse_address(text: str, argument: str = "address") -> Address:
     """Reads an address as `connect` takes it.
 
     Raises:
-        InvalidArgumentError: none of the four forms, a relative directory, or one too long.
+        InvalidArgumentError: none of the four forms, a relative directory, one too long, or a uid
+            that is none.
     """
     if text in (EMBEDDED, NONE):
         return Address(text)
     if text == NODE:
         return Address(NODE, env.check_directory(env.runtime_directory() / "node"))
-    path = text.removeprefix("unix://")
-    if not path.startswith("/"):
+    path, named, uid = text.removeprefix("unix://").partition("?uid=")
+    if not path.startswith("/") or (named and not _UID.fullmatch(uid)):
         raise InvalidArgumentError(
             f"{argument} must be {_ADDRESSES}, got {text!r}", argument=argument
         )
-    return Address(DIRECTORY, env.check_directory(path))
+    return Address(DIRECTORY, env.check_directory(path), int(uid) if named else None)
 
 
-def daemon_directory(text: str | None) -> Path:
-    """The socket directory that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
+def daemon_place(text: str | None) -> Place:
+    """The daemon that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
 
     Raises:
         InvalidArgumentError: the address names no daemon that another process could reach.
@@ -110,13 +120,13 @@ def daemon_directory(text: str | None) -> Path:
     argument = "--address" if text is not None else "EP_RUNTIME_ADDRESS"
     text = text if text is not None else env.address()
     if text is None:
-        return env.runtime_directory()
+        return Place(env.runtime_directory())
     address = parse_address(text, argument)
     if address.directory is None:
         raise InvalidArgumentError(
             f"{argument}={text!r} names no daemon to ask; give unix:///dir", argument=argument
         )
-    return address.directory
+    return Place(address.directory, address.uid)
 
 
 def choose(address: str | None) -> Address:
@@ -124,6 +134,9 @@ def choose(address: str | None) -> Address:
 
     $EP_RUNTIME_ADDRESS counts as if typed; without it the node's default daemon where it answers,
     else an embedded one.
+
+    Raises:
+        PermissionDeniedError: the default daemon's directory could be another user's doing.
     """
     if address is not None:
         return parse_address(address)
@@ -133,7 +146,7 @@ def choose(address: str | None) -> Address:
     if registry.sessions.embedded():
         return Address(EMBEDDED)  # the one that this process chose before
     default = env.runtime_directory()
-    if children.answers(default, transport.READ_TIMEOUT_S):
+    if children.answers(Place(default), transport.READ_TIMEOUT_S):
         return Address(DIRECTORY, default)
     _log.info("no daemon answers at unix://%s, so this process gets one of its own", default)
     return Address(EMBEDDED)
@@ -144,6 +157,7 @@ def open_runtime(address: Address, timeout_s: float) -> Runtime:
 
     Raises:
         RuntimeUnavailableError: nobody answers, or a started daemon does not come up.
+        PermissionDeniedError: somebody else could answer there.
         InvalidArgumentError: an embedded daemon in a job of several processes.
     """
     if address.kind == NONE:
@@ -153,8 +167,9 @@ def open_runtime(address: Address, timeout_s: float) -> Runtime:
     assert address.directory is not None  # the other kinds have one
     if address.kind == NODE:
         return _open_node(address, address.directory, timeout_s)
-    with transport.fd_socket(address.directory, timeout_s):
-        return Runtime(address, address.directory)
+    place = Place(address.directory, address.uid)
+    with transport.fd_socket(place, timeout_s):
+        return Runtime(address, place)
 
 
 def _open_embedded(address: Address, timeout_s: float) -> Runtime:
@@ -175,7 +190,8 @@ def _open_embedded(address: Address, timeout_s: float) -> Runtime:
         children.remove_directory(directory)
         raise
     _log.info("started a private daemon, pid %d, that ends with this process", child.pid)
-    return Runtime(address, directory, child)
+    # Ours by its name's random part; parents that a cluster's TMPDIR may have do not matter then.
+    return Runtime(address, Place(directory, os.geteuid()), child)
 
 
 def _start_with_lifeline(directory: Path) -> children.Child:
@@ -193,16 +209,18 @@ def _start_with_lifeline(directory: Path) -> children.Child:
 
 def _open_node(address: Address, directory: Path, timeout_s: float) -> Runtime:
     """The first process starts the daemon under a lock; it ends by itself after the last one."""
+    place = Place(directory)
+    place.check()
     env.make_directory(directory)
     with _locked(directory / "start.lock", timeout_s):
-        if children.answers(directory, timeout_s):
-            return Runtime(address, directory)
+        if children.answers(place, timeout_s):
+            return Runtime(address, place)
         child = children.Child.start(
             directory, ["--idle-exit-s", str(_IDLE_EXIT_S)], log_path=directory / "daemon.log"
         )
         child.wait_ready(timeout_s)
     _log.info("started the node's daemon, pid %d, at unix://%s", child.pid, directory)
-    return Runtime(address, directory, child)
+    return Runtime(address, place, child)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from ep_runtime_client import attach, jax_state, registry, transport
 from ep_runtime_client import runtime as runtimes
 from ep_runtime_client.groups import Group
 from ep_runtime_client.link import Callbacks, Link
+from ep_runtime_client.place import Place
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -49,10 +50,11 @@ def connect(
     when each call has been closed. Call it before JAX starts its backends.
 
     Args:
-        address: `unix:///dir`, a daemon's socket directory; "embedded", a private daemon that ends
-            with this process; "node", a shared one that the first process starts and that ends
-            after the last; "none", no daemon and transport="xla" only. None takes
-            $EP_RUNTIME_ADDRESS, else the node's default daemon where it runs, else "embedded".
+        address: `unix:///dir`, a daemon's socket directory (`unix:///dir?uid=N` where it is user
+            N's, neither ours nor root's); "embedded", a private daemon that ends with this
+            process; "node", a shared one that the first process starts and that ends after the
+            last; "none", no daemon and transport="xla" only. None takes $EP_RUNTIME_ADDRESS, else
+            the node's default daemon where it runs, else "embedded".
         job: namespace of group names beside the uid. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
             the jax.distributed coordinator, else the pid.
         labels: shown by `ep-runtime sessions`.
@@ -60,7 +62,8 @@ def connect(
 
     Raises:
         RuntimeUnavailableError: no daemon answers at a given address, or a started one fails.
-        PermissionDeniedError: the daemon does not serve this user.
+        PermissionDeniedError: the daemon does not serve this user; or the directory, or who serves
+            it, is neither ours, root's nor the named user's.
         VersionSkewError: client and daemon share no protocol version.
         InvalidArgumentError: a wrong argument, "embedded" in a job of several processes, or a
             call under tracing.
@@ -132,17 +135,22 @@ class Session:
     @property
     def address(self) -> str:
         """Where the daemon is, as `connect` takes it; "none" without one."""
-        directory = self._runtime.directory
-        return f"unix://{directory}" if directory is not None else runtimes.NONE
+        place = self._runtime.place
+        return place.address if place is not None else runtimes.NONE
+
+    @property
+    def place(self) -> Place:
+        """Where the daemon is."""
+        if self._runtime.place is None:
+            raise InvalidArgumentError(
+                'this session was made with address="none" and has no daemon', argument="address"
+            )
+        return self._runtime.place
 
     @property
     def directory(self) -> Path:
         """The daemon's socket directory."""
-        if self._runtime.directory is None:
-            raise InvalidArgumentError(
-                'this session was made with address="none" and has no daemon', argument="address"
-            )
-        return self._runtime.directory
+        return self.place.directory
 
     @property
     def has_daemon(self) -> bool:

@@ -8,9 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import grpc
 
@@ -19,7 +17,6 @@ from ep_runtime import wire
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
-    PermissionDeniedError,
     RuntimeUnavailableError,
     SessionFencedError,
 )
@@ -31,6 +28,7 @@ from ep_runtime.v1 import (
     session_service_pb2_grpc,
     types_pb2,
 )
+from ep_runtime_client.place import Place, path_of
 
 READ_TIMEOUT_S = 5.0
 MUTATE_TIMEOUT_S = 10.0
@@ -41,49 +39,44 @@ _MAX_IN_FLIGHT = 64
 _Response = TypeVar("_Response")
 
 
-def unavailable(directory: Path, reason: str) -> RuntimeUnavailableError:
-    """The error of a daemon that does not answer."""
-    address = f"unix://{directory}"
-    return RuntimeUnavailableError(
-        f"no daemon answers at {address}: {reason}; start one with "
-        f"`ep-runtime serve --dir {directory}`",
-        address=address,
-        answered=False,
-    )
+class RpcChannel:
+    """A channel to one of a daemon's gRPC sockets, and to no other place while it lasts.
 
+    gRPC connects again by itself, and would to whoever has the directory's name by then; so it
+    gets the name of a descriptor.
+    """
 
-def rpc_channel(directory: Path, socket_name: str) -> grpc.Channel:
-    """A channel to one of the daemon's gRPC sockets; nothing is sent yet."""
-    target = "unix:" + quote(str(directory / socket_name), safe="/")
-    return grpc.insecure_channel(target, options=wire.channel_options())
+    def __init__(self, place: Place, socket_name: str, timeout_s: float) -> None:
+        """Raises as `Place.open` and `Place.check_listener`."""
+        self._pinned = place.open()
+        try:
+            place.check_listener(self._pinned, socket_name, timeout_s)
+        except BaseException:
+            os.close(self._pinned)
+            raise
+        target = "unix:" + path_of(self._pinned, socket_name)
+        self.channel = grpc.insecure_channel(target, options=wire.channel_options())
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Ends the calls under way. Idempotent."""
+        self.channel.close()
+        with self._lock:
+            pinned, self._pinned = self._pinned, -1
+        if pinned >= 0:
+            os.close(pinned)
 
 
 @contextlib.contextmanager
-def fd_socket(directory: Path, timeout_s: float) -> Iterator[socket.socket]:
-    """A connection to fd.sock.
-
-    Raises:
-        RuntimeUnavailableError: nobody listens there.
-        PermissionDeniedError: the directory or socket is another user's.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(timeout_s)
-        try:
-            connection.connect(str(directory / wire.FD_SOCKET))
-        except PermissionError as error:
-            raise PermissionDeniedError(
-                f"uid {os.geteuid()} may not open {directory / wire.FD_SOCKET}",
-                path=str(directory / wire.FD_SOCKET),
-                uid=os.geteuid(),
-            ) from error
-        except OSError as error:
-            raise unavailable(directory, error.strerror or str(error)) from error
+def fd_socket(place: Place, timeout_s: float) -> Iterator[socket.socket]:
+    """A connection to fd.sock. Raises as `Place.connected`."""
+    with place.connected(wire.FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
         yield connection
 
 
 def _ask(
     connection: socket.socket,
-    directory: Path,
+    place: Place,
     request: fd_socket_pb2.FdRequest,
     fds: Sequence[int] = (),
 ) -> tuple[fd_socket_pb2.FdReply, list[int]]:
@@ -92,14 +85,14 @@ def _ask(
             socket.send_fds(connection, [request.SerializeToString()], list(fds))
         else:
             connection.send(request.SerializeToString())
-        return _receive(connection, directory)
+        return _receive(connection, place)
     except TimeoutError as error:
-        raise unavailable(directory, f"{wire.FD_SOCKET} gave no answer in time") from error
+        raise place.unavailable(f"{wire.FD_SOCKET} gave no answer in time") from error
     except OSError as error:
-        raise unavailable(directory, error.strerror or str(error)) from error
+        raise place.unavailable(error.strerror or str(error)) from error
 
 
-def _receive(connection: socket.socket, directory: Path) -> tuple[fd_socket_pb2.FdReply, list[int]]:
+def _receive(connection: socket.socket, place: Place) -> tuple[fd_socket_pb2.FdReply, list[int]]:
     """One packet with its descriptors, which the caller owns (close-on-exec)."""
     size = array.array("i").itemsize
     packet, ancillary, flags, _ = connection.recvmsg(
@@ -114,7 +107,7 @@ def _receive(connection: socket.socket, directory: Path) -> tuple[fd_socket_pb2.
     held = list(fds)
     try:
         if not packet:
-            raise unavailable(directory, f"{wire.FD_SOCKET} was closed by the daemon")
+            raise place.unavailable(f"{wire.FD_SOCKET} was closed by the daemon")
         if flags & socket.MSG_CTRUNC:
             raise EpRuntimeError(
                 "the kernel cut off file descriptors of the daemon; raise this process's limit "
@@ -135,11 +128,11 @@ def close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-def hello(directory: Path, timeout_s: float, *, resume_token: str = "") -> fd_socket_pb2.Welcome:
+def hello(place: Place, timeout_s: float, *, resume_token: str = "") -> fd_socket_pb2.Welcome:
     """Introduces this process to the daemon, which learns uid and pid from the kernel.
 
     Args:
-        directory: of the daemon's sockets.
+        place: of the daemon's sockets.
         timeout_s: of the answer.
         resume_token: of the session that goes on where the daemon was started again.
 
@@ -155,14 +148,14 @@ def hello(directory: Path, timeout_s: float, *, resume_token: str = "") -> fd_so
         pid=os.getpid(),
         resume_token=resume_token,
     )
-    with fd_socket(directory, timeout_s) as connection:
-        reply, fds = _ask(connection, directory, fd_socket_pb2.FdRequest(hello=greeting))
+    with fd_socket(place, timeout_s) as connection:
+        reply, fds = _ask(connection, place, fd_socket_pb2.FdRequest(hello=greeting))
     close_all(fds)
     return reply.welcome
 
 
 def redeem(
-    directory: Path, token: str, ticket: str, timeout_s: float
+    place: Place, token: str, ticket: str, timeout_s: float
 ) -> list[tuple[types_pb2.WindowDescriptor, int]]:
     """The descriptors of a ticket, in its order; the caller closes them.
 
@@ -174,8 +167,8 @@ def redeem(
     request = fd_socket_pb2.FdRequest(redeem_ticket=order)
     found: list[tuple[types_pb2.WindowDescriptor, int]] = []
     try:
-        with fd_socket(directory, timeout_s) as connection:
-            reply, fds = _ask(connection, directory, request)
+        with fd_socket(place, timeout_s) as connection:
+            reply, fds = _ask(connection, place, request)
             while True:
                 batch = reply.fd_batch
                 if len(fds) != len(batch.descriptors):
@@ -186,14 +179,14 @@ def redeem(
                 found += zip(batch.descriptors, fds, strict=True)
                 if batch.first + len(fds) >= batch.total or not fds:
                     return found
-                reply, fds = _receive(connection, directory)
+                reply, fds = _receive(connection, place)
     except BaseException:
         close_all([fd for _, fd in found])
         raise
 
 
 def return_windows(
-    directory: Path,
+    place: Place,
     token: str,
     group: str,
     held: Sequence[tuple[types_pb2.WindowDescriptor, int]],
@@ -208,14 +201,14 @@ def return_windows(
         StaleHandleError, PermissionDeniedError, InvalidArgumentError: it does not take them.
     """
     wanted: list[int] = []
-    with fd_socket(directory, timeout_s) as connection:
+    with fd_socket(place, timeout_s) as connection:
         for first in range(0, len(held), wire.MAX_FDS_PER_PACKET):
             part = held[first : first + wire.MAX_FDS_PER_PACKET]
             order = fd_socket_pb2.ReturnWindows(
                 session_token=token, group=group, descriptors=[item for item, _ in part]
             )
             request = fd_socket_pb2.FdRequest(return_windows=order)
-            reply, fds = _ask(connection, directory, request, [fd for _, fd in part])
+            reply, fds = _ask(connection, place, request, [fd for _, fd in part])
             close_all(fds)
             wanted = [int(rank) for rank in reply.windows_returned.wanted_ranks]
     return wanted
@@ -229,16 +222,17 @@ class ControlChannel:
             come of this channel.
     """
 
-    def __init__(self, directory: Path, token: str) -> None:
-        self._directory = directory
-        self._channel = rpc_channel(directory, wire.API_SOCKET)
+    def __init__(self, place: Place, token: str) -> None:
+        self._place = place
+        self._rpc = RpcChannel(place, wire.API_SOCKET, READ_TIMEOUT_S)
+        channel = self._rpc.channel
         self._metadata = ((wire.TOKEN_KEY, token), (wire.PID_KEY, str(os.getpid())))
         self._slots = threading.BoundedSemaphore(_MAX_IN_FLIGHT)
         self.lost = False
-        self.sessions: Any = session_service_pb2_grpc.SessionServiceStub(self._channel)
-        self.groups: Any = group_service_pb2_grpc.GroupServiceStub(self._channel)
-        self.layers: Any = layer_service_pb2_grpc.LayerServiceStub(self._channel)
-        self.nccl: Any = nccl_service_pb2_grpc.NcclServiceStub(self._channel)
+        self.sessions: Any = session_service_pb2_grpc.SessionServiceStub(channel)
+        self.groups: Any = group_service_pb2_grpc.GroupServiceStub(channel)
+        self.layers: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        self.nccl: Any = nccl_service_pb2_grpc.NcclServiceStub(channel)
 
     def call(
         self,
@@ -262,7 +256,7 @@ class ControlChannel:
             raise ours from error
         except ValueError as error:  # gRPC's own type for a channel that was closed meanwhile
             self.lost = True
-            raise unavailable(self._directory, str(error)) from error
+            raise self._place.unavailable(str(error)) from error
 
     def stream(self, method: Callable[..., Any], request: Any) -> Any:
         """Starts a server stream without a deadline; iterate it, `cancel()` ends it."""
@@ -272,12 +266,12 @@ class ControlChannel:
         """Our error out of a failed call, with the address where the daemon did not answer."""
         ours = wire.error_from_rpc(error)
         if isinstance(ours, RuntimeUnavailableError) and not ours.fields:
-            return unavailable(self._directory, str(ours))
+            return self._place.unavailable(str(ours))
         return ours
 
     def close(self) -> None:
         """Closes the channel; calls under way end with RuntimeUnavailableError."""
-        self._channel.close()
+        self._rpc.close()
 
 
 def _ends_channel(error: grpc.RpcError, ours: EpRuntimeError) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from ep_runtime import env, wire
+from ep_runtime import env, trust, wire
+from ep_runtime.errors import PermissionDeniedError
 from ep_runtime.v1 import (
     admin_service_pb2_grpc,
     group_service_pb2_grpc,
@@ -118,6 +119,7 @@ class Daemon:
         self.runtime.supervisor.keep("look for late ranks", self.runtime.late_ranks.watch)
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
         self._watch_parent()
+        self._warn_of_parents()
         if settings.testing:
             logging.getLogger(__name__).warning("testing switches: %s", sorted(settings.testing))
         self.runtime.events.add(
@@ -126,6 +128,17 @@ class Daemon:
             incarnation=self.runtime.incarnation,
             max_host_bytes=settings.max_host_bytes,
         )
+
+    def _warn_of_parents(self) -> None:
+        try:
+            trust.check_parents(self._directory.path, {0, os.geteuid()})
+        except PermissionDeniedError as error:
+            self.runtime.events.add(
+                "server.directory_unsafe",
+                f"{error}; clients refuse this directory unless their address names our user: "
+                f"unix://{self._directory.path}?uid={os.geteuid()}",
+                level=logging.WARNING,
+            )
 
     def _make_node_server(self) -> grpc.aio.Server | None:
         """Where other nodes' daemons call; None without a cluster. Raises what Cluster raises."""

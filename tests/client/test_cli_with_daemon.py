@@ -19,6 +19,7 @@ import ep_runtime as ep
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client import cli, transport
 from ep_runtime_client.cli import source
+from ep_runtime_client.place import Place
 
 _NOBODY = 65534
 
@@ -311,7 +312,7 @@ def test_serve_becomes_the_daemon_and_ends_on_sigterm(directory: Path) -> None:
         process.terminate()
         process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
-    with pytest.raises(ep.RuntimeUnavailableError), transport.fd_socket(directory, 1.0):
+    with pytest.raises(ep.RuntimeUnavailableError), transport.fd_socket(Place(directory), 1.0):
         pass
 
 

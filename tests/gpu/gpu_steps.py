@@ -124,7 +124,7 @@ class Windows:
         )
         ticket = session.control.call(session.control.groups.AcquireWindows, request).ticket
         timeout_s = transport.MUTATE_TIMEOUT_S
-        held = transport.redeem(session.directory, session.token, ticket, timeout_s)
+        held = transport.redeem(session.place, session.token, ticket, timeout_s)
         self._fds = {int(item.world_rank): fd for item, fd in held}
         self._bytes = group.spec.ep_size * TOKENS * HIDDEN * 4  # rows of the first lane
 

@@ -234,3 +234,12 @@ def test_a_daemon_with_certificates_ends_once_it_says_so(daemon_process, tmp_pat
     last = json.loads(text.splitlines()[-1])
     assert (code, last["event"]) == (0, "server.stopped")
     assert ended_s - last["ts"] < 1.5
+
+
+def test_it_says_that_clients_refuse_a_directory_which_others_can_swap(daemon_process, tmp_path):
+    tmp_path.chmod(0o777)
+    daemon = daemon_process(directory=tmp_path / "d")
+    daemon.popen.terminate()
+    _, text = daemon.ended()
+    assert f"{tmp_path} has mode 0777" in text
+    assert f"unix://{tmp_path}/d?uid={os.geteuid()}" in text

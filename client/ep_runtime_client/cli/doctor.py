@@ -16,6 +16,7 @@ from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, RuntimeUnavailableError
 from ep_runtime_client import cli
 from ep_runtime_client.cli import reading, render
+from ep_runtime_client.place import Place
 
 _COLUMNS = (
     render.Column("check", "CHECK"),
@@ -156,6 +157,10 @@ def _directory() -> Finding:
         directory = env.runtime_directory()
     except EpRuntimeError as error:
         return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to a shorter one")
+    try:
+        Place(directory).check()
+    except PermissionDeniedError as error:
+        return Finding("directory", "FAIL", str(error), "set XDG_RUNTIME_DIR to one of your own")
     parent = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(parent, os.W_OK):
         advice = "set RUNTIME_DIRECTORY to a directory of yours"
@@ -167,7 +172,7 @@ def _daemon(args: argparse.Namespace) -> Finding:
     from ep_runtime_client import runtime
     from ep_runtime_client.cli import source
 
-    address = f"unix://{runtime.daemon_directory(args.address)}"
+    address = runtime.daemon_place(args.address).address
     try:
         with source.open_source(args.address, timeout_s=args.timeout) as daemon:
             status = daemon.status()

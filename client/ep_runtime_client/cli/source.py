@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 import grpc
 
 from ep_runtime import env, wire
-from ep_runtime.errors import PermissionDeniedError, RuntimeUnavailableError
+from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime.v1 import admin_service_pb2_grpc
 from ep_runtime_client import children, runtime, transport
 from ep_runtime_client.cli.plain import plain
+from ep_runtime_client.place import Place
 
 _PAGE_SIZE = 1000
 
@@ -130,24 +130,13 @@ def _flat_layer(row: dict[str, Any]) -> dict[str, Any]:
     return {"name": layer["spec"]["name"], **about, **layer["spec"], **ids}
 
 
-def _check_reachable(directory: Path, timeout_s: float) -> None:
-    """gRPC reports a refused and a forbidden socket alike; the exit codes must not."""
-    path = directory / wire.ADMIN_SOCKET
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(timeout_s)
-        try:
-            probe.connect(str(path))
-        except PermissionError as error:
-            raise PermissionDeniedError(
-                f"uid {os.geteuid()} may not open {path}; ask as the daemon's user", path=str(path)
-            ) from error
-        except OSError as error:
-            raise transport.unavailable(directory, error.strerror or str(error)) from error
-
-
 def private_addresses(timeout_s: float) -> list[str]:
     """Addresses of the embedded daemons of this user that answer."""
-    found = [path for path in env.private_directories() if children.answers(path, timeout_s)]
+    found = [
+        path
+        for path in env.private_directories()
+        if children.answers(Place(path, os.geteuid()), timeout_s)
+    ]
     return [f"unix://{path}" for path in found]
 
 
@@ -159,9 +148,9 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
         RuntimeUnavailableError: no daemon answers there.
         PermissionDeniedError: it is another user's.
     """
-    directory = runtime.daemon_directory(address)
+    place = runtime.daemon_place(address)
     try:
-        _check_reachable(directory, timeout_s)
+        rpc = transport.RpcChannel(place, wire.ADMIN_SOCKET, timeout_s)
     except RuntimeUnavailableError as error:
         if address is None and (private := private_addresses(timeout_s)):
             raise RuntimeUnavailableError(
@@ -170,5 +159,7 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
                 **error.fields,
             ) from error
         raise
-    with transport.rpc_channel(directory, wire.ADMIN_SOCKET) as channel:
-        yield Source(directory, channel, timeout_s)
+    try:
+        yield Source(place.directory, rpc.channel, timeout_s)
+    finally:
+        rpc.close()

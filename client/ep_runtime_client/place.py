@@ -1,0 +1,128 @@
+"""A daemon's socket directory as a client sees it: nothing in it is trusted that was not checked.
+
+Whoever serves these sockets gets our groups and what they move. Before a byte is sent, the
+directory must be our user's, root's, or that of a user whom the caller named, and so must the
+process that listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from ep_runtime import trust
+from ep_runtime.errors import PermissionDeniedError, RuntimeUnavailableError
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a daemon is, and whose it may be.
+
+    Attributes:
+        directory: absolute.
+        uid: user whose daemon is there, where the caller says so: then the process that listens
+            proves who it is, and the directories above do not matter.
+    """
+
+    directory: Path
+    uid: int | None = None
+
+    @property
+    def address(self) -> str:
+        """As `connect` takes it."""
+        return f"unix://{self.directory}" + (f"?uid={self.uid}" if self.uid is not None else "")
+
+    @property
+    def _uids(self) -> set[int]:
+        return {0, os.geteuid()} | ({self.uid} if self.uid is not None else set())
+
+    def unavailable(self, reason: str) -> RuntimeUnavailableError:
+        """The error of a daemon that does not answer."""
+        return RuntimeUnavailableError(
+            f"no daemon answers at {self.address}: {reason}; start one with "
+            f"`ep-runtime serve --dir {self.directory}`",
+            address=self.address,
+            answered=False,
+        )
+
+    def open(self) -> int:
+        """A descriptor of the directory; the caller closes it. `path_of` names sockets in it.
+
+        Raises:
+            PermissionDeniedError: the directory could be another user's doing.
+            RuntimeUnavailableError: it is not there.
+        """
+        try:
+            return trust.open_directory(self.directory, self._uids, with_parents=self.uid is None)
+        except PermissionDeniedError as error:
+            raise self._untrusted(error) from error
+        except PermissionError as error:
+            raise self._forbidden(self.directory) from error
+        except OSError as error:
+            raise self.unavailable(error.strerror or str(error)) from error
+
+    def check(self) -> None:
+        """Raises PermissionDeniedError where a directory that is, or could be, there is no good."""
+        try:
+            trust.check_parents(self.directory, self._uids)
+        except PermissionDeniedError as error:
+            raise self._untrusted(error) from error
+        with contextlib.suppress(RuntimeUnavailableError):
+            os.close(self.open())
+
+    @contextlib.contextmanager
+    def connected(self, name: str, kind: int, timeout_s: float) -> Iterator[socket.socket]:
+        """A connection to one of the directory's sockets. Raises as `open` and `check_listener`."""
+        pinned = self.open()
+        try:
+            with socket.socket(socket.AF_UNIX, kind) as connection:
+                connection.settimeout(timeout_s)
+                self._connect(connection, pinned, name)
+                yield connection
+        finally:
+            os.close(pinned)
+
+    def check_listener(self, pinned: int, name: str, timeout_s: float) -> None:
+        """Whether somebody listens on a stream socket of the opened directory, and who.
+
+        Raises:
+            PermissionDeniedError: we may not connect, or another user's process listens.
+            RuntimeUnavailableError: nobody listens there.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(timeout_s)
+            self._connect(probe, pinned, name)
+
+    def _connect(self, connection: socket.socket, pinned: int, name: str) -> None:
+        try:
+            connection.connect(path_of(pinned, name))
+            trust.check_peer(connection, self.directory / name, self._uids)
+        except PermissionDeniedError as error:
+            raise self._untrusted(error) from error
+        except PermissionError as error:
+            raise self._forbidden(self.directory / name) from error
+        except OSError as error:
+            raise self.unavailable(error.strerror or str(error)) from error
+
+    def _forbidden(self, path: Path) -> PermissionDeniedError:
+        return PermissionDeniedError(
+            f"uid {os.geteuid()} may not open {path}", path=str(path), uid=os.geteuid()
+        )
+
+    def _untrusted(self, error: PermissionDeniedError) -> PermissionDeniedError:
+        return PermissionDeniedError(
+            f"{self.address} is not trusted: {error}, and who can do that could be the daemon. If "
+            f"you know whose daemon is there, name its user (unix://{self.directory}?uid=UID); "
+            "else remove the directory, or set XDG_RUNTIME_DIR to one of your own",
+            directory=str(self.directory),
+            **error.fields,
+        )
+
+
+def path_of(pinned: int, name: str) -> str:
+    """A socket's path through a directory's descriptor, which no rename leads elsewhere."""
+    return f"/proc/self/fd/{pinned}/{name}"

@@ -1,0 +1,157 @@
+"""Who could stand at the other end of a socket's name: directories, and the kernel's word.
+
+A name in a file system is worth as much as the users who can change what it means. `open_directory`
+walks it once, looks at every step, and returns a descriptor: what is reached through that
+descriptor stays the directory that was checked, whatever happens to the name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import socket
+import stat
+import struct
+from collections.abc import Collection
+from pathlib import Path
+
+from ep_runtime.errors import PermissionDeniedError
+
+_LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_LINKS = 40  # as the kernel
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ALL_UIDS = 2**32 - 1
+_UCRED = struct.Struct("iII")  # pid, uid, gid
+
+
+def open_directory(path: Path, uids: Collection[int], *, with_parents: bool = True) -> int:
+    """An O_PATH descriptor of a directory that only `uids` can have put there; close it.
+
+    Args:
+        path: absolute. Symbolic links of `uids` may lead to it; it is none itself.
+        uids: who may own it, and what leads to it.
+        with_parents: False where something else says who answers in the directory.
+
+    Raises:
+        PermissionDeniedError: another user owns a part of the path or can change it; its fields are
+            path and uid (of that part and its owner).
+        OSError: it cannot be reached.
+    """
+    found = _walk(path, uids) if with_parents else os.open(path, _LOOK)
+    try:
+        _check_end(path, os.fstat(found), uids)
+    except BaseException:
+        os.close(found)
+        raise
+    return found
+
+
+def check_parents(path: Path, uids: Collection[int]) -> None:
+    """Everything that leads to `path`, as far as it is there. Raises as `open_directory`."""
+    with contextlib.suppress(FileNotFoundError):
+        os.close(_walk(path, uids))
+
+
+def check_peer(connection: socket.socket, path: Path, uids: Collection[int]) -> None:
+    """Raises PermissionDeniedError unless one of `uids` listens at the socket's other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    uid = _UCRED.unpack(raw)[1]
+    if uid not in uids:
+        raise PermissionDeniedError(
+            f"a process of uid {uid} serves {path}", path=str(path), uid=uid
+        )
+
+
+def _walk(path: Path, uids: Collection[int]) -> int:
+    """Opens the path step by step; all but its end is checked."""
+    with contextlib.ExitStack() as opened:
+
+        def look(name: str, at: int | None = None) -> int:
+            fd = os.open(name, _LOOK, dir_fd=at)
+            opened.callback(os.close, fd)
+            return fd
+
+        here, walked, links = look("/"), Path("/"), 0
+        left = list(reversed(path.parts[1:]))
+        while left:
+            _check_parent(walked, os.fstat(here), uids)
+            name = left.pop()
+            found = look(name, here)
+            about = os.fstat(found)
+            if not left or not stat.S_ISLNK(about.st_mode):
+                here, walked = found, walked / name
+                continue
+            links += 1
+            _check_owner(walked / name, about, uids)
+            if links > _MAX_LINKS:
+                raise _refused(walked / name, about, "is one symbolic link too many")
+            target = os.readlink("", dir_fd=found)
+            left += [part for part in reversed(Path(target).parts) if part != "/"]
+            if target.startswith("/"):
+                here, walked = look("/"), Path("/")
+        return os.dup(here)
+
+
+def _check_end(path: Path, about: os.stat_result, uids: Collection[int]) -> None:
+    if not stat.S_ISDIR(about.st_mode):
+        what = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "no directory"
+        raise _refused(path, about, f"is {what}")
+    if about.st_uid not in uids:
+        raise _refused(path, about, f"belongs to uid {about.st_uid}")
+    if about.st_mode & _OTHERS_WRITE:
+        raise _refused(
+            path, about, f"has mode {about.st_mode & 0o7777:04o}: others can write to it"
+        )
+
+
+def _check_parent(path: Path, about: os.stat_result, uids: Collection[int]) -> None:
+    _check_owner(path, about, uids)
+    writable = about.st_mode & _OTHERS_WRITE
+    if writable == stat.S_IWGRP and _is_private_group(about):
+        return
+    # In a sticky directory nobody can rename or remove what is another's.
+    if writable and not about.st_mode & stat.S_ISVTX:
+        raise _refused(
+            path,
+            about,
+            f"has mode {about.st_mode & 0o7777:04o}: others can put something else in its place",
+        )
+
+
+def _check_owner(path: Path, about: os.stat_result, uids: Collection[int]) -> None:
+    if about.st_uid in uids or (about.st_uid == _overflow_uid() and not _sees_all_uids()):
+        return
+    raise _refused(path, about, f"belongs to uid {about.st_uid}")
+
+
+def _refused(path: Path, about: os.stat_result, what: str) -> PermissionDeniedError:
+    return PermissionDeniedError(f"{path} {what}", path=str(path), uid=about.st_uid)
+
+
+def _is_private_group(about: os.stat_result) -> bool:
+    """Root's group, or the one that many systems make for each user, with nobody else in it."""
+    if about.st_gid == 0:
+        return True
+    try:
+        name, group = pwd.getpwuid(about.st_uid).pw_name, grp.getgrgid(about.st_gid)
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _sees_all_uids() -> bool:
+    """False in a user namespace, where root's own files show as the overflow uid's."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+    except OSError:
+        return True
+    return sum(int(line.split()[2]) for line in lines) >= _ALL_UIDS
+
+
+def _overflow_uid() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return 65534
