@@ -3,15 +3,17 @@
     python tests/gpu/compile_ahead.py [transport ...]
 
 Needs JAX's CUDA plugin with its libraries (ep-runtime[cuda13]) and this package built with
-EP_RUNTIME_CUDA=ON; no GPU, no driver. Writes a line for each program, with the calls of ours in it
-and what it holds of a device's memory. A program that XLA refuses ends this with a traceback, one
-that ends XLA with a signal.
+EP_RUNTIME_CUDA=ON; no GPU, no driver. Writes a line for each program, with the calls of ours that a
+device runs and what it holds of its memory. A program that XLA refuses ends this with a traceback,
+one that ends XLA with a signal. The exit code is 1 where a program runs a call more or less often
+than it was traced, or one that no scope of ours is around.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import pkgutil
 import sys
@@ -21,6 +23,7 @@ from typing import Any
 
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it asks the driver
 
+import custom_calls
 import fakes
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,8 @@ from ep_runtime_client import ops
 from ep_runtime_client.ops import _ffi
 
 DEVICES, COUNT = 4, 3
+# What the backward pass of a scan keeps; None is all of it.
+KEPT = {"all": None, "plan and rows": ep.remat_policy(), "plan": ep.remat_policy(("ep_plan",))}
 TRANSPORTS = ("nvlink", "nccl", "xla")
 RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
 # What XLA asks of a device while it compiles.
@@ -72,8 +77,10 @@ def nodes_of(transport: str) -> dict[str, int]:
     return {"node_size": 1} if transport == "nccl" else {}
 
 
-def scanned(devices: np.ndarray, transport: str, recipe: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A scan over rematerialized layers in bf16, with its gradients; and its operands."""
+def scanned(
+    devices: np.ndarray, transport: str, recipe: Any, policy: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """A scan over layers in bf16, with its gradients; and its operands."""
     tokens, hidden, width, mesh = 128, 256, 128, Mesh(devices, ("ep",))
     group = fakes.local_group(
         mesh=mesh,
@@ -91,7 +98,7 @@ def scanned(devices: np.ndarray, transport: str, recipe: Any) -> tuple[Any, tupl
             y, _ = ep.moe(stack[each[0]], x, each[1], recipe=recipe)
             return x + y, None
 
-        kept = jax.checkpoint(step, policy=ep.remat_policy())
+        kept = jax.checkpoint(step, policy=policy) if policy else step
         return jax.lax.scan(kept, x, (jnp.arange(COUNT), params))[0].astype(jnp.float32).sum()
 
     def array(spec: PartitionSpec, *dims: int) -> jax.ShapeDtypeStruct:
@@ -111,7 +118,7 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
     def group(name: str, mesh: Mesh, **more: Any) -> fakes.LocalGroup:
         given = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
         return fakes.local_group(
-            name=name,
+            name=f"{name} {transport}",
             mesh=mesh,
             transport=transport,
             max_top_k=TOP_K,
@@ -129,9 +136,17 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
     for program in PROGRAMS:
         if program is not donated:  # two programs, one after the other
             yield program.__name__, functools.partial(program, layers), operands
-    for recipe in RECIPES:
-        run, given = scanned(devices, transport, recipe)
-        yield f"scanned {type(recipe).__name__}", lambda run=run: run, given
+    # Transports differ in how rows move, which no recipe changes: one of them has every policy.
+    kept = KEPT if transport == TRANSPORTS[0] else {"all": None}
+    for (name, policy), recipe in itertools.product(kept.items(), RECIPES):
+        run, given = scanned(devices, transport, recipe, policy)
+        yield f"scanned {type(recipe).__name__}, keeps {name}", lambda run=run: run, given
+
+
+def faults(before: custom_calls.Calls, text: str) -> list[str]:
+    """What is wrong about the calls of a compiled program."""
+    lines = custom_calls.differences(before, custom_calls.compiled(text))
+    return lines + [f"in no scope: {line}" for line in custom_calls.without_scope(text)]
 
 
 def say(text: str) -> None:
@@ -139,24 +154,29 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def main(transports: list[str]) -> None:
+def main(transports: list[str]) -> int:
     unknown = [name for name in transports if name not in TRANSPORTS]
     if unknown:
         sys.exit(f"unknown transports {unknown}; there are {TRANSPORTS}")
     if not native.library_path("cuda").exists():
         sys.exit("built without EP_RUNTIME_CUDA=ON")
-    found = devices()
+    found, wrong = devices(), 0
     for transport in transports or TRANSPORTS:
         for name, make, operands in programs(found, transport):
             say(f"{transport} {name}: ")
             started = time.monotonic()
             with jax.default_matmul_precision("highest"):
-                compiled = make().lower(*operands).compile()
-            calls = compiled.as_text().count('custom_call_target="ep_')
+                traced = make().trace(*operands)
+                compiled = traced.lower().compile()
+            calls = custom_calls.traced(traced.jaxpr, "cuda")
             held = compiled.memory_analysis().temp_size_in_bytes
             seconds = time.monotonic() - started
-            say(f"{calls} calls, {held / 2**20:.1f} MiB, {seconds:.1f} s\n")
+            say(f"{calls.total()} calls, {held / 2**20:.1f} MiB, {seconds:.1f} s\n")
+            for line in faults(calls, compiled.as_text()):
+                wrong += 1
+                say(f"    {line}\n")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,7 @@
-"""Programs for GPUs compile, on machines without any too where JAX's CUDA plugin is installed."""
+"""Programs for GPUs compile, on machines without any too where JAX's CUDA plugin is installed.
+
+Each runs every call of ours as often as it was traced, and in a scope of ours.
+"""
 
 from __future__ import annotations
 
@@ -38,4 +41,4 @@ def test_programs_compile_for_gpus_that_are_not_here(transport: str) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([package_path(), str(SCRIPT.parents[1])])},
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count(" calls, ") == 12
+    assert done.stdout.count(" calls, ") == (20 if transport == "nvlink" else 12), done.stdout

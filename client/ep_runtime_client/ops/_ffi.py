@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from ep_runtime import native
 
 STATE_TYPE = "ep_runtime_call_state"
+Results = TypeVar("Results")
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 
 
@@ -76,6 +77,17 @@ def bound(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return lax.slice(values, (0,), (0,)).astype(like.dtype).reshape(like.shape)
 
     return tuple(x if x.size else made(x) for x in operands)
+
+
+def once(results: Results) -> Results:
+    """`results` of a custom call on a GPU, held so that it runs once whoever uses them.
+
+    XLA of JAX 0.11 clones a call whose result `scan` stacks, to write into the stack at once, and
+    where the result is also used both run: prepare, dispatch and the products of a forward pass.
+    It does not look through a barrier. What is stacked is then copied, beside the next calls.
+    """
+    held: Results = lax.optimization_barrier(results)
+    return held
 
 
 def _capsule(pointer: int) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime import native
-from ep_runtime_client.ops._ffi import bound, ensure_registered
+from ep_runtime_client.ops._ffi import bound, ensure_registered, once
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import PlanArrays
 
@@ -39,7 +39,8 @@ def _call(
     **others: np.int64,
 ) -> Any:
     """`into`: one array per result, whose rows stay where the call writes none."""
-    ensure_registered(native.PLATFORMS[call.group.transport])
+    platform = native.PLATFORMS[call.group.transport]
+    ensure_registered(platform)
     attributes = {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),
@@ -47,7 +48,8 @@ def _call(
     }
     aliases = {len(operands) + i: i for i in range(len(into))}
     made = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-    return made(*bound(*operands, *into), **attributes, **others)
+    made = made(*bound(*operands, *into), **attributes, **others)
+    return made if platform == "cpu" else once(made)
 
 
 def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:

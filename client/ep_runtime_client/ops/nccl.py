@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ep_runtime_client.ops._ffi import ensure_registered
+from ep_runtime_client.ops._ffi import ensure_registered, once
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.collectives import Arrived
 
@@ -104,7 +104,7 @@ def _call(
     moved: jax.Array = jax.ffi.ffi_call(target, result)(
         operand, *after, **_attributes(call, node_size, rail)
     )
-    return moved
+    return once(moved)
 
 
 def _attributes(call: Call, node_size: int | None = None, rail: bool = False) -> Any:

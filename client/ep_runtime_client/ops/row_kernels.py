@@ -15,7 +15,7 @@ import numpy as np
 
 from ep_runtime import env
 from ep_runtime_client.ops import gemm_kernels
-from ep_runtime_client.ops._ffi import bound, register_for_gpus
+from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
 
 VECTOR_BYTES = 16  # of a load: widths are multiples of it
 MAX_GROUPS = 1024  # of one slab
@@ -68,7 +68,7 @@ def call(
         target, results, vmap_method="sequential", input_output_aliases=aliases or {}
     )
     values = {name: np.int64(value) for name, value in (attributes or {}).items()}
-    return tuple(made(*bound(*operands), **values))
+    return once(tuple(made(*bound(*operands), **values)))
 
 
 def sizes_of(group_sizes: jax.Array) -> jax.Array:

@@ -1,0 +1,162 @@
+"""How often a program runs our custom calls: as JAX traced it, and as XLA compiled it.
+
+The two must agree: a call more is work done twice, a call less is a call merged with another one
+or dropped. Calls are told apart by their target and by what they return; one in a loop counts once
+per trip, where the number of trips is known when the program is compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import hlo_scan
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ep_runtime_client.ops import scopes
+
+Calls = Counter[str]  # "target -> what it returns": times that a device runs it
+
+_OURS = "ep_"
+_TARGET = re.compile(r'custom_call_target="(ep_\w+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+# These name again what their start calls.
+_ENDS = ("async-update", "async-done")
+
+
+def traced(jaxpr: Any, platform: str) -> Calls:
+    """The calls of a jaxpr whose program is lowered for `platform`, "cpu" or "cuda".
+
+    What nothing uses has to be left out of it, as `jax.jit` does.
+    """
+    found: Calls = Counter()
+    for times, _, eqn in _calls_in(jaxpr, platform):
+        arrays = [(_hlo_name(each.aval.dtype), each.aval.shape) for each in eqn.outvars]
+        found[_key(eqn.params["target_name"], arrays)] += times
+    return found
+
+
+def unheld(jaxpr: Any, platform: str) -> set[str]:
+    """Targets of calls whose results something else than an optimization barrier takes."""
+    found = set()
+    for _, around, eqn in _calls_in(jaxpr, platform):
+        results = {*eqn.outvars}
+        users = [e for e in around.eqns if not results.isdisjoint(_variables(e.invars))]
+        free = any(user.primitive.name != "optimization_barrier" for user in users)
+        if free or not results.isdisjoint(_variables(around.outvars)):
+            found.add(eqn.params["target_name"])
+    return found
+
+
+def compiled(text: str) -> Calls:
+    """The calls of a compiled module."""
+    return _calls_of(hlo_scan.computations(text), hlo_scan.entry_name(text), {})
+
+
+def without_scope(text: str) -> list[str]:
+    """The op names of calls of a compiled module that no profile shows as part of an op of ours."""
+    lines = [line for line in text.splitlines() if _TARGET.search(line)]
+    names = [found[1] if (found := _OP_NAME.search(line)) else line for line in lines]
+    return [name for name in names if scopes.innermost(name) is None]
+
+
+def differences(before: Calls, after: Calls) -> list[str]:
+    """A line for each call that is not run as often as it was traced."""
+    return [
+        f"{key}: {before[key]} traced, {after[key]} compiled"
+        for key in sorted({*before, *after})
+        if before[key] != after[key]
+    ]
+
+
+def _calls_in(jaxpr: Any, platform: str, times: int = 1) -> Iterator[tuple[int, core.Jaxpr, Any]]:
+    """(how often, the jaxpr around, equation) of each call of ours."""
+    around = _inside(jaxpr)
+    for eqn in around.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "ffi_call" and params["target_name"].startswith(_OURS):
+            yield times, around, eqn
+        elif name == "cond" and params.get("branches_platforms"):
+            yield from _calls_in(_branch_of(params, platform), platform, times)
+        else:
+            trips = params["length"] if name == "scan" else 1
+            for inner in _jaxprs(params):
+                yield from _calls_in(inner, platform, times * trips)
+
+
+def _variables(atoms: Any) -> set[Any]:
+    return {atom for atom in atoms if isinstance(atom, core.Var)}
+
+
+def _calls_of(
+    every: dict[str, list[hlo_scan.Instruction]], name: str, known: dict[str, Calls]
+) -> Calls:
+    if name in known:
+        return known[name]
+    found: Calls = Counter()
+    for item in every[name]:
+        target = _TARGET.search(item.line)
+        if target:
+            shape = item.line.partition(" = ")[2].partition(" custom-call")[0]
+            arrays = [
+                (dtype, tuple(int(d) for d in dims.split(",") if d))
+                for dtype, dims in _ARRAY.findall(shape)
+            ]
+            found[_key(target[1], arrays)] += 1
+            continue
+        if item.op in _ENDS:
+            continue
+        trips = _TRIPS.search(item.line) if item.op == "while" else None
+        called = _CALLED.findall(item.line)
+        for branches in _BRANCHES.findall(item.line):
+            called += [each.strip().lstrip("%") for each in branches.split(",")]
+        for inner in called:
+            for key, count in _calls_of(every, inner, known).items():
+                found[key] += count * (int(trips[1]) if trips else 1)
+    known[name] = found
+    return found
+
+
+def _key(target: str, arrays: Any) -> str:
+    results = (f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in arrays)
+    return f"{target} -> {' '.join(results)}"
+
+
+def _hlo_name(dtype: Any) -> str:
+    """XLA's name of a dtype."""
+    name = jnp.dtype(dtype).name
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
+        if name.startswith(long):
+            return short + name.removeprefix(long).replace("_", "")
+    return {"bool": "pred"}.get(name, name)
+
+
+def _branch_of(params: dict[str, Any], platform: str) -> Any:
+    """The branch that a platform takes; None stands for all that are not named."""
+    for names, branch in zip(params["branches_platforms"], params["branches"], strict=True):
+        if names is None or platform in names:
+            return branch
+    raise AssertionError(f"no branch for {platform} in {params['branches_platforms']}")
+
+
+def _inside(jaxpr: Any) -> core.Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in jax.tree.leaves([*params.values()], is_leaf=_is_jaxpr):
+        if _is_jaxpr(value):
+            yield value
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)

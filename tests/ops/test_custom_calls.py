@@ -1,0 +1,142 @@
+"""Programs run each custom call once, and profiles show it as part of the op that it belongs to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import custom_calls
+import fakes
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client.ops import (
+    _ffi,
+    fp8_kernels,
+    gemm_kernels,
+    memfd,
+    nccl,
+    row_kernels,
+    scopes,
+    tf32_kernels,
+)
+
+COUNT, TOKENS, HIDDEN, EXPERTS, TOP_K = 3, 16, 32, 8, 2
+RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
+# Only gradients of weights come of these, or other calls take what they return.
+FREE = {
+    gemm_kernels.TARGETS[1],
+    *(target for target in fp8_kernels.TARGETS if "_dw_" in target),
+    *tf32_kernels.TARGETS,
+    fp8_kernels.TRANSPOSE_ROWS,
+    nccl.BEGIN,
+    nccl.ARRIVED,
+}
+
+
+def scanned(group: fakes.LocalGroup, recipe: Any = None, dtype: Any = jnp.float32) -> Any:
+    """Value and gradients of scanned blocks, rematerialized; and shapes of its operands."""
+    stack = group.register_layer_stack("moe", COUNT, top_k=TOP_K)
+
+    def loss(x: Any, params: Any) -> Any:
+        def step(x: Any, each: Any) -> Any:
+            return x + ep.moe(stack[each[0]], x, each[1], recipe=recipe)[0], None
+
+        kept = jax.checkpoint(step, policy=ep.remat_policy())
+        return jax.lax.scan(kept, x, (jnp.arange(COUNT), params))[0].astype(jnp.float32).sum()
+
+    def array(spec: PartitionSpec, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(group.mesh, spec))
+
+    split = PartitionSpec(None, "ep")
+    params = ep.MoEParams(
+        array(PartitionSpec(), COUNT, HIDDEN, EXPERTS),
+        array(split, COUNT, EXPERTS, HIDDEN, 2, HIDDEN),
+        array(split, COUNT, EXPERTS, HIDDEN, HIDDEN),
+    )
+    x = array(PartitionSpec("ep"), TOKENS * group.mesh.size, HIDDEN)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), (x, params)
+
+
+def make(make_group: Callable[..., fakes.LocalGroup], **settings: Any) -> fakes.LocalGroup:
+    return make_group(
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=TOKENS,
+        max_top_k=TOP_K,
+        alignment=32,
+        **settings,
+    )
+
+
+def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
+    make_group: Callable[..., fakes.LocalGroup],
+) -> None:
+    """And each is in a scope of ours, by which profiles and `ep.explain` name it."""
+    fakes.require_native()
+    run, operands = scanned(make(make_group, axes={"ep": 4}, transport="memfd"))
+    traced = run.trace(*operands)
+    calls = custom_calls.traced(traced.jaxpr, "cpu")
+    assert Counter(key.partition(" ")[0] for key in calls) == Counter(memfd.TARGETS)
+    assert {*calls.values()} == {COUNT}
+    text = traced.lower().compile().as_text()
+    assert custom_calls.differences(calls, custom_calls.compiled(text)) == []
+    assert custom_calls.without_scope(text) == []
+    matmuls = [line for line in text.splitlines() if " dot(" in line]
+    found = {scopes.innermost(line) for line in matmuls}
+    assert {op for op, _ in found - {None}} >= {"grouped_gemm", "router"}
+
+
+@pytest.fixture
+def _as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs for GPUs are traced here as where there are some."""
+    for module in (_ffi, memfd, nccl):
+        monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
+    monkeypatch.setattr(row_kernels, "available", lambda: True)
+    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("_as_with_gpus")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_calls_on_gpus_are_held_for_all_who_use_their_results(
+    make_group: Callable[..., fakes.LocalGroup], recipe: Any
+) -> None:
+    """XLA of JAX 0.11 runs others twice; `tests/gpu/compile_ahead.py` counts what it compiles."""
+    nodes = {"transport": "nccl", "node_size": 2} if recipe is None else {"transport": "nvlink"}
+    run, operands = scanned(make(make_group, axes={"ep": 4}, **nodes), recipe, jnp.bfloat16)
+    jaxpr = run.trace(*operands).jaxpr
+    calls = custom_calls.traced(jaxpr, "cuda")
+    assert len(calls) > len(memfd.TARGETS)
+    assert custom_calls.unheld(jaxpr, "cuda") <= FREE
+
+
+def test_a_call_too_many_or_too_few_is_found() -> None:
+    """In text as XLA writes it."""
+    call = 'f32[8]{0} custom-call(%p), custom_call_target="ep_move_v1"'
+    trips = 'backend_config={"known_trip_count":{"n":"3"}}'
+    text = f"""
+%body (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %once = {call}, metadata={{op_name="jit(f)/ep_dispatch/moe/ffi_call"}}
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  %first = {call}
+  ROOT %loop = f32[8]{{0}} while(%first), body=%body, {trips}
+}}
+"""
+    found = custom_calls.compiled(text)
+    assert found == Counter({"ep_move_v1 -> f32[8]": 4})
+    assert len(custom_calls.without_scope(text)) == 1
+    for traced in (3, 5):
+        before = Counter({"ep_move_v1 -> f32[8]": traced})
+        assert custom_calls.differences(before, found) == [
+            f"ep_move_v1 -> f32[8]: {traced} traced, 4 compiled"
+        ]
