@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ep_runtime.specs import LayerSpec
-from ep_runtime_client import moe_checks, moe_shapes
+from ep_runtime_client import moe_checks, moe_shapes, stored
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe_checks import Recipes
 from ep_runtime_client.ops import activation_kernels, quantized_activation, routing
@@ -34,6 +34,7 @@ from ep_runtime_client.params import init_moe_params as init_moe_params
 from ep_runtime_client.recipes import BF16, Recipe
 
 
+@stored.pytree()
 class MoEStats(NamedTuple):
     """What a step did; no gradient.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
+from ep_runtime_client import stored
 from ep_runtime_client.layers import EpLayer, LayerStack, TracedLayer
 
 KernelInit = Callable[..., jax.Array]
@@ -31,6 +32,7 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
 }
 
 
+@stored.pytree()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEParams:

@@ -9,9 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.recipes import MX_TILE, MXFP8, TILE, BlockScaling, Recipe, TensorScaling
+from ep_runtime_client import stored
+from ep_runtime_client.recipes import (
+    BF16,
+    MX_TILE,
+    MXFP8,
+    TILE,
+    BlockScaling,
+    Recipe,
+    TensorScaling,
+)
 
 
+@stored.pytree(BF16, TensorScaling, BlockScaling, MXFP8)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:

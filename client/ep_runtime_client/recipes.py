@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client import stored
 
 DATA_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 TILE = 128  # values that share a scale in BlockScaling, along each blocked dim
 MX_TILE = 32  # values that share a scale in MXFP8
 
 
+@stored.pytree()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DelayedState:
@@ -71,6 +73,7 @@ class Recipe:
         )
 
 
+@stored.pytree()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BF16(Recipe):
@@ -86,6 +89,7 @@ class BF16(Recipe):
         return jnp.dtype(jnp.bfloat16)
 
 
+@stored.pytree()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class TensorScaling(Recipe):
@@ -124,6 +128,7 @@ class TensorScaling(Recipe):
         return DelayedState(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 
 
+@stored.pytree()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BlockScaling(Recipe):
@@ -146,6 +151,7 @@ class BlockScaling(Recipe):
         _check_dtype(self.gradient_dtype)
 
 
+@stored.pytree()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MXFP8(Recipe):

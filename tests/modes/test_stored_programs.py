@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ from typing import Any
 
 import fakes
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from daemon_fixtures import package_path
@@ -36,6 +38,7 @@ from stored_child import SPEC, open_group
 
 import ep_runtime as ep
 from ep_runtime import native
+from ep_runtime_client import ops
 from ep_runtime_client.ops import memfd
 
 CHILD_TIMEOUT_S = 120.0
@@ -96,6 +99,41 @@ def test_an_exported_program_and_its_gradient(layer: Any) -> None:
     again = jax.export.deserialize(blob)
     assert_close(jax.jit(again.call)(*operands), np.sin(meant(x, weights)))
     assert_close(grads_of(again.call)(*operands), meant_grads(x, weights))
+
+
+def round_trip(function: Callable[..., Any], *operands: Any) -> Any:
+    """The function again, out of the bytes of its export."""
+    export = jax.export.export(jax.jit(function), disabled_checks=ep.export_checks())(*operands)
+    again = jax.export.deserialize(export.serialize())
+    assert (again.in_tree, again.out_tree) == (export.in_tree, export.out_tree)
+    return again.call
+
+
+def test_our_classes_cross_an_export_as_arguments_and_results(layer: Any) -> None:
+    """With what is static in them: the layer of a plan, a recipe, the mesh of a permutation."""
+    x, idx, weights = operands_of(layer)
+    send = round_trip(lambda *args: ops.dispatch(layer, *args), x, idx, weights)
+    sent = send(x, idx, weights)
+    assert sent.plan.meta.layer == layer
+    back = round_trip(
+        lambda sent: ops.combine(layer, sent, sent.tokens, weights=sent.weights), sent
+    )
+    assert_close(back(sent), x * weights.sum(-1, keepdims=True))
+
+    params = ep.init_moe_params(jax.random.key(0), layer, 8)
+    spread = NamedSharding(layer.mesh, SPEC)
+    sort = functools.partial(ep.permute, num_experts=EXPERTS, tokens_spec=spread)
+    recipe, sizes = ep.recipes.TensorScaling(delayed=True), jnp.int32([32])
+    every = (
+        params,
+        jax.eval_shape(functools.partial(ep.moe, layer, return_stats=True), x, params),
+        jax.eval_shape(sort, x, idx),
+        jax.eval_shape(functools.partial(ep.route, top_k=TOP_K), x),
+        jax.eval_shape(ep.grouped_quantize, jnp.ones((32, 32)), sizes, ep.recipes.MXFP8()),
+        recipe,
+        recipe.init_state(EXPERTS),
+    )
+    round_trip(lambda *args: args, *every)
 
 
 @pytest.mark.parametrize("name", MESHES)

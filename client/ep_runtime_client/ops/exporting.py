@@ -30,6 +30,8 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     Where an exported program or a serialized executable is loaded, the group must be open and its
     layers registered before it runs; nothing of it is traced there. GPU kernels of `grouped_gemm`
     are known there once a group of transport "nvlink" is open, or any `grouped_gemm` was traced.
+    Arguments and results may be our classes (MoEParams, Dispatched, plans, QuantizedTensor and the
+    other pytrees); a process that never named `ep.moe` names it before it loads such a program.
 
     Returns:
         One check per custom call; other checks stay on.

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client import stored
 from ep_runtime_client.ops import batch_shards, permutation_plan, twin
 from ep_runtime_client.ops import permutation_checks as checks
 from ep_runtime_client.ops import permutation_rows as local
@@ -30,6 +31,7 @@ from ep_runtime_client.ops.permutation_plan import (
 from ep_runtime_client.ops.varying import spread_over
 
 
+@stored.pytree()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Permuted:

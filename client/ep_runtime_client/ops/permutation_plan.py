@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.layout import align_up
+from ep_runtime_client import stored
 from ep_runtime_client.ops.batch_shards import BatchShards
 from ep_runtime_client.ops.varying import like
 from ep_runtime_client.ops.xla_plan import exclusive_sum, kept_rows, rows_at
@@ -42,6 +43,7 @@ class PermutationMeta:
         return dataclasses.replace(self, shards=self.shards.here(*operands))
 
 
+@stored.pytree()
 class PermutationArrays(NamedTuple):
     """The arrays of a permutation. n shards, S slots of a token: K, or E from a routing map."""
 
@@ -62,6 +64,7 @@ class PermutationArrays(NamedTuple):
         return self._replace(slot_row=self.slot_row.reshape(*lead, slots), row_count=count)
 
 
+@stored.pytree(PermutationMeta, BatchShards)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PermutationPlan:

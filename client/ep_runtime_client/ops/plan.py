@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import GroupSpec
+from ep_runtime.specs import GroupSpec, LayerSpec
+from ep_runtime_client import stored
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops.calls import PlanMeta
+from ep_runtime_client.ops.token_layout import TokenLayout
 
 
+@stored.pytree()
 class PlanArrays(NamedTuple):
     """The nine arrays of a plan, in the order of the custom calls.
 
@@ -37,6 +40,7 @@ class PlanArrays(NamedTuple):
     num_recv: jax.Array  # [1] aligned rows demanded, before any drop
 
 
+@stored.pytree()
 class NodePlanArrays(NamedTuple):
     """The arrays of a plan between nodes (`nodes.py`): the first nine as in PlanArrays, but that
     the receiver's four speak of the ranks of its node alone.
@@ -101,6 +105,7 @@ def arrays_type(group: GroupSpec) -> type[PlanArrays] | type[NodePlanArrays]:
     return NodePlanArrays if group.node_size else PlanArrays
 
 
+@stored.pytree(PlanMeta, TokenLayout, EpLayer, GroupSpec, LayerSpec)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -124,6 +129,7 @@ class Plan:
         return self.meta.handle
 
 
+@stored.pytree()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatched:

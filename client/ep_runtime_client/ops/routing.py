@@ -17,11 +17,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client import stored
 from ep_runtime_client.ops import twin
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
 
+@stored.pytree()
 class Routing(NamedTuple):
     """A routing decision.
 

@@ -1,0 +1,126 @@
+"""Our pytree classes in stored programs: how `jax.export` writes and reads what they hold.
+
+An exported program keeps the structure of its arguments and results. What is static there, such as
+the layer of a plan or a recipe, is written as JSON, never pickled: reading a program runs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax import export
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from ep_runtime.errors import InvalidArgumentError
+
+Class = TypeVar("Class", bound=type[Any])
+# Of an object in JSON: its class, beside its fields.
+_CLASS = "class"
+
+
+def pytree(*parts: type) -> Callable[[Class], Class]:
+    """Registers a named tuple, or a dataclass that is a pytree, under the name ep_runtime.NAME.
+
+    Args:
+        parts: the dataclasses that its static fields consist of.
+    """
+
+    def register(cls: Class) -> Class:
+        name = f"ep_runtime.{cls.__name__}"
+        if issubclass(cls, tuple):
+            export.register_namedtuple_serialization(cls, serialized_name=name)
+            return cls
+        fields = dataclasses.fields(cls)  # of a dataclass, if no named tuple
+        static = [field.name for field in fields if field.metadata.get("static")]
+        arrays = [field.name for field in fields if field.name not in static]
+        classes: tuple[type[Any], ...] = (*parts, cls)
+        known = {each.__name__: each for each in classes}
+
+        def of_children(aux_data: Any, children: Sequence[Any]) -> Any:
+            if isinstance(aux_data, cls):  # without leaves, as recipes are
+                return aux_data
+            values = (*zip(arrays, children, strict=True), *zip(static, aux_data, strict=True))
+            return cls(**dict(values))
+
+        export.register_pytree_node_serialization(
+            cls,
+            serialized_name=name,
+            serialize_auxdata=lambda aux: json.dumps(_plain(aux)).encode(),
+            deserialize_auxdata=lambda text: _object(json.loads(text), known),
+            from_children=of_children,
+        )
+        return cls
+
+    return register
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mesh | AbstractMesh):
+        return _plain_mesh(value)
+    assert dataclasses.is_dataclass(value), f"{type(value).__name__} has no form in JSON"
+    fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {_CLASS: type(value).__name__, **fields}
+
+
+def _object(value: Any, known: Mapping[str, type]) -> Any:
+    """The inverse of `_plain`; lists are tuples.
+
+    Raises:
+        InvalidArgumentError: written by a version whose classes have other fields.
+    """
+    if isinstance(value, list):
+        return tuple(_object(each, known) for each in value)
+    if not isinstance(value, dict):
+        return value
+    name = value[_CLASS]
+    fields = {key: _object(each, known) for key, each in value.items() if key != _CLASS}
+    if name == Mesh.__name__:
+        return _mesh(**fields)
+    try:
+        return known[name](**fields)
+    except (KeyError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"the stored program has a {name} with the fields {sorted(fields)}, which this version "
+            f"of ep-runtime does not know: {error}; export it again",
+            argument="program",
+        ) from None
+
+
+def _plain_mesh(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    devices = [*mesh.devices.flat] if isinstance(mesh, Mesh) else []
+    return {
+        _CLASS: Mesh.__name__,
+        "axes": [[name, size] for name, size in mesh.shape.items()],
+        "types": [kind.name for kind in mesh.axis_types],
+        "platform": devices[0].platform if devices else None,
+        "devices": [device.id for device in devices],
+    }
+
+
+def _mesh(
+    axes: Iterable[tuple[str, int]],
+    types: Iterable[str],
+    platform: str | None,
+    devices: Sequence[int],
+) -> Mesh | AbstractMesh:
+    """A mesh of the same devices; without devices where this process lacks one of them."""
+    names, sizes = zip(*axes, strict=True)
+    kinds = tuple(AxisType[each] for each in types)
+    try:
+        here = {} if platform is None else {each.id: each for each in jax.devices(platform)}
+    except RuntimeError:
+        here = {}
+    if not devices or not {*devices} <= {*here}:
+        return AbstractMesh(sizes, names, axis_types=kinds)
+    found = np.array([here[each] for each in devices]).reshape(sizes)
+    return Mesh(found, names, axis_types=kinds)
