@@ -70,16 +70,12 @@ def recv_capacity(
     for name, value in (
         ("num_experts", num_experts),
         ("top_k", top_k),
+        ("max_tokens_per_rank", max_tokens_per_rank),
         ("ep_size", ep_size),
         ("alignment", alignment),
     ):
         if value < 1:
             raise InvalidArgumentError(f"{name} must be at least 1, got {value}", argument=name)
-    if max_tokens_per_rank < 0:
-        raise InvalidArgumentError(
-            f"max_tokens_per_rank must not be negative, got {max_tokens_per_rank}",
-            argument="max_tokens_per_rank",
-        )
     if num_experts % ep_size:
         raise InvalidArgumentError(
             f"num_experts={num_experts} does not divide by the ep size {ep_size}",

@@ -76,6 +76,16 @@ def _check_at_least(name: str, value: float, least: float) -> None:
         raise InvalidArgumentError(f"{name} must be at least {least}, got {value}", argument=name)
 
 
+def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "") -> None:
+    """Raises InvalidArgumentError where a slab is too small for one expert's smallest zone."""
+    if capacity < alignment:
+        raise InvalidArgumentError(
+            f"{argument}={capacity} rows per rank are less than alignment={alignment}{of}, the "
+            "rows of the smallest zone: every token would be dropped",
+            argument=argument,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
     """An expert-parallel group on a mesh. Build it with `make_group_spec`, which validates."""
@@ -326,7 +336,7 @@ def make_group_spec(
         capacity_factor=capacity_factor,
     )
     if recv_capacity_per_rank is not None:
-        _check_at_least("recv_capacity_per_rank", recv_capacity_per_rank, 1)
+        check_holds_rows("recv_capacity_per_rank", recv_capacity_per_rank, alignment)
         computed = recv_capacity_per_rank
     return GroupSpec(
         name=name,
@@ -390,7 +400,7 @@ def check_layer(group: GroupSpec, layer: LayerSpec) -> LayerSpec:
         num_experts=group.num_experts,
         hidden_size=group.hidden_size,
     )
-    _check_no_drop(group, filled)
+    _check_capacity(group, filled)
     return filled
 
 
@@ -398,8 +408,8 @@ def check_layer(group: GroupSpec, layer: LayerSpec) -> LayerSpec:
 _no_drop_rows = functools.lru_cache(maxsize=256)(layout.recv_capacity)
 
 
-def _check_no_drop(group: GroupSpec, layer: LayerSpec) -> None:
-    """A no-drop group stays one: a layer may not need more rows than such a group has."""
+def _check_capacity(group: GroupSpec, layer: LayerSpec) -> None:
+    """A slab holds rows of the layer, and of a no-drop group all of them."""
     sizes = {
         "num_experts": group.num_experts,
         "max_tokens_per_rank": group.max_tokens_per_rank,
@@ -415,3 +425,5 @@ def _check_no_drop(group: GroupSpec, layer: LayerSpec) -> None:
             f"{group.recv_capacity_per_rank}",
             argument="alignment",
         )
+    of = f" of layer {layer.name!r}"
+    check_holds_rows("recv_capacity_per_rank", group.recv_capacity_per_rank, layer.alignment, of)

@@ -77,7 +77,7 @@ class Recipe:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BF16(Recipe):
-    """No quantization: operands are bf16, sums f32."""
+    """No quantization: bf16 operands, f32 sums, bf16 results unless `out_dtype` says otherwise."""
 
     quantizes: ClassVar[bool] = False
 

@@ -120,6 +120,7 @@ def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> Non
         ({"on_overflow": "wrap"}, "on_overflow must be one of.*'wrap'"),
         ({"capacity_factor": 0.5}, "capacity_factor must be at least 1.0, got 0.5"),
         ({"capacity_factor": 2.0, "recv_capacity_per_rank": 8}, "not both"),
+        ({"recv_capacity_per_rank": 3}, "recv_capacity_per_rank=3 .*alignment=8,"),
         ({"transport": "memfd"}, 'address="none"'),
         ({"lanes": 0}, "lanes must be at least 1, got 0"),
         ({"num_sms": 1}, "num_sms must be None or 2 to 256, got 1"),
@@ -133,6 +134,22 @@ def test_a_wrong_argument_is_named_with_its_value(
     with pytest.raises(ep.InvalidArgumentError, match=words):
         session.create_group("g", mesh, **{**_ARGUMENTS, **change})
     assert session.describe()["groups"] == []
+
+
+def test_a_layer_whose_smallest_zone_no_slab_holds_is_refused(
+    session: ep.Session, mesh: Any
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS, recv_capacity_per_rank=12)
+    assert group.register_layer("fits", top_k=2).alignment == 8
+    with pytest.raises(ep.InvalidArgumentError, match="=12 .*alignment=16 of layer 'coarse'"):
+        group.register_layer("coarse", top_k=2, alignment=16)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "top_k", "max_tokens_per_rank", "ep_size"])
+def test_the_capacity_of_nothing_is_refused(name: str) -> None:
+    sizes = {"num_experts": 8, "top_k": 2, "max_tokens_per_rank": 8, "ep_size": 4, "alignment": 8}
+    with pytest.raises(ep.InvalidArgumentError, match=f"{name} must be at least 1, got 0"):
+        ep.recv_capacity(**(sizes | {name: 0}))
 
 
 def test_the_dtype_may_be_a_dtype(session: ep.Session, mesh: Any) -> None:

@@ -53,6 +53,7 @@ def slots(count: int = 32, top_k: int = 2, dtype: Any = jnp.int32) -> Any:
         (lambda d: d(tokens(), slots(), slots()), "topk_weights must be f32, got int32"),
         (lambda d: d(tokens(), slots(), handle=2), r"handle must be 0 to 1 .*got 2"),
         (lambda d: d(tokens(), slots(), capacity=0), "capacity must be 1 to .*got 0"),
+        (lambda d: d(tokens(), slots(), capacity=7), "capacity=7 .*alignment=8 of layer 'moe'"),
         (lambda d: d(tokens(), None, plan=3), "plan must be what ep.prepare returned, got int"),
     ],
 )

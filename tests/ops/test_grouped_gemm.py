@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import grouped_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,8 +149,27 @@ def test_bf16_rounds_operands_alone_and_out_dtype_is_free() -> None:
     rounded = [np.array(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (lhs, rhs)]
     wanted, _ = meant(*rounded, np.zeros((8, 5)), sizes)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
-    half = ep.grouped_gemm(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), sizes)
-    assert half.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("recipe", [None, *cases.RECIPES], ids=str)
+def test_results_have_the_dtype_of_rows_or_of_the_recipe_or_what_is_asked(
+    recipe: Any, dtype: Any
+) -> None:
+    lhs, rhs, sizes = jnp.ones((1, 32, 32), dtype), jnp.ones((1, 32, 32), dtype), jnp.int32([[32]])
+
+    def shapes(lhs: Any, rhs: Any) -> Any:
+        gemm = functools.partial(ep.grouped_gemm, recipe=recipe)
+        asked = gemm(lhs, rhs, sizes, out_dtype=jnp.float32)
+        return gemm(lhs, rhs, sizes), ep.dense(lhs[0], rhs[0], recipe=recipe), asked
+
+    wanted = jnp.bfloat16 if recipe == recipes.BF16() else dtype
+    found = jax.eval_shape(shapes, lhs, rhs)
+    assert [one.dtype for one in found] == [wanted, wanted, jnp.float32]
+    if recipe is not None:
+        q = jax.eval_shape(lambda x: ep.grouped_quantize(x, sizes, recipe), lhs)
+        product = jax.eval_shape(lambda q, w: ep.grouped_gemm(q, w, sizes), q, rhs)
+        assert product.dtype == jnp.bfloat16
 
 
 def test_remat_with_saved_copies_quantizes_each_operand_once() -> None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from ep_runtime import layout as sizes
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import GroupSpec
+from ep_runtime.specs import GroupSpec, check_holds_rows
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.token_layout import Axes, TokenLayout
 from ep_runtime_client.ops.varying import settled
@@ -170,10 +170,12 @@ def resolve_capacity(layer: EpLayer, tokens_per_rank: int, capacity: int | None)
     """C of a call: the argument, or the smaller of the group's and this call's no-drop bound.
 
     Raises:
-        InvalidArgumentError: the argument is below 1 or above the group's capacity.
+        InvalidArgumentError: the argument is above the group's capacity, or too small for a row.
     """
     group = layer.group_spec
     most = group.recv_capacity_per_rank
+    if capacity is None and tokens_per_rank == 0:
+        return 0
     if capacity is None:
         bound = sizes.recv_capacity(
             num_experts=group.num_experts,
@@ -188,6 +190,7 @@ def resolve_capacity(layer: EpLayer, tokens_per_rank: int, capacity: int | None)
             f"capacity must be 1 to {most} (rows per rank of group {group.name!r}), got {capacity}",
             argument="capacity",
         )
+    check_holds_rows("capacity", capacity, layer.alignment, f" of layer {layer.name!r}")
     return int(capacity)
 
 

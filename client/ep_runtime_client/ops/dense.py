@@ -41,7 +41,8 @@ def dense(
         recipe: how both operands are quantized, in backward too; x is one group.
 
     Returns:
-        [..., N'] in x's dtype, summed in f32. Differentiable in x, kernel and bias.
+        [..., N'] in x's dtype, bf16 with BF16(), summed in f32. Differentiable in x, kernel and
+        bias.
 
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit.

@@ -57,7 +57,8 @@ def grouped_gemm(
             the operands' layouts; unsharded operands mean one device.
         bias: [E, *N'] or None; added once to every row of its expert.
         recipe: how plain operands are quantized, in backward too; None and BF16 quantize nothing.
-        out_dtype: of the result; None is lhs's, or bf16 where lhs is quantized.
+        out_dtype: of the result and its gradient; None is lhs's, or bf16 with BF16() and where lhs
+            is quantized.
         rhs_spec: how rhs lies on the mesh, where that cannot be seen: the axes of a manual
             shard_map around the call by which it is still sharded, or those of a traced array.
         state: with TensorScaling(delayed=True), the histories that scales come from.
