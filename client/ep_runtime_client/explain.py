@@ -267,6 +267,8 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
 
 
 def _why_matmul(item: _Instruction, kind: str, written: bool) -> tuple[str, str]:
+    if kind not in ("all-gather", *_SUMS):  # what the partitioner adds at a rule has its name
+        return "reshard", _MOVED_BEFORE
     if not written:
         return "reshard", _GATHERED_BEFORE if kind == "all-gather" else _MOVED_BEFORE
     if kind == "all-gather":

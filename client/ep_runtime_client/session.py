@@ -237,7 +237,8 @@ class Session:
             combine_precision: partial sums in the token dtype, or in fp32.
             transport: how rows travel; "auto" is memfd on CPU and nvlink on GPUs that reach
                 each other, else nccl where there is a libnccl (over nodes: a cluster), else xla.
-            partitioning: who partitions the ops.
+            partitioning: who partitions the ops: "shard_map" is one around each, "rule" asks XLA's
+                partitioner where weights lie, "auto" asks it where nothing else tells.
             op_timeout_s: how long a call waits for live but silent peers.
             retain_s: how long windows outlive the last process; 0 in private runtimes.
             num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: EP_RUNTIME_SMS.

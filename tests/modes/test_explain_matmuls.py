@@ -94,15 +94,15 @@ def test_a_split_contraction_is_a_sum_of_products(make_group: MakeGroup) -> None
     assert "the contracted dim K'" in str(seen)
 
 
-def test_plain_weights_over_fsdp_are_gathered_before(make_group: MakeGroup) -> None:
+def test_plain_weights_over_fsdp_are_gathered_by_the_op(make_group: MakeGroup) -> None:
     axes = {"fsdp": 2, "ep": 2}
     group = make_group(axes=axes, outer_axes="fsdp", transport="xla", num_experts=8)
     layer = group.register_layer("moe", top_k=2)
     seen = ep.explain(
         lambda *args: ep.grouped_gemm(*args, layer=layer), *operands(group, P("ep", "fsdp"))
     )
-    assert found(seen) == [("all-gather", "grouped_gemm", "reshard")]
-    assert "a weight that lies over outer axes" in str(seen)
+    assert found(seen) == [("all-gather", "grouped_gemm", "own")]
+    assert "a weight lies over outer axes" in str(seen)
 
 
 def test_matmuls_that_are_alike_have_the_names_of_their_blocks(make_group: MakeGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
+from ep_runtime_client.ops import placement
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -140,22 +142,21 @@ def test_without_a_layer_the_rule_reads_roles_off_the_operands(wanted: Any) -> N
     )
 
 
-def test_auto_takes_the_shard_map_where_it_can_and_the_rule_where_it_must(
-    make_group: MakeGroup,
-) -> None:
+def test_auto_takes_the_rule_where_nothing_tells_how_a_weight_lies(make_group: MakeGroup) -> None:
     layer = layer_of(make_group)
 
-    def ruled(layer: Any, **options: Any) -> bool:
-        text = jax.jit(gemm(layer, **options)).lower(*placed(layer.mesh)).as_text()
+    def ruled(layer: Any, operands: Any = None, **options: Any) -> bool:
+        operands = placed(layer.mesh) if operands is None else operands
+        text = jax.jit(gemm(layer, **options)).lower(*operands).as_text()
         return "CustomSPMDPartitioning" in text
 
-    assert not ruled(layer)
+    assert ruled(layer)
     assert ruled(layer, recipe=recipes.TensorScaling())
-    assert not ruled(layer, recipe=recipes.TensorScaling(), rhs_spec=WEIGHT)
-    tp = layer_of(make_group, axes={"fsdp": 2, "tp": 2, "ep": 2}, outer_axes="fsdp")
+    assert not ruled(layer, rhs_spec=WEIGHT)
+    assert not ruled(layer_of(make_group, mesh=fakes.mesh_of(AXES, explicit=True)))
     lhs, rhs, bias, sizes = draw()
-    shapes = (lhs[:4], rhs, bias, sizes[:4])
-    assert "CustomSPMDPartitioning" in jax.jit(gemm(tp)).lower(*shapes).as_text()
+    only_ep = layer_of(make_group, axes={"ep": 2}, outer_axes=())
+    assert ruled(only_ep, (lhs[:2], rhs, bias, sizes[:2]))
 
 
 def test_operands_that_are_not_the_layers_are_named_with_sizes(make_group: MakeGroup) -> None:
@@ -201,12 +202,22 @@ def test_scan_over_layers_with_remat_and_donated_weights(make_group: MakeGroup) 
     np.testing.assert_allclose(value, (draw()[0] ** 2).sum(), rtol=0.1)
 
 
-def test_what_auto_gives_to_the_shard_map_leaves_the_process(make_group: MakeGroup) -> None:
-    layer = layer_of(make_group)
+@pytest.mark.parametrize("recipe", [None, recipes.TensorScaling()], ids=["bf16", "8-bit"])
+@pytest.mark.parametrize("partitioning", ["auto", "rule"])
+def test_a_weight_of_unknown_layout_leaves_the_process(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture, partitioning: str, recipe: Any
+) -> None:
+    """Exported as a shard_map, which is said once; a serialized executable is what was compiled."""
+    placement.say_once.cache_clear()
+    caplog.set_level(logging.WARNING, "ep_runtime")
+    layer = layer_of(make_group, partitioning=partitioning)
     lhs, rhs, _, sizes = placed(layer.mesh)
 
     def step(lhs: Any, rhs: Any, sizes: Any) -> Any:
-        out, pull = jax.vjp(lambda *x: ep.grouped_gemm(*x, sizes, layer=layer), lhs, rhs)
+        def forward(lhs: Any, rhs: Any) -> Any:
+            return ep.grouped_gemm(lhs, rhs, sizes, layer=layer, recipe=recipe)
+
+        out, pull = jax.vjp(forward, lhs, rhs)
         return out, *pull(out)
 
     wanted = jax.jit(step)(lhs, rhs, sizes)
@@ -216,11 +227,28 @@ def test_what_auto_gives_to_the_shard_map_leaves_the_process(make_group: MakeGro
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in (lhs, rhs, sizes)
     ]
     compiled = jax.jit(step).lower(*shapes).compile()
+    assert collectives.count(compiled)["reduce-scatter", "f32"] == 1
     stored = serialize_executable.serialize(compiled)
     loaded = serialize_executable.deserialize_and_load(*stored)
     for run in (exported, loaded):
         for got, want in zip(run(lhs, rhs, sizes), wanted, strict=True):
             np.testing.assert_array_equal(got, want)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 1
+    assert "an exported program takes weights of layer 'moe' whole but for ep=2" in texts[0]
+
+
+def test_an_op_without_a_layer_is_not_exported_for_a_mesh_and_says_so() -> None:
+    mesh = fakes.mesh_of(AXES)
+    lhs, rhs, _, sizes = placed(mesh)
+    run = jax.jit(lambda *args: ep.grouped_gemm(*args))
+    with pytest.raises(ep.InvalidArgumentError, match="pass layer=") as caught:
+        jax.export.export(run)(lhs, rhs, sizes)
+    assert "grouped_gemm without a layer cannot be exported for several devices" in str(
+        caught.value
+    )
+    alone = jax.export.export(run)(*draw()[:2], draw()[3])
+    np.testing.assert_array_equal(alone.call(*draw()[:2], draw()[3]), run(*draw()[:2], draw()[3]))
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["rule", "manual"])

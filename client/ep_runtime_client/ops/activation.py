@@ -164,7 +164,7 @@ def call_of(
         inner_axes = known[-1]
     weights = () if row_weights is None else (row_weights,)
     operands: tuple[jax.Array, ...] = (hidden, group_sizes, *weights)
-    where = regions.of_layer(layer, operands, weight_known=inner_axes is not None, quantizes=False)
+    where = regions.of_layer(layer, operands, known=inner_axes is not None, slabs=True)
     # Layers alike share what is traced: their names stay outside.
     where = dataclasses.replace(where, label="-")
     operands = tuple(spread_over(x, where.varying) for x in operands)

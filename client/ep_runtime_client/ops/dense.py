@@ -126,7 +126,7 @@ def _call(
         where = regions.of_operands(operands, None)
     else:
         known = x_entries is not None and kernel_entries is not None
-        where = regions.of_layer(layer, operands, weight_known=known, quantizes=True)
+        where = regions.of_layer(layer, operands, known=known)
         if where.manual:
             # Axes that are not manual are the partitioner's: it knows how x lies on them.
             varying = tuple(sorted(varied_axes(*operands)))

@@ -16,7 +16,15 @@ from ep_runtime_client.ops import dense_placement, local_quantize
 from ep_runtime_client.ops.dense_placement import Dense
 from ep_runtime_client.ops.gemm_ops import wide
 from ep_runtime_client.ops.operands import Packing, gather, unpack
-from ep_runtime_client.ops.placement import Axes, Entries, Roles, fitting
+from ep_runtime_client.ops.placement import (
+    Axes,
+    Entries,
+    Roles,
+    Weight,
+    fitting,
+    flat,
+    whole_blocks,
+)
 from ep_runtime_client.ops.quantize_ops import raw_leaves
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.resolved import Resolved, Sums
@@ -155,19 +163,21 @@ class QuantizeW(_DenseOp):
         shapes: Shapes,
         wanted: Sequence[Entries] | None,
     ) -> Resolved:
-        taken = []
+        taken, before = [], []
         for dim, axes in enumerate(arrived[0]):
             blocks = (self.packing.tile,) * 2
-            kept, _ = fitting(roles, roles.real(axes), (), shapes[0][dim], blocks, dim)
+            kept, _, lost = whole_blocks(roles, roles.real(axes), (), shapes[0][dim], blocks, dim)
             taken.append(kept)
-        entries = tuple(taken)
-        over = entries[0] + entries[1]
+            before.append(lost)
+        weight = Weight(tuple(taken), ((), ()), tuple(before))
+        entries, over = weight.entries, flat(weight.entries)
 
         def local(w: jax.Array) -> tuple[jax.Array, ...]:
+            w = gather(w, weight.before)
             q = local_quantize.quantize_kernel(self.recipe, w[None], over)
             return raw_leaves(jax.tree.map(lambda x: x if x.ndim == 1 else x[0], q))
 
-        return Resolved((entries,), tuple(leaf_entries(self.packing, entries)), local)
+        return Resolved((weight.lies,), tuple(leaf_entries(self.packing, entries)), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
         return ["k n"], leaf_factors(self.packing, ["k", "n"], "one")
@@ -302,13 +312,13 @@ class Backward(_Matmul):
             d_x = sums.total(_dot(rows, matrix, (1, 1)), place.columns)
             left = widened(x, rows=True, columns=True)
             right = widened(grad, rows=True, columns=True)
-            d_kernel = sums.back(_dot(left, right, (0, 0)), place.kernel.gathered, place.summed)
+            d_kernel = sums.back(_dot(left, right, (0, 0)), place.kernel.taken_off, place.summed)
             d_x = d_x.reshape(*blocks[-1].shape[:-1], -1).astype(self.dtype)
             return d_x, d_kernel.astype(self.kernel_dtype), *d_bias
 
         out = (*place.lead, place.columns)
         bias = [(place.columns,)] if self.has_bias else []
-        results = (place.x, place.kernel.entries, *bias)
+        results = (place.x, place.kernel.lies, *bias)
         return Resolved((*self.taken(place), out), results, local)
 
     def factors(self) -> tuple[list[str], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ep_runtime_client.ops.placement import Axes, Entries, Roles, Weight, fitting, flat, padded
+from ep_runtime_client.ops.placement import Axes, Entries, Roles, Weight, flat, padded, whole_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +73,16 @@ def place(
     lead = dividing(roles, x[:-1], lead_shape)
     rows = set(flat(lead))
     on_k = tuple(axis for axis in roles.real(x[-1]) if axis not in rows)
-    entries, gathered = [], []
+    entries, gathered, before = [], [], []
     for dim, axes in enumerate(padded(kernel, 2)):
         free = tuple(axis for axis in roles.real(axes) if axis not in on_k)
         first = next((i for i, axis in enumerate(free) if axis in rows), len(free))
         kept, gone = (on_k if dim == 0 else ()) + free[:first], free[first:]
-        kept, gone = fitting(roles, kept, gone, kernel_shape[dim], blocks, dim)
+        kept, gone, lost = whole_blocks(roles, kept, gone, kernel_shape[dim], blocks, dim)
         entries.append(kept + gone)
         gathered.append(gone)
-    taken = Weight(tuple(entries), tuple(gathered))
+        before.append(lost)
+    taken = Weight(tuple(entries), tuple(gathered), tuple(before))
     found = Dense(lead, taken, flat(lead))
     return dataclasses.replace(found, scatter=_scattered(roles, found, wanted, lead_shape))
 

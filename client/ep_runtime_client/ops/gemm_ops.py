@@ -13,7 +13,7 @@ from jax import lax
 from ep_runtime_client.ops import local_gemm, local_quantize
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Packing, gather, unpack
-from ep_runtime_client.ops.placement import Entries, Grouped, Roles, grouped
+from ep_runtime_client.ops.placement import Entries, Grouped, Roles, expert_weight, grouped
 from ep_runtime_client.ops.quantize_ops import kernel_factors, row_factors, rows_roles
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.resolved import Resolved, Sums
@@ -87,13 +87,7 @@ class _GemmOp:
         """Factors of the operands up to group_sizes."""
         kernel = kernel_factors(self.rhs.ndim)
         bias = [" ".join([kernel[0], *kernel[2:]])] if self.has_bias else []
-        return [*self.lhs.factors(self.row_factors), *self.rhs.factors(kernel), *bias, "r l"]
-
-    @property
-    def row_factors(self) -> list[str]:
-        """Of lhs. Nothing holds the rows of an op without a layer to the slabs' layout, so their
-        K' has a factor of its own there: the weight's would bring its fsdp axis."""
-        return row_factors(3, "j" if self.where.roles is None else "k")
+        return [*self.lhs.factors(row_factors(3, "j")), *self.rhs.factors(kernel), *bias, "r l"]
 
     @property
     def out_factors(self) -> str:
@@ -134,10 +128,13 @@ class Forward(_GemmOp):
 
 @dataclasses.dataclass(frozen=True)
 class Backward(_GemmOp):
-    """lhs leaves, rhs leaves, bias, group_sizes, grad [R, C, *N'] -> d_lhs, d_rhs, d_bias.
+    """lhs leaves, rhs leaves, bias, group_sizes, grad [R, C, *N'], rhs itself -> d_lhs, d_rhs,
+    d_bias.
 
     Attributes:
         recipe: how the gradient is quantized; None leaves it.
+        has_rhs: whether the weight itself is there, as its leaves do not lie as it does: its
+            gradient is to lie like it. It is not read.
         weight_dtype: of d_rhs.
         bias_dtype: of d_bias.
     """
@@ -145,6 +142,7 @@ class Backward(_GemmOp):
     recipe: Recipe | None
     weight_dtype: Any
     bias_dtype: Any
+    has_rhs: bool = False
 
     def resolve(
         self,
@@ -158,11 +156,14 @@ class Backward(_GemmOp):
         summed = sums.free(place.columns)
         crossed = tuple(dict.fromkeys(roles.real(roles.outer) + place.columns))
         shared = self._shared(roles)
+        weight, given = place.weight, len(self.taken(place))
+        if self.has_rhs:
+            weight = expert_weight(roles, arrived[-1], shapes[-1], blocks=self.rhs.blocks)
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             lhs, rhs, bias, sizes = self.opened(place, blocks)
             experts, d_bias = rhs.shape[0], []
-            grad: Any = blocks[-1]
+            grad: Any = blocks[given]
             if bias is not None:
                 summed_rows = local_gemm.bias_grad(self.gemm, grad, sizes, experts)
                 part = sums.back(summed_rows, place.bias.gathered, shared)
@@ -181,12 +182,12 @@ class Backward(_GemmOp):
             # What is added up over devices stays wide.
             dtype = None if roles.real(shared) else self.weight_dtype
             d_rhs = local_gemm.weight_grad(gemm, lhs, grad, sizes, experts, dtype)
-            d_rhs = sums.back(d_rhs, place.weight.gathered, shared)
+            d_rhs = sums.back(d_rhs, weight.taken_off, shared)
             return d_lhs.astype(self.gemm.out_dtype), d_rhs.astype(self.weight_dtype), *d_bias
 
-        results = (place.lhs, place.weight.entries)
+        operands = (*self.taken(place), place.out, *([weight.lies] if self.has_rhs else []))
         bias = (place.bias.entries,) if self.has_bias else ()
-        return Resolved((*self.taken(place), place.out), (*results, *bias), local)
+        return Resolved(operands, (place.lhs, weight.lies, *bias), local)
 
     def _shared(self, roles: Roles) -> tuple[str, ...]:
         """Axes over which the weight's gradient adds up."""
@@ -194,10 +195,15 @@ class Backward(_GemmOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         kernel = kernel_factors(self.rhs.ndim)
-        made = [" ".join(self.row_factors), " ".join(kernel)]
+        own = " ".join([kernel[0], *(f"{factor}_own" for factor in kernel[1:])])
+        # Without a layer nothing holds rows to the slabs' layout, and the weight's K' would bring
+        # its fsdp axis to their gradient.
+        rows = row_factors(3, "j" if self.where.roles is None else "k")
+        made = [" ".join(rows), own if self.has_rhs else " ".join(kernel)]
         if self.has_bias:
             made.append(" ".join([kernel[0], *kernel[2:]]))
-        return [*self.shared_factors(), self.out_factors], made
+        itself = [own] if self.has_rhs else []
+        return [*self.shared_factors(), self.out_factors, *itself], made
 
 
 def _of_first(axes: tuple[str, ...], bias: jax.Array) -> jax.Array:

@@ -97,8 +97,7 @@ def _multiplied(
         rows_op = quantize_ops.QuantizeRows(
             call.where, call.recipe, 3, call.num_experts, scaled, clear_slack=False
         )
-        x = spread.pin(call.where, _array(rows), (call.lhs[0], (), None))
-        q = quantize_ops.rows(rows_op, call.lhs, x, group_sizes, *x_scale)
+        q = quantize_ops.rows(rows_op, call.lhs, _array(rows), group_sizes, *x_scale)
         found.append(q.amax)
         rows = _tagged(dataclasses.replace(q, group_sizes=None), "ep_q_x")
     return rows, kernel, (found[1], found[0]) if scaled else None
@@ -123,23 +122,16 @@ def _tagged(q: QuantizedTensor, name: str) -> QuantizedTensor:
     return tagged
 
 
-def _slabs(call: GemmCall, x: jax.Array) -> jax.Array:
-    """Rows or their gradient held to the slabs' layout."""
-    return spread.pin(call.where, x, (call.lhs[0], (), *([None] * (x.ndim - 2))))
-
-
 def _forward(
     call: GemmCall, rows: Matrix, kernel: Matrix, bias: jax.Array | None, group_sizes: jax.Array
 ) -> jax.Array:
     lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True)
     rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False)
-    if not isinstance(rows, QuantizedTensor):
-        lhs = [_slabs(call, lhs[0])]
     op = Forward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm)
     others = [] if bias is None else [bias]
     known = [] if bias is None else [call.bias]
     arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *known, padded((), 2))
-    return _slabs(call, spread.run(op, arrived, *lhs, *rhs, *others, group_sizes)[0])
+    return spread.run(op, arrived, *lhs, *rhs, *others, group_sizes)[0]
 
 
 def _fwd(call: GemmCall, *operands: Any) -> Any:
@@ -157,7 +149,11 @@ def _forward_kept(call: GemmCall, *operands: Any) -> Any:
     lhs, rhs, bias, _, _, group_sizes, _ = operands
     rows, kernel, amax = _multiplied(call, lhs, rhs, *operands[3:])
     out = _forward(call, rows, kernel, bias, group_sizes)
-    likes = tuple(None if x is None else jax.numpy.zeros((), x.dtype) for x in (lhs, rhs))
+    likes = [None if x is None else jax.numpy.zeros((), x.dtype) for x in (lhs, rhs)]
+    if rhs is not None and isinstance(kernel, QuantizedTensor):
+        blocks = pack(kernel, rows=False)[1].blocks
+        shape = spread.whole_shape(call.where, rhs.shape, call.rhs)
+        likes[1] = rhs if quantize_ops.uneven(call.where, shape, blocks) else likes[1]
     if isinstance(kernel, QuantizedTensor):
         kernel = dataclasses.replace(kernel, turned=None)  # forward's alone
     return (out, amax), (rows, kernel, bias, group_sizes, likes)
@@ -169,6 +165,7 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
     lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True, columns=True)
     rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False, columns=True)
     dtypes = [grad.dtype if like is None else like.dtype for like in likes]
+    itself = [like for like in likes[1:] if like is not None and like.ndim]
     gemm = dataclasses.replace(call.gemm, out_dtype=dtypes[0])
     bias_dtype = None if bias is None else bias.dtype
     op = Backward(
@@ -180,15 +177,16 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
         call.recipe,
         dtypes[1],
         bias_dtype,
+        bool(itself),
     )
     others = [] if bias is None else [bias]
     known = [] if bias is None else [call.bias]
-    rest = (*known, padded((), 2), padded((), grad.ndim))
+    rest = (*known, padded((), 2), padded((), grad.ndim), *(call.rhs for _ in itself))
     arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *rest)
-    operands = (*lhs, *rhs, *others, group_sizes, _slabs(call, grad))
+    operands = (*lhs, *rhs, *others, group_sizes, grad, *itself)
     d_lhs, d_rhs, *d_bias = spread.run(op, arrived, *operands)
     return (
-        None if likes[0] is None else _slabs(call, d_lhs),
+        None if likes[0] is None else d_lhs,
         None if likes[1] is None else d_rhs,
         d_bias[0] if d_bias else None,
     )

@@ -147,10 +147,7 @@ def _call(
     if layer is None:
         where = regions.of_operands(operands, rhs_spec)
     else:
-        quantizes = recipe is not None or isinstance(rhs, QuantizedTensor)
-        where = regions.of_layer(
-            layer, operands, weight_known=given is not None, quantizes=quantizes
-        )
+        where = regions.of_layer(layer, operands, known=given is not None)
     given = given or padded((), rhs.ndim)
     if where.manual:
         given = _with_manual_experts(where, entries_of(rhs_spec, rhs.ndim))

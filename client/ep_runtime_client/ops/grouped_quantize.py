@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import quantize_ops, regions, spread, twin
+from ep_runtime_client.ops import quantize_ops, regions, twin
 from ep_runtime_client.ops.placement import Roles, padded
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.quantized import QuantizedTensor
@@ -60,7 +60,7 @@ def _quantize_kernel(
     w: jax.Array, recipe: Recipe, layer: EpLayer | TracedLayer | None
 ) -> QuantizedTensor:
     known = regions.known_entries(w, w.ndim)
-    where = _where([w], layer, weight_known=known is not None)
+    where = _where([w], layer, known=known is not None)
     entries = known or padded((), w.ndim)
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
@@ -78,7 +78,7 @@ def _quantize_rows(
     if one_slab:
         x, group_sizes = x[None], group_sizes[None]
     known = regions.known_entries(x, x.ndim)
-    where = _where([x, group_sizes], layer, weight_known=known is not None)
+    where = _where([x, group_sizes], layer, known=known is not None, slabs=True)
     entries = known or padded((), x.ndim)
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
@@ -88,17 +88,20 @@ def _quantize_rows(
         where = dataclasses.replace(where, roles=roles)
     experts = regions.num_experts_of(layer) if layer is not None else None
     op = quantize_ops.QuantizeRows(where, recipe, x.ndim, experts)
-    x = spread.pin(where, x, (() if where.roles is None else where.roles.slab, (), None))
     quantized: QuantizedTensor = twin.run(_run_rows, (op, entries), x, group_sizes)
     return jax.tree.map(lambda leaf: leaf[0], quantized) if one_slab else quantized
 
 
 def _where(
-    operands: list[jax.Array], layer: EpLayer | TracedLayer | None, *, weight_known: bool
+    operands: list[jax.Array],
+    layer: EpLayer | TracedLayer | None,
+    *,
+    known: bool,
+    slabs: bool = False,
 ) -> Where:
     if layer is None:
         return regions.of_operands(operands, None)
-    return regions.of_layer(layer, operands, weight_known=weight_known, quantizes=True)
+    return regions.of_layer(layer, operands, known=known, slabs=slabs)
 
 
 def _run_rows(call: Any, x: jax.Array, group_sizes: jax.Array) -> QuantizedTensor:

@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime
 from ep_runtime import specs
-from ep_runtime_client.ops import scopes
+from ep_runtime_client.ops import partitioned, scopes
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.rule import make_cacheable
 
@@ -75,7 +74,10 @@ def per_device(
     made = [NamedSharding(mesh, spec) for spec in spread]
 
     def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.tree.leaves(mapped(*operands[1:])))
+        return mapped_leaves(*operands[1:])
+
+    def mapped_leaves(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(mapped(*operands)))
 
     def partition(mesh_: Any, operands: Any, results: Any) -> Any:
         def lower(*blocks: jax.Array) -> tuple[jax.Array, ...]:
@@ -88,16 +90,20 @@ def per_device(
         return mesh, lower, tuple(made), tuple(given)
 
     op = custom_partitioning(whole)
-    identity = jnp.asarray(np.array([_identity(call, name, in_specs)], np.int32))
-    factors = _factors([identity, *operands], leaves)
+    identity = _identity(call, name, in_specs)
+    factors = _factors([jnp.zeros(1), *operands], leaves)
     op.def_partition(partition, sharding_rule=factors)
+
+    def ruled(*operands: jax.Array) -> Any:
+        return op(jnp.full((1,), identity, jnp.int32), *operands)
+
     pinned = [
         lax.with_sharding_constraint(x, sharding)
         for x, sharding in zip(operands, given[1:], strict=True)
     ]
     results = [
         lax.with_sharding_constraint(x, sharding)
-        for x, sharding in zip(op(identity, *pinned), made, strict=True)
+        for x, sharding in zip(partitioned.run(ruled, mapped_leaves, *pinned), made, strict=True)
     ]
     return jax.tree.unflatten(tree, results)
 

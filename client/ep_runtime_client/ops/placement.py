@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import Any
@@ -41,12 +42,15 @@ class Roles:
         outer: axes that shard tokens and not experts, major first.
         ep: axes that shard experts, major first; they shard tokens too, after the outer ones.
         owner: for messages: whose axes they are. Equal roles of two owners are the same.
+        apart: sums run over one axis after the other, minor first: a weight whose layout nobody
+            knows gets the bits of a gradient that is scattered over some of them.
     """
 
     sizes: tuple[tuple[str, int], ...] = ()
     outer: Axes = ()
     ep: Axes = ()
     owner: str = dataclasses.field(default="the operands", compare=False)
+    apart: bool = False
 
     @property
     def slab(self) -> Axes:
@@ -69,7 +73,7 @@ class Roles:
             return tuple(axis for axis in given if axis not in axes)
 
         sizes = tuple((axis, size) for axis, size in self.sizes if axis not in axes)
-        return Roles(sizes, rest(self.outer), rest(self.ep), self.owner)
+        return dataclasses.replace(self, sizes=sizes, outer=rest(self.outer), ep=rest(self.ep))
 
     def named(self, axes: Iterable[str]) -> str:
         """The axes with their sizes, for messages."""
@@ -84,10 +88,23 @@ class Weight:
     Attributes:
         entries: axes on each dim as the op takes it.
         gathered: on each dim, the axes that the op gathers; the minor end of its entry.
+        before: on each dim, the axes behind its entry that leave no whole blocks of a recipe: it
+            is gathered over them before it is quantized.
     """
 
     entries: Entries
     gathered: Entries
+    before: Entries = ()
+
+    @property
+    def lies(self) -> Entries:
+        """Axes on each dim of the weight itself, and of its gradient."""
+        return _joined(self.entries, self.before)
+
+    @property
+    def taken_off(self) -> Entries:
+        """On each dim, all axes that it is gathered over."""
+        return _joined(self.gathered, self.before)
 
     @property
     def kept(self) -> Entries:
@@ -185,7 +202,7 @@ def grouped(
     if contracted and not weight.kept[1] and _divides(roles, rhs_shape[1], contracted, blocks, 1):
         entries = list(weight.entries)
         entries[1] = contracted + entries[1]
-        weight = Weight(tuple(entries), weight.gathered)
+        weight = dataclasses.replace(weight, entries=tuple(entries))
     elif wanted and tuple(wanted) != weight.kept[1]:
         say_once(
             f"lhs: {roles.named(wanted)} on K' is not how rhs lies there "
@@ -219,7 +236,7 @@ def expert_weight(
 ) -> Weight:
     """How a weight [E, K', *N'] is taken; `grouped` says what is raised."""
     given = padded(entries, len(shape))
-    taken, gathered = [], []
+    taken, gathered, before = [], [], []
     for dim, axes in enumerate(given):
         kept, gone = _experts(roles, axes, shape[0]) if dim == 0 else _inner(roles, axes, dim)
         if roles.real(axes) and kept + gone != roles.real(axes):
@@ -227,11 +244,17 @@ def expert_weight(
                 f"rhs: dim {dim} lies over {axes} and is taken over {kept + gone or 'nothing'}: "
                 "resharded"
             )
+        lost: Axes = ()
         if dim > 0:
-            kept, gone = fitting(roles, kept, gone, shape[dim], blocks, dim)
+            kept, gone, lost = whole_blocks(roles, kept, gone, shape[dim], blocks, dim)
         taken.append(kept + gone)
         gathered.append(gone)
-    return Weight(tuple(taken), tuple(gathered))
+        before.append(lost)
+    return Weight(tuple(taken), tuple(gathered), tuple(before))
+
+
+def _joined(first: Entries, second: Entries) -> Entries:
+    return tuple(map(operator.add, first, second)) if second else first
 
 
 def _experts(roles: Roles, axes: Axes, num_experts: int) -> tuple[Axes, Axes]:
@@ -265,6 +288,21 @@ def _inner(roles: Roles, axes: Axes, dim: int) -> tuple[Axes, Axes]:
         )
     gone = tuple(axis for axis in real if axis in roles.outer)
     return tuple(axis for axis in real if axis not in gone), gone
+
+
+def whole_blocks(
+    roles: Roles,
+    kept: Axes,
+    gone: Axes,
+    size: int,
+    blocks: tuple[int, ...] | None,
+    dim: int,
+) -> tuple[Axes, Axes, Axes]:
+    """(kept, gathered, gathered before) axes of a weight's dim."""
+    kept, gone = fitting(roles, kept, gone, size, None, dim)
+    even = kept + gone
+    kept, gone = fitting(roles, kept, gone, size, blocks, dim)
+    return kept, gone, even[len(kept + gone) :]
 
 
 def fitting(

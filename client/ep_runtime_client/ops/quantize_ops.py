@@ -10,7 +10,7 @@ import jax
 
 from ep_runtime_client.ops import local_quantize, spread
 from ep_runtime_client.ops.fp8_scaling import SCALE_DTYPE
-from ep_runtime_client.ops.operands import Matrix, Packing, pack_fields, unpack
+from ep_runtime_client.ops.operands import Matrix, Packing, gather, pack_fields, unpack
 from ep_runtime_client.ops.placement import (
     Entries,
     Roles,
@@ -156,6 +156,7 @@ class QuantizeKernel:
         over = weight.amax_axes()
 
         def local(w: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
+            w = gather(w, weight.before)
             if isinstance(self.recipe, TensorScaling) and scale:
                 amax = local_quantize.kernel_amax(w)
                 amax = jax.lax.pmax(amax, over) if over else amax
@@ -164,24 +165,27 @@ class QuantizeKernel:
                 q = local_quantize.quantize_kernel(self.recipe, w, over, turned=self.turned)
             return raw_leaves(q)
 
-        operands = (weight.entries, *([weight.entries[:1]] if self.scaled else []))
+        operands = (weight.lies, *([weight.entries[:1]] if self.scaled else []))
         return Resolved(operands, tuple(self.packing.spread(weight.entries)), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
         values = kernel_factors(len(self.shape))
-        made = [
-            factor if self._cut_evenly(dim) else f"{factor}_whole"
-            for dim, factor in enumerate(values)
-        ]
+        whole = uneven(self.where, self.shape, self.packing.blocks)
+        made = [f"{factor}_whole" if dim in whole else factor for dim, factor in enumerate(values)]
         return [" ".join(values), *(["e"] if self.scaled else [])], self.packing.factors(made)
 
-    def _cut_evenly(self, dim: int) -> bool:
-        """Whether every axis leaves whole blocks of a dim, so that what comes out lies as w."""
-        unit, roles = self.packing.blocks[dim], self.where.roles
-        if roles is None or unit == 1:
-            return True
-        sizes = [size for axis, size in roles.sizes if axis not in roles.ep]
-        return all(self.shape[dim] % (unit * size) == 0 for size in sizes)
+
+def uneven(where: Where, shape: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Dims of a kernel that some axis would leave no whole blocks of: quantized, it does not lie
+    there as it did."""
+    sizes = (
+        [] if where.roles is None else [n for a, n in where.roles.sizes if a not in where.roles.ep]
+    )
+    return tuple(
+        dim
+        for dim, unit in enumerate(blocks)
+        if unit > 1 and any(shape[dim] % (unit * size) for size in sizes)
+    )
 
 
 def rows(

@@ -61,16 +61,16 @@ def of_layer(
     layer: EpLayer | TracedLayer,
     operands: Sequence[Any],
     *,
-    weight_known: bool,
-    quantizes: bool,
+    known: bool,
+    slabs: bool = False,
 ) -> Where:
     """Where an op of a layer runs.
 
     Args:
         layer: the layer.
         operands: arrays of the call.
-        weight_known: whether the weight's layout is.
-        quantizes: whether 8-bit data stands for the weight.
+        known: whether the layout of its weight is, or of its slabs where it takes no weight.
+        slabs: whether it takes no weight: token axes have one place on slabs.
     """
     static, _, mesh = open_layer(layer)
     group = static.group_spec
@@ -89,10 +89,9 @@ def of_layer(
     elif group.partitioning == "rule":
         mode = "rule"
     else:
-        # With nothing but token axes, a bf16 weight of unknown layout moves the same bytes either
-        # way, and a shard_map can be exported, serialized and cached.
-        only_tokens = {*real} <= {*(group.ep_axis if quantizes else group.token_axes)}
-        mode = "shard_map" if weight_known or only_tokens else "rule"
+        # The layout of a traced weight the partitioner alone knows.
+        open_axes = {*real} - {*(group.token_axes if slabs else ())}
+        mode = "rule" if open_axes and not known else "shard_map"
     return Where(mode, roles, mesh, manual, varying, label(static), static.fingerprint)
 
 

@@ -47,6 +47,10 @@ class Sums:
     def total(self, x: jax.Array, axes: Axes) -> jax.Array:
         """`x` added up over `axes`."""
         over = self.free(axes)
+        if self.roles.apart:
+            for axis in reversed(over):
+                x = lax.psum(x, axis)
+            return x
         return lax.psum(x, over) if over else x
 
     def back(

@@ -11,23 +11,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime
 from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops import partitioned
 from ep_runtime_client.ops.placement import Axes, Entries, Roles, entries_of
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.resolved import Resolved
 
 _log = logging.getLogger("ep_runtime")
+# Factors of dims that lie alike in every op of a layer: that of slabs, and what is inside one.
+SLABS, ROWS = "r", ("c", "c32", "l")
 _CACHE_KEY_SWITCH = "jax_remove_custom_partitioning_ptr_from_cache_key"
 
 
@@ -59,16 +63,42 @@ class Op(Protocol):
         """Shardy factors of operands and of results; equal ones are sharded alike."""
 
 
-def run(op: Op, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The op's results; how operands lie decides the partitioner.
+def run(op: Op, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The op's results; how operands lie decides the partitioner. `mapped` is for exports.
 
     An int32 operand in front names everything that the callback depends on: the compiled text
     before partitioning says nothing else about it, and a persistent cache keys on that text.
     """
     make_cacheable()
-    identity = jnp.asarray(np.array([_fingerprint(op)], np.int32))
-    results: tuple[jax.Array, ...] = _rule(op, identity, *operands)
-    return results
+
+    def ruled(*operands: jax.Array) -> Any:
+        given, made = op.factors()
+        identity = jnp.full((1,), _fingerprint(op), jnp.int32)
+        return _pinned(op, made, _rule(op, identity, *_pinned(op, given, operands)))
+
+    return partitioned.run(ruled, mapped, *operands)
+
+
+def _pinned(op: Op, factors: Sequence[str], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Slabs held to their layout, whose place on the mesh the layer says; other dims as they are.
+
+    So no weight's fsdp axis reaches rows, also where nobody reads the rows that come out.
+    """
+    roles, mesh = op.where.roles, op.where.mesh
+    if roles is None or not isinstance(mesh, Mesh):
+        return list(arrays)
+    slab, free = roles.slab or None, PartitionSpec.UNCONSTRAINED
+    auto = Mesh(mesh.devices, mesh.axis_names)
+
+    def pin(x: jax.Array, names: str) -> jax.Array:
+        first, *rest = names.split()
+        if first != SLABS:
+            return x
+        spec = PartitionSpec(slab, *(None if name in ROWS else free for name in rest))
+        pinned: jax.Array = lax.with_sharding_constraint(x, NamedSharding(auto, spec))
+        return pinned
+
+    return [pin(*each) for each in zip(arrays, factors, strict=True)]
 
 
 def _fingerprint(op: Op) -> int:

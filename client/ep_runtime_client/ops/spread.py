@@ -7,17 +7,18 @@ everywhere inside a shard_map of the user.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops import rule
-from ep_runtime_client.ops.placement import Axes, Entries
+from ep_runtime_client.ops.placement import Axes, Entries, Roles, say_once
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.rule import Op
 from ep_runtime_client.ops.twin import explicit_axes, not_batched, typed
@@ -36,19 +37,43 @@ def run(op: Op, arrived: Sequence[Entries], *operands: jax.Array) -> tuple[jax.A
     operands = not_batched(*operands)
     with jax.named_scope(f"ep_{op.name}/{where.label}"):
         if where.mode == "rule":
-            return rule.run(op, *operands)
-        return _run_known(op, arrived, operands)
+            return rule.run(op, functools.partial(_run_exported, op, arrived), *operands)
+        return _run_known(op, where.roles, arrived, operands)
+
+
+def _run_exported(
+    op: Op, arrived: Sequence[Entries], *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What stands in an exported program for the rule: nothing tells it how operands lie.
+
+    Raises:
+        InvalidArgumentError: there is no layer either, which would say on which mesh.
+    """
+    roles = op.where.roles
+    if roles is None:
+        raise InvalidArgumentError(
+            f"{op.name} without a layer cannot be exported for several devices: nothing says on "
+            "which mesh it runs; pass layer=, call it inside a shard_map, or use Explicit axes",
+            argument="layer",
+        )
+    if any(axis not in roles.ep for axis, size in roles.sizes if size > 1):
+        say_once(
+            f"an exported program takes weights of {roles.owner} whole but for "
+            f"{roles.named(roles.ep)}: it cannot ask how they lie over the other axes; rhs_spec=, "
+            "params_spec= or Explicit axes say it"
+        )
+    return _run_known(op, dataclasses.replace(roles, apart=True), arrived, operands)
 
 
 def _run_known(
-    op: Op, arrived: Sequence[Entries], operands: Sequence[jax.Array]
+    op: Op, roles: Roles | None, arrived: Sequence[Entries], operands: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
     where = op.where
-    assert where.roles is not None, "a known layout comes with the roles of its axes"
+    assert roles is not None, "a known layout comes with the roles of its axes"
     shapes = [
         whole_shape(where, x.shape, entries) for x, entries in zip(operands, arrived, strict=True)
     ]
-    resolved = op.resolve(where.roles, arrived, shapes, None)
+    resolved = op.resolve(roles, arrived, shapes, None)
     operands = [spread_over(x, where.varying) for x in operands]
     if where.mode == "local":
         return tuple(spread_over(x, where.varying) for x in resolved.local(*operands))
@@ -69,9 +94,9 @@ def _run_known(
 
 def whole_shape(where: Where, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
     """The shape that an operand has without the manual axes around."""
-    assert where.roles is not None
+    roles = where.roles or Roles()
     return tuple(
-        size * where.roles.size(axis for axis in axes if axis in where.manual)
+        size * roles.size(axis for axis in axes if axis in where.manual)
         for size, axes in zip(shape, entries, strict=True)
     )
 
@@ -105,22 +130,6 @@ def mesh_here(where: Where, operands: Sequence[Any]) -> Any:
     if isinstance(own, Mesh) and AxisType.Explicit in tuple(own.axis_types):
         return Mesh(own.devices, own.axis_names)
     return own
-
-
-def pin(where: Where, x: jax.Array, dims: Sequence[Axes | None]) -> jax.Array:
-    """`x` held to the axes of `dims` where a rule runs; a None leaves its dim to the partitioner.
-
-    So no weight's fsdp axis reaches rows, and no cotangent comes in another layout than its
-    primal's.
-    """
-    if where.mode != "rule" or not isinstance(where.mesh, Mesh):
-        return x
-    entries = (PartitionSpec.UNCONSTRAINED if axes is None else axes or None for axes in dims)
-    mesh = Mesh(where.mesh.devices, where.mesh.axis_names)
-    pinned: jax.Array = lax.with_sharding_constraint(
-        x, NamedSharding(mesh, PartitionSpec(*entries))
-    )
-    return pinned
 
 
 def settle(where: Where, x: Any, entries: Entries) -> Any:
