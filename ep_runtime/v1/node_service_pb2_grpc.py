@@ -97,6 +97,8 @@ class NodeServiceServicer(object):
         another daemon has the name   UNAVAILABLE        another --node; or wait until it is gone
         versions that do not match    UNIMPLEMENTED      install the same version
         a name not in the file        INVALID_ARGUMENT   make the nodes' --cluster files equal
+        an epoch far ahead            INVALID_ARGUMENT   start the coordinator once with
+        --epoch-at-least
         the list cannot be written    RESOURCE_EXHAUSTED retry
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
 from pathlib import Path
@@ -26,8 +27,9 @@ from ep_runtime_server.formation import Groups
 from ep_runtime_server.groups import Group
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.membership import Link, Membership
+from ep_runtime_server.node_identity import NodeIdentity
 from ep_runtime_server.node_servicer import NodeServicer
-from ep_runtime_server.nodes import Node, NodeIdentity, Nodes, NodeState
+from ep_runtime_server.nodes import Node, Nodes, NodeState
 from ep_runtime_server.peers import Peers
 from ep_runtime_server.recorder import boot_id
 from ep_runtime_server.spanning import Spanning
@@ -54,6 +56,13 @@ class Cluster:
         self._clock = clock
         self._events = events
         self.facts = ClusterFacts(Journal(journal, failpoints, name="cluster", synced=True))
+        if self.facts.unreadable:
+            events.add(
+                "cluster.unreadable",
+                f"what {journal} says of {self.facts.unreadable[:8]} is none of a daemon's; left "
+                "out",
+                level=logging.WARNING,
+            )
         self.peers = Peers(settings.tls, clock)
         self.assemblies = Assemblies(self.facts, clock, events)
         self.view_ids = ViewIds(self.assemblies)
@@ -139,6 +148,7 @@ class Cluster:
         settings, facts, identity = self.settings, self.facts, self._identity()
         if settings.coordinator is None:
             facts.found()
+            facts.heard(settings.epoch_at_least)
             facts.next_epoch()  # none of before is given again, whatever was lost
             self.nodes = Nodes(
                 identity,

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_server.cluster_facts import MAX_EPOCH
 
 MAX_NODE_BYTES = 120
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+")
 _LOOPBACK = "127.0.0.1"
 _ANY = "0.0.0.0"
-_FLAGS = ("node", "listen", "tls_cert", "tls_key", "tls_ca", "insecure")
+_FLAGS = ("node", "listen", "epoch_at_least", "tls_cert", "tls_key", "tls_ca", "insecure")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class ClusterConfig:
     coordinator_name: its name, where the cluster's file says it; empty otherwise.
     tls: None for plain TCP.
     expected: names and addresses of the cluster's file; empty without one.
+    epoch_at_least: of a coordinator: gives only larger ones.
     """
 
     node: str
@@ -75,6 +77,7 @@ class ClusterConfig:
     coordinator_name: str = ""
     tls: Tls | None = None
     expected: Mapping[str, Endpoint] = dataclasses.field(default_factory=dict)
+    epoch_at_least: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--node", metavar="NAME", help="this node's name (default: the host's)")
     add("--listen", metavar="HOST:PORT", help="with --join: where other nodes reach this one")
+    add(
+        "--epoch-at-least",
+        type=int,
+        metavar="N",
+        help="of a coordinator that lost its file: count on from N, which its nodes know of",
+    )
     add("--tls-cert", metavar="PEM", help="certificate with the node's name among its names")
     add("--tls-key", metavar="PEM", help="its key")
     add("--tls-ca", metavar="PEM", help="authority of every node's certificate")
@@ -164,7 +173,16 @@ def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
             "means every address of the host",
             argument="--insecure",
         )
-    return made
+    return _count_from(made, arguments.epoch_at_least or 0)
+
+
+def _count_from(made: ClusterConfig, epoch: int) -> ClusterConfig:
+    if epoch and (made.coordinator is not None or not 0 < epoch <= MAX_EPOCH):
+        raise InvalidArgumentError(
+            f"--epoch-at-least is for the coordinator, 1 to {MAX_EPOCH}, got {epoch}",
+            argument="--epoch-at-least",
+        )
+    return dataclasses.replace(made, epoch_at_least=epoch)
 
 
 def _joining(arguments: argparse.Namespace, name: str, tls: Tls | None) -> ClusterConfig:

@@ -6,11 +6,18 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from ep_runtime.errors import PoolExhaustedError
+from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.journal import Journal
+from ep_runtime_server.node_identity import is_identity
 
 _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
 _COMMITTED = "committed/"
+
+# No cluster counts that far: a larger one is a lie, or a file that somebody else wrote.
+MAX_EPOCH = 1 << 62
+# What a node may know more than a coordinator that lost its file: a formation a second for half a
+# year.
+MAX_EPOCHS_AHEAD = 1 << 24
 
 # Of groups whose last view was committed; who still asks about an older one was away for long.
 MAX_COMMITTED = 4096
@@ -21,12 +28,20 @@ class ClusterFacts:
     node_id: of this directory; another directory has another.
     cluster_id: made by the coordinator's first life; empty before a node's first join.
     epoch: the newest one that was given, or heard of. None is ever given twice.
+    unreadable: keys of the journal whose values are none that a daemon writes; left out.
     """
 
     def __init__(self, journal: Journal) -> None:
         """Reads the journal, which is ours from now on. Raises PoolExhaustedError."""
         self._journal = journal
-        self._facts: dict[str, Any] = journal.take_facts()
+        facts = journal.take_facts()
+        self.unreadable = sorted(key for key, value in facts.items() if not _is_fact(key, value))
+        self._facts: dict[str, Any] = {
+            key: value for key, value in facts.items() if key not in self.unreadable
+        }
+        if _EPOCH in self.unreadable:  # those of committed groups were given in any case
+            known = [value for key, value in self._facts.items() if key.startswith(_COMMITTED)]
+            self._put(_EPOCH, max(known, default=0))
         if _NODE_ID not in self._facts:
             self._put(_NODE_ID, secrets.token_hex(8))
 
@@ -61,12 +76,29 @@ class ClusterFacts:
         self._put(_EPOCH, self.epoch + 1)
         return self.epoch
 
+    def check_claim(self, node: str, epoch: int) -> None:
+        """Raises InvalidArgumentError where a node cannot know of that epoch: we count on from it
+        for ever, so a lie, or another cluster's node, must not be believed."""
+        if epoch > self.epoch + MAX_EPOCHS_AHEAD:
+            raise InvalidArgumentError(
+                f"node {node!r} knows of epoch {epoch}, the coordinator of {self.epoch}: nobody is "
+                f"{MAX_EPOCHS_AHEAD} epochs ahead. If the coordinator lost its file, start it once "
+                "with --epoch-at-least; else the node is of another cluster: remove the file "
+                "'cluster' of its directory",
+                argument="epoch",
+            )
+
     def heard(self, epoch: int, cluster_id: str = "") -> None:
-        """Another daemon knows of that epoch, or belongs to that cluster.
+        """The coordinator gave that epoch, or a node that may know of it; or it is that cluster.
 
         Raises:
+            InvalidArgumentError: no cluster counts that far.
             PoolExhaustedError: it cannot be written.
         """
+        if epoch > MAX_EPOCH:
+            raise InvalidArgumentError(
+                f"epoch must be at most {MAX_EPOCH}, got {epoch}", argument="epoch"
+            )
         if epoch > self.epoch:
             self._put(_EPOCH, epoch)
         if cluster_id and cluster_id != self.cluster_id:
@@ -110,3 +142,11 @@ class ClusterFacts:
 
     def close(self) -> None:
         self._journal.close()
+
+
+def _is_fact(key: str, value: Any) -> bool:
+    if key in (_NODE_ID, _CLUSTER_ID):
+        return isinstance(value, str) and 0 < len(value) <= 64
+    if key == _EPOCH or key.startswith(_COMMITTED):
+        return type(value) is int and 0 <= value <= MAX_EPOCH
+    return key.startswith(_NODE) and is_identity(value)

@@ -21,7 +21,8 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import Endpoint
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.events import EventLog
-from ep_runtime_server.nodes import Node, NodeIdentity, NodeState
+from ep_runtime_server.node_identity import NodeIdentity
+from ep_runtime_server.nodes import Node, NodeState
 from ep_runtime_server.peers import Peers
 
 

@@ -83,6 +83,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         nodes = self._list()
         identity = node_wire.identity_from_proto(request.identity)
         check_certificate(context, identity.node)
+        self._facts.check_claim(identity.node, request.epoch)
         node = nodes.join(identity)
         self._facts.heard(request.epoch)
         return pb.JoinClusterResponse(

@@ -21,22 +21,7 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import Endpoint
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.events import EventLog
-
-
-@dataclasses.dataclass(frozen=True)
-class NodeIdentity:
-    """What a daemon says of itself; see node_service.proto."""
-
-    node: str
-    node_id: str = ""
-    incarnation: str = ""
-    boot_id: str = ""
-    host_name: str = ""
-    uid: int = 0
-    pid: int = 0
-    address: str = ""
-    server_version: str = ""
-    api_versions: tuple[str, ...] = ()
+from ep_runtime_server.node_identity import NodeIdentity, fact_of_identity, identity_of_fact
 
 
 class NodeState(enum.Enum):
@@ -57,13 +42,6 @@ class Node:
     coordinator: bool = False
     lease_id: str = ""
     heard_s: float = 0.0
-
-
-def identity_of_fact(node: str, fields: Mapping[str, Any]) -> NodeIdentity:
-    known = {field.name for field in dataclasses.fields(NodeIdentity)} - {"node"}
-    taken = {key: value for key, value in fields.items() if key in known}
-    taken["api_versions"] = tuple(taken.get("api_versions", ()))
-    return NodeIdentity(node, **taken)
 
 
 def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
@@ -166,7 +144,7 @@ class Nodes:
         self._check_free(identity)
         if name not in self._nodes and len(self._nodes) + 1 >= config.MAX_NODES:
             raise PoolExhaustedError(f"a cluster has at most {config.MAX_NODES} nodes")
-        self._facts.remember(name, _fact(identity))
+        self._facts.remember(name, fact_of_identity(identity))
         now = self._clock.monotonic_s()
         before = self._nodes.get(name)
         node = Node(identity, NodeState.JOINED, now, lease_id=secrets.token_hex(8), heard_s=now)
@@ -256,9 +234,3 @@ class Nodes:
             host=identity.host_name,
             node_pid=identity.pid,
         )
-
-
-def _fact(identity: NodeIdentity) -> dict[str, Any]:
-    fields = dataclasses.asdict(identity)
-    del fields["node"]
-    return {**fields, "api_versions": list(identity.api_versions)}

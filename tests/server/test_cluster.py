@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import grpc
 import pytest
 from cluster_places import loopback, make_certificates, place, tls_flags
@@ -205,6 +207,29 @@ def test_what_no_daemon_of_ours_says_is_refused(start_daemon, call_node, fields,
     with pytest.raises(error, match=match):
         call_node(address, NODE, "JoinCluster", request)
     assert states(a) == {"a": "JOINED"}
+
+
+def test_an_epoch_of_a_node_that_lies_spoils_nothing(start_daemon, call_node):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    before = cluster_of(a).epoch
+    for epoch in (2**64 - 1, before + (1 << 30)):
+        request = node_service_pb2.JoinClusterRequest(
+            identity=identity("x", address=place()), epoch=epoch
+        )
+        with pytest.raises(errors.InvalidArgumentError, match="nobody is .* epochs ahead"):
+            call_node(address, NODE, "JoinCluster", request)
+    assert cluster_of(a).epoch == before
+    assert states(a) == {"a": "JOINED"}
+    joined(start_daemon(cluster=joins(address)))
+
+
+def test_a_coordinator_that_lost_its_file_counts_on_from_what_the_operator_says(start_daemon):
+    address = place()
+    settings = dataclasses.replace(coordinates(address), epoch_at_least=1 << 40)
+    a = start_daemon(cluster=settings)
+    assert cluster_of(a).epoch == (1 << 40) + 1
+    joined(start_daemon(cluster=joins(address)))
 
 
 @pytest.mark.slow

@@ -16,11 +16,12 @@ from ep_runtime.errors import (
 )
 from ep_runtime_server import config
 from ep_runtime_server.cluster_config import Endpoint
-from ep_runtime_server.cluster_facts import ClusterFacts
+from ep_runtime_server.cluster_facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.journal import Journal
-from ep_runtime_server.nodes import NodeIdentity, Nodes
+from ep_runtime_server.node_identity import NodeIdentity
+from ep_runtime_server.nodes import Nodes
 
 
 def identity(node: str, **more) -> NodeIdentity:
@@ -248,3 +249,45 @@ def test_a_disk_that_was_full_for_a_moment_is_forgiven(tmp_path):
     coordinator.restart()
     assert coordinator.facts.epoch == 1
     coordinator.facts.close()
+
+
+def test_an_epoch_that_nobody_can_know_of_is_not_believed(coordinator):
+    facts = coordinator.facts
+    facts.next_epoch()
+    for epoch in (2**64 - 1, MAX_EPOCH + 1, 2 + MAX_EPOCHS_AHEAD):
+        with pytest.raises(InvalidArgumentError, match="start it once with --epoch-at-least"):
+            facts.check_claim("b", epoch)
+    facts.check_claim("b", 1 + MAX_EPOCHS_AHEAD)  # of a coordinator that lost its file
+    with pytest.raises(InvalidArgumentError, match="at most"):
+        facts.heard(2**64 - 1)
+    coordinator.restart()
+    assert coordinator.facts.next_epoch() == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("epoch", 2**64 - 1),
+        ("epoch", "many"),
+        ("epoch", True),
+        ("epoch", -1),
+        ("node_id", 7),
+        ("cluster_id", []),
+        ("node/b", {"uid": "root"}),
+        ("node/b", []),
+        ("node/b", {"api_versions": [1]}),
+        ("committed/1/job/moe", 1e300),
+        ("another", 1),
+    ],
+)
+def test_what_no_daemon_writes_is_left_out_of_the_file(coordinator, key, value):
+    coordinator.facts.found()
+    coordinator.facts.commit("1/job/other", 5)
+    coordinator.facts.heard(5)
+    coordinator.facts._put(key, value)
+    coordinator.restart()
+    assert coordinator.facts.unreadable == [key]
+    assert coordinator.facts.next_epoch() == 6
+    assert coordinator.states() == {"a": "JOINED"}
+    coordinator.restart()
+    assert coordinator.facts.epoch == 6
