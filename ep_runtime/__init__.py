@@ -90,4 +90,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_OPTIONAL_SUBMODULES})
+    return sorted({*__all__, *_OPTIONAL_SUBMODULES})

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from ep_runtime_client.session import Session
 
 _log = logging.getLogger("ep_runtime")
+_PUBLIC = (
+    *("name", "spec", "mesh", "session", "generation", "reattached", "closed"),
+    *("capacity_per_rank", "staging_bytes_per_rank", "describe", "check", "close"),
+    *("register_layer", "register_layers", "register_layer_stack", "layer"),
+)
 
 
 class Group:
@@ -365,6 +370,10 @@ class Group:
         if self._shut():
             forming.leave(self.session, self.name, self.generation, self.native_group)
             self._memory.close()
+
+    def __dir__(self) -> list[str]:
+        """What is for users; the rest is for this package."""
+        return sorted(_PUBLIC)
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} {self._state()} generation={self.generation}>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from ep_runtime.specs import LayerSpec
 from ep_runtime_client import moe_checks, moe_shapes, stored
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe_checks import Recipes
+from ep_runtime_client.moe_options import MoEOptions
 from ep_runtime_client.ops import activation_kernels, quantized_activation, routing
 from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.calls import Call, open_layer
@@ -68,8 +69,40 @@ class _Block:
     token_axes: Axes
 
 
+Layer = EpLayer | TracedLayer | LayerSpec
+Result = tuple[jax.Array, jax.Array]
+ResultWithStats = tuple[jax.Array, jax.Array, MoEStats]
+
+
+@overload
 def moe(
-    layer: EpLayer | TracedLayer | LayerSpec,
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    return_stats: Literal[False] = False,
+    **options: Unpack[MoEOptions],
+) -> Result: ...
+@overload
+def moe(
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    return_stats: Literal[True],
+    **options: Unpack[MoEOptions],
+) -> ResultWithStats: ...
+@overload
+def moe(
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    return_stats: bool,
+    **options: Unpack[MoEOptions],
+) -> Result | ResultWithStats: ...
+def moe(
+    layer: Layer,
     x: jax.Array,
     params: MoEParams,
     *,
@@ -90,7 +123,7 @@ def moe(
     return_stats: bool = False,
     tokens_spec: PartitionSpec | None = None,
     params_spec: Any = None,
-) -> Any:
+) -> Result | ResultWithStats:
     """Routes every token to its experts on all ranks, runs them, and sums their answers.
 
     Args:

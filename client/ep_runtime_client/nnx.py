@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from ep_runtime.specs import LayerSpec
 from ep_runtime_client import module_options
 from ep_runtime_client.layers import EpLayer, LayerStack
 from ep_runtime_client.moe import moe
+from ep_runtime_client.moe_options import ModuleOptions
 from ep_runtime_client.ops.routing import update_expert_bias
 from ep_runtime_client.params import KernelInit, MoEParams, init_moe_params, logical_axes
 
@@ -60,7 +61,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         param_dtype: Any = jnp.float32,
         kernel_init: KernelInit | None = None,
         use_expert_bias: bool = False,
-        **options: Any,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         module_options.check_source(layer_or_spec)
         module_options.check_options(options)
@@ -103,7 +104,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         """
         layer = module_options.layer_for_call(self.layer, layer_index, x)
         bias = None if self.expert_bias is None else self.expert_bias[...]
-        options = dict(self._options)
+        options: dict[str, Any] = dict(self._options)
         if options.get("params_spec") is None:
             options["params_spec"] = module_options.rules_in_context(
                 spmd.get_logical_axis_rules(), layer

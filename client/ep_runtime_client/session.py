@@ -421,8 +421,16 @@ class Session:
         if self.is_ours and registry.sessions.release(self):
             self.end(failed=not done)
 
+    def __dir__(self) -> list[str]:
+        """What is for users; the rest is for this package."""
+        return sorted(_PUBLIC)
+
     def __repr__(self) -> str:
         return f"<Session {self.address} job={self.job!r}>"
 
 
+_PUBLIC = (
+    *("job", "timeout_s", "address", "session_id", "daemon_pid", "alive"),
+    *("create_group", "group", "describe", "close"),
+)
 _NOT_SPEC = frozenset({"self", "mesh", "transport", "max_token_dtype", "replace"})

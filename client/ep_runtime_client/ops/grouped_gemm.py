@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,35 @@ from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import DelayedState, Recipe, TensorScaling
 
 
+@overload
 def grouped_gemm(
-    lhs: jax.Array | QuantizedTensor,
-    rhs: jax.Array | QuantizedTensor,
+    lhs: Matrix,
+    rhs: Matrix,
+    group_sizes: jax.Array,
+    *,
+    layer: EpLayer | TracedLayer | None = None,
+    bias: jax.Array | None = None,
+    recipe: Recipe | None = None,
+    out_dtype: Any = None,
+    rhs_spec: PartitionSpec | None = None,
+    state: None = None,
+) -> jax.Array: ...
+@overload
+def grouped_gemm(
+    lhs: Matrix,
+    rhs: Matrix,
+    group_sizes: jax.Array,
+    *,
+    layer: EpLayer | TracedLayer | None = None,
+    bias: jax.Array | None = None,
+    recipe: Recipe | None = None,
+    out_dtype: Any = None,
+    rhs_spec: PartitionSpec | None = None,
+    state: DelayedState,
+) -> tuple[jax.Array, DelayedState]: ...
+def grouped_gemm(
+    lhs: Matrix,
+    rhs: Matrix,
     group_sizes: jax.Array,
     *,
     layer: EpLayer | TracedLayer | None = None,
@@ -42,7 +68,7 @@ def grouped_gemm(
     out_dtype: Any = None,
     rhs_spec: PartitionSpec | None = None,
     state: DelayedState | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, DelayedState]:
     """Multiplies the rows of every group by their expert's kernel.
 
     Args:
@@ -79,7 +105,7 @@ def grouped_gemm(
     Cost: dots follow sum(group_sizes); per call one all-gather of rhs over its outer axes, of
         1-byte data and scales with a recipe; backward the same, and one reduce-scatter.
     """
-    return multiply(
+    result: jax.Array | tuple[jax.Array, DelayedState] = multiply(
         lhs,
         rhs,
         group_sizes,
@@ -91,6 +117,7 @@ def grouped_gemm(
         state=state,
         clear_slack=True,
     )
+    return result
 
 
 def multiply(
