@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from ep_runtime import nccl
@@ -88,10 +87,3 @@ class FakeNccl:
         self.set("init_result", 7)  # in progress, as NCCL answers
         self.set("wait_for_all_aborts", 0)
         self.set("counts", 0)
-
-
-@functools.cache
-def late_exchange_library() -> Path:
-    """Handlers of the calls that begin and await an exchange, for XLA:CPU."""
-    options = ("-O1", "-isystem", jax.ffi.include_dir())
-    return _compile("liblate_exchange.so", [_OURS / "late_exchange.cc"], *options)

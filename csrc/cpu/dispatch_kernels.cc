@@ -18,7 +18,7 @@ void PlaceRows(const Call& call, const DispatchParams& params, const SourceOffse
   const uint8_t* row = call.Rows(call.ep_rank(), source);
   const auto* weight = reinterpret_cast<const float*>(call.Entries(call.ep_rank(), source));
   auto* recv = static_cast<uint8_t*>(params.recv);
-  const RowCopy copy(params.row_bytes, offsets.num_entries() * params.row_bytes);
+  const RowCopy copy(params.row_bytes, offsets.entries.back() * params.row_bytes);
   for (int64_t s = offsets.staged[source]; s < offsets.staged[source + 1]; ++s) {
     for (int64_t i = plan.staged_start[s]; i < plan.staged_start[s + 1]; ++i) {
       const int64_t to = plan.staged_row[i];
@@ -101,7 +101,7 @@ Status RunDispatch(Call& call, const DispatchParams& params) {
     EP_RETURN_IF_ERROR(call.NextReady(&pending, kRowsWritten, &source));
     PlaceRows(call, params, offsets, source);
   }
-  call.CountRows(offsets.num_entries(), std::max(params.plan.recv_count[kDropped], 0));
+  call.CountRows(offsets.entries.back(), std::max(params.plan.recv_count[kDropped], 0));
   return Status();
 }
 

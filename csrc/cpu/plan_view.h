@@ -24,8 +24,7 @@ struct PlanArrays {
                       // ceil(T / 2) tokens, and 0; dispatch counts that of source 0 as dropped
                       // slots, where another prepare than this library's made the plan
   Int* staged_start;  // [N * T + 1] first entry of each staged row, sources in order; the unused
-                      // tail holds the number of entries. Not from 0 on in a plan that shares its
-                      // entries with others, of other tokens
+                      // tail holds the number of entries
   Int* staged_row;    // [C] slab row of each entry; unused tail -1
   Int* staged_slot;   // [C] slot k of each entry; unused tail -1
   Int* kept;          // [L] rows kept per local expert

@@ -18,10 +18,7 @@ Status BadPlan(const Call& call, const char* what) {
 
 Status CheckReceived(const Call& call, const Sizes& sizes, const Plan& plan) {
   int64_t staged = 0;
-  // Plans of parts share their entries: those of others come before.
-  const int64_t first = plan.staged_start[0];
-  if (first < 0) return BadPlan(call, "staged_start");
-  int64_t entries = first;
+  int64_t entries = 0;
   for (int64_t source = 0; source < call.ep_size(); ++source) {
     const int32_t* counts = plan.recv_count + source * kRecvCountColumns;
     if (counts[kStaged] < 0 || counts[kStaged] > sizes.tokens || counts[kEntries] < 0 ||
@@ -41,7 +38,7 @@ Status CheckReceived(const Call& call, const Sizes& sizes, const Plan& plan) {
       return BadPlan(call, "recv_count");
     }
   }
-  for (int64_t i = first; i < entries; ++i) {
+  for (int64_t i = 0; i < entries; ++i) {
     if (plan.staged_row[i] < 0 || plan.staged_row[i] >= sizes.capacity) {
       return BadPlan(call, "staged_row");
     }
@@ -69,7 +66,7 @@ Status CheckPlan(const Call& call, const Sizes& sizes, const Plan& plan) {
 }
 
 SourceOffsets::SourceOffsets(const Plan& plan, int64_t sources)
-    : staged(sources + 1, 0), entries(sources + 1, plan.staged_start[0]) {
+    : staged(sources + 1, 0), entries(sources + 1, 0) {
   for (int64_t source = 0; source < sources; ++source) {
     const int32_t* counts = plan.recv_count + source * kRecvCountColumns;
     staged[source + 1] = staged[source] + counts[kStaged];

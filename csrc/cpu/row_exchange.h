@@ -14,13 +14,11 @@ namespace ep_runtime {
 // before this has looked at them.
 Status CheckPlan(const Call& call, const Sizes& sizes, const Plan& plan);
 
-// Staged rows and entries of all sources before each one: [N + 1] prefix sums, of entries from the
-// plan's first one on.
+// Staged rows and entries of all sources before each one: [N + 1] prefix sums.
 struct SourceOffsets {
   std::vector<int64_t> staged;
   std::vector<int64_t> entries;
   SourceOffsets(const Plan& plan, int64_t sources);
-  int64_t num_entries() const { return entries.back() - entries.front(); }
 };
 
 // Copies rows, past the caches where a call moves so many bytes that they would not stay there

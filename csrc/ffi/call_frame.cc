@@ -71,19 +71,6 @@ Status CheckCount(const CallFrame& frame, size_t args, size_t rets) {
                std::to_string(frame.args.size()) + " and " + std::to_string(frame.rets.size()));
 }
 
-Status CheckCountInto(const CallFrame& frame, size_t args, size_t rets) {
-  if (frame.args.size() != args + rets) return CheckCount(frame, args, rets);
-  EP_RETURN_IF_ERROR(CheckCount(frame, args + rets, rets));
-  for (size_t i = 0; i < rets; ++i) {
-    const Buffer& into = frame.args[args + i];
-    EP_RETURN_IF_ERROR(CheckArray(frame, "into", into, frame.rets[i].dtype, frame.rets[i].dims));
-    if (!into.empty() && into.data != frame.rets[i].data) {
-      return Wrong(frame, "into", "the buffer of its result", "another");
-    }
-  }
-  return Status();
-}
-
 Status CheckSizes(const CallFrame& frame, const CallContext& context, const Sizes& sizes,
                   int64_t element_bytes) {
   const GroupSizes& group = context.group->sizes();

@@ -39,9 +39,6 @@ Status CheckType(const CallFrame& frame, const char* name, const Buffer& got,
 Status CheckArray(const CallFrame& frame, const char* name, const Buffer& got,
                   xla::ffi::DataType type, const Dims& want);
 Status CheckCount(const CallFrame& frame, size_t args, size_t rets);
-// As CheckCount, or with as many operands more as there are results: what another call returned, in
-// the results' own buffers, where it stays wherever this call writes nothing.
-Status CheckCountInto(const CallFrame& frame, size_t args, size_t rets);
 
 // T, K, C, L, H against what the group and the layer allow. `element_bytes` of one row element.
 Status CheckSizes(const CallFrame& frame, const CallContext& context, const Sizes& sizes,

@@ -29,12 +29,11 @@ cuda::RowType TravelType(const Buffer& rows) {
 
 }  // namespace
 
-// ep_dispatch_v1(rank, layer_index, tokens [T, H], weights f32 [T, K] or [0, 0], plan
-//                [, recv, recv_weights])
+// ep_dispatch_v1(rank, layer_index, tokens [T, H], weights f32 [T, K] or [0, 0], plan)
 //   -> recv [C, H], recv_weights f32 [C]
 Status LaunchDispatchCall(const CudaCall& call) {
   const CallFrame& frame = call.frame;
-  EP_RETURN_IF_ERROR(CheckCountInto(frame, 4 + kPlanArrays, 2));
+  EP_RETURN_IF_ERROR(CheckCount(frame, 4 + kPlanArrays, 2));
   const Buffer& tokens = frame.args[2];
   const Buffer& weights = frame.args[3];
   const Sizes sizes = {tokens.dim(0), frame.args[4].dim(1), frame.rets[0].dim(0),
@@ -67,11 +66,11 @@ Status LaunchDispatchCall(const CudaCall& call) {
 }
 
 // ep_combine_bwd_v1(rank, layer_index, g [T, H], expert_out [C, H] or [0, 0],
-//                   weights f32 [C] or [0], plan [, d_expert_out, d_weights])
+//                   weights f32 [C] or [0], plan)
 //   -> d_expert_out [C, H], d_weights f32 [C], or [0] without expert_out
 Status LaunchCombineBwdCall(const CudaCall& call) {
   const CallFrame& frame = call.frame;
-  EP_RETURN_IF_ERROR(CheckCountInto(frame, 5 + kPlanArrays, 2));
+  EP_RETURN_IF_ERROR(CheckCount(frame, 5 + kPlanArrays, 2));
   const Buffer& grad = frame.args[2];
   const Buffer& expert_out = frame.args[3];
   const Buffer& weights = frame.args[4];

@@ -5,11 +5,9 @@
 
 namespace ep_runtime {
 
-// ep_nccl_exchange_v1, ep_nccl_all_gather_v1, ep_nccl_begin_v1 and ep_nccl_arrived_v1.
+// ep_nccl_exchange_v1 and ep_nccl_all_gather_v1.
 XLA_FFI_Error* NcclExchangeV1(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* NcclAllGatherV1(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* NcclBeginV1(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* NcclArrivedV1(XLA_FFI_CallFrame* frame);
 
 }  // namespace ep_runtime
 

@@ -199,8 +199,6 @@ const Target kTargets[] = {
     {"ep_group_sums_v1", nullptr, kGroupSumsV1},
     {"ep_nccl_exchange_v1", nullptr, NcclExchangeV1},
     {"ep_nccl_all_gather_v1", nullptr, NcclAllGatherV1},
-    {"ep_nccl_begin_v1", nullptr, NcclBeginV1},
-    {"ep_nccl_arrived_v1", nullptr, NcclArrivedV1},
 };
 const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
 

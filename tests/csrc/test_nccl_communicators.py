@@ -247,35 +247,35 @@ def test_a_lost_peer_ends_calls_under_way_and_the_next_run(group, fake):
     assert group.check() is None
 
 
-def sides(none: bool = False) -> int:
-    return int(ctypes.CDLL(str(edge_library())).TestSides(int(none)))
+def marks(none: bool = False) -> int:
+    return int(ctypes.CDLL(str(edge_library())).TestMarks(int(none)))
 
 
-def test_every_communicator_has_a_stream_of_its_own_until_the_group_closes(library):
-    before = sides()
+def test_every_communicator_has_an_abort_mark_until_the_group_closes(library):
+    before = marks()
     made = library.make_group(ranks_of(), [unique_id()])
     made.init(WAIT_S)
-    assert sides() - before == RANKS
-    spoiled = ctypes.CDLL(str(edge_library())).TestSpoiled
-    so_far = spoiled()
+    assert marks() - before == RANKS
+    marked = ctypes.CDLL(str(edge_library())).TestMarksSet
+    so_far = marked()
     made.abort(PeerLostError("gone", rank=1))
-    assert spoiled() - so_far == RANKS
-    assert sides() - before == RANKS
+    assert marked() - so_far == RANKS
+    assert marks() - before == RANKS
     made.close()
-    assert eventually(lambda: sides() == before)
+    assert eventually(lambda: marks() == before)
 
 
-def test_a_communicator_without_its_stream_ends_the_init_of_all(library, fake):
-    before = sides(none=True)
+def test_a_communicator_without_its_mark_ends_the_init_of_all(library, fake):
+    before = marks(none=True)
     try:
         made = library.make_group(ranks_of(), [unique_id()])
-        with pytest.raises(EpRuntimeError, match="no stream"):
+        with pytest.raises(EpRuntimeError, match="no mark"):
             made.init(WAIT_S)
         made.close()
         assert fake.count("inits") == fake.count("aborts")
     finally:
-        sides(none=False)
-    assert sides() == before
+        marks(none=False)
+    assert marks() == before
 
 
 def test_the_first_call_of_a_run_decides_for_all_devices(group):

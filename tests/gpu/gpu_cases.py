@@ -18,7 +18,6 @@ from gpu.test_gpu_movement import TOLERANCE, fitted
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops import nodes_plan
 
 # Of a group over nodes the other arrays of a plan say how rows travel there.
 SHARED = ("dst_rank", "dst_row", "kept", "group_sizes", "num_recv")
@@ -31,12 +30,6 @@ def run_cases(names: list[str]) -> list[str]:
         for name in names:
             run_case(session, fitted(_CASES[name], len(jax.devices())))
     return names
-
-
-def cut_small() -> None:
-    """Lets rows between nodes go in parts however few there are, where EP_RUNTIME_NCCL_OVERLAP is
-    set: in this process for good."""
-    nodes_plan.MIN_PART_ROWS, nodes_plan.COUNTED_SHARE = 1, 0.0
 
 
 def run_case(session: ep.Session, case: cases.Case) -> None:

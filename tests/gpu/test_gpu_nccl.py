@@ -8,21 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import cases
-import movement
-import numpy as np
 import pytest
 from cluster_places import place
 from daemon_fixtures import wait_until
 from gpu import gpu_cases, gpu_jobs, gpu_steps
 from gpu.test_gpu_movement import fitted
 from harness import DaemonProcess, daemon_process, eventually  # noqa: F401 - found by name
-from jax.sharding import Mesh
 from multiprocess.launch import Job
 
 import ep_runtime as ep
 from ep_runtime_client import beside, communicators
 from ep_runtime_client.cli import source
-from ep_runtime_client.ops import nodes_plan
 
 TRANSPORT = "memfd" if gpu_jobs.TRIAL else "nccl"
 KNOWN_WITHIN_S = 2.0
@@ -48,46 +44,6 @@ def test_every_case_equals_the_reference(
     gpu_cases.run_case(session, fitted(case, len(gpus)))
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Network and windows at once, from two rows on."""
-    monkeypatch.setenv("EP_RUNTIME_NCCL_OVERLAP", "1")
-    for name in ("MIN_PART_ROWS", "COUNTED_SHARE"):  # as they are, afterwards
-        monkeypatch.setattr(nodes_plan, name, getattr(nodes_plan, name))
-    gpu_cases.cut_small()
-
-
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_every_case_in_parts_equals_the_reference(
-    session: ep.Session, gpus: list[Any], small_parts: None, case: cases.Case
-) -> None:
-    gpu_cases.run_case(session, fitted(case, len(gpus)))
-
-
-def test_large_rows_in_parts_are_the_same_bits(
-    session: ep.Session, several_gpus: int, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each time in a group of its own."""
-    case = cases.Case("parts", tokens=1024, top_k=8, hidden=1024, dtype="bfloat16")
-    case = fitted(case, several_gpus)
-    mesh = Mesh(np.array(gpus), ("ep",))
-    settings = {name: value for name, value in case.group_settings.items() if name != "axes"}
-    found: list[dict[str, Any]] = []
-    for turn in range(4):
-        monkeypatch.setenv("EP_RUNTIME_NCCL_OVERLAP", str(int(turn > 0)))
-        group = session.create_group("parts", mesh, transport=TRANSPORT, **settings)
-        layer = group.register_layer("moe", top_k=case.top_k)
-        inputs = movement.inputs_of(case, group.spec, movement.capacity_of(case, layer))
-        found.append(movement.run_ops(layer, case, gpu_cases.placed(inputs, case, group)))
-        group.check()
-        group.close()
-    if not gpu_jobs.TRIAL:  # all CPU devices are on one node
-        assert [int(np.asarray(one["plan"]["chunks"]).max()) for one in found[1:]] == [4] * 3
-    for one in found[1:]:
-        for name in ("row_weights", "out", "d_tokens", "d_weights"):
-            np.testing.assert_array_equal(one[name], found[0][name], err_msg=name)
-
-
 def test_the_listing_names_version_ranks_and_state(
     several_gpus: int, gpus: list[Any], address: str, admin: source.Source
 ) -> None:
@@ -102,18 +58,11 @@ def test_the_listing_names_version_ranks_and_state(
         steps.group.close()
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
 def test_an_aborted_group_tells_and_forms_again_ten_times(
-    request: pytest.FixtureRequest,
-    parts: bool,
-    session: ep.Session,
-    several_gpus: int,
-    gpus: list[Any],
+    session: ep.Session, several_gpus: int, gpus: list[Any]
 ) -> None:
     if gpu_jobs.TRIAL:
         pytest.skip("CPU devices have no communicators")
-    if parts:
-        request.getfixturevalue("small_parts")
     steps = gpu_steps.Steps(session, "again", gpus)
     for turn in range(10):
         steps.run()
@@ -186,8 +135,6 @@ def test_steps_go_on_while_communicators_are_made_beside_them(
 
 _CASES = """
 from gpu import gpu_cases
-if os.environ.get("EP_RUNTIME_NCCL_OVERLAP") == "1":
-    gpu_cases.cut_small()
 say(done=gpu_cases.run_cases(json.loads(os.environ["TEST_CASES"])))
 hear()
 """
@@ -249,20 +196,6 @@ def test_two_domains_equal_the_reference(
     with two_domains(
         _CASES, nodes, several_gpus, layout, TEST_CASES=json.dumps(names), EP_RUNTIME_DEBUG="1"
     ) as job:
-        assert job.heard(270) == [{"done": names}] * job.processes
-        job.tell()
-        job.finish()
-
-
-@pytest.mark.parametrize("layout", [_TWO, _FOUR], ids=["two", "four"])
-def test_two_domains_in_parts_equal_the_reference(
-    several_gpus: int, nodes: list[DaemonProcess], layout: str
-) -> None:
-    if several_gpus < 4 and layout == _FOUR:
-        pytest.skip("with two GPUs, two domains of one, the other layout is the same")
-    names = ["plain", "dp x ep", "bfloat16 exact", "drops", "top-8", "nothing used"]
-    more = {"TEST_CASES": json.dumps(names), "EP_RUNTIME_NCCL_OVERLAP": "1"}
-    with two_domains(_CASES, nodes, several_gpus, layout, EP_RUNTIME_DEBUG="1", **more) as job:
         assert job.heard(270) == [{"done": names}] * job.processes
         job.tell()
         job.finish()

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client.bench import device_ops
 from ep_runtime_client.bench.options import PLAIN
-from ep_runtime_client.ops import memfd, nccl, nodes_plan
+from ep_runtime_client.ops import memfd, nccl
 from ep_runtime_client.ops.calls import world_rank
 from ep_runtime_client.ops.prepare import make_call
 
@@ -88,46 +88,6 @@ def test_gradients_cross_over_them_too(make_group: Callable[..., Any]) -> None:
     found = calls(lowered(make_group, 1, gradient=True))
     assert {"ep_dispatch_bwd_v1", "ep_combine_bwd_v1"} <= set(found)
     assert found["ep_nccl_exchange_v1"] > calls(lowered(make_group, 1))["ep_nccl_exchange_v1"]
-
-
-def test_rows_in_parts_set_off_before_any_is_awaited(
-    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EP_RUNTIME_NCCL_OVERLAP", "1")
-    monkeypatch.setattr(nodes_plan, "MIN_PART_ROWS", 4)
-    text = lowered(make_group, 4)
-    found = calls(text)
-    # Four parts each way; the plan's own blocks cross as before.
-    assert found["ep_nccl_begin_v1"] == 8
-    assert found["ep_nccl_arrived_v1"] == 5  # what comes back makes one array
-    assert found["ep_dispatch_v1"] == found["ep_combine_v1"] == 4
-    assert "while" not in text.split("ep_nccl_begin_v1")[1]
-    order = re.findall(r"@ep_(nccl_begin|nccl_arrived|dispatch|combine)_v1", text)
-    assert order == (
-        ["nccl_begin"] * 4
-        + ["nccl_arrived", "dispatch"] * 4
-        + ["combine", "nccl_begin"] * 4
-        + ["nccl_arrived"]
-    )
-    assert text.count("output_operand_alias") >= 16
-    _check_order(text)
-
-
-def _check_order(text: str) -> None:
-    """The layer index goes from each begun exchange to what must not run before it."""
-    begun: list[str] = []
-    for name, op, operands in re.findall(r"(%\d+)\S* = \S+ @ep_(\w+)_v1\(([^)]*)\)", text):
-        given = [operand.split("#")[0] for operand in operands.split(", ")]
-        number = len(begun)
-        if op == "nccl_begin":
-            assert given[-1] == begun[-1] if number % 4 else given[-1] not in begun
-            begun.append(name)
-        elif op == "nccl_arrived":
-            assert number % 4 == 0
-            assert given[-1] == begun[-1]
-        elif op == "combine":
-            assert given[1] == begun[-1] if number % 4 else given[1] not in begun
-    assert len(begun) == 8
 
 
 def test_programs_name_neither_ranks_nor_communicators(make_group: Callable[..., Any]) -> None:

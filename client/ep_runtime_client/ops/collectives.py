@@ -1,6 +1,6 @@
 """What the ranks of an EP group send each other beside windows: the jax.lax implementation.
 
-A module that takes its place, which `transports.collectives` names per transport, has these six
+A module that takes its place, which `transports.collectives` names per transport, has these four
 functions. Each runs per device, inside manual axes, with the static `call` first; every rank of
 the EP group makes the same calls in the same order, some of them inside a `lax.while_loop` whose
 trip count all of them agree on. Bits arrive as they were sent, whatever the dtype; no gradient is
@@ -11,14 +11,6 @@ taken. Letters: N ranks of an EP group on D nodes of G; ep rank = node * G + loc
     rail(call, blocks [D, ...])     -> [D, ...]  the same between the ranks of equal local rank, in
                                                  order of their nodes: all that crosses the network
     node(call, blocks [G, ...])     -> [G, ...]  the same between the ranks of this node
-
-    begin(call, index, *blocks [D, ...])  -> flight, index   begins `rail` of each of `blocks`
-    arrived(call, index, *flights)        -> per flight what `rail` returns of each of its blocks,
-                                             once all is there
-
-A compiler drops what nobody reads of a program, also an `arrived`: flights whose rows make one
-array are awaited together, so that none stays begun behind a part of it that nobody reads.
-`index` is the layer's, int32 [1]; what takes the one that `begin` returned runs after it.
 """
 
 from __future__ import annotations
@@ -31,8 +23,6 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from ep_runtime_client.ops.calls import Call
-
-Arrived = tuple[tuple[jax.Array, ...], ...]
 
 
 def ep_axes(call: Call) -> tuple[str, ...]:
@@ -67,24 +57,6 @@ def node(call: Call, blocks: jax.Array) -> jax.Array:
     size, nodes = call.group.ranks_per_node, call.group.num_nodes
     peers = [[node * size + local for local in range(size)] for node in range(nodes)]
     return blocks if size == 1 else _all_to_all(call, blocks, peers)
-
-
-def begin(
-    call: Call, index: jax.Array, *blocks: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """XLA has no exchange that a program can await later: this is all of it."""
-    flight = tuple(rail(call, x) for x in blocks)
-    return flight, _after(index, flight[0])
-
-
-def arrived(call: Call, index: jax.Array, *flights: tuple[jax.Array, ...]) -> Arrived:
-    return flights
-
-
-def _after(index: jax.Array, x: jax.Array) -> jax.Array:
-    """`index`, which is not negative, once `x` is there: no compiler knows that x is not read."""
-    number = x.reshape(-1)[:1].astype(jnp.int32)
-    return jnp.maximum(index, jnp.minimum(number, -1))
 
 
 def _all_to_all(call: Call, blocks: jax.Array, groups: list[list[int]] | None) -> jax.Array:

@@ -30,15 +30,7 @@ TARGETS = (
 SYNC_TARGET = "ep_prepare_sync_v1"
 
 
-def _call(
-    call: Call,
-    target: str,
-    results: Any,
-    *operands: jax.Array,
-    into: tuple[jax.Array, ...] = (),
-    **others: np.int64,
-) -> Any:
-    """`into`: one array per result, whose rows stay where the call writes none."""
+def _call(call: Call, target: str, results: Any, *operands: jax.Array, **others: np.int64) -> Any:
     platform = native.PLATFORMS[call.group.transport]
     ensure_registered(platform)
     attributes = {
@@ -46,9 +38,7 @@ def _call(
         "fingerprint": np.int64(call.layer.fingerprint),
         "handle": np.int64(call.meta.handle),
     }
-    aliases = {len(operands) + i: i for i in range(len(into))}
-    made = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-    made = made(*bound(*operands, *into), **attributes, **others)
+    made = jax.ffi.ffi_call(target, results)(*bound(*operands), **attributes, **others)
     return made if platform == "cpu" else once(made)
 
 
@@ -90,18 +80,14 @@ def dispatch(
     tokens: jax.Array,
     weights: jax.Array | None,
     plan: PlanArrays,
-    into: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C].
-
-    `into`: what another part of the plan returned; its rows stay.
-    """
+    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
     results = (
         _shape(tokens.dtype, call.capacity, tokens.shape[1]),
         _shape(jnp.float32, call.capacity),
     )
     operands = (rank, index, tokens, _or_empty(weights, 0, 0), *plan)
-    recv, recv_weights = _call(call, "ep_dispatch_v1", results, *operands, into=into)
+    recv, recv_weights = _call(call, "ep_dispatch_v1", results, *operands)
     return recv, recv_weights
 
 
@@ -154,12 +140,8 @@ def combine_bwd(
     expert_out: jax.Array | None,
     weights: jax.Array | None,
     plan: PlanArrays,
-    into: tuple[jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights.
-
-    `into`: what another part of the plan returned; its rows stay.
-    """
+    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
     weighted = weights is not None
     rows = jnp.zeros((0, 0), grad.dtype) if expert_out is None else expert_out
     results = (
@@ -167,9 +149,6 @@ def combine_bwd(
         _shape(jnp.float32, call.capacity if weighted else 0),
     )
     operands = (rank, index, grad, rows, _or_empty(weights, 0), *plan)
-    slack = {} if call.clear_slack and into is None else {"clear_slack": np.int64(0)}
-    before = () if into is None else (into[0], _or_empty(into[1], 0))
-    d_expert_out, d_weights = _call(
-        call, "ep_combine_bwd_v1", results, *operands, into=before, **slack
-    )
+    slack = {} if call.clear_slack else {"clear_slack": np.int64(0)}
+    d_expert_out, d_weights = _call(call, "ep_combine_bwd_v1", results, *operands, **slack)
     return d_expert_out, d_weights if weighted else None

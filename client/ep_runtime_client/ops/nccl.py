@@ -28,15 +28,8 @@ import numpy as np
 
 from ep_runtime_client.ops._ffi import ensure_registered, once
 from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.collectives import Arrived
 
-TARGETS = (
-    "ep_nccl_exchange_v1",
-    "ep_nccl_all_gather_v1",
-    "ep_nccl_begin_v1",
-    "ep_nccl_arrived_v1",
-)
-EXCHANGE, ALL_GATHER, BEGIN, ARRIVED = TARGETS
+EXCHANGE, ALL_GATHER = TARGETS = ("ep_nccl_exchange_v1", "ep_nccl_all_gather_v1")
 
 
 def all_gather(call: Call, x: jax.Array) -> jax.Array:
@@ -60,36 +53,6 @@ def node(call: Call, blocks: jax.Array) -> jax.Array:
     return blocks if size == 1 else _call(call, EXCHANGE, blocks.shape, blocks, node_size=size)
 
 
-def begin(
-    call: Call, index: jax.Array, *blocks: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """As in `collectives.py`, on a stream of the communicator's own.
-
-    The flight is what arrives, then what was sent, in the buffers that NCCL reads and writes: they
-    must stay until `arrived`, and only the arrays of a program that a later call needs do.
-    """
-    count = len(blocks)
-    results: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*blocks, *blocks, index)]
-    aliases = {i: count + i for i in range(count + 1)}
-    ensure_registered("cuda")
-    called = jax.ffi.ffi_call(BEGIN, results, input_output_aliases=aliases)
-    *flight, index = called(*blocks, index, **_attributes(call, rail=True))
-    return tuple(flight), index
-
-
-def arrived(call: Call, index: jax.Array, *flights: tuple[jax.Array, ...]) -> Arrived:
-    count = len(flights[0]) // 2
-    received = [x for flight in flights for x in flight[:count]]
-    sent = [x for flight in flights for x in flight[count:]]
-    results: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in received]
-    aliases = {i: i for i in range(len(received))}
-    ensure_registered("cuda")
-    called = jax.ffi.ffi_call(ARRIVED, results, input_output_aliases=aliases)
-    attributes = _attributes(call, rail=True) | {"flights": np.int64(len(flights))}
-    got = called(*received, *sent, index, **attributes)
-    return tuple(tuple(got[i : i + count]) for i in range(0, len(got), count))
-
-
 def _call(
     call: Call,
     target: str,
@@ -100,20 +63,13 @@ def _call(
     rail: bool = False,
 ) -> jax.Array:
     ensure_registered("cuda")
-    result: Any = jax.ShapeDtypeStruct(shape, operand.dtype)
-    moved: jax.Array = jax.ffi.ffi_call(target, result)(
-        operand, *after, **_attributes(call, node_size, rail)
-    )
-    return once(moved)
-
-
-def _attributes(call: Call, node_size: int | None = None, rail: bool = False) -> Any:
-    """`node_size`: the group's where it is not given."""
-    size = call.group.ranks_per_node if node_size is None else node_size
-    return {
+    attributes = {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),
         "handle": np.int64(call.meta.handle),
-        "node_size": np.int64(size),
+        "node_size": np.int64(node_size),
         "rail": np.int64(rail),
     }
+    result: Any = jax.ShapeDtypeStruct(shape, operand.dtype)
+    moved: jax.Array = jax.ffi.ffi_call(target, result)(operand, *after, **attributes)
+    return once(moved)

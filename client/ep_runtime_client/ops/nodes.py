@@ -10,8 +10,8 @@ place; XLA:GPU reads it on the host, which waits for the device once per chunk a
 there groups that would send most chunks anyway send all rows as one (`nodes_plan.counts_chunks`).
 In each chunk every rank sends one block to each other node: what a rank with fewer rows sends in
 its place is waste, on top of the rounding to whole chunks. The windows' call starts when all chunks
-are there; with EP_RUNTIME_NCCL_OVERLAP=1, where most tokens are needed on most nodes, network and
-windows work at once instead (`nodes_overlap.py`).
+are there. With network and windows at work on different parts of the rows at once, every part cost
+its calls some fixed time and nothing was gained, over NVLink.
 
 Beside the windows, which are as large as those of one node, XLA holds D*T rows per rank while they
 cross, of fp32 in combine where it is exact.
@@ -33,18 +33,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import memfd, nodes_overlap, nodes_plan
+from ep_runtime_client.ops import memfd, nodes_plan
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.nodes_plan import (
     chunk_rows,
     counts_chunks,
     my_node,
     packing,
-    parts_of,
     slot_nodes,
 )
 from ep_runtime_client.ops.nodes_rows import lined_up, sum_nodes
-from ep_runtime_client.ops.plan import NodePlanArrays, PlanArrays
+from ep_runtime_client.ops.plan import NodePlanArrays
 from ep_runtime_client.ops.transports import collectives
 from ep_runtime_client.ops.varying import like
 from ep_runtime_client.ops.xla import sum_dtype
@@ -92,9 +91,7 @@ def _in_chunks(
     return arrays
 
 
-def _to_nodes(
-    call: Call, plan: NodePlanArrays, sent: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
+def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
     """Arrays [T, X] of tokens -> those of this rank's virtual tokens, [D*T, X]."""
     tokens = packing(call, plan.dst_rank)
     mine = my_node(call)
@@ -112,20 +109,10 @@ def _to_nodes(
     return tuple(x.reshape(-1, x.shape[-1]) for x in arrived)
 
 
-def _from_nodes(
-    call: Call,
-    plan: NodePlanArrays,
-    index: jax.Array,
-    sums: Callable[[PlanArrays, jax.Array], tuple[jax.Array, ...]],
-) -> tuple[jax.Array, ...]:
-    """What each node says of its `Packing`, [D, T, X].
-
-    `sums`: (plan inside the node, layer index) -> arrays [V, X] of virtual tokens.
-    """
-    if parts_of(call, plan) > 1:
-        return nodes_overlap.from_windows(call, plan, index, sums)
+def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node says of its `Packing`."""
     # Results of custom calls are typed as varying over nothing.
-    typed = (like(x, plan.chunks) for x in sums(plan.inside, index))
+    typed = (like(x, plan.chunks) for x in sent)
     blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)
 
     def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
@@ -149,16 +136,9 @@ def dispatch(
 ) -> tuple[jax.Array, jax.Array]:
     """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
     sent = (tokens,) if weights is None else (tokens, weights)
-
-    def place(
-        part: PlanArrays, arrived: tuple[jax.Array, ...], into: tuple[jax.Array, ...] | None
-    ) -> tuple[jax.Array, jax.Array]:
-        given = None if weights is None else arrived[1]
-        return memfd.dispatch(call, rank, index, arrived[0], given, part, into or ())
-
-    if parts_of(call, plan) > 1:
-        return nodes_overlap.to_windows(call, plan, index, sent, place)
-    return place(plan.inside, _to_nodes(call, plan, sent), None)
+    arrived = _to_nodes(call, plan, *sent)
+    given = None if weights is None else arrived[1]
+    return memfd.dispatch(call, rank, index, arrived[0], given, plan.inside)
 
 
 def combine(
@@ -172,11 +152,8 @@ def combine(
     """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
     dtype = expert_out.dtype
     wide = _partial_dtype(call, dtype)
-
-    def sums(part: PlanArrays, index: jax.Array) -> tuple[jax.Array]:
-        return (memfd.combine(call, rank, index, expert_out, weights, part, wide),)
-
-    (partials,) = _from_nodes(call, plan, index, sums)
+    sums = memfd.combine(call, rank, index, expert_out, weights, plan.inside, wide)
+    (partials,) = _from_nodes(call, plan, sums)
     return sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
 
 
@@ -191,11 +168,8 @@ def dispatch_bwd(
     """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
     dtype = d_recv.dtype
     wide = _partial_dtype(call, dtype)
-
-    def sums(part: PlanArrays, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return memfd.dispatch_bwd(call, rank, index, d_recv, d_weights, part, wide)
-
-    partials, by_node = _from_nodes(call, plan, index, sums)
+    sums = memfd.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
+    partials, by_node = _from_nodes(call, plan, *sums)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
     node = slot_nodes(call, plan.dst_rank)
@@ -217,14 +191,5 @@ def combine_bwd(
     plan: NodePlanArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
     """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
-
-    def place(
-        part: PlanArrays,
-        arrived: tuple[jax.Array, ...],
-        into: tuple[jax.Array, jax.Array | None] | None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        return memfd.combine_bwd(call, rank, index, arrived[0], expert_out, weights, part, into)
-
-    if parts_of(call, plan) > 1:
-        return nodes_overlap.to_windows(call, plan, index, (grad,), place)
-    return place(plan.inside, _to_nodes(call, plan, (grad,)), None)
+    (arrived,) = _to_nodes(call, plan, grad)
+    return memfd.combine_bwd(call, rank, index, arrived, expert_out, weights, plan.inside)

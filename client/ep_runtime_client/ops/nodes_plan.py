@@ -4,8 +4,7 @@ Where every slot's row goes is decided as on one node, bit for bit, so the slabs
 ranks of a node then act as an EP group of their own: each is the source of the tokens of its rail,
 the ranks of equal local index on all nodes, which send it what the node needs of them.
 
-Letters: T tokens of one rank, K top_k, N ranks of an EP group on D nodes of G, C rows of a slab,
-P parts (`NodePlanArrays`).
+Letters: T tokens of one rank, K top_k, N ranks of an EP group on D nodes of G, C rows of a slab.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime import env
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.collectives import ep_rank
 from ep_runtime_client.ops.plan import AnyArrays, NodePlanArrays
 from ep_runtime_client.ops.transports import collectives
-from ep_runtime_client.ops.varying import like
-from ep_runtime_client.ops.xla_plan import exclusive_sum, packed, receiver_side, route, rows_at
+from ep_runtime_client.ops.xla_plan import packed, receiver_side, route
 
 # All tokens of a rank are so many chunks at most: more would waste less of the last one, and wait
 # for the network more often. Chunks have at least so many rows, where the rank has them.
@@ -31,10 +28,6 @@ MIN_CHUNK_ROWS = 64
 # Above this share of nodes that need a token, by uniform routing, counting chunks saves less than
 # it costs where the host reads the count.
 COUNTED_SHARE = 0.75
-# Parts of rows that network and windows work on at once: each costs its calls some fixed time, and
-# what the last one takes in the windows is not hidden.
-OVERLAPPED_PARTS = 4
-MIN_PART_ROWS = 256
 
 
 class Packing(NamedTuple):
@@ -56,36 +49,8 @@ def counts_chunks(call: Call) -> bool:
     A loop on CPU reads its count in place. XLA:GPU reads it on the host, which waits for the device
     each time round, so there it must be worth it.
     """
-    return call.group.transport == "memfd" or _share(call) < COUNTED_SHARE
-
-
-def _share(call: Call) -> float:
-    """Of the nodes, those that need a token, by uniform routing."""
-    return float(1 - (1 - 1 / call.group.num_nodes) ** call.layer.top_k)
-
-
-def plan_parts(call: Call, tokens: int) -> int:
-    """P of a plan for so many tokens of a rank; 1: the windows wait for all that crosses.
-
-    Parts cross whole and uncounted, so only where most of their rows are needed.
-    """
-    if call.group.num_nodes == 1 or not env.overlaps_nodes() or _share(call) < COUNTED_SHARE:
-        return 1
-    return max(1, min(OVERLAPPED_PARTS, tokens // MIN_PART_ROWS))
-
-
-def parts_of(call: Call, plan: NodePlanArrays) -> int:
-    """P of a plan, without the slab dim."""
-    return plan.recv_count.shape[0] // call.group.ranks_per_node
-
-
-def in_parts(blocks: jax.Array, parts: int, fill: int) -> jax.Array:
-    """Blocks [D, T, ...] -> [P, D, B, ...], with `fill` past the last row."""
-    nodes, tokens, *rest = blocks.shape
-    rows = -(-tokens // parts)
-    more = like(jnp.full((nodes, parts * rows - tokens, *rest), fill, blocks.dtype), blocks)
-    whole = jnp.concatenate([blocks, more], 1).reshape(nodes, parts, rows, *rest)
-    return jnp.swapaxes(whole, 0, 1)
+    share = 1 - (1 - 1 / call.group.num_nodes) ** call.layer.top_k
+    return bool(call.group.transport == "memfd" or share < COUNTED_SHARE)
 
 
 def my_node(call: Call) -> jax.Array:
@@ -117,17 +82,9 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     routed = route(call, rank, index, topk_idx, ops.all_gather)
     tokens = packing(call, routed.dst_rank)
     virtual_rank, virtual_row = _virtual_tokens(call, tokens, routed.dst_rank, routed.dst_row)
-    parts = plan_parts(call, topk_idx.shape[0])
-    if parts > 1:
-        virtual_rank, virtual_row = (
-            in_parts(x.reshape(group.num_nodes, -1, x.shape[-1]), parts, -1).reshape(
-                -1, x.shape[-1]
-            )
-            for x in (virtual_rank, virtual_row)
-        )
     locals_ = jnp.arange(group.ranks_per_node, dtype=jnp.int32)[:, None, None]
     arriving = ops.node(call, jnp.where(virtual_rank == locals_, virtual_row, -1))
-    recv_count, staged_start, staged_row, staged_slot = _received(call, arriving, parts)
+    recv_count, staged_start, staged_row, staged_slot = receiver_side(arriving, call.capacity)
     return NodePlanArrays(
         routed.dst_rank,
         routed.dst_row,
@@ -138,24 +95,8 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
         *routed[2:5],
         virtual_rank,
         virtual_row,
-        _chunks(call, tokens, parts),
+        _chunks(call, tokens),
     )
-
-
-def _received(
-    call: Call, arriving: jax.Array, parts: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows that virtual tokens fill here, [G, V, K], as the four arrays of P parts."""
-    ranks, tokens, top_k = arriving.shape
-    cut = jnp.swapaxes(arriving.reshape(ranks, parts, -1, top_k), 0, 1)
-    by_part = cut.reshape(parts * ranks, -1, top_k)
-    counts, start, row, slot = receiver_side(by_part, call.capacity)
-    if parts == 1:
-        return counts, start, row, slot
-    staged = counts[:, 0].reshape(parts, ranks).sum(1, dtype=jnp.int32)
-    numbers = jnp.arange(ranks * tokens // parts + 1, dtype=jnp.int32)
-    at = jnp.minimum(exclusive_sum(staged)[:, None] + numbers, start.shape[0] - 1)
-    return counts, rows_at(start, at).reshape(-1), row, slot
 
 
 def _virtual_tokens(
@@ -178,10 +119,10 @@ def _virtual_tokens(
     return arrived[:, 0].reshape(-1, top_k), arrived[:, 1].reshape(-1, top_k)
 
 
-def _chunks(call: Call, tokens: Packing, parts: int) -> jax.Array:
-    """Chunks that the rank with the most rows for another node needs, or all of them, int32 [1]."""
-    if parts > 1 or not counts_chunks(call):
-        return jnp.full(1, parts, jnp.int32)
+def _chunks(call: Call, tokens: Packing) -> jax.Array:
+    """Chunks that the rank with the most rows for another node needs, or 1 for all, int32 [1]."""
+    if not counts_chunks(call):
+        return jnp.ones(1, jnp.int32)
     rows = chunk_rows(tokens.has.shape[1])
     counts = tokens.has.sum(1, dtype=jnp.int32)
     others = jnp.arange(call.group.num_nodes) != my_node(call)
@@ -204,6 +145,6 @@ def network_rows(call: Call, plan: AnyArrays) -> tuple[int, int]:
     goes = (place[..., None] == nodes).any(2)  # [N, T, D]
     own = (jnp.arange(group.ep_size) // size)[:, None, None] == nodes
     rows = int(plan.chunks[0, 0]) * chunk_rows(plan.dst_rank.shape[1])
-    if plan.recv_count.shape[1] > size or not counts_chunks(call):  # in parts, or as one
+    if not counts_chunks(call):  # as one
         rows = plan.virtual_rank.shape[1] // group.num_nodes
     return rows * (group.num_nodes - 1) * group.ep_size, int((goes & ~own).sum())

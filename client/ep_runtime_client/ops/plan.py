@@ -11,7 +11,6 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, LayerSpec
@@ -47,54 +46,25 @@ class NodePlanArrays(NamedTuple):
 
     Local rank s stages *virtual tokens* for its node: D blocks of T, block m the tokens of ep rank
     m * G + s that keep a row on the node, in order; -1 past the last of them.
-
-    Where the network and the windows work at once (`nodes_overlap.py`), the blocks are cut into P
-    parts of B rows, and every part is D blocks of B: V, of all virtual tokens, is P*D*B instead of
-    D*T. Parts share staged_row and staged_slot.
     """
 
     dst_rank: jax.Array  # [T, K]
     dst_row: jax.Array  # [T, K]
-    recv_count: jax.Array  # [P*G, 4], slots dropped here in the last place of the first row
-    staged_start: jax.Array  # [P*(G*V/P+1)]
+    recv_count: jax.Array  # [G, 4], slots dropped here in the last place of the first row
+    staged_start: jax.Array  # [G*D*T+1]
     staged_row: jax.Array  # [C]
     staged_slot: jax.Array  # [C]
     kept: jax.Array  # [L]
     group_sizes: jax.Array  # [L]
     num_recv: jax.Array  # [1]
-    virtual_rank: jax.Array  # [V, K] local rank that holds the row of a virtual token's slot
-    virtual_row: jax.Array  # [V, K] row in that rank's slab
+    virtual_rank: jax.Array  # [D*T, K] local rank that holds the row of a virtual token's slot
+    virtual_row: jax.Array  # [D*T, K] row in that rank's slab
     chunks: jax.Array  # [1] in which rows cross the network, the same on every rank
 
     @property
     def inside(self) -> PlanArrays:
         """The plan of the node: its ranks as an EP group of their own, on virtual tokens."""
         return PlanArrays(self.virtual_rank, self.virtual_row, *self[2:9])
-
-    def parts(self, count: int) -> list[PlanArrays]:
-        """The node's plan cut into its P parts, each for as many of the virtual tokens.
-
-        All move rows of one slab: the first part's call clears its padding too, for the others
-        every zone is full.
-        """
-        rank, row, recv_count, staged_start = (
-            jnp.split(x, count)
-            for x in (self.virtual_rank, self.virtual_row, self.recv_count, self.staged_start)
-        )
-        return [
-            PlanArrays(
-                rank[i],
-                row[i],
-                recv_count[i],
-                staged_start[i],
-                self.staged_row,
-                self.staged_slot,
-                self.group_sizes if i else self.kept,
-                self.group_sizes,
-                self.num_recv,
-            )
-            for i in range(count)
-        ]
 
 
 AnyArrays = PlanArrays | NodePlanArrays

@@ -125,7 +125,7 @@ void Communicator::Abort() {
     comm = std::exchange(comm_, nullptr);
   }
   if (comm == nullptr) return;
-  if (side_ != nullptr) side_->Spoil();
+  if (mark_ != nullptr) mark_->Set();
   api_.abort(comm);
 }
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda/nccl/side_stream.h"
+#include "cuda/nccl/abort_mark.h"
 
 namespace ep_runtime {
 namespace nccl {
@@ -44,9 +44,9 @@ class Communicator {
   Status Run(const std::function<int(Comm*)>& issue, int64_t budget_ns, const Alive& alive);
   // Until NCCL has finished what it does in the background.
   Status Wait(const char* what, int64_t budget_ns, const Alive& alive);
-  // Where exchanges run that a later call awaits; null before it is given, which comes before any.
-  SideStream* side() const { return side_.get(); }
-  void GiveSide(std::unique_ptr<SideStream> side) { side_ = std::move(side); }
+  // For what comes behind its exchanges; null before it is given, which comes before any.
+  AbortMark* mark() const { return mark_.get(); }
+  void GiveMark(std::unique_ptr<AbortMark> mark) { mark_ = std::move(mark); }
   // That the communicator is what was asked for.
   Status CheckShape();
   // What NCCL found out meanwhile, such as a lost connection.
@@ -66,7 +66,7 @@ class Communicator {
 
   const Api& api_;
   const Place place_;
-  std::unique_ptr<SideStream> side_;
+  std::unique_ptr<AbortMark> mark_;
   std::mutex mutex_;
   Comm* comm_ = nullptr;
   bool aborted_ = false;

@@ -8,6 +8,8 @@ namespace {
 
 // A dead peer's group is poisoned within milliseconds; the survivors' kernels end that much later.
 constexpr std::chrono::milliseconds kWatchEvery(20);
+// Where no rows travel, nobody waits for the news.
+constexpr std::chrono::milliseconds kWatchIdleEvery(500);
 constexpr std::chrono::seconds kAbortBound(10);
 // Threads of Init notice the deadline themselves; this is for one that NCCL does not give back.
 constexpr std::chrono::seconds kInitGrace(2);
@@ -62,9 +64,9 @@ Status Communicators::Init(int64_t budget_ns) {
   };
   const auto init = [shared_failure, alive, devices = devices_, purpose = purpose_,
                      budget_ns](Communicator& communicator) {
-    std::unique_ptr<SideStream> side;
-    Status status = purpose.carries_rows ? devices.make_side(&side) : Status();
-    communicator.GiveSide(std::move(side));
+    std::unique_ptr<AbortMark> mark;
+    Status status = purpose.carries_rows ? devices.make_mark(&mark) : Status();
+    communicator.GiveMark(std::move(mark));
     if (status.ok()) status = communicator.Start(purpose.max_channels);
     if (status.ok()) status = communicator.Wait("init", budget_ns, alive);
     if (status.ok()) status = communicator.CheckShape();
@@ -115,7 +117,8 @@ void Communicators::Watch() {
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      stop_or_failed_.wait_for(lock, kWatchEvery, [&] { return stopping_ || !failure_.ok(); });
+      stop_or_failed_.wait_for(lock, purpose_.carries_rows ? kWatchEvery : kWatchIdleEvery,
+                               [&] { return stopping_ || !failure_.ok(); });
       if (stopping_) return;
     }
     Status status = Failure();

@@ -22,15 +22,15 @@ struct Devices {
   // Moves a few bytes between all ranks of the domain, so that what cannot connect says so while
   // the group forms, and the first step pays for no connection.
   std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_out;
-  // A side stream of the current device.
-  std::function<Status(std::unique_ptr<SideStream>*)> make_side;
+  // The mark of a communicator of the current device.
+  std::function<Status(std::unique_ptr<AbortMark>*)> make_mark;
   // An all-reduce of the domain's ranks, whose sums must be exact.
   std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_sum;
 };
 
 // What communicators are for.
 struct Purpose {
-  // Rows travel over them: they connect to all peers at once, and have side streams. Without, NCCL
+  // Rows travel over them: they connect to all peers at once, and have abort marks. Without, NCCL
   // connects, allocates buffers and runs kernels when something first calls it.
   bool carries_rows = true;
   int max_channels = 0;  // 0: as many as NCCL thinks fastest

@@ -122,7 +122,7 @@ Status TrySum(Communicator& communicator, int64_t budget_ns, const Alive& alive)
 
 nccl::Devices NcclDevices() {
   return {[](int device) { return cuda::Check(cudaSetDevice(device), "cudaSetDevice"); }, TryOut,
-          nccl::MakeCudaSideStream, TrySum};
+          nccl::MakeCudaAbortMark, TrySum};
 }
 
 }  // namespace ep_runtime

@@ -14,21 +14,17 @@ namespace ep_runtime {
 
 namespace {
 
-std::atomic<int> sides{0};
-std::atomic<int> spoiled{0};
+std::atomic<int> marks{0};
+std::atomic<int> set_marks{0};
 std::atomic<int> tried{0};
-std::atomic<bool> no_side{false};
+std::atomic<bool> no_mark{false};
 
-class FakeSide : public nccl::SideStream {
+class FakeMark : public nccl::AbortMark {
  public:
-  FakeSide() { ++sides; }
-  ~FakeSide() override { --sides; }
-  void Spoil() override { ++spoiled; }
+  FakeMark() { ++marks; }
+  ~FakeMark() override { --marks; }
+  void Set() override { ++set_marks; }
   Status Guard(nccl::Stream, void*, int64_t, uint8_t) override { return Status(); }
-  nccl::Stream stream() const override { return nullptr; }
-  Status Follow(nccl::Stream) override { return Status(); }
-  Status Mark(const void*) override { return Status(); }
-  Status Await(const void*, nccl::Stream) override { return Status(); }
 };
 
 Status TrySum(nccl::Communicator& communicator, int64_t budget_ns, const nccl::Alive& alive) {
@@ -52,9 +48,9 @@ nccl::Devices NcclDevices() {
             ++tried;
             return Status();
           },
-          [](std::unique_ptr<nccl::SideStream>* out) -> Status {
-            if (no_side) return Internal("no stream");
-            *out = std::make_unique<FakeSide>();
+          [](std::unique_ptr<nccl::AbortMark>* out) -> Status {
+            if (no_mark) return Internal("no mark");
+            *out = std::make_unique<FakeMark>();
             return Status();
           },
           TrySum};
@@ -87,14 +83,16 @@ TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rai
   return status.ok() ? 0 : runs ? -2 : -1;
 }
 
-// Side streams that there are; `none` makes further ones fail.
-extern "C" __attribute__((visibility("default"))) int TestSides(int none) {
-  ep_runtime::no_side = none != 0;
-  return ep_runtime::sides;
+// Abort marks that there are; `none` makes further ones fail.
+extern "C" __attribute__((visibility("default"))) int TestMarks(int none) {
+  ep_runtime::no_mark = none != 0;
+  return ep_runtime::marks;
 }
 
-// Side streams whose communicators were aborted.
-extern "C" __attribute__((visibility("default"))) int TestSpoiled() { return ep_runtime::spoiled; }
+// Those that were set.
+extern "C" __attribute__((visibility("default"))) int TestMarksSet() {
+  return ep_runtime::set_marks;
+}
 
 // First exchanges so far.
 extern "C" __attribute__((visibility("default"))) int TestTried() { return ep_runtime::tried; }
