@@ -1,5 +1,8 @@
 """The environment: the only file that reads or writes `os.environ`.
 
+Nothing here changes what a program traces or compiles to: processes of a job may have different
+environments, and a program's fingerprint knows none. What does is a group's setting or an argument.
+
 | variable | default | meaning |
 |---|---|---|
 | EP_RUNTIME_ADDRESS | unset | what `connect()` without an address uses; set but dead is an error |
@@ -7,12 +10,7 @@
 | EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes |
 | EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
 | EP_RUNTIME_BOARD | 1 | 0: GPUs write no progress to the board; `status` then shows none of them |
-| EP_RUNTIME_FP8_KERNELS | 1 | 0: XLA multiplies 8-bit operands on GPUs, not our kernels |
-| EP_RUNTIME_TF32_KERNELS | 1 | 0: XLA multiplies f32 operands on GPUs, not our kernels in tf32 |
-| EP_RUNTIME_ROW_KERNELS | 1 | 0: XLA activates, quantizes, permutes on GPUs, not our kernels |
-| EP_RUNTIME_SMS | 0 | thread blocks of one kernel on a GPU, one per SM; 0: what measured best |
 | EP_RUNTIME_NCCL | 1 | 0: GPU groups of transport "nvlink" get no NCCL communicators |
-| EP_RUNTIME_NCCL_OVERLAP | 0 | 1: rows cross the network while others go through the windows |
 | EP_RUNTIME_NCCL_LIBRARY | unset | libnccl.so.2 for a process in which JAX has loaded none |
 | JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
@@ -38,8 +36,6 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 
 # sun_path holds 107 bytes, and "/admin.sock" takes 11 of them.
 MAX_DIRECTORY_BYTES = 96
-
-MAX_SMS = 256
 
 _PRIVATE_PREFIX = "ep-runtime-"
 
@@ -87,29 +83,9 @@ def tells_progress() -> bool:
     return _switch("EP_RUNTIME_BOARD", "1")
 
 
-def fp8_kernels() -> bool:
-    """EP_RUNTIME_FP8_KERNELS. Raises InvalidArgumentError where it is neither on nor off."""
-    return _switch("EP_RUNTIME_FP8_KERNELS", "1")
-
-
-def tf32_kernels() -> bool:
-    """EP_RUNTIME_TF32_KERNELS. Raises InvalidArgumentError where it is neither on nor off."""
-    return _switch("EP_RUNTIME_TF32_KERNELS", "1")
-
-
-def row_kernels() -> bool:
-    """EP_RUNTIME_ROW_KERNELS. Raises InvalidArgumentError where it is neither on nor off."""
-    return _switch("EP_RUNTIME_ROW_KERNELS", "1")
-
-
 def wants_nccl() -> bool:
     """EP_RUNTIME_NCCL. Raises InvalidArgumentError where it is neither on nor off."""
     return _switch("EP_RUNTIME_NCCL", "1")
-
-
-def overlaps_nodes() -> bool:
-    """EP_RUNTIME_NCCL_OVERLAP. Raises InvalidArgumentError where it is neither on nor off."""
-    return _switch("EP_RUNTIME_NCCL_OVERLAP", "0")
 
 
 def nccl_library() -> str | None:
@@ -129,21 +105,9 @@ def malloc_is_set() -> bool:
     return "glibc.malloc." in tunables or any(_text(f"MALLOC_{name}") for name in names)
 
 
-def num_sms() -> int:
-    """EP_RUNTIME_SMS, 0 where it is unset. Raises InvalidArgumentError unless it is 0 or 2..256."""
-    value = os.environ.get("EP_RUNTIME_SMS", "").strip() or "0"
-    if not value.isdecimal() or int(value) == 1 or int(value) > MAX_SMS:
-        raise InvalidArgumentError(
-            f"EP_RUNTIME_SMS must be 0 or 2 to {MAX_SMS}, got {value!r}",
-            argument="EP_RUNTIME_SMS",
-        )
-    return int(value)
-
-
-def set_for_groups(num_sms: int, tells_progress: bool) -> None:
-    """Sets EP_RUNTIME_SMS and EP_RUNTIME_BOARD for groups that this process creates from now on."""
-    os.environ["EP_RUNTIME_SMS"] = str(num_sms)
-    os.environ["EP_RUNTIME_BOARD"] = str(int(tells_progress))
+def set_tells_progress(wanted: bool) -> None:
+    """Sets EP_RUNTIME_BOARD for groups that this process creates from now on."""
+    os.environ["EP_RUNTIME_BOARD"] = str(int(wanted))
 
 
 def no_color() -> bool:

@@ -14,7 +14,6 @@ from math import prod
 from typing import Any
 
 from ep_runtime import layout
-from ep_runtime.env import MAX_SMS
 from ep_runtime.errors import InvalidArgumentError
 
 TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
@@ -26,6 +25,7 @@ PARTITIONINGS = ("auto", "rule", "shard_map")
 MAX_STACK_LAYERS = 1 << 20
 MAX_NAME_BYTES = 120
 MAX_MESH_AXES = 32
+MAX_SMS = 256
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -108,7 +108,7 @@ class GroupSpec:
     partitioning: str
     op_timeout_s: float
     retain_s: float
-    num_sms: int = 0  # 0: as each process's environment says
+    num_sms: int = 0  # of one kernel; 0: what measured best
     # G, consecutive ep ranks that share windows; 0: one set serves the EP group, or there is none.
     node_size: int = 0
 

@@ -303,10 +303,10 @@ def _map(
 
 
 def on_gpus(spec: specs.GroupSpec, claim: Claim) -> native.OnGpus:
-    """How this process drives its ranks: what the group says, else its environment."""
+    """How this process drives its ranks."""
     return native.OnGpus(
         tuple(claim.ordinals),
-        num_blocks=spec.num_sms or env.num_sms(),
+        num_blocks=spec.num_sms,
         tell_progress=env.tells_progress(),
     )
 

@@ -241,7 +241,7 @@ class Session:
                 partitioner where weights lie, "auto" asks it where nothing else tells.
             op_timeout_s: how long a call waits for live but silent peers.
             retain_s: how long windows outlive the last process; 0 in private runtimes.
-            num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: EP_RUNTIME_SMS.
+            num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: the fastest.
             replace: take the place of a group of that name with other settings.
 
         Raises:

@@ -63,7 +63,7 @@ Status CudaGroup::CheckBlocks(int64_t num_blocks, const std::vector<int>& device
     EP_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
     const int64_t most = std::min(sms, kMaxBlocks);
     if (num_blocks <= most) continue;
-    return InvalidArgument("num_sms (or EP_RUNTIME_SMS) must be at most " + std::to_string(most) +
+    return InvalidArgument("num_sms must be at most " + std::to_string(most) +
                            ", the SMs of CUDA device " + std::to_string(device) + ", got " +
                            std::to_string(num_blocks))
         .With("argument", std::string("num_sms"));

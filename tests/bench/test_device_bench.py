@@ -40,8 +40,7 @@ OPTIONS = BenchOptions(
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[ep.Session]:
-    # The bench sets them; the tests after this one must not see it.
-    monkeypatch.setenv("EP_RUNTIME_SMS", "0")
+    # The bench sets it; the tests after this one must not see it.
     monkeypatch.setenv("EP_RUNTIME_BOARD", "1")
     with ep.connect("embedded") as made:
         yield made

@@ -1,4 +1,4 @@
-"""How a process drives its ranks on GPUs: the group's settings before the environment's."""
+"""How a process drives its ranks on GPUs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from ep_runtime import specs
 from ep_runtime_client import forming
 
 
-@pytest.mark.parametrize(
-    ("num_sms", "variable", "taken"),
-    [(None, "", 0), (None, "40", 40), (24, "", 24), (24, "40", 24)],
-)
-def test_the_groups_sms_come_before_the_environments(
-    monkeypatch: pytest.MonkeyPatch, num_sms: int | None, variable: str, taken: int
+@pytest.mark.parametrize(("num_sms", "taken"), [(None, 0), (24, 24)])
+def test_the_group_says_how_many_sms_and_the_process_whether_it_tells(
+    monkeypatch: pytest.MonkeyPatch, num_sms: int | None, taken: int
 ) -> None:
-    monkeypatch.setenv("EP_RUNTIME_SMS", variable)
     monkeypatch.setenv("EP_RUNTIME_BOARD", "0")
     spec = specs.make_group_spec(
         name="g",

@@ -41,11 +41,6 @@ _ONE, _THREE = (2.0**-4, 2.0**-4), (0.25, 0.2)
 _SHAPES = [((160, (256,)), "float32"), ((256, (2, 128)), "bfloat16"), ((32, (32,)), "bfloat16")]
 
 
-@pytest.fixture(autouse=True)
-def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
-
-
 @functools.cache
 def _products(recipe: Any, out_dtype: str) -> Any:
     """Forward, data gradient, weight gradient of one slab, of quantized operands."""

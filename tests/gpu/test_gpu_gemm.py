@@ -82,9 +82,8 @@ def test_products_are_those_of_f64_for_any_sizes(gpus: list[Any], shape: Any, ty
 
 
 @pytest.fixture
-def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tf32() -> Iterator[None]:
     """The kernels of f32 operands; what was traced with them is forgotten."""
-    monkeypatch.setenv("EP_RUNTIME_TF32_KERNELS", "1")
     yield
     jax.clear_caches()
 

@@ -41,11 +41,6 @@ _ROWS = 384  # of a slab
 _USED = np.arange(_ROWS) < _SIZES.sum(1, keepdims=True)
 
 
-@pytest.fixture(autouse=True)
-def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EP_RUNTIME_ROW_KERNELS", "1")
-
-
 def _both(gpus: list[Any], run: Any, *operands: Any) -> tuple[Any, Any]:
     """What `run` gives on a GPU, the same every time, and on CPU."""
     cpu = jax.devices("cpu")[0]

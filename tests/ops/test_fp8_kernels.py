@@ -34,7 +34,6 @@ TARGETS = (*gemm_kernels.TARGETS, *fp8_kernels.TARGETS)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it."""
     monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
-    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
 
 
 def drawn(k: int = 160, n: tuple[int, ...] = (2, 128), dtype: Any = jnp.bfloat16) -> Any:
@@ -132,12 +131,7 @@ def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
     assert [line.message.count("K'=120") for line in caplog.records] == [1]
 
 
-def test_a_switch_and_gpus_of_another_kind_leave_programs_to_xla(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("EP_RUNTIME_FP8_KERNELS", "0")
-    assert calls(graded(recipe=TENSOR), *drawn(k=176)) == {}
-    monkeypatch.delenv("EP_RUNTIME_FP8_KERNELS")
+def test_gpus_of_another_kind_leave_programs_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_kernels, "register_for_gpus", lambda: ("9.0", "8.0"))
     assert calls(graded(recipe=TENSOR), *drawn(k=192)) == {}
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import gemm_kernels, local_gemm
+from ep_runtime_client.ops import gemm_kernels, local_gemm, tf32_kernels
 from ep_runtime_client.ops.grouped_gemm import multiply
 
 SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
@@ -24,7 +24,7 @@ SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it. f32 is another file's."""
     monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
-    monkeypatch.setenv("EP_RUNTIME_TF32_KERNELS", "0")
+    monkeypatch.setattr(tf32_kernels, "serve", lambda *_, **__: False)
 
 
 def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:

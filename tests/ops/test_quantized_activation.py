@@ -48,7 +48,6 @@ class Process:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.turned: list[bool] = []
         self._patch, self._plain = patch, local_gemm._forward
-        patch.setenv("EP_RUNTIME_FP8_KERNELS", "1")
         patch.setattr(local_gemm, "_forward", self._forward)
 
     def takes_kernels(self, wanted: bool) -> None:

@@ -29,7 +29,6 @@ GRADED = {
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The library need not be there to lower for it; what was traced with it is forgotten."""
     monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
-    monkeypatch.setenv("EP_RUNTIME_TF32_KERNELS", "1")
     yield
     jax.clear_caches()
 
@@ -103,11 +102,6 @@ def test_precisions_above_tf32_stay_with_xla(precision: str, served: bool) -> No
 def test_what_the_kernels_do_not_take_is_not_theirs(given: dict[str, Any]) -> None:
     with jax.enable_x64(True):
         assert calls(graded(), *drawn(**given)) == {}
-
-
-def test_without_the_switch_programs_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EP_RUNTIME_TF32_KERNELS", "0")
-    assert calls(graded(), *drawn()) == {}
 
 
 def test_shapes_that_gpus_run_as_plain_jax_are_said_once(

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ep_runtime.errors import EpRuntimeError
 from ep_runtime_client.cli.render import Column
 
 READY_TIMEOUT_S = 60.0
@@ -49,7 +50,10 @@ def costs(group: Any, before: list[int]) -> dict[str, Any]:
     held = group.native_group
     if not isinstance(held, GroupBesideNccl):
         return found
-    made = held.beside.await_ready(READY_TIMEOUT_S)
+    try:
+        made = held.beside.await_ready(READY_TIMEOUT_S)
+    except EpRuntimeError as error:
+        return found | {"why there are none": str(error)}
     found["ms from create_group to READY"] = round(held.beside.ready_after_s * 1e3)
     found["MiB of a GPU once READY"] = grown_mib(before, used_mib())
     for turn in ("first", "second"):

@@ -12,7 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_client.bench.moe_cases import RECIPES, WEIGHTS
@@ -127,8 +126,7 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         "--sms",
         type=_sizes,
         metavar="N,N",
-        help="on GPUs: thread blocks of a kernel, one per SM; 0 is what measured best; default "
-        "EP_RUNTIME_SMS",
+        help="on GPUs: thread blocks of a kernel, one per SM; 0 is what measured best; default 0",
     )
     parser.add_argument("--hidden", type=int, default=gpu.hidden, metavar="N", help="on GPUs: H")
     parser.add_argument("--dtype", default=gpu.dtype, help=f"on GPUs: {gpu.dtype}")
@@ -196,7 +194,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         hidden=args.hidden,
         dtype=args.dtype,
         routing=args.routing,
-        sms=args.sms or (env.num_sms(),),
+        sms=args.sms or (0,),
         precision=args.precision,
         board=args.board,
         also=args.also,

@@ -144,8 +144,9 @@ class _Round:
             "combine_precision": self._precision,
             "transport": self.transport,
             "op_timeout_s": OP_TIMEOUT_S,
+            "num_sms": variant[0] or None,
         }
-        env.set_for_groups(variant[0], variant[1] != "off")
+        env.set_tells_progress(variant[1] != "off")
         name = f"bench-{self.transport}-{self._precision}"
         group = bench.session.create_group(name, bench.mesh, ep_axis=AXIS, **settings)
         self._opened = (variant, group)

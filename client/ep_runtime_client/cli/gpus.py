@@ -98,19 +98,9 @@ def _matmuls() -> Gpus:
     if not native.library_path("cuda").exists():
         return Gpus("WARN", "all of grouped_gemm is plain JAX", _BUILD)
     wide = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
-    kernels, plain = [wide], ["other GPUs"]
-    if env.fp8_kernels():
-        narrow = (
-            "8-bit recipes where they are of 16, MXFP8 and the weight gradient of blocks in bf16"
-        )
-        kernels.append(narrow)
-    else:
-        plain.insert(0, "8-bit recipes")
-    if env.tf32_kernels():
-        kernels.append("f32 in tf32 where they are of 4")
-    else:
-        plain.insert(0, "f32")
-    return Gpus("OK", f"{', '.join(kernels)}; {' and '.join(plain)} by plain JAX")
+    narrow = "8-bit recipes where they are of 16, MXFP8 and the weight gradient of blocks in bf16"
+    single = "f32 in tf32 where they are of 4"
+    return Gpus("OK", f"{wide}, {narrow}, {single}; other GPUs by plain JAX")
 
 
 def _memory(gpu: nvml.Gpu, window_bytes: int) -> str:

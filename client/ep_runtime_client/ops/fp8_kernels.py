@@ -10,8 +10,7 @@ They serve operands that are both of one recipe, with K' and N' multiples of 16,
 
 The tensor cores want 8-bit data with the contracted dim along memory: what lies otherwise is
 transposed first, the rows of groups each to a multiple of PADDED. Kernels that grouped_gemm itself
-quantizes come in both layouts from there, on GPUs with row kernels. With
-EP_RUNTIME_FP8_KERNELS=0 everything is plain JAX (`local_gemm.py`).
+quantizes come in both layouts from there, on GPUs with row kernels.
 
 Letters as in `gemm_kernels.py`. 8-bit data and e8m0 scales enter the calls as uint8.
 """
@@ -28,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime import env
 from ep_runtime_client.ops import gemm_kernels, row_kernels
 from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
 from ep_runtime_client.quantized import QuantizedTensor, bits
@@ -73,7 +71,7 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
         return False
     if left.recipe != right.recipe or not isinstance(left.recipe, _RECIPES):
         return False
-    if not gemm_kernels.installed() or not env.fp8_kernels():
+    if not gemm_kernels.installed():
         return False
     gpus = register_for_gpus()
     if any(capability != gemm_kernels.CAPABILITY for capability in gpus):
@@ -98,7 +96,7 @@ def turns(recipe: Any, shape: Sequence[int]) -> bool:
 
     Its kernel then makes both layouts in one read.
     """
-    if not isinstance(recipe, TensorScaling | BlockScaling) or not env.fp8_kernels():
+    if not isinstance(recipe, TensorScaling | BlockScaling):
         return False
     widths = (shape[1], math.prod(shape[2:]))
     return not any(width % MULTIPLE for width in widths) and row_kernels.available()

@@ -1,6 +1,6 @@
 """When kernels of the CUDA library go over rows instead of XLA: activation, quantization, moves.
 
-They are written for Hopper. `EP_RUNTIME_ROW_KERNELS=0` takes XLA's programs in their place.
+They are written for Hopper.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime import env
 from ep_runtime_client.ops import gemm_kernels
 from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
 
@@ -25,9 +24,9 @@ FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 
 
 def available() -> bool:
-    """Whether this process has GPUs, all of the kind that the kernels are for, and wants them."""
+    """Whether this process has GPUs, all of the kind that the kernels are for."""
     gpus = register_for_gpus()
-    return bool(gpus) and {*gpus} == {gemm_kernels.CAPABILITY} and env.row_kernels()
+    return bool(gpus) and {*gpus} == {gemm_kernels.CAPABILITY}
 
 
 def fit(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:

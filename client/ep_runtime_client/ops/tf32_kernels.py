@@ -2,8 +2,7 @@
 
 Copies to shared memory round operands to tf32, to nearest even: 10 bits behind the point. Products
 of those are exact, sums are f32. That is what DEFAULT precision of f32 dots means on GPUs, XLA's
-own among them; for any higher one grouped GEMMs stay with XLA. So they do with
-EP_RUNTIME_TF32_KERNELS=0.
+own among them; for any higher one grouped GEMMs stay with XLA.
 
 Rows and weights may also be f32 and a 16-bit float, which tf32 holds as it is: that one is cast.
 
@@ -24,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime import env
 from ep_runtime_client.ops import fp8_kernels, gemm_kernels
 from ep_runtime_client.quantized import QuantizedTensor
 
@@ -62,7 +60,7 @@ def serve(
         experts: G.
         features: K' and the trailing dims N'.
     """
-    if not env.tf32_kernels() or any(isinstance(x, QuantizedTensor) for x in (left, right)):
+    if any(isinstance(x, QuantizedTensor) for x in (left, right)):
         return False
     dtypes = [jnp.dtype(x.dtype if cast is None else cast) for x in (left, right)]
     if not {*dtypes} <= {*_TYPES} or jnp.promote_types(*dtypes) != jnp.float32:
