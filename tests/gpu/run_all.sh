@@ -95,9 +95,9 @@ nccl_tests() {
 part_nccl() {
   NCCL_NVLS_ENABLE=0 "$python" tests/gpu/nccl_check.py
   "$python" tests/gpu/nccl_sweep.py
-  nccl_tests "not processes and not domains and not killed"
+  nccl_tests "not processes and not domains and not killed and not starts"
 }
-part_nccl_jobs() { nccl_tests "processes or (killed and not domains)"; }
+part_nccl_jobs() { nccl_tests "processes or starts or (killed and not domains)"; }
 part_nccl_domains() { nccl_tests "domains and not four"; }
 part_nccl_four() { nccl_tests "domains and four"; }
 part_plain() {

@@ -99,38 +99,54 @@ def test_communicators_beside_windows_get_ready_by_themselves(
         steps.group.close()
 
 
-def test_steps_go_on_while_communicators_are_made_beside_them(
-    session: ep.Session, several_gpus: int, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+_STARTS = """
+from gpu import gpu_steps
+from ep_runtime_client import beside
+beside.JOIN_AFTER_S = 6.0  # past compiling
+session = ep.connect(timeout_s=60)
+steps = gpu_steps.Steps(session, "starts", jax.devices())
+steps.run()
+making = steps.group.native_group.beside
+said, slowest_s, early = "go", 0.0, making.settled
+while said == "go":
+    for _ in range(100):
+        started = time.monotonic()
+        steps.run()
+        slowest_s = max(slowest_s, time.monotonic() - started)
+    say(settled=making.settled)
+    said = hear()
+made = making.await_ready(0.0)
+made.try_sum(60.0)
+steps.run()
+say(slowest_s=slowest_s, early=early)
+hear()
+steps.group.close()
+session.close()
+"""
+_ONE = "one process"
+
+
+@pytest.mark.parametrize("layout", [_ONE, *gpu_jobs.LAYOUTS])
+def test_steps_go_on_while_nccl_starts_beside_them(
+    several_gpus: int, address: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's kernels wait for their peers' while NCCL loads kernels and allocates."""
+    """A step's kernels wait for their peers' while NCCL, new in its process, loads its own."""
     if gpu_jobs.TRIAL:
         pytest.skip("CPU devices have no communicators")
-    for module in (gpu_steps, gpu_cases):
-        monkeypatch.setattr(module, "TRANSPORT", gpu_jobs.TRANSPORT)
-    for name in ("IDS_AFTER_S", "JOIN_AFTER_S"):
-        monkeypatch.setattr(beside, name, 0.0)
-    steps = gpu_steps.Steps(session, "stepping", gpus)
-    steps.run()
-    slowest_s, turns = 0.0, 0
-    for turn in range(10):
-        other = session.create_group(
-            f"beside {turn}",
-            steps.mesh,
-            ep_axis="ep",
-            transport=gpu_jobs.TRANSPORT,
-            **gpu_steps.SETTINGS,
-        )
-        held = other.native_group
-        assert isinstance(held, beside.GroupBesideNccl)
-        while not held.beside.settled:
-            started = time.monotonic()
-            steps.run()
-            slowest_s = max(slowest_s, time.monotonic() - started)
-            turns += 1
-        held.beside.await_ready(0.0)
-        other.close()
-    print(f"{turns} steps, the slowest {slowest_s * 1e3:.0f} ms")  # noqa: T201
-    assert slowest_s < KNOWN_WITHIN_S
+    monkeypatch.setitem(gpu_jobs.LAYOUTS, _ONE, (1, "local_device_ids"))
+    more = {**_NCCL, "EP_RUNTIME_ADDRESS": address, "TEST_GPU_TRANSPORT": "nvlink"}
+    with gpu_jobs.job(_STARTS, layout, several_gpus, **more) as job:
+        for _ in range(100):
+            settled = all(said["settled"] for said in job.heard(120))
+            job.tell("stop" if settled else "go")
+            if settled:
+                break
+        said = job.heard(60)
+        print(f"{layout}: slowest step {max(x['slowest_s'] for x in said) * 1e3:.0f} ms")  # noqa: T201
+        assert not any(x["early"] for x in said), "NCCL was there before the first step"
+        assert max(x["slowest_s"] for x in said) < KNOWN_WITHIN_S, said
+        job.tell()
+        job.finish()
 
 
 _CASES = """
