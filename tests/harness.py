@@ -138,6 +138,10 @@ class Running(Served):
         eventually(lambda: self.session_state(canary.session_id) in ("SUSPECT", "FORGOTTEN"))
         canary.goodbye()
 
+    def stall(self, seconds: float) -> None:
+        """Lets the daemon do nothing for that long."""
+        self._loop.call_soon_threadsafe(time.sleep, seconds)
+
     def close(self) -> None:
         super().close()
         asyncio.run_coroutine_threadsafe(self._daemon.stop(), self._loop).result(WAIT_S)

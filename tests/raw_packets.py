@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
+import struct
 from pathlib import Path
 
 from ep_runtime import specs, wire
@@ -30,15 +32,18 @@ def make_spec(name: str = "moe", ranks: int = 2, **changes) -> specs.GroupSpec:
 
 def connect(directory: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(WAIT_S), 0))
+    connection.connect(str(Path(directory) / wire.FD_SOCKET))  # waits where the backlog is full
     connection.settimeout(WAIT_S)
-    connection.connect(str(Path(directory) / wire.FD_SOCKET))
     return connection
 
 
 def receive(connection: socket.socket) -> tuple[fd_socket_pb2.FdReply, list[int]]:
-    data, ancillary, flags, _ = connection.recvmsg(
-        wire.MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET), 0
-    )
+    how = (wire.MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET), 0)
+    try:
+        data, ancillary, flags, _ = connection.recvmsg(*how)
+    except ConnectionResetError:  # told before what was sent ahead of it
+        data, ancillary, flags, _ = connection.recvmsg(*how)
     assert not flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
     if not data:
         raise ConnectionResetError("fd.sock closed the connection")
@@ -55,9 +60,10 @@ def receive(connection: socket.socket) -> tuple[fd_socket_pb2.FdReply, list[int]
 def hello(directory: Path, **changes) -> fd_socket_pb2.Welcome:
     greeting = {"api_versions": ["v1"], "client_version": "raw", "pid": os.getpid(), **changes}
     with connect(directory) as connection:
-        connection.send(
-            fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(**greeting)).SerializeToString()
-        )
+        with contextlib.suppress(BrokenPipeError):  # who is turned away has an answer already
+            connection.send(
+                fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(**greeting)).SerializeToString()
+            )
         return receive(connection)[0].welcome
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import threading
 
 from raw_packets import WAIT_S, close_fds, connect, give_back, hello, receive, redeem
@@ -128,6 +129,24 @@ def _child_squat(state, directory):
         state["listening"].append(listener)
 
 
+def _child_linger(state, directory, linger_s, packets):
+    """Sends packets, the last one with a TCP socket whose last close waits for `linger_s`."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        sender = socket.create_connection(listener.getsockname())
+        state.setdefault("unread", []).append(listener.accept()[0])
+    sender.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sender.send(b"x" * 65536)
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, linger_s))
+    with connect(directory) as connection, sender, contextlib.suppress(ConnectionError):
+        for data in packets[:-1]:
+            connection.send(data)
+        socket.send_fds(connection, [packets[-1]], [sender.fileno()])
+
+
 def _child_heard(state):
     """What came on the squatted sockets' connections until now."""
     said = []
@@ -163,6 +182,7 @@ _COMMANDS = {
     "board_fd": _child_board_fd,
     "become": _child_become,
     "squat": _child_squat,
+    "linger": _child_linger,
     "heard": _child_heard,
     "open": _child_open,
     "inodes": _child_inodes,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,8 +81,7 @@ class Place:
         pinned = self.open()
         try:
             with socket.socket(socket.AF_UNIX, kind) as connection:
-                connection.settimeout(timeout_s)
-                self._connect(connection, pinned, name)
+                self._connect(connection, pinned, name, timeout_s)
                 yield connection
         finally:
             os.close(pinned)
@@ -94,12 +94,16 @@ class Place:
             RuntimeUnavailableError: nobody listens there.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(timeout_s)
-            self._connect(probe, pinned, name)
+            self._connect(probe, pinned, name, timeout_s)
 
-    def _connect(self, connection: socket.socket, pinned: int, name: str) -> None:
+    def _connect(self, connection: socket.socket, pinned: int, name: str, timeout_s: float) -> None:
+        # Python's own timeout is none where many connect at once: it does not wait for a place.
+        wait_s = min(timeout_s, 1e6)
+        left = struct.pack("ll", int(wait_s), int(wait_s % 1 * 1e6) or 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, left)
         try:
             connection.connect(path_of(pinned, name))
+            connection.settimeout(timeout_s)
             trust.check_peer(connection, self.directory / name, self._uids)
         except PermissionDeniedError as error:
             raise self._untrusted(error) from error

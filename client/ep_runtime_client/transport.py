@@ -81,11 +81,15 @@ def _ask(
     fds: Sequence[int] = (),
 ) -> tuple[fd_socket_pb2.FdReply, list[int]]:
     try:
-        if fds:
-            socket.send_fds(connection, [request.SerializeToString()], list(fds))
-        else:
-            connection.send(request.SerializeToString())
-        return _receive(connection, place)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its reason may be there
+            if fds:
+                socket.send_fds(connection, [request.SerializeToString()], list(fds))
+            else:
+                connection.send(request.SerializeToString())
+        try:
+            return _receive(connection, place)
+        except ConnectionResetError:  # told before what was sent ahead of it
+            return _receive(connection, place)
     except TimeoutError as error:
         raise place.unavailable(f"{wire.FD_SOCKET} gave no answer in time") from error
     except OSError as error:

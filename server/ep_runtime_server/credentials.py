@@ -20,6 +20,9 @@ SO_PEERPIDFD = 77
 
 _UCRED = struct.Struct("iII")  # pid, uid, gid
 
+# Room for the sender of a packet (SO_PASSCRED), and none for descriptors.
+SENDER_BYTES = socket.CMSG_SPACE(_UCRED.size)
+
 
 @dataclasses.dataclass
 class Peer:
@@ -84,7 +87,7 @@ def message_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 def ancillary_bytes() -> int:
     """Room for one credentials message and the descriptors of one packet."""
-    return socket.CMSG_SPACE(_UCRED.size) + socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET)
+    return SENDER_BYTES + socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET)
 
 
 def boottime_s() -> float:

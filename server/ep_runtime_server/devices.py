@@ -58,6 +58,15 @@ class Device(Protocol):
         """
 
 
+def is_memfd(fd: int) -> bool:
+    """Asks nobody but the kernel: a file of a user's own file system could make fstat wait."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
 class HostAllocation:
     """A memfd, fully backed and sealed: neither side can shrink it under the other's mapping."""
 
@@ -102,10 +111,9 @@ class HostDevice:
             raise _exhausted(label, size_bytes, self.limit_bytes, error) from error
 
     def adopt(self, fd: int, size_bytes: int) -> HostAllocation:
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:  # EINVAL: no memfd
-            raise _not_ours("it is no memfd") from error
+        if not is_memfd(fd):
+            raise _not_ours("it is no memfd")
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         found = os.fstat(fd)
         if seals & SEALS != SEALS:
             raise _not_ours(f"its seals are {seals:#x}, ours {SEALS:#x}")

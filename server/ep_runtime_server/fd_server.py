@@ -1,13 +1,20 @@
-"""fd.sock: hello, and tickets for descriptors. One packet in, packets out, no waiting anywhere."""
+"""fd.sock: hello, and tickets for descriptors. One packet in, packets out, no waiting anywhere.
+
+Who is not served gets no further than `accept`. Descriptors of a packet are taken only from a
+session that may return windows: what was taken has to be closed, and that may wait.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import dataclasses
 import errno
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
@@ -19,23 +26,32 @@ from ep_runtime.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
     PoolExhaustedError,
+    RuntimeUnavailableError,
     VersionSkewError,
 )
 from ep_runtime.v1 import fd_socket_pb2 as pb
-from ep_runtime_server import attachment, config, credentials, views
+from ep_runtime_server import attachment, config, credentials, devices, views
 from ep_runtime_server.credentials import Peer
+from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import Session
 
 ACCEPT_PAUSE_S = 0.2
 LISTEN_BACKLOG = 512
 
+_LIMITS = (
+    f"a packet is at most {wire.MAX_PACKET_BYTES} bytes and {wire.MAX_FDS_PER_PACKET} descriptors, "
+    "and the daemon's limit of open files must have room for them"
+)
+
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
     socket: socket.socket
     accepted_s: float  # CLOCK_BOOTTIME
+    uid: int
     idle_timer: asyncio.TimerHandle | None = None
+    unread: bool = False  # the packet being answered carries descriptors that nobody took yet
 
 
 class FdServer:
@@ -52,7 +68,9 @@ class FdServer:
         self._runtime = runtime
         self._listener = listener
         self._peer_of = peer_of
-        self._connections: set[_Connection] = set()
+        self._connections: dict[_Connection, None] = {}  # the one that was silent longest first
+        self._disposal = Disposal()
+        self._closing: dict[int, threading.Thread] = {}  # by uid
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
         listener.listen(LISTEN_BACKLOG)
@@ -62,11 +80,16 @@ class FdServer:
     def num_connections(self) -> int:
         return len(self._connections)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._loop.remove_reader(self._listener)
+        self._listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # until there is none left
+            while True:
+                self._disposal.drop(self._listener.accept()[0])
         self._listener.close()
         for connection in list(self._connections):
             self._drop(connection)
+        await self._disposal.close()
 
     def _accept(self) -> None:
         try:
@@ -82,23 +105,71 @@ class FdServer:
             self._loop.remove_reader(self._listener)
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
             return
-        if len(self._connections) >= config.MAX_FD_CONNECTIONS:
-            accepted.close()
-            return
         accepted.setblocking(False)
         # SO_PEERCRED names who connected; a forked child may send on the same connection, so each
         # packet carries its sender too.
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        connection = _Connection(accepted, credentials.boottime_s())
-        self._connections.add(connection)
+        connection = _Connection(accepted, credentials.boottime_s(), -1)
+        try:
+            connection.uid = self._admit(connection)
+        except EpRuntimeError as error:
+            self._turn_away(connection, error)
+            return
+        except OSError as error:
+            self._turn_away(connection, _out_of_descriptors(error))
+            return
+        self._connections[connection] = None
         self._arm(connection)
         self._loop.add_reader(accepted, self._readable, connection)
+
+    def _admit(self, connection: _Connection) -> int:
+        """The uid of who connected.
+
+        Raises:
+            PermissionDeniedError: it is not served.
+            RuntimeUnavailableError: it has as many connections as one user may have.
+        """
+        peer = self._peer(connection)
+        peer.close()
+        if not self._runtime.settings.serves(peer.uid, peer.gids):
+            raise PermissionDeniedError(
+                f"uid {peer.uid} is not served here; start the daemon with --allow-uid {peer.uid} "
+                "or --allow-gid",
+                uid=peer.uid,
+                pid=peer.pid,
+            )
+        held = collections.Counter(other.uid for other in self._connections)
+        if held[peer.uid] >= config.MAX_FD_CONNECTIONS_PER_UID:
+            raise RuntimeUnavailableError(
+                f"uid {peer.uid} has {held[peer.uid]} connections to {wire.FD_SOCKET}, as many as "
+                "one user may have; retry",
+                answered=False,
+            )
+        if len(self._connections) >= config.MAX_FD_CONNECTIONS:
+            busiest = held.most_common(1)[0][0]
+            self._drop(next(other for other in self._connections if other.uid == busiest))
+        return peer.uid
+
+    def _turn_away(self, connection: _Connection, error: EpRuntimeError) -> None:
+        self._tell_denied(error)
+        reply = pb.FdReply(error=wire.error_to_detail(error))
+        with contextlib.suppress(OSError):
+            connection.socket.send(reply.SerializeToString())
+        self._disposal.drop(connection.socket)
+
+    def _peer(self, connection: _Connection) -> Peer:
+        return self._peer_of(
+            connection.socket,
+            accepted_s=connection.accepted_s,
+            use_peer_pidfd="no-peer-pidfd" not in self._runtime.settings.testing,
+        )
 
     def _resume(self) -> None:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener, self._accept)
 
     def _arm(self, connection: _Connection) -> None:
+        self._connections[connection] = self._connections.pop(connection, None)
         if connection.idle_timer is not None:
             connection.idle_timer.cancel()
         connection.idle_timer = self._loop.call_later(
@@ -107,74 +178,89 @@ class FdServer:
 
     def _drop(self, connection: _Connection) -> None:
         if connection in self._connections:
-            self._connections.discard(connection)
+            del self._connections[connection]
             self._loop.remove_reader(connection.socket)
-            connection.socket.close()
+            self._disposal.drop(connection.socket)
             if connection.idle_timer is not None:
                 connection.idle_timer.cancel()
 
     def _readable(self, connection: _Connection) -> None:
         try:
             data, ancillary, flags, _ = connection.socket.recvmsg(
-                wire.MAX_PACKET_BYTES, credentials.ancillary_bytes(), socket.MSG_CMSG_CLOEXEC
+                wire.MAX_PACKET_BYTES, credentials.SENDER_BYTES, socket.MSG_PEEK
             )
+            carries_fds = bool(flags & socket.MSG_CTRUNC)
+            if data and not carries_fds:
+                connection.socket.recv(1)  # takes the packet away
         except BlockingIOError:
             return
         except OSError:
             self._drop(connection)
             return
-        fds = credentials.message_fds(ancillary)
-        try:
-            if not data:
-                self._drop(connection)
-                return
-            self._arm(connection)
-            self._take(connection, data, flags, credentials.message_pid(ancillary), fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
+        if not data:
+            self._drop(connection)
+            return
+        self._arm(connection)
+        connection.unread = carries_fds
+        self._take(connection, data, flags, credentials.message_pid(ancillary))
+        if connection.unread:  # nobody will take these descriptors
+            self._drop(connection)
 
     def _take(
-        self,
-        connection: _Connection,
-        data: bytes,
-        flags: int,
-        sender_pid: int | None,
-        fds: list[int],
+        self, connection: _Connection, data: bytes, flags: int, sender_pid: int | None
     ) -> None:
         try:
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise InvalidArgumentError(
-                    f"a packet is at most {wire.MAX_PACKET_BYTES} bytes and "
-                    f"{wire.MAX_FDS_PER_PACKET} descriptors, and the daemon's limit of open files "
-                    "must have room for them"
-                )
-            self._answer(connection, data, sender_pid, fds)
+            if flags & socket.MSG_TRUNC:
+                raise InvalidArgumentError(_LIMITS)
+            self._answer(connection, data, sender_pid)
         except EpRuntimeError as error:
             self._refuse(connection, error)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 self._drop(connection)
                 return
-            self._refuse(connection, PoolExhaustedError("the daemon is out of file descriptors"))
+            self._refuse(connection, _out_of_descriptors(error))
+
+    def _taken_fds(self, connection: _Connection) -> list[int]:
+        """The descriptors of the packet that was looked at; the caller has them closed."""
+        if not connection.unread:
+            return []
+        _, ancillary, flags, _ = connection.socket.recvmsg(
+            1, credentials.ancillary_bytes(), socket.MSG_CMSG_CLOEXEC
+        )
+        connection.unread = False
+        fds = credentials.message_fds(ancillary)
+        if flags & socket.MSG_CTRUNC:
+            self._close_fds(connection.uid, fds)
+            raise InvalidArgumentError(_LIMITS)
+        return fds
+
+    def _close_fds(self, uid: int, fds: list[int]) -> None:
+        """Memory goes at once; a file of a user's own file system may wait even if it has copies,
+        and does so on a thread."""
+        foreign = [fd for fd in fds if not devices.is_memfd(fd)]
+        for fd in set(fds) - set(foreign):
+            os.close(fd)
+        if foreign:
+            self._disposal.hand_over(foreign)
+            closing = threading.Thread(target=_close_all, args=(foreign,), daemon=True)
+            self._closing[uid] = closing
+            closing.start()
 
     def _refuse(self, connection: _Connection, error: EpRuntimeError) -> None:
-        if isinstance(error, PermissionDeniedError):
-            self._runtime.events.add("fd.denied", str(error), level=logging.WARNING, **error.fields)
+        self._tell_denied(error)
         self._send(connection, pb.FdReply(error=wire.error_to_detail(error)), [])
 
-    def _answer(
-        self, connection: _Connection, data: bytes, sender_pid: int | None, fds: list[int]
-    ) -> None:
+    def _tell_denied(self, error: EpRuntimeError) -> None:
+        if isinstance(error, PermissionDeniedError):
+            self._runtime.events.add("fd.denied", str(error), level=logging.WARNING, **error.fields)
+
+    def _answer(self, connection: _Connection, data: bytes, sender_pid: int | None) -> None:
         try:
             request = pb.FdRequest.FromString(data)
         except DecodeError as error:
             raise InvalidArgumentError("the packet is not an FdRequest") from error
-        peer = self._peer_of(
-            connection.socket,
-            accepted_s=connection.accepted_s,
-            use_peer_pidfd="no-peer-pidfd" not in self._runtime.settings.testing,
-        )
+        peer = self._peer(connection)
         try:
             if sender_pid is not None and sender_pid != peer.pid:
                 raise PermissionDeniedError(
@@ -183,27 +269,20 @@ class FdServer:
                     pid=sender_pid,
                 )
             kind = request.WhichOneof("request")
-            if fds and kind != "return_windows":
+            if connection.unread and kind != "return_windows":
                 raise InvalidArgumentError(f"a packet of {kind} carries no descriptors")
             if kind == "hello":
                 self._hello(connection, peer, request.hello)
             elif kind == "redeem_ticket":
                 self._redeem(connection, peer, request.redeem_ticket)
             elif kind == "return_windows":
-                self._take_back(connection, peer, request.return_windows, fds)
+                self._take_back(connection, peer, request.return_windows)
             else:
                 raise InvalidArgumentError("the packet holds no request that this daemon knows")
         finally:
             peer.close()
 
     def _hello(self, connection: _Connection, peer: Peer, hello: pb.Hello) -> None:
-        if not self._runtime.settings.serves(peer.uid, peer.gids):
-            raise PermissionDeniedError(
-                f"uid {peer.uid} is not served here; start the daemon with --allow-uid {peer.uid} "
-                "or --allow-gid",
-                uid=peer.uid,
-                pid=peer.pid,
-            )
         if wire.API_VERSION not in hello.api_versions:
             raise VersionSkewError(
                 f"the daemon speaks {wire.API_VERSION}, the client {list(hello.api_versions)}",
@@ -229,12 +308,25 @@ class FdServer:
     def _session_before(self, peer: Peer, token: str) -> Session | None:
         return self._runtime.sessions.resume(token, peer) if token else None
 
-    def _take_back(
-        self, connection: _Connection, peer: Peer, request: pb.ReturnWindows, fds: list[int]
-    ) -> None:
+    def _take_back(self, connection: _Connection, peer: Peer, request: pb.ReturnWindows) -> None:
         session = self._runtime.sessions.authenticate_peer(
             request.session_token, peer.pid, peer.uid
         )
+        closing = self._closing.get(peer.uid)
+        if closing is not None and closing.is_alive():
+            raise PoolExhaustedError(
+                f"descriptors that uid {peer.uid} sent, and that are no memory, are not closed yet"
+            )
+        fds = self._taken_fds(connection)
+        try:
+            answer = self._returned(session, request, fds)
+        finally:
+            self._close_fds(peer.uid, fds)
+        self._send(connection, pb.FdReply(windows_returned=answer), [])
+
+    def _returned(
+        self, session: Session, request: pb.ReturnWindows, fds: list[int]
+    ) -> pb.WindowsReturned:
         if len(fds) != len(request.descriptors):
             raise InvalidArgumentError(
                 f"{len(request.descriptors)} descriptors were named and {len(fds)} came",
@@ -250,8 +342,7 @@ class FdServer:
         )
         self._runtime.recorder.flush()
         self._runtime.failpoints.hit("recovery.adopted")
-        answer = pb.WindowsReturned(num_adopted=taken, wanted_ranks=wanted)
-        self._send(connection, pb.FdReply(windows_returned=answer), [])
+        return pb.WindowsReturned(num_adopted=taken, wanted_ranks=wanted)
 
     def _redeem(self, connection: _Connection, peer: Peer, request: pb.RedeemTicket) -> None:
         sessions = self._runtime.sessions
@@ -287,3 +378,12 @@ class FdServer:
                 connection.socket.send(reply.SerializeToString())
         except OSError:
             self._drop(connection)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _out_of_descriptors(error: OSError) -> PoolExhaustedError:
+    return PoolExhaustedError(f"the daemon is out of file descriptors: {error.strerror}")

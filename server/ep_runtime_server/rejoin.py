@@ -14,7 +14,7 @@ from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHand
 from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import RegisteredLayer
 from ep_runtime_server.buffers import Buffer
-from ep_runtime_server.devices import Allocation
+from ep_runtime_server.devices import Allocation, HostDevice, is_memfd
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import Event, State
 from ep_runtime_server.groups import Group
@@ -209,6 +209,9 @@ class Rejoin:
 
     def _checked(self, windows: WindowSet, buffer: Buffer, fd: int) -> Allocation:
         device = self._pool.device(buffer.device)
+        if isinstance(device, HostDevice) and not is_memfd(fd):
+            # Said before there is a copy of it: to close a file of others may wait.
+            raise InvalidArgumentError("the descriptor is not the group's memory: it is no memfd")
         ours = os.dup(fd)
         try:
             allocation = device.adopt(ours, buffer.size_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,20 @@ def test_a_socket_that_never_answers_ends_at_the_timeout(directory: Path) -> Non
         silent.listen()
         with pytest.raises(ep.RuntimeUnavailableError, match="no answer in time"):
             ep.connect(f"unix://{directory}", timeout_s=0.2)
+
+
+def test_a_place_among_many_who_connect_is_waited_for(directory: Path) -> None:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as busy,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first,
+    ):
+        busy.bind(str(directory / "fd.sock"))
+        busy.listen(0)
+        first.connect(str(directory / "fd.sock"))
+        started = time.monotonic()
+        with pytest.raises(ep.RuntimeUnavailableError):
+            ep.connect(f"unix://{directory}", timeout_s=0.2)
+        assert time.monotonic() - started >= 0.2
 
 
 def test_embedded_in_a_job_of_several_processes_says_what_to_type(

@@ -1,0 +1,114 @@
+"""Closes connections with other people's descriptors in their queues, which may take for ever.
+
+Whoever closes the last copy of a TCP socket waits as long as its owner has set (SO_LINGER). A
+packet's descriptors are closed with the connection, read or not, so such a connection is closed by
+a process of its own, which is killed where it does not get on: an ending process does not linger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from ep_runtime import env
+from ep_runtime_server import credentials, disposal_child
+
+# A client asks and waits for the answer; who has more packets under way is no client of ours.
+_MAX_PACKETS = 16
+END_S = 1.0
+
+
+class Disposal:
+    """Starts its process when it is first needed. Lives on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._inbox: socket.socket | None = None
+        self._killed: list[subprocess.Popen[bytes]] = []
+        self._kept: list[socket.socket] = []
+
+    def drop(self, connection: socket.socket) -> None:
+        """Closes an accepted SOCK_SEQPACKET connection. Never waits."""
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RD)  # nothing comes after what is looked at now
+        if _is_harmless(connection) or self.hand_over([connection.fileno()]):
+            connection.close()
+        else:
+            self._kept.append(connection)
+
+    async def close(self) -> None:
+        """Ends the process; who does not end within END_S is left to init."""
+        self._kill()
+        for process in self._killed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, END_S)
+
+    def hand_over(self, fds: list[int]) -> bool:
+        """Whether the process has copies, so that a close here is not the last one."""
+        for _ in range(2):
+            try:
+                inbox = self._started()
+                socket.send_fds(inbox, [b"."], fds)
+                return True
+            except OSError as error:  # it is stuck and its queue is full, or it is gone
+                logging.getLogger(__name__).warning("descriptors of others: %s", error)
+                self._kill()
+        return False
+
+    def _started(self) -> socket.socket:
+        if self._inbox is not None:
+            return self._inbox
+        self._killed = [process for process in self._killed if process.poll() is None]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-I", "-S", str(Path(disposal_child.__file__))]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=env.child_environment(),
+                )
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        self._inbox = ours
+        return ours
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._killed.append(self._process)
+            self._process = None
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
+
+
+def _is_harmless(connection: socket.socket) -> bool:
+    """Takes packets without descriptors away; True where no others are there."""
+    for _ in range(_MAX_PACKETS):
+        try:
+            data, ancillary, flags, _ = connection.recvmsg(
+                1, credentials.SENDER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT
+            )
+            if flags & socket.MSG_CTRUNC:
+                return False
+            if not data and not ancillary:
+                return True
+            connection.recv(1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except ConnectionError:  # told once; what is in the queue is still there
+            continue
+        except OSError:
+            return False
+    return False

@@ -1,0 +1,146 @@
+"""fd.sock under attack: what one user does to it, the others do not feel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+
+import pytest
+from harness import eventually
+from raw_client import connect, hello, make_spec, receive
+
+from ep_runtime import errors
+from ep_runtime.v1 import fd_socket_pb2, types_pb2
+from ep_runtime_server import config, credentials
+
+LINGER_S = 2
+STALL_S = 0.3  # till then the descriptor is in the packet alone
+MOST_S = 1.0  # for an answer while a close waits
+
+
+def packet(**kinds) -> bytes:
+    return fd_socket_pb2.FdRequest(**kinds).SerializeToString()
+
+
+HELLO = packet(hello=fd_socket_pb2.Hello(api_versions=["v1"]))
+
+
+def longest_answer_s(daemon, for_s: float = LINGER_S / 2) -> float:
+    slowest, until = 0.0, time.monotonic() + for_s
+    while time.monotonic() < until:
+        asked = time.monotonic()
+        daemon.status()
+        slowest = max(slowest, time.monotonic() - asked)
+    return slowest
+
+
+@pytest.mark.parametrize("ahead", [[], [b"nonsense"], [HELLO]], ids=["alone", "second", "third"])
+def test_a_close_that_waits_does_not_stop_the_daemon(daemon, ahead):
+    process = daemon.process()
+    daemon.stall(STALL_S)
+    process.do("linger", daemon.directory, LINGER_S, [*ahead, HELLO])
+    assert longest_answer_s(daemon) < MOST_S
+    hello(daemon.directory)
+
+
+def test_nor_does_it_where_a_stranger_is_turned_away(start_daemon):
+    daemon = start_daemon(peer_of=as_uid(lambda: 4242))
+    process = daemon.process()
+    daemon.stall(STALL_S)
+    process.do("linger", daemon.directory, LINGER_S, [HELLO])
+    assert longest_answer_s(daemon) < MOST_S
+
+
+def test_descriptors_that_a_member_returns_are_closed_beside_the_loop(daemon):
+    client = daemon.client(process=True)
+    group = client.ready(make_spec())
+    item = types_pb2.WindowDescriptor(world_rank=0, bytes=4096, generation=group.generation)
+    request = fd_socket_pb2.ReturnWindows(
+        session_token=client.token, group="moe", descriptors=[item]
+    )
+    data = packet(return_windows=request)
+    daemon.stall(STALL_S)
+    client.process.do("linger", daemon.directory, LINGER_S, [data])
+    assert longest_answer_s(daemon) < MOST_S
+
+
+def test_more_than_its_queue_takes_ends_the_process_that_closes_them(daemon):
+    process = daemon.process()
+    fds = daemon.status().num_fds
+    for _ in range(8):
+        process.do("linger", daemon.directory, 600, [HELLO])
+    with open("/dev/null") as harmless:
+        for _ in range(600):
+            with connect(daemon.directory) as connection, contextlib.suppress(ConnectionError):
+                socket.send_fds(connection, [HELLO], [harmless.fileno()])
+    assert longest_answer_s(daemon, 0.5) < MOST_S
+    eventually(lambda: daemon.status().num_fds <= fds + 1)
+
+
+def as_uid(uid):
+    """A `peer_of` by which everybody who connects is of `uid()`."""
+
+    def peer_of(connection, **more):
+        peer = credentials.peer_of(connection, **more)
+        peer.uid, peer.gids = uid(), frozenset({77})
+        return peer
+
+    return peer_of
+
+
+class TestPlaces:
+    """Of eight connections one user may have four."""
+
+    @pytest.fixture
+    def at_door(self, start_daemon, monkeypatch, tmp_path):
+        """(open a connection as this uid, daemon): 1001 and 1002 are served."""
+        monkeypatch.setattr(config, "MAX_FD_CONNECTIONS", 8)
+        monkeypatch.setattr(config, "MAX_FD_CONNECTIONS_PER_UID", 4)
+        now = [os.geteuid()]
+        daemon = start_daemon(
+            peer_of=as_uid(lambda: now[0]),
+            directory=tmp_path / "d",
+            allow_uids=frozenset({1001, 1002}),
+        )
+        with contextlib.ExitStack() as held:
+
+            def open_as(uid: int) -> socket.socket:
+                now[0] = uid
+                connection = held.enter_context(connect(daemon.directory))
+                daemon.status()  # the loop has accepted it
+                now[0] = os.geteuid()
+                return connection
+
+            yield open_as, daemon
+
+    def test_a_stranger_takes_none(self, at_door):
+        open_as, daemon = at_door
+        for connection in [open_as(4242) for _ in range(20)]:
+            with pytest.raises(errors.PermissionDeniedError, match="--allow-uid 4242"):
+                receive(connection)
+            with pytest.raises(ConnectionError):
+                receive(connection)
+        hello(daemon.directory)
+
+    def test_a_user_takes_no_more_than_its_own(self, at_door):
+        open_as, daemon = at_door
+        held = [open_as(1001) for _ in range(5)]
+        with pytest.raises(errors.RuntimeUnavailableError, match="as many as one user may"):
+            receive(held[4])
+        held[0].send(HELLO)
+        receive(held[0])
+        hello(daemon.directory)
+
+    def test_where_all_are_taken_who_has_most_loses_its_oldest(self, at_door):
+        open_as, daemon = at_door
+        first = open_as(1001)
+        for uid in (1001, 1001, 1001, 1002, 1002, 1002):
+            open_as(uid)
+        ours = open_as(os.geteuid())
+        hello(daemon.directory)
+        with pytest.raises(ConnectionError):
+            receive(first)
+        ours.send(HELLO)
+        receive(ours)
