@@ -13,7 +13,7 @@
         ├── GroupBusyError              a rank is claimed by a process that lives
         ├── RuntimeUnavailableError     no daemon answers at the address
         ├── PermissionDeniedError       not served: the wrong user, or another process's token
-        ├── PoolExhaustedError          a memory limit is reached; names asked, free and holders
+        ├── PoolExhaustedError          a limit of memory, or of the user; names asked and held
         └── VersionSkewError            client and daemon speak no common protocol version
 
 What this platform cannot do is a plain NotImplementedError.
@@ -128,7 +128,11 @@ class PermissionDeniedError(EpRuntimeError):
 
 
 class PoolExhaustedError(EpRuntimeError):
-    """A limit of the daemon is reached. `fields`: asked_bytes, free_bytes, limit_bytes, holders."""
+    """A limit of the daemon, or of the user, is reached.
+
+    `fields`: asked_bytes, free_bytes, limit_bytes, holders (of other users only their sum); of a
+    user's limit resource, asked, held, limit.
+    """
 
     grpc_code = "RESOURCE_EXHAUSTED"
     retryable = True

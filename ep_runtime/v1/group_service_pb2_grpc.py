@@ -97,6 +97,8 @@ class GroupServiceServicer(object):
         daemon drains                 UNAVAILABLE        retry elsewhere or later
         still recovering at `wait`    UNAVAILABLE        retry
         journal cannot be written     RESOURCE_EXHAUSTED PoolExhaustedError: free disk space
+        over a limit of the user      RESOURCE_EXHAUSTED PoolExhaustedError (resource, asked, held,
+        limit)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -68,6 +68,8 @@ class LayerServiceServicer(object):
         theirs, ours)
         does not fit the group        INVALID_ARGUMENT    names argument and both numbers
         more handles than the board   RESOURCE_EXHAUSTED  PoolExhaustedError (asked, free, limit)
+        over a limit of the user      RESOURCE_EXHAUSTED  PoolExhaustedError (resource, asked,
+        held, limit)
         no such group, generation     FAILED_PRECONDITION StaleHandleError: create it
         not a member                  PERMISSION_DENIED   claim a rank first
         """

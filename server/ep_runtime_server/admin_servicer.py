@@ -16,6 +16,7 @@ from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
 from ep_runtime_server import config, host_memory, views
 from ep_runtime_server.groups import Group
+from ep_runtime_server.pacing import paced
 from ep_runtime_server.paging import page
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import Session
@@ -84,6 +85,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             loop_lag_p99=wire.duration(runtime.loop_lag.p99_s),
             loop_lag_worst=wire.duration(runtime.loop_lag.worst_s),
             failing_tasks=runtime.supervisor.failing,
+            users=[views.usage(uid, runtime.usage(uid)) async for uid in paced(runtime.users())],
+            user_limits=views.user_limits(runtime.quotas.limits),
             journal=pb.JournalStatus(error=runtime.journal.error, bytes=runtime.journal.size_bytes),
             recovery=(views.recovery(runtime.recovery) if runtime.recovery.found_any else None),
             late_ranks=[views.late_rank(late) for late in await runtime.late_ranks.now()],

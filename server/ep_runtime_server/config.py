@@ -9,6 +9,7 @@ from pathlib import Path
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server.cluster_config import ClusterConfig
 from ep_runtime_server.host_memory import available_bytes
+from ep_runtime_server.quotas import UserLimits
 
 HEARTBEAT_INTERVAL_S = 2.0
 SUSPECT_AFTER_S = 10.0
@@ -61,7 +62,7 @@ class ServerConfig:
     allow_gids: groups whose members are served.
     max_host_bytes: most bytes of host windows and boards together.
     max_bytes_per_gpu: most bytes of windows on one GPU; None for all of it.
-    max_sessions_per_uid: live sessions of one user.
+    per_user: what one user may hold.
     drain_s: how long SIGTERM waits for sessions.
     idle_exit_s: end after that long without a session; None to stay.
     parent_pidfd: end when this process is gone.
@@ -76,7 +77,7 @@ class ServerConfig:
     allow_gids: frozenset[int] = frozenset()
     max_host_bytes: int = 0
     max_bytes_per_gpu: int | None = None
-    max_sessions_per_uid: int = 1024
+    per_user: UserLimits = UserLimits()
     log_level: str = "info"
     drain_s: float = DEFAULT_DRAIN_S
     idle_exit_s: float | None = None

@@ -21,6 +21,7 @@ from ep_runtime_server.group_fsm import Event, State
 from ep_runtime_server.group_memory import get_windows
 from ep_runtime_server.groups import Group, wait_until
 from ep_runtime_server.pacing import paced
+from ep_runtime_server.quotas import Quotas
 from ep_runtime_server.sessions import Session, SessionState
 from ep_runtime_server.supervision import tell_failure
 from ep_runtime_server.windows import Owner, WindowPool
@@ -29,7 +30,11 @@ from ep_runtime_server.windows import Owner, WindowPool
 class Groups:
     """Groups by owner. Lives on the event loop's thread; only formation awaits."""
 
-    def __init__(self, pool: WindowPool, clock: Clock, events: EventLog) -> None:
+    def __init__(
+        self, pool: WindowPool, clock: Clock, events: EventLog, quotas: Quotas | None = None
+    ) -> None:
+        """Without `quotas` a user may have any number of groups."""
+        self._quotas = quotas
         self._pool = pool
         self._clock = clock
         self._events = events
@@ -60,6 +65,9 @@ class Groups:
 
     def all(self) -> list[Group]:
         return list(self._groups.values())
+
+    def of_user(self, uid: int) -> list[Group]:
+        return [group for group in self._groups.values() if group.owner.uid == uid]
 
     def get(self, session: Session, name: str) -> Group:
         """The group of that name in the session's (uid, job). Raises StaleHandleError."""
@@ -145,6 +153,8 @@ class Groups:
             self.take_away(group, PoisonReason.CLOSED, "replaced by another spec")
             group = None
         if group is None:
+            if self._quotas is not None:
+                self._quotas.check(owner.uid, groups=1)
             group = self._new_group(owner, spec)
         member = group.members.get(session.session_id)
         if member is not None and group.state is not State.BROKEN and not group.others_left:

@@ -129,6 +129,8 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         ranks = _check_ranks(request.world_ranks, spec)
         uuids = _check_uuids(request, spec)
         wait_s = _wait_s(request)
+        self._check_retained(spec)
+        self._runtime.quotas.check(session.uid, journal_bytes=request.ByteSize())
 
         async def work() -> pb.CreateGroupResponse:
             await self._runtime.claims_allowed(session, spec.name, wait_s)
@@ -142,6 +144,15 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
             session.session_id, request.op_id, request, work
         )
         return answer
+
+    def _check_retained(self, spec: GroupSpec) -> None:
+        longest_s = self._runtime.quotas.limits.retain_s
+        if spec.retain_s > longest_s:
+            raise InvalidArgumentError(
+                f"retain_s must be at most {longest_s:g} (serve --max-retain-s), got "
+                f"{spec.retain_s:g}",
+                argument="retain_s",
+            )
 
     async def AcquireWindows(  # noqa: N802
         self, request: pb.AcquireWindowsRequest, context: Context[Any, Any]
@@ -233,11 +244,14 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
         session = current_session()
         group = self._runtime.groups.get(session, request.group)
         group.member(session, request.generation)
-        self._runtime.recorder.admit(_JOURNAL_GROWTH * request.ByteSize())
+        growth = _JOURNAL_GROWTH * request.ByteSize()
+        self._runtime.recorder.admit(growth)
+        self._runtime.quotas.check(session.uid, journal_bytes=growth)
         before = len(group.layers)
         layers, stacks = await group.layers.register(
             [wire.layer_spec_from_proto(layer) async for layer in paced(request.layers)],
             [wire.stack_spec_from_proto(stack) async for stack in paced(request.stacks)],
+            lambda count: self._runtime.quotas.check(session.uid, layers=count),
         )
         added = len(group.layers) - before
         if added:

@@ -20,7 +20,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ep_runtime.errors import PoolExhaustedError
 from ep_runtime_server.failpoints import Failpoints
@@ -33,7 +33,18 @@ COMPACT_AT_GROWTH = 4
 
 _HEAD = struct.Struct("<IIQ")  # length of the payload, crc of sequence and payload, sequence
 
-Record = tuple[str, Any]  # key, value; None forgets the key
+Record = tuple[str, Any]  # key, value or its Encoded; None forgets the key
+
+
+class Encoded(NamedTuple):
+    """A value that is JSON already."""
+
+    text: bytes
+
+
+def encoded(value: Any) -> Encoded | None:
+    """None for None."""
+    return Encoded(json.dumps(value, separators=(",", ":")).encode()) if value is not None else None
 
 
 def _crc(sequence: int, payload: bytes) -> int:
@@ -41,7 +52,9 @@ def _crc(sequence: int, payload: bytes) -> int:
 
 
 def _encode(sequence: int, record: Record) -> bytes:
-    payload = json.dumps(record, separators=(",", ":")).encode()
+    key, value = record
+    text = value if isinstance(value, Encoded) else encoded(value)
+    payload = b"[%s,%s]" % (json.dumps(key).encode(), text.text if text is not None else b"null")
     return _HEAD.pack(len(payload), _crc(sequence, payload), sequence) + payload
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ep_runtime import board, specs
 from ep_runtime.errors import (
@@ -66,9 +66,15 @@ class LayerTable:
         return list(self._layers.values())
 
     async def register(
-        self, layers: Sequence[LayerSpec], stacks: Sequence[LayerStackSpec]
+        self,
+        layers: Sequence[LayerSpec],
+        stacks: Sequence[LayerStackSpec],
+        admit: Callable[[int], None] = lambda count: None,
     ) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
         """All or none of them; an equal registration is answered with what it got before.
+
+        Args:
+            admit: raises where there may not be so many more of them.
 
         Raises:
             InvalidArgumentError: one does not fit the group.
@@ -81,6 +87,7 @@ class LayerTable:
             stack_answer = [
                 self._plan(stack.spec, stack.num_layers, added) async for stack in paced(stacks)
             ]
+            admit(len(added.layers))
             self._layers.update(added.layers)
             self._ids.update(added.ids)
             self._next_handle = added.next_handle

@@ -14,10 +14,19 @@ from typing import NoReturn
 import setproctitle
 
 from ep_runtime import env
-from ep_runtime.errors import EpRuntimeError
-from ep_runtime_server import cluster_config, config, events, failpoints, host_memory, systemd
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
+from ep_runtime_server import (
+    cluster_config,
+    config,
+    events,
+    failpoints,
+    host_memory,
+    quotas,
+    systemd,
+)
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
+from ep_runtime_server.quotas import UserLimits
 
 PROCESS_TITLE = "ep-runtimed"
 
@@ -43,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--allow-gid", type=int, action="append", default=[], metavar="GID", help="serve members")
     add("--max-host-bytes", metavar="SIZE", help="host windows (default: half of MemAvailable)")
     add("--max-bytes-per-gpu", metavar="SIZE", help="windows on one GPU (default: no limit)")
-    add("--max-sessions-per-uid", type=int, default=1024, metavar="N", help="default 1024")
+    _add_user_limits(parser)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--drain-s", type=float, default=config.DEFAULT_DRAIN_S, help="SIGTERM waits that long")
     add(
@@ -66,6 +75,58 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_user_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits of one user").add_argument
+    for name in ("sessions", "groups", "layers", "fds"):
+        default = getattr(UserLimits(), name)
+        told = "half of the daemon's, 7/8 without other users" if name == "fds" else default
+        add(f"--max-{name}-per-uid", type=_count, metavar="N", help=f"default {told}")
+    add(
+        "--max-host-bytes-per-uid",
+        metavar="SIZE",
+        help="host windows (default: half of --max-host-bytes, all of it without other users)",
+    )
+    add("--max-journal-bytes-per-uid", metavar="SIZE", help="records for a restart (default 64M)")
+    add(
+        "--max-retain-s",
+        type=float,
+        default=quotas.DEFAULT_RETAIN_S,
+        metavar="S",
+        help="a group may ask to be kept S seconds after its last process (default a day)",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
+    return int(text)
+
+
+def _user_limits(arguments: argparse.Namespace, max_host_bytes: int, *, others: bool) -> UserLimits:
+    """One user may hold half of what all share, the only one nearly all of it."""
+    max_fds = host_memory.max_fds()
+    given = {
+        "sessions": arguments.max_sessions_per_uid,
+        "groups": arguments.max_groups_per_uid,
+        "layers": arguments.max_layers_per_uid,
+        "fds": arguments.max_fds_per_uid or (max_fds // 2 if others else max_fds // 8 * 7),
+        "host_bytes": _size(arguments.max_host_bytes_per_uid)
+        or (max_host_bytes // 2 if others else max_host_bytes),
+        "journal_bytes": _size(arguments.max_journal_bytes_per_uid),
+    }
+    if not 0 <= arguments.max_retain_s < 1 << 31:
+        raise InvalidArgumentError(
+            f"--max-retain-s must be 0 to {1 << 31} s, got {arguments.max_retain_s}",
+            argument="--max-retain-s",
+        )
+    limits = {name: value for name, value in given.items() if value}
+    return UserLimits(**limits, retain_s=arguments.max_retain_s)
+
+
+def _size(text: str | None) -> int | None:
+    return config.parse_bytes(text) if text else None
+
+
 def _check_testing(switches: Sequence[str]) -> frozenset[str]:
     for switch in switches:
         if switch not in config.TESTING_SWITCHES:
@@ -75,15 +136,15 @@ def _check_testing(switches: Sequence[str]) -> frozenset[str]:
 
 def make_config(arguments: argparse.Namespace) -> ServerConfig:
     """Raises InvalidArgumentError naming the flag's value that does not work."""
-    given = arguments.max_host_bytes
-    per_gpu = arguments.max_bytes_per_gpu
+    max_host_bytes = _size(arguments.max_host_bytes) or config.default_max_host_bytes()
+    others = bool(arguments.allow_uid or arguments.allow_gid)
     return ServerConfig(
         directory=env.check_directory(arguments.dir) if arguments.dir else env.runtime_directory(),
         allow_uids=frozenset(arguments.allow_uid),
         allow_gids=frozenset(arguments.allow_gid),
-        max_host_bytes=config.parse_bytes(given) if given else config.default_max_host_bytes(),
-        max_bytes_per_gpu=config.parse_bytes(per_gpu) if per_gpu else None,
-        max_sessions_per_uid=arguments.max_sessions_per_uid,
+        max_host_bytes=max_host_bytes,
+        max_bytes_per_gpu=_size(arguments.max_bytes_per_gpu),
+        per_user=_user_limits(arguments, max_host_bytes, others=others),
         log_level=arguments.log_level,
         drain_s=arguments.drain_s,
         idle_exit_s=arguments.idle_exit_s,
@@ -123,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = build_parser().parse_args(argv)
     events.start_logging(arguments.log_level)
+    host_memory.raise_max_fds()
     try:
         settings = make_config(arguments)
     except EpRuntimeError as error:
@@ -131,7 +193,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     setproctitle.setproctitle(PROCESS_TITLE)
     # Before any thread runs and any socket is bound: gRPC takes the mode from the umask alone.
     os.umask(0o077)
-    host_memory.raise_max_fds()
     try:
         asyncio.run(serve(settings))
     except EpRuntimeError as error:

@@ -4,6 +4,8 @@ told of it, starts a new file when the old one is long or could not be written."
 from __future__ import annotations
 
 import asyncio
+import collections
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.groups import Group
-from ep_runtime_server.journal import Journal, Record
+from ep_runtime_server.journal import Encoded, Journal, Record, encoded
 from ep_runtime_server.sessions import Session, Sessions
 from ep_runtime_server.windows import WindowPool, WindowSet
 
@@ -30,6 +32,15 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # hidden; the start times of the processes tell the boots apart too
         return "unknown"
+
+
+@dataclasses.dataclass
+class _LayerParts:
+    """A group's layers as they are in the file, so that a new file costs no new JSON."""
+
+    texts: dict[int, Encoded] = dataclasses.field(default_factory=dict)  # by first layer
+    num_layers: int = 0
+    num_written: int = 0
 
 
 class Recorder:
@@ -51,7 +62,10 @@ class Recorder:
         self._events = events
         self._clock = clock
         self._changed: dict[str, Session | Group | WindowSet] = {}
-        self._layers_written: dict[str, int] = {}  # by group id
+        # By key of the item: its user, and bytes of its records, layers included.
+        self._bytes: dict[str, tuple[int, int]] = {}
+        self._bytes_by: collections.Counter[int] = collections.Counter()  # by uid
+        self._layers: dict[str, _LayerParts] = {}  # by group id
         self._generation_written = 0
         self._flush_scheduled = False
         self._failed = False
@@ -121,25 +135,50 @@ class Recorder:
         self._tell()
         return done
 
+    def bytes_of(self, uid: int) -> int:
+        """Bytes of the records that a restarted daemon needs of a user."""
+        return self._bytes_by[uid]
+
+    def _count(self, key: str, uid: int, size_bytes: int) -> None:
+        before_uid, before = self._bytes.pop(key, (uid, 0))
+        self._bytes_by[before_uid] -= before
+        if size_bytes:
+            self._bytes[key] = uid, size_bytes
+            self._bytes_by[uid] += size_bytes
+        elif not self._bytes_by[uid]:
+            del self._bytes_by[uid]
+
     def _records(self, key: str, item: Session | Group | WindowSet) -> Iterator[Record]:
         if isinstance(item, Session):
-            yield key, records.of_session(item)
+            uid, value = item.uid, encoded(records.of_session(item))
         elif isinstance(item, WindowSet):
-            yield key, records.of_windows(item)
+            uid, value = item.owner.uid, encoded(records.of_windows(item))
         else:
-            value = records.of_group(item)
-            yield key, value
-            if value is None:
-                self._layers_written.pop(item.group_id, None)
-            else:
-                yield from self._layer_records(item)
+            uid, value = item.owner.uid, encoded(records.of_group(item))
+        yield key, value
+        self._count(key, uid, len(value.text) if value is not None else 0)
+        if isinstance(item, Group):
+            yield from self._layer_records(item, gone=value is None)
 
-    def _layer_records(self, group: Group) -> Iterator[Record]:
-        written = self._layers_written.get(group.group_id, 0)
-        if len(group.layers) > written:
-            added = [records.of_layer(layer) for layer in group.layers.all()[written:]]
-            self._layers_written[group.group_id] = len(group.layers)
-            yield f"{LAYERS}{group.group_id}/{written}", added
+    def _layer_records(self, group: Group, *, gone: bool) -> Iterator[Record]:
+        """Those that are not in the file; they are written once, however long the list grows."""
+        key = f"{LAYERS}{group.group_id}/"
+        if gone:
+            self._layers.pop(group.group_id, None)
+            self._count(key, group.owner.uid, 0)
+            return
+        parts = self._layers.setdefault(group.group_id, _LayerParts())
+        if len(group.layers) > parts.num_layers:
+            added = [records.of_layer(layer) for layer in group.layers.all()[parts.num_layers :]]
+            value = encoded(added)
+            assert value is not None
+            parts.texts[parts.num_layers] = value
+            parts.num_layers = len(group.layers)
+            self._count(key, group.owner.uid, sum(len(x.text) for x in parts.texts.values()))
+        for first, value in parts.texts.items():
+            if first >= parts.num_written:
+                yield f"{key}{first}", value
+        parts.num_written = parts.num_layers
 
     def tick(self) -> None:
         """Starts a new file where that is due; a failed one is tried again every second."""
@@ -152,7 +191,8 @@ class Recorder:
 
     def compact(self) -> None:
         """Puts a file of what is known now in the place of the journal."""
-        self._layers_written = {}
+        for parts in self._layers.values():
+            parts.num_written = 0
         facts = dict(self._facts())
         if self._journal.compact(facts):
             self._changed = {}

@@ -174,7 +174,8 @@ class Rejoin:
             )
         for device in {buffer.device for buffer in windows.buffers}:
             new = [b for b in windows.buffers if b.world_rank in fds and not b.counted]
-            self._pool.check_room(device, sum(b.size_bytes for b in new if b.device == device))
+            asked = sum(b.size_bytes for b in new if b.device == device)
+            self._pool.check_room(device, asked, windows.owner.uid)
         allocations: dict[int, Allocation] = {}
         mapped: mmap.mmap | None = None
         try:

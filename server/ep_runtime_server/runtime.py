@@ -33,6 +33,7 @@ from ep_runtime_server.journal import Journal
 from ep_runtime_server.lateness import LateRanks
 from ep_runtime_server.loop_lag import LoopLag
 from ep_runtime_server.operations import Operations
+from ep_runtime_server.quotas import Quotas, Usage
 from ep_runtime_server.recorder import Recorder
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.rejoin import Rejoin
@@ -67,14 +68,16 @@ class Runtime:
             self.events,
             Gpus(settings.max_bytes_per_gpu) if gpus is None else gpus,
         )
-        self.groups = Groups(self.pool, clock, self.events)
+        self.quotas = Quotas(settings.per_user, self.usage)
+        self.pool.quotas = self.quotas
+        self.groups = Groups(self.pool, clock, self.events, self.quotas)
         self.tickets = TicketBook(clock)
         self.unique_ids = UniqueIdBook(clock, self.events)
         self.operations = Operations(clock)
         self.sessions = Sessions(
             clock,
             self.events,
-            max_per_uid=settings.max_sessions_per_uid,
+            admit=lambda uid: self.quotas.check(uid, sessions=1, fds=1),
             on_end=self._session_ended,
         )
         self.recovery = Recovery(
@@ -129,6 +132,26 @@ class Runtime:
             fd_store.remove(name)
         for fd in stored.values():
             os.close(fd)
+
+    def usage(self, uid: int) -> Usage:
+        """What the user holds now."""
+        groups = self.groups.of_user(uid)
+        sessions = sum(session.uid == uid for session in self.sessions.not_over())
+        host_bytes, fds = self.pool.held_by(uid)
+        return Usage(
+            sessions=sessions,
+            groups=len(groups),
+            layers=sum(len(group.layers) for group in groups),
+            host_bytes=host_bytes,
+            fds=sessions + fds,
+            journal_bytes=self.recorder.bytes_of(uid),
+        )
+
+    def users(self) -> list[int]:
+        """Uids that hold anything."""
+        sessions = {session.uid for session in self.sessions.not_over()}
+        groups = {group.owner.uid for group in self.groups.all()}
+        return sorted(sessions | groups | {windows.owner.uid for windows in self.pool.sets})
 
     @property
     def server_state(self) -> session_service_pb2.ServerState:

@@ -18,7 +18,6 @@ from typing import Any
 
 from ep_runtime.errors import (
     PermissionDeniedError,
-    PoolExhaustedError,
     SessionFencedError,
 )
 from ep_runtime_server import config
@@ -107,14 +106,17 @@ class Sessions:
         clock: Clock,
         events: EventLog,
         *,
-        max_per_uid: int,
+        admit: Callable[[int], None],
         on_end: Callable[[Session], None],
     ) -> None:
-        """`on_end(session)` runs once, after the state became FENCED, CLOSED or DEAD; a fenced
-        session gets it again when its process is gone."""
+        """`admit(uid)` raises where the user has as many sessions as allowed.
+
+        `on_end(session)` runs once, after the state became FENCED, CLOSED or DEAD; a fenced
+        session gets it again when its process is gone.
+        """
         self._clock = clock
         self._events = events
-        self._max_per_uid = max_per_uid
+        self._admit = admit
         self._on_end = on_end
         self.on_change: Callable[[Session], None] = _nobody
         self._by_token: dict[str, Session] = {}  # by the token's digest
@@ -138,12 +140,7 @@ class Sessions:
             PoolExhaustedError: the user has as many sessions as allowed.
         """
         self._close_unanswered(peer)
-        held = sum(1 for session in self.not_over() if session.uid == peer.uid)
-        if held >= self._max_per_uid:
-            raise PoolExhaustedError(
-                f"uid {peer.uid} has {held} sessions, the limit is {self._max_per_uid}",
-                limit=self._max_per_uid,
-            )
+        self._admit(peer.uid)
         token = secrets.token_hex(32)
         session = Session(
             session_id=f"s-{secrets.token_hex(6)}",

@@ -20,6 +20,7 @@ from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
 from ep_runtime_server.lateness import LateRank, late_in, rank_record
 from ep_runtime_server.layers import Handle
+from ep_runtime_server.quotas import Usage, UserLimits
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import Session
@@ -271,6 +272,30 @@ def late_rank(late: LateRank) -> pb.LateRank:
         op=late.op,
         handle=late.handle,
         message=late.message,
+    )
+
+
+def usage(uid: int, held: Usage) -> pb.UserUsage:
+    return pb.UserUsage(
+        uid=uid,
+        num_sessions=held.sessions,
+        num_groups=held.groups,
+        num_layers=held.layers,
+        host_bytes=held.host_bytes,
+        num_fds=held.fds,
+        journal_bytes=held.journal_bytes,
+    )
+
+
+def user_limits(limits: UserLimits) -> pb.UserLimits:
+    return pb.UserLimits(
+        max_sessions=limits.sessions,
+        max_groups=limits.groups,
+        max_layers=limits.layers,
+        max_host_bytes=limits.host_bytes,
+        max_fds=limits.fds,
+        max_journal_bytes=limits.journal_bytes,
+        max_retain=wire.duration(limits.retain_s),
     )
 
 

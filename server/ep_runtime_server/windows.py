@@ -24,6 +24,7 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.devices import Allocation, Device
 from ep_runtime_server.events import EventLog
+from ep_runtime_server.quotas import Quotas
 
 MAX_NAMED_HOLDERS = 16
 
@@ -117,6 +118,11 @@ class WindowSet:
     def size_bytes(self) -> int:
         return sum(buffer.size_bytes for buffer in self.buffers)
 
+    @property
+    def num_fds(self) -> int:
+        """Descriptors that the daemon holds for it, the board's mapping included."""
+        return sum(b.allocation is not None for b in self.buffers) + (self.board is not None)
+
     def bytes_on(self, device: str) -> int:
         return sum(b.size_bytes for b in self.buffers if b.device == device and b.counted)
 
@@ -180,7 +186,9 @@ class WindowPool:
         self._events = events
         self.on_change: Callable[[WindowSet], None] = _nobody
         self._sets: list[WindowSet] = []
+        self.quotas: Quotas | None = None  # without them users share what there is
         self._reserved: dict[str, int] = {}
+        self._reserved_by: dict[int, tuple[int, int]] = {}  # by uid: host bytes, descriptors
         self._freed = asyncio.Event()
         self._admit = ThreadPoolExecutor(1, thread_name_prefix="allocate")
         # Freeing runs beside allocation: a big group's end must not delay the next one's start.
@@ -207,6 +215,48 @@ class WindowPool:
         used = sum(s.bytes_on(device) for s in self._sets if not states or s.state in states)
         return used if states else used + self._reserved.get(device, 0)
 
+    def held_by(self, uid: int) -> tuple[int, int]:
+        """(bytes on the host, descriptors) of a user's sets, reservations included."""
+        own = [windows for windows in self._sets if windows.owner.uid == uid]
+        host_bytes, fds = self._reserved_by.get(uid, (0, 0))
+        host_bytes += sum(windows.bytes_on(self._host.name) for windows in own)
+        return host_bytes, fds + sum(windows.num_fds for windows in own)
+
+    def _reserve(self, uid: int, demand: Mapping[Device, int], fds: int) -> None:
+        """Counts what is about to be allocated; negative numbers take it back."""
+        for device, asked in demand.items():
+            self._reserved[device.name] = self._reserved.get(device.name, 0) + asked
+        host_bytes, held = self._reserved_by.pop(uid, (0, 0))
+        host_bytes, held = host_bytes + demand.get(self._host, 0), held + fds
+        if host_bytes or held:
+            self._reserved_by[uid] = host_bytes, held
+
+    def _over_quota(self, uid: int, host_bytes: int, fds: int) -> PoolExhaustedError | None:
+        try:
+            if self.quotas is not None:
+                self.quotas.check(uid, host_bytes=host_bytes, fds=fds)
+        except PoolExhaustedError as error:
+            return error
+        return None
+
+    async def _room(self, uid: int, demand: dict[Device, int], fds: int) -> None:
+        """Returns when there is room, also for this user. Raises PoolExhaustedError where memory
+        on its way back does not make it."""
+        while True:
+            full = self._first_full(demand)
+            error = (
+                self._exhausted(full, demand[full], uid)
+                if full is not None
+                else self._over_quota(uid, demand.get(self._host, 0), fds)
+            )
+            if error is None:
+                return
+            freed = [s for s in self._sets if s.state is WindowState.RELEASING]
+            if not any(s.bytes_on(full.name) if full else s.owner.uid == uid for s in freed):
+                raise error
+            self._freed.clear()
+            await self._freed.wait()
+
     async def allocate(
         self,
         owner: Owner,
@@ -231,19 +281,14 @@ class WindowPool:
         parts = await loop.run_in_executor(self._admit, self._parts, spec, uuids or {}, ranks)
         on = dict.fromkeys(device for _, device, _ in parts)
         demand = {device: sum(size for _, d, size in parts if d is device) for device in on}
-        while (full := self._first_full(demand)) is not None:
-            if not self.used_bytes(full.name, WindowState.RELEASING):
-                raise self._exhausted(full, demand[full])
-            self._freed.clear()
-            await self._freed.wait()
-        for device, asked in demand.items():
-            self._reserved[device.name] = self._reserved.get(device.name, 0) + asked
+        fds = len(parts) + 1  # the board's mapping holds one of its own
+        await self._room(owner.uid, demand, fds)
+        self._reserve(owner.uid, demand, fds)
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
         try:
             await loop.run_in_executor(self._admit, windows.allocate, parts)
         finally:
-            for device, asked in demand.items():
-                self._reserved[device.name] -= asked
+            self._reserve(owner.uid, {device: -asked for device, asked in demand.items()}, -fds)
         self.add(windows)
         return windows
 
@@ -278,13 +323,13 @@ class WindowPool:
             for rank in (range(spec.world_size) if ranks is None else ranks)
         ]
 
-    def check_room(self, device: str, asked: int) -> None:
+    def check_room(self, device: str, asked: int, uid: int) -> None:
         """Raises PoolExhaustedError where the device has no room for memory that comes back."""
         if not asked:
             return
         found = self.device(device)
         if asked > found.limit_bytes - self.used_bytes(device):
-            raise self._exhausted(found, asked)
+            raise self._exhausted(found, asked, uid)
 
     def device(self, name: str) -> Device:
         """The host, or a GPU by its UUID. Raises as `Gpus.get`."""
@@ -296,13 +341,18 @@ class WindowPool:
                 return device
         return None
 
-    def _exhausted(self, device: Device, asked: int) -> PoolExhaustedError:
+    def _exhausted(self, device: Device, asked: int, uid: int) -> PoolExhaustedError:
+        """Names the user's own groups; of other users only how much they hold together."""
         free = max(0, device.limit_bytes - self.used_bytes(device.name))
         held = sorted(self._sets, key=lambda s: s.bytes_on(device.name), reverse=True)
+        own = [s for s in held if s.owner.uid == uid]
         holders = [
             f"{s.owner}: {s.bytes_on(device.name)} bytes, {s.state.value}"
-            for s in held[:MAX_NAMED_HOLDERS]
+            for s in own[:MAX_NAMED_HOLDERS]
         ]
+        others = [s.bytes_on(device.name) for s in held if s.owner.uid != uid]
+        if any(others):
+            holders.append(f"{len(others)} groups of other users: {sum(others)} bytes")
         return PoolExhaustedError(
             f"asked for {asked} bytes on {device.name}, {free} of {device.limit_bytes} are free; "
             f"held by: {'; '.join(holders) or 'nobody'}",

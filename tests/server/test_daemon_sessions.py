@@ -14,6 +14,7 @@ from raw_client import hello, make_spec, redeem
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2, session_service_pb2
 from ep_runtime_server import credentials
+from ep_runtime_server.quotas import UserLimits
 
 
 def heartbeat(client, progress=0):
@@ -226,10 +227,10 @@ def test_ended_sessions_are_forgotten_after_ten_minutes(clocked):
 
 
 def test_sessions_of_one_user_are_limited(start_daemon):
-    daemon = start_daemon(max_sessions_per_uid=2)
+    daemon = start_daemon(per_user=UserLimits(sessions=2))
     first = daemon.client()
     daemon.client()
-    with pytest.raises(errors.PoolExhaustedError, match="the limit is 2"):
+    with pytest.raises(errors.PoolExhaustedError, match="the limit of a user is 2"):
         hello(daemon.directory)
     first.goodbye()
     daemon.client()

@@ -25,6 +25,17 @@ _POOLS = (
 )
 
 
+_USERS = (
+    render.Column("uid", "USER"),
+    render.Column("num_sessions", "SESSIONS", "count"),
+    render.Column("num_groups", "GROUPS", "count"),
+    render.Column("num_layers", "LAYERS", "count"),
+    render.Column("host_bytes", "HOST", "bytes"),
+    render.Column("num_fds", "DESCRIPTORS", "count"),
+    render.Column("journal_bytes", "JOURNAL", "bytes"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quiet", "-q", action="store_true", help="print nothing: the exit code is the answer"
@@ -77,9 +88,28 @@ def _write(status: dict[str, Any], found: dict[str, Any]) -> None:
     )
     render.out("")
     render.write_table(_POOLS, status["pools"], wide=False, empty="no memory pools")
+    _write_users(status)
     _write_gpus(status, found)
     for rank in status["late_ranks"]:
         render.out(f"LATE: {rank['message']}")
+
+
+def _write_users(status: dict[str, Any]) -> None:
+    """What each user holds, and what each may hold at most."""
+    limits = status.get("user_limits")
+    if not status["users"] or limits is None:
+        return
+    most = {
+        "uid": "limit",
+        "num_sessions": limits["max_sessions"],
+        "num_groups": limits["max_groups"],
+        "num_layers": limits["max_layers"],
+        "host_bytes": limits["max_host_bytes"],
+        "num_fds": limits["max_fds"],
+        "journal_bytes": limits["max_journal_bytes"],
+    }
+    render.out("")
+    render.write_table(_USERS, [*status["users"], most], wide=False, empty="")
 
 
 def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found) -> None:

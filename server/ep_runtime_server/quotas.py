@@ -1,0 +1,77 @@
+"""What one user may hold of the daemon, and what each does hold. Knows no socket."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ep_runtime.errors import PoolExhaustedError
+
+DEFAULT_SESSIONS = 1024
+DEFAULT_GROUPS = 4096
+DEFAULT_LAYERS = 1 << 16
+DEFAULT_JOURNAL_BYTES = 64 << 20
+DEFAULT_RETAIN_S = 24 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class UserLimits:
+    """Of every user, the daemon's own too.
+
+    Args:
+        sessions: live ones.
+        groups: in any state but CLOSED.
+        layers: registered layers and stacks, of all groups together.
+        host_bytes: of windows and boards in host memory.
+        fds: descriptors that the daemon holds for the user: windows, boards and processes.
+        journal_bytes: of records that a restarted daemon needs.
+        retain_s: how long a group may ask to be kept after its last process.
+    """
+
+    sessions: int = DEFAULT_SESSIONS
+    groups: int = DEFAULT_GROUPS
+    layers: int = DEFAULT_LAYERS
+    host_bytes: int = 1 << 62
+    fds: int = 1 << 30
+    journal_bytes: int = DEFAULT_JOURNAL_BYTES
+    retain_s: float = DEFAULT_RETAIN_S
+
+
+@dataclasses.dataclass
+class Usage:
+    """As UserLimits; what a user holds now."""
+
+    sessions: int = 0
+    groups: int = 0
+    layers: int = 0
+    host_bytes: int = 0
+    fds: int = 0
+    journal_bytes: int = 0
+
+
+class Quotas:
+    """Refuses what is over a limit; whoever holds it counts it."""
+
+    def __init__(self, limits: UserLimits, usage: Callable[[int], Usage]) -> None:
+        self.limits = limits
+        self.usage = usage
+
+    def check(self, uid: int, **more: int) -> None:
+        """Whether the user may hold so much more: check(uid, groups=1).
+
+        Raises:
+            PoolExhaustedError: it is over the user's limit; names what, asked, held and limit.
+        """
+        held = self.usage(uid)
+        for what, asked in more.items():
+            limit, has = getattr(self.limits, what), getattr(held, what)
+            if asked > limit - has:
+                raise PoolExhaustedError(
+                    f"uid {uid} holds {has} {what} and asks for {asked}, the limit of a user is "
+                    f"{limit}; free some, or start the daemon with another "
+                    f"--max-{what.replace('_', '-')}-per-uid",
+                    resource=what,
+                    asked=asked,
+                    held=has,
+                    limit=limit,
+                )
