@@ -201,17 +201,31 @@ def test_equal_inputs_give_equal_bits() -> None:
             assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
 
 
-@pytest.mark.parametrize("sizes", cases.SIZES.values(), ids=cases.SIZES)
-def test_work_follows_the_rows_that_are_there(sizes: Any) -> None:
+SLABS = [[0, 0], [70, 0], [0, 0], [0, 96], [1, 64], [0, 0]]  # of 96 rows each
+
+
+@pytest.mark.parametrize(
+    ("capacity", "sizes"),
+    [*((cases.ROWS, [sizes]) for sizes in cases.SIZES.values()), (96, SLABS)],
+    ids=[*cases.SIZES, "slabs"],
+)
+def test_work_follows_the_rows_that_are_there(capacity: int, sizes: Any) -> None:
     """Steps of the loop are blocks of rows, whatever the capacity and the number of experts."""
-    blocks = row_blocks.cut(cases.ROWS, jnp.int32(sizes))
-    seen = []
-    for number in range(int(blocks.last[-1])):
-        block = blocks.at(jnp.int32(number))
+    blocks = row_blocks.cut(capacity, jnp.int32(sizes))
+    place, steps, seen = jnp.int32(0), 0, []
+    while place < blocks.end[-1]:
+        block, place = blocks.at(place)
         rows = np.asarray(block.row)[np.asarray(block.valid)]
         seen += [(int(block.group), int(row)) for row in rows]
-    assert int(blocks.last[-1]) == sum(-(-size // blocks.rows) for size in sizes)
-    assert seen == [(g, r) for g, s in reference.zones(sizes) for r in range(s.start, s.stop)]
+        steps += 1
+    assert steps == sum(-(-size // blocks.rows) for slab in sizes for size in slab)
+    zones = [
+        (number * len(slab) + group, number * capacity + row)
+        for number, slab in enumerate(sizes)
+        for group, rows in reference.zones(slab)
+        for row in range(rows.start, rows.stop)
+    ]
+    assert seen == zones
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES], ids=str)

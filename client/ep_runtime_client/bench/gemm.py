@@ -131,8 +131,7 @@ def _grouped(recipe: recipes.Recipe | None) -> _Subject:
         _, rows, kernel = kept
         if recipe is not None:
             grad = local_quantize.quantize_rows(recipe, grad, sizes, gradient=True)
-        d_lhs = local_gemm.data_grad(gemm, grad, kernel, sizes)
-        return d_lhs, local_gemm.weight_grad(gemm, rows, grad, sizes)
+        return local_gemm.pullback(gemm, rows, kernel, grad, sizes)
 
     return _Subject(forward, backward)
 

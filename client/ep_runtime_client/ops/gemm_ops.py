@@ -178,10 +178,10 @@ class Backward(_GemmOp):
             gemm = self.gemm
             if summed:
                 gemm = dataclasses.replace(gemm, out_dtype=wide(grad, rhs))
-            d_lhs = sums.total(local_gemm.data_grad(gemm, grad, rhs, sizes), summed)
             # What is added up over devices stays wide.
             dtype = None if roles.real(shared) else self.weight_dtype
-            d_rhs = local_gemm.weight_grad(gemm, lhs, grad, sizes, experts, dtype)
+            d_lhs, d_rhs = local_gemm.pullback(gemm, lhs, rhs, grad, sizes, dtype)
+            d_lhs = sums.total(d_lhs, summed)
             d_rhs = sums.back(d_rhs, weight.taken_off, shared)
             return d_lhs.astype(self.gemm.out_dtype), d_rhs.astype(self.weight_dtype), *d_bias
 

@@ -12,7 +12,7 @@ dot itself is f32.
 Every function takes rows [C, ...] with group_sizes [L], or [S, C, ...] with [S, L]; group l of
 slab s uses expert (s * L + l) % G. Rows past sum(group_sizes) are neither read nor trusted and
 come out as zeros; those of a forward pass on a GPU are undefined. Nothing here is differentiable:
-the ops around it define their gradients by `data_grad`, `weight_grad` and `bias_grad`.
+the ops around it define their gradients by `pullback` and `bias_grad`.
 """
 
 from __future__ import annotations
@@ -115,28 +115,14 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
 
     Both may be QuantizedTensors; MXFP8 kernels are read by their column-wise copy.
     """
-    plain = functools.partial(_data_grad, gemm)
+
+    def plain(grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Array:
+        return _gradients(gemm, None, rhs, grad, group_sizes)[0]
+
     by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
     if by is None:
         return plain(grad, rhs, group_sizes)
-    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
-    kernel: Kernel = functools.partial(by.data_grad, gemm.out_dtype, *cast, gemm.clear_slack)
-    return gemm_kernels.choose(kernel, plain, grad, rhs, group_sizes)
-
-
-def _data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Array:
-    lead = group_sizes.ndim
-    blocks = _cut(gemm, grad, group_sizes)
-    rows = row_reader(grad, lead, dtype=gemm.compute_dtype)
-    kernels = kernel_reader(rhs, columns=True, dtype=gemm.compute_dtype)
-    out = jnp.zeros((blocks.num_rows, rhs.shape[1]), gemm.out_dtype)
-
-    def step(block: Block, out: jax.Array) -> jax.Array:
-        expert = blocks.expert(block, rhs.shape[0])
-        return block.write(out, _dot(rows(block), kernels(expert), (1, 1)))
-
-    out = row_blocks.loop(blocks, step, out, grad, rhs)
-    return out.reshape(*grad.shape[:lead], rhs.shape[1])
+    return gemm_kernels.choose(_data_kernel(gemm, by), plain, grad, rhs, group_sizes)
 
 
 def weight_grad(
@@ -163,32 +149,108 @@ def weight_grad(
     """
     experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
     dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
-    plain = functools.partial(_weight_grad, gemm, dtype, experts)
-    shape = (experts, lhs.shape[-1], *grad.shape[group_sizes.ndim :])
-    by = _served_by(gemm, lhs, grad, shape, group_sizes)
+
+    def plain(lhs: Any, grad: Any, group_sizes: jax.Array) -> jax.Array:
+        return _gradients(gemm, lhs, None, grad, group_sizes, experts, dtype)[0]
+
+    by = _served_by(gemm, lhs, grad, _kernel_shape(experts, lhs, grad, group_sizes), group_sizes)
     if by is None:
         return plain(lhs, grad, group_sizes)
-    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
-    kernel: Kernel = functools.partial(by.weight_grad, dtype, *cast, experts)
+    kernel = _weight_kernel(gemm, by, experts, dtype)
     return gemm_kernels.choose(kernel, plain, lhs, grad, group_sizes)
 
 
-def _weight_grad(
-    gemm: Gemm, dtype: Any, experts: int, lhs: Any, grad: Any, group_sizes: jax.Array
-) -> jax.Array:
+def pullback(
+    gemm: Gemm,
+    lhs: Any,
+    rhs: Any,
+    grad: Any,
+    group_sizes: jax.Array,
+    out_dtype: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`data_grad` and `weight_grad`; in plain JAX one loop, which reads the gradient once."""
+    experts = rhs.shape[0]
+    dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
+    by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
+    shape = _kernel_shape(experts, lhs, grad, group_sizes)
+    if by is not _served_by(gemm, lhs, grad, shape, group_sizes):
+        d_lhs = data_grad(gemm, grad, rhs, group_sizes)
+        return d_lhs, weight_grad(gemm, lhs, grad, group_sizes, experts, out_dtype)
+
+    def plain(lhs: Any, rhs: Any, grad: Any, group_sizes: jax.Array) -> tuple[jax.Array, ...]:
+        return _gradients(gemm, lhs, rhs, grad, group_sizes, experts, dtype)
+
+    def kernels(lhs: Any, rhs: Any, grad: Any, group_sizes: jax.Array) -> tuple[jax.Array, ...]:
+        assert by is not None
+        d_lhs = _data_kernel(gemm, by)(grad, rhs, group_sizes)
+        return d_lhs, _weight_kernel(gemm, by, experts, dtype)(lhs, grad, group_sizes)
+
+    operands = (lhs, rhs, grad, group_sizes)
+    d_lhs, d_rhs = (
+        plain(*operands) if by is None else gemm_kernels.choose(kernels, plain, *operands)
+    )
+    return d_lhs, d_rhs
+
+
+def _kernel_shape(experts: int, lhs: Any, grad: Any, group_sizes: jax.Array) -> tuple[int, ...]:
+    return (experts, lhs.shape[-1], *grad.shape[group_sizes.ndim :])
+
+
+def _data_kernel(gemm: Gemm, by: ModuleType) -> Kernel:
+    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
+    return functools.partial(by.data_grad, gemm.out_dtype, *cast, gemm.clear_slack)
+
+
+def _weight_kernel(gemm: Gemm, by: ModuleType, experts: int, dtype: Any) -> Kernel:
+    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
+    return functools.partial(by.weight_grad, dtype, *cast, experts)
+
+
+def _gradients(
+    gemm: Gemm,
+    lhs: Any,
+    rhs: Any,
+    grad: Any,
+    group_sizes: jax.Array,
+    experts: int = 0,
+    weight_dtype: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Gradients of the rows, unless rhs is None, and of the kernels, unless lhs is None."""
     lead = group_sizes.ndim
-    blocks = _cut(gemm, lhs, group_sizes)
-    rows = row_reader(lhs, lead, columns=True, dtype=gemm.compute_dtype)
-    grads = row_reader(grad, lead, columns=True, dtype=gemm.compute_dtype)
-    trailing = grad.shape[lead:]
-    out = jnp.zeros((experts, lhs.shape[-1], math.prod(trailing)), _wide(lhs, grad))
+    blocks = _cut(gemm, grad, group_sizes)
+    read = functools.partial(row_reader, lead=lead, dtype=gemm.compute_dtype)
+    outs: list[jax.Array] = []
+    steps: list[Callable[[Block, jax.Array], jax.Array]] = []
+    if rhs is not None:
+        grads, kernels = read(grad), kernel_reader(rhs, columns=True, dtype=gemm.compute_dtype)
+        outs.append(jnp.zeros((blocks.num_rows, rhs.shape[1]), gemm.out_dtype))
 
-    def step(block: Block, out: jax.Array) -> jax.Array:
-        product = _dot(rows(block), grads(block), (0, 0))
-        return row_blocks.add_at(out, blocks.expert(block, experts), product)
+        def to_rows(block: Block, out: jax.Array) -> jax.Array:
+            expert = blocks.expert(block, rhs.shape[0])
+            return block.write(out, _dot(grads(block), kernels(expert), (1, 1)))
 
-    out = row_blocks.loop(blocks, step, out, lhs, grad)
-    return out.reshape(experts, lhs.shape[-1], *trailing).astype(dtype)
+        steps.append(to_rows)
+    if lhs is not None:
+        rows, columns = read(lhs, columns=True), read(grad, columns=True)
+        width = math.prod(grad.shape[lead:])
+        outs.append(jnp.zeros((experts, lhs.shape[-1], width), _wide(lhs, grad)))
+
+        def to_kernels(block: Block, out: jax.Array) -> jax.Array:
+            product = _dot(rows(block), columns(block), (0, 0))
+            return row_blocks.add_at(out, blocks.expert(block, experts), product)
+
+        steps.append(to_kernels)
+
+    def step(block: Block, outs: list[jax.Array]) -> list[jax.Array]:
+        return [each(block, out) for each, out in zip(steps, outs, strict=True)]
+
+    made = row_blocks.loop(blocks, step, outs, lhs, rhs, grad)
+    if rhs is not None:
+        made[0] = made[0].reshape(*grad.shape[:lead], rhs.shape[1])
+    if lhs is not None:
+        shape = _kernel_shape(experts, lhs, grad, group_sizes)
+        made[-1] = made[-1].reshape(shape).astype(weight_dtype)
+    return tuple(made)
 
 
 def bias_grad(

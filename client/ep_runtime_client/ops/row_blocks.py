@@ -6,6 +6,9 @@ blocks of all groups. Nothing is computed for empty groups or for the slack, row
 are masked before anything reads them, and the traced program is the same for any number of groups.
 
 Group sizes live on the device and need no alignment. Several slabs on one device are one loop too.
+
+The loop carries the row that its next block begins at. XLA compiles every loop of a program by
+itself, and a table of blocks made before each would be most of what it compiles.
 """
 
 from __future__ import annotations
@@ -76,33 +79,36 @@ class Blocks:
 
     Attributes:
         rows: rows of a block, static.
+        capacity: rows of a slab, static.
         num_rows: rows of the arrays that the blocks are slices of, all slabs together; static.
-        last: [G] int32 number of the block after a group's last one.
-        first: [G] int32 number of a group's first block.
-        offset: [G] int32 first row of each group.
-        end: [G] int32 row after each group's last one.
+        end: [G] int32 row after each group's last one, never falling; slab-major.
     """
 
     rows: int
+    capacity: int
     num_rows: int
-    last: jax.Array
-    first: jax.Array
-    offset: jax.Array
     end: jax.Array
 
     def expert(self, block: Block, num_experts: int) -> jax.Array:
         """Which expert a block's group is: its number modulo the experts."""
-        if self.last.shape[0] == num_experts:
+        if self.end.shape[0] == num_experts:
             return block.group
         return lax.rem(block.group, jnp.int32(num_experts))
 
-    def at(self, number: jax.Array) -> Block:
-        """The block with this number."""
-        group = (number >= self.last).sum(dtype=jnp.int32)
-        first = pick(self.offset, group) + (number - pick(self.first, group)) * self.rows
+    def at(self, place: jax.Array) -> tuple[Block, jax.Array]:
+        """The first block from row `place` on, which begins a block or is slack; the row after."""
+        group, end = jnp.int32(0), self.end[0]
+        if self.end.shape[0] > 1:
+            group = (place >= self.end).sum(dtype=jnp.int32)
+            end = pick(self.end, group)
+        first = place
+        if self.num_rows > self.capacity:  # past the slack of an earlier slab
+            per_slab = jnp.int32(self.end.shape[0] * self.capacity // self.num_rows)
+            first = jnp.maximum(place, lax.div(group, per_slab) * self.capacity)
         start = jnp.minimum(first, self.num_rows - self.rows)
+        end = jnp.minimum(end, first + self.rows)
         row = start + jnp.arange(self.rows, dtype=jnp.int32)
-        return Block(group, start, (row >= first) & (row < pick(self.end, group)))
+        return Block(group, start, (row >= first) & (row < end)), end
 
 
 def cut(
@@ -121,13 +127,12 @@ def cut(
     slabs = (group_sizes if group_sizes.ndim == 2 else group_sizes[None]).astype(jnp.int32)
     num_rows = capacity * slabs.shape[0]
     rows = min(num_rows, max(MIN_BLOCK_ROWS, min(alignment, most)))
-    end = jnp.cumsum(slabs, axis=-1, dtype=jnp.int32)
-    base = capacity * jnp.arange(slabs.shape[0], dtype=jnp.int32)[:, None]
-    offset = (base + jnp.minimum(end - slabs, capacity)).reshape(-1)
-    end = (base + jnp.minimum(end, capacity)).reshape(-1)
-    count = lax.div(end - offset + (rows - 1), jnp.int32(max(rows, 1)))
-    last = jnp.cumsum(count, dtype=jnp.int32)
-    return Blocks(rows, num_rows, last, last - count, offset, end)
+    end = jnp.minimum(jnp.cumsum(slabs, axis=-1, dtype=jnp.int32), capacity)
+    if slabs.shape[0] > 1:
+        base = capacity * jnp.arange(slabs.shape[0], dtype=jnp.int32)[:, None]
+        # Groups before a slab's first row end where the slab before it does: nobody looks at them.
+        end = lax.cummax(jnp.where(end > 0, base + end, 0).reshape(-1))
+    return Blocks(rows, capacity, num_rows, end.reshape(-1))
 
 
 def loop(blocks: Blocks, step: Callable[[Block, Carry], Carry], carry: Carry, *reads: Any) -> Carry:
@@ -142,13 +147,16 @@ def loop(blocks: Blocks, step: Callable[[Block, Carry], Carry], carry: Carry, *r
 
     Cost: sum(ceil(group_size / rows)) steps; each is serial.
     """
-    if blocks.num_rows == 0 or blocks.last.shape[0] == 0:
+    if blocks.num_rows == 0 or blocks.end.shape[0] == 0:
         return carry
-    axes = tuple(sorted(varied_axes(carry, reads, blocks.last)))
-    carry = jax.tree.map(lambda x: spread_over(x, axes), carry)
-    result: Carry = lax.fori_loop(
-        0, blocks.last[-1], lambda number, carry: step(blocks.at(number), carry), carry
-    )
+    axes = tuple(sorted(varied_axes(carry, reads, blocks.end)))
+    started = jax.tree.map(lambda x: spread_over(x, axes), (jnp.int32(0), carry))
+
+    def body(walked: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        block, after = blocks.at(walked[0])
+        return spread_over(after, axes), step(block, walked[1])
+
+    result: Carry = lax.while_loop(lambda walked: walked[0] < blocks.end[-1], body, started)[1]
     return result
 
 
