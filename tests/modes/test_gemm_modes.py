@@ -162,14 +162,19 @@ def test_auto_takes_the_rule_where_nothing_tells_how_a_weight_lies(make_group: M
 def test_operands_that_are_not_the_layers_are_named_with_sizes(make_group: MakeGroup) -> None:
     layer = layer_of(make_group)
     lhs, rhs, _, sizes = draw()
+    twice = np.tile(lhs, (2, 1, 1)), np.tile(sizes, (2, 1))
     wrong = [
         ((lhs[:6], rhs, sizes[:6]), "6 slabs for the 8 shards"),
+        # Twice the slabs would give group l of slab r another expert than (r * L + l) % E.
+        ((twice[0], rhs, twice[1]), "lhs has 16 slabs for the 8 shards"),
         ((lhs, np.concatenate([rhs, rhs]), sizes), "rhs has 8 experts, layer 'moe' has 4"),
         ((lhs, rhs, np.tile(sizes, 2)), r"group_sizes must be \[R, 2\] for the 4 experts"),
     ]
     for operands, words in wrong:
         with pytest.raises(ep.InvalidArgumentError, match=words):
             ep.grouped_gemm(*operands, layer=layer)
+    with pytest.raises(ep.InvalidArgumentError, match="x has 16 slabs for the 8 shards"):
+        ep.grouped_quantize(*twice, recipes.TensorScaling(), layer=layer)
 
 
 def test_a_mesh_around_that_is_not_the_layers_is_an_error(make_group: MakeGroup) -> None:

@@ -188,8 +188,8 @@ def _call(
         num_experts = shape[0]
         blocks = _blocks(recipe, rhs)
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
-        _check_slabs(where, lhs)
     if layer is not None:
+        regions.check_slabs(where, "lhs", lhs.shape[0])
         _check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
@@ -254,18 +254,6 @@ def _read_off(where: Where, lhs: Entries, rhs: Matrix, group_sizes: jax.Array) -
         num_groups=num_groups,
         num_experts=rhs.shape[0],
     )
-
-
-def _check_slabs(where: Where, lhs: Matrix) -> None:
-    """Raises InvalidArgumentError unless every shard of the tokens has its slabs."""
-    assert where.roles is not None
-    shards = where.roles.without(where.manual).size(where.roles.without(where.manual).slab)
-    if lhs.shape[0] % shards:
-        raise InvalidArgumentError(
-            f"lhs has {lhs.shape[0]} slabs for the {shards} shards of the token axes "
-            f"{where.roles.named(where.roles.slab)} of {where.roles.owner}",
-            argument="lhs",
-        )
 
 
 def _check_experts(where: Where, num_experts: int, group_sizes: jax.Array, wanted: int) -> None:

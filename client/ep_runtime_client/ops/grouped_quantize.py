@@ -87,6 +87,8 @@ def _quantize_rows(
         )
         where = dataclasses.replace(where, roles=roles)
     experts = regions.num_experts_of(layer) if layer is not None else None
+    if layer is not None:
+        regions.check_slabs(where, "x", x.shape[0])
     op = quantize_ops.QuantizeRows(where, recipe, x.ndim, experts)
     quantized: QuantizedTensor = twin.run(_run_rows, (op, entries), x, group_sizes)
     return jax.tree.map(lambda leaf: leaf[0], quantized) if one_slab else quantized

@@ -105,6 +105,22 @@ def num_experts_of(layer: EpLayer | TracedLayer) -> int:
     return resolve(layer)[0].group_spec.num_experts
 
 
+def check_slabs(where: Where, name: str, num_slabs: int) -> None:
+    """Raises InvalidArgumentError unless every shard of a layer's tokens has its one slab.
+
+    Which experts the groups of a slab are follows from where it lies: with more slabs group l of
+    slab r would not be expert (r * L + l) % E.
+    """
+    assert where.roles is not None
+    free = where.roles.without(where.manual)
+    if num_slabs != free.size(free.slab):
+        raise InvalidArgumentError(
+            f"{name} has {num_slabs} slabs for the {free.size(free.slab)} shards of the token axes "
+            f"{free.named(free.slab) or 'none'} of {free.owner}: there is one slab for each",
+            argument=name,
+        )
+
+
 def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Where:
     """Where an op without a layer runs; its roles, unless it is local, are still to be read off."""
     ambient = jax.sharding.get_abstract_mesh()
