@@ -247,6 +247,7 @@ def _run_experts(
             out_dtype=dtype,
             rhs_spec=block.specs["wi"],
             clear_slack=False,  # dispatch's gradient does not read it
+            beside="dispatch",
         )
         hidden = checkpoint_name(hidden, "ep_wi")
         inner = _activated(layer, block, hidden, row_weights, sizes)
@@ -260,6 +261,7 @@ def _run_experts(
             out_dtype=dtype,
             rhs_spec=block.specs["wo"],
             clear_slack=False,  # the activation's does not
+            beside="combine",
         )
         tagged: jax.Array = checkpoint_name(out, "ep_wo")
         return tagged

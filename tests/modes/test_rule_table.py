@@ -231,6 +231,7 @@ def test_a_row_moves_what_the_table_says_and_equals_one_device(
         # ep is merged in front of fsdp alone; an axis that means nothing there is replicated.
         (FSDP_EP, ("fsdp",), "('ep', 'fsdp')"),
         (EP_TP, ("tp",), "tp=2 on the expert dim"),
+        (FSDP_EP, (("fsdp", "ep"),), "('ep', 'fsdp') (fsdp=4, ep=2)"),
     ],
 )
 def test_another_layout_of_the_experts_is_taken_and_said_once(
@@ -251,7 +252,11 @@ def test_another_layout_of_the_experts_is_taken_and_said_once(
 
 @pytest.mark.parametrize(
     ("weight", "words"),
-    [(("fsdp",), ["12 experts", "ep=2, fsdp=4"]), ((None, "ep"), ["ep=2", "dim 1", "'moe'"])],
+    [
+        (("fsdp",), ["12 experts", "ep=2, fsdp=4"]),
+        ((None, "ep"), ["ep=2", "dim 1", "'moe'"]),
+        ((None, None, "ep"), ["ep=2", "dim 2", "'moe'"]),
+    ],
 )
 def test_what_has_no_meaning_is_an_error_with_axes_and_sizes(
     make_group: MakeGroup, weight: Any, words: list[str]
@@ -265,6 +270,52 @@ def test_what_has_no_meaning_is_an_error_with_axes_and_sizes(
     twin = Program(make_group, Row(FSDP_EP, weight, {}), "auto", experts=12)
     with pytest.raises(ValueError, match=words[0]):
         ep.grouped_gemm(lhs, rhs, sizes, layer=twin.layer)
+
+
+def test_fsdp_in_front_of_tp_is_refused_where_rows_would_be_gathered(
+    make_group: MakeGroup,
+) -> None:
+    axes = {"fsdp": 2, "ep": 2, "tp": 2}
+    for weight in (("ep", None, ("fsdp", "tp")), ("ep", ("fsdp", "tp"))):
+        program = Program(make_group, Row(axes, weight, {}), "auto")
+        with pytest.raises(ep.InvalidArgumentError) as caught, ep.translate_errors():
+            program.compiled()
+        for words in ("fsdp=2", f"tp=2 on dim {len(weight) - 1}", "over ('tp', 'fsdp')"):
+            assert words in str(caught.value)
+    # A layout that is told moves shards of the weight, and what it moves in the other order.
+    told = [
+        Program(make_group, Row(axes, ("ep", None, names), {}), "shard_map").compiled()
+        for names in (("fsdp", "tp"), ("tp", "fsdp"))
+    ]
+    gathered = [collectives.moved_bytes(compiled, GATHER) for compiled in told]
+    assert gathered == [4 * 16 * 4 * 4] * 2
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["rule", "params_spec"])
+def test_rows_of_the_block_that_tp_cuts_are_said_once(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture, told: bool
+) -> None:
+    placement.say_once.cache_clear()
+    caplog.set_level(logging.WARNING, "ep_runtime")
+    group = make_group(axes={"ep": 2, "tp": 2}, transport="xla", num_experts=4, hidden_size=16)
+    layer = group.register_layer("moe", top_k=2)
+    specs = ep.MoEParams(
+        PartitionSpec(), PartitionSpec("ep", "tp"), PartitionSpec("ep", None, "tp")
+    )
+    params = jax.tree.map(
+        lambda array, spec: jax.device_put(array, NamedSharding(group.mesh, spec)),
+        ep.init_moe_params(jax.random.key(0), layer, 8),
+        specs,
+    )
+    x = np.ones((16, 16), np.float32)
+    step = jax.jit(lambda *args: ep.moe(layer, *args, params_spec=specs if told else None)[0])
+    lowered = step.lower(x, params)
+    if not told:
+        lowered.compile()
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert "tp=2 of layer 'moe' on K', where rows lie whole" in texts[0]
+    assert "tp=2 of layer 'moe' on N', where combine takes rows whole" in texts[1]
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "shard_map"])

@@ -66,6 +66,7 @@ class _GemmOp:
             shapes[first],
             bias=arrived[after] if self.has_bias else (),
             blocks=self.rhs.blocks,
+            ruled=self.where.mode == "rule",
         )
 
     def taken(self, place: Grouped) -> tuple[Entries, ...]:
@@ -96,7 +97,13 @@ class _GemmOp:
 
 @dataclasses.dataclass(frozen=True)
 class Forward(_GemmOp):
-    """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],)."""
+    """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],).
+
+    Attributes:
+        combined: whether combine takes the result, which wants rows whole.
+    """
+
+    combined: bool = False
 
     def resolve(
         self,
@@ -108,6 +115,8 @@ class Forward(_GemmOp):
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
         split = sums.free(place.contracted)
+        if self.combined:
+            place.say_gathered()
         parts = roles.real(place.contracted)  # the caller's shard_map sums over manual ones
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:

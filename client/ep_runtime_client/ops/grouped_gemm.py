@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from math import prod
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -132,9 +132,11 @@ def multiply(
     rhs_spec: PartitionSpec | None,
     state: DelayedState | None = None,
     clear_slack: bool,
+    beside: Literal["dispatch", "combine"] | None = None,
 ) -> Any:
     """`grouped_gemm`. Without `clear_slack` nobody reads the gradient of rows past the last group:
-    GPUs leave them as they are, and write nothing for a capacity that is not used."""
+    GPUs leave them as they are, and write nothing for a capacity that is not used. Rows `beside`
+    dispatch come whole, those beside combine are needed whole."""
     flat_rows = group_sizes.ndim == 1
     check_gemm(lhs, rhs, _whole_kernel(rhs, rhs_spec, layer), group_sizes, bias, recipe)
     plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, rhs))
@@ -145,8 +147,9 @@ def multiply(
     if flat_rows:
         lhs, group_sizes = jax.tree.map(lambda x: x[None], lhs), group_sizes[None]
     group_sizes = group_sizes.astype(jnp.int32)
-    call = _call(lhs, rhs, group_sizes, bias, layer, recipe, out_dtype, rhs_spec)
-    call = dataclasses.replace(call, gemm=dataclasses.replace(call.gemm, clear_slack=clear_slack))
+    call = _call(lhs, rhs, group_sizes, bias, layer, recipe, out_dtype, rhs_spec, beside)
+    gemm = dataclasses.replace(call.gemm, clear_slack=clear_slack)
+    call = dataclasses.replace(call, gemm=gemm, combined=beside == "combine")
     out, state = _run(call, lhs, rhs, bias, group_sizes, state)
     out = out[0] if flat_rows else out
     return out if state is None else (out, state)
@@ -165,12 +168,15 @@ def _call(
     recipe: Recipe | None,
     out_dtype: Any,
     rhs_spec: PartitionSpec | None,
+    beside: str | None,
 ) -> GemmCall:
     """The static side of a call."""
     operands = [x for x in (_values(lhs), _values(rhs), bias, group_sizes) if x is not None]
     known = regions.known_entries(_values(rhs), rhs.ndim)
     given = known if rhs_spec is None else entries_of(rhs_spec, rhs.ndim)
-    rows = regions.known_entries(_values(lhs), lhs.ndim) or padded((), lhs.ndim)
+    rows = regions.known_entries(_values(lhs), lhs.ndim)
+    if rows is None and beside == "dispatch":
+        rows = padded((), lhs.ndim)
     if layer is None:
         where = regions.of_operands(operands, rhs_spec)
     else:
@@ -179,7 +185,7 @@ def _call(
     if where.manual:
         given = _with_manual_experts(where, entries_of(rhs_spec, rhs.ndim))
     if layer is None and where.mode == "shard_map":
-        roles = _read_off(where, rows, rhs, group_sizes)
+        roles = _read_off(where, rows or padded((), lhs.ndim), rhs, group_sizes)
         where = dataclasses.replace(where, roles=roles)
     num_experts = rhs.shape[0]
     if where.roles is not None:
@@ -201,6 +207,7 @@ def _call(
         known = regions.known_entries(bias, rhs.ndim - 1)
         bias_entries = (given[0], *given[2:]) if known is None else known
     types = tuple(regions.type_of(x) for x in (_origin(lhs), _origin(rhs), bias))
+    rows = rows or padded((), lhs.ndim)
     return GemmCall(where, recipe, gemm, num_experts, rows, given, bias_entries, types)
 
 

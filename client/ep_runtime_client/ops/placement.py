@@ -2,83 +2,24 @@
 
 Nothing here touches arrays. From how operands arrive it follows how an op takes them, which axes
 it gathers off a weight, over which it sums, and how results lie. Both partitionings of an op (the
-rule and the shard_map) ask here, so they agree.
-
-Roles need no names of their own. The ep axes are the group's. An outer axis (one that shards
-tokens) on a weight is FSDP there: the weight is gathered over it. An axis that shards no tokens is
-tensor parallelism: it stays on N', and a sum follows where it lies on the contracted K'.
+rule and the shard_map) ask here, so they agree. What the axes are for: `roles.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import operator
-from collections.abc import Collection, Iterable, Sequence
-from math import prod
-from typing import Any
+from collections.abc import Sequence
 
 from ep_runtime.errors import InvalidArgumentError
-
-_log = logging.getLogger("ep_runtime")
-
-Axes = tuple[str, ...]
-Entries = tuple[Axes, ...]  # the axes on each dim of an array, major first
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Logs a warning the first time."""
-    _log.warning("%s", text)
-
-
-@dataclasses.dataclass(frozen=True)
-class Roles:
-    """What the axes of a mesh are for. Hashable.
-
-    Attributes:
-        sizes: (axis, size) of every axis that can shard an operand here, mesh order.
-        outer: axes that shard tokens and not experts, major first.
-        ep: axes that shard experts, major first; they shard tokens too, after the outer ones.
-        owner: for messages: whose axes they are. Equal roles of two owners are the same.
-        apart: sums run over one axis after the other, minor first: a weight whose layout nobody
-            knows gets the bits of a gradient that is scattered over some of them.
-    """
-
-    sizes: tuple[tuple[str, int], ...] = ()
-    outer: Axes = ()
-    ep: Axes = ()
-    owner: str = dataclasses.field(default="the operands", compare=False)
-    apart: bool = False
-
-    @property
-    def slab(self) -> Axes:
-        """Axes on dim 0 of slabs."""
-        return self.outer + self.ep
-
-    def size(self, axes: Iterable[str]) -> int:
-        sizes = dict(self.sizes)
-        return prod(sizes[axis] for axis in axes)
-
-    def real(self, axes: Iterable[str]) -> Axes:
-        """Those of `axes` that divide anything here."""
-        sizes = dict(self.sizes)
-        return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
-
-    def without(self, axes: Collection[str]) -> Roles:
-        """The roles where `axes` are manual: they shard the operands no more."""
-
-        def rest(given: Axes) -> Axes:
-            return tuple(axis for axis in given if axis not in axes)
-
-        sizes = tuple((axis, size) for axis, size in self.sizes if axis not in axes)
-        return dataclasses.replace(self, sizes=sizes, outer=rest(self.outer), ep=rest(self.ep))
-
-    def named(self, axes: Iterable[str]) -> str:
-        """The axes with their sizes, for messages."""
-        sizes = dict(self.sizes)
-        return ", ".join(f"{axis}={sizes.get(axis, '?')}" for axis in axes)
+from ep_runtime_client.ops.roles import Axes as Axes
+from ep_runtime_client.ops.roles import Entries as Entries
+from ep_runtime_client.ops.roles import Roles as Roles
+from ep_runtime_client.ops.roles import entries_of as entries_of
+from ep_runtime_client.ops.roles import flat as flat
+from ep_runtime_client.ops.roles import padded as padded
+from ep_runtime_client.ops.roles import read_off as read_off
+from ep_runtime_client.ops.roles import say_once as say_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,42 +99,43 @@ class Grouped:
         """Of group_sizes."""
         return (self.roles.slab, ())
 
-
-def flat(entries: Iterable[Axes]) -> Axes:
-    """All axes of some dims."""
-    return tuple(axis for entry in entries for axis in entry)
-
-
-def padded(entries: Sequence[Axes], ndim: int) -> Entries:
-    """Entries for every dim of an array."""
-    return (*(tuple(entry) for entry in entries[:ndim]), *([()] * (ndim - len(entries))))
+    def say_gathered(self) -> None:
+        """Says where results that are needed whole come in parts."""
+        if self.columns:
+            say_once(
+                f"rhs: {self.roles.named(self.columns)} of {self.roles.owner} on N', where combine "
+                "takes rows whole: they are gathered before it"
+            )
 
 
 def grouped(
     roles: Roles,
-    lhs: Sequence[Axes],
+    lhs: Sequence[Axes] | None,
     rhs: Sequence[Axes],
     rhs_shape: tuple[int, ...],
     *,
     bias: Sequence[Axes] = (),
     blocks: tuple[int, ...] | None = None,
+    ruled: bool = False,
 ) -> Grouped:
     """The placement of one grouped matmul.
 
     Args:
         roles: what the axes are for.
-        lhs: entries of the rows [R, C, K'] as they arrive.
+        lhs: entries of the rows [R, C, K'] as they arrive; None where that is not known.
         rhs: entries of the weight [E, K', *N'] as it arrives.
         rhs_shape: its global shape.
         bias: entries of the bias [E, *N'] as it arrives.
         blocks: per dim of rhs, what its local size must be a multiple of (block scales).
+        ruled: whether results lie as the partitioner follows from how operands arrive.
 
     Raises:
-        InvalidArgumentError: an ep axis on another dim than the experts', or experts that the ep
-            and fsdp axes do not divide; names axes and sizes.
+        InvalidArgumentError: an ep axis on another dim than the experts', experts that the ep and
+            fsdp axes do not divide, or, for a rule, a tuple with fsdp in front of tp; names axes
+            and sizes.
     """
-    weight = expert_weight(roles, rhs, rhs_shape, blocks=blocks)
-    rows = padded(lhs, 3)
+    weight = expert_weight(roles, rhs, rhs_shape, blocks=blocks, ruled=ruled)
+    rows = padded(lhs or (), 3)
     stray = [axis for axis in roles.real(rows[1]) if axis not in roles.slab]
     if stray:
         say_once(f"lhs: {roles.named(stray)} on the rows of slabs is not known: replicated")
@@ -203,10 +145,21 @@ def grouped(
         entries = list(weight.entries)
         entries[1] = contracted + entries[1]
         weight = dataclasses.replace(weight, entries=tuple(entries))
+        if lhs is not None:
+            say_once(
+                f"lhs: {roles.named(contracted)} on K', where rhs lies whole: each device takes "
+                "its part of rhs, and gradients are gathered where they are needed whole"
+            )
     elif wanted and tuple(wanted) != weight.kept[1]:
         say_once(
             f"lhs: {roles.named(wanted)} on K' is not how rhs lies there "
             f"({weight.kept[1] or 'whole'}): resharded"
+        )
+    elif lhs is not None and weight.kept[1] and not wanted:
+        say_once(
+            f"rhs: {roles.named(weight.kept[1])} of {roles.owner} on K', where rows lie whole: "
+            "each device multiplies its part of them, and their gradient is gathered where it is "
+            "needed whole"
         )
     return Grouped(roles, weight, _bias(roles, weight, bias, rhs_shape))
 
@@ -222,6 +175,12 @@ def _bias(
         gone = tuple(axis for axis in roles.real(axes) if axis in roles.outer)
         if not _divides(roles, shape[dim], kept[dim] + gone, None, dim):
             gone = ()
+        stray = [axis for axis in roles.real(axes) if axis not in kept[dim] + gone]
+        if stray:
+            say_once(
+                f"bias: {roles.named(stray)} on dim {dim} is not how the weight lies there "
+                f"({roles.named(kept[dim] + gone) or 'whole'}): resharded"
+            )
         taken.append(kept[dim] + gone)
         gathered.append(gone)
     return Weight(tuple(taken), tuple(gathered))
@@ -233,6 +192,7 @@ def expert_weight(
     shape: tuple[int, ...],
     *,
     blocks: tuple[int, ...] | None = None,
+    ruled: bool = False,
 ) -> Weight:
     """How a weight [E, K', *N'] is taken; `grouped` says what is raised."""
     given = padded(entries, len(shape))
@@ -240,9 +200,11 @@ def expert_weight(
     for dim, axes in enumerate(given):
         kept, gone = _experts(roles, axes, shape[0]) if dim == 0 else _inner(roles, axes, dim)
         if roles.real(axes) and kept + gone != roles.real(axes):
+            if ruled and dim > 0:
+                _refuse_order(roles, dim, kept, gone)
             say_once(
-                f"rhs: dim {dim} lies over {axes} and is taken over {kept + gone or 'nothing'}: "
-                "resharded"
+                f"rhs: dim {dim} lies over {axes} and is taken over {kept + gone or 'nothing'} "
+                f"({roles.named(dict.fromkeys(axes + kept + gone))}): resharded"
             )
         lost: Axes = ()
         if dim > 0:
@@ -251,6 +213,17 @@ def expert_weight(
         gathered.append(gone)
         before.append(lost)
     return Weight(tuple(taken), tuple(gathered), tuple(before))
+
+
+def _refuse_order(roles: Roles, dim: int, kept: Axes, gone: Axes) -> None:
+    """Slabs have the gathered axes on dim 0: the partitioner drops what lies inside them here, and
+    would gather rows over it."""
+    raise InvalidArgumentError(
+        f"rhs has {roles.named(gone)}, which is gathered off it, in front of {roles.named(kept)} "
+        f"on dim {dim}: rows would be gathered over {roles.named(kept)}. Let it lie over "
+        f"{kept + gone}, or say how it lies by rhs_spec= (params_spec= of moe) or Explicit axes",
+        argument="rhs",
+    )
 
 
 def _joined(first: Entries, second: Entries) -> Entries:
@@ -332,51 +305,3 @@ def _divides(roles: Roles, size: int, axes: Axes, blocks: tuple[int, ...] | None
     """Whether `axes` cut a dim into equal shards of whole blocks."""
     unit = 1 if blocks is None else blocks[dim]
     return not axes or size % (roles.size(axes) * unit) == 0
-
-
-def read_off(
-    sizes: Iterable[tuple[str, int]],
-    slabs: Axes,
-    *,
-    num_slabs: int,
-    num_groups: int,
-    num_experts: int,
-) -> Roles:
-    """Roles without a layer, from the axes on dim 0 of the slabs.
-
-    Slab r holds groups r * num_groups and on, modulo num_experts: the minor axes are ep.
-
-    Args:
-        sizes: every axis of the mesh.
-        slabs: axes on dim 0 of the rows, major first.
-        num_slabs: R.
-        num_groups: L, groups of one slab.
-        num_experts: E.
-
-    Raises:
-        InvalidArgumentError: no split of the axes gives every device its experts.
-    """
-    found = Roles(tuple(sizes))
-    axes = found.real(slabs)
-    here = num_slabs // max(found.size(axes), 1)  # slabs on one device
-    ranks, rest = divmod(num_experts, max(num_groups, 1))
-    for first in range(len(axes) + 1):
-        ep = axes[first:]
-        whole = here * found.size(ep) == ranks if ep else here % max(ranks, 1) == 0
-        if whole and not rest:
-            return dataclasses.replace(found, outer=axes[:first], ep=ep)
-    raise InvalidArgumentError(
-        f"{num_slabs} slabs over the axes {found.named(axes)} do not put the {num_experts} experts "
-        f"in groups of {num_groups} on devices; pass layer=",
-        argument="lhs",
-    )
-
-
-def entries_of(spec: Any, ndim: int) -> Entries:
-    """The entries of a PartitionSpec, for every dim."""
-    given = [] if spec is None else list(spec)
-    named = [
-        (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()
-        for entry in given
-    ]
-    return padded(named, ndim)
