@@ -90,6 +90,7 @@ def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -
 def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
     """Forms the group and makes it this process's live group of that name."""
     _check_free(session, spec.name)
+    _check_shared(session, spec.name, mesh)
     claim = _claim(spec, mesh)
     group = Group(session, mesh, forming.form(session, spec, claim, replace=replace))
     try:
@@ -110,6 +111,20 @@ def _check_free(session: Session, name: str) -> None:
             f"group {name!r} is open in this process's session with {other.session.address}; "
             "close it there first, or choose another name",
             argument="name",
+        )
+
+
+def _check_shared(session: Session, name: str, mesh: Mesh) -> None:
+    """Raises InvalidArgumentError where the mesh's other processes cannot come to the group."""
+    processes = meshes.processes_of(mesh)
+    if len(processes) > 1 and session.alone:
+        raise InvalidArgumentError(
+            f"group {name!r} spans the processes {processes}, but ep.connect() came before "
+            f"jax.distributed.initialize, so that each of them has {session.alone} and never "
+            "meets the others. Call jax.distributed.initialize first, then "
+            'ep.connect("node"), or ep.connect() with EP_RUNTIME_ADDRESS=node, in every process',
+            argument="mesh",
+            processes=processes,
         )
 
 

@@ -99,6 +99,7 @@ class Session:
         self, runtime: runtimes.Runtime, job: str | None, labels: dict[str, str], timeout_s: float
     ) -> None:
         self.job = job if job is not None else default_job()
+        self._job_is_ours_alone = job is None and self.job == str(os.getpid())
         self.timeout_s = timeout_s
         self._runtime = runtime
         self._pid = os.getpid()
@@ -160,6 +161,15 @@ class Session:
     def is_ours(self) -> bool:
         """False in a forked child of the process that connected."""
         return os.getpid() == self._pid
+
+    @property
+    def alone(self) -> str:
+        """What of this session no other process can have; "" where groups may span several."""
+        if self.has_daemon and self._runtime.is_private:
+            return f"a private daemon of its own (this one's is at {self.address})"
+        if self.has_daemon and self._job_is_ours_alone:
+            return f"a job of its own (this one's is {self.job!r}, its pid)"
+        return ""
 
     @property
     def alive(self) -> bool:

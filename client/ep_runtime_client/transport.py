@@ -257,10 +257,10 @@ class ControlChannel:
         except grpc.RpcError as error:
             ours = self.translated(error)
             self.lost = self.lost or _ends_channel(error, ours)
-            raise ours from error
+            raise ours from None  # it says all that gRPC's error does
         except ValueError as error:  # gRPC's own type for a channel that was closed meanwhile
             self.lost = True
-            raise self._place.unavailable(str(error)) from error
+            raise self._place.unavailable(str(error)) from None
 
     def stream(self, method: Callable[..., Any], request: Any) -> Any:
         """Starts a server stream without a deadline; iterate it, `cancel()` ends it."""

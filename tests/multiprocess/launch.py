@@ -42,7 +42,7 @@ import jax
 import numpy as np
 distributed = {}
 """
-_CPU = """
+CPU = """
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(os.environ["TEST_DEVICES"]))
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -83,7 +83,7 @@ def prologue_of(devices: str) -> str:
     return _START + devices + _REST
 
 
-PROLOGUE = prologue_of(_CPU)
+PROLOGUE = prologue_of(CPU)
 
 
 class Worker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from multiprocess.launch import Job
+from multiprocess.launch import CPU, Job, prologue_of
 
 from ep_runtime_client.cli import source
 
@@ -105,16 +105,52 @@ def test_a_private_daemon_is_refused_with_what_to_type() -> None:
         job.finish()
 
 
+_TOO_EARLY = (
+    _ARGUMENTS
+    + """
+import time
+began = time.monotonic()
+try:
+    session.create_group("g", mesh_of(), **ARGUMENTS)
+except ep.InvalidArgumentError as error:
+    lasted = time.monotonic() - began
+    say(text=str(error), lasted=lasted)
+hear()
+session.close()
+"""
+)
+
+
+@pytest.mark.parametrize(("address", "own"), [("embedded", "private daemon"), ("node", "job")])
+def test_connecting_before_jax_distributed_is_said_at_once_with_what_to_type(
+    node: dict[str, str], address: str, own: str
+) -> None:
+    early = f"import ep_runtime; session = ep_runtime.connect({address!r})\n"
+    environment = {**node, "EP_RUNTIME_JOB": "", "SLURM_JOB_ID": ""}
+    with Job(
+        _TOO_EARLY, processes=2, devices=1, prologue=prologue_of(CPU + early), **environment
+    ) as job:
+        for row in job.heard():
+            assert "spans the processes [0, 1]" in row["text"]
+            assert f"each of them has a {own}" in row["text"]
+            assert 'jax.distributed.initialize first, then ep.connect("node")' in row["text"]
+            assert row["lasted"] < 5
+        job.tell()
+        job.finish()
+
+
 _MISSING = (
     _ARGUMENTS
     + """
+import traceback
 session = ep.connect(timeout_s=2)
 mesh = mesh_of()
 if index == 0:
     try:
         session.create_group("g", mesh, **ARGUMENTS)
     except ep.GroupNotReadyError as error:
-        say(missing=error.fields["missing_ranks"], text=str(error))
+        shown = traceback.format_exc()
+        say(missing=error.fields["missing_ranks"], text=str(error), shown=shown)
 else:
     say(waits=True)
 hear()
@@ -132,6 +168,7 @@ def test_missing_ranks_are_named_at_the_deadline_and_may_come_later(address: str
         waited, _ = job.heard()
         assert waited["missing"] == [2, 3]
         assert "[2, 3]" in waited["text"]
+        assert "RpcError" not in waited["shown"]
         job.tell()
         assert job.heard() == [{"state": "READY"}] * 2
         job.tell()

@@ -50,7 +50,7 @@ class Source:
         except grpc.RpcError as error:
             ours = wire.error_from_rpc(error)
             ours.fields.setdefault("address", f"unix://{self.directory}")
-            raise ours from error
+            raise ours from None
 
     def pages(
         self, method: str, make_request: Callable[..., Any], field: str, **filters: Any
