@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import ep_runtime
 from ep_runtime import native_abi
@@ -314,6 +315,13 @@ class OpenGroup:
         """The daemon says that the group broke; what only it knows of ends with `why`.
 
         Calls on windows hear of it from the board.
+        """
+
+    def restored(self, control: Any) -> None:
+        """A daemon that was started again has the group: tells it what it cannot know.
+
+        Args:
+            control: its RPCs.
         """
 
     def stop_making(self) -> None:

@@ -13,22 +13,21 @@ wait for ever where the driver holds up a launch of either.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 from ep_runtime import native, nccl
 from ep_runtime.errors import EpRuntimeError, OpTimeoutError, StaleHandleError
-from ep_runtime_client import communicators
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ep_runtime_client import transport
+from ep_runtime_client import communicators, transport
 
 _log = logging.getLogger("ep_runtime")
+
+Run = Callable[[Callable[[transport.ControlChannel], Any]], Any]
 
 # After the group is READY. The daemon's ids take it half a second, and no GPU.
 IDS_AFTER_S = 1.0
@@ -51,6 +50,10 @@ class GroupBesideNccl(native.OpenGroup):
         """As `native.OpenGroup`."""
         self.beside.end(why)
 
+    def restored(self, control: transport.ControlChannel) -> None:
+        """As `native.OpenGroup`."""
+        self.beside.tell(control)
+
     def stop_making(self) -> None:
         """As `native.OpenGroup`."""
         self.beside.stop_making()
@@ -65,7 +68,7 @@ class Beside:
     """The communicators of one group, and the thread that makes and watches them.
 
     Args:
-        control: the daemon's RPCs, when they are needed.
+        run: does work with the daemon's RPCs, again where it was restarted (`Session.run`).
         ranks: of this process.
         channels: of a communicator, at most; 0: as many as NCCL thinks fastest.
 
@@ -75,12 +78,12 @@ class Beside:
 
     def __init__(
         self,
-        control: Callable[[], transport.ControlChannel],
+        run: Run,
         ranks: nccl.Ranks,
         *,
         channels: int = CHANNELS,
     ) -> None:
-        self._control = control
+        self._rpcs = run
         self._ranks = dataclasses.replace(ranks, carries_rows=False, max_channels=channels)
         self._over = threading.Event()  # the group is: nothing more is made or said
         self._settled = threading.Event()  # there, or known not to come
@@ -132,8 +135,8 @@ class Beside:
         """The communicators; None where the group ended before."""
         if self._paused(IDS_AFTER_S):
             return None
-        control, library, ranks = self._control(), nccl.library(), self._ranks
-        epoch, ids = communicators.unique_ids(control, ranks)
+        library, ranks = nccl.library(), self._ranks
+        epoch, ids = self._rpcs(lambda control: communicators.unique_ids(control, ranks))
         if self._paused(JOIN_AFTER_S):
             return None
         made = library.make_group(ranks, ids)
@@ -141,15 +144,15 @@ class Beside:
             self._made = made
         if self._over.is_set():
             return None
+        control = self._rpcs(lambda control: control)
         communicators.join(control, ranks, epoch, made, BUDGET_S)
         with self._lock:
             self._ready = not self._over.is_set()
             self.ready_after_s = time.monotonic() - self._started_s
         if not self._ready:
             return None
-        version = communicators.version_of(library)
-        communicators.report(control, ranks, version, "")
-        _log.info("group %r: NCCL %s communicators beside its windows", ranks.name, version)
+        self._rpcs(self.tell)
+        _log.info("group %r: NCCL communicators beside its windows", ranks.name)
         return made
 
     def _paused(self, until_s: float) -> bool:
@@ -163,16 +166,27 @@ class Beside:
             raise EpRuntimeError(failure)
 
     def _failed(self, error: EpRuntimeError) -> None:
-        self._error = error
+        with self._lock:
+            self._ready, self._error = False, self._error or error
         if self._over.is_set():
             return
         _log.warning("group %r goes on without NCCL communicators: %s", self._ranks.name, error)
         try:
-            control = self._control()
-            version = communicators.version_of(nccl.library())
-            communicators.report(control, self._ranks, version, str(error))
+            self._rpcs(self.tell)
         except EpRuntimeError as failed:
             _log.debug("group %r: NCCL not reported: %s", self._ranks.name, failed)
+
+    def tell(self, control: transport.ControlChannel) -> None:
+        """Says to the daemon what became of them; nothing while they are being made."""
+        with self._lock:
+            known = self._ready or self._error is not None
+            error = str(self._error or "")
+        if not known or self._over.is_set():
+            return
+        version = ""
+        with contextlib.suppress(EpRuntimeError):  # a library that is missing is the error
+            version = communicators.version_of(nccl.library())
+        communicators.report(control, self._ranks, version, error)
 
     def end(self, why: EpRuntimeError) -> None:
         """The group broke: what NCCL has under way ends with `why`."""

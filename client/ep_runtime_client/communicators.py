@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ep_runtime import errors, native, nccl, specs
 from ep_runtime.errors import EpRuntimeError, PeerLostError
+from ep_runtime.nccl import Ranks
 from ep_runtime.v1 import group_service_pb2, nccl_service_pb2, types_pb2
 from ep_runtime_client import transport
 
@@ -38,10 +39,12 @@ class GroupWithNccl(native.OpenGroup):
 
     Attributes:
         nccl: the communicators.
+        ranks: that this process brought to them.
         watch: looks after them.
     """
 
     nccl: nccl.NcclGroup
+    ranks: Ranks | None = None
     watch: Watch | None = None
 
     def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
@@ -57,6 +60,11 @@ class GroupWithNccl(native.OpenGroup):
     def end(self, why: EpRuntimeError) -> None:
         """As `native.OpenGroup`: NCCL's calls wait for a rank that will not come."""
         self.nccl.abort(why)
+
+    def restored(self, control: transport.ControlChannel) -> None:
+        """As `native.OpenGroup`: they are there."""
+        if self.ranks is not None and not self.nccl.over.is_set():
+            report(control, self.ranks, version_of(nccl.library()), "")
 
     def close(self) -> None:
         """The communicators first: what still runs on them would keep the windows mapped."""

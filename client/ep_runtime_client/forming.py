@@ -160,7 +160,7 @@ class _Formation:
             functools.partial(_left, formed),
             functools.partial(_say_failed, self._session, ranks),
         )
-        group = communicators.GroupWithNccl(held.library, held.number, made, watch)
+        group = communicators.GroupWithNccl(held.library, held.number, made, ranks, watch)
         return dataclasses.replace(formed, native_group=group)
 
     def _beside_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
@@ -171,7 +171,7 @@ class _Formation:
         if not env.wants_nccl():  # and so the others do not wait for us
             communicators.report(control, ranks, "", "EP_RUNTIME_NCCL is 0 there")
             return formed
-        made = beside.Beside(lambda: self._session.control, ranks)
+        made = beside.Beside(self._session.run, ranks)
         group = beside.GroupBesideNccl(held.library, held.number, made)
         return dataclasses.replace(formed, native_group=group)
 

@@ -326,6 +326,8 @@ class Group:
             self._gone = self._gone or str(error)
         else:
             self.changed(found.state, "lost a process while the daemon was away")
+            if self.native_group is not None:
+                self.native_group.restored(control)
 
     def step_aside(self) -> None:
         """Makes room for a group of the same name in this process.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,15 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_fixtures import package_path
+from daemon_fixtures import package_path, start_daemon
 from harness import daemon_process  # noqa: F401 - fixtures are found by name
 from nccl_builds import FakeNccl, edge_library, fake_library
 from nccl_ranks import SPEC, WAIT_S, Rank
 
 import ep_runtime as ep
 from ep_runtime import nccl
-from ep_runtime.errors import EpRuntimeError, PeerLostError, StaleHandleError
+from ep_runtime.errors import (
+    EpRuntimeError,
+    PeerLostError,
+    RuntimeUnavailableError,
+    StaleHandleError,
+)
 from ep_runtime_client import beside, communicators, forming
+from ep_runtime_client.cli import source
 
 Ranks = tuple[list[Rank], int]
 AT_ONCE_S = 2.0
@@ -38,7 +46,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of(rank: Rank, generation: int) -> beside.Beside:
     wanted = communicators.ranks_of(SPEC, generation, (rank.rank,), (rank.rank,))
-    return beside.Beside(lambda: rank.control, wanted)
+    return beside.Beside(lambda work: work(rank.control), wanted)
 
 
 @pytest.fixture
@@ -188,6 +196,17 @@ def test_a_failure_is_shown_and_logged_and_nothing_more(
     one.close()
 
 
+def test_a_process_without_libnccl_says_so(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> nccl.NcclLibrary:
+        raise RuntimeUnavailableError("this process has no libnccl.so.2")
+
+    monkeypatch.setattr(nccl, "library", missing)
+    both, generation = ranks
+    one = of(both[0], generation)
+    until(lambda: both[0].state()[1].endswith("has no libnccl.so.2"), "the listing says so")
+    one.close()
+
+
 def test_a_failure_after_they_were_ready_is_shown(
     ranks: Ranks,
     made: list[beside.Beside],
@@ -255,6 +274,24 @@ def test_a_process_that_wants_none_says_so_to_all(
         create(session, mesh)
         (row,) = admin.groups()
         assert row["nccl_state"] == "none: rank 0: EP_RUNTIME_NCCL is 0 there"
+
+
+def _listed(directory: Path) -> str:
+    with source.open_source(f"unix://{directory}", timeout_s=WAIT_S) as admin:
+        return "".join(row["nccl_state"] for row in admin.groups())
+
+
+@pytest.mark.usefixtures("windows_with_nccl")
+def test_a_daemon_that_was_started_again_hears_of_them(directory: Path, mesh: Any) -> None:
+    daemon = start_daemon(directory)
+    with ep.connect(f"unix://{directory}", job="tests", timeout_s=WAIT_S) as session:
+        create(session, mesh)
+        until(lambda: _listed(directory) == "ready, 8 ranks", "the listing says so")
+        os.kill(daemon.pid, signal.SIGKILL)
+        assert daemon.stop() == -signal.SIGKILL
+        daemon = start_daemon(directory)
+        until(lambda: _listed(directory) == "ready, 8 ranks", "the new one's listing says so")
+    assert daemon.stop() == 0
 
 
 _EXITS = """
