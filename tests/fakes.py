@@ -75,11 +75,11 @@ class LocalGroup:
             for fd in fds:
                 os.close(fd)
 
-    def require_open(self, layer: str | None = None) -> None:
+    def require_layer(self, layer: EpLayer) -> None:
         from ep_runtime.errors import StaleHandleError
 
         if self.closed:
-            raise StaleHandleError(f"layer {layer!r}: group {self.name!r} was closed")
+            raise StaleHandleError(f"layer {layer.name!r}: group {self.name!r} was closed")
 
     def register_layer(self, name: str, **settings: Any) -> EpLayer:
         filled = specs.check_layer(self.spec, specs.LayerSpec(name, **settings))

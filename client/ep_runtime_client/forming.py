@@ -354,12 +354,14 @@ def register(
     generation: int,
     layers: Sequence[specs.LayerSpec],
     stacks: Sequence[wire.LayerStackSpec],
+    *,
+    replace: bool,
 ) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
     """Registers layers and stacks, thousands in one call, all of one call or none; without a
     daemon numbers them here.
 
     Raises:
-        SpecMismatchError: a name is registered with other settings.
+        SpecMismatchError: a name is registered with other settings, and no `replace`.
         PoolExhaustedError: more handles than a board holds.
         StaleHandleError: the group is gone.
     """
@@ -388,6 +390,7 @@ def register(
                     wire.stack_spec_to_proto(item)
                     for item in stacks[stacks_from : max(0, last - len(layers))]
                 ],
+                replace=replace,
             ),
         )
         found[0].extend(wire.registered_from_proto(item) for item in answer.layers)

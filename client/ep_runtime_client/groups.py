@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import board, errors, specs, wire
-from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
+from ep_runtime.errors import InvalidArgumentError, StaleHandleError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
 from ep_runtime_client import communicators, estimate, forming, jax_state, meshes, transport
 from ep_runtime_client.jax_state import eager
-from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
+from ep_runtime_client.layers import EpLayer, LayerStack, live_groups
 from ep_runtime_client.losses import Loss
+from ep_runtime_client.registrations import Registrations
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -55,8 +56,7 @@ class Group:
         self._memory = formed.memory
         self._uuids = formed.uuids
         self._lock = threading.RLock()
-        self._layers: dict[str, EpLayer | LayerStack] = {}
-        self._registered: dict[str, wire.RegisteredLayer] = {}
+        self._registrations = Registrations(formed.spec)
         self._gone: str | None = None
         self._broken = False
         self._loss: Loss | None = None  # where a process of it is gone
@@ -89,7 +89,13 @@ class Group:
 
     @eager
     def register_layer(
-        self, name: str, *, top_k: int, alignment: int | None = None, in_flight: int = 1
+        self,
+        name: str,
+        *,
+        top_k: int,
+        alignment: int | None = None,
+        in_flight: int = 1,
+        replace: bool = False,
     ) -> EpLayer:
         """Registers one layer and returns what ops take; the same settings again return it again.
 
@@ -98,17 +104,24 @@ class Group:
             top_k: K, at most the group's max_top_k.
             alignment: rows; None takes the group's.
             in_flight: dispatches of the layer that may be open at once, at most `lanes`.
+            replace: take the place of a layer, or stack, of that name with other settings, here
+                and at the daemon. Waits, bounded, for calls under way; programs made for the other
+                one then fail with StaleHandleError, and what this returns is traced anew. Every
+                process of the group does so before it is used: calls for different layers of one
+                name wait for each other, and fail at op_timeout_s.
 
         Raises:
             InvalidArgumentError: more than the group has, with both numbers.
-            SpecMismatchError: the name has other settings.
+            SpecMismatchError: the name has other settings, and no `replace`.
             StaleHandleError: the group was closed or reclaimed.
         """
         layer = specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
-        return self.register_layers([layer])[0]
+        return self.register_layers([layer], replace=replace)[0]
 
     @eager
-    def register_layers(self, layers: Iterable[specs.LayerSpec]) -> list[EpLayer]:
+    def register_layers(
+        self, layers: Iterable[specs.LayerSpec], *, replace: bool = False
+    ) -> list[EpLayer]:
         """Registers any number of layers, 4096 with one call to the daemon: all of them or none.
 
         Raises:
@@ -119,11 +132,11 @@ class Group:
             self.require_open()
             new: dict[str, specs.LayerSpec] = {}
             for layer in filled:
-                if self._known(layer, None) is None:
-                    _check_same(self.name, layer, new.setdefault(layer.name, layer))
+                if self._registrations.known(layer, None, replace=replace) is None:
+                    self._registrations.check_same(layer, new.setdefault(layer.name, layer))
             if new:
-                self.adopt(self._register([*new.values()], [])[0])
-            result = [self._known(layer, None) for layer in filled]
+                self._register([*new.values()], [], replace)
+            result = [self._registrations.known(layer, None) for layer in filled]
         return [layer for layer in result if isinstance(layer, EpLayer)]
 
     @eager
@@ -135,6 +148,7 @@ class Group:
         top_k: int,
         alignment: int | None = None,
         in_flight: int = 1,
+        replace: bool = False,
     ) -> LayerStack:
         """Registers `num_layers` layers alike; `stack[i]` takes a Python or a traced int.
 
@@ -150,11 +164,10 @@ class Group:
         filled = specs.check_layer(self.spec, layer)
         with self._lock:
             self.require_open()
-            if self._known(filled, num_layers) is None:
-                stack_spec = wire.LayerStackSpec(filled, num_layers)
-                self.adopt(self._register([], [stack_spec])[1])
-            stack = self._known(filled, num_layers)
-        assert isinstance(stack, LayerStack)  # _known compares num_layers
+            if self._registrations.known(filled, num_layers, replace=replace) is None:
+                self._register([], [wire.LayerStackSpec(filled, num_layers)], replace)
+            stack = self._registrations.known(filled, num_layers)
+        assert isinstance(stack, LayerStack)  # known compares num_layers
         return stack
 
     @eager
@@ -166,66 +179,42 @@ class Group:
         """
         with self._lock:
             self.require_open()
-            found = self._lookup(name)
+            found = self._registrations.lookup(name)
             if found is None and self.session.has_daemon:
                 request = layer_service_pb2.GetLayerRequest(group=self.name, name=name)
                 control = self.session.control
                 answer = control.call(control.layers.GetLayer, request)
                 self.adopt([wire.registered_from_proto(answer.layer)])
-                found = self._lookup(name)
+                found = self._registrations.lookup(name)
             if found is None:
+                there = sorted(layer.name for layer in self._registrations.layers)
                 raise StaleHandleError(
-                    f"group {self.name!r} has no layer {name!r}, it has {sorted(self._layers)}",
+                    f"group {self.name!r} has no layer {name!r}, it has {there}",
                     group=self.name,
                     layer=name,
                 )
             return found
 
-    def _lookup(self, name: str) -> EpLayer | LayerStack | None:
-        found = self._layers.get(name)
-        if found is not None or not name.endswith("]"):
-            return found
-        stack_name, _, index = name[:-1].rpartition("[")
-        stack = self._layers.get(stack_name)
-        if isinstance(stack, LayerStack) and index.isdecimal() and int(index) < len(stack):
-            layer = stack[int(index)]
-            return layer if isinstance(layer, EpLayer) else None
-        return None
-
-    def _known(
-        self, wanted: specs.LayerSpec, num_layers: int | None
-    ) -> EpLayer | LayerStack | None:
-        """The registration of that name. Raises SpecMismatchError where it has other settings."""
-        found = self._layers.get(wanted.name)
-        if found is None:
-            return None
-        theirs = found.num_layers if isinstance(found, LayerStack) else None
-        if theirs != num_layers:
-            raise _mismatch(self.name, wanted.name, "num_layers", theirs, num_layers)
-        _check_same(self.name, wanted, found.spec)
-        return found
-
     def _register(
-        self, layers: list[specs.LayerSpec], stacks: list[wire.LayerStackSpec]
-    ) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
-        return forming.register(self.session, self.spec, self.generation, layers, stacks)
+        self, layers: list[specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool
+    ) -> None:
+        made = forming.register(
+            self.session, self.spec, self.generation, layers, stacks, replace=replace
+        )
+        self.adopt([*made[0], *made[1]])
 
     def adopt(self, registered: Sequence[wire.RegisteredLayer]) -> None:
         """Makes registrations, defaults filled in, usable: ours by name, the library's by id."""
-        new = [item for item in registered if item.spec.name not in self._layers]
-        made: list[EpLayer | LayerStack] = []
-        for item in new:
-            made.append(
-                LayerStack(self.spec, item.spec, item.num_layers, item.base_id)
-                if item.num_layers
-                else EpLayer(self.spec, item.spec, item.base_id)
-            )
-        if self.native_group is not None and new:
-            rows = [row for pair in zip(made, new, strict=True) for row in _native_layers(*pair)]
-            self.native_group.add_layers(rows)
-        for layer, item in zip(made, new, strict=True):
-            self._layers[layer.name] = layer
-            self._registered[layer.name] = item
+        if self._registrations.replaces(registered):
+            self._settle()
+        native_group = self.native_group
+        add_native = None if native_group is None else native_group.add_layers
+        self._registrations.add(registered, add_native)
+
+    def require_layer(self, layer: EpLayer) -> None:
+        """Raises StaleHandleError where the group is gone, or the layer was replaced."""
+        self.require_open(layer.name)
+        self._registrations.require_current(layer)
 
     @eager
     def check(self) -> None:
@@ -246,7 +235,7 @@ class Group:
         """Everything about the group as plain values."""
         sizes = estimate.of_spec(self.spec)
         with self._lock:
-            layers = [_describe_layer(layer) for layer in self._layers.values()]
+            layers = self._registrations.describe()
         return {
             "name": self.name,
             "job": self.session.job,
@@ -306,7 +295,7 @@ class Group:
             RuntimeUnavailableError: the daemon is gone again.
             SessionFencedError: of the session.
         """
-        place, layers = self.session.place, [*self._registered.values()]
+        place, layers = self.session.place, self._registrations.items
         step = wire.MAX_LAYERS_PER_CALL
         try:
             for first in range(0, len(layers) or 1, step):
@@ -379,54 +368,6 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} {self._state()} generation={self.generation}>"
-
-
-def _mismatch(group: str, layer: str, field: str, theirs: Any, ours: Any) -> SpecMismatchError:
-    return SpecMismatchError(
-        f"layer {layer!r} of group {group!r} is registered with {field}={theirs}, "
-        f"this call has {field}={ours}",
-        object=layer,
-        field=field,
-        theirs=theirs,
-        ours=ours,
-    )
-
-
-def _check_same(group: str, wanted: specs.LayerSpec, found: specs.LayerSpec) -> None:
-    if wanted != found:
-        for field, ours in vars(wanted).items():
-            if vars(found)[field] != ours:
-                raise _mismatch(group, wanted.name, field, vars(found)[field], ours)
-
-
-def _native_layers(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list[Any]:
-    """One entry of the native library per layer; a stack gives one for each of its layers."""
-    from ep_runtime import native
-
-    first = layer if isinstance(layer, EpLayer) else layer[0]
-    assert isinstance(first, EpLayer)  # a stack with a Python index gives one
-    return [
-        native.NativeLayer(
-            id=item.base_id + index,
-            name=layer_name(item.spec.name, index) if item.num_layers else item.spec.name,
-            fingerprint=first.fingerprint,
-            top_k=first.top_k,
-            alignment=first.alignment,
-            in_flight=first.in_flight,
-            handle_base=item.handle_base + index * first.in_flight,
-        )
-        for index in range(max(item.num_layers, 1))
-    ]
-
-
-def _describe_layer(layer: EpLayer | LayerStack) -> dict[str, Any]:
-    return {
-        "name": layer.name,
-        "top_k": layer.spec.top_k,
-        "alignment": layer.spec.alignment,
-        "in_flight": layer.spec.in_flight,
-        "num_layers": layer.num_layers if isinstance(layer, LayerStack) else 0,
-    }
 
 
 def discard(group: Group) -> None:

@@ -118,7 +118,7 @@ class EpLayer:
                 layer=self.name,
                 group=self.group_spec.name,
             )
-        group.require_open(self.name)
+        group.require_layer(self)
         if group.spec.fingerprint != self.group_spec.fingerprint:
             raise StaleHandleError(
                 f"layer {self.name!r} is of an older group {group.name!r} with other settings; "

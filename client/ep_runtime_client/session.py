@@ -252,7 +252,8 @@ class Session:
             op_timeout_s: how long a call waits for live but silent peers.
             retain_s: how long windows outlive the last process; 0 in private runtimes.
             num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: the fastest.
-            replace: take the place of a group of that name with other settings.
+            replace: take the place of a group of that name with other settings; one with the same
+                stays, and so do its layers (`Group.register_layer` replaces those).
 
         Raises:
             InvalidArgumentError: names the argument, what was wanted and what was given.

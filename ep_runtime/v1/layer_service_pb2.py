@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ep_runtime.v1 import types_pb2 as ep__runtime_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!ep_runtime/v1/layer_service.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\"\xa2\x01\n\x15RegisterLayersRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12(\n\x06layers\x18\x04 \x03(\x0b\x32\x18.ep_runtime.v1.LayerSpec\x12-\n\x06stacks\x18\x05 \x03(\x0b\x32\x1d.ep_runtime.v1.LayerStackSpec\"x\n\x16RegisterLayersResponse\x12.\n\x06layers\x18\x01 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\x12.\n\x06stacks\x18\x02 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\".\n\x0fGetLayerRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"A\n\x10GetLayerResponse\x12-\n\x05layer\x18\x01 \x01(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\"I\n\x11ListLayersRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"]\n\x12ListLayersResponse\x12.\n\x06layers\x18\x01 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\x8d\x02\n\x0cLayerService\x12]\n\x0eRegisterLayers\x12$.ep_runtime.v1.RegisterLayersRequest\x1a%.ep_runtime.v1.RegisterLayersResponse\x12K\n\x08GetLayer\x12\x1e.ep_runtime.v1.GetLayerRequest\x1a\x1f.ep_runtime.v1.GetLayerResponse\x12Q\n\nListLayers\x12 .ep_runtime.v1.ListLayersRequest\x1a!.ep_runtime.v1.ListLayersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!ep_runtime/v1/layer_service.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\"\xb3\x01\n\x15RegisterLayersRequest\x12\r\n\x05op_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12(\n\x06layers\x18\x04 \x03(\x0b\x32\x18.ep_runtime.v1.LayerSpec\x12-\n\x06stacks\x18\x05 \x03(\x0b\x32\x1d.ep_runtime.v1.LayerStackSpec\x12\x0f\n\x07replace\x18\x06 \x01(\x08\"x\n\x16RegisterLayersResponse\x12.\n\x06layers\x18\x01 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\x12.\n\x06stacks\x18\x02 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\".\n\x0fGetLayerRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"A\n\x10GetLayerResponse\x12-\n\x05layer\x18\x01 \x01(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\"I\n\x11ListLayersRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"]\n\x12ListLayersResponse\x12.\n\x06layers\x18\x01 \x03(\x0b\x32\x1e.ep_runtime.v1.RegisteredLayer\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\x8d\x02\n\x0cLayerService\x12]\n\x0eRegisterLayers\x12$.ep_runtime.v1.RegisterLayersRequest\x1a%.ep_runtime.v1.RegisterLayersResponse\x12K\n\x08GetLayer\x12\x1e.ep_runtime.v1.GetLayerRequest\x1a\x1f.ep_runtime.v1.GetLayerResponse\x12Q\n\nListLayers\x12 .ep_runtime.v1.ListLayersRequest\x1a!.ep_runtime.v1.ListLayersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ep_runtime.v1.layer_service
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTERLAYERSREQUEST']._serialized_start=80
-  _globals['_REGISTERLAYERSREQUEST']._serialized_end=242
-  _globals['_REGISTERLAYERSRESPONSE']._serialized_start=244
-  _globals['_REGISTERLAYERSRESPONSE']._serialized_end=364
-  _globals['_GETLAYERREQUEST']._serialized_start=366
-  _globals['_GETLAYERREQUEST']._serialized_end=412
-  _globals['_GETLAYERRESPONSE']._serialized_start=414
-  _globals['_GETLAYERRESPONSE']._serialized_end=479
-  _globals['_LISTLAYERSREQUEST']._serialized_start=481
-  _globals['_LISTLAYERSREQUEST']._serialized_end=554
-  _globals['_LISTLAYERSRESPONSE']._serialized_start=556
-  _globals['_LISTLAYERSRESPONSE']._serialized_end=649
-  _globals['_LAYERSERVICE']._serialized_start=652
-  _globals['_LAYERSERVICE']._serialized_end=921
+  _globals['_REGISTERLAYERSREQUEST']._serialized_end=259
+  _globals['_REGISTERLAYERSRESPONSE']._serialized_start=261
+  _globals['_REGISTERLAYERSRESPONSE']._serialized_end=381
+  _globals['_GETLAYERREQUEST']._serialized_start=383
+  _globals['_GETLAYERREQUEST']._serialized_end=429
+  _globals['_GETLAYERRESPONSE']._serialized_start=431
+  _globals['_GETLAYERRESPONSE']._serialized_end=496
+  _globals['_LISTLAYERSREQUEST']._serialized_start=498
+  _globals['_LISTLAYERSREQUEST']._serialized_end=571
+  _globals['_LISTLAYERSRESPONSE']._serialized_start=573
+  _globals['_LISTLAYERSRESPONSE']._serialized_end=666
+  _globals['_LAYERSERVICE']._serialized_start=669
+  _globals['_LAYERSERVICE']._serialized_end=938
 # @@protoc_insertion_point(module_scope)

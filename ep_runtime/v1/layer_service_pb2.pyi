@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterLayersRequest(_message.Message):
-    __slots__ = ("op_id", "group", "generation", "layers", "stacks")
+    __slots__ = ("op_id", "group", "generation", "layers", "stacks", "replace")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     STACKS_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
     op_id: str
     group: str
     generation: int
     layers: _containers.RepeatedCompositeFieldContainer[_types_pb2.LayerSpec]
     stacks: _containers.RepeatedCompositeFieldContainer[_types_pb2.LayerStackSpec]
-    def __init__(self, op_id: _Optional[str] = ..., group: _Optional[str] = ..., generation: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_types_pb2.LayerSpec, _Mapping]]] = ..., stacks: _Optional[_Iterable[_Union[_types_pb2.LayerStackSpec, _Mapping]]] = ...) -> None: ...
+    replace: bool
+    def __init__(self, op_id: _Optional[str] = ..., group: _Optional[str] = ..., generation: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_types_pb2.LayerSpec, _Mapping]]] = ..., stacks: _Optional[_Iterable[_Union[_types_pb2.LayerStackSpec, _Mapping]]] = ..., replace: bool = ...) -> None: ...
 
 class RegisterLayersResponse(_message.Message):
     __slots__ = ("layers", "stacks")

@@ -64,8 +64,8 @@ class LayerServiceServicer(object):
         call may carry makes several.
 
         more than 4096 in one call    INVALID_ARGUMENT    make several calls
-        same name, other settings     ALREADY_EXISTS      SpecMismatchError (object, field,
-        theirs, ours)
+        same name, other settings,    ALREADY_EXISTS      SpecMismatchError (object, field,
+        and no replace                                    theirs, ours)
         does not fit the group        INVALID_ARGUMENT    names argument and both numbers
         more handles than the board   RESOURCE_EXHAUSTED  PoolExhaustedError (asked, free, limit)
         over a limit of the user      RESOURCE_EXHAUSTED  PoolExhaustedError (resource, asked,

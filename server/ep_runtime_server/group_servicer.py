@@ -247,13 +247,14 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
         growth = _JOURNAL_GROWTH * request.ByteSize()
         self._runtime.recorder.admit(growth)
         self._runtime.quotas.check(session.uid, journal_bytes=growth)
-        before = len(group.layers)
+        before = len(group.layers.history)
         layers, stacks = await group.layers.register(
             [wire.layer_spec_from_proto(layer) async for layer in paced(request.layers)],
             [wire.stack_spec_from_proto(stack) async for stack in paced(request.stacks)],
             lambda count: self._runtime.quotas.check(session.uid, layers=count),
+            replace=request.replace,
         )
-        added = len(group.layers) - before
+        added = len(group.layers.history) - before
         if added:
             group.notify()
             self._runtime.events.add(

@@ -37,6 +37,7 @@ class _Addition:
     next_handle: int
     layers: dict[str, RegisteredLayer] = dataclasses.field(default_factory=dict)
     ids: dict[int, str] = dataclasses.field(default_factory=dict)
+    replace: bool = False
 
 
 class LayerTable:
@@ -47,6 +48,7 @@ class LayerTable:
         self._layers: dict[str, RegisteredLayer] = {}
         self._ids: dict[int, str] = {}
         self._next_handle = 0
+        self._history: list[RegisteredLayer] = []
         self._changing = asyncio.Lock()  # a long list is looked through in several turns
 
     def __len__(self) -> int:
@@ -61,6 +63,11 @@ class LayerTable:
     def num_handles(self) -> int:
         return self._next_handle
 
+    @property
+    def history(self) -> Sequence[RegisteredLayer]:
+        """Every registration that was new, in order; the last one of a name counts."""
+        return self._history
+
     def all(self) -> list[RegisteredLayer]:
         """In the order of registration."""
         return list(self._layers.values())
@@ -70,6 +77,8 @@ class LayerTable:
         layers: Sequence[LayerSpec],
         stacks: Sequence[LayerStackSpec],
         admit: Callable[[int], None] = lambda count: None,
+        *,
+        replace: bool = False,
     ) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
         """All or none of them; an equal registration is answered with what it got before.
 
@@ -78,27 +87,34 @@ class LayerTable:
 
         Raises:
             InvalidArgumentError: one does not fit the group.
-            SpecMismatchError: a name is taken by other settings.
+            SpecMismatchError: a name is taken by other settings, and no `replace`.
             PoolExhaustedError: the board has not as many handles.
         """
         async with self._changing:
-            added = _Addition(self._next_handle)
+            added = _Addition(self._next_handle, replace=replace)
             answer = [self._plan(spec, 0, added) async for spec in paced(layers)]
             stack_answer = [
                 self._plan(stack.spec, stack.num_layers, added) async for stack in paced(stacks)
             ]
-            admit(len(added.layers))
-            self._layers.update(added.layers)
-            self._ids.update(added.ids)
-            self._next_handle = added.next_handle
+            admit(sum(name not in self._layers for name in added.layers))
+            for layer in added.layers.values():
+                self._put(layer)
         return answer, stack_answer
 
     def restore(self, layers: Iterable[RegisteredLayer]) -> None:
-        """Layers as they were registered before; they do not overlap."""
+        """Layers as they were registered before, in that order."""
         for layer in layers:
-            self._layers[layer.spec.name] = layer
-            self._ids[layer.base_id] = layer.spec.name
-            self._next_handle = max(self._next_handle, layer.handle_base + layer.num_handles)
+            self._put(layer)
+
+    def _put(self, layer: RegisteredLayer) -> None:
+        """In the place of one of its name; handles that it does not take over stay unused."""
+        before = self._layers.pop(layer.spec.name, None)
+        if before is not None:
+            del self._ids[before.base_id]
+        self._layers[layer.spec.name] = layer
+        self._ids[layer.base_id] = layer.spec.name
+        self._next_handle = max(self._next_handle, layer.handle_base + layer.num_handles)
+        self._history.append(layer)
 
     async def rejoin(self, layers: Sequence[RegisteredLayer], *, takes_word: bool) -> None:
         """Compares with what a process says; with `takes_word` takes over what is unknown here.
@@ -159,32 +175,46 @@ class LayerTable:
 
     def _plan(self, spec: LayerSpec, num_layers: int, added: _Addition) -> RegisteredLayer:
         filled = specs.check_layer(self._group, spec)
-        known = self._layers.get(spec.name) or added.layers.get(spec.name)
-        if known is not None:
+        known = added.layers.get(spec.name) or self._layers.get(spec.name)
+        if known is not None and not self._gives_way(known, filled, num_layers, added):
             self._compare(known, filled, num_layers)
             return dataclasses.replace(known, already_registered=True)
         self._check_names(spec.name, num_layers, added)
         make_id = specs.stack_base_id if num_layers else specs.layer_id
         base_id = make_id(self._group.name, spec.name)
         taken = self._ids.get(base_id) or added.ids.get(base_id)
-        if taken is not None:
+        if taken not in (None, spec.name):
             raise InvalidArgumentError(
                 f"layer {spec.name!r} has the same id as {taken!r}; rename one", argument="name"
             )
         layer = RegisteredLayer(filled, num_layers, base_id, added.next_handle)
-        free = board.MAX_HANDLES - added.next_handle
+        if known is not None and layer.num_handles <= known.num_handles:
+            layer = dataclasses.replace(layer, handle_base=known.handle_base)
+        else:
+            self._check_handles(layer)
+            added.next_handle += layer.num_handles
+        added.layers[spec.name] = layer
+        added.ids[base_id] = spec.name
+        return layer
+
+    def _gives_way(
+        self, known: RegisteredLayer, spec: LayerSpec, num_layers: int, added: _Addition
+    ) -> bool:
+        """Whether the caller wants another layer in its place; not twice in one call."""
+        same = (known.spec, known.num_layers) == (spec, num_layers)
+        return added.replace and not same and spec.name not in added.layers
+
+    def _check_handles(self, layer: RegisteredLayer) -> None:
+        """Raises PoolExhaustedError where the board ends before the layer's handles do."""
+        free = board.MAX_HANDLES - layer.handle_base
         if layer.num_handles > free:
             raise PoolExhaustedError(
-                f"layer {spec.name!r} asks for {layer.num_handles} handles, group "
+                f"layer {layer.spec.name!r} asks for {layer.num_handles} handles, group "
                 f"{self._group.name!r} has {free} of {board.MAX_HANDLES} left",
                 asked=layer.num_handles,
                 free=free,
                 limit=board.MAX_HANDLES,
             )
-        added.layers[spec.name] = layer
-        added.ids[base_id] = spec.name
-        added.next_handle += layer.num_handles
-        return layer
 
     def _compare(self, known: RegisteredLayer, spec: LayerSpec, num_layers: int) -> None:
         if known.spec == spec and known.num_layers == num_layers:
@@ -195,7 +225,8 @@ class LayerTable:
             if ours[field] != value:
                 raise SpecMismatchError(
                     f"layer {spec.name!r} of group {self._group.name!r} is registered with "
-                    f"{field}={value}, this call says {ours[field]}",
+                    f"{field}={value}, this call says {ours[field]}; make them equal, or pass "
+                    "replace=True",
                     object=spec.name,
                     field=field,
                     theirs=value,

@@ -168,12 +168,13 @@ class Recorder:
             self._count(key, group.owner.uid, 0)
             return
         parts = self._layers.setdefault(group.group_id, _LayerParts())
-        if len(group.layers) > parts.num_layers:
-            added = [records.of_layer(layer) for layer in group.layers.all()[parts.num_layers :]]
+        history = group.layers.history
+        if len(history) > parts.num_layers:
+            added = [records.of_layer(layer) for layer in history[parts.num_layers :]]
             value = encoded(added)
             assert value is not None
             parts.texts[parts.num_layers] = value
-            parts.num_layers = len(group.layers)
+            parts.num_layers = len(history)
             self._count(key, group.owner.uid, sum(len(x.text) for x in parts.texts.values()))
         for first, value in parts.texts.items():
             if first >= parts.num_written:

@@ -205,3 +205,56 @@ def test_unequal_specs_end_every_process_with_field_and_both_values(address: str
         assert first == second
         job.tell()
         job.finish()
+
+
+_REPLACED = (
+    _ARGUMENTS
+    + """
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+session = ep.connect(timeout_s=60)
+group = session.create_group("g", mesh_of(), **{**ARGUMENTS, "op_timeout_s": 5})
+tokens = jax.device_put(np.ones((32, 16), np.float32), NamedSharding(group.mesh, P("ep")))
+
+@jax.jit(static_argnums=0)
+def step(layer, x):
+    sent = ep.dispatch(layer, x, jnp.zeros((32, layer.top_k), jnp.int32))
+    return ep.combine(layer, sent, sent.tokens)
+
+def run(layer):
+    out = jax.block_until_ready(step(layer, tokens))
+    for shard in out.addressable_shards:
+        np.testing.assert_array_equal(shard.data, layer.top_k)
+
+run(group.register_layer("a", top_k=1))
+new = group.register_layer("a", top_k=2, replace=True)
+say(replaced=group.layer("a") is new)
+hear()  # a layer is new where every process has replaced it
+run(new)
+say(ran=True)
+hear()
+layer = group.register_layer("a", top_k=1, replace=True) if index == 0 else new
+try:
+    with ep.translate_errors():
+        run(layer)
+except ep.EpRuntimeError as error:
+    say(error=type(error).__name__, text=str(error))
+hear()
+session.close()
+"""
+)
+
+
+def test_a_layer_is_replaced_in_every_process_or_the_calls_say_that_they_differ(
+    address: str,
+) -> None:
+    with Job(_REPLACED, processes=2, devices=2, EP_RUNTIME_ADDRESS=address) as job:
+        assert job.heard() == [{"replaced": True}] * 2
+        job.tell()
+        assert job.heard() == [{"ran": True}] * 2
+        job.tell()
+        for row in job.heard():
+            assert row["error"] == "SpecMismatchError", row
+            assert "layer a" in row["text"]
+        job.tell()
+        job.finish()
