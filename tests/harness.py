@@ -114,7 +114,10 @@ class Served:
         return "FORGOTTEN"
 
     def event_kinds(self) -> list[str]:
-        return [event.kind for event in self.ask("ListEvents").events]
+        """Of this daemon, without those that it read of one before."""
+        kinds = [event.kind for event in self.ask("ListEvents").events]
+        kept = [place for place, kind in enumerate(kinds) if kind == "server.events_kept"]
+        return kinds[kept[-1] + 1 :] if kept else kinds
 
     def close(self) -> None:
         for close in reversed(self._open):

@@ -165,7 +165,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEvents(self, request, context):
-        """The last 10000 state changes, oldest first.
+        """The last 2000 state changes of every kind of thing (sessions, groups, ..., and denials), oldest
+        first. Those of a daemon before on the same directory keep their numbers.
 
         no failures of its own
         """

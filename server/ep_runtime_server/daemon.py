@@ -30,7 +30,13 @@ from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.cuda_device import Gpus
-from ep_runtime_server.directory import CLUSTER_FILE, JOURNAL_FILE, SocketDirectory
+from ep_runtime_server.directory import (
+    CLUSTER_FILE,
+    EVENTS_FILE,
+    JOURNAL_FILE,
+    SocketDirectory,
+)
+from ep_runtime_server.events import EventLog
 from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_server import FdServer
 from ep_runtime_server.fd_store import FdStore
@@ -95,7 +101,10 @@ class Daemon:
             settings.directory, open_to_others=settings.open_to_others
         )
         journal = Journal(self._directory.path / JOURNAL_FILE, Failpoints(settings.testing))
-        self.runtime = Runtime(settings, self._clock, journal, self._gpus)
+        # A private daemon ends with its client, who is not there to ask its successor.
+        kept = self._directory.path / EVENTS_FILE if settings.parent_pidfd is None else None
+        log = EventLog(self._clock, kept)
+        self.runtime = Runtime(settings, self._clock, journal, self._gpus, log)
         self.runtime.restore(FdStore(env.notify_socket(), self._stored_fds), self._stored_fds)
         self.runtime.failpoints.hit("recovery.restored")
         self._node_server = self._make_node_server()
@@ -256,5 +265,6 @@ class Daemon:
         await self.runtime.pool.settle()
         self.runtime.pool.close()
         self.runtime.journal.close()
-        self._directory.close(remove=self._settings.parent_pidfd is not None)
         self.runtime.events.add("server.stopped", f"pid {os.getpid()} ends")
+        self.runtime.events.close()
+        self._directory.close(remove=self._settings.parent_pidfd is not None)

@@ -15,6 +15,7 @@ from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, PermissionDe
 LOCK_FILE = "lock"
 JOURNAL_FILE = "journal"
 CLUSTER_FILE = "cluster"
+EVENTS_FILE = "events"
 SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET)
 
 
@@ -112,7 +113,7 @@ class SocketDirectory:
         self._inodes = {}
         if remove:
             with contextlib.suppress(OSError):
-                for name in (JOURNAL_FILE, CLUSTER_FILE, LOCK_FILE):
+                for name in (JOURNAL_FILE, CLUSTER_FILE, EVENTS_FILE, LOCK_FILE):
                     (self.path / name).unlink(missing_ok=True)
                 os.rmdir(self.path)
         if self._lock_fd >= 0:

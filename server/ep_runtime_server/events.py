@@ -1,17 +1,35 @@
-"""State changes: a bounded log for `ListEvents`, and one JSON line each on stderr."""
+"""State changes: bounded logs for `ListEvents`, and one JSON line each on stderr.
+
+Every kind of thing (sessions, groups, ...) has a ring of its own, so that what happens often, or
+what somebody does often, pushes nothing else out. Denials are rate-limited besides: strangers
+cause them. Events live on in a file, with their numbers, for a daemon that starts again.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import json
 import logging
+import operator
 import sys
+from pathlib import Path
 from typing import Any
 
 from ep_runtime_server.clock import Clock
+from ep_runtime_server.event_file import EventFile
 
-MAX_EVENTS = 10_000
+MAX_EVENTS_PER_RING = 2000
+MAX_RINGS = 32
+
+# Denials of one cause: as many at once, then one per interval; of all causes likewise.
+DENIALS_AT_ONCE, DENIAL_EVERY_S = 5, 10.0
+ALL_DENIALS_AT_ONCE, ANY_DENIAL_EVERY_S = 50, 1.0
+MAX_CAUSES = 1024
+TELL_SUPPRESSED_EVERY_S = 10.0
+
+_DENIED = "denied"
 
 logger = logging.getLogger("ep_runtime_server")
 
@@ -27,13 +45,54 @@ class Event:
     fields: dict[str, Any]
 
 
+class _Allowance:
+    """A number of things at once, then one per interval."""
+
+    def __init__(self, at_once: int, every_s: float, now_s: float) -> None:
+        self._at_once = at_once
+        self._every_s = every_s
+        self._left = float(at_once)
+        self._seen_s = now_s
+
+    def take(self, now_s: float) -> bool:
+        more = (now_s - self._seen_s) / self._every_s
+        self._left, self._seen_s = min(self._at_once, self._left + more), now_s
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
 class EventLog:
     """Never given a token or a ticket."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, path: Path | None = None) -> None:
+        """`path` is of the file that outlives the daemon; None for none."""
         self._clock = clock
-        self._events: collections.deque[Event] = collections.deque(maxlen=MAX_EVENTS)
+        self._rings: dict[str, collections.deque[Event]] = {}
         self._sequence = 0
+        now_s = clock.monotonic_s()
+        self._denials = _Allowance(ALL_DENIALS_AT_ONCE, ANY_DENIAL_EVERY_S, now_s)
+        self._by_cause: dict[tuple[str, object], _Allowance] = {}
+        self._suppressed: collections.Counter[str] = collections.Counter()
+        self._told_s = now_s
+        self._file = EventFile(path) if path is not None else None
+        if self._file is not None:
+            self._restore(self._file)
+
+    def _restore(self, file: EventFile) -> None:
+        for values in file.read():
+            event = Event(*values)
+            self._ring(event.kind).append(event)
+            self._sequence = event.sequence
+        if self._sequence:
+            self.add("server.events_kept", f"events up to {self._sequence} are of a daemon before")
+
+    def _ring(self, kind: str) -> collections.deque[Event]:
+        name = _DENIED if kind.endswith(_DENIED) else kind.partition(".")[0]
+        if name not in self._rings and len(self._rings) >= MAX_RINGS:
+            name = next(iter(self._rings))
+        return self._rings.setdefault(name, collections.deque(maxlen=MAX_EVENTS_PER_RING))
 
     def add(
         self,
@@ -49,12 +108,51 @@ class EventLog:
         event = Event(
             self._sequence, self._clock.wall_s(), kind, session_id, group, message, fields
         )
-        self._events.append(event)
+        self._ring(kind).append(event)
+        if self._file is not None:
+            self._file.append(dataclasses.astuple(event))
+            if self._file.wants_rewriting:
+                self._file.rewrite(dataclasses.astuple(event) for event in self.after(0))
         logger.log(level, message, extra={"event": event})
+
+    def deny(self, kind: str, cause: object, message: str, **fields: Any) -> None:
+        """A denial, which ends in "denied"; told unless there were many of that cause, or of all.
+
+        Args:
+            cause: for example the uid that was refused; in no event.
+        """
+        now_s = self._clock.monotonic_s()
+        allowance = self._by_cause.pop((kind, cause), None)
+        if allowance is None:
+            allowance = _Allowance(DENIALS_AT_ONCE, DENIAL_EVERY_S, now_s)
+            if len(self._by_cause) >= MAX_CAUSES:
+                del self._by_cause[next(iter(self._by_cause))]
+        self._by_cause[kind, cause] = allowance  # the longest unused one is the first
+        if allowance.take(now_s) and self._denials.take(now_s):
+            self.add(kind, message, level=logging.WARNING, **fields)
+        else:
+            self._suppressed[kind] += 1
+
+    def tick(self) -> None:
+        """Says now and then how many denials were not told one by one."""
+        now_s = self._clock.monotonic_s()
+        if not self._suppressed or now_s - self._told_s < TELL_SUPPRESSED_EVERY_S:
+            return
+        self._told_s = now_s
+        suppressed, self._suppressed = self._suppressed, collections.Counter()
+        for kind, count in suppressed.items():
+            self.add(kind, f"{count} more of these", level=logging.WARNING, suppressed=count)
 
     def after(self, sequence: int) -> list[Event]:
         """Events with a larger sequence number, oldest first."""
-        return [event for event in self._events if event.sequence > sequence]
+        rings = [
+            [event for event in ring if event.sequence > sequence] for ring in self._rings.values()
+        ]
+        return list(heapq.merge(*rings, key=operator.attrgetter("sequence")))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 class JsonLines(logging.Formatter):

@@ -253,7 +253,8 @@ class FdServer:
 
     def _tell_denied(self, error: EpRuntimeError) -> None:
         if isinstance(error, PermissionDeniedError):
-            self._runtime.events.add("fd.denied", str(error), level=logging.WARNING, **error.fields)
+            cause = error.fields.get("uid")
+            self._runtime.events.deny("fd.denied", cause, str(error), **error.fields)
 
     def _answer(self, connection: _Connection, data: bytes, sender_pid: int | None) -> None:
         try:

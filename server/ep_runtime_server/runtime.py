@@ -53,7 +53,12 @@ class Runtime:
     """Sessions, groups, memory, and the orders of an operator."""
 
     def __init__(
-        self, settings: ServerConfig, clock: Clock, journal: Journal, gpus: Gpus | None = None
+        self,
+        settings: ServerConfig,
+        clock: Clock,
+        journal: Journal,
+        gpus: Gpus | None = None,
+        events: EventLog | None = None,
     ) -> None:
         """`restore` comes next; `gpus` are for tests."""
         self.settings = settings
@@ -61,7 +66,7 @@ class Runtime:
         self.journal = journal
         self.incarnation = secrets.token_hex(8)
         self.started_s = clock.monotonic_s()
-        self.events = EventLog(clock)
+        self.events = EventLog(clock) if events is None else events
         self.pool = WindowPool(
             HostDevice(settings.max_host_bytes),
             clock,
@@ -332,6 +337,7 @@ class Runtime:
         run("forgetting of sessions", self.sessions.prune)
         run("end of the recovery", self.recovery.settle)
         run("journal", self.recorder.tick)
+        run("counts of denials", self.events.tick)
         if self.cluster is not None:
             run("cluster", self.cluster.tick)
         if self.sessions.not_over() or self.groups.all():

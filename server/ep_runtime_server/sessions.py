@@ -236,11 +236,13 @@ class Sessions:
         return session
 
     def _foreign(self, session: Session, pid: int) -> PermissionDeniedError:
-        self._log(
-            "session.foreign_token",
+        self._events.deny(
+            "session.token_denied",
+            session.session_id,
             f"process {pid} used the token of process {session.pid}",
-            session,
-            level=logging.WARNING,
+            session_id=session.session_id,
+            uid=session.uid,
+            client_pid=session.pid,
         )
         return PermissionDeniedError(
             f"session {session.session_id} belongs to process {session.pid}, not to {pid}; "

@@ -187,6 +187,7 @@ def test_a_kill_while_the_journal_is_compacted_costs_nothing(daemon_process, tmp
     assert sorted(os.listdir(tmp_path)) == [
         "admin.sock",
         "api.sock",
+        "events",
         "fd.sock",
         "journal",
         "lock",

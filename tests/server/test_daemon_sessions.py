@@ -68,7 +68,7 @@ def test_a_token_in_a_forked_child_is_refused_by_its_pid(daemon):
     client.metadata = ((wire.TOKEN_KEY, client.token), (wire.PID_KEY, str(os.getpid() + 1)))
     with pytest.raises(errors.PermissionDeniedError, match="forked child must connect"):
         heartbeat(client)
-    assert "session.foreign_token" in daemon.event_kinds()
+    assert "session.token_denied" in daemon.event_kinds()
 
 
 def test_groups_need_an_opened_session(daemon):
