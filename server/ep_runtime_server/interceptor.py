@@ -103,7 +103,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         async def call(requests: AsyncIterator[bytes], context: Context[Any, Any]) -> Any:
             # gRPC keeps the frame that aborts until a collection: the request is not in this one.
             answer = await answered(requests, context)
-            return await context.abort(*answer) if isinstance(answer, wire.RpcFailure) else answer
+            return await _abort(context, answer) if isinstance(answer, wire.RpcFailure) else answer
 
         return call
 
@@ -127,7 +127,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
                 failure = _failure_of(method, error)
             request = None  # gRPC keeps this frame until a collection
-            await context.abort(*failure)
+            await _abort(context, failure)
 
         return call
 
@@ -220,3 +220,10 @@ def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
     # Its frames hold the request, and are held in circles until a collection looks for them.
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return failure
+
+
+async def _abort(context: Context[Any, Any], failure: wire.RpcFailure) -> None:
+    """Tells the caller; one that went away in the meantime hears nothing, and nothing is logged."""
+    if context.done():
+        raise asyncio.CancelledError
+    await context.abort(*failure)

@@ -51,10 +51,14 @@ def _crc(sequence: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(sequence.to_bytes(8, "little")))
 
 
-def _encode(sequence: int, record: Record) -> bytes:
+def _payload(record: Record) -> bytes:
     key, value = record
     text = value if isinstance(value, Encoded) else encoded(value)
-    payload = b"[%s,%s]" % (json.dumps(key).encode(), text.text if text is not None else b"null")
+    return b"[%s,%s]" % (json.dumps(key).encode(), text.text if text is not None else b"null")
+
+
+def _encode(sequence: int, record: Record) -> bytes:
+    payload = _payload(record)
     return _HEAD.pack(len(payload), _crc(sequence, payload), sequence) + payload
 
 
@@ -78,6 +82,7 @@ class Journal:
     Attributes:
         was_there: a journal was found.
         cut_bytes: bytes behind the first record that was not whole; 0 for a clean end.
+        odd_records: whole ones that are no key with a value; left out.
         error: why the last write failed; empty when the file holds everything.
     """
 
@@ -102,6 +107,7 @@ class Journal:
         self._facts: dict[str, Any] = {}
         self.was_there = False
         self.cut_bytes = 0
+        self.odd_records = 0
         self.error = ""
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -123,17 +129,27 @@ class Journal:
         self.was_there = data.startswith(MAGIC)
         good = len(MAGIC) if self.was_there else 0
         while self.was_there and (record := self._record_at(data, good)) is not None:
-            key, value, good = record
-            self._facts.pop(key, None)
-            if value is not None:
-                self._facts[key] = value
+            payload, good = record
+            self._take(payload)
         rest = data[good:].rstrip(b"\0")
         self.cut_bytes = len(rest)
         # Old bytes behind the end must not be taken for records once the end grows towards them.
         os.ftruncate(self._fd, good)
         self._end = self._allocated = good
 
-    def _record_at(self, data: bytes, offset: int) -> tuple[str, Any, int] | None:
+    def _take(self, payload: bytes) -> None:
+        try:
+            key, value = json.loads(payload)
+        except (ValueError, TypeError, RecursionError):
+            key = value = None
+        if not isinstance(key, str):
+            self.odd_records += 1
+            return
+        self._facts.pop(key, None)
+        if value is not None:
+            self._facts[key] = value
+
+    def _record_at(self, data: bytes, offset: int) -> tuple[bytes, int] | None:
         if offset + _HEAD.size > len(data):
             return None
         length, crc, sequence = _HEAD.unpack_from(data, offset)
@@ -143,8 +159,7 @@ class Journal:
         if not whole or sequence != self._sequence + 1 or _crc(sequence, payload) != crc:
             return None
         self._sequence = sequence
-        key, value = json.loads(payload)
-        return key, value, start + length
+        return payload, start + length
 
     def take_facts(self) -> dict[str, Any]:
         """What was read at the start, once: the daemon's state takes its place."""

@@ -33,7 +33,8 @@ def check_certificate(context: Context[Any, Any], node: str) -> None:
     about = context.auth_context()
     if b"ssl" not in about.get("transport_security_type", ()):
         return
-    names = [name.decode(errors="replace") for name in about["x509_subject_alternative_name"]]
+    # DNS names alone: a URI or an address that reads like a node's name is none.
+    names = [name.decode(errors="replace") for name in about.get("peer_dns", ())]
     if node not in names:
         raise PermissionDeniedError(
             f"a daemon calls itself node {node!r}, and its certificate is for {names[:8]}; "

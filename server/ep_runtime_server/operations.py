@@ -15,7 +15,9 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.config import OPERATION_LIFE_S
 
 MAX_OP_ID_BYTES = 64
-MAX_OPERATIONS = 100_000
+# Answers kept of one session, the youngest; a retry comes within seconds.
+MAX_KEPT = 256
+MAX_KEPT_BYTES_OF_SESSION = 256 << 10
 # A bigger answer is computed anew: such calls (RegisterLayers) are idempotent by themselves.
 MAX_KEPT_BYTES = 64 << 10
 
@@ -25,6 +27,11 @@ class _Operation:
     digest: bytes
     task: asyncio.Task[Any]
     started_s: float
+    kept_bytes: int = 0
+
+
+# By kind of request and op id, the oldest first.
+_OfSession = dict[tuple[str, str], _Operation]
 
 
 class Operations:
@@ -32,7 +39,7 @@ class Operations:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._operations: dict[tuple[str, str, str], _Operation] = {}
+        self._of_session: dict[str, _OfSession] = {}
 
     async def run(
         self,
@@ -54,13 +61,14 @@ class Operations:
                 argument="op_id",
             )
         digest = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
-        key = (session_id, request.DESCRIPTOR.full_name, op_id)
-        known = self._operations.get(key)
+        key = (request.DESCRIPTOR.full_name, op_id)
+        operations = self._of_session.setdefault(session_id, {})
+        known = operations.get(key)
         if known is None:
             task = asyncio.get_running_loop().create_task(_as_coroutine(work))
             known = _Operation(digest, task, self._clock.monotonic_s())
-            self._operations[key] = known
-            task.add_done_callback(lambda done: self._finished(key, done))
+            operations[key] = known
+            task.add_done_callback(lambda done: self._finished(session_id, key, done))
         elif known.digest != digest:
             raise InvalidArgumentError(
                 f"op_id {op_id!r} was used for another {request.DESCRIPTOR.name}",
@@ -73,26 +81,44 @@ class Operations:
                 raise  # it is the caller that goes away; the work goes on
             raise SessionFencedError("the session ended while this call ran") from None
 
-    def _finished(self, key: tuple[str, str, str], task: asyncio.Task[Any]) -> None:
+    def _finished(self, session_id: str, key: tuple[str, str], task: asyncio.Task[Any]) -> None:
+        operations = self._of_session.get(session_id, {})
+        known = operations.get(key)
         # A failure is not kept: the retry is a new attempt.
         failed = task.cancelled() or task.exception() is not None
-        if failed or task.result().ByteSize() > MAX_KEPT_BYTES:
-            self._operations.pop(key, None)
+        if known is None or known.task is not task:
+            return
+        known.kept_bytes = 0 if failed else task.result().ByteSize()
+        if failed or known.kept_bytes > MAX_KEPT_BYTES:
+            del operations[key]
+        self._drop_surplus(operations)
+        if not operations:
+            self._of_session.pop(session_id, None)
+
+    def _drop_surplus(self, operations: _OfSession) -> None:
+        done = [key for key, operation in operations.items() if operation.task.done()]
+        kept_bytes = sum(operations[key].kept_bytes for key in done)
+        for position, key in enumerate(done):
+            if len(done) - position <= MAX_KEPT and kept_bytes <= MAX_KEPT_BYTES_OF_SESSION:
+                break
+            kept_bytes -= operations.pop(key).kept_bytes
 
     def forget_session(self, session_id: str) -> None:
         """Drops results, and cancels what still runs for a session that is over."""
-        for key in [key for key in self._operations if key[0] == session_id]:
-            self._operations.pop(key).task.cancel()
+        for operation in self._of_session.pop(session_id, {}).values():
+            operation.task.cancel()
 
     def expire(self) -> None:
-        """Drops old results; the oldest first where there are too many."""
+        """Drops old results."""
         now = self._clock.monotonic_s()
-        for key, operation in list(self._operations.items()):
-            surplus = len(self._operations) > MAX_OPERATIONS
-            if not surplus and now - operation.started_s < OPERATION_LIFE_S:
-                break  # insertion order is age order
-            if operation.task.done():
-                del self._operations[key]
+        for session_id, operations in list(self._of_session.items()):
+            for key, operation in list(operations.items()):
+                if now - operation.started_s < OPERATION_LIFE_S:
+                    break  # insertion order is age order
+                if operation.task.done():
+                    del operations[key]
+            if not operations:
+                del self._of_session[session_id]
 
 
 async def _as_coroutine(work: Callable[[], Awaitable[Any]]) -> Any:

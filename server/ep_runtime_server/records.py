@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ep_runtime import board
 from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
 from ep_runtime.wire import RegisteredLayer
+from ep_runtime_server import record_shapes
 from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group, Member, RemoteMember
@@ -38,6 +40,7 @@ def of_session(session: Session) -> dict[str, Any] | None:
 
 def to_session(session_id: str, value: Mapping[str, Any]) -> Session:
     """A session that was opened is SUSPECT until its process says something."""
+    record_shapes.check(value, record_shapes.SESSION)
     fields = dict(value)
     state = SessionState(fields.pop("state"))
     suspect = state in LIVE and state is not SessionState.CONNECTED
@@ -63,7 +66,9 @@ def _to_spec(value: Mapping[str, Any]) -> GroupSpec:
     fields["mesh_axes"] = tuple((name, size) for name, size in fields["mesh_axes"])
     for name in ("ep_axis", "outer_axes"):
         fields[name] = tuple(fields[name])
-    return make_group_spec(**fields)
+    spec = make_group_spec(**fields)
+    board.board_layout(spec)  # refuses what no daemon admits
+    return spec
 
 
 def of_windows(windows: WindowSet) -> dict[str, Any] | None:
@@ -85,6 +90,7 @@ def of_windows(windows: WindowSet) -> dict[str, Any] | None:
 
 def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
     """A set whose descriptors all are still to come back."""
+    record_shapes.check(value, record_shapes.WINDOWS)
     windows = WindowSet(
         Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"], value["created_s"]
     )
@@ -133,6 +139,7 @@ def to_group(
 ) -> Group:
     """The group with its members and its set. Raises LookupError where one is not there: then the
     processes know better than what is left of the journal."""
+    record_shapes.check(value, record_shapes.GROUP)
     group = Group(Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"])
     group.group_id = group_id
     group.state = State(value["state"])
@@ -163,4 +170,11 @@ def of_layer(layer: RegisteredLayer) -> list[Any]:
 
 def to_layer(value: list[Any]) -> RegisteredLayer:
     spec, num_layers, base_id, handle_base = value
-    return RegisteredLayer(LayerSpec(**spec), num_layers, base_id, handle_base)
+    numbers = (num_layers, base_id, handle_base)
+    if any(type(x) is not int or not 0 <= x < 1 << 63 for x in numbers):
+        raise TypeError(f"a layer cannot have the numbers {numbers}")
+    layer = LayerSpec(**spec)
+    sizes = [getattr(layer, name) for name in _LAYER_FIELDS if name != "name"]
+    if any(type(x) is not int or x >= 1 << 62 for x in sizes if x is not None):
+        raise TypeError(f"layer {layer.name!r} cannot have the sizes {sizes}")
+    return RegisteredLayer(layer, num_layers, base_id, handle_base)

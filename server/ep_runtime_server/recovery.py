@@ -12,13 +12,15 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ep_runtime import board
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_server import records
+from ep_runtime_server import record_shapes, records
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
+from ep_runtime_server.record_shapes import Shape
 from ep_runtime_server.recorder import (
     BOOT,
     GENERATION,
@@ -33,6 +35,9 @@ from ep_runtime_server.sessions import Session, Sessions, SessionState
 from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
 
 _Item = TypeVar("_Item")
+
+# What a record raises that is whole and says odd things.
+_ODD = (EpRuntimeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Recovery:
@@ -100,9 +105,11 @@ class Recovery:
 
     def restore(self, facts: Mapping[str, Any], *, incomplete: bool) -> None:
         """Builds sessions, sets and groups. `incomplete`: the journal is new, or its end is cut."""
-        until_s = float(facts.get(WORD_COUNTS_UNTIL, 0.0))
-        self._incomplete_journal = incomplete or until_s > self._clock.monotonic_s()
-        self._groups.skip_to(int(facts.get(GENERATION, 0)))
+        self._incomplete_journal = incomplete
+        until_s = self._plain(facts, WORD_COUNTS_UNTIL, record_shapes.seconds, 0.0)
+        if until_s > self._clock.monotonic_s():
+            self._incomplete_journal = True
+        self._groups.skip_to(self._plain(facts, GENERATION, record_shapes.generation, 0))
         if facts.get(BOOT) != boot_id():
             return
         sessions = self._restore_sessions(_under(facts, SESSION))
@@ -114,11 +121,25 @@ class Recovery:
             group = records.to_group(group_id, value, sessions, sets)
             for part in _layer_parts(facts, group_id):
                 group.layers.restore([records.to_layer(item) for item in part])
+            if group.layers.num_handles > board.MAX_HANDLES:
+                raise ValueError(f"{group.layers.num_handles} handles are more than a board has")
             return group
 
         for group in self._readable(_under(facts, GROUP), to_group).values():
             self._restore_group(group)
         self.found_any = bool(sessions or sets or self._groups.all())
+
+    def _plain(self, facts: Mapping[str, Any], key: str, shape: Shape, default: _Item) -> _Item:
+        """A fact that is one value; the default where it is none of ours."""
+        value: _Item = facts.get(key, default)
+        if shape(value):
+            return value
+        self._unreadable(key, f"it cannot be {str(value)[:80]}")
+        return default
+
+    def _unreadable(self, key: str, why: str) -> None:
+        self._incomplete_journal = True
+        self._events.add("journal.unreadable", f"{key[:200]}: {why}", level=logging.WARNING)
 
     def _readable(
         self, values: Mapping[str, Any], make: Callable[[str, Any], _Item]
@@ -128,13 +149,8 @@ class Recovery:
         for key, value in values.items():
             try:
                 found[key] = make(key, value)
-            except (EpRuntimeError, AttributeError, LookupError, TypeError, ValueError) as error:
-                self._incomplete_journal = True
-                self._events.add(
-                    "journal.unreadable",
-                    f"{key}: {type(error).__name__}: {error}",
-                    level=logging.WARNING,
-                )
+            except _ODD as error:
+                self._unreadable(key, f"{type(error).__name__}: {str(error)[:500]}")
         return found
 
     def _restore_sessions(self, values: Mapping[str, Any]) -> dict[str, Session]:
@@ -273,4 +289,6 @@ def _under(facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _layer_parts(facts: Mapping[str, Any], group_id: str) -> list[list[Any]]:
     parts = _under(facts, f"{LAYERS}{group_id}/")
+    if not all(isinstance(part, list) for part in parts.values()):
+        raise TypeError("its layers are no lists")
     return [parts[start] for start in sorted(parts, key=int)]

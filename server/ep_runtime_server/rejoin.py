@@ -13,6 +13,7 @@ from ep_runtime.board import PoisonReason
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import RegisteredLayer
+from ep_runtime_server import record_shapes
 from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.devices import Allocation, HostDevice, is_memfd
 from ep_runtime_server.formation import Groups
@@ -21,8 +22,6 @@ from ep_runtime_server.groups import Group
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.sessions import Session
 from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
-
-MAX_GENERATION = 1 << 62  # a client's word must not use the counter up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Rejoin:
     def _group_of(self, session: Session, claim: Claim) -> Group:
         group = self._groups.find(Owner(session.uid, session.job, claim.spec.name))
         known = group.generation if group is not None else 0
-        if self._recovery.takes_word and known < claim.generation <= MAX_GENERATION:
+        if self._recovery.takes_word and known < claim.generation <= record_shapes.MAX_GENERATION:
             if group is not None:
                 self._groups.take_away(group, PoisonReason.CLOSED, "a newer generation came back")
             group = self._make(session, claim)

@@ -108,7 +108,13 @@ class Runtime:
             stored: systemd's descriptors by name; closed here.
         """
         journal, recovery = self.journal, self.recovery
-        incomplete = not journal.was_there or journal.cut_bytes > 0
+        incomplete = not journal.was_there or journal.cut_bytes > 0 or journal.odd_records > 0
+        if journal.odd_records:
+            self.events.add(
+                "journal.unreadable",
+                f"{journal.odd_records} records are no key with a value",
+                level=logging.WARNING,
+            )
         if journal.cut_bytes:
             self.events.add(
                 "journal.cut",

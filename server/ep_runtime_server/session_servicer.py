@@ -11,7 +11,7 @@ import grpc
 
 import ep_runtime
 from ep_runtime import wire
-from ep_runtime.errors import RuntimeUnavailableError, SessionFencedError
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import session_service_pb2 as pb
 from ep_runtime.v1 import session_service_pb2_grpc as pb_grpc
 from ep_runtime_server import config
@@ -20,6 +20,12 @@ from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import SessionState
 
 Context = grpc.aio.ServicerContext
+
+
+class NewerStreamError(EpRuntimeError):
+    """The session has another stream by now. The client knows the code alone."""
+
+    grpc_code = "ABORTED"
 
 
 class SessionServicer(pb_grpc.SessionServiceServicer):
@@ -78,7 +84,7 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
         if session.state is SessionState.FENCED:
             raise SessionFencedError(f"session {session.session_id} was fenced; connect again")
         if session.watcher is not None:
-            await context.abort(grpc.StatusCode.ABORTED, "a newer stream watches this session")
+            raise NewerStreamError("a newer stream watches this session")
         if session.live:
             raise RuntimeUnavailableError("the daemon ends")
 

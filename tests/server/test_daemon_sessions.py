@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -292,3 +293,23 @@ def test_a_group_event_tells_a_member_that_another_died(daemon):
     eventually(lambda: "group" in watcher.kinds())
     event = next(e.group for e in watcher.events if e.WhichOneof("event") == "group")
     assert (event.group, list(event.lost_ranks)) == ("moe", [1])
+
+
+def test_streams_that_end_on_both_sides_at_once_log_nothing(daemon, caplog):
+    client = daemon.client()
+    request = session_service_pb2.WatchSessionRequest()
+
+    def stream():
+        opened = client.sessions.WatchSession(request, metadata=client.metadata)
+        next(opened)
+        return opened
+
+    older = stream()
+    for _ in range(100):
+        newer = client.sessions.WatchSession(request, metadata=client.metadata)
+        older.cancel()
+        next(newer)
+        older = newer
+    older.cancel()
+    daemon.status()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -10,6 +10,7 @@ from harness import FakeClock
 from ep_runtime.errors import (
     GroupBusyError,
     InvalidArgumentError,
+    PermissionDeniedError,
     PoolExhaustedError,
     StaleHandleError,
     VersionSkewError,
@@ -21,6 +22,7 @@ from ep_runtime_server.events import EventLog
 from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.node_identity import NodeIdentity
+from ep_runtime_server.node_servicer import check_certificate
 from ep_runtime_server.nodes import Nodes
 
 
@@ -291,3 +293,33 @@ def test_what_no_daemon_writes_is_left_out_of_the_file(coordinator, key, value):
     assert coordinator.states() == {"a": "JOINED"}
     coordinator.restart()
     assert coordinator.facts.epoch == 6
+
+
+class Caller:
+    """A gRPC context of a connection with this certificate."""
+
+    def __init__(self, **about) -> None:
+        self._about = {"transport_security_type": [b"ssl"], **about}
+
+    def auth_context(self):
+        return self._about
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"x509_subject_alternative_name": [b"b"], "peer_uri": [b"b"]},
+        {"x509_subject_alternative_name": [b"b"], "peer_email": [b"b"]},
+        {"x509_subject_alternative_name": [b"c"], "peer_dns": [b"c"]},
+        {"x509_common_name": [b"b"]},
+    ],
+    ids=["no names", "a URI", "an address", "another", "a common name"],
+)
+def test_only_a_dns_name_of_the_certificate_is_a_nodes_name(about):
+    with pytest.raises(PermissionDeniedError, match="calls itself node 'b'"):
+        check_certificate(Caller(**about), "b")
+
+
+def test_the_dns_name_of_the_certificate_is_the_nodes_name():
+    check_certificate(Caller(peer_dns=[b"x", b"b"]), "b")

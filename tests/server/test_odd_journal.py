@@ -1,0 +1,176 @@
+"""Whole records of the journal that say odd things: the daemon starts, serves, and names them."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+
+import pytest
+from raw_client import make_spec
+
+from ep_runtime import board
+from ep_runtime.specs import LayerSpec
+from ep_runtime.wire import LayerStackSpec
+from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.journal import Journal
+
+_ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    2**31,
+    2**63,
+    2**64,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 1000,
+    "\x1b[31m",
+    [],
+    [[]],
+    [1, 2, 3],
+    {},
+    {"a": {}},
+]
+
+
+def facts_of(path) -> dict:
+    journal = Journal(path, Failpoints())
+    facts = journal.take_facts()
+    journal.close()
+    return facts
+
+
+def write(path, facts) -> None:
+    path.unlink(missing_ok=True)
+    journal = Journal(path, Failpoints())
+    assert journal.append(list(facts.items()))
+    journal.close()
+
+
+def places(value, path=()):
+    """Paths of every value inside a JSON value, and of itself."""
+    yield path
+    inner = (
+        value
+        if isinstance(value, dict)
+        else dict(enumerate(value if isinstance(value, list) else ()))
+    )
+    for key, item in inner.items():
+        yield from places(item, (*path, key))
+
+
+def replaced(value, path, odd):
+    if not path:
+        return odd
+    value = copy.copy(value)
+    value[path[0]] = replaced(value[path[0]], path[1:], odd)
+    return value
+
+
+def odd_journals(facts, numbers, count):
+    """Journals with one value each that is odd."""
+    every = [(key, path) for key, value in facts.items() for path in places(value)]
+    for _ in range(count):
+        key, path = numbers.choice(every)
+        odd = numbers.choice(_ODD)
+        changed = replaced(facts[key], path, odd)
+        yield f"{key} at {path} = {odd!r:.60}", {**facts, key: changed}
+
+
+@pytest.fixture
+def journal_of_a_job(start_daemon, tmp_path):
+    """A journal that names a session, a group with layers, and windows."""
+    daemon = start_daemon()
+    client = daemon.client()
+    client.open("job", labels={"a": "b"})
+    group = client.ready(make_spec())
+    stack = LayerStackSpec(LayerSpec("s", top_k=1), 3)
+    client.register(group, [LayerSpec("l", top_k=1)], [stack])
+    daemon.status()
+    path = tmp_path / "journal"
+    shutil.copy(daemon.directory / "journal", path)
+    client.goodbye()
+    return path
+
+
+def look(daemon) -> None:
+    """Everything that an operator asks, and everything that the clock brings."""
+    for method in ("Sessions", "Groups", "Layers", "Handles", "Buffers", "Ranks", "Events"):
+        daemon.ask(f"List{method}")
+    daemon.status()
+    runtime = daemon._daemon.runtime
+    daemon._loop.call_soon_threadsafe(runtime.tick)
+    assert list(daemon.status().failing_tasks) == []
+    daemon.client().create(make_spec("after"))
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(1, 40), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in range(2, 6))],
+)
+def test_a_daemon_starts_on_any_journal_of_whole_records(
+    start_daemon, journal_of_a_job, tmp_path, seed, count
+):
+    facts = facts_of(journal_of_a_job)
+    assert {key.partition("/")[0] for key in facts} >= {"session", "group", "layers", "windows"}
+    numbers = random.Random(seed)
+    for number, (what, odd) in enumerate(odd_journals(facts, numbers, count)):
+        directory = tmp_path / f"d{number}"
+        directory.mkdir(mode=0o700)
+        write(directory / "journal", odd)
+        try:
+            daemon = start_daemon(directory=directory, recovery_s=0.0)
+            look(daemon)
+            daemon.close()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {what}") from error
+        daemon.close = lambda: None
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"7",
+        b"[]",
+        b'["a"]',
+        b'["a",1,2]',
+        b"[1,2]",
+        b"[[],1]",
+        b"{}",
+        b"no json",
+        b"\xff",
+        b"[" * 9999,
+    ],
+)
+def test_a_whole_record_that_is_no_fact_is_left_out(tmp_path, payload, monkeypatch):
+    path = tmp_path / "journal"
+    write(path, {"a": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("ep_runtime_server.journal._payload", lambda record: payload)
+        journal = Journal(path, Failpoints())
+        assert journal.append([("b", 2)])
+        journal.close()
+    journal = Journal(path, Failpoints())
+    assert (journal.odd_records, journal.cut_bytes) == (1, 0)
+    assert journal.append([("c", 3)])
+    journal.close()
+    assert facts_of(path) == {"a": 1, "c": 3}
+
+
+def test_layers_of_more_handles_than_a_board_has_are_left_out(
+    start_daemon, journal_of_a_job, tmp_path
+):
+    facts = facts_of(journal_of_a_job)
+    (key,) = (key for key in facts if key.startswith("layers/"))
+    facts[key] = replaced(facts[key], (0, 3), board.MAX_HANDLES)
+    directory = tmp_path / "d"
+    directory.mkdir(mode=0o700)
+    write(directory / "journal", facts)
+    daemon = start_daemon(directory=directory, recovery_s=0.0)
+    assert daemon.event_kinds().count("journal.unreadable") == 1
+    look(daemon)
