@@ -159,12 +159,13 @@ def moe(
     Raises:
         InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap.
+        NotImplementedError: under vmap, or a second derivative.
 
     Cost: one dispatch and one combine forward, the same backward; router logits in f32. Weights
     are gathered over outer axes that shard them (`grouped_gemm`); an axis that shards M costs one
     sum of the slabs forward and one backward, and no other collective on an activation.
     """
+    moe_checks.check_params(params)
     if isinstance(layer, LayerSpec):
         y, aux, *rest = moe_shapes.shapes_of(layer, x, params, stats=return_stats)
         return (y, aux, MoEStats(*rest)) if return_stats else (y, aux)

@@ -44,6 +44,19 @@ def pair_of(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
     return pair[0], pair[1]
 
 
+def check_params(params: Any) -> None:
+    """Raises InvalidArgumentError unless `params` are MoEParams."""
+    if isinstance(params, MoEParams):
+        return
+    remedy = ""
+    if isinstance(params, Mapping):
+        remedy = f" with the keys {sorted(map(str, params))}; ep.MoEParams(**params) takes its own"
+    raise InvalidArgumentError(
+        f"params must be ep.MoEParams(router, wi, wo, ...), got {type(params).__name__}{remedy}",
+        argument="params",
+    )
+
+
 def specs_of(given: Any, params: MoEParams) -> dict[str, PartitionSpec | None]:
     """Specs of the parameters by name, from moe's `params_spec`; None where it says nothing.
 
@@ -104,7 +117,8 @@ def check(
         )
     if params.router.shape != (hidden, num_experts):
         raise InvalidArgumentError(
-            f"router must be [H, E] = {[hidden, num_experts]}, got {list(params.router.shape)}",
+            f"router must be [H, E] = {[hidden, num_experts]}, whole inside a shard_map too, got "
+            f"{list(params.router.shape)}",
             argument="params.router",
         )
     wi, wo = (_whole(getattr(params, name), specs[name]) for name in ("wi", "wo"))

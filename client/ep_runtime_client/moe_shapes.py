@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import mlir
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
@@ -17,7 +19,7 @@ Shapes = tuple[jax.ShapeDtypeStruct, ...]
 def shapes_of(spec: LayerSpec, x: jax.Array, params: MoEParams, *, stats: bool) -> tuple[Any, ...]:
     """(y, aux), or (y, aux, tokens_per_expert, dropped, num_recv), without values.
 
-    They can be traced and differentiated; a program that needs a value of them fails when it runs.
+    They can be traced and differentiated; a program with them is refused when it is compiled.
     How many slabs there are a LayerSpec does not know: num_recv is [1].
 
     Raises:
@@ -39,15 +41,28 @@ def shapes_of(spec: LayerSpec, x: jax.Array, params: MoEParams, *, stats: bool) 
     return made
 
 
-def _without_values(name: str, like: Any, *operands: Any) -> Any:
-    def refuse(*_: Any) -> Any:
-        raise InvalidArgumentError(
-            f"ep.moe got LayerSpec {name!r}, which moves no tokens: it stands for a layer in "
-            "jax.eval_shape; pass a registered layer",
-            argument="layer",
-        )
+def _refuse(*_: Any, name: str, **__: Any) -> Any:
+    raise InvalidArgumentError(
+        f"ep.moe got LayerSpec {name!r}, which moves no tokens: it stands for a layer in "
+        "jax.eval_shape, and a program with it cannot be compiled; pass a registered layer",
+        argument="layer",
+    )
 
-    return jax.pure_callback(refuse, like, *operands)
+
+# Has a shape and no values: refuses to be computed, and to be compiled.
+_shape_alone = core.Primitive("ep_layer_spec")
+_shape_alone.multiple_results = True
+_shape_alone.def_abstract_eval(
+    lambda *_, like, **__: [jax.core.ShapedArray(shape, dtype) for shape, dtype in like]
+)
+_shape_alone.def_impl(_refuse)
+mlir.register_lowering(_shape_alone, lambda _, *__, **params: _refuse(**params))
+
+
+def _without_values(name: str, like: Any, *operands: Any) -> Any:
+    leaves, tree = jax.tree.flatten(like)
+    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
+    return jax.tree.unflatten(tree, _shape_alone.bind(*operands, name=name, like=shapes))
 
 
 def _primal(name: str, outs: Shapes, operands: Any) -> Any:

@@ -235,6 +235,12 @@ def _matrices(
 def _sizes(source: EpLayer | LayerStack | TracedLayer | LayerSpec) -> tuple[int, int]:
     if isinstance(source, TracedLayer):
         source = source.stack
+    if not isinstance(source, EpLayer | LayerStack | LayerSpec):
+        raise InvalidArgumentError(
+            f"layer_or_spec must be a registered layer, a stack or a LayerSpec, got "
+            f"{type(source).__name__}",
+            argument="layer_or_spec",
+        )
     spec = source if isinstance(source, LayerSpec) else source.spec
     if spec.num_experts is None or spec.hidden_size is None:
         raise InvalidArgumentError(

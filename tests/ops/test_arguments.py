@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import ops
@@ -134,14 +135,57 @@ def test_moe_and_remat_policy(layer: EpLayer) -> None:
     for arguments, options, text in (
         ((tokens(), params), {"activation": "swash"}, "activation must be a function or one of"),
         ((tokens(hidden=8), params), {}, r"x must be \[T, 16\]"),
-        ((tokens(), bad_router), {}, r"router must be \[H, E\] = \[16, 16\], got \[16, 4\]"),
+        ((tokens(), bad_router), {}, r"router must be \[H, E\] = \[16, 16\], .*got \[16, 4\]"),
+        ((tokens(), dataclasses.asdict(params)), {}, r"params must be ep.MoEParams.*dict .*'wo'"),
         ((tokens(), params), {"gated": False}, r"wi must be \[E, H, M\]"),
     ):
         with pytest.raises(ValueError, match=text):
             moe(layer, *arguments, **options)
     with pytest.raises(ValueError, match="one of ep.recipes"):
         moe(layer, tokens(), params, recipe="fp8")
+    with pytest.raises(ValueError, match="layer_or_spec must be .*got str"):
+        shapes("moe")
     with pytest.raises(ValueError, match="got 'ep_nothing'"):
         remat_policy(save=("ep_nothing",))
     with pytest.raises(ValueError, match="both have"):
         remat_policy(offload=("ep_plan",))
+
+
+def test_a_program_with_a_layer_spec_is_not_compiled() -> None:
+    spec = ep.LayerSpec("x", top_k=2, num_experts=4, hidden_size=16)
+    params = init_moe_params(jax.random.key(0), spec, 8)
+
+    def loss(x: Any) -> Any:
+        return moe(spec, x, params)[0].sum()
+
+    assert jax.eval_shape(jax.grad(jax.checkpoint(loss)), tokens()).shape == tokens().shape
+    for run in (loss, jax.jit(loss), jax.jit(jax.grad(loss))):
+        with pytest.raises(ep.InvalidArgumentError, match="LayerSpec 'x', which moves no tokens"):
+            run(tokens())
+
+
+def test_weights_in_a_region_say_how_to_pass_them(make_group: MakeGroup) -> None:
+    axes = {"fsdp": 2, "ep": 2}
+    group = make_group(axes=axes, outer_axes="fsdp", num_experts=4, max_top_k=2)
+    layer = group.register_layer("moe", top_k=2)
+    params = init_moe_params(jax.random.key(0), layer, 8)
+    rows = PartitionSpec(("fsdp", "ep"))
+    both = PartitionSpec(("ep", "fsdp"))
+
+    def shape(spec: PartitionSpec, told: PartitionSpec | None = None) -> Any:
+        def specs(each: PartitionSpec) -> ep.MoEParams:
+            return ep.MoEParams(PartitionSpec(), each, each)
+
+        region = jax.shard_map(
+            lambda x, params: moe(layer, x, params, params_spec=told and specs(told))[0],
+            mesh=group.mesh,
+            in_specs=(rows, specs(spec)),
+            out_specs=rows,
+        )
+        return jax.eval_shape(region, tokens(16, dtype=jnp.float32), params).shape
+
+    assert shape(both, both) == shape(PartitionSpec("ep")) == (16, 16)
+    for spec, count in ((PartitionSpec(), 8), (both, 2)):
+        told = rf"rhs has {count} experts, layer 'moe' has 4: .*in_specs .*over ep=2.*params_spec"
+        with pytest.raises(ep.InvalidArgumentError, match=told):
+            shape(spec)

@@ -10,7 +10,7 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import local_activation, regions, spread, twin
+from ep_runtime_client.ops import first_order, local_activation, regions, spread, twin
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.regions import Where
@@ -206,4 +206,4 @@ def _bwd(static: tuple[ActivationOp, Axes], saved: Any, grad: jax.Array) -> Any:
 
 
 _activate = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_activate.defvjp(_fwd, _bwd)
+first_order.defvjp("moe", _activate, _fwd, _bwd)

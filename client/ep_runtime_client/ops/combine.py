@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import twin
+from ep_runtime_client.ops import first_order, twin
 from ep_runtime_client.ops.calls import Call, open_layer, world_rank
 from ep_runtime_client.ops.dispatch import call_of_plan, check_width
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched
@@ -45,7 +45,7 @@ def combine(
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the plan is another layer's.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap.
+        NotImplementedError: under vmap, or a second derivative.
 
     Cost: one row per (token, distinct rank) back; no host sync.
     """
@@ -186,4 +186,4 @@ def _combine_pullback(
 
 
 _combine = jax.custom_vjp(_combine_primal, nondiff_argnums=(0,))
-_combine.defvjp(_combine_fwd, _combine_bwd)
+first_order.defvjp("combine", _combine, _combine_fwd, _combine_bwd)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import dense_ops, quantize_ops, regions, spread, twin
+from ep_runtime_client.ops import dense_ops, first_order, quantize_ops, regions, spread, twin
 from ep_runtime_client.ops.dense_ops import leaf_entries
 from ep_runtime_client.ops.operands import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.placement import Entries, padded
@@ -46,7 +46,7 @@ def dense(
 
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit.
-        NotImplementedError: under vmap.
+        NotImplementedError: under vmap, or a second derivative.
 
     Cost: one all-gather of the kernel forward and one backward, and one reduce-scatter of its
         gradient, over the axes it shares with the rows; never one of an activation.
@@ -230,4 +230,4 @@ def _pullback(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
 
 
 _dense = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_dense.defvjp(_fwd, _bwd)
+first_order.defvjp("dense", _dense, _fwd, _bwd)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import twin
+from ep_runtime_client.ops import first_order, twin
 from ep_runtime_client.ops.calls import Call, check_handle, manual_axes, open_layer, world_rank
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
@@ -54,7 +54,7 @@ def dispatch(
         InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer.
         CapacityOverflowError: out of the compiled program, in a group with on_overflow="error".
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap, or the gradient of 1-byte tokens.
+        NotImplementedError: under vmap, the gradient of 1-byte tokens, or a second derivative.
 
     Inside a shard_map of the user R counts only the axes that are not manual, and so do the leading
     dims of every array.
@@ -257,4 +257,4 @@ def _dispatch_pullback(
 
 
 _dispatch = jax.custom_vjp(_dispatch_primal, nondiff_argnums=(0,))
-_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+first_order.defvjp("dispatch", _dispatch, _dispatch_fwd, _dispatch_bwd)

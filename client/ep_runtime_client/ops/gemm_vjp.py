@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.ops import fp8_kernels, quantize_ops, spread, twin
+from ep_runtime_client.ops import first_order, fp8_kernels, quantize_ops, spread, twin
 from ep_runtime_client.ops.gemm_ops import Backward, Forward, arrivals
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Matrix, pack
@@ -195,4 +195,4 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
 
 
 _gemm = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_gemm.defvjp(_fwd, _bwd)
+first_order.defvjp("grouped_gemm", _gemm, _fwd, _bwd)

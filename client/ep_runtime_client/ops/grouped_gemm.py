@@ -100,7 +100,7 @@ def grouped_gemm(
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the weight lies on the mesh in a way
             that has no meaning (an ep axis off the expert dim, experts that do not divide).
-        NotImplementedError: under vmap.
+        NotImplementedError: under vmap, or a second derivative.
 
     Cost: dots follow sum(group_sizes); per call one all-gather of rhs over its outer axes, of
         1-byte data and scales with a recipe; backward the same, and one reduce-scatter.
@@ -268,7 +268,8 @@ def _check_experts(where: Where, num_experts: int, group_sizes: jax.Array, wante
     assert where.roles is not None
     if num_experts != wanted:
         raise InvalidArgumentError(
-            f"rhs has {num_experts} experts, {where.roles.owner} has {wanted}", argument="rhs"
+            f"rhs has {num_experts} experts, {where.roles.owner} has {wanted}{_remedy(where)}",
+            argument="rhs",
         )
     groups = wanted // where.roles.size(where.roles.ep)
     if group_sizes.shape[1] != groups:
@@ -277,6 +278,18 @@ def _check_experts(where: Where, num_experts: int, group_sizes: jax.Array, wante
             f"over {where.roles.named(where.roles.ep)}, got {list(group_sizes.shape)}",
             argument="group_sizes",
         )
+
+
+def _remedy(where: Where) -> str:
+    """What to do inside a shard_map of the user, where rhs is a part of the weight."""
+    if not where.manual or where.roles is None:
+        return ""
+    ep = where.roles.named(axis for axis in where.roles.ep if axis in where.manual)
+    return (
+        f": inside a shard_map over {', '.join(where.manual)} rhs counts as this device's part; "
+        f"give it in_specs that split its expert dim over {ep}, and where other manual axes split "
+        "it too, say so by rhs_spec (params_spec of ep.moe)"
+    )
 
 
 def _run(

@@ -1,0 +1,48 @@
+"""Gradients of their own that have none: who differentiates them again is told so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def defvjp(name: str, op: Any, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    """`op.defvjp(fwd, bwd)` for an op with one static argument, called `ep.NAME` in the error.
+
+    A first derivative calls `fwd` and `bwd` with values alone. Operands or cotangents that carry
+    tangents are those of a second one: without this it would end inside of shard_map or of a loop.
+    """
+
+    def held_fwd(static: Any, *operands: Any) -> Any:
+        return fwd(static, *_held(name, operands))
+
+    def held_bwd(static: Any, saved: Any, grads: Any) -> Any:
+        return bwd(static, saved, _held(name, grads))
+
+    op.defvjp(held_fwd, held_bwd)
+
+
+def _held(name: str, operands: Any) -> Any:
+    def one(x: Any) -> Any:
+        traced = isinstance(x, jax.core.Tracer)
+        return _once(name, x) if traced and jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return jax.tree.map(one, operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(name: str, x: jax.Array) -> jax.Array:
+    return x
+
+
+@_once.defjvp
+def _refuse(name: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"ep.{name} has no second derivatives (permute, unpermute and sort_chunks have): a "
+        "gradient through it cannot be differentiated again; jax.lax.stop_gradient keeps an outer "
+        "one out"
+    )
