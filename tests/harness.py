@@ -21,6 +21,7 @@ from raw_client import WAIT_S, Client, Process, Stubs, new_op_id
 
 from ep_runtime import wire
 from ep_runtime.v1 import admin_service_pb2, group_service_pb2, session_service_pb2
+from ep_runtime_server import credentials
 from ep_runtime_server.daemon import Daemon
 
 
@@ -47,6 +48,17 @@ def eventually(condition: Callable[[], object], *, within_s: float = 2.0, what: 
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s} s: {what or condition}"
         pause.wait(0.005)
+
+
+def as_uid(uid: Callable[[], int]) -> Callable[..., credentials.Peer]:
+    """A `peer_of` by which whoever connects now is of `uid()`."""
+
+    def peer_of(connection, **more):
+        peer = credentials.peer_of(connection, **more)
+        peer.uid, peer.gids = uid(), frozenset({77})
+        return peer
+
+    return peer_of
 
 
 class Served:

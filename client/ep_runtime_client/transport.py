@@ -36,6 +36,7 @@ MUTATE_TIMEOUT_S = 10.0
 # Many calls at once on one channel were seen to end in spurious CANCELLED.
 _MAX_IN_FLIGHT = 64
 
+Metadata = tuple[tuple[str, str], ...]
 _Response = TypeVar("_Response")
 
 
@@ -222,6 +223,7 @@ class ControlChannel:
     """The RPCs of one session. Thread-safe.
 
     Attributes:
+        channel, metadata: of calls to other services.
         lost: a call got no answer, or the daemon does not know the session: nothing more will
             come of this channel.
     """
@@ -229,8 +231,8 @@ class ControlChannel:
     def __init__(self, place: Place, token: str) -> None:
         self._place = place
         self._rpc = RpcChannel(place, wire.API_SOCKET, READ_TIMEOUT_S)
-        channel = self._rpc.channel
-        self._metadata = ((wire.TOKEN_KEY, token), (wire.PID_KEY, str(os.getpid())))
+        self.channel = channel = self._rpc.channel
+        self.metadata: Metadata = ((wire.TOKEN_KEY, token), (wire.PID_KEY, str(os.getpid())))
         self._slots = threading.BoundedSemaphore(_MAX_IN_FLIGHT)
         self.lost = False
         self.sessions: Any = session_service_pb2_grpc.SessionServiceStub(channel)
@@ -253,7 +255,7 @@ class ControlChannel:
         """
         try:
             with self._slots:
-                return method(request, timeout=timeout_s, metadata=self._metadata)
+                return method(request, timeout=timeout_s, metadata=self.metadata)
         except grpc.RpcError as error:
             ours = self.translated(error)
             self.lost = self.lost or _ends_channel(error, ours)
@@ -264,7 +266,7 @@ class ControlChannel:
 
     def stream(self, method: Callable[..., Any], request: Any) -> Any:
         """Starts a server stream without a deadline; iterate it, `cancel()` ends it."""
-        return method(request, metadata=self._metadata)
+        return method(request, metadata=self.metadata)
 
     def translated(self, error: grpc.RpcError) -> EpRuntimeError:
         """Our error out of a failed call, with the address where the daemon did not answer."""

@@ -29,7 +29,7 @@ class AdminServiceStub(object):
     """Lists are paged: page_size 0 means 1000, at most 10000; page_token comes from the page before and
     the last page has none. Ages are from the monotonic clock. Conditions of every RPC:
 
-    api.sock, another user        PERMISSION_DENIED  use admin.sock as the daemon's user
+    an order, not on admin.sock   PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
     `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus
@@ -103,7 +103,7 @@ class AdminServiceServicer(object):
     """Lists are paged: page_size 0 means 1000, at most 10000; page_token comes from the page before and
     the last page has none. Ages are from the monotonic clock. Conditions of every RPC:
 
-    api.sock, another user        PERMISSION_DENIED  use admin.sock as the daemon's user
+    an order, not on admin.sock   PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
     `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus
@@ -284,7 +284,7 @@ class AdminService(object):
     """Lists are paged: page_size 0 means 1000, at most 10000; page_token comes from the page before and
     the last page has none. Ages are from the monotonic clock. Conditions of every RPC:
 
-    api.sock, another user        PERMISSION_DENIED  use admin.sock as the daemon's user
+    an order, not on admin.sock   PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
     `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus

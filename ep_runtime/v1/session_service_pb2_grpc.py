@@ -32,6 +32,7 @@ class SessionServiceStub(object):
     no or unknown token           UNAUTHENTICATED    SessionFencedError: connect again
     token of a fenced session     UNAUTHENTICATED    SessionFencedError: connect again
     pid is not the session's      PERMISSION_DENIED  do not use a session after fork
+    the connection is another's   PERMISSION_DENIED  by uid; every user has sessions of his own
     malformed message             INVALID_ARGUMENT   a bug of the caller
     message over 1 MiB            RESOURCE_EXHAUSTED make several calls
     no deadline on a unary call   INVALID_ARGUMENT   set one
@@ -77,6 +78,7 @@ class SessionServiceServicer(object):
     no or unknown token           UNAUTHENTICATED    SessionFencedError: connect again
     token of a fenced session     UNAUTHENTICATED    SessionFencedError: connect again
     pid is not the session's      PERMISSION_DENIED  do not use a session after fork
+    the connection is another's   PERMISSION_DENIED  by uid; every user has sessions of his own
     malformed message             INVALID_ARGUMENT   a bug of the caller
     message over 1 MiB            RESOURCE_EXHAUSTED make several calls
     no deadline on a unary call   INVALID_ARGUMENT   set one
@@ -175,6 +177,7 @@ class SessionService(object):
     no or unknown token           UNAUTHENTICATED    SessionFencedError: connect again
     token of a fenced session     UNAUTHENTICATED    SessionFencedError: connect again
     pid is not the session's      PERMISSION_DENIED  do not use a session after fork
+    the connection is another's   PERMISSION_DENIED  by uid; every user has sessions of his own
     malformed message             INVALID_ARGUMENT   a bug of the caller
     message over 1 MiB            RESOURCE_EXHAUSTED make several calls
     no deadline on a unary call   INVALID_ARGUMENT   set one

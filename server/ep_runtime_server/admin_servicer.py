@@ -57,15 +57,26 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
+    def _sees(self, uid: int | None) -> bool:
+        """Whether the caller may know of what is that user's; None where it is nobody's."""
+        return True
+
+    def _sessions(self) -> list[Session]:
+        return [s for s in self._runtime.sessions.all() if self._sees(s.uid)]
+
     def _groups(self, name: str) -> list[Group]:
-        return [g for g in self._runtime.groups.all() if not name or g.owner.name == name]
+        return [
+            group
+            for group in self._runtime.groups.all()
+            if self._sees(group.owner.uid) and name in ("", group.owner.name)
+        ]
 
     @of_any_node
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: Context[Any, Any]
     ) -> pb.GetStatusResponse:
         runtime = self._runtime
-        groups = runtime.groups.all()
+        groups = self._groups("")
         return pb.GetStatusResponse(
             server_version=ep_runtime.__version__,
             incarnation=runtime.incarnation,
@@ -73,7 +84,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             directory=str(runtime.settings.directory),
             uptime=wire.duration(runtime.clock.monotonic_s() - runtime.started_s),
             state=runtime.server_state,
-            num_sessions=len(runtime.sessions.not_over()),
+            num_sessions=sum(not session.over for session in self._sessions()),
             num_groups=len(groups),
             num_layers=sum(group.layers.num_layers for group in groups),
             num_handles=sum(group.layers.num_handles for group in groups),
@@ -85,12 +96,24 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             loop_lag_p99=wire.duration(runtime.loop_lag.p99_s),
             loop_lag_worst=wire.duration(runtime.loop_lag.worst_s),
             failing_tasks=runtime.supervisor.failing,
-            users=[views.usage(uid, runtime.usage(uid)) async for uid in paced(runtime.users())],
+            users=[
+                views.usage(uid, runtime.usage(uid))
+                async for uid in paced(runtime.users())
+                if self._sees(uid)
+            ],
             user_limits=views.user_limits(runtime.quotas.limits),
             journal=pb.JournalStatus(error=runtime.journal.error, bytes=runtime.journal.size_bytes),
             recovery=(views.recovery(runtime.recovery) if runtime.recovery.found_any else None),
-            late_ranks=[views.late_rank(late) for late in await runtime.late_ranks.now()],
-            cluster=runtime.cluster.status() if runtime.cluster is not None else None,
+            late_ranks=[
+                views.late_rank(late)
+                for late in await runtime.late_ranks.now()
+                if self._sees(late.group.owner.uid)
+            ],
+            cluster=(
+                runtime.cluster.status()
+                if runtime.cluster is not None and self._sees(None)
+                else None
+            ),
         )
 
     def _pools(self) -> list[pb.PoolStatus]:
@@ -119,9 +142,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         def row(session: Session) -> pb.SessionInfo:
             return views.session(session, by_session.get(session.session_id, ()), runtime.clock)
 
-        found, token = await page(
-            runtime.sessions.all(), request.page_size, request.page_token, row
-        )
+        found, token = await page(self._sessions(), request.page_size, request.page_token, row)
         return pb.ListSessionsResponse(sessions=found, next_page_token=token)
 
     @of_any_node
@@ -161,7 +182,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self, request: pb.ListBuffersRequest, context: Context[Any, Any]
     ) -> pb.ListBuffersResponse:
         sets = [
-            s for s in self._runtime.pool.sets if not request.group or s.owner.name == request.group
+            windows
+            for windows in self._runtime.pool.sets
+            if self._sees(windows.owner.uid) and request.group in ("", windows.owner.name)
         ]
         row = functools.partial(views.buffer_info, runtime=self._runtime)
         rows = views.buffers(sets)
@@ -172,7 +195,11 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: Context[Any, Any]
     ) -> pb.ListEventsResponse:
-        rows = self._runtime.events.after(request.after_sequence)
+        rows = [
+            event
+            for event in self._runtime.events.after(request.after_sequence)
+            if self._sees(event.fields.get("uid"))
+        ]
         found, token = await page(rows, request.page_size, request.page_token, views.event)
         return pb.ListEventsResponse(events=found, next_page_token=token)
 

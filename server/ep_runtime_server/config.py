@@ -6,8 +6,9 @@ import dataclasses
 import os
 from pathlib import Path
 
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime_server.cluster_config import ClusterConfig
+from ep_runtime_server.credentials import Peer
 from ep_runtime_server.host_memory import available_bytes
 from ep_runtime_server.quotas import UserLimits
 
@@ -18,8 +19,11 @@ ENDED_SESSION_LIFE_S = 600.0
 MAX_ENDED_SESSIONS = 1000
 OPERATION_LIFE_S = 600.0
 FD_CONNECTION_IDLE_S = 10.0
+ACCEPT_PAUSE_S = 0.2
 MAX_FD_CONNECTIONS = 1024
 MAX_FD_CONNECTIONS_PER_UID = 256
+# Beside one per session: those that end and begin again at once.
+SPARE_API_CONNECTIONS = 256
 REAPER_INTERVAL_S = 0.25
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 3600.0
@@ -92,12 +96,20 @@ class ServerConfig:
         """Whether users beside the daemon's own may connect."""
         return bool(self.allow_uids or self.allow_gids)
 
-    def serves(self, uid: int, gids: frozenset[int]) -> bool:
-        return (
-            uid in (0, os.geteuid())
-            or uid in self.allow_uids
-            or not self.allow_gids.isdisjoint(gids)
+    def check_served(self, peer: Peer) -> None:
+        """Raises PermissionDeniedError where the user may not connect."""
+        served = (
+            peer.uid in (0, os.geteuid())
+            or peer.uid in self.allow_uids
+            or not self.allow_gids.isdisjoint(peer.gids)
         )
+        if not served:
+            raise PermissionDeniedError(
+                f"uid {peer.uid} is not served here; start the daemon with --allow-uid {peer.uid} "
+                "or --allow-gid",
+                uid=peer.uid,
+                pid=peer.pid,
+            )
 
 
 def default_max_host_bytes() -> int:

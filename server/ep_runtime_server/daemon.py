@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,18 +35,21 @@ from ep_runtime_server.directory import (
     CLUSTER_FILE,
     EVENTS_FILE,
     JOURNAL_FILE,
+    RPC_SOCKET,
     SocketDirectory,
 )
+from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_server import FdServer
 from ep_runtime_server.fd_store import FdStore
+from ep_runtime_server.front import Front
 from ep_runtime_server.group_servicer import GroupServicer, LayerServicer
 from ep_runtime_server.health_servicer import HealthServicer
 from ep_runtime_server.interceptor import RpcPolicy
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.nccl_servicer import NcclServicer
-from ep_runtime_server.reading_servicer import ReadingServicer
+from ep_runtime_server.reading_servicer import ReadingServicer, SessionReadingServicer
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.session_servicer import SessionServicer
 
@@ -111,10 +115,8 @@ class Daemon:
         self._health = HealthServicer()
         self._api = self._server(self.runtime, sessions_guard=True)
         self._admin = self._server(self.runtime, sessions_guard=False)
-        self._fd_server = FdServer(
-            self.runtime, self._directory.bind_fd_socket(), peer_of=self._peer_of
-        )
-        self._api.add_insecure_port(self._directory.address(wire.API_SOCKET))
+        self._open_doors()
+        self._api.add_insecure_port(self._directory.address(RPC_SOCKET))
         self._admin.add_insecure_port(self._directory.address(wire.ADMIN_SOCKET))
         self._directory.sockets_bound()
         await self._api.start()
@@ -136,6 +138,24 @@ class Daemon:
             f"serving {settings.directory}",
             incarnation=self.runtime.incarnation,
             max_host_bytes=settings.max_host_bytes,
+        )
+
+    def _open_doors(self) -> None:
+        """fd.sock, and api.sock before gRPC."""
+        directory, kind = self._directory, socket.SOCK_SEQPACKET
+        self._disposal = Disposal()
+        self._fd_server = FdServer(
+            self.runtime,
+            directory.bind(wire.FD_SOCKET, kind),
+            self._disposal,
+            peer_of=self._peer_of,
+        )
+        self._front = Front(
+            self.runtime,
+            directory.bind(wire.API_SOCKET, socket.SOCK_STREAM),
+            str(directory.path / RPC_SOCKET),
+            self._disposal,
+            peer_of=self._peer_of,
         )
 
     def _warn_of_parents(self) -> None:
@@ -177,7 +197,9 @@ class Daemon:
 
     def _server(self, runtime: Runtime, *, sessions_guard: bool) -> grpc.aio.Server:
         sessions = runtime.sessions if sessions_guard else None
-        policy = RpcPolicy(sessions, runtime.before_answer, Admission())
+        policy = RpcPolicy(
+            sessions, runtime.before_answer, Admission(), lambda peer: self._front.uid_of(peer)
+        )
         server = grpc.aio.server(
             interceptors=[policy],
             options=SERVER_OPTIONS,
@@ -190,7 +212,8 @@ class Daemon:
             group_service_pb2_grpc.add_GroupServiceServicer_to_server(GroupServicer(runtime), add)
             layer_service_pb2_grpc.add_LayerServiceServicer_to_server(LayerServicer(runtime), add)
             nccl_service_pb2_grpc.add_NcclServiceServicer_to_server(NcclServicer(runtime), add)
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(runtime), add)
+        admin = SessionReadingServicer(runtime) if sessions_guard else AdminServicer(runtime)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(admin, add)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, add)
         return server
 
@@ -251,13 +274,15 @@ class Daemon:
         await self.runtime.supervisor.stop()
         self.runtime.draining = True
         self._tell_health()
-        await self._fd_server.close()
+        self._fd_server.close()
         if self._node_server is not None and self.runtime.cluster is not None:
             await self.runtime.cluster.stop()
             await self._node_server.stop(0)
         for session in self.runtime.sessions.all():
             session.tell(None)
         await asyncio.gather(self._api.stop(STOP_GRACE_S), self._admin.stop(STOP_GRACE_S))
+        self._front.close()
+        await self._disposal.close()
         self.runtime.recorder.flush()
         self.runtime.recorder.stop()
         self.runtime.sessions.shut_down()

@@ -16,7 +16,9 @@ LOCK_FILE = "lock"
 JOURNAL_FILE = "journal"
 CLUSTER_FILE = "cluster"
 EVENTS_FILE = "events"
-SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET)
+RPC_SOCKET = "rpc.sock"  # gRPC's own, behind api.sock
+SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET, RPC_SOCKET)
+_OURS_ALONE = (wire.ADMIN_SOCKET, RPC_SOCKET)
 
 
 class DirectoryBusyError(EpRuntimeError):
@@ -87,15 +89,16 @@ class SocketDirectory:
         """What gRPC binds: a URI, so odd characters of the path are quoted."""
         return f"unix:{quote(str(self.path / name))}"
 
-    def bind_fd_socket(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(self.path / wire.FD_SOCKET))
+    def bind(self, name: str, kind: int) -> socket.socket:
+        """A socket that does not listen yet."""
+        listener = socket.socket(socket.AF_UNIX, kind)
+        listener.bind(str(self.path / name))
         return listener
 
     def sockets_bound(self) -> None:
         """Sets the modes of the sockets and remembers which files are ours."""
         for name in SOCKETS:
-            others = self._open_to_others and name != wire.ADMIN_SOCKET
+            others = self._open_to_others and name not in _OURS_ALONE
             os.chmod(self.path / name, 0o666 if others else 0o600)
             found = os.stat(self.path / name)
             self._inodes[name] = (found.st_dev, found.st_ino)

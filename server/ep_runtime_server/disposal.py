@@ -20,6 +20,7 @@ from ep_runtime_server import credentials, disposal_child
 
 # A client asks and waits for the answer; who has more packets under way is no client of ours.
 _MAX_PACKETS = 16
+_PART_BYTES = 64 << 10
 END_S = 1.0
 
 
@@ -33,13 +34,21 @@ class Disposal:
         self._kept: list[socket.socket] = []
 
     def drop(self, connection: socket.socket) -> None:
-        """Closes an accepted SOCK_SEQPACKET connection. Never waits."""
+        """Closes an accepted connection. Never waits."""
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RD)  # nothing comes after what is looked at now
         if _is_harmless(connection) or self.hand_over([connection.fileno()]):
             connection.close()
         else:
             self._kept.append(connection)
+
+    def close_listener(self, listener: socket.socket) -> None:
+        """Closes a listening socket and the connections that nobody accepted."""
+        listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # until there is none left
+            while True:
+                self.drop(listener.accept()[0])
+        listener.close()
 
     async def close(self) -> None:
         """Ends the process; who does not end within END_S is left to init."""
@@ -98,13 +107,13 @@ def _is_harmless(connection: socket.socket) -> bool:
     for _ in range(_MAX_PACKETS):
         try:
             data, ancillary, flags, _ = connection.recvmsg(
-                1, credentials.SENDER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT
+                _PART_BYTES, credentials.SENDER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT
             )
             if flags & socket.MSG_CTRUNC:
                 return False
             if not data and not ancillary:
                 return True
-            connection.recv(1, socket.MSG_DONTWAIT)
+            connection.recv(len(data) or 1, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except ConnectionError:  # told once; what is in the queue is still there

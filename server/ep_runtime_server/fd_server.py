@@ -36,7 +36,6 @@ from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import Session
 
-ACCEPT_PAUSE_S = 0.2
 LISTEN_BACKLOG = 512
 
 _LIMITS = (
@@ -61,6 +60,7 @@ class FdServer:
         self,
         runtime: Runtime,
         listener: socket.socket,
+        disposal: Disposal,
         *,
         peer_of: Callable[..., Peer] = credentials.peer_of,
     ) -> None:
@@ -69,7 +69,7 @@ class FdServer:
         self._listener = listener
         self._peer_of = peer_of
         self._connections: dict[_Connection, None] = {}  # the one that was silent longest first
-        self._disposal = Disposal()
+        self._disposal = disposal
         self._closing: dict[int, threading.Thread] = {}  # by uid
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
@@ -80,16 +80,11 @@ class FdServer:
     def num_connections(self) -> int:
         return len(self._connections)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._loop.remove_reader(self._listener)
-        self._listener.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):  # until there is none left
-            while True:
-                self._disposal.drop(self._listener.accept()[0])
-        self._listener.close()
+        self._disposal.close_listener(self._listener)
         for connection in list(self._connections):
             self._drop(connection)
-        await self._disposal.close()
 
     def _accept(self) -> None:
         try:
@@ -103,7 +98,7 @@ class FdServer:
             # comes back.
             logging.getLogger(__name__).error("fd.sock cannot accept: %s", error.strerror)
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+            self._loop.call_later(config.ACCEPT_PAUSE_S, self._resume)
             return
         accepted.setblocking(False)
         # SO_PEERCRED names who connected; a forked child may send on the same connection, so each
@@ -131,13 +126,7 @@ class FdServer:
         """
         peer = self._peer(connection)
         peer.close()
-        if not self._runtime.settings.serves(peer.uid, peer.gids):
-            raise PermissionDeniedError(
-                f"uid {peer.uid} is not served here; start the daemon with --allow-uid {peer.uid} "
-                "or --allow-gid",
-                uid=peer.uid,
-                pid=peer.pid,
-            )
+        self._runtime.settings.check_served(peer)
         held = collections.Counter(other.uid for other in self._connections)
         if held[peer.uid] >= config.MAX_FD_CONNECTIONS_PER_UID:
             raise RuntimeUnavailableError(

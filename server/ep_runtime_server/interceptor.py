@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ from ep_runtime import wire
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
-    PermissionDeniedError,
     SessionFencedError,
 )
 from ep_runtime_server.admission import Admission
@@ -31,7 +29,6 @@ _SERVICE = "/ep_runtime.v1."
 _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
 _CLOSE = f"{_SERVICE}SessionService/CloseSession"
 _NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "Nccl"))
-_ADMIN = f"{_SERVICE}AdminService/"
 
 # A caller has that long to send what it announced.
 READ_S = 10.0
@@ -59,11 +56,14 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         sessions: Sessions | None,
         before_answer: Callable[[str], None],
         admission: Admission,
+        uid_of: Callable[[str], int | None] = lambda peer: None,
     ) -> None:
-        """`before_answer(method)` runs when a unary call did its work; it may still refuse."""
+        """`before_answer(method)` runs when a unary call did its work; it may still refuse.
+        `uid_of(peer)` is the user behind a connection of sessions, by the kernel's word."""
         self._sessions = sessions
         self._before_answer = before_answer
         self._admission = admission
+        self._uid_of = uid_of
 
     async def intercept_service(
         self,
@@ -147,6 +147,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         user = context.peer().rpartition(":")[0]  # a host of the cluster, or whoever may order
         if self._sessions is not None:
             session = self._authenticate(self._sessions, method, metadata)
+            self._sessions.check_user(session, self._uid_of(context.peer()))
             _current.set(session)
             user = f"uid {session.uid}"
         with self._admission.call(user) as room:
@@ -173,11 +174,6 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         session = sessions.authenticate_live(token, pid)
         if method.startswith(_NEEDS_JOB) and session.state is SessionState.CONNECTED:
             raise InvalidArgumentError(f"{method}: call OpenSession first", argument="session")
-        if method.startswith(_ADMIN) and session.uid not in (0, os.geteuid()):
-            raise PermissionDeniedError(
-                f"uid {session.uid} may not administer the daemon of uid {os.geteuid()}",
-                uid=session.uid,
-            )
         return session
 
 

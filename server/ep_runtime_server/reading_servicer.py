@@ -1,38 +1,67 @@
-"""AdminService as other nodes' daemons may use it."""
+"""AdminService as those may use it who order nothing: other nodes' daemons, and sessions."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-import grpc
-
 from ep_runtime.errors import PermissionDeniedError
-from ep_runtime.v1 import admin_service_pb2
+from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_server.admin_servicer import AdminServicer
+from ep_runtime_server.interceptor import current_session
+from ep_runtime_server.sessions import Session
 
-Context = grpc.aio.ServicerContext
+# What reads, and no more, by name: an RPC that is not here is an order.
+READINGS = frozenset(
+    {
+        "GetStatus",
+        "ListSessions",
+        "ListGroups",
+        "ListLayers",
+        "ListHandles",
+        "ListBuffers",
+        "ListEvents",
+        "ListRanks",
+    }
+)
 
 
 class ReadingServicer(AdminServicer):
-    """They read, and order nothing; nothing is asked on of a third node."""
+    """Other nodes' daemons read, and order nothing; nothing is asked on of a third node."""
 
     may_forward = False
 
-    async def Drain(  # noqa: N802
-        self, request: admin_service_pb2.DrainRequest, context: Context[Any, Any]
-    ) -> admin_service_pb2.DrainResponse:
-        raise _only_reads("Drain")
 
-    async def Fence(  # noqa: N802
-        self, request: admin_service_pb2.FenceRequest, context: Context[Any, Any]
-    ) -> admin_service_pb2.FenceResponse:
-        raise _only_reads("Fence")
+class SessionReadingServicer(ReadingServicer):
+    """Over api.sock a user reads what is his, and root and the daemon's own user all of it."""
 
-    async def Reclaim(  # noqa: N802
-        self, request: admin_service_pb2.ReclaimRequest, context: Context[Any, Any]
-    ) -> admin_service_pb2.ReclaimResponse:
-        raise _only_reads("Reclaim")
+    @property
+    def may_forward(self) -> bool:  # type: ignore[override]
+        return self._reads_all
+
+    @property
+    def _reads_all(self) -> bool:
+        return current_session().uid in (0, os.geteuid())
+
+    def _sees(self, uid: int | None) -> bool:
+        return self._reads_all or uid == current_session().uid
+
+    def _sessions(self) -> list[Session]:
+        """Without the one that asks: it is there for its question alone."""
+        return [session for session in super()._sessions() if session is not current_session()]
 
 
-def _only_reads(method: str) -> PermissionDeniedError:
-    return PermissionDeniedError(f"{method} is for the node's own admin.sock", method=method)
+def _refuse_orders(servicer: type[AdminServicer]) -> None:
+    for method in pb.DESCRIPTOR.services_by_name["AdminService"].methods:
+        if method.name not in READINGS:
+            setattr(servicer, method.name, _refused(method.name))
+
+
+def _refused(method: str) -> Any:
+    async def call(self: AdminServicer, request: Any, context: Any) -> Any:
+        raise PermissionDeniedError(f"{method} is for the node's own admin.sock", method=method)
+
+    return call
+
+
+_refuse_orders(ReadingServicer)

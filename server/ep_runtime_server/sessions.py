@@ -235,6 +235,29 @@ class Sessions:
             raise self._foreign(session, peer_pid)
         return session
 
+    def check_user(self, session: Session, uid: int | None) -> None:
+        """Whether a connection's user may use the session: a token that leaked is worth nothing to
+        another one. Root and our own user could read it here anyway.
+
+        Raises:
+            PermissionDeniedError: it is another user's.
+        """
+        if uid in (session.uid, 0, os.geteuid()):
+            return
+        self._events.deny(
+            "session.token_denied",
+            session.session_id,
+            f"uid {uid} used the token of uid {session.uid}",
+            session_id=session.session_id,
+            uid=session.uid,
+            client_pid=session.pid,
+        )
+        raise PermissionDeniedError(
+            f"session {session.session_id} belongs to uid {session.uid}, not to uid {uid}",
+            session=session.session_id,
+            uid=uid,
+        )
+
     def _foreign(self, session: Session, pid: int) -> PermissionDeniedError:
         self._events.deny(
             "session.token_denied",

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_fixtures import WAIT_S, wait_until
+from daemon_fixtures import WAIT_S, start_daemon, wait_until
 
 import ep_runtime as ep
 from ep_runtime.v1 import admin_service_pb2 as messages
@@ -280,6 +281,25 @@ def test_another_user_is_denied(address: str, daemon: Any) -> None:
         address,
     )
     assert (done.returncode, done.stdout.split()) == (0, ["served", f"{_NOBODY}"]), done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_user_who_is_served_reads_and_orders_nothing() -> None:
+    with tempfile.TemporaryDirectory(prefix="epu-") as name:
+        os.chmod(name, 0o755)
+        daemon = start_daemon(Path(name) / "d", "--allow-uid", str(_NOBODY))
+        done = _then_as_nobody(
+            "for words in ('status', 'handles', 'sessions', 'version', 'drain --yes'):\n"
+            "    if words != 'drain --yes' or os.geteuid():\n"
+            "        code = cli.main([*words.split(), '--address', sys.argv[1]])\n"
+            "        print(words, code, file=sys.stderr)",
+            f"unix://{daemon.directory}",
+        )
+        assert daemon.stop() == 0
+    assert done.returncode == 0, done.stderr
+    theirs = done.stderr.split("version 0\n", 1)[1]
+    for said in ("status 0", "handles 0", "sessions 0", "version 0", "drain --yes 4", "admin.sock"):
+        assert said in theirs
 
 
 def test_doctor_finds_this_machine_fit(ask: Any, daemon: Any) -> None:

@@ -47,8 +47,10 @@ def test_a_user_reaches_nothing_of_another(served):
     ticket = ours.ticket(group).ticket
     with pytest.raises(errors.PermissionDeniedError):
         theirs.process.do("redeem", daemon.directory, ours.token, ticket)
-    with pytest.raises(errors.PermissionDeniedError):
-        theirs.call(theirs.admin.GetStatus, admin_service_pb2.GetStatusRequest())
+    with pytest.raises(errors.PermissionDeniedError, match="own admin.sock"):
+        theirs.call(theirs.admin.Reclaim, admin_service_pb2.ReclaimRequest(name="moe"))
+    seen = theirs.call(theirs.admin.ListGroups, admin_service_pb2.ListGroupsRequest()).groups
+    assert not seen
     with pytest.raises(OSError, match="denied"):
         theirs.process.do("open", str(daemon.directory / "journal"))
     with pytest.raises(OSError, match="denied"):

@@ -124,16 +124,17 @@ class TestForeignUsers:
         assert daemon.status().num_sessions == 0
 
     @pytest.mark.parametrize("allowed", [{"allow_uids": {4242}}, {"allow_gids": {5, 77}}])
-    def test_are_served_when_allowed_but_may_not_administer(self, start_daemon, tmp_path, allowed):
+    def test_are_served_when_allowed_but_order_nothing(self, start_daemon, tmp_path, allowed):
         daemon = self.start(start_daemon, tmp_path, **{k: frozenset(v) for k, v in allowed.items()})
         client = daemon.client()
         heartbeat(client)
-        with pytest.raises(errors.PermissionDeniedError, match="may not administer"):
-            client.call(client.admin.GetStatus, admin_service_pb2.GetStatusRequest())
+        with pytest.raises(errors.PermissionDeniedError, match="own admin.sock"):
+            client.call(client.admin.Drain, admin_service_pb2.DrainRequest())
         modes = {
             n: (daemon.directory / n).stat().st_mode & 0o777 for n in os.listdir(daemon.directory)
         }
-        assert (modes["api.sock"], modes["fd.sock"], modes["admin.sock"]) == (0o666, 0o666, 0o600)
+        assert (modes["api.sock"], modes["fd.sock"]) == (0o666, 0o666)
+        assert (modes["admin.sock"], modes["rpc.sock"]) == (0o600, 0o600)
 
     def test_have_their_own_groups(self, start_daemon, tmp_path):
         daemon = self.start(start_daemon, tmp_path, allow_uids=frozenset({4242}))
@@ -142,15 +143,15 @@ class TestForeignUsers:
 
 
 def test_sockets_are_private_by_default(daemon):
-    for name in ("api.sock", "fd.sock", "admin.sock"):
+    for name in ("api.sock", "fd.sock", "admin.sock", "rpc.sock"):
         assert (daemon.directory / name).stat().st_mode & 0o777 == 0o600
     assert daemon.directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_daemons_own_user_may_administer_over_api_sock(daemon):
-    client = daemon.client()
+def test_the_daemons_own_user_reads_all_over_api_sock(daemon):
+    client, _ = daemon.client(), daemon.client()
     found = client.call(client.admin.GetStatus, admin_service_pb2.GetStatusRequest())
-    assert found.num_sessions == 1
+    assert found.num_sessions == 1  # and the one that asks
 
 
 @pytest.mark.parametrize("switches", [set(), {"no-peer-pidfd"}])

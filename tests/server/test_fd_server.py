@@ -8,12 +8,12 @@ import socket
 import time
 
 import pytest
-from harness import eventually
+from harness import as_uid, eventually
 from raw_client import connect, hello, make_spec, receive
 
 from ep_runtime import errors
 from ep_runtime.v1 import fd_socket_pb2, types_pb2
-from ep_runtime_server import config, credentials
+from ep_runtime_server import config
 
 LINGER_S = 2
 STALL_S = 0.3  # till then the descriptor is in the packet alone
@@ -77,17 +77,6 @@ def test_more_than_its_queue_takes_ends_the_process_that_closes_them(daemon):
                 socket.send_fds(connection, [HELLO], [harmless.fileno()])
     assert longest_answer_s(daemon, 0.5) < MOST_S
     eventually(lambda: daemon.status().num_fds <= fds + 1)
-
-
-def as_uid(uid):
-    """A `peer_of` by which everybody who connects is of `uid()`."""
-
-    def peer_of(connection, **more):
-        peer = credentials.peer_of(connection, **more)
-        peer.uid, peer.gids = uid(), frozenset({77})
-        return peer
-
-    return peer_of
 
 
 class TestPlaces:

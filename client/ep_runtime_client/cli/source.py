@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 
 from ep_runtime import env, wire
-from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime.errors import PermissionDeniedError, RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2 as messages
-from ep_runtime.v1 import admin_service_pb2_grpc
+from ep_runtime.v1 import admin_service_pb2_grpc, session_service_pb2
 from ep_runtime_client import children, runtime, transport
 from ep_runtime_client.cli.plain import plain
 from ep_runtime_client.place import Place
@@ -25,18 +25,24 @@ class Source:
     """A connection to the admin service of one daemon."""
 
     def __init__(
-        self, directory: Path, channel: grpc.Channel, timeout_s: float, node: str = ""
+        self,
+        directory: Path,
+        channel: grpc.Channel,
+        timeout_s: float,
+        node: str = "",
+        metadata: transport.Metadata = (),
     ) -> None:
         """`node` of the daemon's cluster answers; "" is the daemon itself."""
         self.directory = directory
         self._channel = channel
         self._node = node
         self._timeout_s = timeout_s
+        self._metadata = metadata
         self._stub: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
 
     def of_node(self, node: str) -> Source:
         """The same calls, for reading, answered by another node of the daemon's cluster."""
-        return Source(self.directory, self._channel, self._timeout_s, node)
+        return Source(self.directory, self._channel, self._timeout_s, node, self._metadata)
 
     def call(self, method: str, request: Any) -> dict[str, Any]:
         """One RPC's answer as plain values. Raises EpRuntimeError."""
@@ -46,7 +52,9 @@ class Source:
         if self._node:
             request.node = self._node
         try:
-            return getattr(self._stub, method)(request, timeout=self._timeout_s)
+            return getattr(self._stub, method)(
+                request, timeout=self._timeout_s, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             ours = wire.error_from_rpc(error)
             ours.fields.setdefault("address", f"unix://{self.directory}")
@@ -142,7 +150,7 @@ def private_addresses(timeout_s: float) -> list[str]:
 
 @contextlib.contextmanager
 def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
-    """The admin service at an address.
+    """The admin service at an address; over api.sock, with what is ours, where we may not order.
 
     Raises:
         RuntimeUnavailableError: no daemon answers there.
@@ -151,6 +159,12 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
     place = runtime.daemon_place(address)
     try:
         rpc = transport.RpcChannel(place, wire.ADMIN_SOCKET, timeout_s)
+    except PermissionDeniedError as error:
+        if "directory" in error.fields:  # it is not to be trusted with anything
+            raise
+        with _as_session(place, timeout_s) as found:
+            yield found
+        return
     except RuntimeUnavailableError as error:
         if address is None and (private := private_addresses(timeout_s)):
             raise RuntimeUnavailableError(
@@ -163,3 +177,15 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
         yield Source(place.directory, rpc.channel, timeout_s)
     finally:
         rpc.close()
+
+
+@contextlib.contextmanager
+def _as_session(place: Place, timeout_s: float) -> Iterator[Source]:
+    """What a user whom the daemon serves may read: a session that only asks."""
+    token = transport.hello(place, timeout_s).session_token
+    control = transport.ControlChannel(place, token)
+    try:
+        yield Source(place.directory, control.channel, timeout_s, metadata=control.metadata)
+        control.call(control.sessions.CloseSession, session_service_pb2.CloseSessionRequest())
+    finally:
+        control.close()

@@ -1,0 +1,214 @@
+"""api.sock: says by the kernel's word who calls, which gRPC cannot.
+
+Every connection is accepted here and passed on, byte by byte, to gRPC's own socket. The passing end
+is bound to a name of its own, and gRPC tells that name as the call's peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+
+from ep_runtime.errors import EpRuntimeError, PermissionDeniedError
+from ep_runtime_server import config, credentials
+from ep_runtime_server.credentials import Peer
+from ep_runtime_server.disposal import Disposal
+from ep_runtime_server.runtime import Runtime
+
+LISTEN_BACKLOG = 512
+_PART_BYTES = 64 << 10
+
+
+class Front:
+    """Serves an already bound SOCK_STREAM socket until `close`."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        listener: socket.socket,
+        inner_path: str,
+        disposal: Disposal,
+        *,
+        peer_of: Callable[..., Peer] = credentials.peer_of,
+    ) -> None:
+        """`inner_path` is gRPC's socket; `peer_of` says who connected, for tests."""
+        self._runtime = runtime
+        self._listener = listener
+        self._inner_path = inner_path
+        self._disposal = disposal
+        self._peer_of = peer_of
+        self._name = f"ep-runtime-{secrets.token_hex(8)}"
+        self._num_accepted = 0
+        self._calls: dict[str, _Call] = {}  # by the peer that gRPC tells
+        self._loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        listener.listen(LISTEN_BACKLOG)
+        self._loop.add_reader(listener, self._accept)
+
+    def uid_of(self, peer: str) -> int | None:
+        """The user behind `ServicerContext.peer()`; None where it did not come through here."""
+        call = self._calls.get(peer)
+        return call.uid if call is not None else None
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._disposal.close_listener(self._listener)
+        for call in list(self._calls.values()):
+            call.end()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors: the listener stays readable
+            logging.getLogger(__name__).error("api.sock cannot accept: %s", error.strerror)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(config.ACCEPT_PAUSE_S, self._resume)
+            return
+        accepted.setblocking(False)
+        try:
+            self._pass_on(accepted, self._admit(accepted))
+        except (EpRuntimeError, OSError) as error:
+            if isinstance(error, PermissionDeniedError):
+                cause = error.fields.get("uid")
+                self._runtime.events.deny("api.denied", cause, str(error), **error.fields)
+            self._disposal.drop(accepted)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _admit(self, accepted: socket.socket) -> int:
+        """The uid of who connected.
+
+        Raises:
+            PermissionDeniedError: it is not served, or has more connections than sessions need.
+        """
+        peer = self._peer_of(accepted, accepted_s=credentials.boottime_s())
+        peer.close()
+        settings = self._runtime.settings
+        settings.check_served(peer)
+        held = collections.Counter(call.uid for call in self._calls.values())[peer.uid]
+        if held >= settings.per_user.sessions + config.SPARE_API_CONNECTIONS:
+            raise PermissionDeniedError(
+                f"uid {peer.uid} has {held} connections to api.sock", uid=peer.uid, pid=peer.pid
+            )
+        return peer.uid
+
+    def _pass_on(self, accepted: socket.socket, uid: int) -> None:
+        self._num_accepted += 1
+        name = f"{self._name}-{self._num_accepted}"
+        inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            inner.setblocking(False)
+            inner.bind(b"\0" + name.encode())
+            inner.connect(self._inner_path)
+        except OSError:
+            inner.close()
+            raise
+        peer = f"unix-abstract:{name}"
+
+        def ended() -> None:
+            del self._calls[peer]
+            inner.close()
+            self._disposal.drop(accepted)
+
+        self._calls[peer] = _Call(self._loop, uid, accepted, inner, ended)
+
+
+class _Call:
+    """One connection and its way to gRPC and back."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        uid: int,
+        outer: socket.socket,
+        inner: socket.socket,
+        ended: Callable[[], None],
+    ) -> None:
+        self.uid = uid
+        self._ended = ended
+        self._over = False
+        self._ways = (
+            _Way(loop, outer, inner, _bytes_alone, self.end),
+            _Way(loop, inner, outer, lambda source: source.recv(_PART_BYTES), self.end),
+        )
+
+    def end(self) -> None:
+        """Both ways, once."""
+        if not self._over:
+            self._over = True
+            for way in self._ways:
+                way.stop()
+            self._ended()
+
+
+class _Way:
+    """One direction. Reads nothing more while the other side takes nothing."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        source: socket.socket,
+        target: socket.socket,
+        take: Callable[[socket.socket], bytes],
+        end: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._source = source
+        self._target = target
+        self._take = take
+        self._end = end
+        self._left = b""
+        loop.add_reader(source, self._read)
+
+    def stop(self) -> None:
+        self._loop.remove_reader(self._source)
+        self._loop.remove_writer(self._target)
+
+    def _read(self) -> None:
+        try:
+            data = self._take(self._source)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._send(data)
+        else:
+            self._end()
+
+    def _send(self, data: bytes) -> None:
+        sent = 0
+        try:
+            with contextlib.suppress(BlockingIOError):
+                sent = self._target.send(data)
+        except OSError:
+            self._end()
+            return
+        waited, self._left = bool(self._left), data[sent:]
+        if self._left and not waited:
+            self._loop.remove_reader(self._source)
+            self._loop.add_writer(self._target, self._write)
+        elif waited and not self._left:
+            self._loop.remove_writer(self._target)
+            self._loop.add_reader(self._source, self._read)
+
+    def _write(self) -> None:
+        self._send(self._left)
+
+
+def _bytes_alone(source: socket.socket) -> bytes:
+    """What came, unless descriptors are among it: nothing here takes them, and a read that leaves
+    them out would close them."""
+    data, _, flags, _ = source.recvmsg(_PART_BYTES, 0, socket.MSG_PEEK)
+    if flags & socket.MSG_CTRUNC:
+        raise OSError("descriptors on api.sock")
+    return source.recv(len(data)) if data else b""
