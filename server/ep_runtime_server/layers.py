@@ -18,6 +18,8 @@ from ep_runtime.specs import GroupSpec, LayerSpec
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
 from ep_runtime_server.pacing import paced
 
+MAX_REPLACED = 1024
+
 _STACK_MEMBER = re.compile(r"(?P<stack>.*)\[(?P<index>[0-9]{1,7})\]", re.DOTALL)
 
 
@@ -49,6 +51,7 @@ class LayerTable:
         self._ids: dict[int, str] = {}
         self._next_handle = 0
         self._history: list[RegisteredLayer] = []
+        self.history_version = 0
         self._changing = asyncio.Lock()  # a long list is looked through in several turns
 
     def __len__(self) -> int:
@@ -65,8 +68,18 @@ class LayerTable:
 
     @property
     def history(self) -> Sequence[RegisteredLayer]:
-        """Every registration that was new, in order; the last one of a name counts."""
+        """Registrations in order; the last one of a name counts. It grows at its end, until most
+        of it does not count: then it begins anew, under another `history_version`."""
         return self._history
+
+    def _trim_history(self) -> None:
+        if len(self._history) <= 2 * len(self._layers) + MAX_REPLACED:
+            return
+        # Handles are not given again after a restart either: who had the last ones stays known.
+        end = self._next_handle
+        last = next(x for x in self._history if x.handle_base + x.num_handles == end)
+        self._history = [last, *self._layers.values()]
+        self.history_version += 1
 
     def all(self) -> list[RegisteredLayer]:
         """In the order of registration."""
@@ -115,6 +128,7 @@ class LayerTable:
         self._ids[layer.base_id] = layer.spec.name
         self._next_handle = max(self._next_handle, layer.handle_base + layer.num_handles)
         self._history.append(layer)
+        self._trim_history()
 
     async def rejoin(self, layers: Sequence[RegisteredLayer], *, takes_word: bool) -> None:
         """Compares with what a process says; with `takes_word` takes over what is unknown here.

@@ -38,9 +38,12 @@ def boot_id() -> str:
 class _LayerParts:
     """A group's layers as they are in the file, so that a new file costs no new JSON."""
 
+    version: int  # of the history
     texts: dict[int, Encoded] = dataclasses.field(default_factory=dict)  # by first layer
+    ends: dict[int, int] = dataclasses.field(default_factory=dict)  # by the same: the next one
     num_layers: int = 0
     num_written: int = 0
+    num_bytes: int = 0
 
 
 class Recorder:
@@ -62,7 +65,9 @@ class Recorder:
         self._events = events
         self._clock = clock
         self._changed: dict[str, Session | Group | WindowSet] = {}
-        # By key of the item: its user, and bytes of its records, layers included.
+        # By key of the item: its record in the file. A new file costs no new JSON.
+        self._texts: dict[str, Encoded] = {}
+        # By key of the item, layers too: its user, and bytes of its records.
         self._bytes: dict[str, tuple[int, int]] = {}
         self._bytes_by: collections.Counter[int] = collections.Counter()  # by uid
         self._layers: dict[str, _LayerParts] = {}  # by group id
@@ -156,6 +161,10 @@ class Recorder:
         else:
             uid, value = item.owner.uid, encoded(records.of_group(item))
         yield key, value
+        if value is not None:
+            self._texts[key] = value
+        else:
+            self._texts.pop(key, None)
         self._count(key, uid, len(value.text) if value is not None else 0)
         if isinstance(item, Group):
             yield from self._layer_records(item, gone=value is None)
@@ -167,19 +176,23 @@ class Recorder:
             self._layers.pop(group.group_id, None)
             self._count(key, group.owner.uid, 0)
             return
-        parts = self._layers.setdefault(group.group_id, _LayerParts())
-        history = group.layers.history
-        if len(history) > parts.num_layers:
-            added = [records.of_layer(layer) for layer in history[parts.num_layers :]]
-            value = encoded(added)
+        layers = group.layers
+        parts = self._layers.get(group.group_id)
+        if parts is None or parts.version != layers.history_version:
+            for first in parts.texts if parts is not None else ():
+                yield f"{key}{first}", None
+            parts = self._layers[group.group_id] = _LayerParts(layers.history_version)
+        if len(layers.history) > parts.num_layers:
+            value = encoded([records.of_layer(x) for x in layers.history[parts.num_layers :]])
             assert value is not None
             parts.texts[parts.num_layers] = value
-            parts.num_layers = len(history)
-            self._count(key, group.owner.uid, sum(len(x.text) for x in parts.texts.values()))
-        for first, value in parts.texts.items():
-            if first >= parts.num_written:
-                yield f"{key}{first}", value
-        parts.num_written = parts.num_layers
+            parts.num_layers = len(layers.history)
+            parts.num_bytes += len(value.text)
+            self._count(key, group.owner.uid, parts.num_bytes)
+        while parts.num_written < parts.num_layers:
+            value = parts.texts[parts.num_written]
+            yield f"{key}{parts.num_written}", value
+            parts.num_written = parts.ends.setdefault(parts.num_written, parts.num_layers)
 
     def tick(self) -> None:
         """Starts a new file where that is due; a failed one is tried again every second."""
@@ -211,7 +224,12 @@ class Recorder:
             *((f"{GROUP}{g.group_id}", g) for g in self._groups.all()),
         ]
         for key, item in items:
-            yield from (record for record in self._records(key, item) if record[1] is not None)
+            if key in self._changed or key not in self._texts:
+                yield from (record for record in self._records(key, item) if record[1] is not None)
+                continue
+            yield key, self._texts[key]
+            if isinstance(item, Group):
+                yield from self._layer_records(item, gone=False)
 
     def _tell(self) -> None:
         """One event where the journal begins to fail, and one where it works again."""

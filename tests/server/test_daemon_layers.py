@@ -12,6 +12,7 @@ from ep_runtime import board, errors, specs, wire
 from ep_runtime.specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2
 from ep_runtime.wire import LayerStackSpec
+from ep_runtime_server import layers
 from ep_runtime_server.layers import LayerTable
 
 
@@ -210,3 +211,41 @@ def test_ids_of_board_records_name_their_layers():
     assert table.name_of_id(specs.layer_id("moe", "a")) == "a"
     assert [table.name_of_id(base + i) for i in range(4)] == ["s[0]", "s[1]", "s[2]", ""]
     assert table.name_of_id(12345) == ""
+
+
+def test_layers_that_are_replaced_again_and_again_leave_a_bounded_trace():
+    table = LayerTable(make_spec(lanes=4))
+
+    async def replace_often():
+        await table.register([LayerSpec("wide", top_k=1, in_flight=4)], [])
+        await table.register([LayerSpec("wide", top_k=2, in_flight=2)], [], replace=True)
+        for number in range(3 * layers.MAX_REPLACED):
+            spec = LayerSpec("a", top_k=1 + number % 2)
+            await table.register([spec], [], replace=True)
+
+    asyncio.run(replace_often())
+    assert len(table.history) <= 2 * len(table) + layers.MAX_REPLACED + 1
+    assert table.history_version > 0
+    again = LayerTable(make_spec(lanes=4))
+    again.restore(table.history)
+    assert again.all() == table.all()
+    assert again.num_handles == table.num_handles
+
+
+def test_replaced_layers_are_known_to_a_daemon_that_starts_again(daemon_process, restarted):
+    daemon = daemon_process("--log-level", "error")  # nobody reads its log
+    client = daemon.client()
+    group = client.ready(make_spec(retain_s=60.0))
+    for number in range(layers.MAX_REPLACED + 10):
+        request = layer_service_pb2.RegisterLayersRequest(
+            op_id=new_op_id(),
+            group="moe",
+            generation=group.generation,
+            layers=[wire.layer_spec_to_proto(LayerSpec("a", top_k=1 + number % 2))],
+            replace=True,
+        )
+        client.call(client.layers.RegisterLayers, request)
+    before = daemon.ask("ListLayers").layers
+    assert daemon.status().users[0].journal_bytes < 200_000
+    again = restarted(daemon)
+    assert list(again.ask("ListLayers").layers) == list(before)
