@@ -9,10 +9,6 @@ LEASED -> RETAINED -> LEASED ..., LEASED -> QUARANTINED -> freed.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import enum
-import mmap
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,152 +18,14 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cuda_device import Gpus
-from ep_runtime_server.devices import Allocation, Device
+from ep_runtime_server.devices import Device
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.quotas import Quotas
+from ep_runtime_server.window_sets import Owner, WindowSet, WindowState, buffer_label
+
+__all__ = ["Owner", "WindowPool", "WindowSet", "WindowState"]
 
 MAX_NAMED_HOLDERS = 16
-
-
-class WindowState(enum.Enum):
-    LEASED = "leased"
-    RETAINED = "retained"
-    QUARANTINED = "quarantined"
-    RELEASING = "releasing"
-
-
-@dataclasses.dataclass(frozen=True)
-class Owner:
-    """Whose memory it is: a group name inside (uid, job)."""
-
-    uid: int
-    job: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name} (uid {self.uid}, job {self.job})"
-
-
-def _label(owner: Owner, generation: int, world_rank: int) -> str:
-    return f"{owner.name}@{generation}/{'board' if world_rank < 0 else world_rank}"
-
-
-def _nobody(windows: WindowSet) -> None:
-    """Who listens where no journal is kept."""
-
-
-class WindowSet:
-    """The memory of one group under one generation at a time.
-
-    Attributes:
-        set_id: its name in the journal; never used again.
-        on_change: called after every change that a restarted daemon must know.
-    """
-
-    def __init__(self, owner: Owner, spec: GroupSpec, generation: int, created_s: float) -> None:
-        self.owner = owner
-        self.spec = spec
-        self.generation = generation
-        self.created_s = created_s
-        self.state = WindowState.LEASED
-        self.buffers: list[Buffer] = []
-        self.board: mmap.mmap | None = None
-        self.holders: set[str] = set()
-        self.set_id = f"w-{secrets.token_hex(6)}"
-        self.on_change: Callable[[WindowSet], None] = _nobody
-        self._poison: tuple[board.PoisonReason, int] | None = None
-
-    @property
-    def wanted_ranks(self) -> list[int]:
-        """World ranks, -1 for the board, of which no descriptor came back yet."""
-        return [buffer.world_rank for buffer in self.buffers if buffer.allocation is None]
-
-    def serves(self, spec: GroupSpec, ranks: Sequence[int]) -> bool:
-        """Whether it is the memory of those world ranks under that spec."""
-        ours = [buffer.world_rank for buffer in self.buffers if buffer.world_rank >= 0]
-        return self.spec == spec and ours == list(ranks)
-
-    def lies_on(self, uuids: Mapping[int, str]) -> bool:
-        """Whether every window is on the GPU that its rank has now."""
-        return all(b.device == uuids.get(b.world_rank, b.device) for b in self.buffers)
-
-    def assume(self, uuids: Mapping[int, str]) -> None:
-        """Where a process says that windows lie which have not come back yet."""
-        for buffer in self.buffers:
-            if buffer.allocation is None:
-                buffer.device = uuids.get(buffer.world_rank, buffer.device)
-
-    def hold(self, session_id: str) -> None:
-        """The session has descriptors from now on."""
-        self.holders.add(session_id)
-        self.on_change(self)
-
-    def adopt(self, found: dict[int, Allocation], mapped: mmap.mmap | None) -> None:
-        """Takes checked allocations by world rank, and the board's mapping where it is there."""
-        for buffer in self.buffers:
-            if buffer.world_rank in found:
-                buffer.allocation = found[buffer.world_rank]
-                buffer.identity = buffer.allocation.identity
-        if mapped is not None:
-            self.board = mapped
-            if self._poison is not None:
-                self.poison(*self._poison)
-        self.on_change(self)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(buffer.size_bytes for buffer in self.buffers)
-
-    @property
-    def num_fds(self) -> int:
-        """Descriptors that the daemon holds for it, the board's mapping included."""
-        return sum(b.allocation is not None for b in self.buffers) + (self.board is not None)
-
-    def bytes_on(self, device: str) -> int:
-        return sum(b.size_bytes for b in self.buffers if b.device == device and b.counted)
-
-    def poison(self, reason: board.PoisonReason, rank: int = -1) -> None:
-        """Ends the waits and calls of this generation. A board that did not come back yet is
-        poisoned as soon as it does."""
-        if self.board is None:
-            self._poison = self._poison or (reason, rank)
-        else:
-            board.poison(self.board, self.generation, reason, rank)
-
-    def allocate(self, parts: Sequence[tuple[int, Device, int]]) -> None:
-        """Blocking; `parts` as of WindowPool. Raises PoolExhaustedError, and then holds nothing."""
-        try:
-            for rank, device, size_bytes in parts:
-                allocation = device.allocate(f"{self.owner.name}/{rank}", size_bytes)
-                label, identity = _label(self.owner, self.generation, rank), allocation.identity
-                self.buffers.append(
-                    Buffer(label, device.name, rank, size_bytes, identity, allocation)
-                )
-                if rank < 0:
-                    self.board = allocation.map()
-            assert self.board is not None
-            board.format_board(self.board, self.spec, self.generation)
-        except BaseException:
-            self.free()
-            raise
-
-    def format_again(self, generation: int) -> None:
-        """Blocking. The set under a new generation; only while it has no holders."""
-        assert not self.holders
-        assert self.board is not None
-        board.format_board(self.board, self.spec, generation)
-        self.generation = generation
-        self._poison = None
-
-    def free(self) -> None:
-        """Blocking: unmapping and closing returns the pages, about 0.1 s per GiB."""
-        if self.board is not None:
-            self.board.close()
-            self.board = None
-        for buffer in self.buffers:
-            if buffer.allocation is not None:
-                buffer.allocation.free()
-        self.buffers = []
 
 
 class WindowPool:
@@ -184,7 +42,7 @@ class WindowPool:
         self._gpus = gpus or Gpus()
         self._clock = clock
         self._events = events
-        self.on_change: Callable[[WindowSet], None] = _nobody
+        self.on_change: Callable[[WindowSet], None] = lambda windows: None
         self._sets: list[WindowSet] = []
         self.quotas: Quotas | None = None  # without them users share what there is
         self._reserved: dict[str, int] = {}
@@ -308,7 +166,7 @@ class WindowPool:
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
         for rank, device, size_bytes in self._parts(spec, {}, ranks):
             windows.buffers.append(
-                Buffer(_label(owner, generation, rank), device.name, rank, size_bytes)
+                Buffer(buffer_label(owner, generation, rank), device.name, rank, size_bytes)
             )
         self.add(windows)
         return windows
