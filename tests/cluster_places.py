@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import os
+import secrets
+import shutil
+import tempfile
 from pathlib import Path
 
 from ep_runtime_client import certificates
@@ -31,6 +36,16 @@ def make_certificates(directory: Path, **hosts: str) -> Path:
     nodes = [certificates.Node(name, (host,) if host else ()) for name, host in hosts.items()]
     certificates.make(directory, nodes, days=2, force=False)
     return directory
+
+
+@functools.cache
+def plain_tcp() -> tuple[str, ...]:
+    """Flags of plain TCP, with a secret that every daemon of this run has."""
+    file = Path(tempfile.mkdtemp(prefix="epc-")) / "secret"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    atexit.register(shutil.rmtree, file.parent, ignore_errors=True)
+    return ("--insecure", "--secret", str(file))
 
 
 def tls_flags(directory: Path, name: str) -> list[str]:

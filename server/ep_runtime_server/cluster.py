@@ -32,6 +32,7 @@ from ep_runtime_server.node_servicer import NodeServicer
 from ep_runtime_server.nodes import Node, Nodes, NodeState
 from ep_runtime_server.peers import Peers
 from ep_runtime_server.recorder import boot_id
+from ep_runtime_server.seal import Seal
 from ep_runtime_server.spanning import Spanning
 from ep_runtime_server.supervision import Supervisor
 from ep_runtime_server.view_ids import ViewIds
@@ -63,7 +64,8 @@ class Cluster:
                 "out",
                 level=logging.WARNING,
             )
-        self.peers = Peers(settings.tls, clock)
+        self.seal = Seal(settings.secret) if settings.secret else None
+        self.peers = Peers(settings.tls, clock, self.seal)
         self.assemblies = Assemblies(self.facts, clock, events)
         self.view_ids = ViewIds(self.assemblies)
         self.coordination: Coordination | None = None

@@ -14,13 +14,14 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server.cluster_facts import MAX_EPOCH
+from ep_runtime_server.seal import read_secret
 
 MAX_NODE_BYTES = 120
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+")
 _LOOPBACK = "127.0.0.1"
 _ANY = "0.0.0.0"
-_FLAGS = ("node", "listen", "epoch_at_least", "tls_cert", "tls_key", "tls_ca", "insecure")
+_FLAGS = ("node", "listen", "epoch_at_least", "tls_cert", "tls_key", "tls_ca", "insecure", "secret")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class ClusterConfig:
     coordinator: where the coordinator's does; None where we are it.
     coordinator_name: its name, where the cluster's file says it; empty otherwise.
     tls: None for plain TCP.
+    secret: what every daemon's requests prove to know on plain TCP; `serve` wants one.
     expected: names and addresses of the cluster's file; empty without one.
     epoch_at_least: of a coordinator: gives only larger ones.
     """
@@ -78,6 +80,7 @@ class ClusterConfig:
     tls: Tls | None = None
     expected: Mapping[str, Endpoint] = dataclasses.field(default_factory=dict)
     epoch_at_least: int = 0
+    secret: bytes = dataclasses.field(default=b"", repr=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="plain TCP without certificates, on loopback unless an address is named",
     )
+    add("--secret", metavar="FILE", help="with --insecure: what every daemon knows; mode 0600")
 
 
 def parse_endpoint(text: str, argument: str, *, default_host: str = "") -> Endpoint:
@@ -167,6 +171,8 @@ def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
         made = ClusterConfig(name, listen, tls=tls)
     else:
         made = _joining(arguments, name, tls)
+    if tls is None:
+        made = dataclasses.replace(made, secret=_read_secret(arguments))
     if tls is None and made.listen.is_any:
         raise InvalidArgumentError(
             f"--insecure serves loopback, or an address that is named, got {made.listen}, which "
@@ -223,6 +229,23 @@ def local_address_towards(target: Endpoint) -> str:
         ) from error
 
 
+def _read_secret(arguments: argparse.Namespace) -> bytes:
+    """What stands in for certificates. Local users reach a loopback address as they like."""
+    if arguments.allow_uid or arguments.allow_gid:
+        raise InvalidArgumentError(
+            "--insecure is for one user's own daemons, and --allow-uid and --allow-gid let others "
+            "in; take certificates (`ep-runtime certs` makes some for a lab)",
+            argument="--insecure",
+        )
+    if not arguments.secret:
+        raise InvalidArgumentError(
+            "--insecure needs --secret FILE, the same for every daemon: `(umask 077; openssl rand "
+            "-hex 32 > FILE)` makes one",
+            argument="--secret",
+        )
+    return read_secret(arguments.secret)
+
+
 def _read_tls(arguments: argparse.Namespace) -> Tls | None:
     given = {
         flag: getattr(arguments, flag.removeprefix("--").replace("-", "_"))
@@ -235,6 +258,8 @@ def _read_tls(arguments: argparse.Namespace) -> Tls | None:
                 "--insecure means no certificates; give either", argument="--insecure"
             )
         return None
+    if arguments.secret:
+        raise InvalidArgumentError("--secret goes with --insecure", argument="--secret")
     if missing:
         raise InvalidArgumentError(
             f"daemons trust each other by certificates: {', '.join(missing)} missing (`ep-runtime "

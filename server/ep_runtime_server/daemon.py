@@ -183,7 +183,7 @@ class Daemon:
             runtime.failpoints,
         )
         server = grpc.aio.server(
-            interceptors=[RpcPolicy(None, cluster.answering, Admission())],
+            interceptors=[RpcPolicy(None, cluster.answering, Admission(), seal=cluster.seal)],
             options=SERVER_OPTIONS,
         )
         cluster.listen(server)

@@ -23,6 +23,7 @@ from ep_runtime.errors import (
     SessionFencedError,
 )
 from ep_runtime_server.admission import Admission
+from ep_runtime_server.seal import Seal
 from ep_runtime_server.sessions import Session, Sessions, SessionState
 
 _SERVICE = "/ep_runtime.v1."
@@ -57,13 +58,16 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         before_answer: Callable[[str], None],
         admission: Admission,
         uid_of: Callable[[str], int | None] = lambda peer: None,
+        seal: Seal | None = None,
     ) -> None:
         """`before_answer(method)` runs when a unary call did its work; it may still refuse.
-        `uid_of(peer)` is the user behind a connection of sessions, by the kernel's word."""
+        `uid_of(peer)` is the user behind a connection of sessions, by the kernel's word;
+        every request has the `seal`, where there is one."""
         self._sessions = sessions
         self._before_answer = before_answer
         self._admission = admission
         self._uid_of = uid_of
+        self._seal = seal
 
     async def intercept_service(
         self,
@@ -150,6 +154,8 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             self._sessions.check_user(session, self._uid_of(context.peer()))
             _current.set(session)
             user = f"uid {session.uid}"
+        if self._seal is not None:
+            self._seal.check_sender(method, metadata)
         with self._admission.call(user) as room:
             held = wire.MAX_REQUEST_BYTES
             await room.take(held)
@@ -157,6 +163,8 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 data = await _next(requests)
                 room.give(held - len(data))
                 held = len(data)
+                if self._seal is not None:
+                    self._seal.check_request(method, metadata, data)
                 yield _parsed(method, handler, data)
             finally:
                 room.give(held)

@@ -6,19 +6,23 @@ import asyncio
 from typing import Any
 
 import grpc
+from google.protobuf import message_factory
 
 from ep_runtime import wire
 from ep_runtime.errors import RuntimeUnavailableError
-from ep_runtime.v1 import admin_service_pb2_grpc, node_service_pb2_grpc
+from ep_runtime.v1 import admin_service_pb2, node_service_pb2
 from ep_runtime_server import config
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import Tls
+from ep_runtime_server.seal import Seal
 
 
 class Peers:
     """Lives on the event loop's thread."""
 
-    def __init__(self, tls: Tls | None, clock: Clock) -> None:
+    def __init__(self, tls: Tls | None, clock: Clock, seal: Seal | None = None) -> None:
+        """`seal` goes on every request of plain TCP, where there is one."""
+        self._seal = seal
         self._credentials = (
             grpc.ssl_channel_credentials(
                 root_certificates=tls.authority,
@@ -72,11 +76,12 @@ class Peers:
             EpRuntimeError: what the other daemon raised.
         """
         channel: Any = self._channel(name, address)
-        stub: Any = node_service_pb2_grpc.NodeServiceStub(channel)
-        if not hasattr(stub, method):
-            stub = admin_service_pb2_grpc.AdminServiceStub(channel)
+        path, answer_type = _rpc(method)
+        data = request.SerializeToString()
+        call = channel.unary_unary(path, response_deserializer=answer_type.FromString)
+        metadata = self._seal.of(path, data) if self._seal is not None else ()
         try:
-            answer = await getattr(stub, method)(request, timeout=within_s)
+            answer = await call(data, timeout=within_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             ours = wire.error_from_rpc(error)
             if not isinstance(ours, RuntimeUnavailableError) or ours.fields:
@@ -105,6 +110,15 @@ class Peers:
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
         self._channels = {}
+
+
+def _rpc(method: str) -> tuple[str, Any]:
+    """The full name of an RPC and the type of its answer."""
+    node = node_service_pb2.DESCRIPTOR.services_by_name["NodeService"]
+    admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+    service = node if method in node.methods_by_name else admin
+    answer = service.methods_by_name[method].output_type
+    return f"/{service.full_name}/{method}", message_factory.GetMessageClass(answer)
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

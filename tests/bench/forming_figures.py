@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cluster_places import place
+from cluster_places import place, plain_tcp
 from daemon_figures import MIB, say
 from harness import DaemonProcess, Watcher, eventually
 from multiprocess.launch import Job
@@ -40,7 +40,7 @@ def cluster(directory: Path, count: int) -> Iterator[list[DaemonProcess]]:
             own = directory / str(number)
             own.mkdir()
             role = "--join" if number else "--coordinator"
-            words = (role, address, "--insecure", "--node", f"n{number}", "--log-level", "error")
+            words = (role, address, *plain_tcp(), "--node", f"n{number}", "--log-level", "error")
             daemons.append(DaemonProcess(own, *words))
             stack.callback(daemons[-1].close)
         for daemon in daemons[1:]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_places import place
+from cluster_places import place, plain_tcp
 from daemon_fixtures import start_daemon, wait_until
 from raw_client import Client, make_spec
 
@@ -29,7 +29,7 @@ class Node:
         self.name = name
         self.address = address
         self.directory = Path(tempfile.mkdtemp(prefix="ept-"))
-        self._flags = (role, address, "--insecure", "--node", name, "--drain-s", "0")
+        self._flags = (role, address, *plain_tcp(), "--node", name, "--drain-s", "0")
         self._clients: list[Client] = []
         self.start()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import cases
 import pytest
-from cluster_places import place
+from cluster_places import place, plain_tcp
 from daemon_fixtures import wait_until
 from gpu import gpu_cases, gpu_jobs, gpu_steps
 from gpu.test_gpu_movement import fitted
@@ -174,7 +174,7 @@ def nodes(daemon_process: Any) -> Iterator[list[DaemonProcess]]:  # noqa: F811
     address = place()
     made = []
     for name, role in (("a", "--coordinator"), ("b", "--join")):
-        made.append(daemon_process(role, address, "--node", name, "--insecure"))
+        made.append(daemon_process(role, address, "--node", name, *plain_tcp()))
     eventually(lambda: made[1].status().cluster.link == JOINED, within_s=10.0)
     yield made
     for daemon in made:

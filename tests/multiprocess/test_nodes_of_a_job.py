@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_places import place
+from cluster_places import place, plain_tcp
 from daemon_fixtures import start_daemon, wait_until
 from multiprocess.launch import Job
 
@@ -31,7 +31,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[list[children.Child]]:
         role = "--join" if started else "--coordinator"
         directory = base / name
         directory.mkdir(mode=0o700)
-        flags = [role, address, "--node", name, "--insecure", "--drain-s", "0"]
+        flags = [role, address, "--node", name, *plain_tcp(), "--drain-s", "0"]
         started.append(start_daemon(directory, *flags))
     for child in started[1:]:
         wait_until(lambda child=child: read(child)["cluster"]["link"] == "JOINED", "it joins")

@@ -6,7 +6,7 @@ import dataclasses
 
 import grpc
 import pytest
-from cluster_places import loopback, make_certificates, place, tls_flags
+from cluster_places import loopback, make_certificates, place, plain_tcp, tls_flags
 from harness import FakeClock, eventually
 from raw_client import make_spec
 
@@ -262,9 +262,9 @@ def test_a_node_that_does_not_coordinate_says_who_does(start_daemon, call_node):
 @pytest.mark.slow
 def test_one_address_has_one_daemon(daemon_process):
     address = place()
-    first = daemon_process("--coordinator", address, "--insecure", "--node", "a")
+    first = daemon_process("--coordinator", address, *plain_tcp(), "--node", "a")
     assert first.ready["cluster"] == address
-    second = daemon_process("--coordinator", address, "--insecure", "--node", "b")
+    second = daemon_process("--coordinator", address, *plain_tcp(), "--node", "b")
     code, text = second.ended(within_s=5.0)
     assert code == 2
     assert f"cannot listen on {address}" in text
@@ -334,9 +334,9 @@ def test_a_node_does_not_trust_a_coordinator_of_another_authority(daemon_process
 
 def test_the_coordinators_death_stops_nothing_and_its_return_is_noticed(daemon_process, restarted):
     address = place()
-    flags = ("--coordinator", address, "--insecure", "--node", "a")
+    flags = ("--coordinator", address, *plain_tcp(), "--node", "a")
     a = daemon_process(*flags)
-    b = daemon_process("--join", address, "--insecure", "--node", "b")
+    b = daemon_process("--join", address, *plain_tcp(), "--node", "b")
     joined(b)
     before = cluster_of(a)
     client = b.client()
@@ -369,18 +369,18 @@ def test_the_coordinators_death_stops_nothing_and_its_return_is_noticed(daemon_p
 @pytest.mark.slow
 def test_a_node_may_be_there_before_its_coordinator(daemon_process):
     address = place()
-    b = daemon_process("--join", address, "--insecure", "--node", "b")
+    b = daemon_process("--join", address, *plain_tcp(), "--node", "b")
     eventually(lambda: cluster_of(b).error)
     assert link(b) == "JOINING"
-    daemon_process("--coordinator", address, "--insecure", "--node", "a")
+    daemon_process("--coordinator", address, *plain_tcp(), "--node", "a")
     joined(b)
 
 
 @pytest.mark.slow
 def test_a_node_that_is_killed_takes_its_place_again(daemon_process, restarted):
     address = place()
-    a = daemon_process("--coordinator", address, "--insecure", "--node", "a")
-    flags = ("--join", address, "--insecure", "--node", "b")
+    a = daemon_process("--coordinator", address, *plain_tcp(), "--node", "a")
+    flags = ("--join", address, *plain_tcp(), "--node", "b")
     b = daemon_process(*flags)
     joined(b)
     b = restarted(b, *flags)
@@ -393,7 +393,7 @@ def test_a_node_that_is_killed_takes_its_place_again(daemon_process, restarted):
 @pytest.mark.slow
 def test_no_epoch_comes_twice_wherever_the_coordinator_dies(daemon_process, point):
     address = place()
-    flags = ("--coordinator", address, "--insecure", "--node", "a")
+    flags = ("--coordinator", address, *plain_tcp(), "--node", "a")
     seen = []
     a = daemon_process(*flags)
     for _ in range(5):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster_places import make_certificates, tls_flags
+from cluster_places import make_certificates, plain_tcp, tls_flags
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server import main
@@ -57,7 +57,7 @@ def test_half_of_the_certificates_is_none(tls):
 
 def test_certificates_and_plain_tcp_exclude_each_other(tls):
     with pytest.raises(InvalidArgumentError, match="give either"):
-        read("--coordinator", "127.0.0.1:7700", "--insecure", *tls)
+        read("--coordinator", "127.0.0.1:7700", *plain_tcp(), *tls)
 
 
 def test_a_file_that_is_no_certificate_is_named(tls):
@@ -81,10 +81,10 @@ def test_with_certificates_a_port_alone_is_every_address(tls):
 
 
 def test_plain_tcp_stays_on_loopback_unless_the_address_is_named():
-    made = read("--coordinator", "7700", "--insecure")
+    made = read("--coordinator", "7700", *plain_tcp())
     assert made is not None
     assert made.listen == Endpoint("127.0.0.1", 7700)
-    named = read("--coordinator", "10.0.0.1:7700", "--insecure")
+    named = read("--coordinator", "10.0.0.1:7700", *plain_tcp())
     assert named is not None
     assert named.listen == Endpoint("10.0.0.1", 7700)
 
@@ -94,12 +94,14 @@ def test_plain_tcp_stays_on_loopback_unless_the_address_is_named():
 def test_plain_tcp_on_every_address_is_refused(address, flag):
     words = [flag, address] if flag == "--coordinator" else ["--join", "127.0.0.1:1", flag, address]
     with pytest.raises(InvalidArgumentError, match="every address of the host"):
-        read(*words, "--insecure")
+        read(*words, *plain_tcp())
 
 
 def test_a_node_that_joins_listens_where_it_reaches_the_coordinator(monkeypatch):
-    made = read("--join", "127.0.0.1:7700", "--insecure", "--node", "b")
-    assert made == ClusterConfig("b", Endpoint("127.0.0.1", 0), Endpoint("127.0.0.1", 7700))
+    made = read("--join", "127.0.0.1:7700", *plain_tcp(), "--node", "b")
+    assert made is not None
+    ours, theirs = Endpoint("127.0.0.1", 0), Endpoint("127.0.0.1", 7700)
+    assert made == ClusterConfig("b", ours, theirs, secret=made.secret)
 
 
 def test_plain_tcp_off_loopback_is_not_chosen_for_the_user(monkeypatch):
@@ -107,20 +109,20 @@ def test_plain_tcp_off_loopback_is_not_chosen_for_the_user(monkeypatch):
         "ep_runtime_server.cluster_config.local_address_towards", lambda target: "10.0.0.2"
     )
     with pytest.raises(InvalidArgumentError, match=r"--listen 10\.0\.0\.2:PORT"):
-        read("--join", "10.0.0.1:7700", "--insecure")
-    assert read("--join", "10.0.0.1:7700", "--insecure", "--listen", "10.0.0.2:0") is not None
+        read("--join", "10.0.0.1:7700", *plain_tcp())
+    assert read("--join", "10.0.0.1:7700", *plain_tcp(), "--listen", "10.0.0.2:0") is not None
 
 
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--insecure"], "--insecure needs --coordinator, --join or --cluster"),
+        ([*plain_tcp()], "--insecure needs --coordinator, --join or --cluster"),
         (["--tls-ca", "x"], "--tls-ca needs"),
         (["--node", "a"], "--node needs"),
-        (["--coordinator", "1", "--insecure", "--listen", "2"], "--listen goes with --join"),
-        (["--coordinator", "1", "--insecure", "--node", "A"], "--node must be a lower-case DNS"),
-        (["--join", "nowhere.invalid:1", "--insecure"], "give --listen HOST:PORT"),
-        (["--cluster", "/nonexistent", "--insecure"], "cannot read /nonexistent"),
+        (["--coordinator", "1", *plain_tcp(), "--listen", "2"], "--listen goes with --join"),
+        (["--coordinator", "1", *plain_tcp(), "--node", "A"], "--node must be a lower-case DNS"),
+        (["--join", "nowhere.invalid:1", *plain_tcp()], "give --listen HOST:PORT"),
+        (["--cluster", "/nonexistent", *plain_tcp()], "cannot read /nonexistent"),
     ],
 )
 def test_flags_that_make_no_cluster_are_refused(words, match):
@@ -139,8 +141,8 @@ b = "127.0.0.2:7700"
 def test_every_node_finds_its_place_in_the_file(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(FILE)
-    first = read("--cluster", str(path), "--insecure", "--node", "a")
-    second = read("--cluster", str(path), "--insecure", "--node", "b")
+    first = read("--cluster", str(path), *plain_tcp(), "--node", "a")
+    second = read("--cluster", str(path), *plain_tcp(), "--node", "b")
     assert first is not None
     assert second is not None
     assert (first.listen, first.coordinator) == (Endpoint("127.0.0.1", 7700), None)
@@ -165,4 +167,44 @@ def test_a_file_that_is_wrong_says_where(tmp_path, text, match):
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     with pytest.raises(InvalidArgumentError, match=match):
-        read("--cluster", str(path), "--insecure", "--node", "a")
+        read("--cluster", str(path), *plain_tcp(), "--node", "a")
+
+
+class TestPlainTcp:
+    WORDS = ("--coordinator", "127.0.0.1:7700", "--insecure")
+
+    def test_wants_a_secret(self):
+        with pytest.raises(InvalidArgumentError, match="--insecure needs --secret FILE"):
+            read(*self.WORDS)
+
+    @pytest.mark.parametrize("flag", ["--allow-uid", "--allow-gid"])
+    def test_is_not_for_a_daemon_of_several_users(self, flag):
+        with pytest.raises(InvalidArgumentError, match="--insecure is for one user's own daemons"):
+            read(*self.WORDS[:2], *plain_tcp(), flag, "1000")
+
+    def test_keeps_the_secret_out_of_texts(self):
+        made = read(*self.WORDS[:2], *plain_tcp())
+        assert made is not None
+        assert len(made.secret) == 64
+        assert made.secret.decode() not in repr(made)
+
+    @pytest.mark.parametrize(
+        ("mode", "text", "said"),
+        [
+            (0o640, "x" * 32, "chmod 0600"),
+            (0o600, "short", "must hold 16 to 4096 bytes, got 5"),
+            (0o600, "x" * 5000, "must hold 16 to 4096"),
+        ],
+    )
+    def test_takes_no_secret_that_is_none(self, tmp_path, mode, text, said):
+        file = tmp_path / "secret"
+        file.write_text(text)
+        file.chmod(mode)
+        with pytest.raises(InvalidArgumentError, match=said):
+            read(*self.WORDS, "--secret", str(file))
+        with pytest.raises(InvalidArgumentError, match="cannot read"):
+            read(*self.WORDS, "--secret", str(tmp_path / "none"))
+
+    def test_goes_without_certificates_alone(self, tls):
+        with pytest.raises(InvalidArgumentError, match="--secret goes with --insecure"):
+            read(*self.WORDS[:2], *tls, *plain_tcp()[1:])

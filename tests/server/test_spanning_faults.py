@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from cluster_places import place
+from cluster_places import place, plain_tcp
 from harness import eventually
 from raw_client import WAIT_S
 from spanning import TOLD_S, all_ready, group_of, members, spec_of, state
@@ -23,11 +23,11 @@ def three(daemon_process):
 
     def start(*switches: str):
         address = place()
-        flags = ["--coordinator", address, "--insecure", "--node", "a"]
+        flags = ["--coordinator", address, *plain_tcp(), "--node", "a"]
         testing = [word for switch in switches for word in ("--testing", switch)]
         a = daemon_process(*flags, *testing)
         others = [
-            daemon_process("--join", address, "--insecure", "--node", name) for name in ("b", "c")
+            daemon_process("--join", address, *plain_tcp(), "--node", name) for name in ("b", "c")
         ]
         for other in others:
             joined(other)
@@ -112,7 +112,7 @@ def test_a_daemon_that_starts_again_goes_on_with_the_groups_view(three, restarte
     _, flags, (b, c) = three()
     first, second = b.client(), c.client(process=True)
     groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
-    flags = ("--join", flags[1], "--insecure", "--node", "c")
+    flags = ("--join", flags[1], *plain_tcp(), "--node", "c")
     c = restarted(c, *flags)
     assert state(b) == "READY"
     found = group_of(c)
@@ -229,8 +229,8 @@ def two(daemon_process):
     """a, which coordinates, and b; each with its flags, for a restart."""
     address = place()
     flags = {
-        "a": ["--coordinator", address, "--insecure", "--node", "a"],
-        "b": ["--join", address, "--insecure", "--node", "b"],
+        "a": ["--coordinator", address, *plain_tcp(), "--node", "a"],
+        "b": ["--join", address, *plain_tcp(), "--node", "b"],
     }
     daemons = {name: daemon_process(*words) for name, words in flags.items()}
     joined(daemons["b"])

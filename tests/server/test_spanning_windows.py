@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster_places import place
+from cluster_places import place, plain_tcp
 from harness import eventually
 from raw_client import WAIT_S, close_fds, make_spec
 from spanning import TOLD_S, all_ready, group_of, state
@@ -213,8 +213,8 @@ def test_who_mapped_windows_of_other_blocks_than_the_next_views_creates_again(th
 def two(daemon_process):
     """a, which coordinates, and b; and b's flags, for a restart."""
     address = place()
-    a = daemon_process("--coordinator", address, "--insecure", "--node", "a")
-    flags = ["--join", address, "--insecure", "--node", "b"]
+    a = daemon_process("--coordinator", address, *plain_tcp(), "--node", "a")
+    flags = ["--join", address, *plain_tcp(), "--node", "b"]
     b = daemon_process(*flags)
     joined(b)
     return a, b, flags

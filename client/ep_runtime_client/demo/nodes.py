@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ep_runtime import env
 from ep_runtime.errors import RuntimeUnavailableError
@@ -26,21 +28,26 @@ def started(count: int) -> Iterator[list[str]]:
         RuntimeUnavailableError: one does not start, or does not join.
     """
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(_daemon("node0", "--coordinator", "127.0.0.1:0"))]
+        file = stack.enter_context(tempfile.NamedTemporaryFile())  # mode 0600
+        file.write(secrets.token_hex(32).encode())
+        file.flush()
+        plain = ["--insecure", "--secret", file.name]
+        found = [stack.enter_context(_daemon("node0", "--coordinator", "127.0.0.1:0", plain))]
         coordinator = _cluster(found[0])["coordinator"]
         for number in range(1, count):
-            found.append(stack.enter_context(_daemon(f"node{number}", "--join", coordinator)))
+            joining = _daemon(f"node{number}", "--join", coordinator, plain)
+            found.append(stack.enter_context(joining))
         for address in found[1:]:
             _wait_joined(address)
         yield found
 
 
 @contextlib.contextmanager
-def _daemon(name: str, role: str, address: str) -> Iterator[str]:
+def _daemon(name: str, role: str, address: str, plain: Sequence[str]) -> Iterator[str]:
     directory = env.private_directory()
     ourselves = os.pidfd_open(os.getpid())
     try:
-        options = ["--parent-pidfd", str(ourselves), "--drain-s", "0", "--node", name, "--insecure"]
+        options = ["--parent-pidfd", str(ourselves), "--drain-s", "0", "--node", name, *plain]
         child = children.Child.start(directory, [*options, role, address], pass_fds=[ourselves])
         child.wait_ready(START_TIMEOUT_S)
         yield f"unix://{directory}"

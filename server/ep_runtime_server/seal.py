@@ -1,0 +1,103 @@
+"""What stands in for certificates on plain TCP: every request shows that its sender has a secret.
+
+The secret itself never travels: whoever listens at an address in a daemon's place learns requests
+that he can send once more, and makes none of his own.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
+
+KEY = "ep-node-seal"
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4096
+# A request is not answered twice; older ones than these a lease has outlived.
+_MAX_NONCES = 20_000
+
+
+class Seal:
+    """Puts a seal on requests, and looks at those of others."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._seen: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def of(self, method: str, data: bytes) -> tuple[tuple[str, str], ...]:
+        """The metadata of a call of `method`, a full name, with these bytes."""
+        nonce = secrets.token_hex(16)
+        return ((KEY, f"{nonce}.{self._mac(method, nonce)}.{self._mac(method, nonce, data)}"),)
+
+    def check_sender(self, method: str, metadata: Mapping[str, Any]) -> None:
+        """Before the request is read. Raises PermissionDeniedError where it has no seal of ours."""
+        nonce, of_call, _ = _parts(metadata)
+        if not hmac.compare_digest(of_call, self._mac(method, nonce)) or nonce in self._seen:
+            raise _refused(method)
+        self._seen[nonce] = None
+        if len(self._seen) > _MAX_NONCES:
+            self._seen.popitem(last=False)
+
+    def check_request(self, method: str, metadata: Mapping[str, Any], data: bytes) -> None:
+        """Raises PermissionDeniedError where the seal is another request's."""
+        nonce, _, of_request = _parts(metadata)
+        if not hmac.compare_digest(of_request, self._mac(method, nonce, data)):
+            raise _refused(method)
+
+    def _mac(self, method: str, nonce: str, data: bytes | None = None) -> str:
+        text = f"{method} {nonce} ".encode()
+        if data is not None:
+            text += hashlib.sha256(data).digest()
+        return hmac.new(self._secret, text, hashlib.sha256).hexdigest()
+
+
+def _parts(metadata: Mapping[str, Any]) -> tuple[str, str, str]:
+    parts = str(metadata.get(KEY, "")).split(".")
+    if len(parts) != 3 or not all(part.isascii() for part in parts):
+        return "", "", ""
+    return parts[0], parts[1], parts[2]
+
+
+def _refused(method: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"{method}: the caller does not have this cluster's secret; give every daemon the same "
+        "--secret FILE",
+        method=method,
+    )
+
+
+def read_secret(path: str) -> bytes:
+    """The secret of a file that is its owner's alone.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, others can read it, or it is too short or long.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            about = os.fstat(file.fileno())
+            secret = file.read(MAX_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"--secret: cannot read {path}: {error.strerror}", argument="--secret"
+        ) from error
+    if about.st_uid not in (0, os.geteuid()) or about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InvalidArgumentError(
+            f"--secret: {path} has mode {about.st_mode & 0o777:04o} and belongs to uid "
+            f"{about.st_uid}; it must be yours and nobody else's: chmod 0600 {path}",
+            argument="--secret",
+        )
+    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        raise InvalidArgumentError(
+            f"--secret: {path} must hold {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, "
+            f"got {len(secret)}",
+            argument="--secret",
+        )
+    return secret
