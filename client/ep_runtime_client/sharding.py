@@ -17,6 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops.roles import say_once
 from ep_runtime_client.params import LOGICAL_AXES, MoEParams, logical_axes
 
 KINDS = ("fsdp+ep", "shard-exp-on-fsdp")
@@ -54,7 +55,14 @@ class Rules:
     ep: tuple[str, ...]
 
     def on(self, mesh: Mesh | AbstractMesh) -> Rules:
-        """The same rules without the axes that `mesh` lacks."""
+        """The same rules without the axes that `mesh` lacks; that it has none is said once."""
+        if self.mesh_axes and mesh.axis_names and not {*self.mesh_axes} & {*mesh.axis_names}:
+            axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+            say_once(
+                f"sharding rules know the mesh axes {', '.join(self.mesh_axes)} and the mesh has "
+                f"{axes}, so that everything lies on every device: name its axes in "
+                "ep.sharding.rules"
+            )
 
         def left(axes: Sequence[str]) -> tuple[str, ...]:
             return tuple(axis for axis in axes if axis in mesh.axis_names)

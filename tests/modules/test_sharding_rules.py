@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import fakes
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops import roles
 from ep_runtime_client.params import LOGICAL_AXES
 
 SPEC = ep.LayerSpec("block", top_k=2, num_experts=8, hidden_size=16)
@@ -69,6 +71,16 @@ def test_axes_that_the_mesh_lacks_are_left_out() -> None:
     placed = ep.sharding.rules(PLAIN).shardings(params_of(), mesh)
     assert placed.wi.spec == P("ep", None, None, "tp")
     assert placed.router.spec == P(None, None)
+
+
+def test_a_mesh_without_any_of_their_axes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    roles.say_once.cache_clear()
+    caplog.set_level(logging.WARNING, "ep_runtime")
+    mesh = fakes.mesh_of({"x": 4, "y": 2})
+    for _ in range(2):
+        assert ep.sharding.rules(PLAIN).on(mesh).spec(("exp", "embed_moe")) == P(None, None)
+    (text,) = [r.getMessage() for r in caplog.records if r.name == "ep_runtime"]
+    assert "know the mesh axes dp, fsdp, ep, tp and the mesh has x=4, y=2" in text
 
 
 def test_an_axis_that_an_earlier_dim_took_is_left_out() -> None:

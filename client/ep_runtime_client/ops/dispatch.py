@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import first_order, twin
+from ep_runtime_client.ops import first_order, token_watch, twin
 from ep_runtime_client.ops.calls import Call, check_handle, manual_axes, open_layer, world_rank
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
@@ -168,7 +168,8 @@ def _dispatch_rows(
     else:
         with scope("dispatch", call.layer):
             call = twin.varied(call, index, tokens, weights, plan.arrays)
-            tokens = twin.vary(call, twin.place(call, "tokens", tokens, spec))
+            tokens = token_watch.watched(call, twin.place(call, "tokens", tokens, spec))
+            tokens = twin.vary(call, tokens)
             if weights is not None:
                 weights = twin.vary(call, twin.place(call, "topk_weights", weights, spec))
             operands = (index, tokens, weights, plan.arrays)

@@ -84,7 +84,7 @@ def of_layer(
         mode = "local" if local else "shard_map"
         tokens = {axis for axis in manual if axis in group.token_axes}
         varying = tuple(sorted(varied_axes(*operands) | tokens))
-    elif _explicit(operands) or group.partitioning == "shard_map":
+    elif explicit(operands) or group.partitioning == "shard_map":
         mode = "shard_map"
     elif group.partitioning == "rule":
         mode = "rule"
@@ -170,7 +170,7 @@ def _sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
     return tuple((str(axis), int(mesh.shape[axis])) for axis in mesh.axis_names)
 
 
-def _explicit(operands: Sequence[Any]) -> bool:
+def explicit(operands: Sequence[Any]) -> bool:
     """Whether the types of operands, or of anything here, say how they lie."""
     ambient = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in tuple(ambient.axis_types):
