@@ -183,11 +183,11 @@ def test_what_the_kernels_are_given_makes_the_products(
         local_gemm._forward(gemm, lhs, rhs, bias, sizes),
     )
     got = tf32_kernels.data_grad(jnp.float32, None, True, grad, rhs, sizes)
-    near(got, local_gemm._data_grad(gemm, grad, rhs, sizes))
+    near(got, local_gemm._gradients(gemm, None, rhs, grad, sizes)[0])
     for slab, used in enumerate(SIZES.sum(-1)):
         np.testing.assert_array_equal(got[slab, used:], 0)
     got = tf32_kernels.weight_grad(jnp.float32, None, experts, lhs, grad, sizes)
-    want = local_gemm._weight_grad(gemm, jnp.float32, experts, lhs, grad, sizes)
+    want = local_gemm._gradients(gemm, lhs, None, grad, sizes, experts, jnp.float32)[0]
     assert np.abs(np.asarray(got - want)).max() <= limit(want)
 
 
