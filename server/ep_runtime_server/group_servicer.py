@@ -256,6 +256,7 @@ class LayerServicer(layer_service_pb2_grpc.LayerServiceServicer):
         )
         added = len(group.layers.history) - before
         if added:
+            await self._runtime.recorder.prepare(group)
             group.notify()
             self._runtime.events.add(
                 "layers.registered",

@@ -34,6 +34,8 @@ _NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "N
 # A caller has that long to send what it announced.
 READ_S = 10.0
 MAX_HEALTH_BYTES = 1024
+# A megabyte of empty messages takes 50 ms.
+PARSED_AT_ONCE_BYTES = 32 << 10
 
 Context = grpc.aio.ServicerContext
 
@@ -66,6 +68,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         self._sessions = sessions
         self._before_answer = before_answer
         self._admission = admission
+        self._parsing = asyncio.Lock()  # of long requests: between two of them others have turns
         self._uid_of = uid_of
         self._seal = seal
 
@@ -165,7 +168,13 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 held = len(data)
                 if self._seal is not None:
                     self._seal.check_request(method, metadata, data)
-                yield _parsed(method, handler, data)
+                if len(data) > PARSED_AT_ONCE_BYTES:
+                    async with self._parsing:
+                        await asyncio.sleep(0)
+                        request = _parsed(method, handler, data)
+                else:
+                    request = _parsed(method, handler, data)
+                yield request
             finally:
                 room.give(held)
 

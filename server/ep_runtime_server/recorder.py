@@ -16,6 +16,7 @@ from ep_runtime_server import records
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
+from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import Group
 from ep_runtime_server.journal import Encoded, Journal, Record, encoded
 from ep_runtime_server.sessions import Session, Sessions
@@ -24,6 +25,7 @@ from ep_runtime_server.windows import WindowPool, WindowSet
 BOOT, GENERATION, WORD_COUNTS_UNTIL = "boot", "generation", "word_counts_until_s"
 SESSION, GROUP, LAYERS, WINDOWS = "session/", "group/", "layers/", "windows/"
 RETRY_S = 1.0
+MAX_LAYERS_PER_RECORD = 512
 
 
 def boot_id() -> str:
@@ -182,17 +184,35 @@ class Recorder:
             for first in parts.texts if parts is not None else ():
                 yield f"{key}{first}", None
             parts = self._layers[group.group_id] = _LayerParts(layers.history_version)
-        if len(layers.history) > parts.num_layers:
-            value = encoded([records.of_layer(x) for x in layers.history[parts.num_layers :]])
-            assert value is not None
-            parts.texts[parts.num_layers] = value
-            parts.num_layers = len(layers.history)
-            parts.num_bytes += len(value.text)
-            self._count(key, group.owner.uid, parts.num_bytes)
+        while parts.num_layers < len(layers.history):
+            self._encode_layers(group, parts)
         while parts.num_written < parts.num_layers:
-            value = parts.texts[parts.num_written]
-            yield f"{key}{parts.num_written}", value
-            parts.num_written = parts.ends.setdefault(parts.num_written, parts.num_layers)
+            yield f"{key}{parts.num_written}", parts.texts[parts.num_written]
+            parts.num_written = parts.ends[parts.num_written]
+
+    def _encode_layers(self, group: Group, parts: _LayerParts) -> None:
+        """The next part of what is not JSON yet."""
+        first = parts.num_layers
+        part = group.layers.history[first : first + MAX_LAYERS_PER_RECORD]
+        value = encoded([records.of_layer(layer) for layer in part])
+        assert value is not None
+        parts.texts[first] = value
+        parts.num_layers = parts.ends[first] = first + len(part)
+        parts.num_bytes += len(value.text)
+        key = f"{LAYERS}{group.group_id}/"
+        self._count(key, group.owner.uid, parts.num_bytes)
+
+    async def prepare(self, group: Group) -> None:
+        """Makes the records of many new layers in turns; the next flush only writes them."""
+        parts = self._layers.get(group.group_id)
+        while (
+            parts is not None
+            and parts.version == group.layers.history_version
+            and parts.num_layers < len(group.layers.history)
+            and group.state is not State.CLOSED
+        ):
+            self._encode_layers(group, parts)
+            await asyncio.sleep(0)
 
     def tick(self) -> None:
         """Starts a new file where that is due; a failed one is tried again every second."""

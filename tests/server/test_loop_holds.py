@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 
+import grpc
 import pytest
 from raw_client import WAIT_S, close_fds, make_spec, new_op_id
 
@@ -91,6 +92,16 @@ def restore(count):
     return send
 
 
+def empty_layers(client):
+    """Every two bytes of it become a message."""
+    one = layer_service_pb2.RegisterLayersRequest(layers=[types_pb2.LayerSpec()])
+    data = one.SerializeToString() * ((wire.MAX_REQUEST_BYTES - 100) // 2)
+    call = client.channel.unary_unary("/ep_runtime.v1.LayerService/RegisterLayers")
+    calls = [call.future(data, **client.how()) for _ in range(4)]
+    for sent in calls:
+        assert sent.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 ATTACKS = {
     "50,000 mesh axes": axes(50_000),
     "50,000 ep axes": change_of(lambda r: r.spec.ep_axis.extend(["ep"] * 50_000)),
@@ -104,6 +115,7 @@ ATTACKS = {
     "4,096 layers": register(4096),
     "layers with the longest names": register(4096, lambda i: f"{i:0120}"),
     "4,096 layers given back": restore(4096),
+    "a megabyte of empty layers": empty_layers,
     "100,000 labels": lambda client: client.open(
         "job", labels={str(i): "" for i in range(100_000)}
     ),
