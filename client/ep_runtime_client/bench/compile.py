@@ -94,17 +94,18 @@ def _subjects(options: BenchOptions, session: Session, mesh: Mesh) -> dict[str, 
         )
         names = [ep.LayerSpec(f"layer{i}", top_k=top_k) for i in range(layers)]
         moes = [model.runtime_moe(layer) for layer in group.register_layers(names)]
-        samples[transport] = _sample(moes, weights, x)
+        samples[transport] = sample_of(moes, weights, x)
     capacity = model.SEQ * top_k  # no drops, as the groups above
-    samples[STOCK] = _sample([model.stock_moe(mesh, top_k, capacity)] * layers, weights, x)
+    samples[STOCK] = sample_of([model.stock_moe(mesh, top_k, capacity)] * layers, weights, x)
     return samples
 
 
-def _sample(
+def sample_of(
     moes: Sequence[model.Moe],
     weights: Sequence[model.Block],
     x: jax.ShapeDtypeStruct,
 ) -> Sample:
+    """Traces and compiles a training step of these blocks, from empty caches."""
     layouts = jax.tree.map(lambda weight: weight.sharding, weights)
 
     def sample() -> tuple[float, float, int]:

@@ -31,15 +31,17 @@ class Block(NamedTuple):
     moe: ep.MoEParams
 
 
-def blocks(num_layers: int, spec: ep.LayerSpec, mesh: Mesh) -> list[Block]:
+def blocks(
+    num_layers: int, spec: ep.LayerSpec, mesh: Mesh, dtype: Any = jnp.float32
+) -> list[Block]:
     """Shapes, dtypes and layouts of every layer's small weights; nothing is allocated.
 
     Experts lie over ep; an axis named fsdp also cuts one dim of every weight but the router.
     """
 
     def one(key: jax.Array) -> Block:
-        params = ep.init_moe_params(key, spec, MLP)
-        qkv = jax.random.normal(key, (HIDDEN, 3 * HIDDEN))
+        params = ep.init_moe_params(key, spec, MLP, param_dtype=dtype)
+        qkv = jax.random.normal(key, (HIDDEN, 3 * HIDDEN), dtype)
         return Block(qkv, qkv[:, :HIDDEN], params)
 
     shapes = jax.eval_shape(one, jax.random.key(0))
