@@ -21,12 +21,25 @@ def on_nodes(*sizes: int) -> list[Any]:
     return [pytest.param(f"memfd/{size}", marks=pytest.mark.slow) for size in sizes]
 
 
+@pytest.fixture
+def unoptimized() -> Iterator[None]:
+    """Programs compile with few of LLVM's optimizations, in half the time where they are long.
+
+    For tests of what programs mean. Those of optimized ones' bits are in `test_transports_agree`.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(params=["xla", "memfd", *on_nodes(1, 2, 4)])
 def transport(request: pytest.FixtureRequest) -> str:
     """All transports that run on CPU."""
     name: str = request.param
     if name.startswith("memfd"):
         fakes.require_native()
+    if name != "memfd":
+        request.getfixturevalue("unoptimized")
     return name
 
 
