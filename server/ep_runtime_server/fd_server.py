@@ -29,6 +29,7 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     VersionSkewError,
 )
+from ep_runtime.text import check_printable
 from ep_runtime.v1 import fd_socket_pb2 as pb
 from ep_runtime_server import attachment, config, credentials, devices, views
 from ep_runtime_server.credentials import Peer
@@ -279,6 +280,7 @@ class FdServer:
                 client=list(hello.api_versions),
                 daemon=[wire.API_VERSION],
             )
+        check_printable("client_version", hello.client_version, config.MAX_VERSION_BYTES)
         session = self._session_before(peer, hello.resume_token)
         resumed = session is not None
         if session is None:

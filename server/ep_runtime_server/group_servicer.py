@@ -11,6 +11,7 @@ from google.protobuf import duration_pb2
 from ep_runtime import board, device_layout, wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
+from ep_runtime.text import check_printable
 from ep_runtime.v1 import group_service_pb2 as pb
 from ep_runtime.v1 import group_service_pb2_grpc as pb_grpc
 from ep_runtime.v1 import layer_service_pb2, layer_service_pb2_grpc, types_pb2
@@ -25,6 +26,7 @@ Context = grpc.aio.ServicerContext
 
 SERVED_TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
 MAX_LANES = 64
+MAX_UUID_BYTES = 64
 # A layer is some 40 bytes on the wire and some 160 in the journal.
 _JOURNAL_GROWTH = 5
 MAX_GROUP_BYTES = 1 << 60  # the wire's int64 must hold every sum
@@ -105,6 +107,8 @@ def _check_uuids(
             f"{spec.transport!r}, got {len(uuids)}",
             argument="device_uuids",
         )
+    for uuid in uuids:
+        check_printable("device_uuids", uuid, MAX_UUID_BYTES)
     return tuple(uuid for _, uuid in sorted(zip(ranks, uuids, strict=False)))
 
 

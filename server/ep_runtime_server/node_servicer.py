@@ -9,6 +9,7 @@ import grpc
 
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError, StaleHandleError
+from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2_grpc
 from ep_runtime_server import config, node_wire, view_wire
@@ -139,7 +140,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
     ) -> pb.ReportInitResponse:
         self._check_lease(request, context)
         owner = view_wire.key_from_proto(request.key)
-        self._assemblies.report(request.node, owner, request.epoch, request.error)
+        self._assemblies.report(request.node, owner, request.epoch, printable(request.error))
         return pb.ReportInitResponse()
 
     async def AwaitGroup(  # noqa: N802

@@ -15,6 +15,7 @@ from ep_runtime.errors import (
     SpecMismatchError,
 )
 from ep_runtime.specs import check_name
+from ep_runtime.text import check_printable, printable
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime.wire import duration
 from ep_runtime_server import config
@@ -292,7 +293,7 @@ class Runtime:
         if session is None:
             raise InvalidArgumentError(f"no session {session_id!r}", argument="session_id")
         names = [group.owner.name for group in self.groups.of_session(session)]
-        self.sessions.fence(session, reason[:200] or "no reason given")
+        self.sessions.fence(session, printable(reason[:200]) or "no reason given")
         return names
 
     def reclaim(
@@ -375,3 +376,5 @@ def _check_labels(labels: Mapping[str, str]) -> None:
             f"got {len(labels)}, too long: {[name[:80] for name in long[:3]]}",
             argument="labels",
         )
+    for name, value in labels.items():
+        check_printable("labels", name + value, config.MAX_LABEL_BYTES)

@@ -151,7 +151,7 @@ class Sessions:
             pid=peer.pid,
             own_pid=own_pid,
             pidfd=peer.take_pidfd(),
-            client_version=client_version[:64],
+            client_version=client_version,
             created_s=self._clock.monotonic_s(),
             created_wall_s=self._clock.wall_s(),
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from typing import Any
 
 import pytest
 
@@ -82,3 +84,30 @@ def test_iec(count: int, text: str) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert units.duration(seconds) == text
+
+
+ORDERS = "a\x1b[2Jb\r\x9b1m\u202e\nc"
+
+
+@pytest.mark.parametrize("tty", [False, True])
+def test_text_of_others_orders_the_terminal_nothing(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tty: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
+    rows = [{"labels": {ORDERS: ORDERS}, "pids": [ORDERS], "name": ORDERS}]
+    columns = [render.Column(key, key.upper()) for key in ("labels", "pids", "name")]
+    render.write_table(columns, rows, wide=True, empty="")
+    render.write_pairs([("name", ORDERS)])
+    render.err(ORDERS)
+    said = capsys.readouterr()
+    for text in (said.out, said.err):
+        assert not [order for order in ("\x1b[2J", "\r", "\x9b", "\u202e") if order in text]
+    assert r"a\x1b[2Jb\r\x9b1m\u202e c" in said.out
+
+
+def test_json_of_others_orders_the_terminal_nothing_and_stays_what_it_is(capsys: Any) -> None:
+    render.write_json("sessions", {"labels": {ORDERS: ORDERS + "\x7f\U000e0001"}})
+    text = capsys.readouterr().out
+    assert all(char == "\n" or char.isprintable() for char in text)
+    assert json.loads(text)["labels"] == {ORDERS: ORDERS + "\x7f\U000e0001"}

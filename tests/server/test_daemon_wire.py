@@ -10,10 +10,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import eventually
-from raw_client import WAIT_S, connect, make_spec, new_op_id, receive
+from raw_client import WAIT_S, connect, hello, make_spec, new_op_id, receive
 
 from ep_runtime import errors, wire
-from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, session_service_pb2
+from ep_runtime.v1 import (
+    fd_socket_pb2,
+    group_service_pb2,
+    nccl_service_pb2,
+    nccl_service_pb2_grpc,
+    session_service_pb2,
+)
 
 
 def raw_call(client, method: str, data: bytes, *, timeout=WAIT_S):
@@ -194,3 +200,39 @@ def test_no_secret_reaches_the_events(daemon):
     text = str(daemon.ask("ListEvents")) + str(daemon.ask("ListSessions"))
     assert client.token not in text
     assert ticket not in text
+
+
+ORDERS_TO_A_TERMINAL = "\x1b[2J\rroot"
+
+
+@pytest.mark.parametrize(
+    "labels", [{ORDERS_TO_A_TERMINAL: ""}, {"k": ORDERS_TO_A_TERMINAL}, {"k": "v\u202e"}]
+)
+def test_labels_are_text_that_prints(daemon, labels):
+    with pytest.raises(errors.InvalidArgumentError, match="labels must be printable"):
+        daemon.client(job=None).open("job", labels=labels)
+
+
+@pytest.mark.parametrize("version", [ORDERS_TO_A_TERMINAL, "1" * 65])
+def test_a_clients_version_is_text_that_prints(daemon, version):
+    with pytest.raises(errors.InvalidArgumentError, match="client_version must be printable"):
+        hello(daemon.directory, client_version=version)
+    assert daemon.status().num_sessions == 0
+
+
+def test_what_a_client_says_went_wrong_is_kept_as_text_that_prints(daemon):
+    client = daemon.client()
+    group = client.ready(make_spec())
+    nccl = nccl_service_pb2_grpc.NcclServiceStub(client.channel)
+
+    def report(**said):
+        request = nccl_service_pb2.ReportCommunicatorsRequest(
+            name="moe", generation=group.generation, **said
+        )
+        client.call(nccl.ReportCommunicators, request)
+
+    with pytest.raises(errors.InvalidArgumentError, match="nccl_version must be printable"):
+        report(nccl_version=ORDERS_TO_A_TERMINAL)
+    report(error=ORDERS_TO_A_TERMINAL)
+    told = str([event.message for event in daemon.ask("ListEvents").events])
+    assert r"\\x1b[2J\\rroot" in told

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from ep_runtime import env
+from ep_runtime.text import printable
 from ep_runtime_client.units import duration, iec
 
 # Grows when a key of the JSON changes its meaning or goes away; new keys do not count.
@@ -34,15 +35,15 @@ class Column:
 
 
 def out(text: str, *, stream: TextIO | None = None) -> None:
-    """Writes one line to standard output."""
+    """Writes a line to standard output; what others put into it orders the terminal nothing."""
     stream = stream or sys.stdout
-    stream.write(text + "\n")
+    stream.write(printable(text) + "\n")
     stream.flush()
 
 
 def err(text: str) -> None:
     """Writes one line to standard error."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text) + "\n")
     sys.stderr.flush()
 
 
@@ -54,7 +55,10 @@ def document(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
 def write_json(kind: str, body: Mapping[str, Any], *, compact: bool = False) -> None:
     """Writes one JSON document; one line of it where `compact`."""
     indent = None if compact else 2
-    out(json.dumps(document(kind, body), indent=indent, ensure_ascii=False))
+    text = json.dumps(document(kind, body), indent=indent, ensure_ascii=False)
+    if printable(text) != text:  # all in strings, so JSON's own escapes will do
+        text = "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    out(text)
 
 
 def write_table(
@@ -81,7 +85,7 @@ def write_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Writes `name  value` lines, values in one column."""
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
-        out(f"{name:<{width}}  {value}".rstrip())
+        out(f"{name:<{width}}  {_line(value)}".rstrip())
 
 
 def write_rich(renderable: Any) -> None:
@@ -112,8 +116,16 @@ def clear_screen() -> None:
         sys.stdout.write("\x1b[H\x1b[2J")
 
 
+def _line(text: str) -> str:
+    return printable(text.replace("\n", " "))
+
+
 def cell(value: Any, kind: str) -> str:
     """One value as a table shows it."""
+    return _line(_cell(value, kind))
+
+
+def _cell(value: Any, kind: str) -> str:
     if value is None or value == "":
         return "-"
     if kind == "bytes":
@@ -128,4 +140,4 @@ def cell(value: Any, kind: str) -> str:
         return ",".join(f"{key}={item}" for key, item in value.items()) or "-"
     if isinstance(value, list | tuple):
         return ",".join(str(item) for item in value) or "-"
-    return str(value).replace("\n", " ")
+    return str(value)
