@@ -1,8 +1,8 @@
 """How often a program runs our custom calls: as JAX traced it, and as XLA compiled it.
 
 The two must agree: a call more is work done twice, a call less is a call merged with another one
-or dropped. Calls are told apart by their target and by what they return; one in a loop counts once
-per trip, where the number of trips is known when the program is compiled.
+or dropped. Calls are told apart by their target: what XLA's partitioner spreads is traced with
+other shapes. One in a loop counts once per trip, where the compiler knows the number of trips.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from typing import Any
 
 import hlo_scan
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from ep_runtime_client.ops import scopes
 
-Calls = Counter[str]  # "target -> what it returns": times that a device runs it
+Calls = Counter[str]  # target: times that a device runs it
 
 _OURS = "ep_"
 _TARGET = re.compile(r'custom_call_target="(ep_\w+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -39,8 +37,7 @@ def traced(jaxpr: Any, platform: str) -> Calls:
     """
     found: Calls = Counter()
     for times, _, eqn in _calls_in(jaxpr, platform):
-        arrays = [(_hlo_name(each.aval.dtype), each.aval.shape) for each in eqn.outvars]
-        found[_key(eqn.params["target_name"], arrays)] += times
+        found[eqn.params["target_name"]] += times
     return found
 
 
@@ -105,12 +102,7 @@ def _calls_of(
     for item in every[name]:
         target = _TARGET.search(item.line)
         if target:
-            shape = item.line.partition(" = ")[2].partition(" custom-call")[0]
-            arrays = [
-                (dtype, tuple(int(d) for d in dims.split(",") if d))
-                for dtype, dims in _ARRAY.findall(shape)
-            ]
-            found[_key(target[1], arrays)] += 1
+            found[target[1]] += 1
             continue
         if item.op in _ENDS:
             continue
@@ -123,20 +115,6 @@ def _calls_of(
                 found[key] += count * (int(trips[1]) if trips else 1)
     known[name] = found
     return found
-
-
-def _key(target: str, arrays: Any) -> str:
-    results = (f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in arrays)
-    return f"{target} -> {' '.join(results)}"
-
-
-def _hlo_name(dtype: Any) -> str:
-    """XLA's name of a dtype."""
-    name = jnp.dtype(dtype).name
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
-        if name.startswith(long):
-            return short + name.removeprefix(long).replace("_", "")
-    return {"bool": "pred"}.get(name, name)
 
 
 def _branch_of(params: dict[str, Any], platform: str) -> Any:

@@ -33,8 +33,6 @@ FREE = {
     *(target for target in fp8_kernels.TARGETS if "_dw_" in target),
     *tf32_kernels.TARGETS,
     fp8_kernels.TRANSPOSE_ROWS,
-    nccl.BEGIN,
-    nccl.ARRIVED,
 }
 
 
@@ -81,8 +79,7 @@ def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
     run, operands = scanned(make(make_group, axes={"ep": 4}, transport="memfd"))
     traced = run.trace(*operands)
     calls = custom_calls.traced(traced.jaxpr, "cpu")
-    assert Counter(key.partition(" ")[0] for key in calls) == Counter(memfd.TARGETS)
-    assert {*calls.values()} == {COUNT}
+    assert calls == dict.fromkeys(memfd.TARGETS, COUNT)
     text = traced.lower().compile().as_text()
     assert custom_calls.differences(calls, custom_calls.compiled(text)) == []
     assert custom_calls.without_scope(text) == []
@@ -133,10 +130,9 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
 }}
 """
     found = custom_calls.compiled(text)
-    assert found == Counter({"ep_move_v1 -> f32[8]": 4})
+    assert found == Counter({"ep_move_v1": 4})
     assert len(custom_calls.without_scope(text)) == 1
     for traced in (3, 5):
-        before = Counter({"ep_move_v1 -> f32[8]": traced})
-        assert custom_calls.differences(before, found) == [
-            f"ep_move_v1 -> f32[8]: {traced} traced, 4 compiled"
-        ]
+        before = Counter({"ep_move_v1": traced})
+        told = custom_calls.differences(before, found)
+        assert told == [f"ep_move_v1: {traced} traced, 4 compiled"]
