@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import first_order, twin
+from ep_runtime_client.ops import first_order, slack, twin
 from ep_runtime_client.ops.calls import Call, open_layer, world_rank
 from ep_runtime_client.ops.dispatch import call_of_plan, check_width
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched
@@ -69,7 +69,7 @@ def merge(
             argument="dispatched",
         )
     call = call_of_plan(static, mesh, dispatched.plan)
-    call = dataclasses.replace(call, clear_slack=clear_slack)
+    call = dataclasses.replace(call, clear_slack=clear_slack or slack.checked())
     _check_rows(call, expert_out, weights)
     if call.layout.tokens_per_rank == 0:
         return jnp.zeros((*call.lead, expert_out.shape[-1]), expert_out.dtype)

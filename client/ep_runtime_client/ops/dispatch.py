@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import first_order, token_watch, twin
+from ep_runtime_client.ops import first_order, slack, token_watch, twin
 from ep_runtime_client.ops.calls import Call, check_handle, manual_axes, open_layer, world_rank
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
@@ -205,6 +205,7 @@ def _dispatch_primal(
             local[1] if len(local) > 1 else None,
             plan,
         )
+        rows, recv_weights = (slack.cleared(x, plan.group_sizes) for x in (rows, recv_weights))
         return rows[None], recv_weights[None]
 
     specs = (PartitionSpec(), *([spec] * len(given)), *([slab] * len(arrays)))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import local_gemm, local_quantize
+from ep_runtime_client.ops import local_gemm, local_quantize, slack
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Packing, gather, unpack
 from ep_runtime_client.ops.placement import Entries, Grouped, Roles, expert_weight, grouped
@@ -126,7 +126,7 @@ class Forward(_GemmOp):
                 gemm = dataclasses.replace(gemm, out_dtype=wide(lhs, rhs))  # parts stay wide
             if parts and bias is not None:
                 bias = _of_first(parts, bias)
-            out = local_gemm.forward(gemm, lhs, rhs, bias, sizes)
+            out = slack.cleared(local_gemm.forward(gemm, lhs, rhs, bias, sizes), sizes)
             return (sums.total(out, split).astype(self.gemm.out_dtype),)
 
         return Resolved(self.taken(place), (place.out,), local)
@@ -190,7 +190,7 @@ class Backward(_GemmOp):
             # What is added up over devices stays wide.
             dtype = None if roles.real(shared) else self.weight_dtype
             d_lhs, d_rhs = local_gemm.pullback(gemm, lhs, rhs, grad, sizes, dtype)
-            d_lhs = sums.total(d_lhs, summed)
+            d_lhs = sums.total(slack.cleared(d_lhs, sizes), summed)
             d_rhs = sums.back(d_rhs, weight.taken_off, shared)
             return d_lhs.astype(self.gemm.out_dtype), d_rhs.astype(self.weight_dtype), *d_bias
 

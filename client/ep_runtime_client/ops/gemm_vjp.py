@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.ops import first_order, fp8_kernels, quantize_ops, spread, twin
+from ep_runtime_client.ops import first_order, fp8_kernels, quantize_ops, slack, spread, twin
 from ep_runtime_client.ops.gemm_ops import Backward, Forward, arrivals
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Matrix, pack
@@ -97,7 +97,7 @@ def _multiplied(
         kernel = _tagged(q, "ep_q_w")
     if q_lhs is None:
         rows_op = quantize_ops.QuantizeRows(
-            call.where, call.recipe, 3, call.num_experts, scaled, clear_slack=False
+            call.where, call.recipe, 3, call.num_experts, scaled, clear_slack=slack.checked()
         )
         q = quantize_ops.rows(rows_op, call.lhs, _array(rows), group_sizes, *x_scale)
         found.append(q.amax)

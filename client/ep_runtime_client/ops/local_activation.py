@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import activation_kernels, gemm_kernels, row_blocks
+from ep_runtime_client.ops import activation_kernels, gemm_kernels, row_blocks, slack
 from ep_runtime_client.ops._ffi import register_for_gpus
 from ep_runtime_client.ops.row_blocks import Block
 
@@ -106,7 +106,8 @@ def forward(
     operands = (hidden, row_weights, group_sizes)
     if activation_kernels.serve(static, hidden, group_sizes):
         kernel = functools.partial(activation_kernels.forward, static)
-        return gemm_kernels.choose(kernel, functools.partial(_forward, static, False), *operands)
+        plain = functools.partial(_forward, static, False)
+        return slack.cleared(gemm_kernels.choose(kernel, plain, *operands), group_sizes)
     return _on_platform(_forward, static, *operands)
 
 
@@ -164,8 +165,11 @@ def pullback(
     operands = (hidden, row_weights, group_sizes, grad)
     if activation_kernels.serve(static, hidden, group_sizes):
         kernel = functools.partial(activation_kernels.pullback, static)
-        return gemm_kernels.choose(kernel, functools.partial(_pullback, static, False), *operands)
-    return _on_platform(_pullback, static, *operands)
+        plain = functools.partial(_pullback, static, False)
+        d_hidden, d_weights = gemm_kernels.choose(kernel, plain, *operands)
+    else:
+        d_hidden, d_weights = _on_platform(_pullback, static, *operands)
+    return slack.cleared(d_hidden, group_sizes), d_weights
 
 
 def _pullback(

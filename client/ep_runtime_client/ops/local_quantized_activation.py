@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ep_runtime_client.ops import local_activation, local_quantize
+from ep_runtime_client.ops import local_activation, local_quantize, slack
 from ep_runtime_client.ops import quantized_activation_kernels as kernels
 from ep_runtime_client.ops.fp8_scaling import scale_of
 from ep_runtime_client.ops.local_activation import Activation
@@ -116,7 +116,7 @@ def _plain(static: Quantized, *operands: Any) -> tuple[QuantizedTensor, jax.Arra
         static.reduce_axes,
         gradient=operands[3] is not None,
         num_experts=static.num_experts,
-        clear_slack=False,
+        clear_slack=slack.checked(),
     )
     return q, d_weights
 
@@ -142,6 +142,6 @@ def _data(static: Quantized, *operands: Any) -> Any:
         return q.data, q.scale, d_weights
     rows, d_weights = _rows(static, *given)
     sizes, gradient = given[2], given[3] is not None
-    options: dict[str, Any] = {"gradient": gradient, "clear_slack": False}
+    options: dict[str, Any] = {"gradient": gradient, "clear_slack": slack.checked()}
     q = local_quantize.scale_rows(static.recipe, rows, sizes, scale, **options)
     return q.data, scale, d_weights

@@ -16,7 +16,7 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ep_runtime_client.ops import movement_rule
+from ep_runtime_client.ops import movement_rule, slack
 from ep_runtime_client.ops.calls import Call, check_ambient
 from ep_runtime_client.ops.token_layout import entry_axes, known_spec, say_reshard
 from ep_runtime_client.ops.varying import spread_over, varied_axes
@@ -115,19 +115,22 @@ def run(
     inside = jax.sharding.get_abstract_mesh().manual_axes
     if inside or any(isinstance(x, jax.core.Tracer) for x in leaves):
         return (traced or function)(call, *operands)
-    return _compiled(function, call, *operands)
+    return _compiled(function, call, slack.checked(), *operands)
 
 
 def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
     """`function(call, *operands)` as a function of its own, traced once for all equal calls."""
-    return _compiled(function, call, *operands)
+    return _compiled(function, call, slack.checked(), *operands)
 
 
-def _call_function(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
+def _call_function(
+    function: Callable[..., Any], call: Hashable, checked: bool, *operands: Any
+) -> Any:
+    """`checked`: what `slack.checked` says, by which programs differ."""
     return function(call, *operands)
 
 
-_compiled = jax.jit(_call_function, static_argnums=(0, 1))
+_compiled = jax.jit(_call_function, static_argnums=(0, 1, 2))
 
 
 def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -1,0 +1,28 @@
+"""Rows past the last group: undefined, unless JAX looks at everything that programs return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def checked() -> bool:
+    """Whether jax_debug_nans or jax_debug_infs is on, here while a program is traced.
+
+    A row that nobody reads would then end a step whose values are all right.
+    """
+    options: Any = jax.config  # typed without them
+    return bool(options.jax_debug_nans or options.jax_debug_infs)
+
+
+def cleared(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Rows [C, ...] of groups [L], or [S, C, ...] of [S, L]; zeros past the last, if `checked`."""
+    if not checked():
+        return rows
+    lead = group_sizes.ndim
+    used = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
+    inside = jnp.arange(rows.shape[lead - 1], dtype=jnp.int32) < used
+    inside = inside.reshape(*inside.shape, *([1] * (rows.ndim - lead)))
+    return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
