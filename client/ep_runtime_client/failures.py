@@ -49,11 +49,13 @@ def translate_errors() -> Iterator[None]:
 
     Raises:
         EpRuntimeError: the class named in the text of the original error. PeerLostError also where
-            a collective of XLA failed and a group of this process turns out, within 2 s, to have
-            lost a process.
+            a group of this process has lost a process, whatever the block raised and where it
+            raised nothing: its last values may be NaN. Where a collective of XLA failed, that is
+            waited for, 2 s.
     """
     try:
         yield
+        _require_whole()
     except errors.EpRuntimeError:
         raise
     except Exception as error:
@@ -63,8 +65,20 @@ def translate_errors() -> Iterator[None]:
         raise found from error
 
 
+def _require_whole() -> None:
+    for group in live_groups.all():
+        group.require_whole()
+
+
 def _lost_peer(error: Exception) -> errors.PeerLostError | None:
-    """A collective sees a connection close before the daemons have told whose it was."""
+    """Whatever fails where a peer is gone fails for that, an assertion about NaN too.
+
+    A collective sees a connection close before the daemons have told whose it was.
+    """
+    try:
+        _require_whole()
+    except errors.PeerLostError as lost:
+        return lost
     if not any(word in str(error) for word in _COLLECTIVES):
         return None
     deadline, pause = time.monotonic() + TOLD_S, threading.Event()

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from ep_runtime import board, errors, specs, wire
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
-from ep_runtime_client import communicators, estimate, forming, jax_state, meshes, transport
+from ep_runtime_client import (
+    communicators,
+    estimate,
+    failures,
+    forming,
+    jax_state,
+    meshes,
+    transport,
+)
 from ep_runtime_client.jax_state import eager
 from ep_runtime_client.layers import EpLayer, LayerStack, live_groups
 from ep_runtime_client.losses import Loss
@@ -28,6 +36,9 @@ _PUBLIC = (
     *("capacity_per_rank", "staging_bytes_per_rank", "describe", "check", "close"),
     *("register_layer", "register_layers", "register_layer_stack", "layer"),
 )
+
+# What still runs where a process is gone may wait for it in a collective of XLA.
+LOST_SETTLE_S = 1.0
 
 
 class Group:
@@ -60,6 +71,8 @@ class Group:
         self._gone: str | None = None
         self._broken = False
         self._loss: Loss | None = None  # where a process of it is gone
+        self._told: errors.PeerLostError | None = None  # the same, as a call told it
+        self._report: errors.EpRuntimeError | None = None  # what `check` has to raise
         self._closed = False
 
     @property
@@ -217,19 +230,42 @@ class Group:
         self._registrations.require_current(layer)
 
     @eager
-    def check(self) -> None:
+    def check(self, arrays: Any = None) -> Any:
         """Raises what the device reported since the last call, without waiting for the device.
+
+        Where a peer dies in a step, the others' calls end with NaN. So nothing goes to a disk but
+        what `check` returned: `checkpointer.save(path, group.check(state))`.
+
+        Args:
+            arrays: any tree of arrays, which are waited for first; None waits for nothing.
+
+        Returns:
+            `arrays`, every value of which was computed while all processes lived.
 
         Raises:
             EpRuntimeError: the class in the report; else PeerLostError where a process of the group
                 is gone, StaleHandleError after close or reclaim.
         """
+        if arrays is not None:
+            with failures.translate_errors():
+                _block_until_ready(arrays)
         # What the device saw says more than that the group is gone, which follows from it.
-        if self.native_group is not None and not self._closed:
+        found = self._reported()
+        if found is not None:
+            self._report = None
+            raise found
+        self.require_open()
+        return arrays
+
+    def _reported(self) -> errors.EpRuntimeError | None:
+        """The first error of the group's calls that nobody has been told of; keeps it."""
+        if self._report is None and self.native_group is not None and not self._closed:
             text = self.native_group.check()
             if text is not None:
-                raise errors.parse(text) or errors.EpRuntimeError(text)
-        self.require_open()
+                self._report = errors.parse(text) or errors.EpRuntimeError(text)
+                if isinstance(self._report, errors.PeerLostError):
+                    self._told = self._report
+        return self._report
 
     def describe(self) -> dict[str, Any]:
         """Everything about the group as plain values."""
@@ -263,9 +299,8 @@ class Group:
             PeerLostError: a process of it is gone.
             StaleHandleError: it was closed or reclaimed, or is another process's.
         """
+        self.require_whole(layer)
         if self.is_gone:
-            if self._loss is not None and not self._closed:
-                raise self._loss.error(self.name, self.generation, layer)
             reason = "was closed" if self._closed else f"is gone: {self._gone}"
             subject = f"layer {layer!r}: " if layer is not None else ""
             raise StaleHandleError(
@@ -277,12 +312,23 @@ class Group:
             )
         self.session.require_alive()
 
+    def require_whole(self, layer: str | None = None) -> None:
+        """Raises PeerLostError where a process of the group, still open here, is gone."""
+        if self.is_gone and self._loss is not None and not self._closed:
+            self._reported()
+            if self._told is not None:  # a call's own words name op and layer
+                raise errors.PeerLostError(str(self._told), **self._told.fields)
+            raise self._loss.error(self.name, self.generation, layer)
+
     def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any] = ()) -> None:
         """The daemon says that the group changed; of one that is gone every layer is stale."""
         if state in (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED):
             self._broken = state == types_pb2.GROUP_STATE_BROKEN
+            poison = self._memory.poison(self.generation)
             if lost:
-                self._loss = Loss(int(lost[0].world_rank), int(lost[0].pid))
+                self._loss = Loss(int(lost[0].world_rank), int(lost[0].pid), reason)
+            elif poison is not None and poison.reason is board.PoisonReason.PEER_LOST:
+                self._loss = Loss(poison.rank, poison.pid, reason)
             self._gone = self._gone or reason or "was taken away by the daemon"
             communicators.end_calls(self.native_group, self.name, self._gone, lost)
 
@@ -339,7 +385,8 @@ class Group:
     def _settle(self) -> None:
         """Waits, bounded, for calls under way."""
         if self.native_group is not None and not self._closed and self.session.is_ours:
-            jax_state.settle(meshes.devices_of(self.mesh).ravel())
+            within_s = LOST_SETTLE_S if self.is_gone else jax_state.SETTLE_S
+            jax_state.settle(meshes.devices_of(self.mesh).ravel(), within_s)
 
     def _shut(self) -> bool:
         """Refuses further use; False where that has happened."""
@@ -368,6 +415,12 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} {self._state()} generation={self.generation}>"
+
+
+def _block_until_ready(arrays: Any) -> None:
+    import jax  # a control plane without JAX has no arrays
+
+    jax.block_until_ready(arrays)
 
 
 def discard(group: Group) -> None:

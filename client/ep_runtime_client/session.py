@@ -13,6 +13,7 @@ from ep_runtime import env, specs
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
+    PeerLostError,
     PermissionDeniedError,
     RuntimeUnavailableError,
     SpecMismatchError,
@@ -23,6 +24,7 @@ from ep_runtime_client import runtime as runtimes
 from ep_runtime_client.groups import Group
 from ep_runtime_client.link import Callbacks, Link
 from ep_runtime_client.place import Place
+from ep_runtime_client.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,6 +43,7 @@ def connect(
     job: str | None = None,
     labels: Mapping[str, str] | None = None,
     timeout_s: float = 30.0,
+    loss_grace_s: float | None = 5.0,
 ) -> Session:
     """Opens a session with a daemon; a context manager that frees everything at its end.
 
@@ -59,6 +62,9 @@ def connect(
             the jax.distributed coordinator, else the pid.
         labels: shown by `ep-runtime sessions`.
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
+        loss_grace_s: a process of the job that dies leaves the others waiting in collectives of
+            XLA and at exit. Each of them ends with exit code 1 that long after it has heard, unless
+            it ended by itself or made another group; None: never.
 
     Raises:
         RuntimeUnavailableError: no daemon answers at a given address, or a started one fails.
@@ -77,7 +83,11 @@ def connect(
         runtimes.choose(address),
         lambda found: found.check_same_job(job),
         lambda chosen: Session(
-            runtimes.open_runtime(chosen, timeout_s), job, dict(labels or {}), timeout_s
+            runtimes.open_runtime(chosen, timeout_s),
+            job,
+            dict(labels or {}),
+            timeout_s,
+            Watchdog(loss_grace_s),
         ),
     )
 
@@ -96,12 +106,18 @@ class Session:
     """
 
     def __init__(
-        self, runtime: runtimes.Runtime, job: str | None, labels: dict[str, str], timeout_s: float
+        self,
+        runtime: runtimes.Runtime,
+        job: str | None,
+        labels: dict[str, str],
+        timeout_s: float,
+        watchdog: Watchdog,
     ) -> None:
         self.job = job if job is not None else default_job()
         self._job_is_ours_alone = job is None and self.job == str(os.getpid())
         self.timeout_s = timeout_s
         self._runtime = runtime
+        self._watchdog = watchdog
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._forming: dict[str, threading.RLock] = {}
@@ -278,6 +294,7 @@ class Session:
             if found is not None:
                 found.step_aside()
             group = attach.make_group(self, spec, mesh, replace=replace)
+            self._watchdog.stop()
             with self._lock:
                 self._groups[spec.name] = group
             return group
@@ -356,6 +373,7 @@ class Session:
         for group in groups:
             if not group.is_gone:
                 group.restore(control, self.token)
+                self._watch(group)
 
     def _end(self, error: EpRuntimeError) -> None:
         """The daemon ended the session."""
@@ -368,8 +386,14 @@ class Session:
         if group is None or group.generation != event.generation:
             return
         group.changed(event.state, event.reason, event.lost_members)
-        if event.lost_ranks:
-            _log.error("%r lost ranks %s: %s", group, list(event.lost_ranks), event.reason)
+        self._watch(group)
+
+    def _watch(self, group: Group) -> None:
+        """Where the group has lost a process, this one is to end in time."""
+        try:
+            group.require_whole()
+        except PeerLostError as error:
+            self._watchdog.lost(group, error)
 
     def close(self) -> None:
         """Ends this `connect()`; the last one frees groups and windows at once. Idempotent."""

@@ -212,6 +212,29 @@ Status Group::Alive(const std::string& layer_name, OpCode op, int64_t epoch) con
   }
 }
 
+bool Group::HasLost() const {
+  if (header_->poison_generation.load(std::memory_order_acquire) < options_.generation) {
+    return false;
+  }
+  const auto reason = header_->poison_reason.load(std::memory_order_relaxed);
+  return static_cast<PoisonReason>(reason) == PoisonReason::kPeerLost;
+}
+
+Status Group::AtStart(uint64_t run, const std::string& layer_name, OpCode op) {
+  Status now = Alive(layer_name, op, /*epoch=*/0);
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto [found, is_new] = starts_.emplace(run, std::move(now));
+  const Status at_start = found->second;
+  if (is_new) {
+    start_order_.push_back(run);
+    if (start_order_.size() > kMaxRuns) {
+      starts_.erase(start_order_.front());
+      start_order_.pop_front();
+    }
+  }
+  return at_start;
+}
+
 bool Group::BeginCall() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed()) return false;
@@ -242,6 +265,10 @@ Status Group::RunFailure(uint64_t run) {
 }
 
 void Group::FailRun(uint64_t run, const Status& error) {
+  if (HasLost()) {  // which ends every run by itself
+    RecordError(error.text());
+    return;
+  }
   Process& process = ThisProcess();
   const bool is_new = process.failed_runs.Add(run, error);
   if (is_new && several_processes()) {

@@ -3,9 +3,11 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -87,6 +89,11 @@ class Group {
 
   // Success while the generation may be used; else the error by which every call leaves it.
   Status Alive(const std::string& layer_name, OpCode op, int64_t epoch) const;
+  // As Alive, of the first call of that run in this process: a run that began whole goes on to its
+  // end, or some devices would wait in a collective of XLA for others whose calls had failed.
+  Status AtStart(uint64_t run, const std::string& layer_name, OpCode op);
+  // True once a process of the group is gone.
+  bool HasLost() const;
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   Status ClosedError(const std::string& layer_name) const;
 
@@ -155,6 +162,9 @@ class Group {
   std::condition_variable no_calls_;
   int64_t running_calls_ = 0;
   std::string first_error_;
+  static constexpr size_t kMaxRuns = 256;  // more than XLA keeps in flight
+  std::unordered_map<uint64_t, Status> starts_;
+  std::deque<uint64_t> start_order_;
   std::unique_ptr<GroupDevice> device_;
 };
 

@@ -1,5 +1,6 @@
 #include "ffi/call_frame.h"
 
+#include <cstring>
 #include <sstream>
 
 namespace ep_runtime {
@@ -24,6 +25,23 @@ Error Wrong(const CallFrame& frame, const char* name, const std::string& want,
   const char* call = frame.call == nullptr ? OpName(frame.op) : frame.call;
   return InvalidArgument(std::string(call) + ": " + name + " must be " + want + ", got " + got)
       .With("argument", std::string(name));
+}
+
+bool IsInteger(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::PRED:
+    case ffi::DataType::S8:
+    case ffi::DataType::S16:
+    case ffi::DataType::S32:
+    case ffi::DataType::S64:
+    case ffi::DataType::U8:
+    case ffi::DataType::U16:
+    case ffi::DataType::U32:
+    case ffi::DataType::U64:
+      return true;
+    default:
+      return false;
+  }
 }
 
 Status CheckAtMost(const CallFrame& frame, const char* name, int64_t got, const char* limit_name,
@@ -129,6 +147,15 @@ Status ReadRowType(const CallFrame& frame, const char* name, const Buffer& got, 
       return Status();
     default:
       return Wrong(frame, name, "float32, bfloat16, float16 or float64", Text(got.dtype));
+  }
+}
+
+void FillLost(const CallFrame& frame) {
+  for (const Buffer& ret : frame.rets) {
+    int64_t bytes = ElementBytes(ret);
+    for (int64_t dim : ret.dims) bytes *= dim;
+    // All ones are a NaN in every float type.
+    std::memset(ret.data, IsInteger(ret.dtype) ? 0 : 0xFF, static_cast<size_t>(bytes));
   }
 }
 

@@ -56,6 +56,9 @@ inline Plan Const(const MutablePlan& plan) {
 Status ReadRowType(const CallFrame& frame, const char* name, const Buffer& got, RowType* type);
 int64_t ElementBytes(const Buffer& buffer);
 
+// Fills what a call that cannot be made returns: NaN, integers 0.
+void FillLost(const CallFrame& frame);
+
 constexpr size_t kPlanArrays = 9;
 
 // Checks and bindings of one op: reads `frame`, runs the kernel. One per <op>_ffi.cc.

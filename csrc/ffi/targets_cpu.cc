@@ -35,7 +35,7 @@ Status ReadScalar(const CallFrame& frame, size_t index, const char* name, int64_
 
 Status RunInGroup(const Pending& pending, const LayerEntry& layer,
                   const std::shared_ptr<Group>& group, int64_t world_rank) {
-  EP_RETURN_IF_ERROR(group->Alive(layer.name, pending.frame.op, /*epoch=*/0));
+  EP_RETURN_IF_ERROR(group->AtStart(pending.run, layer.name, pending.frame.op));
   if (world_rank < 0 || world_rank >= group->sizes().world_size) {
     return InvalidArgument("rank must be in [0, " + std::to_string(group->sizes().world_size) +
                            "), got " + std::to_string(world_rank))
@@ -86,6 +86,11 @@ Status RunCall(const Pending& pending) {
   }
   Status status = RunInGroup(pending, layer, group, world_rank);
   if (!status.ok()) group->FailRun(pending.run, status);
+  if (!status.ok() && group->HasLost() &&
+      group->AtStart(pending.run, layer.name, pending.frame.op).ok()) {
+    FillLost(pending.frame);
+    status = Status();
+  }
   group->EndCall();
   return status;
 }

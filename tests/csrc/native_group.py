@@ -98,6 +98,9 @@ class NativeGroup:
         ]
         native.library().add_layers(self.number, layers)
 
+    def check(self) -> str | None:
+        return native.library().check_group(self.number)
+
     def close(self) -> None:
         native.library().close_group(self.number)
 

@@ -23,7 +23,7 @@ _pause = threading.Event()  # never set: waits of a given length
 
 _SCRIPT = """
 from gpu import gpu_steps
-session = ep.connect(timeout_s=60)
+session = ep.connect(timeout_s=60, loss_grace_s=None)  # they go on without the dead
 more = json.loads(os.environ.get("TEST_SETTINGS", "{}"))
 steps = gpu_steps.Steps(session, "g", jax.devices(), **more)
 windows = gpu_steps.Windows(session, steps.group)

@@ -45,20 +45,33 @@ def open_groups(**options: Any) -> Iterator[list[NativeGroup]]:
         yield groups
 
 
-def failure_of(launch: Any) -> dict[str, Any]:
-    """Class, text, fields and seconds of the error that the launch must raise."""
-    started = time.monotonic()
+def failure_of(launch: Any, group: NativeGroup | None = None) -> dict[str, Any]:
+    """Class, text, fields and seconds of the error that the launch, or then the group, tells.
+
+    Of a launch that lost a peer on its way the values are NaN.
+    """
+    started, text, nan = time.monotonic(), None, False
     try:
-        jax.block_until_ready(launch())
+        out = jax.block_until_ready(launch())
+        text = group.check() if group is not None else None
+        nan = text is not None
+        for shard in out.addressable_shards if nan else ():
+            np.testing.assert_array_equal(shard.data, np.full(shard.data.shape, np.nan))
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        found = errors.parse(str(error))
-        return {
-            "kind": type(found).__name__,
-            "text": str(found or error),
-            "fields": found.fields if found else {},
-            "seconds": time.monotonic() - started,
-        }
-    return {"kind": "none", "text": "", "fields": {}, "seconds": time.monotonic() - started}
+        text = str(error)
+    seconds = time.monotonic() - started
+    if text is None:
+        return {"kind": "none", "text": "", "fields": {}, "seconds": seconds}
+    found = errors.parse(text)
+    fields = found.fields if found else {}
+    kind = type(found).__name__
+    return {
+        "kind": kind,
+        "text": str(found or text),
+        "fields": fields,
+        "seconds": seconds,
+        "nan": nan,
+    }
 
 
 def loops(group: NativeGroup) -> None:

@@ -30,11 +30,11 @@ with native_job.open_groups() as (group,):
     say(ready=True)
     while (order := hear()) != "end":
         if order == "launch":
-            failed = native_job.failure_of(lambda: run(idx, x))
+            failed = native_job.failure_of(lambda: run(idx, x), group)
             say(**failed, now=time.monotonic())
         if order == "many":
             count = 0
-            while (failed := native_job.failure_of(lambda: run(idx, x)))["kind"] == "none":
+            while (failed := native_job.failure_of(lambda: run(idx, x), group))["kind"] == "none":
                 count += 1
             say(**failed, now=time.monotonic(), count=count)
         if order == "steps":
@@ -113,8 +113,11 @@ def test_a_process_killed_while_others_wait_ends_their_waits(faulty: Faulty) -> 
     said = faulty.first.heard()
     faulty.expect_lost(said, since)
     assert said["fields"]["op"] == "prepare"
-    faulty.first.tell("launch")  # later calls of that generation end at once
-    faulty.expect_lost(faulty.first.heard(), time.monotonic())
+    assert said["nan"]  # so that whatever else the program does on its devices can end
+    faulty.first.tell("launch")  # later programs of that generation end at once, with the error
+    later = faulty.first.heard()
+    faulty.expect_lost(later, time.monotonic())
+    assert not later["nan"]
 
 
 _BIG = {"hidden_size": 16384, "max_tokens_per_rank": 8}

@@ -51,7 +51,7 @@ _JOB = """
 ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
                  max_top_k=2, alignment=8, max_token_dtype="float32",
                  transport=os.environ.get("TEST_TRANSPORT", "auto"))
-session = ep.connect(job="two-nodes", timeout_s=60)
+session = ep.connect(job="two-nodes", timeout_s=60, loss_grace_s=None)
 mesh = mesh_of()
 group = session.create_group("g", mesh, **ARGUMENTS)
 layer = group.register_layer("l", top_k=2)
@@ -134,7 +134,7 @@ def test_a_job_on_two_nodes_has_windows_on_each_and_hears_of_the_dead(nodes) -> 
         begin = time.monotonic()
         told = job.workers[0].heard()
         assert time.monotonic() - begin < TOLD_S
-        assert told["error"] == "StaleHandleError"
+        assert told["error"] == "PeerLostError"
         assert read(nodes[0])["found"][0]["poison_reason"] == "PEER_LOST"
         job.workers[0].tell()
 

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace, session: ep.Session, mesh: Mesh, rules: Any) -
             if args.save and step == args.save_at:
                 held_out = next(batches(rows, first=10**6, size=BATCH // 2))
                 print(f"held-out loss {float(evaluate(state.model, held_out)):.6f}")
-                checkpointer.save(args.save, nnx.state(state))
+                checkpointer.save(args.save, group.check(nnx.state(state)))  # never of a lost peer
 
 
 def main() -> None:

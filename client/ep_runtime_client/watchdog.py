@@ -1,0 +1,130 @@
+"""Ends a process that lost a peer of its job and cannot end by itself.
+
+XLA's own collectives wait for the dead process, for up to 30 minutes, and JAX waits for it again at
+exit. Nothing can call a thread back that waits there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime.errors import EpRuntimeError
+from ep_runtime_client import jax_state
+from ep_runtime_client.failures import TOLD_S
+from ep_runtime_client.layers import live_groups
+
+if TYPE_CHECKING:
+    from ep_runtime_client.groups import Group
+
+_log = logging.getLogger("ep_runtime")
+
+EXIT_CODE = 1
+_FLUSH_S = 0.5
+
+
+class Watchdog:
+    """Counts down once a group of the session has lost a process. Thread-safe."""
+
+    def __init__(self, grace_s: float | None) -> None:
+        """None for `grace_s`: the program ends by itself, or goes on."""
+        self._grace_s = grace_s
+        if grace_s is not None and jax_state.num_processes() > 1:
+            _name_aborts()
+        self._lock = threading.Lock()
+        self._stopped: threading.Event | None = None  # of the countdown under way
+
+    def lost(self, group: Group, error: EpRuntimeError) -> None:
+        """A process of the group is gone: tells it, and begins to count."""
+        name = type(error).__name__
+        if self._grace_s is None:
+            _log.error("%s: %s", name, error)
+            return
+        _log.error(
+            "%s: %s; this process ends within %g s unless it makes another group",
+            name,
+            error,
+            self._grace_s,
+        )
+        with self._lock:
+            if self._stopped is not None:
+                return
+            self._stopped = threading.Event()
+        thread = threading.Thread(
+            target=self._count,
+            args=(group, self._grace_s, self._stopped),
+            name="ep-runtime-watchdog",
+            daemon=True,
+        )
+        thread.start()
+
+    def stop(self) -> None:
+        """The program goes on: it has made another group."""
+        with self._lock:
+            if self._stopped is not None:
+                self._stopped.set()
+            self._stopped = None
+
+    def _count(self, group: Group, grace_s: float, stopped: threading.Event) -> None:
+        if not stopped.wait(grace_s):
+            _end(group, grace_s)
+
+
+def _end(group: Group, grace_s: float) -> None:
+    try:
+        group.check()
+        text = f"group {group.name!r} lost a process"
+    except EpRuntimeError as error:  # of a call, where one has waited: it names layer and op
+        text = f"{type(error).__name__}: {error}"
+    _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")
+
+
+@functools.cache
+def _name_aborts() -> None:
+    """Makes C++ that gives up after a loss say whom it lost.
+
+    Gloo throws on a thread of its own where a dead peer's collectives are out of step, which ends
+    the process by std::terminate, at once and by no name.
+    """
+    try:  # the library that jaxlib has loaded: ours brings its own
+        library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        install = library["_ZSt13set_terminatePFvvE"]
+    except (OSError, AttributeError):
+        return
+    install.restype = handler_type = ctypes.CFUNCTYPE(None)
+    before: list[Any] = []
+
+    def terminate() -> None:
+        deadline, pause = time.monotonic() + TOLD_S, threading.Event()
+        while time.monotonic() < deadline:
+            for group in live_groups.all():
+                try:
+                    group.require_whole()
+                except EpRuntimeError as error:
+                    text = f"{type(error).__name__}: {error}"
+                    _exit(text, "what waited for that process in C++ gave up")
+            pause.wait(0.01)
+        before[0]()
+
+    _name_aborts.handler = handler_type(terminate)  # type: ignore[attr-defined]  # lives on
+    before.append(install(_name_aborts.handler))  # type: ignore[attr-defined]
+
+
+def _exit(text: str, ends: str) -> None:
+    os.write(2, f"ep-runtime: {text}; {ends}, with exit code {EXIT_CODE}\n".encode())
+    flush = threading.Thread(target=_flush, daemon=True)  # whoever hangs may hold the stream
+    flush.start()
+    flush.join(_FLUSH_S)
+    os._exit(EXIT_CODE)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()

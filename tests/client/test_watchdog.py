@@ -1,0 +1,82 @@
+"""A process that lost a peer: ended after its time, unless it goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from daemon_fixtures import package_path
+
+_SCRIPT = """
+import sys, threading
+from ep_runtime.errors import PeerLostError
+from ep_runtime_client.watchdog import Watchdog
+
+class Lost:
+    name = "g"
+    def check(self):
+        raise PeerLostError("prepare of layer a: process 7 of rank 3 is gone")
+
+grace_s, goes_on = eval(sys.argv[1])
+watchdog = Watchdog(grace_s)
+watchdog.lost(Lost(), PeerLostError("process 7 of rank 3 is gone", rank=3))
+if goes_on:
+    watchdog.stop()
+sys.stdout.write("kept")
+threading.Event().wait(1.0)
+"""
+
+
+_ABORT = """
+import ctypes, threading
+from ep_runtime.errors import PeerLostError
+from ep_runtime_client import watchdog
+from ep_runtime_client.layers import live_groups
+
+class Lost:
+    name = "g"
+    def require_whole(self):
+        raise PeerLostError("process 7 of rank 3 is gone")
+
+library = ctypes.CDLL("libstdc++.so.6")
+watchdog._name_aborts()
+group = Lost()
+live_groups.add(group)
+thread = threading.Thread(target=library["_ZSt9terminatev"])
+thread.start()
+thread.join()
+"""
+
+
+def test_an_abort_of_cpp_after_a_loss_says_who_was_lost() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _ABORT],
+        env={"PYTHONPATH": package_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "PeerLostError: process 7 of rank 3 is gone" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "goes_on", "code"), [(0.2, False, 1), (0.2, True, 0), (None, False, 0)]
+)
+def test_a_process_that_does_not_go_on_is_ended(
+    grace_s: float | None, goes_on: bool, code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _SCRIPT, repr((grace_s, goes_on))],
+        env={"PYTHONPATH": package_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "kept"
+    assert "PeerLostError: process 7 of rank 3 is gone" in done.stderr  # at once
+    assert ("PeerLostError: prepare of layer a" in done.stderr) == (code == 1)
