@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 
 import grpc
@@ -33,12 +34,14 @@ class Turns:
             before_s = now_s
 
     def __enter__(self) -> Turns:
+        gc.disable()  # of all that the tests of this process left
         self._task = asyncio.run_coroutine_threadsafe(self._measure(), self._loop)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
         self._task.result(WAIT_S)
+        gc.enable()
 
 
 def create_of(spec_changes):
