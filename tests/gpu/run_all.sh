@@ -82,9 +82,17 @@ part_rows() {
   fi
   for what in time check; do "$program" "$what"; done
 }
+gpu_tests() {
+  # 5: the options choose none of these files' tests.
+  "$python" -m pytest -q -p no:cacheprovider --durations=12 --timeout=200 "$@" ${TESTS:-} || [ $? = 5 ]
+}
 part_tests() {
-  "$python" -m pytest tests/gpu -q -p no:cacheprovider --durations=12 --timeout=200 \
-    --ignore=tests/gpu/test_gpu_nccl.py "$@" ${TESTS:-}
+  # Most of these tests' time XLA compiles, and none waits for another process: four at once.
+  local compiling=(tests/gpu/test_gpu_{fp8,gemm,rows,fewer_passes}.py)
+  gpu_tests -n 4 "${compiling[@]}" "$@"
+  # These share the GPUs with nobody: they measure memory, take every SM, or wait for peers.
+  gpu_tests tests/gpu "${compiling[@]/#/--ignore=}" --ignore=tests/gpu/test_gpu_nccl.py \
+    --ignore=tests/gpu/test_gpu_compiled_ahead.py "$@"
 }
 nccl_tests() {
   # Multicast fails on some hosts, and NCCL sets it up unasked; NCCL says what it does in the log.
@@ -103,7 +111,7 @@ part_nccl_four() { nccl_tests "domains and four"; }
 part_plain() {
   XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part_tests
 }
-part_cases() { part_tests -m slow -k test_every_case; }
+part_cases() { gpu_tests tests/gpu/test_gpu_processes.py -m slow -k test_every_case; }
 part_soak() { "$python" tests/gpu/soak.py --limit-s 150; }
 part_processes() { "$python" tests/gpu/soak.py --steps 5000 --limit-s 100 --gpus "$soak_gpus"; }
 sanitized() {
