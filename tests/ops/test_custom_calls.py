@@ -93,6 +93,7 @@ def _as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs for GPUs are traced here as where there are some."""
     for module in (_ffi, memfd, nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
+    monkeypatch.setattr(_ffi, "XLA_CLONES_CALLS", True)
     monkeypatch.setattr(row_kernels, "available", lambda: True)
     monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
     yield
