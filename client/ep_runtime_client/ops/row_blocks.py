@@ -51,8 +51,7 @@ class Block:
 
     def mask(self, part: jax.Array) -> jax.Array:
         """`part` [rows, ...] with zeros where a row is not the block's."""
-        valid = self.valid.reshape(-1, *([1] * (part.ndim - 1)))
-        return jnp.where(valid, part, jnp.zeros((), part.dtype))
+        return self._chosen(part, lax.full_like(part, 0))
 
     def read(self, array: jax.Array) -> jax.Array:
         """The block's rows of `array` [all rows, ...], zeros where a row is not the block's."""
@@ -60,12 +59,15 @@ class Block:
 
     def write(self, array: jax.Array, values: jax.Array) -> jax.Array:
         """`array` with the block's rows replaced by `values`; every other row stays."""
-        before = self._slice(array)
-        valid = self.valid.reshape(-1, *([1] * (before.ndim - 1)))
-        merged = jnp.where(valid, values.astype(array.dtype), before)
+        merged = self._chosen(values.astype(array.dtype), self._slice(array))
         return lax.dynamic_update_slice_in_dim(
             array, merged, self.start, 0, allow_negative_indices=False
         )
+
+    def _chosen(self, here: jax.Array, elsewhere: jax.Array) -> jax.Array:
+        # jnp.where is a function of its own in the program, lowered and inlined for every call.
+        valid = lax.broadcast_in_dim(self.valid, here.shape, (0,))
+        return lax.select(valid, here, elsewhere)
 
     def _slice(self, array: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(
@@ -162,10 +164,10 @@ def loop(blocks: Blocks, step: Callable[[Block, Carry], Carry], carry: Carry, *r
 
 def pick(array: jax.Array, group: jax.Array) -> jax.Array:
     """`array[group]` for a group number that is known to be in range."""
-    picked: jax.Array = lax.dynamic_index_in_dim(
-        array, group, 0, keepdims=False, allow_negative_indices=False
-    )
-    return picked
+    sizes = (1, *array.shape[1:])
+    start = (group, *([jnp.int32(0)] * (array.ndim - 1)))
+    row = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
+    return row.reshape(array.shape[1:])
 
 
 def add_at(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
