@@ -53,7 +53,7 @@ NODE_FORGOTTEN_S = 24 * 3600.0
 MAX_NODES = 1024
 MAX_LABELS = 32
 MAX_LABEL_BYTES = 256
-MAX_VERSION_BYTES = 64
+MAX_VERSION_BYTES = 256
 
 # Test switches; the daemon says loudly that they are on.
 TESTING_SWITCHES = ("no-peer-pidfd",)

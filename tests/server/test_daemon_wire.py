@@ -213,7 +213,7 @@ def test_labels_are_text_that_prints(daemon, labels):
         daemon.client(job=None).open("job", labels=labels)
 
 
-@pytest.mark.parametrize("version", [ORDERS_TO_A_TERMINAL, "1" * 65])
+@pytest.mark.parametrize("version", [ORDERS_TO_A_TERMINAL, "1" * 257])
 def test_a_clients_version_is_text_that_prints(daemon, version):
     with pytest.raises(errors.InvalidArgumentError, match="client_version must be printable"):
         hello(daemon.directory, client_version=version)
