@@ -83,6 +83,12 @@ def _calls_in(jaxpr: Any, platform: str, times: int = 1) -> Iterator[tuple[int, 
             yield times, around, eqn
         elif name == "cond" and params.get("branches_platforms"):
             yield from _calls_in(_branch_of(params, platform), platform, times)
+        elif name == "ep_partitioned":
+            # A rule shows whole arrays; a device's blocks are those of its shard_map, as long as no
+            # weight lies over more axes than ep.
+            given = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+            mapped = jax.make_jaxpr(params["mapped"])(*given)
+            yield from _calls_in(mapped, platform, times)
         else:
             trips = params["length"] if name == "scan" else 1
             for inner in _jaxprs(params):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 _LINE = re.compile(
@@ -13,16 +15,19 @@ _LINE = re.compile(
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 
 
-def count(compiled: Any) -> Counter[tuple[str, str]]:
-    """(kind, dtype) -> arrays that such collectives move; one instruction may move several."""
-    found: Counter[tuple[str, str]] = Counter()
+def _moved(compiled: Any) -> Iterator[tuple[str, str, str]]:
+    """(kind, dtype, dims) of every array that a collective returns; one may return several."""
     for match in _LINE.finditer(compiled.as_text()):
         arrays = _ARRAY.findall(match["shape"])
         if match["start"] and match["kind"] != "all-reduce":
             arrays = arrays[len(arrays) // 2 :]  # operands come first
-        for dtype, _ in arrays:
-            found[match["kind"], dtype] += 1
-    return found
+        for dtype, dims in arrays:
+            yield match["kind"], dtype, dims
+
+
+def count(compiled: Any) -> Counter[tuple[str, str]]:
+    """(kind, dtype) -> arrays that such collectives move."""
+    return Counter((kind, dtype) for kind, dtype, _ in _moved(compiled))
 
 
 _POINTER = re.compile(r'backend_config = "\d+"')
@@ -40,13 +45,9 @@ def unnamed(lowered: str) -> str:
 def moved_bytes(compiled: Any, kind: str) -> int:
     """Bytes of the results of all collectives of a kind, on one device."""
     total = 0
-    for match in _LINE.finditer(compiled.as_text()):
-        if match["kind"] != kind:
-            continue
-        for dtype, dims in _ARRAY.findall(match["shape"]):
-            size = 1
-            for length in filter(None, dims.split(",")):
-                size *= int(length)
+    for found, dtype, dims in _moved(compiled):
+        if found == kind:
             digits = re.search(r"\d+", dtype)
+            size = math.prod(int(length) for length in dims.split(",") if length)
             total += size * (int(digits.group()) // 8 if digits else 1)
     return total
