@@ -191,6 +191,7 @@ def test_a_kill_while_the_journal_is_compacted_costs_nothing(daemon_process, tmp
         "fd.sock",
         "journal",
         "lock",
+        "rpc.sock",
     ]
     life.end()
 
