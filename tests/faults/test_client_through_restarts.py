@@ -32,8 +32,8 @@ _PROGRAM = """
 session = ep.connect(job="kills", timeout_s=60)
 formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
 layers = [specs.check_layer(spec, specs.LayerSpec(f"l{i}", top_k=2)) for i in range(3)]
-found, _ = forming.register(session, spec, formed.generation, layers, [])
-again, _ = forming.register(session, spec, formed.generation, layers, [])
+found, _ = forming.register(session, spec, formed.generation, layers, [], replace=False)
+again, _ = forming.register(session, spec, formed.generation, layers, [], replace=False)
 say(generation=formed.generation, bases=[item.handle_base for item in found],
     same=[item.base_id for item in found] == [item.base_id for item in again])
 sys.stdin.readline()
