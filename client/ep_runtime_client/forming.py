@@ -355,7 +355,7 @@ def register(
     layers: Sequence[specs.LayerSpec],
     stacks: Sequence[wire.LayerStackSpec],
     *,
-    replace: bool,
+    replace: bool = False,
 ) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
     """Registers layers and stacks, thousands in one call, all of one call or none; without a
     daemon numbers them here.
