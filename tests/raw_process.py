@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import threading
 
 from raw_packets import WAIT_S, close_fds, connect, give_back, hello, receive, redeem
 
-from ep_runtime import board, wire
+from ep_runtime import board, trust, wire
 from ep_runtime.board_abi import BoardHeaderStruct
 from ep_runtime.v1 import fd_socket_pb2, types_pb2
 
@@ -161,6 +162,21 @@ def _child_heard(state):
     return [data for data in said if data]
 
 
+def _child_enter_namespace(state, uid):
+    """Becomes a user in a namespace that knows no other: root shows as the overflow uid."""
+    _child_become(state, uid)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(4, 1)  # PR_SET_DUMPABLE: what it has in /proc is its own again
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        raise PermissionError(ctypes.get_errno(), "no user namespaces here")
+    with open("/proc/self/uid_map", "w") as uid_map:
+        uid_map.write(f"{uid} {uid} 1")
+
+
+def _child_open_trusted(state, path, uids):
+    os.close(trust.open_directory(path, uids))
+
+
 def _child_open(state, path):
     os.close(os.open(path, os.O_RDWR))
 
@@ -184,6 +200,8 @@ _COMMANDS = {
     "squat": _child_squat,
     "linger": _child_linger,
     "heard": _child_heard,
+    "enter_namespace": _child_enter_namespace,
+    "open_trusted": _child_open_trusted,
     "open": _child_open,
     "inodes": _child_inodes,
     "close": _child_close,

@@ -51,7 +51,8 @@ class SessionReadingServicer(ReadingServicer):
         return [session for session in super()._sessions() if session is not current_session()]
 
 
-def _refuse_orders(servicer: type[AdminServicer]) -> None:
+def refuse_orders(servicer: type[AdminServicer]) -> None:
+    """Makes every RPC of the service but READINGS one that is refused."""
     for method in pb.DESCRIPTOR.services_by_name["AdminService"].methods:
         if method.name not in READINGS:
             setattr(servicer, method.name, _refused(method.name))
@@ -64,4 +65,4 @@ def _refused(method: str) -> Any:
     return call
 
 
-_refuse_orders(ReadingServicer)
+refuse_orders(ReadingServicer)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
+from raw_process import Process
 
 from ep_runtime import trust
 from ep_runtime.errors import PermissionDeniedError
@@ -100,6 +102,24 @@ def test_a_link_of_another_user_leads_nowhere(tmp_path):
     os.lchown(tmp_path / "link", 65534, 65534)
     with pytest.raises(PermissionDeniedError, match="link belongs to uid 65534"):
         opened(tmp_path / "link" / "d")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_in_a_user_namespace_what_leads_there_may_be_roots_unseen():
+    uid = 54321
+    with tempfile.TemporaryDirectory(prefix="ept-", dir="/tmp") as name:
+        os.chown(name, uid, uid)
+        process = Process()
+        try:
+            process.do("enter_namespace", uid)
+            process.do("open_trusted", Path(name), {uid})
+            os.chown(name, 0, 0)  # its own end must be somebody's whom we know
+            with pytest.raises(PermissionDeniedError, match="belongs to uid 65534"):
+                process.do("open_trusted", Path(name), {uid})
+        except PermissionError as error:
+            pytest.skip(str(error))
+        finally:
+            process.kill()
 
 
 def test_the_kernel_says_who_listens(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -13,7 +14,7 @@ from raw_client import WAIT_S, Stubs, make_spec
 from ep_runtime import errors, specs, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_server import config
+from ep_runtime_server import config, reading_servicer
 from ep_runtime_server.reading_servicer import READINGS, ReadingServicer
 
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["AdminService"].methods]
@@ -131,9 +132,17 @@ def test_an_order_needs_admin_sock_whoever_gives_it(users, method):
     assert users.daemon.status().state == session_service_pb2.SERVER_STATE_SERVING
 
 
-def test_an_rpc_that_nobody_allowed_is_an_order():
-    refused = {name for name in METHODS if name in vars(ReadingServicer)}
-    assert refused == set(METHODS) - READINGS
+def test_an_rpc_that_nobody_allowed_is_an_order(monkeypatch):
+    monkeypatch.setattr(reading_servicer, "READINGS", READINGS - {"ListRanks"})
+
+    class Later(ReadingServicer):
+        """As it is once the service has a new RPC."""
+
+    reading_servicer.refuse_orders(Later)
+    refused = {name for name in METHODS if name in vars(Later)}
+    assert refused == {*ORDERS, "ListRanks"}
+    with pytest.raises(errors.PermissionDeniedError, match="ListRanks is for"):
+        asyncio.run(Later(None).ListRanks(pb.ListRanksRequest(), None))
 
 
 def test_a_reader_sees_what_is_his(users):
