@@ -122,7 +122,8 @@ class RuntimeUnavailableError(EpRuntimeError):
 
 
 class PermissionDeniedError(EpRuntimeError):
-    """The daemon does not serve this user, or the token belongs to another process."""
+    """The daemon does not serve this user, the token belongs to another process or user, or the
+    daemon's directory could be another user's doing."""
 
     grpc_code = "PERMISSION_DENIED"
 
