@@ -84,7 +84,8 @@ part_rows() {
 }
 gpu_tests() {
   # 5: the options choose none of these files' tests.
-  "$python" -m pytest -q -p no:cacheprovider --durations=12 --timeout=200 "$@" ${TESTS:-} || [ $? = 5 ]
+  "$python" -m pytest -q -p no:cacheprovider -p no:benchmark --durations=12 --timeout=200 "$@" \
+    ${TESTS:-} || [ $? = 5 ]
 }
 part_tests() {
   # Most of these tests' time XLA compiles, and none waits for another process: four at once.
