@@ -2,8 +2,8 @@
 
     python tests/bench/grouped_figures.py [FIGURE ...]
 
-FIGUREs: ops, bytes, compile, time; all of them without one. With client and tests on PYTHONPATH.
-Prints one JSON line per figure.
+FIGUREs: ops, bytes, partitionings, compile, time; all of them without one.
+With client and tests on PYTHONPATH. Prints one JSON line per figure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ SPECS = ep.MoEParams(
 )
 # What remat keeps: the default, and everything that would gather a kernel once more.
 SAVED = (("ep_plan", "ep_recv"), ("ep_plan", "ep_recv", "ep_wi", "ep_wo"))
-_GATHER = re.compile(r"= (\(.*?\)|\S+) all-gather(?:-start)?\(")
+_COLLECTIVE = r"= (\(.*?\)|\S+) {}(?:-start)?\("
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 
@@ -52,16 +52,23 @@ def say(what: str, **figures: Any) -> None:
 
 
 def step_of(
-    session: ep.Session, num_experts: int, recipe: Any, saved: tuple[str, ...] = SAVED[0]
+    session: ep.Session,
+    num_experts: int,
+    recipe: Any,
+    saved: tuple[str, ...] = SAVED[0],
+    *,
+    partitioning: Literal["auto", "rule"] = "auto",
+    told: ep.MoEParams | None = SPECS,
 ) -> Any:
     """Lowered gradient of a scanned stack of MoE blocks whose weights lie over ep and fsdp.
 
-    Forward and backward are loops of their own; under remat each gathers the weights of its layer.
+    `told` is what the block is told of that. Forward and backward are loops of their own; under
+    remat each gathers the weights of its layer.
     """
     devices = np.array(jax.devices("cpu")[:8]).reshape([size for _, size in AXES])
     mesh = Mesh(devices, [axis for axis, _ in AXES])
     group = session.create_group(
-        f"figures-{num_experts}-{recipe}",
+        f"figures-{num_experts}-{recipe}-{partitioning}",
         mesh,
         ep_axis="ep",
         outer_axes=("dp", "fsdp"),
@@ -71,6 +78,7 @@ def step_of(
         max_top_k=TOP_K,
         alignment=32,
         transport="xla",
+        partitioning=partitioning,
     )
     stack = group.register_layer_stack("blocks", LAYERS, top_k=TOP_K)
     params, tokens = _operands(mesh, stack[0])
@@ -78,7 +86,7 @@ def step_of(
     def loss(params: Any, x: Any) -> Any:
         def block(x: Any, each: Any) -> Any:
             number, weights = each
-            y, _ = ep.moe(stack[number], x, weights, recipe=recipe, params_spec=SPECS)
+            y, _ = ep.moe(stack[number], x, weights, recipe=recipe, params_spec=told)
             return x + y, None
 
         block = jax.checkpoint(block, policy=ep.remat_policy(saved))
@@ -107,10 +115,10 @@ def _operands(mesh: Mesh, layer: ep.EpLayer) -> tuple[Any, Any]:
     return params, placed(tokens, PartitionSpec(("dp", "fsdp", "ep")))
 
 
-def gathered(text: str) -> Counter[str]:
-    """Bytes of all all-gathers' results on one device, by dtype."""
+def gathered(text: str, kind: str = "all-gather") -> Counter[str]:
+    """Bytes of the results of all collectives of a kind on one device, by dtype."""
     found: Counter[str] = Counter()
-    for shape in _GATHER.findall(text):
+    for shape in re.findall(_COLLECTIVE.format(kind), text):
         for dtype, bits, dims in _ARRAY.findall(shape):
             sizes = [int(size) for size in dims.split(",") if size]
             found[dtype] += prod(sizes) * int(bits or 8) // 8
@@ -140,6 +148,17 @@ def bytes_gathered(session: ep.Session) -> None:
             say("bytes all-gathered per layer and step", recipe=name, saved=saved, **figures)
 
 
+def partitionings(session: ep.Session) -> None:
+    """What one layer moves in one step where nothing tells the block how its weights lie."""
+    for name, recipe in RECIPES.items():
+        for partitioning in ("auto", "rule"):
+            how: Any = {"partitioning": partitioning, "told": None}
+            text = step_of(session, 8, recipe(), **how).compile().as_text() or ""
+            kinds = ("all-gather", "all-reduce", "reduce-scatter")
+            moved = {kind: gathered(text, kind).total() for kind in kinds}
+            say("bytes moved per layer and step", recipe=name, partitioning=partitioning, **moved)
+
+
 def compile_time(options: BenchOptions) -> None:
     """Trace and compile time of a 24-layer training step, against stock collectives."""
     report = compile_bench.run(options)
@@ -163,12 +182,14 @@ def _sessions() -> Iterator[ep.Session]:
 
 def main(figures: list[str]) -> None:
     """Prints the figures asked for."""
-    chosen = figures or ["ops", "bytes", "compile", "time"]
+    chosen = figures or ["ops", "bytes", "partitionings", "compile", "time"]
     for session in _sessions():
         if "ops" in chosen:
             ops(session)
         if "bytes" in chosen:
             bytes_gathered(session)
+        if "partitionings" in chosen:
+            partitionings(session)
     if "compile" in chosen:
         compile_time(BenchOptions(mesh=AXES, num_experts=256, repeats=1))
     if "time" in chosen:
