@@ -8,7 +8,7 @@ from typing import Any
 
 from ep_runtime import board
 from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
-from ep_runtime.wire import RegisteredLayer
+from ep_runtime.wire import RegisteredLayer, group_spec_to_proto
 from ep_runtime_server import record_shapes
 from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.group_fsm import State
@@ -68,6 +68,7 @@ def _to_spec(value: Mapping[str, Any]) -> GroupSpec:
         fields[name] = tuple(fields[name])
     spec = make_group_spec(**fields)
     board.board_layout(spec)  # refuses what no daemon admits
+    group_spec_to_proto(spec)  # refuses what no answer can carry
     return spec
 
 
@@ -98,6 +99,11 @@ def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
     windows.state = WindowState(value["state"])
     windows.holders = set(value["holders"])
     for buffer_id, device, world_rank, size_bytes, identity in value["buffers"]:
+        right = (
+            board.board_bytes(windows.spec) if world_rank < 0 else board.window_bytes(windows.spec)
+        )
+        if size_bytes != right:
+            raise ValueError(f"rank {world_rank} cannot have {size_bytes} bytes, but {right}")
         known = (identity[0], identity[1]) if identity is not None else None
         windows.buffers.append(Buffer(buffer_id, device, world_rank, size_bytes, known))
     return windows
