@@ -291,9 +291,13 @@ def test_fsdp_in_front_of_tp_is_refused_where_rows_would_be_gathered(
     assert gathered == [4 * 16 * 4 * 4] * 2
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["rule", "params_spec"])
+@pytest.mark.parametrize(
+    ("told", "recipe"),
+    [(False, None), (False, recipes.TensorScaling()), (True, None)],
+    ids=["rule", "rule, 8-bit", "params_spec"],
+)
 def test_rows_of_the_block_that_tp_cuts_are_said_once(
-    make_group: MakeGroup, caplog: pytest.LogCaptureFixture, told: bool
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture, told: bool, recipe: Any
 ) -> None:
     placement.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
@@ -308,7 +312,8 @@ def test_rows_of_the_block_that_tp_cuts_are_said_once(
         specs,
     )
     x = np.ones((16, 16), np.float32)
-    step = jax.jit(lambda *args: ep.moe(layer, *args, params_spec=specs if told else None)[0])
+    options: Any = {"params_spec": specs if told else None, "recipe": recipe}
+    step = jax.jit(lambda *args: ep.moe(layer, *args, **options)[0])
     lowered = step.lower(x, params)
     if not told:
         lowered.compile()

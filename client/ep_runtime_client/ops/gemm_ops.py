@@ -88,7 +88,12 @@ class _GemmOp:
         """Factors of the operands up to group_sizes."""
         kernel = kernel_factors(self.rhs.ndim)
         bias = [" ".join([kernel[0], *kernel[2:]])] if self.has_bias else []
-        return [*self.lhs.factors(row_factors(3, "j")), *self.rhs.factors(kernel), *bias, "r l"]
+        # Plain rows arrive as they lie, which may be said; quantized ones are cut as the weight is,
+        # so that no device quantizes what another one does. Without a layer nothing holds either to
+        # the slabs' layout.
+        own = self.where.roles is None or self.lhs.recipe is None
+        rows = self.lhs.factors(row_factors(3, "j" if own else "k"))
+        return [*rows, *self.rhs.factors(kernel), *bias, "r l"]
 
     @property
     def out_factors(self) -> str:
@@ -100,10 +105,11 @@ class Forward(_GemmOp):
     """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],).
 
     Attributes:
-        combined: whether combine takes the result, which wants rows whole.
+        beside: "dispatch" where it makes the rows, "combine" where it takes the result: both have
+            rows whole.
     """
 
-    combined: bool = False
+    beside: str | None = None
 
     def resolve(
         self,
@@ -115,8 +121,10 @@ class Forward(_GemmOp):
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
         split = sums.free(place.contracted)
-        if self.combined:
+        if self.beside == "combine":
             place.say_gathered()
+        if self.beside == "dispatch":
+            place.say_cut()
         parts = roles.real(place.contracted)  # the caller's shard_map sums over manual ones
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:

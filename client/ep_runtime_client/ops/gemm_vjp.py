@@ -45,7 +45,7 @@ class GemmCall:
         bias: entries of the bias, likewise.
         types: entries of lhs, rhs and bias that their gradients must have as types; None of one
             that is not there, or where types say nothing.
-        combined: whether combine takes the result.
+        beside: as `Forward` takes it.
     """
 
     where: Where
@@ -56,7 +56,7 @@ class GemmCall:
     rhs: Entries
     bias: Entries
     types: tuple[Entries | None, ...] = (None, None, None)
-    combined: bool = False
+    beside: str | None = None
 
 
 def run(call: GemmCall, operands: Operands) -> tuple[jax.Array, Amax]:
@@ -129,7 +129,7 @@ def _forward(
 ) -> jax.Array:
     lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True)
     rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False)
-    op = Forward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm, call.combined)
+    op = Forward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm, call.beside)
     others = [] if bias is None else [bias]
     known = [] if bias is None else [call.bias]
     arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *known, padded((), 2))

@@ -147,9 +147,9 @@ def multiply(
     if flat_rows:
         lhs, group_sizes = jax.tree.map(lambda x: x[None], lhs), group_sizes[None]
     group_sizes = group_sizes.astype(jnp.int32)
-    call = _call(lhs, rhs, group_sizes, bias, layer, recipe, out_dtype, rhs_spec, beside)
+    call = _call(lhs, rhs, group_sizes, bias, layer, recipe, out_dtype, rhs_spec)
     gemm = dataclasses.replace(call.gemm, clear_slack=clear_slack)
-    call = dataclasses.replace(call, gemm=gemm, combined=beside == "combine")
+    call = dataclasses.replace(call, gemm=gemm, beside=beside)
     out, state = _run(call, lhs, rhs, bias, group_sizes, state)
     out = out[0] if flat_rows else out
     return out if state is None else (out, state)
@@ -168,15 +168,12 @@ def _call(
     recipe: Recipe | None,
     out_dtype: Any,
     rhs_spec: PartitionSpec | None,
-    beside: str | None,
 ) -> GemmCall:
     """The static side of a call."""
     operands = [x for x in (_values(lhs), _values(rhs), bias, group_sizes) if x is not None]
     known = regions.known_entries(_values(rhs), rhs.ndim)
     given = known if rhs_spec is None else entries_of(rhs_spec, rhs.ndim)
     rows = regions.known_entries(_values(lhs), lhs.ndim)
-    if rows is None and beside == "dispatch":
-        rows = padded((), lhs.ndim)
     if layer is None:
         where = regions.of_operands(operands, rhs_spec)
     else:

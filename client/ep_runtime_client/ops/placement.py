@@ -99,6 +99,15 @@ class Grouped:
         """Of group_sizes."""
         return (self.roles.slab, ())
 
+    def say_cut(self) -> None:
+        """Says where rows that come whole are taken in parts."""
+        if self.contracted:
+            say_once(
+                f"rhs: {self.roles.named(self.contracted)} of {self.roles.owner} on K', where rows "
+                "lie whole: each device multiplies its part of them, and their gradient is "
+                "gathered where it is needed whole"
+            )
+
     def say_gathered(self) -> None:
         """Says where results that are needed whole come in parts."""
         if self.columns:
@@ -155,13 +164,10 @@ def grouped(
             f"lhs: {roles.named(wanted)} on K' is not how rhs lies there "
             f"({weight.kept[1] or 'whole'}): resharded"
         )
-    elif lhs is not None and weight.kept[1] and not wanted:
-        say_once(
-            f"rhs: {roles.named(weight.kept[1])} of {roles.owner} on K', where rows lie whole: "
-            "each device multiplies its part of them, and their gradient is gathered where it is "
-            "needed whole"
-        )
-    return Grouped(roles, weight, _bias(roles, weight, bias, rhs_shape))
+    found = Grouped(roles, weight, _bias(roles, weight, bias, rhs_shape))
+    if lhs is not None and not wanted:
+        found.say_cut()
+    return found
 
 
 def _bias(
