@@ -21,7 +21,7 @@ from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.local_quantize import Axes
 from ep_runtime_client.ops.quantized_activation_kernels import Source
 from ep_runtime_client.ops.row_kernels import either
-from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
 from ep_runtime_client.recipes import Recipe, TensorScaling
 
 
@@ -132,7 +132,14 @@ def _amax(static: Quantized, *operands: Any) -> jax.Array:
 
 def _data_by_kernel(static: Quantized, *operands: Any) -> Any:
     *given, scale = operands
-    return kernels.quantize(static.recipe, Source(static.activation, *given), scale)
+    source = Source(static.activation, *given)
+    data, made_scale, d_weights = kernels.quantize(static.recipe, source, scale)
+    if slack.checked():
+        sizes = given[2]
+        data = from_bits(slack.cleared(bits(data), sizes), data.dtype)
+        if scale is None and made_scale is not None:
+            made_scale = slack.cleared(made_scale, sizes)
+    return data, made_scale, d_weights
 
 
 def _data(static: Quantized, *operands: Any) -> Any:
