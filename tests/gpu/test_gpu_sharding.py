@@ -129,16 +129,16 @@ def test_a_matmul_moves_its_weight_and_nothing_else(
         most = 2 * whole * (2 if recipe == "bf16" else 1.05)
         assert collectives.moved_bytes(compiled, GATHER) <= most
         assert collectives.moved_bytes(compiled, SCATTER) == whole // 2 * 4
-    got = compiled(*operands)
-    again = compiled(*operands)
-    jax.tree.map(np.testing.assert_array_equal, again, got)
-    assert got[2].sharding.is_equivalent_to(NamedSharding(place.group.mesh, spec), 3)
     alone = [jax.device_put(x, gpus[0]) for x in (lhs, rhs, sizes, grad)]
     want = jax.jit(lambda *args: step(None, *args))(*alone)
+    got, again = compiled(*operands), compiled(*operands)
+    assert got[2].sharding.is_equivalent_to(NamedSharding(place.group.mesh, spec), 3)
     used = np.arange(ROWS) < sizes.sum(-1)[:, None]
-    for name, mine, theirs in zip(("out", "d_lhs", "d_rhs"), got, want, strict=True):
-        rows = used if name != "d_rhs" else ...
-        close(np.asarray(mine, np.float32)[rows], np.asarray(theirs, np.float32)[rows], name)
+    for name, *arrays in zip(("out", "d_lhs", "d_rhs"), got, again, want, strict=True):
+        rows = used if name != "d_rhs" else ...  # past the last group they are undefined
+        mine, repeated, theirs = (np.asarray(array, np.float32)[rows] for array in arrays)
+        np.testing.assert_array_equal(repeated, mine, err_msg=name)
+        close(mine, theirs, name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
