@@ -118,7 +118,8 @@ def warm(cache: str, runs: int) -> dict[str, Any]:
     jax.monitoring.register_event_listener(count)
     with ep.connect() as session:
         all_but_eight = 16 * len(jax.devices()) - 8
-        world = World(session, on_overflow="error", recv_capacity_per_rank=all_but_eight)
+        settings = {"recv_capacity_per_rank": all_but_eight, "alignment": 1}
+        world = World(session, on_overflow="error", **settings)
         layers = world.group.register_layers([ep.LayerSpec(f"l{i}", top_k=2) for i in range(2)])
 
         def step(tokens: Any, idx: Any) -> Any:
