@@ -2,29 +2,17 @@
 # Builds the grouped products with their harness, checks them against sums in f64 and times them.
 #   tests/gpu/run_gemm.sh build     compile only (no GPU needed)
 #   tests/gpu/run_gemm.sh [check|small|time|tune|sanitize|dense|all] [16|8|32|weights|copies]
-# The second word picks a part of check, small and time. dense: the same work as one torch.matmul. NVCC, BUILD_DIR and PYTHON may be set.
+# The second word picks a part of check, small and time. dense: the same work as one torch.matmul. NVCC, OBJECTS, BUILD_DIR and PYTHON may be set.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+. tests/gpu/build_harness.sh
 what=${1:-all}
-nvcc=${NVCC:-nvcc}
 build=${BUILD_DIR:-build/gpu}
 program=$build/gemm_main
 
 build_all() {
-  mkdir -p "$build"
-  local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo -Icsrc -Itests/gpu)
-  local source objects=()
-  for source in csrc/cuda/gemm/*.cu csrc/cuda/gemm/*.cc tests/gpu/gemm_*.cu \
-      tests/gpu/gemm_*.cc; do
-    local object
-    object=$build/$(basename "${source%.*}").o
-    objects+=("$object")
-    if [ ! "$object" -nt "$source" ] || [ -n "$(find csrc/cuda tests/gpu \
-        -name '*.*h' -newer "$object" -print -quit)" ]; then
-      "$nvcc" "${flags[@]}" -c "$source" -o "$object"
-    fi
-  done
-  "$nvcc" -cudart static "${objects[@]}" -o "$program"
+  build_harness "$program" csrc/cuda/gemm/*.cu csrc/cuda/gemm/*.cc \
+    tests/gpu/gemm_*.cu tests/gpu/gemm_*.cc
 }
 
 # A binary that travelled with the tree is used as it is, where it runs.

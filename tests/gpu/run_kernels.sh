@@ -2,30 +2,18 @@
 # Builds the kernels with their harness, checks them against the reference and times them.
 #   tests/gpu/run_kernels.sh build            compile only (no GPU needed)
 #   tests/gpu/run_kernels.sh [check|time|quick|sanitize|all] [ranks]
-# Without ranks: one per GPU; more ranks than GPUs share them. NVCC and BUILD_DIR may be set.
+# Without ranks: one per GPU; more ranks than GPUs share them. NVCC, OBJECTS and BUILD_DIR may be set.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+. tests/gpu/build_harness.sh
 what=${1:-all}
 ranks=${2:-}
-nvcc=${NVCC:-nvcc}
 build=${BUILD_DIR:-build/gpu}
 program=$build/kernels_main
 
 build_all() {
-  mkdir -p "$build"
-  local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo -Icsrc -Itests/gpu)
-  local source objects=()
-  for source in csrc/cuda/*_kernels.cu csrc/core/plan.cc tests/gpu/kernels_main.cu \
-      tests/gpu/timing.cu; do
-    local object
-    object=$build/$(basename "${source%.*}").o
-    objects+=("$object")
-    if [ ! "$object" -nt "$source" ] || [ -n "$(find csrc/core csrc/cuda tests/gpu \
-        -name '*.*h' -newer "$object" -print -quit)" ]; then
-      "$nvcc" "${flags[@]}" -c "$source" -o "$object"
-    fi
-  done
-  "$nvcc" -cudart static "${objects[@]}" -o "$program"
+  build_harness "$program" csrc/cuda/*_kernels.cu csrc/core/plan.cc \
+    tests/gpu/kernels_main.cu tests/gpu/timing.cu
 }
 
 # A binary that travelled with the tree is used as it is, where it runs.

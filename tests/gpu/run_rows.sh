@@ -3,28 +3,16 @@
 # host and times them beside copies.
 #   tests/gpu/run_rows.sh build     compile only (no GPU needed)
 #   tests/gpu/run_rows.sh [check|small|time|sanitize|all]
-# NVCC and BUILD_DIR may be set.
+# NVCC, OBJECTS and BUILD_DIR may be set.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+. tests/gpu/build_harness.sh
 what=${1:-all}
-nvcc=${NVCC:-nvcc}
 build=${BUILD_DIR:-build/gpu-rows}
 program=$build/rows_main
 
 build_all() {
-  mkdir -p "$build"
-  local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo -Icsrc -Itests/gpu)
-  local source objects=()
-  for source in csrc/cuda/rows/*.cu tests/gpu/rows_*.cu tests/gpu/rows_*.cc; do
-    local object
-    object=$build/$(basename "${source%.*}").o
-    objects+=("$object")
-    if [ ! "$object" -nt "$source" ] || [ -n "$(find csrc/cuda tests/gpu \
-        -name '*.*h' -newer "$object" -print -quit)" ]; then
-      "$nvcc" "${flags[@]}" -c "$source" -o "$object"
-    fi
-  done
-  "$nvcc" -cudart static "${objects[@]}" -o "$program"
+  build_harness "$program" csrc/cuda/rows/*.cu tests/gpu/rows_*.cu tests/gpu/rows_*.cc
 }
 
 # A binary that travelled with the tree is used as it is, where it runs.
