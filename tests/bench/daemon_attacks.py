@@ -13,7 +13,7 @@ import contextlib
 import mmap
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from raw_client import Client, Stubs, close_fds, connect, make_spec, new_op_id
 from ep_runtime import board, errors, wire
 from ep_runtime.v1 import fd_socket_pb2, layer_service_pb2, types_pb2
 
+SAMPLED_S = 2.0  # the reaper comes by in that time, more than once
+_pause = threading.Event()  # never set: waits of a given length
+
 
 def rss_bytes(pid: int) -> int:
     with open(f"/proc/{pid}/statm") as told:
@@ -32,7 +35,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def idle(daemon: DaemonProcess, client: Client) -> None:
-    time.sleep(2.0)
+    _pause.wait(SAMPLED_S)
 
 
 def header(field: str, value: int) -> Callable[[DaemonProcess, Client], None]:
@@ -46,7 +49,7 @@ def header(field: str, value: int) -> Callable[[DaemonProcess, Client], None]:
             del header
             for method in ("ListRanks", "ListHandles", "ListGroups"):
                 daemon.ask(method)
-            time.sleep(2.0)
+            _pause.wait(SAMPLED_S)
         close_fds(found)
 
     return attack
@@ -64,7 +67,7 @@ def chain(daemon: DaemonProcess, client: Client) -> None:
         del record
         for _ in range(5):
             daemon.status()
-        time.sleep(2.0)
+        _pause.wait(SAMPLED_S)
     close_fds(found)
 
 
