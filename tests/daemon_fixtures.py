@@ -31,7 +31,7 @@ def package_path() -> str:
     What is on ours stays on it, behind: the packages that ours need may be installed there.
     """
     found = []
-    for name in ("ep_runtime", "ep_runtime_server", "ep_runtime_client"):
+    for name in ("ep_runtime", "ep_runtime_server", "ep_runtime_client", "ep_runtime_bench"):
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.origin is not None

@@ -18,8 +18,8 @@ import fakes
 import jax
 import numpy as np
 
+from ep_runtime_bench import routing
 from ep_runtime_client import ops
-from ep_runtime_client.bench import routing
 from ep_runtime_client.ops import nodes_plan
 from ep_runtime_client.ops.calls import Call
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.bench import movement, timing
-from ep_runtime_client.bench.memcpy import Memcpy
-from ep_runtime_client.bench.options import BenchOptions, Sample
+from ep_runtime_bench import movement, timing
+from ep_runtime_bench.memcpy import Memcpy
+from ep_runtime_bench.options import BenchOptions, Sample
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "bench"]
 TIMEOUT_S = 240.0

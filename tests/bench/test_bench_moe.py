@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.bench import cli, moe, moe_client, moe_stock, moe_trace
-from ep_runtime_client.bench.device_bench import AXIS, ROWS
-from ep_runtime_client.bench.moe_cases import (
+from ep_runtime_bench import cli, moe, moe_client, moe_stock, moe_trace
+from ep_runtime_bench.device_bench import AXIS, ROWS
+from ep_runtime_bench.moe_cases import (
     CASES,
     COMPILED,
     DROPLESS,
@@ -38,7 +38,7 @@ from ep_runtime_client.bench.moe_cases import (
     Profile,
     Step,
 )
-from ep_runtime_client.bench.options import BenchOptions
+from ep_runtime_bench.options import BenchOptions
 
 RANKS = 2
 CASE = Case(tokens=8, hidden=16, inner=8, num_experts=4, top_k=2)

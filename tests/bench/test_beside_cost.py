@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ep_runtime.errors import OpTimeoutError
+from ep_runtime_bench import beside_cost
 from ep_runtime_client import beside
-from ep_runtime_client.bench import beside_cost
 
 _LOG = """
 host:1:2 [0] NCCL INFO 24 coll channels, 24 collnet channels, 16 nvls channels, \

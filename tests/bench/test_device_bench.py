@@ -14,7 +14,7 @@ from host_clock import host_clock
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime_client.bench import (
+from ep_runtime_bench import (
     device_bench,
     device_calls,
     device_movement,
@@ -23,7 +23,7 @@ from ep_runtime_client.bench import (
     device_time,
     routing,
 )
-from ep_runtime_client.bench.options import BenchOptions
+from ep_runtime_bench.options import BenchOptions
 from ep_runtime_client.ops.calls import world_rank
 from ep_runtime_client.ops.prepare import make_call
 

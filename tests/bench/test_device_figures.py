@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
-from ep_runtime_client.bench import cli, device_calls, device_movement, device_time, routing
-from ep_runtime_client.bench.options import ALSO, LIKE, BenchOptions, DeviceSample
+from ep_runtime_bench import cli, device_calls, device_movement, device_time, routing
+from ep_runtime_bench.options import ALSO, LIKE, BenchOptions, DeviceSample
 
 OPTIONS = BenchOptions(
     transports=("nvlink", "xla"),

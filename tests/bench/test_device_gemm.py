@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from host_clock import host_clock
 
-from ep_runtime_client.bench import device_gemm
-from ep_runtime_client.bench.options import BenchOptions
+from ep_runtime_bench import device_gemm
+from ep_runtime_bench.options import BenchOptions
 
 OPTIONS = BenchOptions(benches=("gemm",), tokens_per_rank=32, top_k=4, hidden=16, repeats=2)
 

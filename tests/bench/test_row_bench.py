@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ep_runtime_client.bench import permute, quantize, row_bench
-from ep_runtime_client.bench.device_gemm import LOADS
-from ep_runtime_client.bench.options import BenchOptions
+from ep_runtime_bench import permute, quantize, row_bench
+from ep_runtime_bench.device_gemm import LOADS
+from ep_runtime_bench.options import BenchOptions
 
 OPTIONS = BenchOptions(tokens_per_rank=64, top_k=2, hidden=64, num_experts=8, repeats=1)
 

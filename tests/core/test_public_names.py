@@ -49,6 +49,18 @@ def test_connecting_without_a_daemon_loads_no_jax() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_training_job_loads_no_bench() -> None:
+    program = (
+        "import ep_runtime as ep, sys\n"
+        "for name in ep.__all__: getattr(ep, name)\n"
+        "with ep.connect('none'):\n"
+        "    found = [name for name in sys.modules if name.startswith('ep_runtime_bench')]\n"
+        "    sys.exit(f'loaded {found}' if found else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'dispach'"):
         _ = ep_runtime.dispach  # type: ignore[attr-defined]

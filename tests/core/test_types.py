@@ -14,7 +14,7 @@ import pytest
 
 import ep_runtime as ep
 
-PACKAGES = ("ep_runtime", "ep_runtime_server", "ep_runtime_client")
+PACKAGES = ("ep_runtime", "ep_runtime_server", "ep_runtime_client", "ep_runtime_bench")
 ROOT = Path(__file__).parents[2]
 
 # A line with an error says it: "E", and a part of the message.

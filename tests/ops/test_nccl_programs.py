@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.bench import device_ops
-from ep_runtime_client.bench.options import PLAIN
+from ep_runtime_bench import device_ops
+from ep_runtime_bench.options import PLAIN
 from ep_runtime_client.ops import memfd, nccl
 from ep_runtime_client.ops.calls import world_rank
 from ep_runtime_client.ops.prepare import make_call

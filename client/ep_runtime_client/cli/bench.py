@@ -1,10 +1,10 @@
-"""`ep-runtime bench`: options here, the work in `ep_runtime_client.bench`."""
+"""`ep-runtime bench`: options here, the work in `ep_runtime_bench`."""
 
 from __future__ import annotations
 
 import argparse
 
-from ep_runtime_client.bench import cli as bench
+from ep_runtime_bench import cli as bench
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

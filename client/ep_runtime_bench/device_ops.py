@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.bench.device_time import DeviceOp
-from ep_runtime_client.bench.options import PLAIN
+from ep_runtime_bench.device_time import DeviceOp
+from ep_runtime_bench.options import PLAIN
 from ep_runtime_client.ops import nccl
 from ep_runtime_client.ops._ffi import ensure_registered
 from ep_runtime_client.ops.calls import Call

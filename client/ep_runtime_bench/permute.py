@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 import ep_runtime as ep
-from ep_runtime_client.bench import row_bench
-from ep_runtime_client.bench.options import BenchOptions, BenchReport
-from ep_runtime_client.bench.routing import topk_idx
-from ep_runtime_client.bench.row_bench import Sizes, Subject
+from ep_runtime_bench import row_bench
+from ep_runtime_bench.options import BenchOptions, BenchReport
+from ep_runtime_bench.routing import topk_idx
+from ep_runtime_bench.row_bench import Sizes, Subject
 from ep_runtime_client.ops import permutation_rows
 
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ep_runtime_bench.options import BenchOptions, BenchReport
+from ep_runtime_bench.timing import in_turn, median
 from ep_runtime_client import recipes
-from ep_runtime_client.bench.options import BenchOptions, BenchReport
-from ep_runtime_client.bench.timing import in_turn, median
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.ops import local_gemm, local_quantize
 

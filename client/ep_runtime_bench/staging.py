@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime import specs
+from ep_runtime_bench.daemon import warm_daemon
+from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_client import estimate
-from ep_runtime_client.bench.daemon import warm_daemon
-from ep_runtime_client.bench.options import BenchOptions, BenchReport
 from ep_runtime_client.cli import source
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.members import Member, start_jax

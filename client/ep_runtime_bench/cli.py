@@ -14,8 +14,8 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_client.bench.moe_cases import RECIPES, WEIGHTS
-from ep_runtime_client.bench.options import (
+from ep_runtime_bench.moe_cases import RECIPES, WEIGHTS
+from ep_runtime_bench.options import (
     ALSO,
     BENCHES,
     GPU_BENCHES,
@@ -27,7 +27,7 @@ from ep_runtime_client.bench.options import (
     BenchOptions,
     BenchReport,
 )
-from ep_runtime_client.bench.routing import ROUTINGS
+from ep_runtime_bench.routing import ROUTINGS
 from ep_runtime_client.cli import gpus, render
 
 GPU_EXPERTS = 256
@@ -249,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
     body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
     # Layers first: their processes need the devices' memory, which JAX in this one keeps.
     for module in sorted(modules, key=lambda module: module != "moe"):
-        found = importlib.import_module(f"ep_runtime_client.bench.{module}").run(options)
+        found = importlib.import_module(f"ep_runtime_bench.{module}").run(options)
         for known in found if isinstance(found, Iterator) else [found]:
             for report in known if isinstance(known, list) else [known]:
                 reports[report.name] = report

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ep_runtime_client.bench.options import BenchOptions
+from ep_runtime_bench.options import BenchOptions
 from ep_runtime_client.members import Member, run_member
 
 
@@ -19,7 +19,7 @@ def work(order: dict[str, Any], member: Member) -> int:
     }
     options = BenchOptions(**said)
     name = "device_calls" if options.on_gpus else "movement_calls"
-    calls = importlib.import_module(f"ep_runtime_client.bench.{name}")
+    calls = importlib.import_module(f"ep_runtime_bench.{name}")
     samples = calls.measure(options, order["address"], member)
     found = json.dumps([dataclasses.asdict(sample) for sample in samples])
     (Path(member.directory) / f"{member.index}.json").write_text(found)

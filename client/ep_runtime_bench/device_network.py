@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.bench import routing
-from ep_runtime_client.bench.device_bench import Bench
+from ep_runtime_bench import routing
+from ep_runtime_bench.device_bench import Bench
 from ep_runtime_client.ops import nodes_plan
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import arrays_type

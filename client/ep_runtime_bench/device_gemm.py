@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ep_runtime_bench.device_time import CallTimer, Clock, gpu_clock
+from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_client import recipes
-from ep_runtime_client.bench.device_time import CallTimer, Clock, gpu_clock
-from ep_runtime_client.bench.options import BenchOptions, BenchReport
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.ops import local_gemm, local_quantize, tf32_kernels

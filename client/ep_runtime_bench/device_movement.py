@@ -17,8 +17,8 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ep_runtime_client.bench import movement, routing
-from ep_runtime_client.bench.options import (
+from ep_runtime_bench import movement, routing
+from ep_runtime_bench.options import (
     CEILING,
     LIKE,
     PLAIN,
@@ -27,7 +27,7 @@ from ep_runtime_client.bench.options import (
     BenchReport,
     DeviceSample,
 )
-from ep_runtime_client.bench.timing import median, quantile
+from ep_runtime_bench.timing import median, quantile
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.members import Member
 
@@ -61,7 +61,7 @@ def run(options: BenchOptions) -> BenchReport:
         EpRuntimeError: a process of several failed; what it said is on the terminal.
     """
     if options.processes == 1:
-        calls = importlib.import_module("ep_runtime_client.bench.device_calls")
+        calls = importlib.import_module("ep_runtime_bench.device_calls")
         samples: Sequence[DeviceSample] = calls.measure(options, "embedded", Member())
     else:
         samples = slowest(movement.measure_together(options, DeviceSample))

@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.bench.memcpy import Memcpy
-from ep_runtime_client.bench.movement import MEMCPY
-from ep_runtime_client.bench.options import ROW_ITEM_BYTES, BenchOptions, Sample, Transport
-from ep_runtime_client.bench.timing import in_turn
+from ep_runtime_bench.memcpy import Memcpy
+from ep_runtime_bench.movement import MEMCPY
+from ep_runtime_bench.options import ROW_ITEM_BYTES, BenchOptions, Sample, Transport
+from ep_runtime_bench.timing import in_turn
 from ep_runtime_client.groups import Group
 from ep_runtime_client.members import Member, start_jax
 from ep_runtime_client.session import Session

@@ -1,4 +1,4 @@
-"""`python -m ep_runtime_client.bench.moe_client`: one MoE layer by one subject, in a fresh process.
+"""`python -m ep_runtime_bench.moe_client`: one MoE layer by one subject, in a fresh process.
 
 Peaks of memory are of a process's whole life, so each subject and case has one of its own. It
 says "ready" once JAX is up, "compiled" once its programs are, and last what it measured; it goes
@@ -23,10 +23,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import estimate, recipes
-from ep_runtime_client.bench import moe_stock, moe_trace
-from ep_runtime_client.bench.device_bench import AXIS
-from ep_runtime_client.bench.moe_cases import (
+from ep_runtime_bench import moe_stock, moe_trace
+from ep_runtime_bench.device_bench import AXIS
+from ep_runtime_bench.moe_cases import (
     COMPILED,
     GO,
     READY,
@@ -37,7 +36,8 @@ from ep_runtime_client.bench.moe_cases import (
     Profile,
     Step,
 )
-from ep_runtime_client.bench.timing import median
+from ep_runtime_bench.timing import median
+from ep_runtime_client import estimate, recipes
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups import Group
 from ep_runtime_client.members import Member, start_jax

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ep_runtime_bench import row_bench
+from ep_runtime_bench.device_gemm import LOADS, loads
+from ep_runtime_bench.options import BenchOptions, BenchReport
+from ep_runtime_bench.row_bench import Sizes, Subject
 from ep_runtime_client import recipes
-from ep_runtime_client.bench import row_bench
-from ep_runtime_client.bench.device_gemm import LOADS, loads
-from ep_runtime_client.bench.options import BenchOptions, BenchReport
-from ep_runtime_client.bench.row_bench import Sizes, Subject
 from ep_runtime_client.ops import local_activation, local_quantize
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.quantized import bits

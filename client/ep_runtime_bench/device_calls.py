@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime import env
-from ep_runtime_client.bench import (
+from ep_runtime_bench import (
     device_network,
     device_ops,
     device_stock,
     device_time,
     routing,
 )
-from ep_runtime_client.bench.device_bench import (
+from ep_runtime_bench.device_bench import (
     AXIS,
     ROWS,
     Bench,
@@ -35,7 +35,7 @@ from ep_runtime_client.bench.device_bench import (
     meeting,
     token_rows,
 )
-from ep_runtime_client.bench.options import (
+from ep_runtime_bench.options import (
     CEILING,
     LIKE,
     PLAIN,
