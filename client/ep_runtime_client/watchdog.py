@@ -86,9 +86,9 @@ def _end(group: Group, grace_s: float) -> None:
     _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")
 
 
-@functools.cache
-def _name_aborts() -> None:
-    """Makes C++ that gives up after a loss say whom it lost.
+@functools.cache  # and its handler lives on
+def _name_aborts() -> Any:
+    """Makes C++ that gives up after a loss say whom it lost; the handler, None where it cannot.
 
     Gloo throws on a thread of its own where a dead peer's collectives are out of step, which ends
     the process by std::terminate, at once and by no name.
@@ -97,7 +97,7 @@ def _name_aborts() -> None:
         library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         install = library["_ZSt13set_terminatePFvvE"]
     except (OSError, AttributeError):
-        return
+        return None
     install.restype = handler_type = ctypes.CFUNCTYPE(None)
     before: list[Any] = []
 
@@ -113,8 +113,9 @@ def _name_aborts() -> None:
             pause.wait(0.01)
         before[0]()
 
-    _name_aborts.handler = handler_type(terminate)  # type: ignore[attr-defined]  # lives on
-    before.append(install(_name_aborts.handler))  # type: ignore[attr-defined]
+    handler = handler_type(terminate)
+    before.append(install(handler))
+    return handler
 
 
 def _exit(text: str, ends: str) -> None:

@@ -244,34 +244,28 @@ class Sessions:
         """
         if uid in (session.uid, 0, os.geteuid()):
             return
-        self._events.deny(
-            "session.token_denied",
-            session.session_id,
-            f"uid {uid} used the token of uid {session.uid}",
-            session_id=session.session_id,
-            uid=session.uid,
-            client_pid=session.pid,
-        )
-        raise PermissionDeniedError(
-            f"session {session.session_id} belongs to uid {session.uid}, not to uid {uid}",
-            session=session.session_id,
-            uid=uid,
-        )
+        raise self._stolen(session, f"uid {uid}", f"uid {session.uid}", uid=uid)
 
     def _foreign(self, session: Session, pid: int) -> PermissionDeniedError:
+        hint = "; a forked child must connect on its own"
+        return self._stolen(session, f"process {pid}", f"process {session.pid}", hint, pid=pid)
+
+    def _stolen(
+        self, session: Session, user: str, owner: str, hint: str = "", **fields: object
+    ) -> PermissionDeniedError:
+        """`user` came with the token of `owner`: told here, and for the caller to raise."""
         self._events.deny(
             "session.token_denied",
             session.session_id,
-            f"process {pid} used the token of process {session.pid}",
+            f"{user} used the token of {owner}",
             session_id=session.session_id,
             uid=session.uid,
             client_pid=session.pid,
         )
         return PermissionDeniedError(
-            f"session {session.session_id} belongs to process {session.pid}, not to {pid}; "
-            "a forked child must connect on its own",
+            f"session {session.session_id} belongs to {owner}, not to {user}{hint}",
             session=session.session_id,
-            pid=pid,
+            **fields,
         )
 
     def beat(self, session: Session, progress: int) -> None:
