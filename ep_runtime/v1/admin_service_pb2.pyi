@@ -116,7 +116,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ..., loop_lag_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., loop_lag_worst: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failing_tasks: _Optional[_Iterable[str]] = ..., users: _Optional[_Iterable[_Union[UserUsage, _Mapping]]] = ..., user_limits: _Optional[_Union[UserLimits, _Mapping]] = ...) -> None: ...
 
 class UserUsage(_message.Message):
-    __slots__ = ("uid", "num_sessions", "num_groups", "num_layers", "host_bytes", "num_fds", "journal_bytes")
+    __slots__ = ("uid", "num_sessions", "num_groups", "num_layers", "host_bytes", "num_fds", "journal_bytes", "gpu_bytes")
     UID_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class UserUsage(_message.Message):
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_FDS_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
     uid: int
     num_sessions: int
     num_groups: int
@@ -131,10 +132,11 @@ class UserUsage(_message.Message):
     host_bytes: int
     num_fds: int
     journal_bytes: int
-    def __init__(self, uid: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., host_bytes: _Optional[int] = ..., num_fds: _Optional[int] = ..., journal_bytes: _Optional[int] = ...) -> None: ...
+    gpu_bytes: int
+    def __init__(self, uid: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., host_bytes: _Optional[int] = ..., num_fds: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., gpu_bytes: _Optional[int] = ...) -> None: ...
 
 class UserLimits(_message.Message):
-    __slots__ = ("max_sessions", "max_groups", "max_layers", "max_host_bytes", "max_fds", "max_journal_bytes", "max_retain")
+    __slots__ = ("max_sessions", "max_groups", "max_layers", "max_host_bytes", "max_fds", "max_journal_bytes", "max_retain", "max_gpu_bytes")
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_GROUPS_FIELD_NUMBER: _ClassVar[int]
     MAX_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +144,7 @@ class UserLimits(_message.Message):
     MAX_FDS_FIELD_NUMBER: _ClassVar[int]
     MAX_JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_RETAIN_FIELD_NUMBER: _ClassVar[int]
+    MAX_GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_sessions: int
     max_groups: int
     max_layers: int
@@ -149,7 +152,8 @@ class UserLimits(_message.Message):
     max_fds: int
     max_journal_bytes: int
     max_retain: _duration_pb2.Duration
-    def __init__(self, max_sessions: _Optional[int] = ..., max_groups: _Optional[int] = ..., max_layers: _Optional[int] = ..., max_host_bytes: _Optional[int] = ..., max_fds: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_retain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    max_gpu_bytes: int
+    def __init__(self, max_sessions: _Optional[int] = ..., max_groups: _Optional[int] = ..., max_layers: _Optional[int] = ..., max_host_bytes: _Optional[int] = ..., max_fds: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_retain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_gpu_bytes: _Optional[int] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes", "num_answered")

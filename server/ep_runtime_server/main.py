@@ -86,6 +86,12 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="host windows (default: half of --max-host-bytes, all of it without other users)",
     )
+    add(
+        "--max-gpu-bytes-per-uid",
+        metavar="SIZE",
+        help="windows on one GPU (default: half of what all may have there, all of it without "
+        "other users)",
+    )
     add("--max-journal-bytes-per-uid", metavar="SIZE", help="records for a restart (default 64M)")
     add(
         "--max-retain-s",
@@ -112,6 +118,7 @@ def _user_limits(arguments: argparse.Namespace, max_host_bytes: int, *, others: 
         "fds": arguments.max_fds_per_uid or (max_fds // 2 if others else max_fds // 8 * 7),
         "host_bytes": _size(arguments.max_host_bytes_per_uid)
         or (max_host_bytes // 2 if others else max_host_bytes),
+        "gpu_bytes": _size(arguments.max_gpu_bytes_per_uid),
         "journal_bytes": _size(arguments.max_journal_bytes_per_uid),
     }
     if not 0 <= arguments.max_retain_s < 1 << 31:
@@ -120,7 +127,7 @@ def _user_limits(arguments: argparse.Namespace, max_host_bytes: int, *, others: 
             argument="--max-retain-s",
         )
     limits = {name: value for name, value in given.items() if value}
-    return UserLimits(**limits, retain_s=arguments.max_retain_s)
+    return UserLimits(**limits, retain_s=arguments.max_retain_s, shared=others)
 
 
 def _size(text: str | None) -> int | None:

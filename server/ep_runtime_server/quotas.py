@@ -23,28 +23,38 @@ class UserLimits:
         groups: in any state but CLOSED.
         layers: registered layers and stacks, of all groups together.
         host_bytes: of windows and boards in host memory.
+        gpu_bytes: of windows on one GPU; None for what the daemon may take there, or half of that.
         fds: descriptors that the daemon holds for the user: windows, boards and processes.
         journal_bytes: of records that a restarted daemon needs.
         retain_s: how long a group may ask to be kept after its last process.
+        shared: the daemon serves other users.
     """
 
     sessions: int = DEFAULT_SESSIONS
     groups: int = DEFAULT_GROUPS
     layers: int = DEFAULT_LAYERS
     host_bytes: int = 1 << 62
+    gpu_bytes: int | None = None
     fds: int = 1 << 30
     journal_bytes: int = DEFAULT_JOURNAL_BYTES
     retain_s: float = DEFAULT_RETAIN_S
+    shared: bool = False
+
+    def on_gpu(self, limit_bytes: int) -> int:
+        """Of windows on a GPU on which all users together may have `limit_bytes`."""
+        share = limit_bytes // 2 if self.shared else limit_bytes
+        return share if self.gpu_bytes is None else self.gpu_bytes
 
 
 @dataclasses.dataclass
 class Usage:
-    """As UserLimits; what a user holds now."""
+    """As UserLimits, with the bytes of all GPUs; what a user holds now."""
 
     sessions: int = 0
     groups: int = 0
     layers: int = 0
     host_bytes: int = 0
+    gpu_bytes: int = 0
     fds: int = 0
     journal_bytes: int = 0
 
@@ -64,14 +74,23 @@ class Quotas:
         """
         held = self.usage(uid)
         for what, asked in more.items():
-            limit, has = getattr(self.limits, what), getattr(held, what)
-            if asked > limit - has:
-                raise PoolExhaustedError(
-                    f"uid {uid} holds {has} {what} and asks for {asked}, the limit of a user is "
-                    f"{limit}; free some, or start the daemon with another "
-                    f"--max-{what.replace('_', '-')}-per-uid",
-                    resource=what,
-                    asked=asked,
-                    held=has,
-                    limit=limit,
-                )
+            self._check(uid, what, asked, getattr(held, what), getattr(self.limits, what))
+
+    def check_gpu(self, uid: int, uuid: str, asked: int, held: int, limit_bytes: int) -> None:
+        """Whether windows of `asked` bytes may join `held` ones of the user on a GPU on which all
+        users may have `limit_bytes`. Raises PoolExhaustedError as `check`."""
+        self._check(uid, "gpu_bytes", asked, held, self.limits.on_gpu(limit_bytes), f" on {uuid}")
+
+    def _check(
+        self, uid: int, what: str, asked: int, held: int, limit: int, where: str = ""
+    ) -> None:
+        if asked > limit - held:
+            raise PoolExhaustedError(
+                f"uid {uid} holds {held} {what}{where} and asks for {asked}, the limit of a user "
+                f"is {limit}; free some, or start the daemon with another "
+                f"--max-{what.replace('_', '-')}-per-uid",
+                resource=what,
+                asked=asked,
+                held=held,
+                limit=limit,
+            )

@@ -149,13 +149,14 @@ class Runtime:
         """What the user holds now."""
         groups = self.groups.of_user(uid)
         sessions = sum(session.uid == uid for session in self.sessions.not_over())
-        host_bytes, fds = self.pool.held_by(uid)
+        host, *gpus = (self.pool.held_by(uid, device.name) for device in self.pool.devices())
         return Usage(
             sessions=sessions,
             groups=len(groups),
             layers=sum(len(group.layers) for group in groups),
-            host_bytes=host_bytes,
-            fds=sessions + fds,
+            host_bytes=host,
+            gpu_bytes=sum(gpus),
+            fds=sessions + self.pool.fds_of(uid),
             journal_bytes=self.recorder.bytes_of(uid),
         )
 

@@ -282,6 +282,7 @@ def usage(uid: int, held: Usage) -> pb.UserUsage:
         num_groups=held.groups,
         num_layers=held.layers,
         host_bytes=held.host_bytes,
+        gpu_bytes=held.gpu_bytes,
         num_fds=held.fds,
         journal_bytes=held.journal_bytes,
     )
@@ -293,6 +294,7 @@ def user_limits(limits: UserLimits) -> pb.UserLimits:
         max_groups=limits.groups,
         max_layers=limits.layers,
         max_host_bytes=limits.host_bytes,
+        max_gpu_bytes=limits.gpu_bytes or 0,
         max_fds=limits.fds,
         max_journal_bytes=limits.journal_bytes,
         max_retain=wire.duration(limits.retain_s),

@@ -9,6 +9,7 @@ LEASED -> RETAINED -> LEASED ..., LEASED -> QUARANTINED -> freed.
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,8 +46,9 @@ class WindowPool:
         self.on_change: Callable[[WindowSet], None] = lambda windows: None
         self._sets: list[WindowSet] = []
         self.quotas: Quotas | None = None  # without them users share what there is
-        self._reserved: dict[str, int] = {}
-        self._reserved_by: dict[int, tuple[int, int]] = {}  # by uid: host bytes, descriptors
+        # What is being allocated, by user: bytes on a device, and descriptors.
+        self._reserved: collections.Counter[tuple[int, str]] = collections.Counter()
+        self._reserved_fds: collections.Counter[int] = collections.Counter()
         self._freed = asyncio.Event()
         self._admit = ThreadPoolExecutor(1, thread_name_prefix="allocate")
         # Freeing runs beside allocation: a big group's end must not delay the next one's start.
@@ -71,28 +73,39 @@ class WindowPool:
     def used_bytes(self, device: str, *states: WindowState) -> int:
         """Bytes of the sets in those states, of all with none given, reservations included."""
         used = sum(s.bytes_on(device) for s in self._sets if not states or s.state in states)
-        return used if states else used + self._reserved.get(device, 0)
+        if states:
+            return used
+        return used + sum(more for (_, where), more in self._reserved.items() if where == device)
 
-    def held_by(self, uid: int) -> tuple[int, int]:
-        """(bytes on the host, descriptors) of a user's sets, reservations included."""
-        own = [windows for windows in self._sets if windows.owner.uid == uid]
-        host_bytes, fds = self._reserved_by.get(uid, (0, 0))
-        host_bytes += sum(windows.bytes_on(self._host.name) for windows in own)
-        return host_bytes, fds + sum(windows.num_fds for windows in own)
+    def held_by(self, uid: int, device: str) -> int:
+        """Bytes of a user's sets on a device, reservations included."""
+        own = sum(windows.bytes_on(device) for windows in self._sets if windows.owner.uid == uid)
+        return own + self._reserved[uid, device]
+
+    def fds_of(self, uid: int) -> int:
+        """Descriptors of a user's sets, reservations included."""
+        own = sum(windows.num_fds for windows in self._sets if windows.owner.uid == uid)
+        return own + self._reserved_fds[uid]
 
     def _reserve(self, uid: int, demand: Mapping[Device, int], fds: int) -> None:
         """Counts what is about to be allocated; negative numbers take it back."""
         for device, asked in demand.items():
-            self._reserved[device.name] = self._reserved.get(device.name, 0) + asked
-        host_bytes, held = self._reserved_by.pop(uid, (0, 0))
-        host_bytes, held = host_bytes + demand.get(self._host, 0), held + fds
-        if host_bytes or held:
-            self._reserved_by[uid] = host_bytes, held
+            self._reserved[uid, device.name] += asked
+        self._reserved_fds[uid] += fds
+        self._reserved += collections.Counter()  # without zeros
+        self._reserved_fds += collections.Counter()
 
-    def _over_quota(self, uid: int, host_bytes: int, fds: int) -> PoolExhaustedError | None:
+    def _over_quota(
+        self, uid: int, demand: Mapping[Device, int], fds: int = 0
+    ) -> PoolExhaustedError | None:
+        if self.quotas is None:
+            return None
         try:
-            if self.quotas is not None:
-                self.quotas.check(uid, host_bytes=host_bytes, fds=fds)
+            self.quotas.check(uid, host_bytes=demand.get(self._host, 0), fds=fds)
+            for device, asked in demand.items():
+                if device is not self._host:
+                    held = self.held_by(uid, device.name)
+                    self.quotas.check_gpu(uid, device.name, asked, held, device.limit_bytes)
         except PoolExhaustedError as error:
             return error
         return None
@@ -105,7 +118,7 @@ class WindowPool:
             error = (
                 self._exhausted(full, demand[full], uid)
                 if full is not None
-                else self._over_quota(uid, demand.get(self._host, 0), fds)
+                else self._over_quota(uid, demand, fds)
             )
             if error is None:
                 return
@@ -182,12 +195,16 @@ class WindowPool:
         ]
 
     def check_room(self, device: str, asked: int, uid: int) -> None:
-        """Raises PoolExhaustedError where the device has no room for memory that comes back."""
+        """Raises PoolExhaustedError where the device, or the user's quota, has no room for memory
+        that comes back."""
         if not asked:
             return
         found = self.device(device)
         if asked > found.limit_bytes - self.used_bytes(device):
             raise self._exhausted(found, asked, uid)
+        error = self._over_quota(uid, {found: asked})
+        if error is not None:
+            raise error
 
     def device(self, name: str) -> Device:
         """The host, or a GPU by its UUID. Raises as `Gpus.get`."""

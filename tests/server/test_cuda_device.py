@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from harness import eventually
+from harness import as_uid, eventually
 from raw_client import close_fds, make_spec
 
 from ep_runtime import board, errors, specs
@@ -22,6 +22,7 @@ from ep_runtime_server.cuda_device import (
     Gpus,
     uuid_text,
 )
+from ep_runtime_server.quotas import UserLimits
 
 GRANULARITY = 2 << 20
 GPU_BYTES = 64 << 20
@@ -198,6 +199,49 @@ def test_the_limit_per_gpu_is_kept(start_daemon, driver):
     with pytest.raises(errors.PoolExhaustedError) as caught:
         daemon.client(job="other").create(other, uuids=UUIDS)
     assert caught.value.fields["free_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [
+        (UserLimits(gpu_bytes=board.window_bytes(SPEC)), board.window_bytes(SPEC)),
+        (UserLimits(shared=True), board.window_bytes(SPEC) * 3 // 2),
+    ],
+    ids=["told", "half"],
+)
+def test_windows_of_one_user_on_a_gpu_are_limited(start_daemon, driver, tmp_path, limits, limit):
+    size, now = board.window_bytes(SPEC), [os.geteuid()]
+    daemon = start_daemon(
+        gpus=Gpus(3 * size, load=lambda: driver),
+        per_user=limits,
+        peer_of=as_uid(lambda: now[0]),
+        allow_uids=frozenset({4242}),
+        directory=tmp_path / "d",
+    )
+    client = daemon.client()
+    group = client.create(SPEC, uuids=UUIDS).group
+    more = make_spec(transport="nvlink", name="more")
+    with pytest.raises(errors.PoolExhaustedError, match=f"gpu_bytes on {UUIDS[0]}") as caught:
+        client.create(more, uuids=UUIDS)
+    told = {key: caught.value.fields[key] for key in ("resource", "asked", "held", "limit")}
+    assert told == {"resource": "gpu_bytes", "asked": size, "held": size, "limit": limit}
+    (user,) = daemon.status().users
+    assert (user.gpu_bytes, user.host_bytes) == (2 * size, board.board_bytes(SPEC))
+    now[0] = 4242
+    daemon.client().create(more, uuids=UUIDS)
+    now[0] = os.geteuid()
+    client.close_group(group)
+    client.create(more, uuids=UUIDS)  # waits for what is being freed
+
+
+def test_memory_that_comes_back_counts_for_its_user(start_daemon, driver):
+    """A process may have made it by itself: nothing tells memory of a GPU from other memory."""
+    daemon = start_daemon(gpus=Gpus(load=lambda: driver), per_user=UserLimits(gpu_bytes=1000))
+    pool = daemon._daemon.runtime.pool
+    pool.device(UUIDS[0])
+    with pytest.raises(errors.PoolExhaustedError, match="holds 0 gpu_bytes on .* asks for 1001"):
+        pool.check_room(UUIDS[0], 1001, 4242)
+    pool.check_room(UUIDS[0], 1000, 4242)
 
 
 def test_a_host_without_a_driver_says_what_is_missing(start_daemon):

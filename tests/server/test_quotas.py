@@ -164,8 +164,10 @@ def test_a_user_gets_half_where_others_are_served():
     assert (alone.host_bytes, shared.host_bytes) == (1 << 30, 1 << 29)
     assert shared.fds < alone.fds
     assert alone.sessions == shared.sessions == 1024
+    assert (alone.on_gpu(1 << 30), shared.on_gpu(1 << 30)) == (1 << 30, 1 << 29)
     own = limits("--max-groups-per-uid", "3", "--max-journal-bytes-per-uid", "1M")
     assert (own.groups, own.journal_bytes, own.retain_s) == (3, 1 << 20, 86400.0)
+    assert limits("--allow-uid", "7", "--max-gpu-bytes-per-uid", "3G").on_gpu(1 << 30) == 3 << 30
 
 
 @pytest.mark.parametrize("words", [("--max-groups-per-uid", "0"), ("--max-layers-per-uid", "-1")])

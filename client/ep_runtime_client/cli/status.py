@@ -31,6 +31,7 @@ _USERS = (
     render.Column("num_groups", "GROUPS", "count"),
     render.Column("num_layers", "LAYERS", "count"),
     render.Column("host_bytes", "HOST", "bytes"),
+    render.Column("gpu_bytes", "GPUS", "bytes"),
     render.Column("num_fds", "DESCRIPTORS", "count"),
     render.Column("journal_bytes", "JOURNAL", "bytes"),
 )
