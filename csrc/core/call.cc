@@ -191,8 +191,10 @@ Status Call::Await(int64_t source, uint32_t phase) {
   for (;;) {
     const uint32_t seen = word.load(std::memory_order_acquire);
     if (seen >= phase) break;
+    // In this order: a peer tells its error before it says that it failed.
+    const bool peer_failed = failed.load(std::memory_order_acquire) != 0;
     EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/false, first_rank_ + source));
-    if (failed.load(std::memory_order_acquire)) return FailedOnPeer(first_rank_ + source);
+    if (peer_failed) return FailedOnPeer(first_rank_ + source);
     telemetry_.Update(&record_, RankState::kWaiting, static_cast<int32_t>(first_rank_ + source));
     FutexWait(&word, seen, SliceNs(started_ns));
   }
