@@ -258,6 +258,7 @@ class Recorder:
             return
         self._failed = failed
         if failed:
+            self._tried_s = self._clock.monotonic_s()
             self._events.add(
                 "journal.failed",
                 f"the journal cannot be written: {self._journal.error}; nothing new is admitted",
