@@ -147,6 +147,8 @@ def test_duplicate_and_unused_and_foreign_experts():
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
 @pytest.mark.parametrize("precision", ["fast", "exact"])
 def test_few_tokens(tokens, precision):
+    if tokens == 0 and jax.__version_info__[:2] == (0, 11):
+        pytest.skip("XLA of JAX 0.11 crashes on shard_map of arrays without elements, ours or not")
     rng = np.random.default_rng(tokens)
     with small_group(
         max_tokens_per_rank=5, top_k=2, combine_precision=precision, max_token_dtype="bfloat16"

@@ -40,7 +40,8 @@ class Board:
         record.layer_id = layer_id
         record.handle = 1
         record.waiting_for = waiting_for
-        record.since_ns = time.monotonic_ns() - int(for_s * 1e9)
+        # A machine that just started has no time as long ago as that: then since its start.
+        record.since_ns = max(1, time.monotonic_ns() - int(for_s * 1e9))
 
 
 @pytest.fixture
