@@ -9,7 +9,7 @@
         ├── PeerLostError               a member's process died while others waited for it
         ├── OpTimeoutError              a live member did not arrive within op_timeout_s
         ├── StaleHandleError            the layer or group of this handle is gone or was re-created
-        ├── SessionFencedError          an operator, or the hang policy, cut this session off
+        ├── SessionFencedError          an operator cut this session off
         ├── GroupBusyError              a rank is claimed by a process that lives
         ├── RuntimeUnavailableError     no daemon answers at the address
         ├── PermissionDeniedError       not served: the wrong user, or another process's token
@@ -18,7 +18,7 @@
 
 What this platform cannot do is a plain NotImplementedError.
 
-Every class fixes its gRPC status code and whether a retry may help. `wire.py` maps them to and
+Every class fixes its gRPC status code and says where a retry may help. `wire.py` maps them to and
 from gRPC; the native library writes `EP_RUNTIME/<class name>: text {json fields}` into XLA's error
 text, which `parse` reads back.
 """
@@ -36,11 +36,9 @@ class EpRuntimeError(Exception):
     Attributes:
         fields: the names and numbers of this error as plain values (str, int, float, bool, list).
         grpc_code: name of the gRPC status code this class travels as.
-        retryable: True where the same call may succeed later without a change by the caller.
     """
 
     grpc_code: ClassVar[str] = "INTERNAL"
-    retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -73,17 +71,21 @@ class CapacityOverflowError(EpRuntimeError):
 
 
 class GroupNotReadyError(EpRuntimeError):
-    """Not every member of the group joined by the deadline. `fields`: group, missing_ranks."""
+    """Not every member of the group joined by the deadline; a retry may help.
+
+    `fields`: group, missing_ranks.
+    """
 
     grpc_code = "DEADLINE_EXCEEDED"
-    retryable = True
 
 
 class PeerLostError(EpRuntimeError):
-    """A member died while others waited for it. `fields`: rank, process, layer, op, epoch."""
+    """A member died while others waited for it; the job's next start may succeed.
+
+    `fields`: rank, process, layer, op, epoch.
+    """
 
     grpc_code = "ABORTED"
-    retryable = True
 
 
 class OpTimeoutError(EpRuntimeError):
@@ -105,20 +107,21 @@ class SessionFencedError(EpRuntimeError):
 
 
 class GroupBusyError(EpRuntimeError):
-    """A rank of the group is claimed by a process that lives. `fields`: rank, pid."""
+    """A rank of the group is claimed by a process that lives; a retry helps when it has ended.
+
+    `fields`: rank, pid.
+    """
 
     grpc_code = "UNAVAILABLE"
-    retryable = True
 
 
 class RuntimeUnavailableError(EpRuntimeError):
-    """No daemon answers at the address, or it is draining.
+    """No daemon answers at the address, or it is draining; a retry may help.
 
     `fields`: address; answered, False where nobody spoke at all.
     """
 
     grpc_code = "UNAVAILABLE"
-    retryable = True
 
 
 class PermissionDeniedError(EpRuntimeError):
@@ -129,14 +132,13 @@ class PermissionDeniedError(EpRuntimeError):
 
 
 class PoolExhaustedError(EpRuntimeError):
-    """A limit of the daemon, or of the user, is reached.
+    """A limit of the daemon, or of the user, is reached; a retry helps when others gave back.
 
     `fields`: asked_bytes, free_bytes, limit_bytes, holders (of other users only their sum); of a
     user's limit resource, asked, held, limit.
     """
 
     grpc_code = "RESOURCE_EXHAUSTED"
-    retryable = True
 
 
 class VersionSkewError(EpRuntimeError):

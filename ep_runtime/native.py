@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ class NativeLibrary:
             with_cuda = "EP_RUNTIME_CUDA=ON " if path == library_path("cuda") else ""
             raise RuntimeUnavailableError(
                 f"the native library is missing at {path}; install ep-runtime with {with_cuda}pip, "
-                f"or for a checkout run `{with_cuda}pip install -e . --no-build-isolation`",
+                f"or for a checkout run `{with_cuda}{sys.executable} -m pip install -e .`",
                 path=str(path),
             )
         self._library = ctypes.CDLL(str(path))
@@ -136,11 +137,6 @@ class NativeLibrary:
     def version(self) -> str:
         version: bytes = self._table.version
         return version.decode()
-
-    @property
-    def max_abi(self) -> int:
-        """The newest table ABI that the library speaks."""
-        return int(self._table.abi)
 
     def targets(self) -> list[Target]:
         """Every custom call target, in a fixed order."""

@@ -77,10 +77,6 @@ class FdServer:
         listener.listen(LISTEN_BACKLOG)
         self._loop.add_reader(listener, self._accept)
 
-    @property
-    def num_connections(self) -> int:
-        return len(self._connections)
-
     def close(self) -> None:
         self._loop.remove_reader(self._listener)
         self._disposal.close_listener(self._listener)

@@ -121,7 +121,6 @@ class Sessions:
         self.on_change: Callable[[Session], None] = _nobody
         self._by_token: dict[str, Session] = {}  # by the token's digest
         self._by_id: dict[str, Session] = {}
-        self.any_ever = False
 
     def all(self) -> list[Session]:
         """Oldest first, with those that ended lately."""
@@ -170,7 +169,6 @@ class Sessions:
     def _add(self, session: Session) -> None:
         self._by_token[session.token_digest] = session
         self._by_id[session.session_id] = session
-        self.any_ever = True
         asyncio.get_running_loop().add_reader(session.pidfd, self._on_exit, session)
         self.on_change(session)
 

@@ -27,7 +27,6 @@ class PlanMeta:
     Attributes:
         layer: the static layer (layer 0 of a stack).
         layout: how the tokens lie on the mesh.
-        top_k: K.
         capacity: C, rows of one slab in this call.
         handle: which of the layer's handles the call uses.
     """
@@ -73,13 +72,6 @@ class Call:
     @property
     def capacity(self) -> int:
         return self.meta.capacity
-
-    def anonymous(self) -> Call:
-        """The same for every layer with these settings: for work that no layer's id enters."""
-        layer = self.layer
-        spec = dataclasses.replace(layer.spec, name="layer", in_flight=1)
-        layer = dataclasses.replace(layer, spec=spec, base_id=0, index=0)
-        return dataclasses.replace(self, meta=dataclasses.replace(self.meta, layer=layer, handle=0))
 
     @property
     def is_local(self) -> bool:

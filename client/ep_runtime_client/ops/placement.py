@@ -53,10 +53,6 @@ class Weight:
         pairs = zip(self.entries, self.gathered, strict=True)
         return tuple(entry[: len(entry) - len(gone)] for entry, gone in pairs)
 
-    @property
-    def gathered_axes(self) -> Axes:
-        return flat(self.gathered)
-
     def amax_axes(self) -> Axes:
         """Axes that split what one expert's amax runs over: all but those on dim 0."""
         return flat(self.entries[1:])
