@@ -279,8 +279,29 @@ class Session:
             PoolExhaustedError: the daemon's memory limit.
             NotImplementedError: the transport is not part of this version.
         """
-        arguments = {key: value for key, value in locals().items() if key not in _NOT_SPEC}
-        spec = attach.resolve(self, mesh, transport, max_token_dtype, **arguments)
+        spec = attach.resolve(
+            self,
+            mesh,
+            transport,
+            max_token_dtype,
+            name=name,
+            ep_axis=ep_axis,
+            outer_axes=outer_axes,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            max_tokens_per_rank=max_tokens_per_rank,
+            recv_capacity_per_rank=recv_capacity_per_rank,
+            capacity_factor=capacity_factor,
+            max_top_k=max_top_k,
+            alignment=alignment,
+            lanes=lanes,
+            on_overflow=on_overflow,
+            combine_precision=combine_precision,
+            partitioning=partitioning,
+            op_timeout_s=op_timeout_s,
+            retain_s=retain_s,
+            num_sms=num_sms,
+        )
         if self._runtime.is_private:
             spec = attach.without_retention(spec)
         return self._create(spec, mesh, replace)
@@ -468,4 +489,3 @@ _PUBLIC = (
     *("job", "timeout_s", "address", "session_id", "daemon_pid", "alive"),
     *("create_group", "group", "describe", "close"),
 )
-_NOT_SPEC = frozenset({"self", "mesh", "transport", "max_token_dtype", "replace"})

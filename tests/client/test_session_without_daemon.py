@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import ep_runtime as ep
+from ep_runtime_client import attach
 
 _ARGUMENTS: dict[str, Any] = {
     "ep_axis": "ep",
@@ -22,6 +24,22 @@ _ARGUMENTS: dict[str, Any] = {
     "max_tokens_per_rank": 8,
     "max_top_k": 4,
     "alignment": 8,
+}
+
+
+# Of every setting of create_group one that is not its default.
+_SETTINGS: dict[str, Any] = {
+    **_ARGUMENTS,
+    "recv_capacity_per_rank": 24,
+    "max_token_dtype": "float32",
+    "lanes": 3,
+    "on_overflow": "error",
+    "combine_precision": "exact",
+    "transport": "xla",
+    "partitioning": "shard_map",
+    "op_timeout_s": 7.0,
+    "retain_s": 5.0,
+    "num_sms": 24,
 }
 
 
@@ -40,6 +58,24 @@ def test_a_group_has_the_sizes_of_its_spec(session: ep.Session, mesh: Any) -> No
     assert group.staging_bytes_per_rank == 0
     described = group.describe()
     assert (described["job"], described["state"], described["num_slabs"]) == ("tests", "READY", 8)
+
+
+def test_every_setting_reaches_the_spec(
+    session: ep.Session, mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "without_retention", lambda spec: spec)
+    settings = {*inspect.signature(session.create_group).parameters}
+    assert settings == {*_SETTINGS, "name", "mesh", "capacity_factor", "replace"}
+    spec = session.create_group("g", mesh, **_SETTINGS).spec
+    wanted = {**_SETTINGS, "ep_axis": ("ep",), "outer_axes": ("dp",), "name": "g"}
+    assert {name: getattr(spec, name) for name in wanted} == wanted
+    wide = {**_SETTINGS, "recv_capacity_per_rank": None, "capacity_factor": 2.0}
+    narrow = {**wide, "capacity_factor": 1.0}
+    found = [
+        session.create_group(name, mesh, **given).spec.recv_capacity_per_rank
+        for name, given in (("wide", wide), ("narrow", narrow))
+    ]
+    assert found[0] > found[1]
 
 
 def test_the_same_spec_again_is_the_same_group(session: ep.Session, mesh: Any) -> None:
