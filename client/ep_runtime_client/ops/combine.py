@@ -129,7 +129,7 @@ def _combine_primal(
 
     operands = (index, *given, *arrays)
     specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: jax.Array = twin.per_device(call, body, operands, specs, call.layout.spec())
+    result: jax.Array = twin.per_device(call, "combine", body, operands, specs, call.layout.spec())
     return result
 
 
@@ -181,7 +181,8 @@ def _combine_pullback(
 
     operands = (index, grad, *rows, *arrays)
     specs = (PartitionSpec(), spec, *([slab] * (len(operands) - 2)))
-    out = twin.per_device(call, body, operands, specs, (slab, slab) if rows else (slab,))
+    made = (slab, slab) if rows else (slab,)
+    out = twin.per_device(call, "combine_bwd", body, operands, specs, made)
     return out if rows else (out[0], None)
 
 

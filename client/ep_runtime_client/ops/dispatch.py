@@ -210,7 +210,7 @@ def _dispatch_primal(
 
     specs = (PartitionSpec(), *([spec] * len(given)), *([slab] * len(arrays)))
     result: tuple[jax.Array, jax.Array] = twin.per_device(
-        call, body, (index, *given, *arrays), specs, (slab, slab)
+        call, "dispatch", body, (index, *given, *arrays), specs, (slab, slab)
     )
     return result
 
@@ -254,7 +254,9 @@ def _dispatch_pullback(
 
     operands = (index, d_recv, d_weights, *arrays)
     specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: tuple[jax.Array, jax.Array] = twin.per_device(call, body, operands, specs, (spec, spec))
+    result: tuple[jax.Array, jax.Array] = twin.per_device(
+        call, "dispatch_bwd", body, operands, specs, (spec, spec)
+    )
     return result
 
 

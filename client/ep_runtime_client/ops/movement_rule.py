@@ -39,6 +39,7 @@ def _typed(mesh: Any) -> bool:
 
 def per_device(
     call: Call,
+    op: str,
     body: Callable[..., Any],
     mapped: Callable[..., Any],
     operands: Sequence[jax.Array],
@@ -49,15 +50,14 @@ def per_device(
 
     Args:
         call: gives the mesh.
-        body: takes as many arrays as there are operands; the function that it is defined in gives
-            the op's name, the same in every process.
+        op: its name in scopes.
+        body: takes as many arrays as there are operands.
         mapped: the shard_map of `body`: gives the results' shapes.
         operands: global arrays.
         in_specs: one per operand.
         out_specs: a prefix of what `body` returns.
     """
     make_cacheable()
-    name = _op_name(body)
     mesh = Mesh(call.mesh.devices, call.mesh.axis_names)
     shapes = jax.eval_shape(mapped, *operands)
     leaves, tree = jax.tree.flatten(shapes)
@@ -83,19 +83,19 @@ def per_device(
         def lower(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             with (
                 jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-                scopes.scope(name, call.layer),
+                scopes.scope(op, call.layer),
             ):
                 return tuple(jax.tree.leaves(body(*blocks[1:])))
 
         return mesh, lower, tuple(made), tuple(given)
 
-    op = custom_partitioning(whole)
-    identity = _identity(call, name, in_specs)
+    partitioned_op = custom_partitioning(whole)
+    identity = _identity(call, op, in_specs)
     factors = _factors([jnp.zeros(1), *operands], leaves)
-    op.def_partition(partition, sharding_rule=factors)
+    partitioned_op.def_partition(partition, sharding_rule=factors)
 
     def ruled(*operands: jax.Array) -> Any:
-        return op(jnp.full((1,), identity, jnp.int32), *operands)
+        return partitioned_op(jnp.full((1,), identity, jnp.int32), *operands)
 
     pinned = [
         lax.with_sharding_constraint(x, sharding)
@@ -108,17 +108,11 @@ def per_device(
     return jax.tree.unflatten(tree, results)
 
 
-def _op_name(body: Callable[..., Any]) -> str:
-    """dispatch_bwd for what _dispatch_pullback defines, and so on."""
-    outer = body.__qualname__.partition(".")[0].strip("_")
-    return outer.replace("_primal", "").replace("_pullback", "_bwd")
-
-
-def _identity(call: Call, name: str, in_specs: Sequence[PartitionSpec]) -> int:
+def _identity(call: Call, op: str, in_specs: Sequence[PartitionSpec]) -> int:
     """Everything that `body` depends on and the text before partitioning does not say."""
     meta, layer = call.meta, call.layer
     parts = (meta.layout, meta.capacity, meta.handle, layer.base_id, layer.fingerprint)
-    named = (ep_runtime.__version__, name, repr(parts), repr(tuple(in_specs)))
+    named = (ep_runtime.__version__, op, repr(parts), repr(tuple(in_specs)))
     return specs.stable_id("movement", *named) & 0x7FFFFFFF
 
 

@@ -145,6 +145,7 @@ def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> AnyArrays:
     slab: Any = twin.slab_spec(call)
     result: AnyArrays = twin.per_device(
         call,
+        "prepare",
         body,
         (index, topk_idx),
         (jax.sharding.PartitionSpec(), call.layout.spec()),

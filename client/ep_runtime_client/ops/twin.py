@@ -29,6 +29,7 @@ def slab_spec(call: Call) -> PartitionSpec:
 
 def per_device(
     call: Call,
+    op: str,
     body: Callable[..., Any],
     operands: Sequence[jax.Array],
     in_specs: Sequence[PartitionSpec],
@@ -38,6 +39,7 @@ def per_device(
 
     Args:
         call: gives the mesh, and whether the operands are local already.
+        op: its name in scopes.
         body: takes as many arrays as there are operands; collectives over mesh axes work in it.
         operands: arrays that are global but for the manual axes.
         in_specs: one per operand, without manual axes.
@@ -63,7 +65,7 @@ def per_device(
         check_vma=False,
     )
     if movement_rule.serves(call, mesh):
-        return movement_rule.per_device(call, body, mapped, operands, in_specs, out_specs)
+        return movement_rule.per_device(call, op, body, mapped, operands, in_specs, out_specs)
     # A shard_map that checks nothing forgets over which of the user's axes its results vary.
     return jax.tree.map(cast, mapped(*operands))
 
