@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import fakes
@@ -19,7 +17,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from permutations import Case, Inputs
 
-import ep_runtime as ep
 from ep_runtime_client import ops
 
 AXES = {"dp": 2, "fsdp": 2, "tp": 2}
@@ -274,20 +271,6 @@ def test_layers_on_a_mesh_under_remat_and_scan() -> None:
     step = jax.jit(jax.grad(loss), static_argnums=1)
     plain, again = step(given.tokens, False), step(given.tokens, True)
     np.testing.assert_allclose(again, plain, rtol=1e-5, atol=1e-6)
-
-
-def test_the_lines_of_the_readme() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"<!-- permute -->\n```python\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    rng = np.random.default_rng(0)
-    tokens = rng.standard_normal((16, 4)).astype(np.float32)
-    routing = ep.route(rng.standard_normal((16, 8)), 2)
-    names = {"ep": ep, "P": P, "tokens": tokens, "routing": routing}
-    with jax.set_mesh(fakes.mesh_of(AXES)):
-        exec(found[1], names | {"experts": lambda rows, sizes: rows}, names)
-    assert names["p"].group_sizes.shape == (4, 8)
-    np.testing.assert_allclose(names["y"], tokens, rtol=1e-6)
 
 
 def test_specs_that_do_not_fit() -> None:

@@ -1,0 +1,82 @@
+"""README.md and docs/ as tests read them: pages, their fenced blocks, their tables.
+
+HTML comments in the lines before a fence say how its code is checked; readers do not see them.
+
+| comment | the block |
+|---|---|
+| none | python and bash run, a page's blocks in order |
+| `not run: REASON` | does not run here; of bash the options are still parsed |
+| `from PATH` | stands in that file, which has a test of its own |
+| `prints` | is what the page's code printed since the last such block |
+| anything else | is a name by which a test finds it |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCED = re.compile(
+    r"^(?P<comments>(?:<!--[^\n]*-->\n)*)```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One fenced block; `line` is that of its first line of code."""
+
+    page: Path
+    line: int
+    language: str
+    markers: tuple[str, ...]
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def said(self, key: str) -> str | None:
+        """REASON of `not run: REASON`, PATH of `from PATH`; None without such a comment."""
+        found = (
+            marker.removeprefix(key).strip() for marker in self.markers if marker.startswith(key)
+        )
+        return next(found, None)
+
+    @property
+    def runs(self) -> bool:
+        apart = self.said("not run:") is not None or self.said("from ") is not None
+        return self.language in ("python", "bash") and not apart
+
+
+def blocks(page: Path) -> list[Block]:
+    """Every fenced block of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            page,
+            text.count("\n", 0, found.start("code")) + 1,
+            found["language"],
+            tuple(re.findall(r"<!-- (.*?) -->", found["comments"])),
+            found["code"],
+        )
+        for found in _FENCED.finditer(text)
+    ]
+
+
+def named(page: Path, marker: str) -> Block:
+    """The block with that comment."""
+    found = [block for block in blocks(page) if marker in block.markers]
+    assert len(found) == 1, f"{len(found)} blocks of {page.name} are marked {marker!r}"
+    return found[0]
+
+
+def table(page: Path, heading: str) -> list[list[str]]:
+    """Cells of the first table after a heading, without its two header lines."""
+    after = f"\n{page.read_text(encoding='utf-8')}".split(f"\n{heading}\n", 1)[1]
+    lines = after[after.index("\n|") + 1 :].split("\n\n", 1)[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

@@ -1,0 +1,138 @@
+"""Every code block of README and docs runs here, or says what it lacks (`doc_pages`)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import doc_pages
+import pytest
+
+from ep_runtime_client.demo.cli import make_config
+from ep_runtime_server.main import build_parser
+
+PAGE_TIMEOUT_S = 240.0
+LANGUAGES = {"python", "bash", "toml", "text", ""}
+
+BLOCKS = [block for page in doc_pages.PAGES for block in doc_pages.blocks(page)]
+
+
+def pages(language: str) -> list[Path]:
+    """Pages with a block of that language that runs."""
+    return sorted({block.page for block in BLOCKS if block.runs and block.language == language})
+
+
+def page_name(page: Path) -> str:
+    return page.stem
+
+
+@pytest.mark.parametrize("page", pages("python"), ids=page_name)
+def test_the_python_of_a_page_runs(page: Path) -> None:
+    # A process of its own, as a reader's: connect() comes before JAX starts its backends.
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(doc_pages.ROOT / "tests/run_page.py"), str(page)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=PAGE_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", pages("bash"), ids=page_name)
+def test_the_shell_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    program = tmp_path / "bin/ep-runtime"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ep_runtime_client.cli "$@"\n')
+    program.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(shell_lines(page))],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=PAGE_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def shell_lines(page: Path) -> list[str]:
+    return [
+        block.code for block in doc_pages.blocks(page) if block.runs and block.language == "bash"
+    ]
+
+
+def test_blocks_that_do_not_run_say_why() -> None:
+    for block in BLOCKS:
+        assert block.language in LANGUAGES, block.place
+        assert block.said("not run:") != "", f"{block.place}: no reason"
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.said("from ")], ids=lambda block: block.place
+)
+def test_code_from_a_file_stands_in_it(block: doc_pages.Block) -> None:
+    path = doc_pages.ROOT / str(block.said("from "))
+    script = path.read_text(encoding="utf-8")
+    assert block.code in script or textwrap.indent(block.code, "    ") in script
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"])
+def test_configuration_parses(block: doc_pages.Block) -> None:
+    assert tomllib.loads(block.code)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(place, words) of every command line shown, variables of the block put in."""
+    found = []
+    for block in BLOCKS:
+        if block.language != "bash":
+            continue
+        variables: dict[str, str] = {}
+        for number, line in enumerate(block.code.splitlines()):
+            variables |= dict(re.findall(r'^(\w+)="(.*)"$', line))
+            for name, value in variables.items():
+                line = line.replace(f"${name}", value)
+            for part in line.split("&&"):
+                if words := shlex.split(part, comments=True):
+                    found.append((f"{block.place}+{number}", words))
+    return found
+
+
+def parser_of(command: str, place: str) -> argparse.ArgumentParser:
+    if command == "serve":  # whose options are the daemon's
+        return build_parser()
+    parser = argparse.ArgumentParser(prog=place)
+    importlib.import_module(f"ep_runtime_client.cli.{command}").add_arguments(parser)
+    return parser
+
+
+def test_options_of_our_commands_exist() -> None:
+    checked = 0
+    for place, words in commands():
+        if Path(words[0]).name != "ep-runtime":
+            continue
+        args = parser_of(words[1], place).parse_args(words[2:])
+        if words[1] == "demo":
+            make_config(args)
+        checked += 1
+    assert checked > 20
+
+
+def test_scripts_that_pages_name_exist() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in doc_pages.PAGES)
+    named = set(
+        re.findall(r"\b(?:tests|csrc|client|server|docs)/[\w/]+\.(?:py|sh|cu|cc|h|md)\b", text)
+    )
+    assert len(named) > 5
+    assert [path for path in sorted(named) if not (doc_pages.ROOT / path).exists()] == []

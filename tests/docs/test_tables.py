@@ -1,0 +1,61 @@
+"""The tables of README and docs are complete: commands, errors, environment variables."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import doc_pages
+import pytest
+
+from ep_runtime import env, errors
+from ep_runtime_client import cli
+
+MAX_README_LINES = 220
+ENVIRONMENT = doc_pages.ROOT / "docs/environment.md"
+
+
+def first_names(page: Path, heading: str) -> list[str]:
+    return [re.findall(r"`(\w+)`", row[0])[0] for row in doc_pages.table(page, heading)]
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(doc_pages.README.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize(
+    ("marker", "variables"), [("demo", ""), ("gpu demo", "EP_RUNTIME_CUDA=ON "), ("tests", "")]
+)
+def test_each_command_is_one_line_from_nothing(marker: str, variables: str) -> None:
+    lines = doc_pages.named(doc_pages.README, marker).code.strip().splitlines()
+    assert len(lines) == 1
+    start = f"python3 -m venv .venv && {variables}.venv/bin/pip install "
+    assert lines[0].startswith(start)
+    extras = re.findall(r"\[([\w,]+)\]", lines[0])[0].split(",")
+    project = tomllib.loads((doc_pages.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(extras) <= set(project["project"]["optional-dependencies"])
+
+
+def test_the_command_table_lists_every_command() -> None:
+    assert first_names(doc_pages.README, "## Command line") == list(cli.COMMANDS)
+
+
+def test_the_error_table_lists_every_error() -> None:
+    # The daemon has one of its own, which never leaves its process.
+    tree = errors.EpRuntimeError.__subclasses__()
+    classes = {child.__name__ for child in tree if child.__module__ == errors.__name__}
+    assert set(first_names(doc_pages.README, "## Errors")) == classes
+
+
+def test_the_environment_table_is_the_one_of_the_code() -> None:
+    assert env.__doc__ is not None
+    documented = dict(re.findall(r"^\| (\w+) \| (.*) \|$", env.__doc__, re.MULTILINE))
+    documented.pop("variable")
+    shown = {
+        re.findall(r"`(\w+)`", row[0])[0]: " | ".join(row[1:])
+        for row in doc_pages.table(ENVIRONMENT, "# Environment variables")
+    }
+    # Read when building, by CMake and not by Python.
+    del shown["EP_RUNTIME_CUDA"]
+    assert shown == documented
