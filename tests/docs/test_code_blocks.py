@@ -131,8 +131,7 @@ def test_options_of_our_commands_exist() -> None:
 
 def test_scripts_that_pages_name_exist() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in doc_pages.PAGES)
-    named = set(
-        re.findall(r"\b(?:tests|csrc|client|server|docs)/[\w/]+\.(?:py|sh|cu|cc|h|md)\b", text)
-    )
+    folders = r"(?:tests|csrc|docs|client/ep_\w+|server/ep_\w+)"
+    named = set(re.findall(rf"\b{folders}/[\w/]+\.(?:py|sh|cu|cc|h|md)\b", text))
     assert len(named) > 5
     assert [path for path in sorted(named) if not (doc_pages.ROOT / path).exists()] == []
