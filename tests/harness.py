@@ -166,9 +166,16 @@ class DaemonProcess(Served):
     """`python -m ep_runtime_server` on a directory."""
 
     def __init__(
-        self, directory: Path, *options: str, pass_fds=(), ready: bool = True, launcher=()
+        self,
+        directory: Path,
+        *options: str,
+        pass_fds=(),
+        ready: bool = True,
+        launcher=(),
+        stderr=subprocess.PIPE,
     ) -> None:
-        """`launcher` is a command that ends in running its arguments."""
+        """`launcher` is a command that ends in running its arguments. A daemon that says more than
+        a pipe holds needs a file as `stderr`."""
         super().__init__(directory)
         reader, writer = os.pipe()
         command = [*launcher, sys.executable, "-m", "ep_runtime_server", "--dir", str(directory)]
@@ -177,7 +184,7 @@ class DaemonProcess(Served):
             [*command, "--ready-fd", str(writer), *options],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=(writer, *pass_fds),
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
         os.close(writer)

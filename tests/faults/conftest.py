@@ -8,4 +8,5 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     directory,
     run_program,
 )
+from fuzzing import fuzzed_daemon  # noqa: F401 - the same
 from harness import daemon_process, restarted  # noqa: F401 - the same

@@ -1,0 +1,25 @@
+"""fd.sock: any packets, with any descriptors."""
+
+from __future__ import annotations
+
+import fuzz_packets
+import pytest
+from fuzzing import campaign, end_well, inputs
+
+pytestmark = pytest.mark.timeout(4 * 3600)
+
+
+@inputs()
+@pytest.mark.parametrize(
+    ("fuzz", "well"),
+    [
+        (fuzz_packets.fuzz_packets, "welcome"),
+        (fuzz_packets.fuzz_packets_with_descriptors, "windows_returned"),
+    ],
+    ids=["alone", "with_descriptors"],
+)
+def test_any_packets_are_answered(fuzzed_daemon, fuzz, well, inputs):
+    daemon, log = fuzzed_daemon()
+    answers = campaign(daemon, fuzz, inputs)
+    assert answers[well] > inputs / 1000
+    end_well(daemon, log)
