@@ -80,9 +80,9 @@ def _options(
     debug: bool,
     local_ranks: Sequence[int] = (),
     gpus: OnGpus | None = None,
-) -> native_abi.GroupOptions:
+) -> native_abi.GroupOptionsStruct:
     ordinals = () if gpus is None else gpus.ordinals
-    return native_abi.GroupOptions(
+    return native_abi.GroupOptionsStruct(
         name=spec.name.encode(),
         generation=generation,
         world_size=spec.world_size,
@@ -124,9 +124,9 @@ class NativeLibrary:
             )
         self._library = ctypes.CDLL(str(path))
         entry = self._library.EpRuntimeTable
-        entry.restype = ctypes.POINTER(native_abi.Table)
+        entry.restype = ctypes.POINTER(native_abi.TableStruct)
         self._table = entry().contents
-        if self._table.abi != ABI or self._table.bytes < ctypes.sizeof(native_abi.Table):
+        if self._table.abi != ABI or self._table.bytes < ctypes.sizeof(native_abi.TableStruct):
             raise VersionSkewError(
                 f"{path} has ABI {self._table.abi}, this package needs {ABI}; build it again",
                 library=int(self._table.abi),
@@ -192,9 +192,9 @@ class NativeLibrary:
 
     def add_layers(self, group: int, layers: Sequence[NativeLayer]) -> None:
         """Makes layers known to the handlers; a layer known before gets its new settings."""
-        made = (native_abi.Layer * len(layers))(
+        made = (native_abi.LayerStruct * len(layers))(
             *(
-                native_abi.Layer(
+                native_abi.LayerStruct(
                     layer.id,
                     layer.name.encode(),
                     layer.fingerprint,
@@ -277,8 +277,8 @@ class NativeLibrary:
         return {name: int(value) for name, value in (line.split("=") for line in lines)}
 
 
-def _text_of(buffer: ctypes.Array[ctypes.c_char]) -> native_abi.Text:
-    return native_abi.Text(ctypes.cast(buffer, ctypes.c_char_p), len(buffer))
+def _text_of(buffer: ctypes.Array[ctypes.c_char]) -> native_abi.TextStruct:
+    return native_abi.TextStruct(ctypes.cast(buffer, ctypes.c_char_p), len(buffer))
 
 
 @functools.cache

@@ -12,11 +12,11 @@ import ctypes
 ABI = 3
 
 
-class Text(ctypes.Structure):
+class TextStruct(ctypes.Structure):
     _fields_ = [("data", ctypes.c_char_p), ("size", ctypes.c_int64)]
 
 
-class GroupOptions(ctypes.Structure):
+class GroupOptionsStruct(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("generation", ctypes.c_uint64),
@@ -41,7 +41,7 @@ class GroupOptions(ctypes.Structure):
     ]
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     _fields_ = [
         ("id", ctypes.c_uint64),
         ("name", ctypes.c_char_p),
@@ -53,7 +53,7 @@ class Layer(ctypes.Structure):
     ]
 
 
-class Target(ctypes.Structure):
+class TargetStruct(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("instantiate", ctypes.c_void_p),
@@ -62,37 +62,37 @@ class Target(ctypes.Structure):
 
 
 _I64 = ctypes.c_int64
-OptionsP = ctypes.POINTER(GroupOptions)
+OptionsP = ctypes.POINTER(GroupOptionsStruct)
 
 
-class Table(ctypes.Structure):
+class TableStruct(ctypes.Structure):
     _fields_ = [
         ("abi", ctypes.c_uint32),
         ("bytes", ctypes.c_uint32),
         ("version", ctypes.c_char_p),
-        ("targets", ctypes.POINTER(Target)),
+        ("targets", ctypes.POINTER(TargetStruct)),
         ("num_targets", ctypes.c_uint64),
         ("state_type_id", ctypes.c_void_p),
         ("state_type_info", ctypes.c_void_p),
         (
             "open_group",
             ctypes.CFUNCTYPE(
-                _I64, OptionsP, ctypes.c_int, ctypes.POINTER(ctypes.c_int), _I64, Text
+                _I64, OptionsP, ctypes.c_int, ctypes.POINTER(ctypes.c_int), _I64, TextStruct
             ),
         ),
-        ("add_layers", ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(Layer), _I64, Text)),
+        ("add_layers", ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(LayerStruct), _I64, TextStruct)),
         (
             "remove_layers",
             ctypes.CFUNCTYPE(None, _I64, ctypes.POINTER(ctypes.c_uint64), _I64),
         ),
         ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
-        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, Text)),
+        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, TextStruct)),
         ("fill_staging", ctypes.CFUNCTYPE(None, _I64, ctypes.c_int)),
         ("window_bytes", ctypes.CFUNCTYPE(_I64, OptionsP)),
         ("control_bytes", ctypes.CFUNCTYPE(_I64, _I64, _I64)),
         ("board_layout", ctypes.CFUNCTYPE(ctypes.c_char_p)),
         ("use_row_ops", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)),
-        ("num_devices", ctypes.CFUNCTYPE(_I64, Text)),
-        ("device_uuid", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, Text)),
-        ("reaches", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, ctypes.c_int32, Text)),
+        ("num_devices", ctypes.CFUNCTYPE(_I64, TextStruct)),
+        ("device_uuid", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, TextStruct)),
+        ("reaches", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, ctypes.c_int32, TextStruct)),
     ]

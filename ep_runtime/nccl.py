@@ -28,11 +28,11 @@ _LONGEST_S = 1e9  # in nanoseconds it still fits 64 bits
 _I64 = ctypes.c_int64
 
 
-class _Text(ctypes.Structure):
+class _TextStruct(ctypes.Structure):
     _fields_ = [("data", ctypes.c_char_p), ("size", _I64)]
 
 
-class _Options(ctypes.Structure):
+class _OptionsStruct(ctypes.Structure):
     _fields_ = [
         ("library", ctypes.c_char_p),
         ("name", ctypes.c_char_p),
@@ -49,7 +49,7 @@ class _Options(ctypes.Structure):
     ]
 
 
-class _Layer(ctypes.Structure):
+class _LayerStruct(ctypes.Structure):
     _fields_ = [
         ("id", ctypes.c_uint64),
         ("name", ctypes.c_char_p),
@@ -57,20 +57,23 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Table(ctypes.Structure):
+class _TableStruct(ctypes.Structure):
     _fields_ = [
         ("abi", ctypes.c_uint32),
         ("bytes", ctypes.c_uint32),
-        ("version", ctypes.CFUNCTYPE(_I64, ctypes.c_char_p, _Text)),
-        ("make_group", ctypes.CFUNCTYPE(_I64, ctypes.POINTER(_Options), _Text)),
-        ("init_group", ctypes.CFUNCTYPE(_I64, _I64, _I64, _Text)),
-        ("add_layers", ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(_Layer), _I64, _Text)),
+        ("version", ctypes.CFUNCTYPE(_I64, ctypes.c_char_p, _TextStruct)),
+        ("make_group", ctypes.CFUNCTYPE(_I64, ctypes.POINTER(_OptionsStruct), _TextStruct)),
+        ("init_group", ctypes.CFUNCTYPE(_I64, _I64, _I64, _TextStruct)),
+        (
+            "add_layers",
+            ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(_LayerStruct), _I64, _TextStruct),
+        ),
         ("abort_group", ctypes.CFUNCTYPE(None, _I64, ctypes.c_char_p)),
-        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, _Text)),
+        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, _TextStruct)),
         ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
-        ("await_failure", ctypes.CFUNCTYPE(_I64, _I64, _I64, _Text)),
+        ("await_failure", ctypes.CFUNCTYPE(_I64, _I64, _I64, _TextStruct)),
         ("rank_left", ctypes.CFUNCTYPE(None, _I64, _I64, ctypes.c_char_p)),
-        ("try_sum", ctypes.CFUNCTYPE(_I64, _I64, _I64, _Text)),
+        ("try_sum", ctypes.CFUNCTYPE(_I64, _I64, _I64, _TextStruct)),
     ]
 
 
@@ -127,7 +130,7 @@ class Ranks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class NcclLayer:
     """One layer as calls name it."""
 
     id: int
@@ -145,9 +148,13 @@ class NcclLibrary:
         loaded = ctypes.CDLL(str(path))
         entry = getattr(loaded, "EpRuntimeNcclTable", None)
         if entry is not None:
-            entry.restype = ctypes.POINTER(_Table)
+            entry.restype = ctypes.POINTER(_TableStruct)
             self._table = entry().contents
-        if entry is None or self._table.abi != ABI or self._table.bytes < ctypes.sizeof(_Table):
+        if (
+            entry is None
+            or self._table.abi != ABI
+            or self._table.bytes < ctypes.sizeof(_TableStruct)
+        ):
             raise VersionSkewError(
                 f"{path} has no NCCL of this package's version; build it again", package=ABI
             )
@@ -173,7 +180,7 @@ class NcclLibrary:
         if wrong:
             raise EpRuntimeError(f"a unique id has {UNIQUE_ID_BYTES} bytes, got {wrong[0]}")
         count = len(ranks.world_ranks)
-        options = _Options(
+        options = _OptionsStruct(
             library=find_library().encode(),
             name=ranks.name.encode(),
             generation=ranks.generation,
@@ -200,7 +207,7 @@ class NcclGroup:
         over: set by `abort` and `close`: what fails from then on may be their doing.
     """
 
-    def __init__(self, table: _Table, number: int) -> None:
+    def __init__(self, table: _TableStruct, number: int) -> None:
         self._table = table
         self.number = number
         self.over = threading.Event()
@@ -229,10 +236,10 @@ class NcclGroup:
         if self._table.try_sum(self.number, _nanoseconds(budget_s), text.struct) < 0:
             _raise(text)
 
-    def add_layers(self, layers: Sequence[Layer]) -> None:
+    def add_layers(self, layers: Sequence[NcclLayer]) -> None:
         """Makes layers known to the custom calls."""
-        made = (_Layer * len(layers))(
-            *(_Layer(item.id, item.name.encode(), item.fingerprint) for item in layers)
+        made = (_LayerStruct * len(layers))(
+            *(_LayerStruct(item.id, item.name.encode(), item.fingerprint) for item in layers)
         )
         text = _Buffer()
         if self._table.add_layers(self.number, made, len(layers), text.struct) < 0:
@@ -285,7 +292,7 @@ class _Buffer:
 
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(_TEXT_BYTES)
-        self.struct = _Text(ctypes.cast(self._memory, ctypes.c_char_p), _TEXT_BYTES)
+        self.struct = _TextStruct(ctypes.cast(self._memory, ctypes.c_char_p), _TEXT_BYTES)
 
     @property
     def value(self) -> str:

@@ -33,7 +33,9 @@ def place() -> str:
 
 def make_certificates(directory: Path, **hosts: str) -> Path:
     """Of an authority, and of nodes with the addresses at which they are reached."""
-    nodes = [certificates.Node(name, (host,) if host else ()) for name, host in hosts.items()]
+    nodes = [
+        certificates.CertifiedNode(name, (host,) if host else ()) for name, host in hosts.items()
+    ]
     certificates.make(directory, nodes, days=2, force=False)
     return directory
 

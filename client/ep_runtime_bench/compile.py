@@ -102,7 +102,7 @@ def _subjects(options: BenchOptions, session: Session, mesh: Mesh) -> dict[str, 
 
 def sample_of(
     moes: Sequence[model.Moe],
-    weights: Sequence[model.Block],
+    weights: Sequence[model.LayerWeights],
     x: jax.ShapeDtypeStruct,
 ) -> Sample:
     """Traces and compiles a training step of these blocks, from empty caches."""

@@ -23,7 +23,7 @@ HIDDEN, HEADS, MLP, SEQ = 64, 4, 64, 32
 Moe = Callable[[jax.Array, ep.MoEParams], jax.Array]
 
 
-class Block(NamedTuple):
+class LayerWeights(NamedTuple):
     """Weights of one layer of the model."""
 
     qkv: jax.Array  # [H, 3H]
@@ -33,22 +33,22 @@ class Block(NamedTuple):
 
 def blocks(
     num_layers: int, spec: ep.LayerSpec, mesh: Mesh, dtype: Any = jnp.float32
-) -> list[Block]:
+) -> list[LayerWeights]:
     """Shapes, dtypes and layouts of every layer's small weights; nothing is allocated.
 
     Experts lie over ep; an axis named fsdp also cuts one dim of every weight but the router.
     """
 
-    def one(key: jax.Array) -> Block:
+    def one(key: jax.Array) -> LayerWeights:
         params = ep.init_moe_params(key, spec, MLP, param_dtype=dtype)
         qkv = jax.random.normal(key, (HIDDEN, 3 * HIDDEN), dtype)
-        return Block(qkv, qkv[:, :HIDDEN], params)
+        return LayerWeights(qkv, qkv[:, :HIDDEN], params)
 
     shapes = jax.eval_shape(one, jax.random.key(0))
     fsdp = "fsdp" if "fsdp" in mesh.shape else None
     experts: tuple[Any, ...] = (P(), P("ep", fsdp), P("ep", None, fsdp))
     dense: Any = P(fsdp)
-    specs = Block(dense, dense, ep.MoEParams(*experts))
+    specs = LayerWeights(dense, dense, ep.MoEParams(*experts))
 
     def placed(shape: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
@@ -62,14 +62,16 @@ def token_axes(mesh: Mesh) -> tuple[str, ...]:
     return (*(axis for axis in mesh.axis_names if axis not in ("ep", "tp")), "ep")
 
 
-def train_step(moes: Sequence[Moe], layers: Sequence[Block], x: jax.Array) -> Sequence[Block]:
+def train_step(
+    moes: Sequence[Moe], layers: Sequence[LayerWeights], x: jax.Array
+) -> Sequence[LayerWeights]:
     """One step of gradient descent."""
     gradients = jax.grad(lambda layers: loss(moes, layers, x))(layers)
-    stepped: Sequence[Block] = jax.tree.map(lambda w, d: w - 0.01 * d, layers, gradients)
+    stepped: Sequence[LayerWeights] = jax.tree.map(lambda w, d: w - 0.01 * d, layers, gradients)
     return stepped
 
 
-def loss(moes: Sequence[Moe], layers: Sequence[Block], x: jax.Array) -> jax.Array:
+def loss(moes: Sequence[Moe], layers: Sequence[LayerWeights], x: jax.Array) -> jax.Array:
     """A number to differentiate. x: [B, S, H], one MoE block per layer, unrolled."""
     for moe, layer in zip(moes, layers, strict=True):
         x = x + _attention(_normed(x), layer)
@@ -81,7 +83,7 @@ def _normed(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _attention(x: jax.Array, layer: Block) -> jax.Array:
+def _attention(x: jax.Array, layer: LayerWeights) -> jax.Array:
     q, k, v = jnp.split((x @ layer.qkv).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     out: jax.Array = mixed.reshape(x.shape) @ layer.proj

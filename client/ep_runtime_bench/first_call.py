@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ep_runtime_bench import beside_cost
-from ep_runtime_bench.options import TRANSPORTS, Sizes, Transport
+from ep_runtime_bench.options import TRANSPORTS, ConnectSizes, Transport
 
 
 class Stages:
@@ -34,7 +34,7 @@ class Stages:
 
 
 def measure(
-    address: str, devices: int, transport: Transport, sizes: Sizes
+    address: str, devices: int, transport: Transport, sizes: ConnectSizes
 ) -> dict[str, dict[str, Any]]:
     """Runs one dispatch from nothing: the stages' milliseconds, and the costs of communicators."""
     stages = Stages()
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--transport", choices=TRANSPORTS, default="memfd")
     parser.add_argument("--sizes", type=json.loads, required=True)
     args = parser.parse_args()
-    found = measure(args.address, args.devices, args.transport, Sizes(**args.sizes))
+    found = measure(args.address, args.devices, args.transport, ConnectSizes(**args.sizes))
     sys.stdout.write(json.dumps(found) + "\n")
     return 0
 

@@ -251,12 +251,12 @@ class BenchOptions:
             )
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ConnectSizes:
         """What `connect` makes: little on CPU, where only the way counts; real windows on GPUs."""
         if not self.on_gpus:
-            return Sizes(8, 256, self.devices, 1, "float32", 8)
+            return ConnectSizes(8, 256, self.devices, 1, "float32", 8)
         case = (max(self.tokens), self.hidden, self.num_experts, self.top_k)
-        return Sizes(*case, self.dtype, 128)
+        return ConnectSizes(*case, self.dtype, 128)
 
     def tokens_for(self, row_bytes: int) -> int:
         """Tokens per rank for rows of this size."""
@@ -274,7 +274,7 @@ class BenchOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class ConnectSizes:
     """Of the group and the one call of `connect`: T of one rank, H, E, K, rows of an expert."""
 
     tokens: int

@@ -13,7 +13,7 @@ import ep_runtime as ep
 from ep_runtime_bench import row_bench
 from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.routing import topk_idx
-from ep_runtime_bench.row_bench import Sizes, Subject
+from ep_runtime_bench.row_bench import RowSizes, Subject
 from ep_runtime_client.ops import permutation_rows
 
 
@@ -23,7 +23,7 @@ def run(options: BenchOptions) -> BenchReport:
     return row_bench.run("permute", "permute and unpermute", options, subjects)
 
 
-def make_subjects(options: BenchOptions, sizes: Sizes) -> Iterator[Subject]:
+def make_subjects(options: BenchOptions, sizes: RowSizes) -> Iterator[Subject]:
     """What is measured: T * K rows of the sizes."""
     count, slots = max(1, sizes.rows // options.top_k), options.top_k
     tokens = row_bench.draw(0, options.dtype, count, sizes.hidden)

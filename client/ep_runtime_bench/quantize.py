@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ep_runtime_bench import row_bench
 from ep_runtime_bench.device_gemm import LOADS, loads
 from ep_runtime_bench.options import BenchOptions, BenchReport
-from ep_runtime_bench.row_bench import Sizes, Subject
+from ep_runtime_bench.row_bench import RowSizes, Subject
 from ep_runtime_client import recipes
 from ep_runtime_client.ops import local_activation, local_quantize
 from ep_runtime_client.ops.local_activation import Activation
@@ -33,7 +33,7 @@ def run(options: BenchOptions) -> BenchReport:
     return row_bench.run("quantize", "quantization and SwiGLU", options, subjects)
 
 
-def make_subjects(options: BenchOptions, sizes: Sizes) -> Iterator[Subject]:
+def make_subjects(options: BenchOptions, sizes: RowSizes) -> Iterator[Subject]:
     """What is measured, one after the other: arrays of one are gone when the next is made."""
     item = jnp.dtype(options.dtype).itemsize
     for load in LOADS:
@@ -55,7 +55,7 @@ def _kernel(recipe: recipes.Recipe, w: jax.Array) -> Any:
 
 
 def _recipes(
-    options: BenchOptions, sizes: Sizes, load: str, groups: jax.Array, values: int, item: int
+    options: BenchOptions, sizes: RowSizes, load: str, groups: jax.Array, values: int, item: int
 ) -> Iterator[Subject]:
     x = row_bench.draw(1, options.dtype, sizes.rows, sizes.hidden)
     for name, (recipe, reads, written) in RECIPES.items():
@@ -69,7 +69,7 @@ def _recipes(
 
 
 def _activation(
-    options: BenchOptions, sizes: Sizes, load: str, groups: jax.Array, used: int, item: int
+    options: BenchOptions, sizes: RowSizes, load: str, groups: jax.Array, used: int, item: int
 ) -> Iterator[Subject]:
     static = Activation("silu", True, jnp.dtype(options.dtype))
     inner = sizes.hidden // 4

@@ -72,7 +72,7 @@ class Subject:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class RowSizes:
     """What is measured: rows of a slab, and H."""
 
     rows: int
@@ -80,7 +80,7 @@ class Sizes:
 
 
 def run(
-    name: str, what: str, options: BenchOptions, subjects: Callable[[Sizes], Iterable[Subject]]
+    name: str, what: str, options: BenchOptions, subjects: Callable[[RowSizes], Iterable[Subject]]
 ) -> BenchReport:
     """Measures `subjects` on the first GPU, or on CPU."""
     if not options.on_gpus:
@@ -93,12 +93,12 @@ def run(
     return BenchReport(name, title, COLUMNS, rows)
 
 
-def sizes_of(options: BenchOptions) -> Sizes:
+def sizes_of(options: BenchOptions) -> RowSizes:
     """Sizes that fit the device."""
     given = options.tokens_per_rank * options.top_k
     if options.on_gpus:
-        return Sizes(given or GPU_ROWS, options.hidden)
-    return Sizes(given or CPU_ROWS, min(options.hidden, CPU_HIDDEN))
+        return RowSizes(given or GPU_ROWS, options.hidden)
+    return RowSizes(given or CPU_ROWS, min(options.hidden, CPU_HIDDEN))
 
 
 def measure(

@@ -34,7 +34,7 @@ _NODE_NAME = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
+class CertifiedNode:
     """Args:
     name: what the daemon calls itself (`serve --node`).
     hosts: DNS names and IP addresses at which others reach it.
@@ -65,7 +65,7 @@ def paths(directory: Path, name: str) -> Paths:
     return Paths(directory / f"{name}.pem", directory / f"{name}.key")
 
 
-def parse_node(text: str) -> Node:
+def parse_node(text: str) -> CertifiedNode:
     """`NAME` or `NAME=HOST,HOST`.
 
     Raises:
@@ -85,7 +85,7 @@ def parse_node(text: str) -> Node:
             f"a node's name must be a DNS name other than {AUTHORITY!r}, got {name!r}",
             argument="NODE",
         )
-    return Node(name, hosts)
+    return CertifiedNode(name, hosts)
 
 
 def _is_address(text: str) -> bool:
@@ -96,7 +96,9 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def make(directory: Path, nodes: list[Node], *, days: int, force: bool) -> dict[str, Paths]:
+def make(
+    directory: Path, nodes: list[CertifiedNode], *, days: int, force: bool
+) -> dict[str, Paths]:
     """Writes an authority, unless there is one, and a certificate with key for every node.
 
     Nothing is written where something would be refused.
@@ -181,7 +183,7 @@ def _read_authority(place: Paths, days: int) -> _Signer:
     return _Signer(certificate, key)
 
 
-def _write_node(place: Paths, node: Node, authority: _Signer, days: int) -> None:
+def _write_node(place: Paths, node: CertifiedNode, authority: _Signer, days: int) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     names: list[x509.GeneralName] = []
     for host in dict.fromkeys((node.name, *node.hosts)):

@@ -50,7 +50,9 @@ class GroupWithNccl(native.OpenGroup):
     def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
         """As `native.OpenGroup`; its calls between nodes name layers too."""
         super().add_layers(layers)
-        self.nccl.add_layers([nccl.Layer(item.id, item.name, item.fingerprint) for item in layers])
+        self.nccl.add_layers(
+            [nccl.NcclLayer(item.id, item.name, item.fingerprint) for item in layers]
+        )
 
     def check(self) -> str | None:
         """As `native.OpenGroup`, then what NCCL found."""

@@ -21,7 +21,7 @@ from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client import transport
 from ep_runtime_client.farewells import Owed, farewells
 from ep_runtime_client.place import Place
-from ep_runtime_client.runtime import Runtime
+from ep_runtime_client.runtime import ReachedRuntime
 
 _log = logging.getLogger("ep_runtime")
 
@@ -59,7 +59,7 @@ class Link:
         session_id: the daemon's public name for it.
     """
 
-    def __init__(self, runtime: Runtime, callbacks: Callbacks) -> None:
+    def __init__(self, runtime: ReachedRuntime, callbacks: Callbacks) -> None:
         self.token = ""
         self.session_id = ""
         self._runtime = runtime

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ep_runtime_client.session import Session
 
 
-class Sessions:
+class OpenSessions:
     """Open sessions by daemon, each with the number of its `connect()` calls. Thread-safe."""
 
     def __init__(self) -> None:
@@ -88,4 +88,4 @@ class Sessions:
             session.at_exit()
 
 
-sessions = Sessions()
+sessions = OpenSessions()

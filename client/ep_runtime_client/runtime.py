@@ -50,7 +50,7 @@ class Address:
 
 
 @dataclasses.dataclass
-class Runtime:
+class ReachedRuntime:
     """A daemon that answers, or none at all; `child` where this process started it."""
 
     address: Address
@@ -152,7 +152,7 @@ def choose(address: str | None) -> Address:
     return Address(EMBEDDED)
 
 
-def open_runtime(address: Address, timeout_s: float) -> Runtime:
+def open_runtime(address: Address, timeout_s: float) -> ReachedRuntime:
     """The daemon at an address, started where the address asks for that.
 
     Raises:
@@ -161,7 +161,7 @@ def open_runtime(address: Address, timeout_s: float) -> Runtime:
         InvalidArgumentError: an embedded daemon in a job of several processes.
     """
     if address.kind == NONE:
-        return Runtime(address, None)
+        return ReachedRuntime(address, None)
     if address.kind == EMBEDDED:
         return _open_embedded(address, timeout_s)
     assert address.directory is not None  # the other kinds have one
@@ -169,10 +169,10 @@ def open_runtime(address: Address, timeout_s: float) -> Runtime:
         return _open_node(address, address.directory, timeout_s)
     place = Place(address.directory, address.uid)
     with transport.fd_socket(place, timeout_s):
-        return Runtime(address, place)
+        return ReachedRuntime(address, place)
 
 
-def _open_embedded(address: Address, timeout_s: float) -> Runtime:
+def _open_embedded(address: Address, timeout_s: float) -> ReachedRuntime:
     processes = jax_state.num_processes()
     if processes > 1:
         raise InvalidArgumentError(
@@ -191,7 +191,7 @@ def _open_embedded(address: Address, timeout_s: float) -> Runtime:
         raise
     _log.info("started a private daemon, pid %d, that ends with this process", child.pid)
     # Ours by its name's random part; parents that a cluster's TMPDIR may have do not matter then.
-    return Runtime(address, Place(directory, os.geteuid()), child)
+    return ReachedRuntime(address, Place(directory, os.geteuid()), child)
 
 
 def _start_with_lifeline(directory: Path) -> children.Child:
@@ -207,20 +207,20 @@ def _start_with_lifeline(directory: Path) -> children.Child:
         os.close(ourselves)
 
 
-def _open_node(address: Address, directory: Path, timeout_s: float) -> Runtime:
+def _open_node(address: Address, directory: Path, timeout_s: float) -> ReachedRuntime:
     """The first process starts the daemon under a lock; it ends by itself after the last one."""
     place = Place(directory)
     place.check()
     env.make_directory(directory)
     with _locked(directory / "start.lock", timeout_s):
         if children.answers(place, timeout_s):
-            return Runtime(address, place)
+            return ReachedRuntime(address, place)
         child = children.Child.start(
             directory, ["--idle-exit-s", str(_IDLE_EXIT_S)], log_path=directory / "daemon.log"
         )
         child.wait_ready(timeout_s)
     _log.info("started the node's daemon, pid %d, at unix://%s", child.pid, directory)
-    return Runtime(address, place, child)
+    return ReachedRuntime(address, place, child)
 
 
 @contextlib.contextmanager

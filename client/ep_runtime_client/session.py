@@ -107,7 +107,7 @@ class Session:
 
     def __init__(
         self,
-        runtime: runtimes.Runtime,
+        runtime: runtimes.ReachedRuntime,
         job: str | None,
         labels: dict[str, str],
         timeout_s: float,

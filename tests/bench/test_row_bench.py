@@ -23,7 +23,7 @@ class CountingTimer:
 @pytest.mark.parametrize("bench", [pytest.param(quantize, marks=pytest.mark.slow), permute])
 def test_every_subject_stands_beside_a_copy(bench: object) -> None:
     sizes = row_bench.sizes_of(OPTIONS)
-    assert sizes == row_bench.Sizes(128, 64)
+    assert sizes == row_bench.RowSizes(128, 64)
     subjects = bench.make_subjects(OPTIONS, sizes)
     found = [*row_bench.measure(OPTIONS, CountingTimer(), subjects)]
     copied = 2 * 128 * 64 * 2 / 2 / 1e3

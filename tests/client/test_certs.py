@@ -159,7 +159,9 @@ def test_json_names_the_files(tmp_path, capsys):
         "certificate": f"{tmp_path}/a.pem",
         "key": f"{tmp_path}/a.key",
     }
-    assert certificates.parse_node("a=h,10.0.0.1") == certificates.Node("a", ("h", "10.0.0.1"))
+    assert certificates.parse_node("a=h,10.0.0.1") == certificates.CertifiedNode(
+        "a", ("h", "10.0.0.1")
+    )
 
 
 def test_without_the_library_it_says_what_to_install(tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
 
-    def set_up(modules: set[str], found: list[str] | Exception | None) -> gpus.Gpus:
+    def set_up(modules: set[str], found: list[str] | Exception | None) -> gpus.GpuFinding:
         path = tmp_path / "libep_runtime_cuda.so"
         if found is not None:
             path.touch()

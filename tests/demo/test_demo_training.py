@@ -275,7 +275,7 @@ def test_gpus_are_taken_where_enough_are_there(
 def test_gpus_that_are_wanted_and_not_there_are_an_error_that_says_why(
     gpus_found: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = gpus.Gpus("WARN", "JAX has a plugin, this package has no CUDA", "build it")
+    state = gpus.GpuFinding("WARN", "JAX has a plugin, this package has no CUDA", "build it")
     monkeypatch.setattr(gpus, "check", lambda: state)
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -28,7 +28,7 @@ from ep_runtime_client.ops import (
     quantized_activation_kernels,
 )
 from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
-from ep_runtime_client.ops.local_quantized_activation import Quantized
+from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 from ep_runtime_client.quantized import bits
 
 _TARGETS = (
@@ -98,7 +98,7 @@ def test_activated_rows_are_quantized_as_by_two_passes(gpus: list[Any], recipe: 
     def run(given: Any) -> Any:
         found = []
         for (static, _), (hidden, weights, grad) in zip(_ACTIVATIONS, given, strict=True):
-            fused, operands = Quantized(static, recipe, 4), (hidden, weights, sizes)
+            fused, operands = QuantizedActivation(static, recipe, 4), (hidden, weights, sizes)
             options: dict[str, Any] = {"num_experts": 4, "clear_slack": False}
             rows = local_activation.forward(static, *operands)
             two = local_quantize.quantize_rows(recipe, rows, sizes, **options)

@@ -24,7 +24,7 @@ from ep_runtime_client.ops import (
     row_kernels,
 )
 from ep_runtime_client.ops.local_activation import Activation
-from ep_runtime_client.ops.local_quantized_activation import Quantized
+from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 
 Spec = PartitionSpec
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -76,7 +76,7 @@ def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
     return [name for name in sorted(TARGETS) for _ in range(text.count(f"@{name}("))]
 
 
-def run(static: Quantized, hidden: Any, weights: Any, grad: Any = None) -> Any:
+def run(static: QuantizedActivation, hidden: Any, weights: Any, grad: Any = None) -> Any:
     if grad is None:
         return local_quantized_activation.forward(static, hidden, weights, SIZES)
     return local_quantized_activation.pullback(static, hidden, weights, SIZES, grad)
@@ -89,7 +89,7 @@ def test_one_call_makes_data_and_scales(
     process: Process, recipe: Any, wanted: list[str], gradient: bool, weighted: bool
 ) -> None:
     process.takes_kernels(True)
-    static = Quantized(Activation("silu", True, BF16), recipe, 3)
+    static = QuantizedActivation(Activation("silu", True, BF16), recipe, 3)
     weights = drawn(2, 20, dtype=np.float32) if weighted else None
     operands = (drawn(2, 20, 2, 136), weights, drawn(2, 20, 136) if gradient else None)
     fused = functools.partial(run, static)
@@ -110,7 +110,7 @@ def test_one_call_makes_data_and_scales(
 
 def test_gradients_of_halves_that_share_a_tile_take_two_passes(process: Process) -> None:
     process.takes_kernels(True)
-    static = Quantized(Activation("silu", True, BF16), recipes.BlockScaling())
+    static = QuantizedActivation(Activation("silu", True, BF16), recipes.BlockScaling())
     for inner, wanted in ((136, "ep_quantize_tiles_v1"), (128, "ep_quantize_activation_v1")):
         operands = (drawn(2, 20, 2 * inner), None, drawn(2, 20, inner))
         assert calls(functools.partial(run, static), *operands) == [wanted]
@@ -130,7 +130,7 @@ def test_what_the_kernels_do_not_take_is_activated_and_then_quantized(
 ) -> None:
     process.takes_kernels(True)
     hidden = drawn(2, 32, 2, 128, dtype=static.dtype)
-    found = calls(functools.partial(run, Quantized(static, recipe)), hidden, None)
+    found = calls(functools.partial(run, QuantizedActivation(static, recipe)), hidden, None)
     assert not {*found} & {*quantized_activation_kernels.TARGETS}
 
 

@@ -16,7 +16,7 @@ _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _BUILD = "EP_RUNTIME_CUDA=ON pip install --force-reinstall ep-runtime"
 
 
-class Gpus(NamedTuple):
+class GpuFinding(NamedTuple):
     """One line of `doctor`."""
 
     state: str
@@ -48,7 +48,7 @@ def _device_files() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def check() -> Gpus:
+def check() -> GpuFinding:
     """Looks at what is installed, and at the driver only where our library is."""
     plugin = _plugin()
     if not native.library_path("cuda").exists():
@@ -56,24 +56,26 @@ def check() -> Gpus:
             neither = "neither JAX nor this package is installed for NVIDIA GPUs"
             if count := _device_files():
                 advice = f"{_BUILD}, with the extra cuda12 or cuda13"
-                return Gpus("WARN", f"{neither}, and this machine has {count}", advice)
-            return Gpus("OK", neither)
-        return Gpus("WARN", f"JAX has {plugin}, this package was built without CUDA", _BUILD)
+                return GpuFinding("WARN", f"{neither}, and this machine has {count}", advice)
+            return GpuFinding("OK", neither)
+        return GpuFinding("WARN", f"JAX has {plugin}, this package was built without CUDA", _BUILD)
     try:
         found = native.library("cuda").devices()
     except EpRuntimeError as error:
-        return Gpus("WARN", str(error), "install a driver for this CUDA, or build without it")
+        return GpuFinding("WARN", str(error), "install a driver for this CUDA, or build without it")
     text = f"{len(found)} GPUs: {', '.join(found)}"
     if plugin is None:
-        return Gpus("WARN", f"{text}; JAX sees none", "install the extra cuda12 or cuda13")
+        return GpuFinding("WARN", f"{text}; JAX sees none", "install the extra cuda12 or cuda13")
     if not all(importlib.util.find_spec(name) for name in ("cuda", "cuda.bindings")):
-        return Gpus("WARN", text, "a daemon needs cuda-bindings: the extra cuda12 or cuda13")
+        return GpuFinding("WARN", text, "a daemon needs cuda-bindings: the extra cuda12 or cuda13")
     if hidden := _hidden_from_jax():
-        return Gpus("WARN", f"{text}; {plugin}", f"JAX_PLATFORMS={hidden} keeps JAX from them")
-    return Gpus("OK", f"{text}; {plugin}")
+        return GpuFinding(
+            "WARN", f"{text}; {plugin}", f"JAX_PLATFORMS={hidden} keeps JAX from them"
+        )
+    return GpuFinding("OK", f"{text}; {plugin}")
 
 
-def hardware(window_bytes: Mapping[str, int]) -> dict[str, Gpus]:
+def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
     """Lines of `doctor` by their name; none on a machine that has nothing to do with GPUs.
 
     Args:
@@ -83,24 +85,24 @@ def hardware(window_bytes: Mapping[str, int]) -> dict[str, Gpus]:
     if not machine.gpus:
         if _plugin() is None and not native.library_path("cuda").exists():
             return {}
-        return {"gpu driver": Gpus("WARN", f"{nvml.NOT_TOLD}: {machine.reason}")}
+        return {"gpu driver": GpuFinding("WARN", f"{nvml.NOT_TOLD}: {machine.reason}")}
     memory = [_memory(gpu, window_bytes.get(gpu.uuid, 0)) for gpu in machine.gpus]
     return {
-        "gpu driver": Gpus("OK", f"{machine.driver}, {len(memory)} x {machine.gpus[0].name}"),
-        "gpu memory": Gpus("OK", "; ".join(memory)),
-        "gpu links": Gpus("OK", _links(machine)),
+        "gpu driver": GpuFinding("OK", f"{machine.driver}, {len(memory)} x {machine.gpus[0].name}"),
+        "gpu memory": GpuFinding("OK", "; ".join(memory)),
+        "gpu links": GpuFinding("OK", _links(machine)),
         "gpu matmuls": _matmuls(),
     }
 
 
-def _matmuls() -> Gpus:
+def _matmuls() -> GpuFinding:
     """Which products of grouped_gemm have kernels."""
     if not native.library_path("cuda").exists():
-        return Gpus("WARN", "all of grouped_gemm is plain JAX", _BUILD)
+        return GpuFinding("WARN", "all of grouped_gemm is plain JAX", _BUILD)
     wide = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
     narrow = "8-bit recipes where they are of 16, MXFP8 and the weight gradient of blocks in bf16"
     single = "f32 in tf32 where they are of 4"
-    return Gpus("OK", f"{wide}, {narrow}, {single}; other GPUs by plain JAX")
+    return GpuFinding("OK", f"{wide}, {narrow}, {single}; other GPUs by plain JAX")
 
 
 def _memory(gpu: nvml.Gpu, window_bytes: int) -> str:

@@ -13,7 +13,7 @@ from ep_runtime_client import cli
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.corpus import Corpus, load_corpus, prompt, training_batches
 from ep_runtime_client.demo.interrupt import StopRequest
-from ep_runtime_client.demo.render import Place, Reporter, Run
+from ep_runtime_client.demo.render import Announcement, Reporter, Run
 from ep_runtime_client.demo.together import AgreedStop, Stop
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
 from ep_runtime_client.demo.training import TrainingReport, train
@@ -97,7 +97,7 @@ def _start(config: DemoConfig, recipe: str, session: Session, reporter: Reporter
     group = trainers[0].group
     if recipe == config.recipes[0]:
         reporter.announce_runtime(
-            Place(
+            Announcement(
                 session.address,
                 _travel(group.spec),
                 group.staging_bytes_per_rank,

@@ -27,7 +27,7 @@ PLAIN_LINES = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Announcement:
     """Where the runtime is: what `announce_runtime` says about it."""
 
     address: str
@@ -101,7 +101,7 @@ class Reporter:
             f"{len(corpus.held_out):,} held out"
         )
 
-    def announce_runtime(self, place: Place) -> None:
+    def announce_runtime(self, place: Announcement) -> None:
         """Which runtime serves the job, and how to look at it."""
         self.say(
             f"runtime: {place.address}, transport {place.transport}, "

@@ -9,7 +9,7 @@ from ep_runtime_client.members import Member
 
 
 class Stop(Protocol):
-    """Who asks to stop."""
+    """Who asks the loop to end after the step in flight."""
 
     @property
     def requested(self) -> bool: ...

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ep_runtime_client.demo.config import DemoConfig
 
 if TYPE_CHECKING:
+    from ep_runtime_client.demo.together import Stop
     from ep_runtime_client.demo.trainer import StepResult
 
 
@@ -35,13 +36,6 @@ class Progress(Protocol):
     """Who is told about every step."""
 
     def step(self, done: int, result: StepResult, tokens_per_s: float, dropped: int) -> None: ...
-
-
-class Stop(Protocol):
-    """Who asks the loop to end after the step in flight."""
-
-    @property
-    def requested(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)

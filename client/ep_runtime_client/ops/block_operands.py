@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops import row_blocks
-from ep_runtime_client.ops.row_blocks import Block
+from ep_runtime_client.ops.row_blocks import RowBlock
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits, spread_tiles, widen
 from ep_runtime_client.recipes import MX_TILE, MXFP8, TILE, BlockScaling, TensorScaling
 
@@ -36,7 +36,7 @@ class Part:
 
 def row_reader(
     operand: Any, lead: int, *, columns: bool = False, dtype: Any = None
-) -> Callable[[Block], Part]:
+) -> Callable[[RowBlock], Part]:
     """Reads a block's rows; rows of other groups are zeros.
 
     Args:
@@ -53,7 +53,7 @@ def row_reader(
         return _column_reader(operand, lead)
     data = _flat(bits(operand.data), lead)
 
-    def read(block: Block) -> jax.Array:
+    def read(block: RowBlock) -> jax.Array:
         return from_bits(block.read(data), operand.dtype)
 
     if scale is None:
@@ -64,7 +64,7 @@ def row_reader(
     tile = TILE if isinstance(recipe, BlockScaling) else MX_TILE
     scales = _flat(bits(scale), lead)
 
-    def scaled(block: Block) -> Part:
+    def scaled(block: RowBlock) -> Part:
         values = widen(read(block))
         factors = from_bits(block.read(scales), scale.dtype).astype(jnp.float32)
         last = values.ndim - 1
@@ -73,7 +73,7 @@ def row_reader(
     return scaled
 
 
-def _column_reader(operand: QuantizedTensor, lead: int) -> Callable[[Block], Part]:
+def _column_reader(operand: QuantizedTensor, lead: int) -> Callable[[RowBlock], Part]:
     """MXFP8 with one scale per 32 rows; blocks need not begin where such a tile does."""
     assert operand.data_columns is not None
     assert operand.scale_columns is not None
@@ -81,7 +81,7 @@ def _column_reader(operand: QuantizedTensor, lead: int) -> Callable[[Block], Par
     scales = _flat(bits(operand.scale_columns), lead)
     scale_dtype = operand.scale_columns.dtype
 
-    def scaled(block: Block) -> Part:
+    def scaled(block: RowBlock) -> Part:
         values = widen(from_bits(block.read(data), operand.dtype))
         factors = from_bits(scales[lax.div(block.row, jnp.int32(MX_TILE))], scale_dtype).astype(
             jnp.float32

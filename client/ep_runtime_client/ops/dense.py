@@ -177,7 +177,7 @@ def _packed(x: Matrix, *, columns: bool = False) -> tuple[list[jax.Array], Packi
 
 def _forward(call: DenseCall, x: Matrix, kernel: Matrix, bias: jax.Array | None) -> jax.Array:
     (x_leaves, x_packing), (k_leaves, k_packing) = _packed(x), _packed(kernel)
-    op = dense_ops.Forward(call.where, x_packing, k_packing, bias is not None, call.dtype)
+    op = dense_ops.DenseForward(call.where, x_packing, k_packing, bias is not None, call.dtype)
     others = [] if bias is None else [bias]
     arrived = (
         *leaf_entries(x_packing, call.x),
@@ -208,7 +208,7 @@ def _pullback(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
     x, kernel, bias, likes = kept
     (x_leaves, x_packing) = _packed(x, columns=True)
     (k_leaves, k_packing) = _packed(kernel, columns=True)
-    op = dense_ops.Backward(
+    op = dense_ops.DenseBackward(
         call.where,
         x_packing,
         k_packing,

@@ -243,7 +243,7 @@ class _Matmul(_DenseOp):
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward(_Matmul):
+class DenseForward(_Matmul):
     """x leaves, kernel leaves, bias -> (y [..., N'],)."""
 
     def resolve(
@@ -273,7 +273,7 @@ class Forward(_Matmul):
 
 
 @dataclasses.dataclass(frozen=True)
-class Backward(_Matmul):
+class DenseBackward(_Matmul):
     """x leaves, kernel leaves, bias, grad [..., N'] -> d_x, d_kernel, d_bias.
 
     Attributes:

@@ -101,7 +101,7 @@ class _GemmOp:
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward(_GemmOp):
+class GemmForward(_GemmOp):
     """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],).
 
     Attributes:
@@ -144,7 +144,7 @@ class Forward(_GemmOp):
 
 
 @dataclasses.dataclass(frozen=True)
-class Backward(_GemmOp):
+class GemmBackward(_GemmOp):
     """lhs leaves, rhs leaves, bias, group_sizes, grad [R, C, *N'], rhs itself -> d_lhs, d_rhs,
     d_bias.
 

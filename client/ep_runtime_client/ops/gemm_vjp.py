@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime_client.ops import first_order, fp8_kernels, quantize_ops, slack, spread, twin
-from ep_runtime_client.ops.gemm_ops import Backward, Forward, arrivals
+from ep_runtime_client.ops.gemm_ops import GemmBackward, GemmForward, arrivals
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Matrix, pack
 from ep_runtime_client.ops.placement import Entries, padded
@@ -45,7 +45,7 @@ class GemmCall:
         bias: entries of the bias, likewise.
         types: entries of lhs, rhs and bias that their gradients must have as types; None of one
             that is not there, or where types say nothing.
-        beside: as `Forward` takes it.
+        beside: as `GemmForward` takes it.
     """
 
     where: Where
@@ -129,7 +129,7 @@ def _forward(
 ) -> jax.Array:
     lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True)
     rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False)
-    op = Forward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm, call.beside)
+    op = GemmForward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm, call.beside)
     others = [] if bias is None else [bias]
     known = [] if bias is None else [call.bias]
     arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *known, padded((), 2))
@@ -170,7 +170,7 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
     itself = [like for like in likes[1:] if like is not None and like.ndim]
     gemm = dataclasses.replace(call.gemm, out_dtype=dtypes[0])
     bias_dtype = None if bias is None else bias.dtype
-    op = Backward(
+    op = GemmBackward(
         call.where,
         lhs_packing,
         rhs_packing,

@@ -22,7 +22,7 @@ from jax import lax
 
 from ep_runtime_client.ops import activation_kernels, gemm_kernels, row_blocks, slack
 from ep_runtime_client.ops._ffi import register_for_gpus
-from ep_runtime_client.ops.row_blocks import Block
+from ep_runtime_client.ops.row_blocks import RowBlock
 
 # A step of a loop costs a GPU tens of microseconds; so many rows hide them.
 GPU_BLOCK_ROWS = 8192
@@ -225,7 +225,7 @@ def _walk(
 
     reads = [flat(x) for x in inputs]
 
-    def step(block: Block, walked: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(block: RowBlock, walked: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         parts = (None if x is None else block.read(x) for x in reads)
         before = tuple(block.read(out) for out in walked)
         results = zip(walked, rows_to_rows(before, *parts), strict=True)

@@ -36,7 +36,7 @@ from ep_runtime_client.ops import (
     tf32_kernels,
 )
 from ep_runtime_client.ops.block_operands import Part, kernel_reader, row_reader
-from ep_runtime_client.ops.row_blocks import Block, Blocks
+from ep_runtime_client.ops.row_blocks import Blocks, RowBlock
 from ep_runtime_client.ops.row_kernels import either
 
 Kernel = Callable[..., jax.Array]
@@ -98,7 +98,7 @@ def _forward(
     kernels = kernel_reader(rhs, dtype=gemm.compute_dtype)
     out = jnp.zeros((blocks.num_rows, *rhs.shape[2:]), gemm.out_dtype)
 
-    def step(block: Block, out: jax.Array) -> jax.Array:
+    def step(block: RowBlock, out: jax.Array) -> jax.Array:
         expert = blocks.expert(block, rhs.shape[0])
         result = _dot(rows(block), kernels(expert), (1, 0))
         result = result.reshape(blocks.rows, *rhs.shape[2:])
@@ -220,12 +220,12 @@ def _gradients(
     blocks = _cut(gemm, grad, group_sizes)
     read = functools.partial(row_reader, lead=lead, dtype=gemm.compute_dtype)
     outs: list[jax.Array] = []
-    steps: list[Callable[[Block, jax.Array], jax.Array]] = []
+    steps: list[Callable[[RowBlock, jax.Array], jax.Array]] = []
     if rhs is not None:
         grads, kernels = read(grad), kernel_reader(rhs, columns=True, dtype=gemm.compute_dtype)
         outs.append(jnp.zeros((blocks.num_rows, rhs.shape[1]), gemm.out_dtype))
 
-        def to_rows(block: Block, out: jax.Array) -> jax.Array:
+        def to_rows(block: RowBlock, out: jax.Array) -> jax.Array:
             expert = blocks.expert(block, rhs.shape[0])
             return block.write(out, _dot(grads(block), kernels(expert), (1, 1)))
 
@@ -235,13 +235,13 @@ def _gradients(
         width = math.prod(grad.shape[lead:])
         outs.append(jnp.zeros((experts, lhs.shape[-1], width), _wide(lhs, grad)))
 
-        def to_kernels(block: Block, out: jax.Array) -> jax.Array:
+        def to_kernels(block: RowBlock, out: jax.Array) -> jax.Array:
             product = _dot(rows(block), columns(block), (0, 0))
             return row_blocks.add_at(out, blocks.expert(block, experts), product)
 
         steps.append(to_kernels)
 
-    def step(block: Block, outs: list[jax.Array]) -> list[jax.Array]:
+    def step(block: RowBlock, outs: list[jax.Array]) -> list[jax.Array]:
         return [each(block, out) for each, out in zip(steps, outs, strict=True)]
 
     made = row_blocks.loop(blocks, step, outs, lhs, rhs, grad)
@@ -270,7 +270,7 @@ def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> j
     trailing = grad.shape[lead:]
     out = jnp.zeros((experts, math.prod(trailing)), _wide(grad))
 
-    def step(block: Block, out: jax.Array) -> jax.Array:
+    def step(block: RowBlock, out: jax.Array) -> jax.Array:
         part = grads(block)
         total = _scaled(part.values.astype(out.dtype).sum(0), part)
         return row_blocks.add_at(out, blocks.expert(block, experts), total)

@@ -30,7 +30,7 @@ from ep_runtime_client.ops.fp8_scaling import (
     scale_of,
     to_e8m0,
 )
-from ep_runtime_client.ops.row_blocks import Block
+from ep_runtime_client.ops.row_blocks import RowBlock
 from ep_runtime_client.ops.row_kernels import either
 from ep_runtime_client.quantized import (
     QuantizedTensor,
@@ -129,7 +129,7 @@ def _scaled_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array, scale: jax.Ar
     slabs = _Slabs.of(x, group_sizes)
     flat = scale.reshape(-1)
 
-    def step(block: Block, data: jax.Array) -> jax.Array:
+    def step(block: RowBlock, data: jax.Array) -> jax.Array:
         values = block.read(slabs.rows).astype(jnp.float32)
         return block.write(
             data, bits(round_scaled(values, row_blocks.pick(flat, block.group), dtype))
@@ -268,7 +268,7 @@ def _group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array
     slabs = _Slabs.of(x, group_sizes)
     blocks = row_blocks.cut(slabs.capacity, group_sizes)
 
-    def step(block: Block, amax: jax.Array) -> jax.Array:
+    def step(block: RowBlock, amax: jax.Array) -> jax.Array:
         values = block.read(slabs.rows).astype(jnp.float32)
         largest = finite_max(values, tuple(range(values.ndim)))
         return row_blocks.max_at(amax, blocks.expert(block, experts), largest)
@@ -306,7 +306,7 @@ def _cast_rows(slabs: _Slabs, dtype: Any) -> jax.Array:
     """Data [C, *mid, K'] of a recipe without scales."""
     start = jnp.zeros(slabs.rows.shape, dtype)
 
-    def step(block: Block, data: jax.Array) -> jax.Array:
+    def step(block: RowBlock, data: jax.Array) -> jax.Array:
         return block.write(data, block.read(slabs.rows))
 
     blocks = row_blocks.cut(slabs.capacity, slabs.totals, TILE)
@@ -327,7 +327,7 @@ def _tiled_rows(
         jnp.ones((*rows.shape[:-1], tiles), jnp.float32),
     )
 
-    def step(block: Block, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(block: RowBlock, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         values = block.read(rows).astype(jnp.float32)
         data, scale = quantize_tiles(values, {last: TILE}, dtype, two)
         return block.write(carry[0], bits(data)), block.write(carry[1], scale)
@@ -352,12 +352,14 @@ def _mx_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array) -> tuple[jax.Arra
         jnp.full((rows.shape[0] // MX_TILE, *trailing), one),
     )
 
-    def step(block: Block, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(block: RowBlock, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         values = block.read(rows).astype(jnp.float32)
         data, scale = quantize_tiles(values, {last: MX_TILE}, dtype, True)
         columns, column_scale = quantize_tiles(values, {0: MX_TILE}, dtype, True)
         # C is a multiple of 32 and so are a block's rows: tiles straddle no block and no slab.
-        tile = Block(block.group, lax.div(block.start, jnp.int32(MX_TILE)), block.valid[::MX_TILE])
+        tile = RowBlock(
+            block.group, lax.div(block.start, jnp.int32(MX_TILE)), block.valid[::MX_TILE]
+        )
         return (
             block.write(carry[0], bits(data)),
             block.write(carry[1], bits(to_e8m0(scale))),

@@ -19,14 +19,14 @@ from ep_runtime_client.ops import quantized_activation_kernels as kernels
 from ep_runtime_client.ops.fp8_scaling import scale_of
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.local_quantize import Axes
-from ep_runtime_client.ops.quantized_activation_kernels import Source
+from ep_runtime_client.ops.quantized_activation_kernels import ActivationOperands
 from ep_runtime_client.ops.row_kernels import either
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
 from ep_runtime_client.recipes import Recipe, TensorScaling
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized:
+class QuantizedActivation:
     """What is made of activated rows. Hashable.
 
     Attributes:
@@ -47,7 +47,7 @@ class Quantized:
 
 
 def forward(
-    static: Quantized,
+    static: QuantizedActivation,
     hidden: jax.Array,
     row_weights: jax.Array | None,
     group_sizes: jax.Array,
@@ -69,7 +69,7 @@ def forward(
 
 
 def pullback(
-    static: Quantized,
+    static: QuantizedActivation,
     hidden: jax.Array,
     row_weights: jax.Array | None,
     group_sizes: jax.Array,
@@ -83,7 +83,9 @@ def pullback(
     return _quantized(static, hidden, row_weights, group_sizes, grad)
 
 
-def _quantized(static: Quantized, *operands: Any) -> tuple[QuantizedTensor, jax.Array | None]:
+def _quantized(
+    static: QuantizedActivation, *operands: Any
+) -> tuple[QuantizedTensor, jax.Array | None]:
     hidden, _, sizes, grad = operands
     recipe, gradient = static.recipe, grad is not None
     if not kernels.serve(static.activation, recipe, hidden, sizes, gradient=gradient):
@@ -99,7 +101,7 @@ def _quantized(static: Quantized, *operands: Any) -> tuple[QuantizedTensor, jax.
     return QuantizedTensor(data, scale, amax, None, None, sizes, None, recipe), d_weights
 
 
-def _rows(static: Quantized, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
+def _rows(static: QuantizedActivation, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
     """What is quantized, and the gradient of row_weights."""
     *given, grad = operands
     if grad is None:
@@ -107,7 +109,7 @@ def _rows(static: Quantized, *operands: Any) -> tuple[jax.Array, jax.Array | Non
     return local_activation.pullback(static.activation, *operands)
 
 
-def _plain(static: Quantized, *operands: Any) -> tuple[QuantizedTensor, jax.Array | None]:
+def _plain(static: QuantizedActivation, *operands: Any) -> tuple[QuantizedTensor, jax.Array | None]:
     rows, d_weights = _rows(static, *operands)
     q = local_quantize.quantize_rows(
         static.recipe,
@@ -121,18 +123,20 @@ def _plain(static: Quantized, *operands: Any) -> tuple[QuantizedTensor, jax.Arra
     return q, d_weights
 
 
-def _amax_by_kernel(static: Quantized, *operands: Any) -> jax.Array:
-    return kernels.group_amax(static.experts(operands[2]), Source(static.activation, *operands))
+def _amax_by_kernel(static: QuantizedActivation, *operands: Any) -> jax.Array:
+    return kernels.group_amax(
+        static.experts(operands[2]), ActivationOperands(static.activation, *operands)
+    )
 
 
-def _amax(static: Quantized, *operands: Any) -> jax.Array:
+def _amax(static: QuantizedActivation, *operands: Any) -> jax.Array:
     experts, rows = static.experts(operands[2]), _rows(static, *operands)[0]
     return local_quantize.group_amax(rows, operands[2], experts).reshape(-1)[:experts]
 
 
-def _data_by_kernel(static: Quantized, *operands: Any) -> Any:
+def _data_by_kernel(static: QuantizedActivation, *operands: Any) -> Any:
     *given, scale = operands
-    source = Source(static.activation, *given)
+    source = ActivationOperands(static.activation, *given)
     data, made_scale, d_weights = kernels.quantize(static.recipe, source, scale)
     if slack.checked():
         sizes = given[2]
@@ -142,7 +146,7 @@ def _data_by_kernel(static: Quantized, *operands: Any) -> Any:
     return data, made_scale, d_weights
 
 
-def _data(static: Quantized, *operands: Any) -> Any:
+def _data(static: QuantizedActivation, *operands: Any) -> Any:
     *given, scale = operands
     if not isinstance(static.recipe, TensorScaling):
         q, d_weights = _plain(static, *given)

@@ -110,7 +110,7 @@ def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.A
 
 
 def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node says of its `Packing`."""
+    """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node says of its `NodePacking`."""
     # Results of custom calls are typed as varying over nothing.
     typed = (like(x, plan.chunks) for x in sent)
     blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)

@@ -30,7 +30,7 @@ MIN_CHUNK_ROWS = 64
 COUNTED_SHARE = 0.75
 
 
-class Packing(NamedTuple):
+class NodePacking(NamedTuple):
     """Which of this device's tokens go to which node, lined up there in token order."""
 
     has: jax.Array  # [D, T] bool: the token keeps a row on the node
@@ -65,11 +65,11 @@ def slot_nodes(call: Call, dst_rank: jax.Array) -> jax.Array:
     return lax.div(rank, jnp.full_like(rank, call.group.ranks_per_node))
 
 
-def packing(call: Call, dst_rank: jax.Array) -> Packing:
+def packing(call: Call, dst_rank: jax.Array) -> NodePacking:
     """dst_rank [T, K] of a plan -> its tokens by node."""
     nodes = jnp.arange(call.group.num_nodes, dtype=jnp.int32)[:, None, None]
     has = ((dst_rank >= 0) & (slot_nodes(call, dst_rank) == nodes)).any(-1)
-    return Packing(has, *packed(has))
+    return NodePacking(has, *packed(has))
 
 
 def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> NodePlanArrays:
@@ -100,7 +100,7 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
 
 
 def _virtual_tokens(
-    call: Call, tokens: Packing, dst_rank: jax.Array, dst_row: jax.Array
+    call: Call, tokens: NodePacking, dst_rank: jax.Array, dst_row: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Local rank and row of every slot of the virtual tokens, int32 [D*T, K] both."""
     group = call.group
@@ -119,7 +119,7 @@ def _virtual_tokens(
     return arrived[:, 0].reshape(-1, top_k), arrived[:, 1].reshape(-1, top_k)
 
 
-def _chunks(call: Call, tokens: Packing) -> jax.Array:
+def _chunks(call: Call, tokens: NodePacking) -> jax.Array:
     """Chunks that the rank with the most rows for another node needs, or 1 for all, int32 [1]."""
     if not counts_chunks(call):
         return jnp.ones(1, jnp.int32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops import permutation_kernels as kernels
 from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.nodes_plan import Packing
+from ep_runtime_client.ops.nodes_plan import NodePacking
 from ep_runtime_client.ops.row_kernels import either
 from ep_runtime_client.ops.xla import round_to, sum_dtype
 from ep_runtime_client.ops.xla_plan import rows_at
@@ -28,7 +28,7 @@ def lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:
     return taken.reshape(*index.shape, rows.shape[-1])
 
 
-def sum_nodes(call: Call, tokens: Packing, partials: jax.Array, dtype: Any) -> jax.Array:
+def sum_nodes(call: Call, tokens: NodePacking, partials: jax.Array, dtype: Any) -> jax.Array:
     """Sums [D, R, H] of the nodes, each in its own order -> tokens [T, H], in node order."""
     nodes, rows = partials.shape[:2]
     first = jnp.arange(nodes, dtype=jnp.int32)[:, None] * rows

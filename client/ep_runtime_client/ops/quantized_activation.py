@@ -23,7 +23,7 @@ from ep_runtime_client.ops import (
 )
 from ep_runtime_client.ops.activation import ActivationOp
 from ep_runtime_client.ops.local_activation import Activation
-from ep_runtime_client.ops.local_quantized_activation import Quantized
+from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 from ep_runtime_client.ops.operands import Packing, tile_of, unpack
 from ep_runtime_client.ops.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.resolved import Resolved
@@ -72,7 +72,7 @@ class _Op:
         operands, (rows, slab) = self.plain.entries(roles, inner)
         over = tuple(dict.fromkeys(roles.real(roles.outer) + inner))
         experts = self.num_experts // roles.size(roles.ep)
-        static = Quantized(self.plain.activation, self.recipe, experts, over)
+        static = QuantizedActivation(self.plain.activation, self.recipe, experts, over)
 
         def local(hidden: jax.Array, sizes: jax.Array, *weights: jax.Array) -> tuple[Any, ...]:
             given = weights[0] if weights else None

@@ -26,7 +26,7 @@ _F32 = jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ActivationOperands:
     """What is activated.
 
     Attributes:
@@ -91,7 +91,7 @@ def serve(
     return tiles and activation_kernels.serve(static, hidden, group_sizes)
 
 
-def group_amax(experts: int, source: Source) -> jax.Array:
+def group_amax(experts: int, source: ActivationOperands) -> jax.Array:
     """The largest finite absolute value of each expert's rows: f32 [experts]."""
     result = jax.ShapeDtypeStruct((experts,), _F32)
     attributes = activation_kernels.attributes_of(source.activation)
@@ -100,7 +100,7 @@ def group_amax(experts: int, source: Source) -> jax.Array:
 
 
 def quantize(
-    recipe: Recipe, source: Source, scale: jax.Array | None
+    recipe: Recipe, source: ActivationOperands, scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Data like `source.shape`, scales, and gradients of row_weights.
 

@@ -30,7 +30,7 @@ Carry = TypeVar("Carry")
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class RowBlock:
     """One row block inside the loop.
 
     Attributes:
@@ -91,13 +91,13 @@ class Blocks:
     num_rows: int
     end: jax.Array
 
-    def expert(self, block: Block, num_experts: int) -> jax.Array:
+    def expert(self, block: RowBlock, num_experts: int) -> jax.Array:
         """Which expert a block's group is: its number modulo the experts."""
         if self.end.shape[0] == num_experts:
             return block.group
         return lax.rem(block.group, jnp.int32(num_experts))
 
-    def at(self, place: jax.Array) -> tuple[Block, jax.Array]:
+    def at(self, place: jax.Array) -> tuple[RowBlock, jax.Array]:
         """The first block from row `place` on, which begins a block or is slack; the row after."""
         group, end = jnp.int32(0), self.end[0]
         if self.end.shape[0] > 1:
@@ -110,7 +110,7 @@ class Blocks:
         start = jnp.minimum(first, self.num_rows - self.rows)
         end = jnp.minimum(end, first + self.rows)
         row = start + jnp.arange(self.rows, dtype=jnp.int32)
-        return Block(group, start, (row >= first) & (row < end)), end
+        return RowBlock(group, start, (row >= first) & (row < end)), end
 
 
 def cut(
@@ -137,7 +137,9 @@ def cut(
     return Blocks(rows, capacity, num_rows, end.reshape(-1))
 
 
-def loop(blocks: Blocks, step: Callable[[Block, Carry], Carry], carry: Carry, *reads: Any) -> Carry:
+def loop(
+    blocks: Blocks, step: Callable[[RowBlock, Carry], Carry], carry: Carry, *reads: Any
+) -> Carry:
     """`step(block, carry) -> carry` for every block, in order.
 
     Args:
