@@ -13,12 +13,13 @@ import heapq
 import json
 import logging
 import operator
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.event_file import EventFile
+from ep_runtime_server.log_writer import LogWriter
 
 MAX_EVENTS_PER_RING = 2000
 MAX_RINGS = 32
@@ -29,6 +30,7 @@ ALL_DENIALS_AT_ONCE, ANY_DENIAL_EVERY_S = 50, 1.0
 MAX_CAUSES = 1024
 TELL_SUPPRESSED_EVERY_S = 10.0
 
+_STDERR = 2
 _DENIED = "denied"
 
 logger = logging.getLogger("ep_runtime_server")
@@ -76,6 +78,7 @@ class EventLog:
         self._by_cause: dict[tuple[str, object], _Allowance] = {}
         self._suppressed: collections.Counter[str] = collections.Counter()
         self._told_s = now_s
+        self.lost_lines: Callable[[], int] = lambda: 0  # of the log, since it was asked last
         self._file = EventFile(path) if path is not None else None
         if self._file is not None:
             self._restore(self._file)
@@ -134,11 +137,14 @@ class EventLog:
             self._suppressed[kind] += 1
 
     def tick(self) -> None:
-        """Says now and then how many denials were not told one by one."""
+        """Says now and then how many denials were not told one by one, and what the log lost."""
         now_s = self._clock.monotonic_s()
-        if not self._suppressed or now_s - self._told_s < TELL_SUPPRESSED_EVERY_S:
+        if now_s - self._told_s < TELL_SUPPRESSED_EVERY_S:
             return
         self._told_s = now_s
+        if lost := self.lost_lines():
+            message = f"{lost} lines of the log were lost: nobody read it"
+            self.add("log.lost", message, level=logging.WARNING, lost=lost)
         suppressed, self._suppressed = self._suppressed, collections.Counter()
         for kind, count in suppressed.items():
             self.add(kind, f"{count} more of these", level=logging.WARNING, suppressed=count)
@@ -176,10 +182,11 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def start_logging(level: str) -> None:
+def start_logging(level: str) -> LogWriter:
     """JSON lines of `level` and above on stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    writer = LogWriter(_STDERR)
+    writer.setFormatter(JsonLines())
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [writer]
     root.setLevel(level.upper())
+    return writer

@@ -26,6 +26,7 @@ from ep_runtime_server import (
 )
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
+from ep_runtime_server.log_writer import LogWriter
 from ep_runtime_server.quotas import UserLimits
 
 PROCESS_TITLE = "ep-runtimed"
@@ -173,10 +174,11 @@ def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
         os.close(settings.ready_fd)
 
 
-async def serve(settings: ServerConfig) -> None:
+async def serve(settings: ServerConfig, log: LogWriter) -> None:
     """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
     daemon = Daemon(settings, stored_fds=systemd.stored_fds(*env.stored_fds()))
     await daemon.start()
+    daemon.runtime.events.lost_lines = log.take_lost
     daemon.handle_signals()
     asyncio.get_running_loop().set_exception_handler(daemon.runtime.supervisor.in_callback)
     try:
@@ -190,7 +192,7 @@ async def serve(settings: ServerConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = build_parser().parse_args(argv)
-    events.start_logging(arguments.log_level)
+    log = events.start_logging(arguments.log_level)
     host_memory.raise_max_fds()
     try:
         settings = make_config(arguments)
@@ -201,10 +203,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before any thread runs and any socket is bound: gRPC takes the mode from the umask alone.
     os.umask(0o077)
     try:
-        asyncio.run(serve(settings))
+        asyncio.run(serve(settings, log))
     except EpRuntimeError as error:
         sys.stderr.write(f"ep-runtime serve: {error}\n")
         return EXIT_CANNOT_SERVE
     finally:
+        log.end()
         gc.collect()  # gRPC takes 2 s to end a TLS server that only the interpreter's end lets go
     return 0
