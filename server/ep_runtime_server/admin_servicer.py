@@ -15,11 +15,11 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
 from ep_runtime_server import config, host_memory, views
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.pacing import paced
 from ep_runtime_server.paging import page
 from ep_runtime_server.runtime import Runtime
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.windows import WindowState
 
 Context = grpc.aio.ServicerContext
@@ -61,10 +61,10 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         """Whether the caller may know of what is that user's; None where it is nobody's."""
         return True
 
-    def _sessions(self) -> list[Session]:
+    def _sessions(self) -> list[SessionRecord]:
         return [s for s in self._runtime.sessions.all() if self._sees(s.uid)]
 
-    def _groups(self, name: str) -> list[Group]:
+    def _groups(self, name: str) -> list[GroupRecord]:
         return [
             group
             for group in self._runtime.groups.all()
@@ -139,7 +139,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         runtime = self._runtime
         by_session = await runtime.groups.by_session()
 
-        def row(session: Session) -> pb.SessionInfo:
+        def row(session: SessionRecord) -> pb.SessionInfo:
             return views.session(session, by_session.get(session.session_id, ()), runtime.clock)
 
         found, token = await page(self._sessions(), request.page_size, request.page_token, row)
@@ -151,7 +151,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     ) -> pb.ListGroupsResponse:
         runtime = self._runtime
 
-        def row(group: Group) -> pb.GroupInfo:
+        def row(group: GroupRecord) -> pb.GroupInfo:
             return views.group_info(group, runtime.clock, runtime.unique_ids.state_of(group))
 
         found, token = await page(

@@ -14,9 +14,9 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime_server.buffers import Buffer
-from ep_runtime_server.group_fsm import Event, State
-from ep_runtime_server.groups import Group, wait_until
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.group_fsm import State, Trigger
+from ep_runtime_server.groups import GroupRecord, wait_until
+from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.tickets import TicketBook
 
 
@@ -32,8 +32,8 @@ class ExportedFd:
 
 def acquire(
     tickets: TicketBook,
-    session: Session,
-    group: Group,
+    session: SessionRecord,
+    group: GroupRecord,
     generation: int,
     world_ranks: tuple[int, ...],
 ) -> tuple[str, list[Buffer]]:
@@ -41,7 +41,7 @@ def acquire(
     this node (every one here if none).
 
     Raises:
-        StaleHandleError, PermissionDeniedError: see Group.member.
+        StaleHandleError, PermissionDeniedError: see GroupRecord.member.
         InvalidArgumentError: a rank out of range, or a group without windows.
     """
     group.member(session, generation)
@@ -70,7 +70,7 @@ def acquire(
     return tickets.give(session, group, wanted), [by_rank[rank] for rank in wanted]
 
 
-def redeem(tickets: TicketBook, session: Session, secret: str) -> list[ExportedFd]:
+def redeem(tickets: TicketBook, session: SessionRecord, secret: str) -> list[ExportedFd]:
     """The descriptors of a ticket. From now on the session holds the group's memory.
 
     Raises:
@@ -112,11 +112,13 @@ def redeem(tickets: TicketBook, session: Session, secret: str) -> list[ExportedF
     return exported
 
 
-async def report_attached(session: Session, group: Group, generation: int, wait_s: float) -> None:
+async def report_attached(
+    session: SessionRecord, group: GroupRecord, generation: int, wait_s: float
+) -> None:
     """Marks the process attached and waits for the others.
 
     Raises:
-        StaleHandleError, PermissionDeniedError: see Group.member.
+        StaleHandleError, PermissionDeniedError: see GroupRecord.member.
         InvalidArgumentError: the process never fetched its windows.
         PeerLostError: a member died meanwhile.
         GroupNotReadyError: members are missing at the deadline.
@@ -136,7 +138,7 @@ async def report_attached(session: Session, group: Group, generation: int, wait_
     member.attached = True
     group.notify()
     if group.state is State.FORMING and not group.unattached_ranks:
-        group.advance(Event.ALL_ATTACHED)
+        group.advance(Trigger.ALL_ATTACHED)
 
     def settled() -> bool:
         return group.state is not State.FORMING or group.generation != generation

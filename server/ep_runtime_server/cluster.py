@@ -24,9 +24,9 @@ from ep_runtime_server.coordination import Coordination, OwnCoordination, Remote
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.formation import Groups
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.journal import Journal
-from ep_runtime_server.membership import Link, Membership
+from ep_runtime_server.membership import Membership, Standing
 from ep_runtime_server.node_identity import NodeIdentity
 from ep_runtime_server.node_servicer import NodeServicer
 from ep_runtime_server.nodes import Node, Nodes, NodeState
@@ -177,7 +177,7 @@ class Cluster:
         """After the journal's: what other nodes are told is written before."""
         before = groups.on_change
 
-        def both(group: Group) -> None:
+        def both(group: GroupRecord) -> None:
             before(group)
             spanning.changed(group)
 
@@ -259,7 +259,7 @@ class Cluster:
     def status(self) -> admin_service_pb2.ClusterStatus:
         now = self._clock.monotonic_s()
         member = self.membership
-        link = Link.COORDINATOR if member is None else member.link
+        link = Standing.COORDINATOR if member is None else member.link
         since_s = self._started_s if member is None else member.since_s
         return admin_service_pb2.ClusterStatus(
             node=self.settings.node,

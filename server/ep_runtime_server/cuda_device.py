@@ -38,7 +38,7 @@ class DriverError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class DriverGpu:
     """One GPU as the driver counts it; MIG instances are GPUs of their own."""
 
     ordinal: int
@@ -50,7 +50,7 @@ class Gpu:
 class Driver(Protocol):
     """What the daemon needs of the CUDA driver. Every call raises DriverError."""
 
-    def gpus(self) -> list[Gpu]: ...
+    def gpus(self) -> list[DriverGpu]: ...
 
     def granularity(self, ordinal: int) -> int:
         """Bytes that allocations on the GPU are multiples of."""
@@ -94,14 +94,14 @@ class BindingsDriver:
             raise DriverError(f"{function.__name__}: {result.name}", out_of_memory=full)
         return values[0] if len(values) == 1 else values
 
-    def gpus(self) -> list[Gpu]:
+    def gpus(self) -> list[DriverGpu]:
         api, found = self._api, []
         for ordinal in range(self._call(api.cuDeviceGetCount)):
             device = self._call(api.cuDeviceGet, ordinal)
             name = bytes(self._call(api.cuDeviceGetName, 96, device)).split(b"\0")[0].decode()
             total = int(self._call(api.cuDeviceTotalMem, device))
             uuid = uuid_text(bytes(self._call(api.cuDeviceGetUuid, device).bytes))
-            found.append(Gpu(ordinal, uuid, name, total))
+            found.append(DriverGpu(ordinal, uuid, name, total))
         return found
 
     def _properties(self, ordinal: int) -> Any:
@@ -176,7 +176,7 @@ class CudaAllocation:
 class CudaDevice:
     """One GPU. `limit_bytes` is of windows: XLA's memory is not ours to count."""
 
-    def __init__(self, driver: Driver, gpu: Gpu, limit_bytes: int | None) -> None:
+    def __init__(self, driver: Driver, gpu: DriverGpu, limit_bytes: int | None) -> None:
         self._driver = driver
         self._gpu = gpu
         self.name = gpu.uuid

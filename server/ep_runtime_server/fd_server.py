@@ -35,7 +35,7 @@ from ep_runtime_server import attachment, config, credentials, devices, views
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.sessions import SessionRecord
 
 LISTEN_BACKLOG = 512
 
@@ -293,7 +293,7 @@ class FdServer:
         self._runtime.recorder.flush()
         self._send(connection, pb.FdReply(welcome=welcome), [])
 
-    def _session_before(self, peer: Peer, token: str) -> Session | None:
+    def _session_before(self, peer: Peer, token: str) -> SessionRecord | None:
         return self._runtime.sessions.resume(token, peer) if token else None
 
     def _take_back(self, connection: _Connection, peer: Peer, request: pb.ReturnWindows) -> None:
@@ -313,7 +313,7 @@ class FdServer:
         self._send(connection, pb.FdReply(windows_returned=answer), [])
 
     def _returned(
-        self, session: Session, request: pb.ReturnWindows, fds: list[int]
+        self, session: SessionRecord, request: pb.ReturnWindows, fds: list[int]
     ) -> pb.WindowsReturned:
         if len(fds) != len(request.descriptors):
             raise InvalidArgumentError(

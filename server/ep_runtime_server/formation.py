@@ -17,12 +17,12 @@ from ep_runtime.errors import (
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
-from ep_runtime_server.group_fsm import Event, State
+from ep_runtime_server.group_fsm import State, Trigger
 from ep_runtime_server.group_memory import get_windows
-from ep_runtime_server.groups import Group, wait_until
+from ep_runtime_server.groups import GroupRecord, wait_until
 from ep_runtime_server.pacing import paced
 from ep_runtime_server.quotas import Quotas
-from ep_runtime_server.sessions import Session, SessionState
+from ep_runtime_server.sessions import SessionRecord, SessionState
 from ep_runtime_server.supervision import tell_failure
 from ep_runtime_server.windows import Owner, WindowPool
 
@@ -38,10 +38,10 @@ class Groups:
         self._pool = pool
         self._clock = clock
         self._events = events
-        self.on_change: Callable[[Group], None] = lambda group: None
+        self.on_change: Callable[[GroupRecord], None] = lambda group: None
         # Called with a generation before anybody hears of it; it may refuse by raising.
         self.on_generation: Callable[[int], None] = lambda generation: None
-        self._groups: dict[Owner, Group] = {}
+        self._groups: dict[Owner, GroupRecord] = {}
         self._generation = 0
 
     @property
@@ -53,23 +53,23 @@ class Groups:
         """The next generation is larger than this one."""
         self._generation = max(self._generation, generation)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: GroupRecord) -> None:
         """A group that was there before this daemon."""
         self._groups[group.owner] = group
         self.skip_to(group.generation)
         group.on_change = self.on_change
         self.on_change(group)
 
-    def find(self, owner: Owner) -> Group | None:
+    def find(self, owner: Owner) -> GroupRecord | None:
         return self._groups.get(owner)
 
-    def all(self) -> list[Group]:
+    def all(self) -> list[GroupRecord]:
         return list(self._groups.values())
 
-    def of_user(self, uid: int) -> list[Group]:
+    def of_user(self, uid: int) -> list[GroupRecord]:
         return [group for group in self._groups.values() if group.owner.uid == uid]
 
-    def get(self, session: Session, name: str) -> Group:
+    def get(self, session: SessionRecord, name: str) -> GroupRecord:
         """The group of that name in the session's (uid, job). Raises StaleHandleError."""
         group = self._groups.get(Owner(session.uid, session.job, name))
         if group is None:
@@ -80,7 +80,7 @@ class Groups:
             )
         return group
 
-    def of_session(self, session: Session) -> list[Group]:
+    def of_session(self, session: SessionRecord) -> list[GroupRecord]:
         """Groups in which the session is a member, or was under the generation before."""
         key = session.session_id
         return [g for g in self._groups.values() if key in g.members or key in g.previous]
@@ -95,14 +95,14 @@ class Groups:
 
     async def create(
         self,
-        session: Session,
+        session: SessionRecord,
         spec: GroupSpec,
         ranks: tuple[int, ...],
         *,
         uuids: tuple[str, ...] = (),
         replace: bool,
         wait_s: float,
-    ) -> Group:
+    ) -> GroupRecord:
         """Claims the ranks, which these GPUs drive, and waits until the group formed.
 
         Raises:
@@ -123,7 +123,7 @@ class Groups:
             )
         if not group.formed:
             missing = [rank for rank in group.missing_ranks if rank not in group.elsewhere]
-            self._depart(group, session, Event.CLAIMANT_LOST)
+            self._depart(group, session, Trigger.CLAIMANT_LOST)
             raise GroupNotReadyError(
                 f"group {spec.name!r}: ranks {missing} of {spec.world_size} were not claimed "
                 f"within {wait_s:g} s"
@@ -136,13 +136,13 @@ class Groups:
 
     def _claim(
         self,
-        session: Session,
+        session: SessionRecord,
         spec: GroupSpec,
         ranks: tuple[int, ...],
         uuids: tuple[str, ...],
         *,
         replace: bool,
-    ) -> Group:
+    ) -> GroupRecord:
         owner = Owner(session.uid, session.job, spec.name)
         group = self._groups.get(owner)
         difference = group.spec.difference(spec) if group is not None else None
@@ -177,19 +177,19 @@ class Groups:
         self.complete(group)
         return group
 
-    def complete(self, group: Group) -> None:
+    def complete(self, group: GroupRecord) -> None:
         """Gets the memory of a group whose ranks are all claimed; else nothing."""
         if not group.missing_ranks and (group.formation is None or group.formation.done()):
             group.formation = asyncio.get_running_loop().create_task(self._form(group))
             group.formation.add_done_callback(lambda task: self._check_formed(group, task))
 
-    def fail(self, group: Group, error: EpRuntimeError) -> None:
+    def fail(self, group: GroupRecord, error: EpRuntimeError) -> None:
         """Ends the forming of a group, and its callers' waits, with that error."""
         group.failure = error
-        self._close(group, Event.FAILED, str(error))
+        self._close(group, Trigger.FAILED, str(error))
 
     def _fail_unequal(
-        self, group: Group, ranks: tuple[int, ...], difference: tuple[str, object, object]
+        self, group: GroupRecord, ranks: tuple[int, ...], difference: tuple[str, object, object]
     ) -> None:
         """Ends the wait of those whose missing ranks come with another spec: nobody else has them.
 
@@ -199,9 +199,9 @@ class Groups:
         if waits and set(ranks).issubset(group.missing_ranks):
             field, ours, theirs = difference
             group.failure = _mismatch(group.spec.name, field, theirs, ours)
-            self._close(group, Event.FAILED, str(group.failure))
+            self._close(group, Trigger.FAILED, str(group.failure))
 
-    def _check_formed(self, group: Group, task: asyncio.Task[None]) -> None:
+    def _check_formed(self, group: GroupRecord, task: asyncio.Task[None]) -> None:
         """A bug in forming ends the wait of its callers instead of letting them sit it out."""
         error = None if task.cancelled() else task.exception()
         if error is not None and group.state is not State.CLOSED:
@@ -209,17 +209,17 @@ class Groups:
             group.failure = EpRuntimeError(f"the daemon could not form group {group.owner}")
             self.take_away(group, PoisonReason.CLOSED, "a fault of the daemon")
 
-    def _new_group(self, owner: Owner, spec: GroupSpec) -> Group:
-        group = Group(owner, spec, self._next_generation())
+    def _new_group(self, owner: Owner, spec: GroupSpec) -> GroupRecord:
+        group = GroupRecord(owner, spec, self._next_generation())
         self.begin(group)
         return group
 
-    def begin(self, group: Group) -> None:
+    def begin(self, group: GroupRecord) -> None:
         """A group whose claims follow."""
         self.add(group)
         self._stamp(group)
 
-    def _stamp(self, group: Group) -> None:
+    def _stamp(self, group: GroupRecord) -> None:
         group.created_s = self._clock.monotonic_s()
         group.created_wall_s = self._clock.wall_s()
         self._log("group.forming", group, f"generation {group.generation} begins to form")
@@ -229,7 +229,7 @@ class Groups:
         self._generation += 1
         return self._generation
 
-    async def _form(self, group: Group) -> None:
+    async def _form(self, group: GroupRecord) -> None:
         """Gets the memory of a fully claimed group; at most one runs per group."""
         try:
             while True:
@@ -244,7 +244,7 @@ class Groups:
         except EpRuntimeError as error:
             group.failure = error
             if group.state is not State.CLOSED:
-                event = Event.FAILED if group.state is State.FORMING else Event.TAKEN_AWAY
+                event = Trigger.FAILED if group.state is State.FORMING else Trigger.TAKEN_AWAY
                 self._close(group, event, str(error))
         finally:
             if group.windows is not None:
@@ -257,45 +257,45 @@ class Groups:
 
     # Ends
 
-    def memory_lost(self, group: Group) -> None:
+    def memory_lost(self, group: GroupRecord) -> None:
         """Nobody can give the windows back that a daemon before us allocated."""
         assert group.windows is not None
         self._pool.release(group.windows)
         group.windows = None
         if group.formed and group.members:  # else the next formation allocates
             why = "its memory was lost when the daemon started again"
-            group.advance(Event.MEMBER_LOST, why)
+            group.advance(Trigger.MEMBER_LOST, why)
             self._log("group.broken", group, why)
         group.notify()
 
-    def give_up(self, group: Group) -> None:
+    def give_up(self, group: GroupRecord) -> None:
         """Not every process of a group came back in time after a restart."""
         missing = group.missing_ranks or group.unattached_ranks or [-1]
         group.poison(PoisonReason.PEER_LOST, missing[0])
         why = f"ranks {missing} did not come back after the daemon started again"
-        group.advance(Event.MEMBER_LOST, why)
+        group.advance(Trigger.MEMBER_LOST, why)
         self._log("group.broken", group, why)
 
-    def lost_elsewhere(self, group: Group, why: str) -> None:
+    def lost_elsewhere(self, group: GroupRecord, why: str) -> None:
         """Processes of other nodes are gone, which `group.lost` names."""
         group.poison(PoisonReason.PEER_LOST, group.lost_ranks[0])
-        group.advance(Event.MEMBER_LOST, why)
+        group.advance(Trigger.MEMBER_LOST, why)
 
-    def disconnected(self, group: Group, session: Session, why: str) -> None:
+    def disconnected(self, group: GroupRecord, session: SessionRecord, why: str) -> None:
         """A process of the READY group says that it does not reach others, which may live.
 
         Where one of them is gone, that is told in a moment, and the board has it by name.
         """
         group.poison(PoisonReason.PEER_LOST)
-        group.advance(Event.CONNECTION_LOST, f"process {session.pid}: {why}")
+        group.advance(Trigger.CONNECTION_LOST, f"process {session.pid}: {why}")
         self._log("group.broken", group, why)
 
-    def leave(self, session: Session, group: Group) -> int:
+    def leave(self, session: SessionRecord, group: GroupRecord) -> int:
         """The process unmapped the group in good order; bytes on their way back."""
         self._pool.drop_holder(session.session_id, group.windows)
-        return self._depart(group, session, Event.MEMBER_LEFT)
+        return self._depart(group, session, Trigger.MEMBER_LEFT)
 
-    def close(self, session: Session, name: str, generation: int) -> int:
+    def close(self, session: SessionRecord, name: str, generation: int) -> int:
         """The process unmapped that generation of the group; bytes on their way back.
 
         What is gone, or never was, is closed.
@@ -312,7 +312,7 @@ class Groups:
             freed += self.leave(session, group)
         return freed
 
-    def session_ended(self, session: Session) -> None:
+    def session_ended(self, session: SessionRecord) -> None:
         """FENCED keeps the memory charged; CLOSED and DEAD give it back or retain it."""
         if session.over:
             self._pool.drop_holder(session.session_id)
@@ -320,35 +320,35 @@ class Groups:
             if session.state is SessionState.FENCED:
                 self._fenced(group, session)
             elif session.state is SessionState.CLOSED:
-                self._depart(group, session, Event.MEMBER_LEFT)
+                self._depart(group, session, Trigger.MEMBER_LEFT)
             else:
-                self._depart(group, session, Event.MEMBER_LOST)
+                self._depart(group, session, Trigger.MEMBER_LOST)
 
-    def _fenced(self, group: Group, session: Session) -> None:
+    def _fenced(self, group: GroupRecord, session: SessionRecord) -> None:
         group.poison(PoisonReason.FENCED)
         if len(group.members.keys() | group.previous.keys()) == 1:
             self.take_away(group, PoisonReason.FENCED, "its session was fenced")
         else:
-            self._depart(group, session, Event.MEMBER_LOST)
+            self._depart(group, session, Trigger.MEMBER_LOST)
 
-    def _depart(self, group: Group, session: Session, event: Event) -> int:
+    def _depart(self, group: GroupRecord, session: SessionRecord, event: Trigger) -> int:
         """Takes the session out of the group; bytes on their way back."""
         member = group.members.pop(session.session_id, None)
         group.previous.pop(session.session_id, None)
         alone = not group.members and not group.previous
-        if member is not None and group.formed and event is Event.MEMBER_LOST:
+        if member is not None and group.formed and event is Trigger.MEMBER_LOST:
             group.lost.update(dict.fromkeys(member.ranks, session))
             group.poison(PoisonReason.PEER_LOST, member.ranks[0])
         if alone:
-            if event is Event.MEMBER_LEFT:
-                return self._close(group, Event.EMPTIED_FOR_GOOD, "closed by its last process")
+            if event is Trigger.MEMBER_LEFT:
+                return self._close(group, Trigger.EMPTIED_FOR_GOOD, "closed by its last process")
             return self._emptied(group)
         if member is None:
             group.notify()
         elif not group.formed:
-            group.advance(Event.CLAIMANT_LOST)
+            group.advance(Trigger.CLAIMANT_LOST)
         else:
-            if event is Event.MEMBER_LEFT:
+            if event is Trigger.MEMBER_LEFT:
                 group.left.add(session.session_id)
                 if group.state is State.FORMING:
                     group.poison(PoisonReason.CLOSED)
@@ -356,22 +356,22 @@ class Groups:
             self._log(f"group.{group.state.value.lower()}", group, event.value)
         return 0
 
-    def _emptied(self, group: Group) -> int:
+    def _emptied(self, group: GroupRecord) -> int:
         forming = group.formation is not None and not group.formation.done()
         worth = group.windows is not None or forming or len(group.layers) > 0
         if group.spec.retain_s <= 0 or not worth:
-            return self._close(group, Event.EMPTIED_FOR_GOOD, "no process is left")
+            return self._close(group, Trigger.EMPTIED_FOR_GOOD, "no process is left")
         group.retained_until_s = self._clock.monotonic_s() + group.spec.retain_s
         if group.windows is not None:
             self._pool.retain(group.windows)
-        group.advance(Event.EMPTIED)
+        group.advance(Trigger.EMPTIED)
         self._log("group.retained", group, f"retained for {group.spec.retain_s:g} s")
         return 0
 
-    def take_away(self, group: Group, reason: PoisonReason, why: str) -> int:
+    def take_away(self, group: GroupRecord, reason: PoisonReason, why: str) -> int:
         """Poisons the group and forgets it; bytes on their way back now."""
         group.poison(reason)
-        return self._close(group, Event.TAKEN_AWAY, why)
+        return self._close(group, Trigger.TAKEN_AWAY, why)
 
     def expire(self) -> None:
         """Frees groups whose retained time is over."""
@@ -379,9 +379,9 @@ class Groups:
         for group in self.all():
             until = group.retained_until_s
             if group.state is State.RETAINED and until is not None and until <= now:
-                self._close(group, Event.EXPIRED, "the retained time is over")
+                self._close(group, Trigger.EXPIRED, "the retained time is over")
 
-    def _close(self, group: Group, event: Event, why: str) -> int:
+    def _close(self, group: GroupRecord, event: Trigger, why: str) -> int:
         group.poison(PoisonReason.CLOSED)
         group.advance(event, why)
         group.members = {}
@@ -397,7 +397,7 @@ class Groups:
         group.notify()
         return freed
 
-    def _log(self, kind: str, group: Group, message: str) -> None:
+    def _log(self, kind: str, group: GroupRecord, message: str) -> None:
         self._events.add(
             kind,
             f"group {group.owner}: {message}",

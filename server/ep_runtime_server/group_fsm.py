@@ -15,7 +15,7 @@ class State(enum.Enum):
     CLOSED = "CLOSED"
 
 
-class Event(enum.Enum):
+class Trigger(enum.Enum):
     ALL_ATTACHED = "every member mapped its windows"
     CLAIMANT_LOST = "a process left before every rank was claimed; others still claim"
     MEMBER_LOST = "a process died; others live"
@@ -29,36 +29,36 @@ class Event(enum.Enum):
     TAKEN_AWAY = "reclaimed by an operator, replaced by another spec, or its session was fenced"
 
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.FORMING, Event.ALL_ATTACHED): State.READY,
-    (State.FORMING, Event.CLAIMANT_LOST): State.FORMING,
-    (State.FORMING, Event.MEMBER_LOST): State.BROKEN,
-    (State.FORMING, Event.MEMBER_LEFT): State.BROKEN,
-    (State.FORMING, Event.EMPTIED): State.RETAINED,
-    (State.FORMING, Event.EMPTIED_FOR_GOOD): State.CLOSED,
-    (State.FORMING, Event.FAILED): State.CLOSED,
-    (State.FORMING, Event.TAKEN_AWAY): State.CLOSED,
-    (State.READY, Event.MEMBER_LOST): State.BROKEN,
-    (State.READY, Event.CONNECTION_LOST): State.BROKEN,
+TRANSITIONS: dict[tuple[State, Trigger], State] = {
+    (State.FORMING, Trigger.ALL_ATTACHED): State.READY,
+    (State.FORMING, Trigger.CLAIMANT_LOST): State.FORMING,
+    (State.FORMING, Trigger.MEMBER_LOST): State.BROKEN,
+    (State.FORMING, Trigger.MEMBER_LEFT): State.BROKEN,
+    (State.FORMING, Trigger.EMPTIED): State.RETAINED,
+    (State.FORMING, Trigger.EMPTIED_FOR_GOOD): State.CLOSED,
+    (State.FORMING, Trigger.FAILED): State.CLOSED,
+    (State.FORMING, Trigger.TAKEN_AWAY): State.CLOSED,
+    (State.READY, Trigger.MEMBER_LOST): State.BROKEN,
+    (State.READY, Trigger.CONNECTION_LOST): State.BROKEN,
     # The others may still be inside the last call, which needs nothing more of the one who left.
-    (State.READY, Event.MEMBER_LEFT): State.READY,
-    (State.READY, Event.EMPTIED): State.RETAINED,
-    (State.READY, Event.EMPTIED_FOR_GOOD): State.CLOSED,
-    (State.READY, Event.CLAIMED_AGAIN): State.FORMING,
-    (State.READY, Event.TAKEN_AWAY): State.CLOSED,
-    (State.BROKEN, Event.MEMBER_LOST): State.BROKEN,
-    (State.BROKEN, Event.MEMBER_LEFT): State.BROKEN,
-    (State.BROKEN, Event.EMPTIED): State.RETAINED,
-    (State.BROKEN, Event.EMPTIED_FOR_GOOD): State.CLOSED,
-    (State.BROKEN, Event.CLAIMED_AGAIN): State.FORMING,
-    (State.BROKEN, Event.TAKEN_AWAY): State.CLOSED,
-    (State.RETAINED, Event.CLAIMED_AGAIN): State.FORMING,
-    (State.RETAINED, Event.EXPIRED): State.CLOSED,
-    (State.RETAINED, Event.TAKEN_AWAY): State.CLOSED,
+    (State.READY, Trigger.MEMBER_LEFT): State.READY,
+    (State.READY, Trigger.EMPTIED): State.RETAINED,
+    (State.READY, Trigger.EMPTIED_FOR_GOOD): State.CLOSED,
+    (State.READY, Trigger.CLAIMED_AGAIN): State.FORMING,
+    (State.READY, Trigger.TAKEN_AWAY): State.CLOSED,
+    (State.BROKEN, Trigger.MEMBER_LOST): State.BROKEN,
+    (State.BROKEN, Trigger.MEMBER_LEFT): State.BROKEN,
+    (State.BROKEN, Trigger.EMPTIED): State.RETAINED,
+    (State.BROKEN, Trigger.EMPTIED_FOR_GOOD): State.CLOSED,
+    (State.BROKEN, Trigger.CLAIMED_AGAIN): State.FORMING,
+    (State.BROKEN, Trigger.TAKEN_AWAY): State.CLOSED,
+    (State.RETAINED, Trigger.CLAIMED_AGAIN): State.FORMING,
+    (State.RETAINED, Trigger.EXPIRED): State.CLOSED,
+    (State.RETAINED, Trigger.TAKEN_AWAY): State.CLOSED,
 }
 
 
-def next_state(state: State, event: Event) -> State:
+def next_state(state: State, event: Trigger) -> State:
     """Raises RuntimeError for an event that cannot happen in that state: a bug of the daemon."""
     try:
         return TRANSITIONS[state, event]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ep_runtime.errors import StaleHandleError
 from ep_runtime_server.events import EventLog
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.windows import WindowPool
 
 
-async def get_windows(group: Group, pool: WindowPool, events: EventLog) -> None:
+async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) -> None:
     """Gives the group, whose ranks are all claimed, its windows; nothing where it needs none.
 
     Raises:
@@ -42,7 +42,7 @@ async def get_windows(group: Group, pool: WindowPool, events: EventLog) -> None:
     )
 
 
-def _other_nodes(group: Group) -> StaleHandleError:
+def _other_nodes(group: GroupRecord) -> StaleHandleError:
     return StaleHandleError(
         f"group {group.owner.name!r} formed again with ranks on other nodes than its processes "
         "have mapped; create it again",
@@ -50,7 +50,7 @@ def _other_nodes(group: Group) -> StaleHandleError:
     )
 
 
-def _say_anew(group: Group, before: int, events: EventLog) -> None:
+def _say_anew(group: GroupRecord, before: int, events: EventLog) -> None:
     assert group.windows is not None
     fits = group.windows.serves(group.resolved, group.local_ranks)
     why = (

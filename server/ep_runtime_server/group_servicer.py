@@ -19,7 +19,7 @@ from ep_runtime_server import attachment, config, views
 from ep_runtime_server.interceptor import current_session
 from ep_runtime_server.pacing import paced
 from ep_runtime_server.paging import page
-from ep_runtime_server.rejoin import Claim
+from ep_runtime_server.rejoin import Holding
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
@@ -190,7 +190,7 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         spec = wire.group_spec_from_proto(request.spec)
         check_spec(spec)
         ranks = _check_ranks(request.world_ranks, spec)
-        claim = Claim(
+        claim = Holding(
             spec=spec,
             generation=request.generation,
             ranks=ranks,

@@ -17,17 +17,17 @@ from ep_runtime.errors import (
 )
 from ep_runtime.specs import NODE_TRANSPORTS, GroupSpec
 from ep_runtime.v1 import session_service_pb2, types_pb2
-from ep_runtime_server.group_fsm import Event, State, next_state
+from ep_runtime_server.group_fsm import State, Trigger, next_state
 from ep_runtime_server.layers import LayerTable
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.windows import Owner, WindowSet
 
 
 @dataclasses.dataclass(eq=False)
-class Member:
+class GroupMember:
     """A process in a group under its current generation."""
 
-    session: Session
+    session: SessionRecord
     ranks: tuple[int, ...]
     attached: bool = False
 
@@ -41,11 +41,11 @@ class RemoteMember:
     pid: int
 
 
-def _nobody(group: Group) -> None:
+def _nobody(group: GroupRecord) -> None:
     """Who listens where no journal is kept."""
 
 
-class Group:
+class GroupRecord:
     """A group of one owner. Formed when every rank is claimed and the memory is there.
 
     Attributes:
@@ -59,7 +59,7 @@ class Group:
 
     def __init__(self, owner: Owner, spec: GroupSpec, generation: int) -> None:
         self.group_id = f"g-{secrets.token_hex(6)}"
-        self.on_change: Callable[[Group], None] = _nobody
+        self.on_change: Callable[[GroupRecord], None] = _nobody
         self.restoring = False
         self.owner = owner
         self.spec = spec
@@ -67,10 +67,10 @@ class Group:
         self.generation = generation
         self.state = State.FORMING
         self.layers = LayerTable(spec)
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, GroupMember] = {}
         # Members of the older generation that neither claimed again nor went away: their ranks
         # cannot be claimed by others.
-        self.previous: dict[str, Member] = {}
+        self.previous: dict[str, GroupMember] = {}
         self.left: set[str] = set()  # closed it while others go on
         self.windows: WindowSet | None = None
         self.uuids: dict[int, str] = {}  # by world rank: its GPU; empty on the host
@@ -78,14 +78,16 @@ class Group:
         self.reattached = False
         self.formation: asyncio.Task[None] | None = None
         self.failure: EpRuntimeError | None = None
-        self.lost: dict[int, Session | RemoteMember] = {}  # by world rank: whose process is gone
+        self.lost: dict[
+            int, SessionRecord | RemoteMember
+        ] = {}  # by world rank: whose process is gone
         # Of a group that forms across nodes: the view of its epoch, and whether it is committed.
         self.remote: dict[int, RemoteMember] = {}  # by world rank
         self.epoch = self.attempt = 0
         self.committed = False
         self.spans = False  # had a view under this generation: what is missing is on other nodes
         self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet
-        self.last_event: Event | None = None
+        self.last_event: Trigger | None = None
         self.retained_until_s: float | None = None  # means something in RETAINED only
         self.created_s = 0.0
         self.created_wall_s = 0.0
@@ -123,10 +125,10 @@ class Group:
         return 0 if size == spec.ep_size and spec.on_overflow != "error" else size
 
     @property
-    def claims(self) -> dict[int, Member]:
+    def claims(self) -> dict[int, GroupMember]:
         return {rank: member for member in self.members.values() for rank in member.ranks}
 
-    def member_of(self, rank: int) -> Member | None:
+    def member_of(self, rank: int) -> GroupMember | None:
         """Who claims that world rank."""
         return next((m for m in self.members.values() if rank in m.ranks), None)
 
@@ -161,7 +163,7 @@ class Group:
             self.state is State.READY and self.left
         )
 
-    def advance(self, event: Event, reason: str = "") -> None:
+    def advance(self, event: Trigger, reason: str = "") -> None:
         """Takes the transition, wakes who waits, tells the members."""
         before, self.state = self.state, next_state(self.state, event)
         self.last_event = event
@@ -194,7 +196,7 @@ class Group:
         """Set at the next change; take it before looking at what may change."""
         return self._changed
 
-    def check_free(self, session: Session, ranks: tuple[int, ...]) -> None:
+    def check_free(self, session: SessionRecord, ranks: tuple[int, ...]) -> None:
         """Raises GroupBusyError where another live process has one of the ranks."""
         for member in (*self.members.values(), *self.previous.values()):
             taken = sorted(set(member.ranks).intersection(ranks))
@@ -207,16 +209,18 @@ class Group:
                     pid=member.session.pid,
                 )
 
-    def claim(self, session: Session, ranks: tuple[int, ...], uuids: tuple[str, ...] = ()) -> None:
+    def claim(
+        self, session: SessionRecord, ranks: tuple[int, ...], uuids: tuple[str, ...] = ()
+    ) -> None:
         """Makes the session a member under the current generation; `uuids` of the ranks' GPUs."""
         self.previous.pop(session.session_id, None)
         self.uuids.update(zip(ranks, uuids, strict=False))
-        self.members[session.session_id] = Member(session, ranks)
+        self.members[session.session_id] = GroupMember(session, ranks)
         self.notify()
 
     def start_over(self, generation: int) -> None:
         """A new generation on what is left of the old one. Its members claim again."""
-        self.advance(Event.CLAIMED_AGAIN)
+        self.advance(Trigger.CLAIMED_AGAIN)
         self.generation = generation
         self.previous.update(self.members)
         self.members = {}
@@ -233,7 +237,7 @@ class Group:
         self.committed = False
         self.elsewhere = frozenset()
 
-    def member(self, session: Session, generation: int) -> Member:
+    def member(self, session: SessionRecord, generation: int) -> GroupMember:
         """Raises StaleHandleError for another generation, PermissionDeniedError for a stranger."""
         self.check_generation(generation)
         member = self.members.get(session.session_id)
@@ -261,7 +265,7 @@ class Group:
             self.windows.poison(reason, rank)
 
 
-async def wait_until(group: Group, done: Callable[[], bool], wait_s: float) -> bool:
+async def wait_until(group: GroupRecord, done: Callable[[], bool], wait_s: float) -> bool:
     """Waits for `done`, looked at whenever the group changes; False at the deadline."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s

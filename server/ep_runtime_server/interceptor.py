@@ -24,7 +24,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime_server.admission import Admission
 from ep_runtime_server.seal import Seal
-from ep_runtime_server.sessions import Session, Sessions, SessionState
+from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState
 
 _SERVICE = "/ep_runtime.v1."
 _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
@@ -39,10 +39,10 @@ PARSED_AT_ONCE_BYTES = 32 << 10
 
 Context = grpc.aio.ServicerContext
 
-_current: contextvars.ContextVar[Session] = contextvars.ContextVar("session")
+_current: contextvars.ContextVar[SessionRecord] = contextvars.ContextVar("session")
 
 
-def current_session() -> Session:
+def current_session() -> SessionRecord:
     """The session of the RPC being handled on api.sock."""
     return _current.get()
 
@@ -178,7 +178,9 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             finally:
                 room.give(held)
 
-    def _authenticate(self, sessions: Sessions, method: str, metadata: dict[str, Any]) -> Session:
+    def _authenticate(
+        self, sessions: Sessions, method: str, metadata: dict[str, Any]
+    ) -> SessionRecord:
         token = metadata.get(wire.TOKEN_KEY)
         if not isinstance(token, str):
             raise SessionFencedError(f"{method} needs {wire.TOKEN_KEY}; say hello on fd.sock first")

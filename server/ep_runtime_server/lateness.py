@@ -18,7 +18,7 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.config import LATE_AFTER_S
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
-from ep_runtime_server.groups import Group, Member
+from ep_runtime_server.groups import GroupMember, GroupRecord
 from ep_runtime_server.pacing import paced
 
 LOOK_EVERY_S = 1.0
@@ -29,7 +29,7 @@ MAX_NAMED_WAITERS = 16
 class LateRank:
     """One rank for which others wait; op, layer and handle are of the first who waited."""
 
-    group: Group
+    group: GroupRecord
     world_rank: int
     pid: int
     process_index: int
@@ -51,7 +51,7 @@ class LateRank:
         )
 
 
-def rank_records(group: Group) -> list[RankRecord | None]:
+def rank_records(group: GroupRecord) -> list[RankRecord | None]:
     """What the board says of every rank; None where that cannot be, nothing without a board."""
     windows = group.windows
     if windows is None or windows.board is None:
@@ -59,7 +59,7 @@ def rank_records(group: Group) -> list[RankRecord | None]:
     return board_records.read_ranks(windows.board, windows.spec)
 
 
-def rank_record(group: Group, rank: int) -> RankRecord | None:
+def rank_record(group: GroupRecord, rank: int) -> RankRecord | None:
     """What the board says of one rank; None where there is none, or it cannot be."""
     windows = group.windows
     if windows is None or windows.board is None:
@@ -67,7 +67,7 @@ def rank_record(group: Group, rank: int) -> RankRecord | None:
     return board_records.read_ranks(windows.board, windows.spec, [rank])[0]
 
 
-def tell_time(groups: Iterable[Group], now_s: float) -> None:
+def tell_time(groups: Iterable[GroupRecord], now_s: float) -> None:
     """Writes the time to the boards of groups on devices, which know no clock of this machine."""
     for group in groups:
         windows = group.windows
@@ -93,13 +93,13 @@ def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
     return {rank: waits_for[rank] if end is None else end for rank, end in ends.items()}
 
 
-async def late_ranks(groups: Iterable[Group], now_s: float) -> list[LateRank]:
+async def late_ranks(groups: Iterable[GroupRecord], now_s: float) -> list[LateRank]:
     """Every rank for which another has waited for more than LATE_AFTER_S; the latest first."""
     found = [late async for group in paced(groups) for late in late_in(group, now_s)]
     return sorted(found, key=lambda late: -late.since_s)
 
 
-def late_in(group: Group, now_s: float) -> list[LateRank]:
+def late_in(group: GroupRecord, now_s: float) -> list[LateRank]:
     """Those of one group."""
     records = rank_records(group)
     waiting = {
@@ -125,8 +125,8 @@ def late_in(group: Group, now_s: float) -> list[LateRank]:
 
 
 def _describe(
-    group: Group,
-    member: Member | None,
+    group: GroupRecord,
+    member: GroupMember | None,
     late: int,
     waiters: list[int],
     record: RankRecord,

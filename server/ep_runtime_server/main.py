@@ -36,7 +36,7 @@ EXIT_USAGE = 1
 EXIT_CANNOT_SERVE = 2
 
 
-class Parser(argparse.ArgumentParser):
+class ServeParser(argparse.ArgumentParser):
     """argparse with the command line's exit code for wrong usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `ep-runtime serve`; the command line shows the same help."""
-    parser = Parser(prog="ep-runtime serve", description="Runs the daemon in the foreground.")
+    parser = ServeParser(prog="ep-runtime serve", description="Runs the daemon in the foreground.")
     add = parser.add_argument
     add("--dir", help="socket directory (default: $RUNTIME_DIRECTORY, or by user)")
     add("--allow-uid", type=int, action="append", default=[], metavar="UID", help="serve this user")

@@ -26,7 +26,7 @@ from ep_runtime_server.nodes import Node, NodeState
 from ep_runtime_server.peers import Peers
 
 
-class Link(enum.Enum):
+class Standing(enum.Enum):
     """How a daemon stands with its coordinator. Values are the names on the wire."""
 
     COORDINATOR = "COORDINATOR"
@@ -61,7 +61,7 @@ class Membership:
         self._events = events
         self.lease_id = ""
         self._nodes: list[Node] = []
-        self.link = Link.JOINING
+        self.link = Standing.JOINING
         self.since_s = clock.monotonic_s()
         self.error = ""
         self._heard_s = self.since_s
@@ -75,7 +75,7 @@ class Membership:
         """As the coordinator told lately; of itself and of us we know better."""
         found = [node for node in self._nodes if not node.coordinator]
         ours = Node(self._identity, NodeState.JOINED, self.since_s)
-        if self.link in (Link.JOINING, Link.REFUSED):
+        if self.link in (Standing.JOINING, Standing.REFUSED):
             ours.state = NodeState.ABSENT
         found = [ours if node.identity.node == self._identity.node else node for node in found]
         if ours not in found:
@@ -85,7 +85,7 @@ class Membership:
     def _coordinator(self) -> Node:
         told = next((node for node in self._nodes if node.coordinator), None)
         identity = told.identity if told is not None else NodeIdentity(self._name)
-        reachable = self.link in (Link.JOINED, Link.REFUSED)
+        reachable = self.link in (Standing.JOINED, Standing.REFUSED)
         return Node(
             dataclasses.replace(identity, address=self._address),
             NodeState.JOINED if reachable else NodeState.UNREACHABLE,
@@ -104,10 +104,12 @@ class Membership:
                 continue
             except RuntimeUnavailableError as error:
                 # Where it never was there, nothing is lost yet.
-                self._stand(Link.JOINING if self.link is Link.JOINING else Link.LOST, str(error))
+                self._stand(
+                    Standing.JOINING if self.link is Standing.JOINING else Standing.LOST, str(error)
+                )
                 wait_s, pause_s = pause_s, min(2 * pause_s, config.NODE_RETRY_MOST_S)
             except EpRuntimeError as error:
-                self._stand(Link.REFUSED, str(error))
+                self._stand(Standing.REFUSED, str(error))
                 wait_s, pause_s = config.NODE_REFUSED_RETRY_S, config.NODE_RETRY_FIRST_S
             # Nodes that lost the same coordinator must not come back in one moment.
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
@@ -120,7 +122,7 @@ class Membership:
         self._facts.heard(answer.epoch, answer.cluster_id)
         self.lease_id = answer.lease_id
         self._heard(answer.nodes)
-        self._stand(Link.JOINED, "")
+        self._stand(Standing.JOINED, "")
 
     async def _report(self) -> None:
         """Renews the lease; returns where the coordinator does not know it, having restarted."""
@@ -147,16 +149,16 @@ class Membership:
         self._heard_s = now
         self._nodes = [node_wire.node_from_proto(message, now) for message in nodes]
 
-    def _stand(self, link: Link, error: str) -> None:
+    def _stand(self, link: Standing, error: str) -> None:
         """One event where it changes, none where it goes on."""
         before, self.error = self.link, error
         if link is before:
             return
         self.link, self.since_s = link, self._clock.monotonic_s()
         kind, level, text = {
-            Link.JOINED: ("cluster.joined", logging.INFO, "joined"),
-            Link.LOST: ("cluster.coordinator_lost", logging.WARNING, "lost"),
-            Link.REFUSED: ("cluster.refused", logging.ERROR, "is refused by"),
+            Standing.JOINED: ("cluster.joined", logging.INFO, "joined"),
+            Standing.LOST: ("cluster.coordinator_lost", logging.WARNING, "lost"),
+            Standing.REFUSED: ("cluster.refused", logging.ERROR, "is refused by"),
         }[link]
         self._events.add(
             kind,
@@ -169,7 +171,7 @@ class Membership:
 
     async def leave(self) -> None:
         """Says goodbye, for a moment at most."""
-        if self.link is Link.JOINED:
+        if self.link is Standing.JOINED:
             request = pb.LeaveClusterRequest(node=self._identity.node, lease_id=self.lease_id)
             try:
                 await self._peers.ask(

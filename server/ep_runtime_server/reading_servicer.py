@@ -9,7 +9,7 @@ from ep_runtime.errors import PermissionDeniedError
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_server.admin_servicer import AdminServicer
 from ep_runtime_server.interceptor import current_session
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.sessions import SessionRecord
 
 # What reads, and no more, by name: an RPC that is not here is an order.
 READINGS = frozenset(
@@ -46,7 +46,7 @@ class SessionReadingServicer(ReadingServicer):
     def _sees(self, uid: int | None) -> bool:
         return self._reads_all or uid == current_session().uid
 
-    def _sessions(self) -> list[Session]:
+    def _sessions(self) -> list[SessionRecord]:
         """Without the one that asks: it is there for its question alone."""
         return [session for session in super()._sessions() if session is not current_session()]
 

@@ -17,9 +17,9 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.journal import Encoded, Journal, Record, encoded
-from ep_runtime_server.sessions import Session, Sessions
+from ep_runtime_server.sessions import SessionRecord, Sessions
 from ep_runtime_server.windows import WindowPool, WindowSet
 
 BOOT, GENERATION, WORD_COUNTS_UNTIL = "boot", "generation", "word_counts_until_s"
@@ -66,7 +66,7 @@ class Recorder:
         self._pool = pool
         self._events = events
         self._clock = clock
-        self._changed: dict[str, Session | Group | WindowSet] = {}
+        self._changed: dict[str, SessionRecord | GroupRecord | WindowSet] = {}
         # By key of the item: its record in the file. A new file costs no new JSON.
         self._texts: dict[str, Encoded] = {}
         # By key of the item, layers too: its user, and bytes of its records.
@@ -102,13 +102,13 @@ class Recorder:
             windows.on_change = both
             both(windows)
 
-    def _session_changed(self, session: Session) -> None:
+    def _session_changed(self, session: SessionRecord) -> None:
         self._mark(f"{SESSION}{session.session_id}", session)
 
-    def _group_changed(self, group: Group) -> None:
+    def _group_changed(self, group: GroupRecord) -> None:
         self._mark(f"{GROUP}{group.group_id}", group)
 
-    def _mark(self, key: str, item: Session | Group | WindowSet) -> None:
+    def _mark(self, key: str, item: SessionRecord | GroupRecord | WindowSet) -> None:
         self._changed[key] = item
         if not self._flush_scheduled:
             self._flush_scheduled = True
@@ -155,8 +155,8 @@ class Recorder:
         elif not self._bytes_by[uid]:
             del self._bytes_by[uid]
 
-    def _records(self, key: str, item: Session | Group | WindowSet) -> Iterator[Record]:
-        if isinstance(item, Session):
+    def _records(self, key: str, item: SessionRecord | GroupRecord | WindowSet) -> Iterator[Record]:
+        if isinstance(item, SessionRecord):
             uid, value = item.uid, encoded(records.of_session(item))
         elif isinstance(item, WindowSet):
             uid, value = item.owner.uid, encoded(records.of_windows(item))
@@ -168,10 +168,10 @@ class Recorder:
         else:
             self._texts.pop(key, None)
         self._count(key, uid, len(value.text) if value is not None else 0)
-        if isinstance(item, Group):
+        if isinstance(item, GroupRecord):
             yield from self._layer_records(item, gone=value is None)
 
-    def _layer_records(self, group: Group, *, gone: bool) -> Iterator[Record]:
+    def _layer_records(self, group: GroupRecord, *, gone: bool) -> Iterator[Record]:
         """Those that are not in the file; they are written once, however long the list grows."""
         key = f"{LAYERS}{group.group_id}/"
         if gone:
@@ -190,7 +190,7 @@ class Recorder:
             yield f"{key}{parts.num_written}", parts.texts[parts.num_written]
             parts.num_written = parts.ends[parts.num_written]
 
-    def _encode_layers(self, group: Group, parts: _LayerParts) -> None:
+    def _encode_layers(self, group: GroupRecord, parts: _LayerParts) -> None:
         """The next part of what is not JSON yet."""
         first = parts.num_layers
         part = group.layers.history[first : first + MAX_LAYERS_PER_RECORD]
@@ -202,7 +202,7 @@ class Recorder:
         key = f"{LAYERS}{group.group_id}/"
         self._count(key, group.owner.uid, parts.num_bytes)
 
-    async def prepare(self, group: Group) -> None:
+    async def prepare(self, group: GroupRecord) -> None:
         """Makes the records of many new layers in turns; the next flush only writes them."""
         parts = self._layers.get(group.group_id)
         while (
@@ -238,7 +238,7 @@ class Recorder:
         until_s = self._word_counts_until_s()
         if until_s is not None:
             yield WORD_COUNTS_UNTIL, until_s
-        items: list[tuple[str, Session | Group | WindowSet]] = [
+        items: list[tuple[str, SessionRecord | GroupRecord | WindowSet]] = [
             *((f"{SESSION}{s.session_id}", s) for s in self._sessions.not_over()),
             *((f"{WINDOWS}{w.set_id}", w) for w in self._pool.sets),
             *((f"{GROUP}{g.group_id}", g) for g in self._groups.all()),
@@ -248,7 +248,7 @@ class Recorder:
                 yield from (record for record in self._records(key, item) if record[1] is not None)
                 continue
             yield key, self._texts[key]
-            if isinstance(item, Group):
+            if isinstance(item, GroupRecord):
                 yield from self._layer_records(item, gone=False)
 
     def _tell(self) -> None:

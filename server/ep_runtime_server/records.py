@@ -12,12 +12,12 @@ from ep_runtime.wire import RegisteredLayer, group_spec_to_proto
 from ep_runtime_server import record_shapes
 from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import Group, Member, RemoteMember
-from ep_runtime_server.sessions import LIVE, Session, SessionState
+from ep_runtime_server.groups import GroupMember, GroupRecord, RemoteMember
+from ep_runtime_server.sessions import LIVE, SessionRecord, SessionState
 from ep_runtime_server.windows import Owner, WindowSet, WindowState
 
 
-def of_session(session: Session) -> dict[str, Any] | None:
+def of_session(session: SessionRecord) -> dict[str, Any] | None:
     """None for a session that is over: a restarted daemon need not know it."""
     if session.over:
         return None
@@ -38,13 +38,13 @@ def of_session(session: Session) -> dict[str, Any] | None:
     }
 
 
-def to_session(session_id: str, value: Mapping[str, Any]) -> Session:
+def to_session(session_id: str, value: Mapping[str, Any]) -> SessionRecord:
     """A session that was opened is SUSPECT until its process says something."""
     record_shapes.check(value, record_shapes.SESSION)
     fields = dict(value)
     state = SessionState(fields.pop("state"))
     suspect = state in LIVE and state is not SessionState.CONNECTED
-    return Session(
+    return SessionRecord(
         session_id=session_id,
         token="",
         pidfd=-1,
@@ -109,7 +109,7 @@ def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
     return windows
 
 
-def of_group(group: Group) -> dict[str, Any] | None:
+def of_group(group: GroupRecord) -> dict[str, Any] | None:
     """Without its layers. None for a group that is gone, or that had nothing but claims."""
     if group.state is State.CLOSED:
         return None
@@ -140,18 +140,18 @@ def of_group(group: Group) -> dict[str, Any] | None:
 def to_group(
     group_id: str,
     value: Mapping[str, Any],
-    sessions: Mapping[str, Session],
+    sessions: Mapping[str, SessionRecord],
     sets: Mapping[str, WindowSet],
-) -> Group:
+) -> GroupRecord:
     """The group with its members and its set. Raises LookupError where one is not there: then the
     processes know better than what is left of the journal."""
     record_shapes.check(value, record_shapes.GROUP)
-    group = Group(Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"])
+    group = GroupRecord(Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"])
     group.group_id = group_id
     group.state = State(value["state"])
     for name in ("members", "previous"):
         found = {
-            session_id: Member(sessions[session_id], tuple(ranks), attached)
+            session_id: GroupMember(sessions[session_id], tuple(ranks), attached)
             for session_id, ranks, attached in value[name]
         }
         setattr(group, name, found)

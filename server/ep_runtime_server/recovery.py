@@ -19,7 +19,7 @@ from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.record_shapes import Shape
 from ep_runtime_server.recorder import (
     BOOT,
@@ -31,7 +31,7 @@ from ep_runtime_server.recorder import (
     WORD_COUNTS_UNTIL,
     boot_id,
 )
-from ep_runtime_server.sessions import Session, Sessions, SessionState
+from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
 
 _Item = TypeVar("_Item")
@@ -67,7 +67,7 @@ class Recovery:
         self._incomplete_journal = False
         self._waits = False
         self._begun = False
-        self._dead: list[Session] = []
+        self._dead: list[SessionRecord] = []
         self._changed = asyncio.Event()
         self.found_any = False
         self.num_sessions = 0
@@ -117,7 +117,7 @@ class Recovery:
         for windows in sets.values():
             self._pool.add(windows)
 
-        def to_group(group_id: str, value: Mapping[str, Any]) -> Group:
+        def to_group(group_id: str, value: Mapping[str, Any]) -> GroupRecord:
             group = records.to_group(group_id, value, sessions, sets)
             for part in _layer_parts(facts, group_id):
                 group.layers.restore([records.to_layer(item) for item in part])
@@ -153,13 +153,13 @@ class Recovery:
                 self._unreadable(key, f"{type(error).__name__}: {str(error)[:500]}")
         return found
 
-    def _restore_sessions(self, values: Mapping[str, Any]) -> dict[str, Session]:
+    def _restore_sessions(self, values: Mapping[str, Any]) -> dict[str, SessionRecord]:
         found = self._readable(values, records.to_session)
         self._dead = [session for session in found.values() if not self._sessions.restore(session)]
         self.num_sessions = len(found) - len(self._dead)
         return found
 
-    def _restore_group(self, group: Group) -> None:
+    def _restore_group(self, group: GroupRecord) -> None:
         """A formation that was under way is over: its callers ask again."""
         if not group.formed:
             group.members = {}
@@ -206,7 +206,7 @@ class Recovery:
         self.adopted_bytes += size_bytes
         self.settle()
 
-    def holds_nothing(self, session: Session, owner: Owner) -> None:
+    def holds_nothing(self, session: SessionRecord, owner: Owner) -> None:
         """Who creates a group instead of restoring it has nothing of it to give back: it was about
         to fetch, or to receive, the windows when the daemon was killed."""
         for windows in self._pool.sets:

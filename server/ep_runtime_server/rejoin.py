@@ -17,15 +17,15 @@ from ep_runtime_server import record_shapes
 from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.devices import Allocation, HostDevice, is_memfd
 from ep_runtime_server.formation import Groups
-from ep_runtime_server.group_fsm import Event, State
-from ep_runtime_server.groups import Group
+from ep_runtime_server.group_fsm import State, Trigger
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.recovery import Recovery
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
+class Holding:
     """What a process says that it holds."""
 
     spec: GroupSpec
@@ -44,7 +44,9 @@ class Rejoin:
         self._pool = pool
         self._recovery = recovery
 
-    async def restore_group(self, session: Session, claim: Claim) -> tuple[Group, list[int]]:
+    async def restore_group(
+        self, session: SessionRecord, claim: Holding
+    ) -> tuple[GroupRecord, list[int]]:
         """The group that goes on, and the world ranks whose windows are wanted; -1 is the board.
 
         Raises:
@@ -79,7 +81,7 @@ class Rejoin:
         self._settle(group)
         return group, self._wanted(group)
 
-    def _wanted(self, group: Group) -> list[int]:
+    def _wanted(self, group: GroupRecord) -> list[int]:
         if group.has_windows and group.windows is None:
             raise StaleHandleError(
                 f"the memory of group {group.owner.name!r} is gone; create the group again",
@@ -87,7 +89,7 @@ class Rejoin:
             )
         return group.windows.wanted_ranks if group.windows is not None else []
 
-    def _group_of(self, session: Session, claim: Claim) -> Group:
+    def _group_of(self, session: SessionRecord, claim: Holding) -> GroupRecord:
         group = self._groups.find(Owner(session.uid, session.job, claim.spec.name))
         known = group.generation if group is not None else 0
         if self._recovery.takes_word and known < claim.generation <= record_shapes.MAX_GENERATION:
@@ -112,11 +114,11 @@ class Rejoin:
         group.check_generation(claim.generation)
         return group
 
-    def _make(self, session: Session, claim: Claim) -> Group:
+    def _make(self, session: SessionRecord, claim: Holding) -> GroupRecord:
         """A group that we know from its processes alone; it is READY once all of it is back."""
         owner = Owner(session.uid, session.job, claim.spec.name)
         asked = dataclasses.replace(claim.spec, node_size=0)
-        group = Group(owner, asked, claim.generation)
+        group = GroupRecord(owner, asked, claim.generation)
         group.node_size = claim.spec.node_size
         group.restoring = group.formed = group.reattached = True
         if group.has_windows:
@@ -125,17 +127,17 @@ class Rejoin:
         self._groups.begin(group)
         return group
 
-    def _settle(self, group: Group) -> None:
+    def _settle(self, group: GroupRecord) -> None:
         complete = group.windows is None or not group.windows.wanted_ranks
         if group.state is State.FORMING and complete and not group.unattached_ranks:
-            group.advance(Event.ALL_ATTACHED)
+            group.advance(Trigger.ALL_ATTACHED)
         group.notify()
         self._recovery.settle()
 
     # Descriptors
 
     def return_windows(
-        self, session: Session, name: str, found: Sequence[tuple[int, int, int]]
+        self, session: SessionRecord, name: str, found: Sequence[tuple[int, int, int]]
     ) -> tuple[int, list[int]]:
         """Adopts (world rank, generation, fd); (how many were taken, ranks still wanted).
 

@@ -29,7 +29,7 @@ from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_store import FdStore, by_set, stored_name
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.lateness import LateRanks
 from ep_runtime_server.loop_lag import LoopLag
@@ -38,7 +38,7 @@ from ep_runtime_server.quotas import Quotas, Usage
 from ep_runtime_server.recorder import Recorder
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.rejoin import Rejoin
-from ep_runtime_server.sessions import Session, Sessions, SessionState
+from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.supervision import Supervisor
 from ep_runtime_server.tickets import TicketBook
 from ep_runtime_server.unique_ids import UniqueIdBook
@@ -202,7 +202,7 @@ class Runtime:
         else:
             self.recorder.flush()
 
-    async def claims_allowed(self, session: Session, name: str, wait_s: float) -> None:
+    async def claims_allowed(self, session: SessionRecord, name: str, wait_s: float) -> None:
         """Returns when groups may be created.
 
         Raises:
@@ -221,7 +221,7 @@ class Runtime:
             )
 
     def open_session(
-        self, session: Session, job: str, labels: Mapping[str, str], process_index: int
+        self, session: SessionRecord, job: str, labels: Mapping[str, str], process_index: int
     ) -> None:
         """Names the job of a session.
 
@@ -259,7 +259,7 @@ class Runtime:
             job=job,
         )
 
-    def _session_ended(self, session: Session) -> None:
+    def _session_ended(self, session: SessionRecord) -> None:
         self.operations.forget_session(session.session_id)
         if session.state is SessionState.FENCED:
             session.tell(
@@ -299,7 +299,7 @@ class Runtime:
 
     def reclaim(
         self, name: str, job: str, uid: int | None, *, all_retained: bool
-    ) -> tuple[list[Group], int, int]:
+    ) -> tuple[list[GroupRecord], int, int]:
         """Poisons groups and takes their memory: (groups, bytes freed, bytes quarantined).
 
         Raises:

@@ -44,7 +44,7 @@ OVER = (SessionState.CLOSED, SessionState.DEAD)
 
 
 @dataclasses.dataclass(eq=False)
-class Session:
+class SessionRecord:
     """One client process."""
 
     session_id: str
@@ -90,7 +90,7 @@ def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _nobody(session: Session) -> None:
+def _nobody(session: SessionRecord) -> None:
     """Who listens where no journal is kept."""
 
 
@@ -107,7 +107,7 @@ class Sessions:
         events: EventLog,
         *,
         admit: Callable[[int], None],
-        on_end: Callable[[Session], None],
+        on_end: Callable[[SessionRecord], None],
     ) -> None:
         """`admit(uid)` raises where the user has as many sessions as allowed.
 
@@ -118,21 +118,21 @@ class Sessions:
         self._events = events
         self._admit = admit
         self._on_end = on_end
-        self.on_change: Callable[[Session], None] = _nobody
-        self._by_token: dict[str, Session] = {}  # by the token's digest
-        self._by_id: dict[str, Session] = {}
+        self.on_change: Callable[[SessionRecord], None] = _nobody
+        self._by_token: dict[str, SessionRecord] = {}  # by the token's digest
+        self._by_id: dict[str, SessionRecord] = {}
 
-    def all(self) -> list[Session]:
+    def all(self) -> list[SessionRecord]:
         """Oldest first, with those that ended lately."""
         return list(self._by_id.values())
 
-    def not_over(self) -> list[Session]:
+    def not_over(self) -> list[SessionRecord]:
         return [session for session in self._by_id.values() if not session.over]
 
-    def get(self, session_id: str) -> Session | None:
+    def get(self, session_id: str) -> SessionRecord | None:
         return self._by_id.get(session_id)
 
-    def hello(self, peer: Peer, own_pid: int, client_version: str) -> Session:
+    def hello(self, peer: Peer, own_pid: int, client_version: str) -> SessionRecord:
         """A new session for the connected process. Takes the peer's pidfd over.
 
         Raises:
@@ -141,7 +141,7 @@ class Sessions:
         self._close_unanswered(peer)
         self._admit(peer.uid)
         token = secrets.token_hex(32)
-        session = Session(
+        session = SessionRecord(
             session_id=f"s-{secrets.token_hex(6)}",
             token=token,
             token_digest=digest(token),
@@ -166,13 +166,13 @@ class Sessions:
             if unopened and (session.uid, session.pid) == (peer.uid, peer.pid):
                 self.close(session)
 
-    def _add(self, session: Session) -> None:
+    def _add(self, session: SessionRecord) -> None:
         self._by_token[session.token_digest] = session
         self._by_id[session.session_id] = session
         asyncio.get_running_loop().add_reader(session.pidfd, self._on_exit, session)
         self.on_change(session)
 
-    def restore(self, session: Session) -> bool:
+    def restore(self, session: SessionRecord) -> bool:
         """A session out of the journal; False where its process is gone."""
         pidfd = open_process(session.pid, session.start_s)
         if pidfd is None:
@@ -182,7 +182,7 @@ class Sessions:
         self._add(session)
         return True
 
-    def resume(self, token: str, peer: Peer) -> Session | None:
+    def resume(self, token: str, peer: Peer) -> SessionRecord | None:
         """The session that the process had before the daemon started again; None where unknown.
 
         Raises:
@@ -198,7 +198,7 @@ class Sessions:
         self._log("session.resumed", f"process {session.pid} is back", session)
         return session
 
-    def authenticate(self, token: str, own_pid: int | None) -> Session:
+    def authenticate(self, token: str, own_pid: int | None) -> SessionRecord:
         """The session of that token, over or not.
 
         Raises:
@@ -217,7 +217,7 @@ class Sessions:
             )
         return session
 
-    def authenticate_live(self, token: str, own_pid: int | None) -> Session:
+    def authenticate_live(self, token: str, own_pid: int | None) -> SessionRecord:
         """As `authenticate`; a session that is over raises SessionFencedError too."""
         session = self.authenticate(token, own_pid)
         if session.over:
@@ -226,14 +226,14 @@ class Sessions:
             )
         return session
 
-    def authenticate_peer(self, token: str, peer_pid: int, peer_uid: int) -> Session:
+    def authenticate_peer(self, token: str, peer_pid: int, peer_uid: int) -> SessionRecord:
         """As `authenticate_live`, with the kernel's word for the process."""
         session = self.authenticate_live(token, None)
         if peer_pid != session.pid or peer_uid != session.uid:
             raise self._foreign(session, peer_pid)
         return session
 
-    def check_user(self, session: Session, uid: int | None) -> None:
+    def check_user(self, session: SessionRecord, uid: int | None) -> None:
         """Whether a connection's user may use the session: a token that leaked is worth nothing to
         another one. Root and our own user could read it here anyway.
 
@@ -244,12 +244,12 @@ class Sessions:
             return
         raise self._stolen(session, f"uid {uid}", f"uid {session.uid}", uid=uid)
 
-    def _foreign(self, session: Session, pid: int) -> PermissionDeniedError:
+    def _foreign(self, session: SessionRecord, pid: int) -> PermissionDeniedError:
         hint = "; a forked child must connect on its own"
         return self._stolen(session, f"process {pid}", f"process {session.pid}", hint, pid=pid)
 
     def _stolen(
-        self, session: Session, user: str, owner: str, hint: str = "", **fields: object
+        self, session: SessionRecord, user: str, owner: str, hint: str = "", **fields: object
     ) -> PermissionDeniedError:
         """`user` came with the token of `owner`: told here, and for the caller to raise."""
         self._events.deny(
@@ -266,11 +266,11 @@ class Sessions:
             **fields,
         )
 
-    def beat(self, session: Session, progress: int) -> None:
+    def beat(self, session: SessionRecord, progress: int) -> None:
         session.progress = max(session.progress, progress)
         self.heard(session)
 
-    def heard(self, session: Session) -> None:
+    def heard(self, session: SessionRecord) -> None:
         """The process said something: it is not SUSPECT."""
         session.last_beat_s = self._clock.monotonic_s()
         session.awaited = False
@@ -292,12 +292,12 @@ class Sessions:
                     level=logging.WARNING,
                 )
 
-    def close(self, session: Session, *, failed: bool = False) -> None:
+    def close(self, session: SessionRecord, *, failed: bool = False) -> None:
         """The process said goodbye, or that it leaves by an error: no goodbye, though it lives."""
         if session.live:
             self._end(session, SessionState.DEAD if failed else SessionState.CLOSED)
 
-    def fence(self, session: Session, reason: str) -> None:
+    def fence(self, session: SessionRecord, reason: str) -> None:
         """Voids the token; memory that the process maps waits for its pidfd."""
         if session.live:
             session.state = SessionState.FENCED
@@ -311,10 +311,10 @@ class Sessions:
             )
             self._on_end(session)
 
-    def _on_exit(self, session: Session) -> None:
+    def _on_exit(self, session: SessionRecord) -> None:
         self._end(session, SessionState.DEAD)
 
-    def _end(self, session: Session, state: SessionState) -> None:
+    def _end(self, session: SessionRecord, state: SessionState) -> None:
         session.state = state
         session.ended_s = self._clock.monotonic_s()
         self._drop_pidfd(session)
@@ -323,7 +323,7 @@ class Sessions:
         self._log(f"session.{state.value.lower()}", f"process {session.pid} {what}", session)
         self._on_end(session)
 
-    def _drop_pidfd(self, session: Session) -> None:
+    def _drop_pidfd(self, session: SessionRecord) -> None:
         if session.pidfd >= 0:
             asyncio.get_running_loop().remove_reader(session.pidfd)
             os.close(session.pidfd)
@@ -344,7 +344,9 @@ class Sessions:
         for session in self._by_id.values():
             self._drop_pidfd(session)
 
-    def _log(self, kind: str, message: str, session: Session, *, level: int = logging.INFO) -> None:
+    def _log(
+        self, kind: str, message: str, session: SessionRecord, *, level: int = logging.INFO
+    ) -> None:
         self._events.add(
             kind,
             message,

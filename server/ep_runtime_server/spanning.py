@@ -28,8 +28,8 @@ from ep_runtime_server.assembly import GroupView, NodeClaim, Outcome
 from ep_runtime_server.coordination import Coordination
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
-from ep_runtime_server.group_fsm import Event, State
-from ep_runtime_server.groups import Group, RemoteMember
+from ep_runtime_server.group_fsm import State, Trigger
+from ep_runtime_server.groups import GroupRecord, RemoteMember
 from ep_runtime_server.supervision import tell_failure
 from ep_runtime_server.windows import Owner
 
@@ -42,7 +42,7 @@ _TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
 _SPANNING = (*NODE_TRANSPORTS, "xla")
 
 
-def _cannot_span(group: Group, view: GroupView) -> InvalidArgumentError:
+def _cannot_span(group: GroupRecord, view: GroupView) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"transport={group.spec.transport!r} moves rows between GPUs of one node, and the ranks of "
         f"group {group.owner.name!r} are on the nodes {sorted(view.nodes)}; choose "
@@ -51,14 +51,14 @@ def _cannot_span(group: Group, view: GroupView) -> InvalidArgumentError:
     )
 
 
-def _claims(group: Group) -> tuple[NodeClaim, ...]:
+def _claims(group: GroupRecord) -> tuple[NodeClaim, ...]:
     return tuple(
         NodeClaim(member.session.session_id, member.session.pid, member.ranks)
         for member in group.members.values()
     )
 
 
-async def _done_or_changed(call: asyncio.Future[Any], group: Group) -> None:
+async def _done_or_changed(call: asyncio.Future[Any], group: GroupRecord) -> None:
     """Returns when the call is done or the group changed; leaves nothing that waits."""
     change = asyncio.ensure_future(group.changed.wait())
     try:
@@ -67,7 +67,7 @@ async def _done_or_changed(call: asyncio.Future[Any], group: Group) -> None:
         change.cancel()
 
 
-def _wants_others(group: Group) -> bool:
+def _wants_others(group: GroupRecord) -> bool:
     """Whether it forms and needs processes of other nodes."""
     open_view = bool(group.remote) and not group.committed
     return (
@@ -101,7 +101,7 @@ class Spanning:
         self._tasks: set[asyncio.Task[None]] = set()
         self._told: dict[str, tuple[int, set[int]]] = {}  # by group id: epoch, ranks told
 
-    def changed(self, group: Group) -> None:
+    def changed(self, group: GroupRecord) -> None:
         driver = self._drivers.get(group.group_id)
         if _wants_others(group) and (driver is None or driver.done()):
             self._drivers[group.group_id] = self._start(self._drive(group))
@@ -129,7 +129,7 @@ class Spanning:
 
     # Forming
 
-    async def _drive(self, group: Group) -> None:
+    async def _drive(self, group: GroupRecord) -> None:
         """Joins until the group is formed everywhere, or needs nobody else any more."""
         pause_s = config.NODE_RETRY_FIRST_S
         known: list[int] = []
@@ -162,7 +162,7 @@ class Spanning:
                 if group.state is State.FORMING and group.generation == generation:
                     self._groups.fail(group, error)
 
-    async def _while_same(self, group: Group, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _while_same(self, group: GroupRecord, call: Coroutine[Any, Any, Any]) -> Any:
         """The call's answer; None, and the call cancelled, where the claims change before."""
         before = group.generation, _claims(group)
         task = asyncio.ensure_future(call)
@@ -179,7 +179,7 @@ class Spanning:
                     await task
 
     async def _attempt(
-        self, group: Group, generation: int, claims: tuple[NodeClaim, ...], view: GroupView
+        self, group: GroupRecord, generation: int, claims: tuple[NodeClaim, ...], view: GroupView
     ) -> None:
         """Installs the view, reports, and does what the coordinator decides.
 
@@ -201,7 +201,7 @@ class Spanning:
         outcome, reason = await self._decision(group, view, holds)
         if outcome is Outcome.COMMITTED and holds():
             group.committed = True
-            group.advance(Event.ALL_ATTACHED)
+            group.advance(Trigger.ALL_ATTACHED)
             if group.lost:  # who had heard of it told us before
                 self._groups.lost_elsewhere(group, "a process of another node is gone")
             return
@@ -214,7 +214,7 @@ class Spanning:
                 group.leave_view()
                 group.notify()
 
-    def _install(self, group: Group, view: GroupView) -> bool:
+    def _install(self, group: GroupRecord, view: GroupView) -> bool:
         """Whether the view says of this node what is true here."""
         theirs = {m.rank: m.session_id for m in view.members if m.node == self._node}
         ours = {rank: member.session.session_id for rank, member in group.claims.items()}
@@ -234,7 +234,7 @@ class Spanning:
         return True
 
     async def _decision(
-        self, group: Group, view: GroupView, holds: Callable[[], bool]
+        self, group: GroupRecord, view: GroupView, holds: Callable[[], bool]
     ) -> tuple[Outcome, str]:
         """Says once that the processes attached, or that they cannot; then waits for the others.
 
@@ -270,7 +270,7 @@ class Spanning:
         return Outcome.ABORTED, why
 
     async def _next_word(
-        self, group: Group, view: GroupView, attached: bool
+        self, group: GroupRecord, view: GroupView, attached: bool
     ) -> tuple[Outcome, str]:
         """The coordinator's, or UNSPECIFIED where something changed here."""
         call = asyncio.ensure_future(self._coordination.outcome(group.owner, view.epoch))
@@ -285,7 +285,7 @@ class Spanning:
 
     # Ends
 
-    def _tell_ends(self, group: Group) -> None:
+    def _tell_ends(self, group: GroupRecord) -> None:
         """Tells the other nodes of processes that ended or left, once each."""
         if not group.committed or not group.remote:
             return
@@ -296,7 +296,7 @@ class Spanning:
         gone = own - group.claims.keys() - told
         if not gone or group.state is State.FORMING:
             return
-        quiet = group.last_event in (Event.MEMBER_LEFT, Event.EMPTIED_FOR_GOOD)
+        quiet = group.last_event in (Trigger.MEMBER_LEFT, Trigger.EMPTIED_FOR_GOOD)
         lost = sorted(gone if not quiet else gone & group.lost.keys())
         left = sorted(gone.difference(lost))
         self._told[group.group_id] = (group.epoch, told | gone)
@@ -352,7 +352,7 @@ class Spanning:
         else:
             group.notify()
 
-    def _log(self, kind: str, group: Group, message: str) -> None:
+    def _log(self, kind: str, group: GroupRecord, message: str) -> None:
         self._events.add(
             kind,
             f"group {group.owner}, epoch {group.epoch}: {message}",

@@ -8,8 +8,8 @@ import secrets
 from ep_runtime.errors import PermissionDeniedError
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.config import TICKET_LIFE_S
-from ep_runtime_server.groups import Group
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.sessions import SessionRecord
 
 MAX_TICKETS_PER_SESSION = 64
 
@@ -18,8 +18,8 @@ MAX_TICKETS_PER_SESSION = 64
 class Ticket:
     """`world_ranks` in the order of the descriptors; -1 is the board."""
 
-    session: Session
-    group: Group
+    session: SessionRecord
+    group: GroupRecord
     generation: int
     world_ranks: tuple[int, ...]
     expires_s: float
@@ -32,7 +32,7 @@ class TicketBook:
         self._clock = clock
         self._tickets: dict[str, Ticket] = {}
 
-    def give(self, session: Session, group: Group, world_ranks: tuple[int, ...]) -> str:
+    def give(self, session: SessionRecord, group: GroupRecord, world_ranks: tuple[int, ...]) -> str:
         """The new ticket's secret. Too many void the session's oldest, and nobody else's."""
         self.expire()
         own = [known for known, ticket in self._tickets.items() if ticket.session is session]
@@ -43,7 +43,7 @@ class TicketBook:
         self._tickets[secret] = Ticket(session, group, group.generation, world_ranks, expires_s)
         return secret
 
-    def take(self, secret: str, session: Session) -> Ticket:
+    def take(self, secret: str, session: SessionRecord) -> Ticket:
         """Uses the ticket up, whoever asks.
 
         Raises:

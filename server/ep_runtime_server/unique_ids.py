@@ -17,9 +17,9 @@ from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHand
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.id_process import IdProcess, UniqueIds
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.windows import Owner
 
 # How long ranks may take to join; a client waits less.
@@ -30,7 +30,7 @@ JOIN_S = 600.0
 class _Set:
     """The ids of one generation, and what became of them."""
 
-    group: Group
+    group: GroupRecord
     generation: int
     epoch: int
     until_s: float
@@ -57,7 +57,7 @@ class UniqueIdBook:
         # Of a group that spans nodes the coordinator makes them: (owner, epoch, domains).
         self.of_view: Callable[[Owner, int, int], Awaitable[UniqueIds]] | None = None
 
-    async def of(self, session: Session, group: Group, generation: int) -> UniqueIds:
+    async def of(self, session: SessionRecord, group: GroupRecord, generation: int) -> UniqueIds:
         """The ids of the group's generation, made when the first process asks.
 
         Raises:
@@ -85,7 +85,7 @@ class UniqueIdBook:
         found.version = made.version
         return made
 
-    def _begin(self, group: Group) -> _Set:
+    def _begin(self, group: GroupRecord) -> _Set:
         self._end(group.group_id)
         until_s = self._clock.monotonic_s() + JOIN_S
         found = _Set(group, group.generation, group.epoch, until_s)
@@ -114,7 +114,7 @@ class UniqueIdBook:
             raise
 
     def report(
-        self, session: Session, group: Group, generation: int, version: str, error: str
+        self, session: SessionRecord, group: GroupRecord, generation: int, version: str, error: str
     ) -> None:
         """What became of the communicators of the session's ranks.
 
@@ -137,7 +137,7 @@ class UniqueIdBook:
             self._log("nccl.ready", group, f"NCCL {version} communicators of every rank here")
             self._stop(found)
 
-    def state_of(self, group: Group) -> tuple[str, str]:
+    def state_of(self, group: GroupRecord) -> tuple[str, str]:
         """(version, state) for people; empty where nothing was asked for."""
         found = self._sets.get(group.group_id)
         if found is None or found.generation != group.generation:
@@ -177,7 +177,7 @@ class UniqueIdBook:
             if found.process is not None:
                 await found.process.close()
 
-    def _log(self, kind: str, group: Group, message: str) -> None:
+    def _log(self, kind: str, group: GroupRecord, message: str) -> None:
         self._events.add(
             kind,
             f"group {group.owner}, generation {group.generation}: {message}",
@@ -193,7 +193,7 @@ def _look(task: asyncio.Task[UniqueIds]) -> None:
         task.exception()
 
 
-def _without_ids(group: Group, error: str) -> _Set:
+def _without_ids(group: GroupRecord, error: str) -> _Set:
     async def none() -> UniqueIds:
         raise StaleHandleError(error)
 

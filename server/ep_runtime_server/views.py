@@ -17,13 +17,13 @@ from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.events import Event
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.lateness import LateRank, late_in, rank_record
 from ep_runtime_server.layers import Handle
 from ep_runtime_server.quotas import Usage, UserLimits
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.runtime import Runtime
-from ep_runtime_server.sessions import Session
+from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.windows import WindowSet, WindowState
 
 _BUFFER_STATES = {
@@ -46,7 +46,7 @@ def descriptor(world_rank: int, size_bytes: int, generation: int) -> types_pb2.W
     )
 
 
-def group(group: Group, clock: Clock) -> types_pb2.Group:
+def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
     claims, spec = group.claims, group.resolved
     message = types_pb2.Group(
         spec=wire.group_spec_to_proto(spec),
@@ -85,7 +85,7 @@ def group(group: Group, clock: Clock) -> types_pb2.Group:
     return message
 
 
-def session(session: Session, groups: Iterable[str], clock: Clock) -> pb.SessionInfo:
+def session(session: SessionRecord, groups: Iterable[str], clock: Clock) -> pb.SessionInfo:
     now = clock.monotonic_s()
     message = pb.SessionInfo(
         session_id=session.session_id,
@@ -106,7 +106,7 @@ def session(session: Session, groups: Iterable[str], clock: Clock) -> pb.Session
     return message
 
 
-def group_info(item: Group, clock: Clock, nccl: tuple[str, str]) -> pb.GroupInfo:
+def group_info(item: GroupRecord, clock: Clock, nccl: tuple[str, str]) -> pb.GroupInfo:
     """`nccl`: version and state of its communicators."""
     return pb.GroupInfo(
         group=group(item, clock),
@@ -122,7 +122,7 @@ def group_info(item: Group, clock: Clock, nccl: tuple[str, str]) -> pb.GroupInfo
     )
 
 
-def _poison_reason(group: Group) -> str:
+def _poison_reason(group: GroupRecord) -> str:
     windows = group.windows
     if windows is None or windows.board is None:
         return ""
@@ -132,11 +132,11 @@ def _poison_reason(group: Group) -> str:
     return "UNREADABLE" if reason in (None, PoisonReason.NONE) else reason.name
 
 
-def layers(groups: Iterable[Group]) -> list[tuple[Group, RegisteredLayer]]:
+def layers(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, RegisteredLayer]]:
     return [(item, layer) for item in groups for layer in item.layers.all()]
 
 
-def layer_info(row: tuple[Group, RegisteredLayer]) -> pb.LayerInfo:
+def layer_info(row: tuple[GroupRecord, RegisteredLayer]) -> pb.LayerInfo:
     item, layer = row
     return pb.LayerInfo(
         layer=wire.registered_to_proto(layer),
@@ -147,7 +147,7 @@ def layer_info(row: tuple[Group, RegisteredLayer]) -> pb.LayerInfo:
     )
 
 
-def handles(groups: Iterable[Group], layer: str) -> Iterator[tuple[Group, Handle]]:
+def handles(groups: Iterable[GroupRecord], layer: str) -> Iterator[tuple[GroupRecord, Handle]]:
     """Those of one layer or stack; of all with none named."""
     for item in groups:
         for handle in item.layers.handles():
@@ -155,7 +155,7 @@ def handles(groups: Iterable[Group], layer: str) -> Iterator[tuple[Group, Handle
                 yield item, handle
 
 
-def handle_info(row: tuple[Group, Handle], clock: Clock) -> pb.HandleInfo:
+def handle_info(row: tuple[GroupRecord, Handle], clock: Clock) -> pb.HandleInfo:
     item, handle = row
     message = pb.HandleInfo(
         layer=handle.layer,
@@ -173,7 +173,7 @@ def handle_info(row: tuple[Group, Handle], clock: Clock) -> pb.HandleInfo:
     return message
 
 
-def _handle_record(group: Group, index: int) -> HandleRecord | None:
+def _handle_record(group: GroupRecord, index: int) -> HandleRecord | None:
     """None where the board is not there, or a client wrote what cannot be."""
     windows = group.windows
     if windows is None or windows.board is None:
@@ -232,12 +232,12 @@ def event(item: Event) -> pb.EventInfo:
     )
 
 
-def ranks(groups: Iterable[Group]) -> list[tuple[Group, int]]:
+def ranks(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, int]]:
     """World ranks that are not other nodes', whose boards tell of them."""
     return [(item, rank) for item in groups for rank in item.local_ranks]
 
 
-def rank_info(row: tuple[Group, int], clock: Clock) -> pb.RankInfo:
+def rank_info(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankInfo:
     item, rank = row
     member = item.member_of(rank)
     message = pb.RankInfo(
@@ -315,7 +315,9 @@ def recovery(found: Recovery) -> pb.RecoveryStatus:
     return message
 
 
-def _add_progress(message: pb.RankInfo, record: RankRecord, group: Group, clock: Clock) -> None:
+def _add_progress(
+    message: pb.RankInfo, record: RankRecord, group: GroupRecord, clock: Clock
+) -> None:
     message.state = record.state.name
     message.epoch = record.epoch
     message.waiting_for = record.waiting_for

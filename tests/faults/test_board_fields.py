@@ -16,7 +16,7 @@ from raw_client import make_spec
 from ep_runtime import board, board_abi, board_records, specs
 from ep_runtime_server import lateness, views
 from ep_runtime_server.clock import SystemClock
-from ep_runtime_server.groups import Group
+from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.windows import Owner, WindowSet
 
 
@@ -94,14 +94,14 @@ def group_of_two():
     spec = make_spec()
     mapped = mmap.mmap(-1, board.board_bytes(spec))
     board.format_board(mapped, spec, 1)
-    group = Group(Owner(7, "job", "moe"), spec, 1)
+    group = GroupRecord(Owner(7, "job", "moe"), spec, 1)
     group.windows = WindowSet(group.owner, spec, 1, 0.0)
     group.windows.board = mapped
     asyncio.run(group.layers.register([specs.LayerSpec("a", top_k=1)], []))
     return group, mapped
 
 
-def read_all(group: Group, clock: SystemClock) -> None:
+def read_all(group: GroupRecord, clock: SystemClock) -> None:
     """What the daemon makes of a board: every list, whom others wait for, and poison."""
     now_s = clock.monotonic_s()
     views.group_info(group, clock, ("", "")).SerializeToString()

@@ -18,7 +18,7 @@ from ep_runtime_server.cuda_device import (
     BindingsDriver,
     CudaDevice,
     DriverError,
-    Gpu,
+    DriverGpu,
     Gpus,
     uuid_text,
 )
@@ -44,8 +44,8 @@ class FileDriver:
         self._ordinals: dict[int, int] = {}  # by inode
         self._lock = threading.Lock()
 
-    def gpus(self) -> list[Gpu]:
-        return [Gpu(i, uuid, "H200", GPU_BYTES) for i, uuid in enumerate(UUIDS)]
+    def gpus(self) -> list[DriverGpu]:
+        return [DriverGpu(i, uuid, "H200", GPU_BYTES) for i, uuid in enumerate(UUIDS)]
 
     def granularity(self, ordinal: int) -> int:
         return GRANULARITY

@@ -15,7 +15,7 @@ from ep_runtime_server import attachment
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.sessions import Session, SessionState
+from ep_runtime_server.sessions import SessionRecord, SessionState
 from ep_runtime_server.tickets import TicketBook
 from ep_runtime_server.windows import WindowPool, WindowState
 
@@ -110,7 +110,7 @@ class Model:
         self.pool = WatchedPool(self.device, self.clock, events)
         self.groups = Groups(self.pool, self.clock, events)
         self.tickets = TicketBook(self.clock)
-        self.sessions: list[Session] = []
+        self.sessions: list[SessionRecord] = []
         self.attempts: set[asyncio.Task] = set()
         self.made: dict[tuple[str, str], int] = {}  # (session, group name) -> generation
         self.mapped: dict[tuple[str, str, int], list[FakeAllocation]] = {}
@@ -119,16 +119,16 @@ class Model:
     def count(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
-    def some_session(self) -> Session:
+    def some_session(self) -> SessionRecord:
         if not self.sessions or (len(self.sessions) < 6 and self.random.random() < 0.2):
             number = len(self.outcomes) + self.random.getrandbits(60)
-            session = Session(
+            session = SessionRecord(
                 f"s-{number}", "", 0, number, number, -1, "", 0.0, 0.0, SessionState.ACTIVE, "job"
             )
             self.sessions.append(session)
         return self.random.choice(self.sessions)
 
-    def unmap(self, session: Session, name: str | None = None, generation: int | None = None):
+    def unmap(self, session: SessionRecord, name: str | None = None, generation: int | None = None):
         for key in [k for k in self.mapped if k[0] == session.session_id]:
             if name in (None, key[1]) and generation in (None, key[2]):
                 for allocation in self.mapped.pop(key):
@@ -160,7 +160,7 @@ class Model:
         self.count("reattached" if group.reattached else "created")
         self.made[session.session_id, spec.name] = group.generation
 
-    def groups_unmapped_by(self, session: Session, name: str) -> None:
+    def groups_unmapped_by(self, session: SessionRecord, name: str) -> None:
         generation = self.made.get((session.session_id, name))
         if generation is not None:
             self.unmap(session, name)

@@ -13,7 +13,7 @@ from raw_client import WAIT_S, make_spec
 from ep_runtime import board, errors
 from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
-from ep_runtime_server.sessions import Session, SessionState
+from ep_runtime_server.sessions import SessionRecord, SessionState
 from ep_runtime_server.windows import Owner, WindowPool, WindowState
 
 OWNER = Owner(0, "job", "moe")
@@ -112,8 +112,8 @@ def test_two_groups_at_once_do_not_both_take_the_last_room(run):
     run(work())
 
 
-def session(number: int) -> Session:
-    return Session(
+def session(number: int) -> SessionRecord:
+    return SessionRecord(
         f"s{number}", "", 0, number, number, -1, "", 0.0, 0.0, SessionState.ACTIVE, "job"
     )
 
