@@ -64,7 +64,8 @@ def connect(
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
         loss_grace_s: a process of the job that dies leaves the others waiting in collectives of
             XLA and at exit. Each of them ends with exit code 1 that long after it has heard, unless
-            it ended by itself or made another group; None: never.
+            it ended by itself, made another group or closed the session (then it ends that long
+            after it began to exit); None: never.
 
     Raises:
         RuntimeUnavailableError: no daemon answers at a given address, or a started one fails.
@@ -435,6 +436,8 @@ class Session:
             groups = list(self._groups.values())
         for group in groups:
             group.abandon() if failed else group.close()
+        if not failed:
+            self._watchdog.closed()
         if self._link is not None and self.alive:
             self._link.say_goodbye(failed=failed)
         self._shut()

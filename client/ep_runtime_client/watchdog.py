@@ -6,17 +6,20 @@ exit. Nothing can call a thread back that waits there.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import enum
 import functools
 import logging
 import os
+import queue
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime.errors import EpRuntimeError
+from ep_runtime.errors import EpRuntimeError, PeerLostError
 from ep_runtime_client import jax_state
 from ep_runtime_client.failures import TOLD_S
 from ep_runtime_client.layers import live_groups
@@ -39,7 +42,7 @@ class Watchdog:
         if grace_s is not None and jax_state.num_processes() > 1:
             _name_aborts()
         self._lock = threading.Lock()
-        self._stopped: threading.Event | None = None  # of the countdown under way
+        self._words: queue.SimpleQueue[_Word] | None = None  # to the countdown under way
 
     def lost(self, group: Group, error: EpRuntimeError) -> None:
         """A process of the group is gone: tells it, and begins to count."""
@@ -54,12 +57,12 @@ class Watchdog:
             self._grace_s,
         )
         with self._lock:
-            if self._stopped is not None:
+            if self._words is not None:
                 return
-            self._stopped = threading.Event()
+            words = self._words = queue.SimpleQueue()
         thread = threading.Thread(
-            target=self._count,
-            args=(group, self._grace_s, self._stopped),
+            target=_count,
+            args=(group, error, self._grace_s, words),
             name="ep-runtime-watchdog",
             daemon=True,
         )
@@ -68,21 +71,44 @@ class Watchdog:
     def stop(self) -> None:
         """The program goes on: it has made another group."""
         with self._lock:
-            if self._stopped is not None:
-                self._stopped.set()
-            self._stopped = None
+            if self._words is not None:
+                self._words.put(_Word.GOES_ON)
+            self._words = None
 
-    def _count(self, group: Group, grace_s: float, stopped: threading.Event) -> None:
-        if not stopped.wait(grace_s):
-            _end(group, grace_s)
+    def closed(self) -> None:
+        """The program goes on without the session; counts again where it exits, as JAX waits."""
+        with self._lock:
+            if self._words is not None:
+                self._words.put(_Word.CLOSED)
+                atexit.register(self._words.put, _Word.EXITS)  # it runs before JAX's, made earlier
+            self._words = None
 
 
-def _end(group: Group, grace_s: float) -> None:
+class _Word(enum.Enum):
+    GOES_ON = enum.auto()
+    CLOSED = enum.auto()
+    EXITS = enum.auto()
+
+
+def _count(
+    group: Group, error: EpRuntimeError, grace_s: float, words: queue.SimpleQueue[_Word]
+) -> None:
+    try:
+        if words.get(timeout=grace_s) is _Word.CLOSED:
+            words.get()
+            words.get(timeout=grace_s)
+    except queue.Empty:
+        _end(group, error, grace_s)
+
+
+def _end(group: Group, error: EpRuntimeError, grace_s: float) -> None:
     try:
         group.check()
-        text = f"group {group.name!r} lost a process"
-    except EpRuntimeError as error:  # of a call, where one has waited: it names layer and op
-        text = f"{type(error).__name__}: {error}"
+    except PeerLostError as of_a_call:  # where one has waited: it names layer and op
+        error = of_a_call
+    except EpRuntimeError:  # the group is closed
+        pass
+    text = f"{type(error).__name__}: {error}"
     _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")
 
 

@@ -9,7 +9,7 @@ import pytest
 from daemon_fixtures import package_path
 
 _SCRIPT = """
-import sys, threading
+import atexit, sys, threading
 from ep_runtime.errors import PeerLostError
 from ep_runtime_client.watchdog import Watchdog
 
@@ -18,13 +18,15 @@ class Lost:
     def check(self):
         raise PeerLostError("prepare of layer a: process 7 of rank 3 is gone")
 
-grace_s, goes_on = eval(sys.argv[1])
+grace_s, word = eval(sys.argv[1])
+atexit.register(threading.Event().wait, 1.0)  # as JAX waits for the dead
 watchdog = Watchdog(grace_s)
 watchdog.lost(Lost(), PeerLostError("process 7 of rank 3 is gone", rank=3))
-if goes_on:
-    watchdog.stop()
+if word:
+    getattr(watchdog, word)()
 sys.stdout.write("kept")
-threading.Event().wait(1.0)
+threading.Event().wait(0.6)
+sys.stdout.write(", ran on")
 """
 
 
@@ -63,13 +65,20 @@ def test_an_abort_of_cpp_after_a_loss_says_who_was_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "goes_on", "code"), [(0.2, False, 1), (0.2, True, 0), (None, False, 0)]
+    ("grace_s", "word", "out", "code"),
+    [
+        (0.2, None, "kept", 1),
+        (0.2, "stop", "kept, ran on", 0),
+        (0.2, "closed", "kept, ran on", 1),
+        (None, None, "kept, ran on", 0),
+        (None, "closed", "kept, ran on", 0),
+    ],
 )
 def test_a_process_that_does_not_go_on_is_ended(
-    grace_s: float | None, goes_on: bool, code: int
+    grace_s: float | None, word: str | None, out: str, code: int
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _SCRIPT, repr((grace_s, goes_on))],
+        [sys.executable, "-P", "-c", _SCRIPT, repr((grace_s, word))],
         env={"PYTHONPATH": package_path()},
         capture_output=True,
         text=True,
@@ -77,6 +86,6 @@ def test_a_process_that_does_not_go_on_is_ended(
         check=False,
     )
     assert done.returncode == code, done.stderr
-    assert done.stdout == "kept"
+    assert done.stdout == out
     assert "PeerLostError: process 7 of rank 3 is gone" in done.stderr  # at once
     assert ("PeerLostError: prepare of layer a" in done.stderr) == (code == 1)
