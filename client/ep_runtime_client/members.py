@@ -52,10 +52,17 @@ class Member:
 
 @contextlib.contextmanager
 def reserved_coordinator() -> Iterator[str]:
-    """An address for the coordinator: held here without listening, bound beside us (REUSEPORT)."""
-    with socket.socket() as held:
+    """An address for the coordinator: held here without listening, bound beside us (REUSEPORT).
+
+    Held on every address, as the coordinator binds it: a port of one address alone may be one that
+    a connection from another address has.
+    """
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
+        if dual:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind(("", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"
 
 

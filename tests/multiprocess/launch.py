@@ -15,18 +15,19 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import guardian
 from daemon_fixtures import package_path
+
+from ep_runtime_client.members import reserved_coordinator
 
 WAIT_S = 120.0
 # The processes' own limit: they end even where nobody is left to kill them.
@@ -224,7 +225,7 @@ class Job:
     def __enter__(self) -> Job:
         with contextlib.ExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ept-job-")))
-            port = stack.enter_context(reserved_port())
+            port = stack.enter_context(reserved_coordinator()).rpartition(":")[2]
             environment = {**self._environment, "TEST_COORDINATOR": f"{self._host}:{port}"}
             for index in range(self.processes):
                 mine = {**environment, **self._own[index]}
@@ -267,18 +268,6 @@ class Job:
             f"--- process {worker.index} (pid {worker.pid})\n{worker.tail()}"
             for worker in self.workers
         )
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """A TCP port that nobody else gets while the block runs.
-
-    The socket here never listens; gRPC binds the same port beside it (SO_REUSEPORT).
-    """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("127.0.0.1", 0))
-        yield int(held.getsockname()[1])
 
 
 def run(script: str, *, processes: int, devices: int, **environment: str) -> list[Any]:
