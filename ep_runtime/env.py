@@ -222,13 +222,14 @@ def unique_id_environment() -> dict[str, str]:
     return {name: value for name, value in child_environment().items() if name != "NCCL_COMM_ID"}
 
 
-def raise_pjrt_nproc(least: int) -> bool:
-    """Sets PJRT_NPROC to at least `least`; True where that changed it.
+def raise_pjrt_nproc(least: int) -> int:
+    """Sets PJRT_NPROC where XLA:CPU would have fewer threads; how many it has without that.
 
     XLA:CPU reads it once, when the backend starts; later it has no effect.
     """
     current = _text("PJRT_NPROC")
-    if current is not None and current.isdecimal() and int(current) >= least:
-        return False
-    os.environ["PJRT_NPROC"] = str(least)
-    return True
+    given = int(current) if current is not None and current.isdecimal() else 0
+    threads = given or os.cpu_count() or 1
+    if threads < least:
+        os.environ["PJRT_NPROC"] = str(least)
+    return threads

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -104,9 +103,10 @@ def prepare_cpu_pool() -> None:
 
     Ends when jaxlib 0.12, which has a pool of its own for launches, is the oldest supported.
     """
-    if jaxlib_version() >= (0, 12) or (os.cpu_count() or 1) >= _MIN_CPU_THREADS:
+    if jaxlib_version() >= (0, 12):
         return
-    if not env.raise_pjrt_nproc(_MIN_CPU_THREADS) or not _cpu_backend_started():
+    threads = env.raise_pjrt_nproc(_MIN_CPU_THREADS)
+    if threads >= _MIN_CPU_THREADS or not _cpu_backend_started():
         return
     import jax
 
@@ -114,7 +114,7 @@ def prepare_cpu_pool() -> None:
         _log.warning(
             "JAX started its CPU backend before ep.connect(), with %d threads for %d devices; "
             "more than 32 launches in flight may hang. Connect first, or set PJRT_NPROC=%d",
-            os.cpu_count(),
+            threads,
             len(jax.devices("cpu")),
             _MIN_CPU_THREADS,
         )

@@ -81,7 +81,7 @@ def test_connect_warns_where_the_backend_started_with_too_few() -> None:
         "import ep_runtime as ep\n"
         "ep.connect('none'); ep.connect('none')\n"
     )
-    assert _run(program, PJRT_NPROC="").count("before ep.connect()") == 1
+    assert _run(program, PJRT_NPROC="4").count("with 4 threads for 4 devices") == 1
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])

@@ -114,12 +114,11 @@ def test_make_directory_refuses_a_link_and_a_strangers(
 
 
 def test_pjrt_nproc_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PJRT_NPROC", "4")
-    assert env.raise_pjrt_nproc(32)
-    assert os.environ["PJRT_NPROC"] == "32"
-    monkeypatch.setenv("PJRT_NPROC", "64")
-    assert not env.raise_pjrt_nproc(32)
-    assert os.environ["PJRT_NPROC"] == "64"
+    monkeypatch.setattr(os, "cpu_count", lambda: 48)
+    for before, threads, after in (("4", 4, "32"), ("64", 64, "64"), ("", 48, "")):
+        monkeypatch.setenv("PJRT_NPROC", before)
+        assert env.raise_pjrt_nproc(32) == threads
+        assert os.environ["PJRT_NPROC"] == after
 
 
 def test_children_do_not_inherit_systemd_wiring(monkeypatch: pytest.MonkeyPatch) -> None:
