@@ -52,6 +52,7 @@ from ep_runtime_server.nccl_servicer import NcclServicer
 from ep_runtime_server.reading_servicer import ReadingServicer, SessionReadingServicer
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.session_servicer import SessionServicer
+from ep_runtime_server.turns import Turns
 
 # Streams of a stopped server get that long to read their last event.
 STOP_GRACE_S = 0.5
@@ -144,10 +145,12 @@ class Daemon:
         """fd.sock, and api.sock before gRPC."""
         directory, kind = self._directory, socket.SOCK_SEQPACKET
         self._disposal = Disposal()
+        turns = Turns(asyncio.get_running_loop())
         self._fd_server = FdServer(
             self.runtime,
             directory.bind(wire.FD_SOCKET, kind),
             self._disposal,
+            turns,
             peer_of=self._peer_of,
         )
         self._front = Front(
@@ -155,6 +158,7 @@ class Daemon:
             directory.bind(wire.API_SOCKET, socket.SOCK_STREAM),
             str(directory.path / RPC_SOCKET),
             self._disposal,
+            turns,
             peer_of=self._peer_of,
         )
 

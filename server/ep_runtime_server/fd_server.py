@@ -36,6 +36,7 @@ from ep_runtime_server.credentials import Peer
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import SessionRecord
+from ep_runtime_server.turns import Turns
 
 LISTEN_BACKLOG = 512
 
@@ -62,6 +63,7 @@ class FdServer:
         runtime: Runtime,
         listener: socket.socket,
         disposal: Disposal,
+        turns: Turns,
         *,
         peer_of: Callable[..., Peer] = credentials.peer_of,
     ) -> None:
@@ -71,6 +73,7 @@ class FdServer:
         self._peer_of = peer_of
         self._connections: dict[_Connection, None] = {}  # the one that was silent longest first
         self._disposal = disposal
+        self._turns = turns
         self._closing: dict[int, threading.Thread] = {}  # by uid
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
@@ -112,7 +115,7 @@ class FdServer:
             return
         self._connections[connection] = None
         self._arm(connection)
-        self._loop.add_reader(accepted, self._readable, connection)
+        self._listen(connection)
 
     def _admit(self, connection: _Connection) -> int:
         """The uid of who connected.
@@ -170,7 +173,22 @@ class FdServer:
             if connection.idle_timer is not None:
                 connection.idle_timer.cancel()
 
+    def _listen(self, connection: _Connection) -> None:
+        if connection in self._connections:
+            self._loop.add_reader(connection.socket, self._readable, connection)
+
     def _readable(self, connection: _Connection) -> None:
+        self._loop.remove_reader(connection.socket)
+        self._turns.add(connection.uid, lambda: self._serve(connection))
+
+    def _serve(self, connection: _Connection) -> None:
+        if connection in self._connections:
+            try:
+                self._read(connection)
+            finally:
+                self._listen(connection)
+
+    def _read(self, connection: _Connection) -> None:
         try:
             data, ancillary, flags, _ = connection.socket.recvmsg(
                 wire.MAX_PACKET_BYTES, credentials.SENDER_BYTES, socket.MSG_PEEK

@@ -19,6 +19,7 @@ from ep_runtime_server import config, credentials
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.turns import Turns
 
 LISTEN_BACKLOG = 512
 _PART_BYTES = 64 << 10
@@ -33,6 +34,7 @@ class Front:
         listener: socket.socket,
         inner_path: str,
         disposal: Disposal,
+        turns: Turns,
         *,
         peer_of: Callable[..., Peer] = credentials.peer_of,
     ) -> None:
@@ -41,6 +43,7 @@ class Front:
         self._listener = listener
         self._inner_path = inner_path
         self._disposal = disposal
+        self._turns = turns
         self._peer_of = peer_of
         self._name = f"ep-runtime-{secrets.token_hex(8)}"
         self._num_accepted = 0
@@ -119,7 +122,7 @@ class Front:
             inner.close()
             self._disposal.drop(accepted)
 
-        self._calls[peer] = _Call(self._loop, uid, accepted, inner, ended)
+        self._calls[peer] = _Call(self._loop, self._turns, uid, accepted, inner, ended)
 
 
 class _Call:
@@ -128,6 +131,7 @@ class _Call:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        turns: Turns,
         uid: int,
         outer: socket.socket,
         inner: socket.socket,
@@ -136,9 +140,13 @@ class _Call:
         self.uid = uid
         self._ended = ended
         self._over = False
+
+        def in_turn(work: Callable[[], None]) -> None:
+            turns.add(uid, work)
+
         self._ways = (
-            _Way(loop, outer, inner, _bytes_alone, self.end),
-            _Way(loop, inner, outer, lambda source: source.recv(_PART_BYTES), self.end),
+            _Way(loop, in_turn, outer, inner, _bytes_alone, self.end),
+            _Way(loop, in_turn, inner, outer, lambda side: side.recv(_PART_BYTES), self.end),
         )
 
     def end(self) -> None:
@@ -156,27 +164,41 @@ class _Way:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        in_turn: Callable[[Callable[[], None]], None],
         source: socket.socket,
         target: socket.socket,
         take: Callable[[socket.socket], bytes],
         end: Callable[[], None],
     ) -> None:
         self._loop = loop
+        self._in_turn = in_turn
+        self._over = False
         self._source = source
         self._target = target
         self._take = take
         self._end = end
         self._left = b""
-        loop.add_reader(source, self._read)
+        self._listen()
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._source, self._readable)
+
+    def _readable(self) -> None:
+        self._loop.remove_reader(self._source)
+        self._in_turn(self._read)
 
     def stop(self) -> None:
+        self._over = True
         self._loop.remove_reader(self._source)
         self._loop.remove_writer(self._target)
 
     def _read(self) -> None:
+        if self._over:
+            return
         try:
             data = self._take(self._source)
         except BlockingIOError:
+            self._listen()
             return
         except OSError:
             data = b""
@@ -195,11 +217,11 @@ class _Way:
             return
         waited, self._left = bool(self._left), data[sent:]
         if self._left and not waited:
-            self._loop.remove_reader(self._source)
             self._loop.add_writer(self._target, self._write)
-        elif waited and not self._left:
-            self._loop.remove_writer(self._target)
-            self._loop.add_reader(self._source, self._read)
+        elif not self._left:
+            if waited:
+                self._loop.remove_writer(self._target)
+            self._listen()
 
     def _write(self) -> None:
         self._send(self._left)

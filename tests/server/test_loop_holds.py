@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 import time
 
 import grpc
 import pytest
-from raw_client import WAIT_S, close_fds, make_spec, new_op_id
+from raw_client import WAIT_S, close_fds, connect, make_spec, new_op_id, receive
 
 from ep_runtime import board, errors, specs, wire
-from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
+from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
 HOLD_S = 0.1
 
@@ -164,6 +165,23 @@ def test_a_group_with_all_the_layers_it_can_have_comes_in_short_turns(daemon, bu
         assert len(busy.call(busy.groups.GetGroup, request).layers) == board.MAX_HANDLES
         daemon.ask("ListLayers", page_size=10_000)
     assert turns.worst_s < HOLD_S
+
+
+def test_hellos_that_come_together_are_answered_in_short_turns(daemon, server_loop):
+    packet = fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(api_versions=["v1"]))
+    data, sent = packet.SerializeToString(), threading.Event()
+    with contextlib.ExitStack() as held:
+        connections = [held.enter_context(connect(daemon.directory)) for _ in range(250)]
+        daemon.status()  # all are accepted
+        with Turns(server_loop) as turns:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server_loop).result(WAIT_S)
+            server_loop.call_soon_threadsafe(sent.wait, WAIT_S)
+            for connection in connections:
+                connection.send(data)
+            sent.set()
+            for connection in connections:
+                assert receive(connection)
+        assert turns.worst_s < HOLD_S / 4
 
 
 def test_what_is_registered_in_turns_is_registered_whole(daemon, busy):
