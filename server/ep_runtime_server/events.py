@@ -182,10 +182,18 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def _is_failure(record: logging.LogRecord) -> bool:
+    """False where a caller had gone when gRPC answered: it tells that as an error with a traceback,
+    and any caller may do it at any rate. gRPC exports no name of that error."""
+    error = record.exc_info[0] if record.exc_info else None
+    return error is None or error.__name__ != "ExecuteBatchError"
+
+
 def start_logging(level: str) -> LogWriter:
     """JSON lines of `level` and above on stderr."""
     writer = LogWriter(_STDERR)
     writer.setFormatter(JsonLines())
+    writer.addFilter(_is_failure)
     root = logging.getLogger()
     root.handlers[:] = [writer]
     root.setLevel(level.upper())

@@ -17,6 +17,7 @@ from harness import Watcher, eventually
 from raw_client import WAIT_S, Stubs, hello, make_spec
 
 from ep_runtime import errors, wire
+from ep_runtime.v1 import session_service_pb2
 
 
 def test_it_says_when_and_where_it_is_ready(daemon_process):
@@ -243,3 +244,25 @@ def test_it_says_that_clients_refuse_a_directory_which_others_can_swap(daemon_pr
     _, text = daemon.ended()
     assert f"{tmp_path} has mode 0777" in text
     assert f"unix://{tmp_path}/d?uid={os.geteuid()}" in text
+
+
+def test_callers_who_went_away_are_no_failures_in_the_log(daemon_process):
+    """Answers and refusals to calls whose deadlines end while they are on their way."""
+    daemon = daemon_process()
+    stranger = Stubs(daemon.directory, wire.API_SOCKET)
+    requests = [
+        (stranger.sessions.GetServerInfo, session_service_pb2.GetServerInfoRequest()),
+        (stranger.sessions.Heartbeat, session_service_pb2.HeartbeatRequest()),
+    ]
+    for number in range(400):
+        calls = [
+            method.future(request, timeout=0.0005 * (1 + number % 8))
+            for method, request in requests * 4
+        ]
+        for call in calls:
+            call.exception(WAIT_S)
+    stranger.close()
+    daemon.popen.send_signal(signal.SIGTERM)
+    code, text = daemon.ended()
+    assert code == 0
+    assert '"level": "error"' not in text, text[-3000:]
