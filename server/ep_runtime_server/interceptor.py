@@ -152,6 +152,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             yield handler.request_deserializer(b"")  # it has no fields; whatever came is not read
             return
         user = context.peer().rpartition(":")[0]  # a host of the cluster, or whoever may order
+        session = None
         if self._sessions is not None:
             session = self._authenticate(self._sessions, method, metadata)
             self._sessions.check_user(session, self._uid_of(context.peer()))
@@ -174,6 +175,8 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                         request = _parsed(method, handler, data)
                 else:
                     request = _parsed(method, handler, data)
+                if session is not None and method != _CLOSE:
+                    session.check_live()  # it may have ended while its request was on its way
                 yield request
             finally:
                 room.give(held)

@@ -54,7 +54,9 @@ class Rejoin:
             SpecMismatchError: spec or layers differ.
             GroupBusyError: another process has one of the ranks.
             InvalidArgumentError: the process claims other ranks than before.
+            SessionFencedError: the session ended while its request was read.
         """
+        session.check_live()
         group = self._group_of(session, claim)
         member = group.members.get(session.session_id)
         if member is None:

@@ -77,6 +77,13 @@ class SessionRecord:
     def over(self) -> bool:
         return self.state in OVER
 
+    def check_live(self) -> None:
+        """Raises SessionFencedError where it is over, or was fenced."""
+        if not self.live:
+            raise SessionFencedError(
+                f"session {self.session_id} is over; connect again", session=self.session_id
+            )
+
     def tell(self, event: Any) -> None:
         """Queues an event for the session's stream; without a stream it is dropped."""
         if self.watcher is None:
@@ -220,10 +227,7 @@ class Sessions:
     def authenticate_live(self, token: str, own_pid: int | None) -> SessionRecord:
         """As `authenticate`; a session that is over raises SessionFencedError too."""
         session = self.authenticate(token, own_pid)
-        if session.over:
-            raise SessionFencedError(
-                f"session {session.session_id} is over; connect again", session=session.session_id
-            )
+        session.check_live()
         return session
 
     def authenticate_peer(self, token: str, peer_pid: int, peer_uid: int) -> SessionRecord:

@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import socket
+import threading
 
 import grpc
 import pytest
 from harness import Watcher, both_ready, eventually
-from raw_client import hello, make_spec, redeem
+from raw_client import WAIT_S, hello, make_spec, redeem
 
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2, session_service_pb2
@@ -219,6 +220,32 @@ def test_goodbye_frees_at_once_and_is_idempotent(daemon):
     assert daemon.session_state(client.session_id) == "CLOSED"
     with pytest.raises(errors.SessionFencedError):
         heartbeat(client)
+
+
+@pytest.mark.parametrize("end", ["goodbye", "fence"])
+def test_a_request_that_comes_after_its_sessions_end_changes_nothing(daemon, end):
+    """Its call began before, with the token; nobody would ever give back what it claims."""
+    client, answers = daemon.client(), []
+    data = client.create_request(make_spec()).SerializeToString()
+    come = threading.Event()
+
+    def requests():
+        assert come.wait(WAIT_S)
+        yield data
+
+    for path in ("GroupService/CreateGroup", "SessionService/WatchSession"):
+        call = client.channel.stream_stream(f"/ep_runtime.v1.{path}")
+        answers.append(call(requests(), timeout=WAIT_S, metadata=client.metadata))
+    heartbeat(client)  # the calls before it are there
+    if end == "fence":
+        daemon.ask("Fence", session_id=client.session_id)
+    else:
+        client.goodbye()
+    come.set()
+    for answer in answers:
+        assert answer.code() is grpc.StatusCode.UNAUTHENTICATED
+    status = daemon.status()
+    assert (status.num_groups, daemon.used_bytes) == (0, 0)
 
 
 def test_ended_sessions_are_forgotten_after_ten_minutes(clocked):
