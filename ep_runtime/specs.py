@@ -88,32 +88,52 @@ def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "")
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """An expert-parallel group on a mesh. Build it with `make_group_spec`, which validates."""
+    """An expert-parallel group on a mesh. `Group.spec` has it, every setting filled in.
+
+    Build it with `make_group_spec`, which validates.
+
+    Attributes:
+        name: inside (uid, job).
+        mesh_axes: every axis of the mesh with its size, mesh order.
+        ep_axis, outer_axes: the axes of experts, and those that shard tokens beside them.
+        num_experts, hidden_size: E of one EP group; H.
+        max_tokens_per_rank: T of one rank at most.
+        recv_capacity_per_rank: C, rows of one slab.
+        max_top_k, max_token_dtype: largest K of a layer; widest dtype of a token, by name.
+        alignment: rows to which each expert's zone is aligned.
+        lanes: calls of the group that may move rows at once.
+        on_overflow, combine_precision, partitioning: as in `Session.create_group`.
+        transport: how rows travel; never "auto".
+        op_timeout_s, retain_s: seconds.
+        num_sms: SMs of one kernel; 0: what measured best.
+        node_size: G, consecutive ep ranks that share windows; 0: one set serves the EP group, or
+            there is none.
+    """
 
     name: str
-    mesh_axes: tuple[tuple[str, int], ...]  # every axis of the mesh with its size, mesh order
+    mesh_axes: tuple[tuple[str, int], ...]
     ep_axis: tuple[str, ...]
     outer_axes: tuple[str, ...]
     num_experts: int
     hidden_size: int
     max_tokens_per_rank: int
-    recv_capacity_per_rank: int  # resolved: rows of one slab
+    recv_capacity_per_rank: int
     max_top_k: int
     max_token_dtype: str
     alignment: int
     lanes: int
     on_overflow: str
     combine_precision: str
-    transport: str  # resolved: never "auto"
+    transport: str
     partitioning: str
     op_timeout_s: float
     retain_s: float
-    num_sms: int = 0  # of one kernel; 0: what measured best
-    # G, consecutive ep ranks that share windows; 0: one set serves the EP group, or there is none.
+    num_sms: int = 0
     node_size: int = 0
 
     @property
     def axis_sizes(self) -> dict[str, int]:
+        """Size of every mesh axis, mesh order."""
         return dict(self.mesh_axes)
 
     @property
@@ -163,6 +183,7 @@ class GroupSpec:
 
     @property
     def num_domains(self) -> int:
+        """EP groups of the mesh."""
         return self.world_size // self.ep_size
 
     @property
@@ -177,10 +198,18 @@ class GroupSpec:
         return stable_id("group-spec", json.dumps(fields, sort_keys=True))
 
     def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, by name."""
         return dataclasses.asdict(self)
 
     def difference(self, other: GroupSpec) -> tuple[str, Any, Any] | None:
-        """(field, mine, theirs) of the first field that differs, or None."""
+        """The first setting that differs.
+
+        Args:
+            other: the spec to compare with.
+
+        Returns:
+            (field, mine, theirs), or None where they are equal.
+        """
         for field in dataclasses.fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:

@@ -14,6 +14,9 @@ from typing import Any
 
 import doc_pages
 
+# Of a process that runs a page: what it shows are values, not speed.
+CHEAP = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
 
 def main(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}

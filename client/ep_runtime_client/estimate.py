@@ -59,13 +59,18 @@ def estimate_memory(
     Needs no session and allocates nothing; an AbstractMesh serves as `mesh`.
 
     Args:
-        name, mesh, transport, **arguments: as in `Session.create_group`.
+        name: as in `Session.create_group`.
+        mesh: as in `Session.create_group`, or an AbstractMesh.
+        transport: as in `Session.create_group`.
+        **arguments: the others of `Session.create_group`.
 
     Returns:
         MemoryEstimate, in bytes per rank.
 
     Raises:
         InvalidArgumentError: as `Session.create_group`.
+
+    Cost: arithmetic on sizes.
     """
     arguments.pop("replace", None)
     if "max_token_dtype" in arguments:

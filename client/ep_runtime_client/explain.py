@@ -138,12 +138,16 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Args:
         f: a function of arrays, jitted or not; give jax.jit's own result where it has static
             arguments or shardings. It is compiled, not run.
-        *args, **kwargs: its arguments: arrays with the shardings of the real call, or
+        *args: its arguments: arrays with the shardings of the real call, or
             jax.ShapeDtypeStructs with them.
+        **kwargs: likewise, by keyword.
 
     Returns:
         An Explanation. On transport "memfd" on one node a program whose tokens lie as the group
         wants them has none in forward; a gradient adds up the weights that are replicated.
+
+    Raises:
+        TypeError: f is not callable, or whatever tracing and compiling it raises.
 
     Cost: one trace and one compilation.
     """

@@ -26,7 +26,16 @@ _COLLECTIVES = ("Gloo ", "NCCL ")
 
 
 def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
-    """The runtime's error that `exc` is, carries in its text, or was raised from; else None."""
+    """The runtime's error that `exc` is, carries in its text, or was raised from; else None.
+
+    Args:
+        exc: any exception; its text and its `__cause__` chain are read.
+
+    Returns:
+        An EpRuntimeError of the class that the text names, or None.
+
+    Cost: none but reading; never raises.
+    """
     seen: set[int] = set()
     current: BaseException | None = exc
     while current is not None and id(current) not in seen:

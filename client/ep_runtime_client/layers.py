@@ -81,23 +81,28 @@ class EpLayer:
 
     @property
     def name(self) -> str:
+        """Unique in the group; of a layer of a stack "stack[i]"."""
         return self.spec.name
 
     @property
     def top_k(self) -> int:
+        """K, experts per token."""
         return self.spec.top_k
 
     @property
     def alignment(self) -> int:
+        """Rows to which each expert's zone is aligned."""
         assert self.spec.alignment is not None  # filled at registration
         return self.spec.alignment
 
     @property
     def in_flight(self) -> int:
+        """Dispatches that may be open at once; handles are 0 .. in_flight - 1."""
         return self.spec.in_flight
 
     @property
     def id(self) -> int:
+        """The layer's number at the daemon, the same in every process."""
         return self.base_id + self.index
 
     @property
@@ -130,24 +135,34 @@ class EpLayer:
 
     @property
     def mesh(self) -> Mesh:
+        """The group's mesh."""
         return self.group.mesh
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """`num_layers` layers alike, for `lax.scan`: `stack[i]` with a Python or a traced int."""
+    """`num_layers` layers alike, for `lax.scan`: `stack[i]` with a Python or a traced int.
+
+    Attributes:
+        group_spec: the group's spec.
+        spec: the spec of each layer; its name is the stack's.
+        num_layers: how many.
+        base_id: id of layer 0; layer i has base_id + i.
+    """
 
     group_spec: specs.GroupSpec
-    spec: specs.LayerSpec  # its name is the stack's
+    spec: specs.LayerSpec
     num_layers: int
     base_id: int
 
     @property
     def name(self) -> str:
+        """The stack's name, unique in the group."""
         return self.spec.name
 
     @property
     def group(self) -> Group:
+        """The live group. Raises StaleHandleError where this process has none of that name."""
         return self._layer(0).group
 
     def __len__(self) -> int:

@@ -37,6 +37,17 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         use_expert_bias: with the variable `expert_bias`, f32 [E], in the collection of that name.
 
     The other attributes are the keyword arguments of `ep.moe`.
+
+    Cost: that of `ep.moe`; the block adds nothing.
+
+    Source: as `ep.moe`; the bias is that of `ep.update_expert_bias`.
+
+    Examples:
+        >>> block = ep.linen.MoEBlock(layer, 64)
+        >>> variables = block.init(jax.random.key(0), tokens)
+        >>> y, aux = block.apply(variables, tokens)
+        >>> y.shape == tokens.shape
+        True
     """
 
     layer_or_spec: EpLayer | LayerStack | LayerSpec
@@ -104,6 +115,12 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         """Moves the expert bias as `ep.update_expert_bias` does.
 
         For `apply(..., method="update_expert_bias", mutable="expert_bias")`.
+
+        Args:
+            tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.
+            rate: size of the step.
+
+        Cost: E additions.
         """
         assert self.use_expert_bias, "the block was made without use_expert_bias"
         self.bias.value = update_expert_bias(self.bias.value, tokens_per_expert, rate)

@@ -134,8 +134,12 @@ def moe(
         recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo); None
             computes in compute_dtype. The parameters themselves are quantized, and rows once per
             matmul; delayed scaling, which keeps a state, is not for here.
-        score_function, use_pre_softmax, expert_bias, num_groups, group_topk, scaling_factor: as
-            in `route`.
+        score_function: as in `route`.
+        use_pre_softmax: as in `route`.
+        expert_bias: [E] f32, as in `route`.
+        num_groups: as in `route`.
+        group_topk: as in `route`.
+        scaling_factor: as in `route`.
         aux_loss_coeff: as in `aux_loss`.
         apply_topk_weights_early: multiply the weights into the activations before wo, instead of
             into the experts' outputs inside combine; the same result but for rounding. With a
@@ -146,7 +150,9 @@ def moe(
         gated: whether wi holds gate and up.
         compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
             with BF16().
-        capacity, handle, tokens_spec: as in `dispatch`.
+        capacity: as in `dispatch`.
+        handle: as in `dispatch`.
+        tokens_spec: as in `dispatch`.
         return_stats: also return MoEStats.
         params_spec: how the parameters lie, where traced arrays cannot tell (plain jit, a manual
             shard_map that leaves weights sharded): MoEParams of PartitionSpecs, or the rules of
@@ -164,6 +170,16 @@ def moe(
     Cost: one dispatch and one combine forward, the same backward; router logits in f32. Weights
     are gathered over outer axes that shard them (`grouped_gemm`); an axis that shards M costs one
     sum of the slabs forward and one backward, and no other collective on an activation.
+
+    Source: Shazeer et al. 2017 (arXiv:1701.06538) and GShard (arXiv:2006.16668), without drops as
+    in MegaBlocks (arXiv:2211.15841) unless the group's capacity_factor asks for them.
+
+    Examples:
+        >>> params = ep.init_moe_params(jax.random.key(1), layer, 64)
+        >>> block = jax.jit(lambda x, params: ep.moe(layer, x, params, aux_loss_coeff=0.01))
+        >>> y, aux = block(tokens, params)
+        >>> y.shape == tokens.shape, aux.shape
+        (True, ())
     """
     moe_checks.check_params(params)
     if isinstance(layer, LayerSpec):

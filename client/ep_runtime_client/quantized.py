@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import stored
 from ep_runtime_client.recipes import (
     BF16,
@@ -99,10 +100,18 @@ class QuantizedTensor:
         Returns:
             The shape of the data; rows past sum(group_sizes) are zeros. Its gradient goes to what
             was quantized, as if nothing had been rounded; those rows get zeros.
+
+        Raises:
+            InvalidArgumentError: columns of a tensor that has no column-wise copy.
+
+        Cost: one pass over the data.
         """
         data = self.data_columns if columns else self.data
         scale = self.scale_columns if columns else self.scale
-        assert data is not None, f"{self.recipe} has no column-wise copy"
+        if data is None:
+            raise InvalidArgumentError(
+                f"columns must be False: {self.recipe} has no column-wise copy", argument="columns"
+            )
         values = widen(data)
         if scale is not None:
             values = values * self._spread(scale, columns)

@@ -58,11 +58,24 @@ class Recipe:
         return DATA_DTYPES[0]
 
     def data_dtype(self, gradient: bool = False) -> Any:
-        """Dtype of quantized data: of rows and kernels, or of the rows' gradients."""
+        """Dtype of quantized data.
+
+        Args:
+            gradient: of the rows' gradients, instead of rows and kernels.
+
+        Returns:
+            A numpy dtype.
+        """
         return jnp.dtype(self.gradient_dtype if gradient else DATA_DTYPES[0])
 
     def init_state(self, num_experts: int) -> DelayedState:
         """The state that delayed scaling starts from; other recipes have none.
+
+        Args:
+            num_experts: E.
+
+        Returns:
+            The state, of `TensorScaling(delayed=True)` alone.
 
         Raises:
             InvalidArgumentError: this recipe keeps no state.
@@ -83,9 +96,18 @@ class BF16(Recipe):
 
     @property
     def gradient_dtype(self) -> str:
+        """bfloat16, as all operands."""
         return "bfloat16"
 
     def data_dtype(self, gradient: bool = False) -> Any:
+        """bfloat16, as all operands.
+
+        Args:
+            gradient: of the rows' gradients, which makes no difference.
+
+        Returns:
+            A numpy dtype.
+        """
         return jnp.dtype(jnp.bfloat16)
 
 
@@ -103,6 +125,9 @@ class TensorScaling(Recipe):
 
     Raises:
         InvalidArgumentError: history below 1, or an unknown dtype.
+
+    Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); delayed
+    scaling is Transformer Engine's.
     """
 
     delayed: bool = False
@@ -118,6 +143,12 @@ class TensorScaling(Recipe):
 
     def init_state(self, num_experts: int) -> DelayedState:
         """Empty histories, which stand for scales of 1.
+
+        Args:
+            num_experts: E.
+
+        Returns:
+            DelayedState of zeros, each [history, E] f32.
 
         Raises:
             InvalidArgumentError: this recipe is not delayed.
@@ -142,6 +173,8 @@ class BlockScaling(Recipe):
 
     Raises:
         InvalidArgumentError: an unknown dtype.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), 3.3.
     """
 
     power_of_two_scales: bool = False
@@ -166,6 +199,9 @@ class MXFP8(Recipe):
 
     Raises:
         InvalidArgumentError: an unknown dtype.
+
+    Source: OCP Microscaling Formats v1.0 and arXiv:2310.10537; scales rounded up are from Mishra et
+    al. 2025 (arXiv:2506.08027).
     """
 
     gradient_dtype: str = "float8_e4m3fn"

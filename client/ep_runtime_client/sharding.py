@@ -55,7 +55,14 @@ class Rules:
     ep: tuple[str, ...]
 
     def on(self, mesh: Mesh | AbstractMesh) -> Rules:
-        """The same rules without the axes that `mesh` lacks; that it has none is said once."""
+        """The same rules without the axes that `mesh` lacks; that it has none is said once.
+
+        Args:
+            mesh: any, concrete or abstract.
+
+        Returns:
+            The Rules for it.
+        """
         if self.mesh_axes and mesh.axis_names and not {*self.mesh_axes} & {*mesh.axis_names}:
             axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
             say_once(
@@ -73,6 +80,12 @@ class Rules:
     def group_axes(self, mesh: Mesh | AbstractMesh) -> GroupAxes:
         """`ep_axis` and `outer_axes` for `create_group` on `mesh`.
 
+        Args:
+            mesh: any, concrete or abstract.
+
+        Returns:
+            Keyword arguments: `create_group(name, mesh, **rules.group_axes(mesh), ...)`.
+
         Raises:
             InvalidArgumentError: the mesh has none of the ep axes.
         """
@@ -87,6 +100,12 @@ class Rules:
         """The PartitionSpec of an array whose dims have these logical names; None is unsharded.
 
         An axis that an earlier dim took is left out of later ones, as flax.linen does.
+
+        Args:
+            names: one per dim of the array.
+
+        Returns:
+            The spec, one entry per name.
 
         Raises:
             InvalidArgumentError: a name that the rules do not know.
@@ -152,9 +171,11 @@ def rules(
 
     Args:
         kind: "fsdp+ep" or "shard-exp-on-fsdp".
-        dp, fsdp, ep, tp: the mesh's axes in these roles, a name, a tuple (major first) or None;
-            axes that a mesh lacks are left out there. MaxText's are dp="data", ep="expert", or
-            ep=("context", "expert").
+        dp: the mesh's axes of plain data parallelism: a name, a tuple (major first) or None; axes
+            that a mesh lacks are left out there. MaxText's are "data".
+        fsdp: likewise, of data parallelism that shards weights.
+        ep: likewise, of experts. MaxText's are "expert", or ("context", "expert").
+        tp: likewise, of tensor parallelism.
         logical: names to add or to place elsewhere, with their axes.
 
     Returns:
@@ -163,6 +184,16 @@ def rules(
 
     Raises:
         InvalidArgumentError: an unknown kind, or one axis in two roles.
+
+    Source: logical names are flax's; "shard-exp-on-fsdp" is MaxText's layout of that name; matrices
+    that stay whole are what Muon orthogonalizes (Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon).
+
+    Examples:
+        >>> rules = ep.sharding.rules("fsdp+ep").on(mesh)
+        >>> tuple(rules.spec(("exp", "embed_moe", None, "mlp_moe")))  # of wi
+        ('ep', 'fsdp', None, None)
+        >>> params = jax.device_put(params, rules.shardings(params, mesh))
     """
     if kind not in KINDS:
         raise InvalidArgumentError(f"kind must be one of {KINDS}, got {kind!r}", argument="kind")
@@ -200,7 +231,14 @@ def rules(
 
 
 def axes_of_entry(axes: Axes) -> tuple[str, ...]:
-    """A place of a logical name, or an entry of a PartitionSpec, as a tuple."""
+    """A place of a logical name, or an entry of a PartitionSpec, as a tuple.
+
+    Args:
+        axes: a name, names, or None for no axis.
+
+    Returns:
+        The names, major first.
+    """
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)

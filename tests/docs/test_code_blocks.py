@@ -15,6 +15,8 @@ from pathlib import Path
 
 import doc_pages
 import pytest
+import run_examples
+import run_page
 
 from ep_runtime_client.demo.cli import make_config
 from ep_runtime_server.main import build_parser
@@ -26,8 +28,9 @@ BLOCKS = [block for page in doc_pages.PAGES for block in doc_pages.blocks(page)]
 
 
 def pages(language: str) -> list[Path]:
-    """Pages with a block of that language that runs."""
-    return sorted({block.page for block in BLOCKS if block.runs and block.language == language})
+    """Pages with a block of that language that runs; examples of docstrings go on from START."""
+    found = {block.page for block in BLOCKS if block.runs and block.language == language}
+    return sorted(found - {run_examples.START})
 
 
 def page_name(page: Path) -> str:
@@ -39,7 +42,7 @@ def test_the_python_of_a_page_runs(page: Path) -> None:
     # A process of its own, as a reader's: connect() comes before JAX starts its backends.
     done = subprocess.run(
         [sys.executable, "-W", "error", str(doc_pages.ROOT / "tests/run_page.py"), str(page)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **run_page.CHEAP},
         capture_output=True,
         text=True,
         timeout=PAGE_TIMEOUT_S,

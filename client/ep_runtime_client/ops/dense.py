@@ -50,6 +50,9 @@ def dense(
 
     Cost: one all-gather of the kernel forward and one backward, and one reduce-scatter of its
         gradient, over the axes it shares with the rows; never one of an activation.
+
+    Source: gathering a weight where it is used is fully sharded data parallelism, ZeRO's third
+    stage (arXiv:1910.02054).
     """
     _check(x, kernel, bias, recipe)
     if recipe is not None and not recipe.quantizes:

@@ -60,6 +60,18 @@ def dispatch(
     dims of every array.
 
     Cost: each token once per distinct rank that keeps a row of it; no host sync.
+
+    Source: the first of GShard's two exchanges (arXiv:2006.16668), without its padding; a token
+    travels once per rank, not once per expert, as in DeepEP (github.com/deepseek-ai/DeepEP).
+
+    Examples:
+        >>> batch = NamedSharding(mesh, P(("fsdp", "ep")))
+        >>> tokens = jax.device_put(jnp.ones((64, 32)), batch)
+        >>> logits = jax.device_put(jax.random.normal(jax.random.key(0), (64, 8)), batch)
+        >>> routing = ep.route(logits, 2)
+        >>> dispatched = ep.dispatch(layer, tokens, routing.topk_idx, routing.topk_weights)
+        >>> dispatched.tokens.shape, dispatched.group_sizes.shape
+        ((8, 64, 32), (8, 2))
     """
     static, index, mesh = open_layer(layer)
     _check_tokens(static, tokens)

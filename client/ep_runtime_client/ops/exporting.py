@@ -35,6 +35,10 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
 
     Returns:
         One check per custom call; other checks stay on.
+
+    Cost: none; it lists names.
+
+    Source: JAX's `jax.export.DisabledSafetyCheck.custom_call`.
     """
     kernels = (
         gemm_kernels,

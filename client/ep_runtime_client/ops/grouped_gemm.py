@@ -104,6 +104,16 @@ def grouped_gemm(
 
     Cost: dots follow sum(group_sizes); per call one all-gather of rhs over its outer axes, of
         1-byte data and scales with a recipe; backward the same, and one reduce-scatter.
+
+    Source: MegaBlocks' dropless experts (arXiv:2211.15841), with the meaning of
+    `jax.lax.ragged_dot`; 8-bit sums that go on in f32 every 128 products are from DeepSeek-V3
+    (arXiv:2412.19437, 3.3.2).
+
+    Examples:
+        >>> x = jnp.array([[1.0], [2.0], [3.0]])
+        >>> w = jnp.array([[[10.0]], [[100.0]]])  # two experts, K and N of 1
+        >>> ep.grouped_gemm(x, w, jnp.array([1, 2]))[:, 0].tolist()
+        [10.0, 200.0, 300.0]
     """
     result: jax.Array | tuple[jax.Array, DelayedState] = multiply(
         lhs,

@@ -45,6 +45,13 @@ def grouped_quantize(
             delayed scaling, which needs the state that grouped_gemm takes.
 
     Cost: follows sum(group_sizes); no host synchronisation.
+
+    Source: as the recipe's.
+
+    Examples:
+        >>> q = ep.grouped_quantize(jnp.ones((2, 256, 128)), None, ep.recipes.BlockScaling())
+        >>> q.data.dtype.name, q.scale.shape
+        ('float8_e4m3fn', (2, 2, 1))
     """
     check_quantize(x, group_sizes, recipe)
     values = jax.lax.stop_gradient(x)

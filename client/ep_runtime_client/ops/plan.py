@@ -96,6 +96,7 @@ class Plan:
 
     @property
     def handle(self) -> int:
+        """Which of the layer's handles the calls on this plan use."""
         return self.meta.handle
 
 

@@ -60,6 +60,9 @@ def prepare(
         NotImplementedError: under vmap.
 
     Cost: one exchange of E counts per rank and one of row numbers; no host sync.
+
+    Source: experts' rows in zones padded to blocks are from MegaBlocks (arXiv:2211.15841), a bound
+    on them from the capacity of GShard (arXiv:2006.16668).
     """
     static, index, mesh = open_layer(layer)
     check_idx(static, topk_idx)

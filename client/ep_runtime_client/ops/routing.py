@@ -80,6 +80,17 @@ def route(
 
     Raises:
         InvalidArgumentError: an argument does not fit E; names it with both numbers.
+
+    Cost: K passes over E per token, each an argmax and a masked sum; no sort and no collective, so
+    that a sharded batch stays where it is.
+
+    Source: a softmax over the picked logits is from Shazeer et al. 2017 (arXiv:1701.06538), routing
+    groups, sigmoid scores and the bias from DeepSeek-V3 (arXiv:2412.19437); arguments are named as
+    in Transformer Engine's fused router.
+
+    Examples:
+        >>> ep.route(jnp.array([[0.0, 2.0, 1.0, 2.0]]), 2).topk_idx.tolist()
+        [[1, 3]]
     """
     options = RouteOptions(
         top_k, score_function, use_pre_softmax, num_groups, group_topk, scaling_factor
@@ -205,6 +216,10 @@ def aux_loss(
 
     Returns:
         Scalar f32, differentiable in the logits through probs; 1 * coeff when balanced.
+
+    Cost: one pass over probs; over a sharded batch one all-reduce of [E] twice.
+
+    Source: Switch Transformers (arXiv:2101.03961), equation 4, over K slots instead of one.
     """
     experts, top_k = routing.probs.shape[-1], routing.topk_idx.shape[-1]
     tokens: Any = prod(routing.probs.shape[:-1])
@@ -227,6 +242,11 @@ def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: floa
 
     Returns:
         The new bias, [E].
+
+    Cost: E additions.
+
+    Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"
+    (arXiv:2408.15664).
     """
     load = tokens_per_expert.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean() - load).astype(bias.dtype)
@@ -248,6 +268,11 @@ def pad_tokens(
 
     Returns:
         The three, padded; cut dim 0 of combine's result back to T.
+
+    Raises:
+        InvalidArgumentError: multiple is below 1.
+
+    Cost: one copy of the arrays; nothing where T is a multiple already.
     """
     if multiple < 1:
         raise InvalidArgumentError(

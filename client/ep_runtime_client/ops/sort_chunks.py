@@ -48,6 +48,8 @@ def sort_chunks(
     without collectives. With [n, m] over n shards, or a multiple, there is none.
 
     Cost: one gather of the rows; no host sync, no loop over chunks.
+
+    Source: Transformer Engine's `moe_sort_chunks_by_index`.
     """
     x, split_sizes, order = jnp.asarray(x), jnp.asarray(split_sizes), jnp.asarray(order)
     _check(x, split_sizes, order)
