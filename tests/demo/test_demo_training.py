@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -150,6 +152,25 @@ def test_the_first_sigint_asks_and_the_second_interrupts() -> None:
         twice()
     assert asked == [True]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_sigint_amid_garbage_collection_is_not_lost(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(_phase: str, _info: Any) -> None:
+        gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)
+
+    def twice() -> None:
+        with StopRequest(lambda: None):
+            signal.raise_signal(signal.SIGINT)
+            gc.callbacks.append(interrupt)
+            gc.collect()
+            threading.Event().wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 class InterruptedDevice(io.RawIOBase):
