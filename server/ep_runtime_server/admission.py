@@ -1,5 +1,6 @@
 """How much of the daemon one user may take with calls under way: their number, and their bytes.
 
+A call is under way until its caller has the answer, or is gone: who does not read holds memory.
 Nobody's calls keep out those of another user: each has limits of their own, and the daemon's limit
 is larger than any of them.
 """
@@ -8,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from types import TracebackType
 
 from ep_runtime.errors import PoolExhaustedError
 
 MAX_CALLS = 16_384
 # A session has a stream open, and a few calls that wait for others.
 MAX_CALLS_PER_USER = 4096
-# Watches of the health service by callers that nobody knows.
-MAX_WATCHES = 64
+# Of each kind of the health service's, by callers of one user.
+MAX_HEALTH_CALLS_PER_USER = 64
 # Of requests that are read or worked on. A message may be 50 times as large once it is parsed.
 MAX_BYTES_PER_USER = 4 << 20
+# Of answers that are not read yet; the largest one is 16 MiB.
+MAX_ANSWER_BYTES_PER_USER = 64 << 20
 
 
 class Room:
@@ -55,9 +58,61 @@ class Room:
 
 
 class _User:
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.calls = 0
+        self.health_calls: collections.Counter[str] = collections.Counter()
+        self.answer_bytes = 0
         self.room = Room(MAX_BYTES_PER_USER)
+
+    @property
+    def idle(self) -> bool:
+        return not self.calls and not self.health_calls.total()
+
+
+class AdmittedCall:
+    """One call from its begin to its `end`, which may come twice."""
+
+    def __init__(self, user: _User, end: Callable[[], None]) -> None:
+        self._user = user
+        self._end: Callable[[], None] | None = end
+        self._answer_bytes = 0
+
+    @property
+    def room(self) -> Room:
+        """For the request; of all calls of the user."""
+        return self._user.room
+
+    def answer(self, size_bytes: int) -> None:
+        """Counts what the caller is to read. Raises PoolExhaustedError."""
+        user = self._user
+        if size_bytes > MAX_ANSWER_BYTES_PER_USER - user.answer_bytes:
+            raise PoolExhaustedError(
+                f"{user.name} has {user.answer_bytes} bytes of answers to read, and asks for "
+                f"{size_bytes} more, the limit is {MAX_ANSWER_BYTES_PER_USER}; read them",
+                asked=size_bytes,
+                held=user.answer_bytes,
+                limit=MAX_ANSWER_BYTES_PER_USER,
+            )
+        self._answer_bytes += size_bytes
+        user.answer_bytes += size_bytes
+
+    def end(self) -> None:
+        if self._end is not None:
+            end, self._end = self._end, None
+            self._user.answer_bytes -= self._answer_bytes
+            end()
+
+    def __enter__(self) -> AdmittedCall:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
 
 
 class Admission:
@@ -66,16 +121,14 @@ class Admission:
     def __init__(self) -> None:
         self._users: dict[str, _User] = {}
         self._calls = 0
-        self._watches = 0
 
-    @contextlib.contextmanager
-    def call(self, user: str) -> Iterator[Room]:
-        """Counts a call while it lasts.
+    def call(self, user: str) -> AdmittedCall:
+        """Counts a call until it ends.
 
         Raises:
             PoolExhaustedError: the user has too many under way, or all users together.
         """
-        found = self._users.setdefault(user, _User())
+        found = self._users.setdefault(user, _User(user))
         if found.calls >= MAX_CALLS_PER_USER or self._calls >= MAX_CALLS:
             raise PoolExhaustedError(
                 f"{user} has {found.calls} calls under way, the limit is {MAX_CALLS_PER_USER}, and "
@@ -84,24 +137,31 @@ class Admission:
             )
         found.calls += 1
         self._calls += 1
-        try:
-            yield found.room
-        finally:
+
+        def end() -> None:
             found.calls -= 1
             self._calls -= 1
-            if not found.calls:
-                del self._users[user]
+            self._forget(found)
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Counts a stream of a caller that nobody knows. Raises PoolExhaustedError."""
-        if self._watches >= MAX_WATCHES:
+        return AdmittedCall(found, end)
+
+    def health_call(self, user: str, method: str) -> AdmittedCall:
+        """As `call`, for one of the health service: it needs no room among other calls."""
+        found = self._users.setdefault(user, _User(user))
+        if found.health_calls[method] >= MAX_HEALTH_CALLS_PER_USER:
             raise PoolExhaustedError(
-                f"{MAX_WATCHES} streams watch the daemon's health, which is the limit; use Check",
-                limit=MAX_WATCHES,
+                f"{user} has {MAX_HEALTH_CALLS_PER_USER} calls of {method} under way, which is the "
+                "limit; read their answers",
+                limit=MAX_HEALTH_CALLS_PER_USER,
             )
-        self._watches += 1
-        try:
-            yield
-        finally:
-            self._watches -= 1
+        found.health_calls[method] += 1
+
+        def end() -> None:
+            found.health_calls[method] -= 1
+            self._forget(found)
+
+        return AdmittedCall(found, end)
+
+    def _forget(self, user: _User) -> None:
+        if user.idle:
+            self._users.pop(user.name, None)

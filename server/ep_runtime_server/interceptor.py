@@ -22,7 +22,7 @@ from ep_runtime.errors import (
     InvalidArgumentError,
     SessionFencedError,
 )
-from ep_runtime_server.admission import Admission
+from ep_runtime_server.admission import Admission, AdmittedCall
 from ep_runtime_server.seal import Seal
 from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState
 
@@ -30,6 +30,10 @@ _SERVICE = "/ep_runtime.v1."
 _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
 _CLOSE = f"{_SERVICE}SessionService/CloseSession"
 _NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "Nccl"))
+
+# What has layers or ranks in it; whatever else is long makes work, and is no request of ours.
+_LONG = ("/CreateGroup", "/RestoreGroup", "/RegisterLayers", "/JoinGroup")
+MAX_SHORT_BYTES = 64 << 10
 
 # A caller has that long to send what it announced.
 READ_S = 10.0
@@ -87,22 +91,23 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 self._streaming(handler, method, metadata),
                 response_serializer=handler.response_serializer,
             )
-        return grpc.stream_unary_rpc_method_handler(
-            self._unary(handler, method, metadata),
-            response_serializer=handler.response_serializer,
-        )
+        return grpc.stream_unary_rpc_method_handler(self._unary(handler, method, metadata))
 
     def _unary(self, handler: Any, method: str, metadata: dict[str, Any]) -> Any:
         async def answered(requests: AsyncIterator[bytes], context: Context[Any, Any]) -> Any:
             try:
+                counted = self._counted(context, method)
                 if not method.startswith(_SERVICE):  # Health.Check
-                    return await handler.unary_unary(await _read(requests, handler), context)
+                    found = await handler.unary_unary(await _read(requests, handler), context)
+                    return handler.response_serializer(found)
                 if context.time_remaining() is None:
                     raise InvalidArgumentError(f"{method} needs a deadline", argument="deadline")
-                admitted = self._admitted(requests, context, handler, method, metadata)
+                admitted = self._admitted(counted, requests, context, handler, method, metadata)
                 async with admitted as request:
-                    answer = await handler.unary_unary(request, context)
+                    found = await handler.unary_unary(request, context)
                     self._before_answer(method)
+                    answer = handler.response_serializer(found)
+                    counted.answer(len(answer))
                     return answer
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
                 return _failure_of(method, error)
@@ -119,14 +124,13 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             requests: AsyncIterator[bytes], context: Context[Any, Any]
         ) -> AsyncIterator[Any]:
             try:
+                counted = self._counted(context, method)
                 if not method.startswith(_SERVICE):  # Health.Watch
-                    with self._admission.watch():
-                        async for response in handler.unary_stream(
-                            await _read(requests, handler), context
-                        ):
-                            yield response
+                    request = await _read(requests, handler)
+                    async for response in handler.unary_stream(request, context):
+                        yield response
                     return
-                admitted = self._admitted(requests, context, handler, method, metadata)
+                admitted = self._admitted(counted, requests, context, handler, method, metadata)
                 async with admitted as request:
                     async for response in handler.unary_stream(request, context):
                         yield response
@@ -138,9 +142,24 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
 
         return call
 
+    def _counted(self, context: Context[Any, Any], method: str) -> AdmittedCall:
+        """The call, until its answer is read or its caller is gone. Raises PoolExhaustedError."""
+        peer = context.peer()
+        uid = self._uid_of(peer)
+        # A host of the cluster, or whoever may order.
+        user = f"uid {uid}" if uid is not None else peer.rpartition(":")[0]
+        if method.startswith(_SERVICE):
+            call = self._admission.call(user)
+        else:
+            call = self._admission.health_call(user, method)
+        over: Any = lambda _: call.end()  # noqa: E731 - the stubs want an object of a class
+        context.add_done_callback(over)
+        return call
+
     @contextlib.asynccontextmanager
     async def _admitted(
         self,
+        call: AdmittedCall,
         requests: AsyncIterator[bytes],
         context: Context[Any, Any],
         handler: Any,
@@ -151,35 +170,36 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         if self._sessions is not None and method == _NO_TOKEN:
             yield handler.request_deserializer(b"")  # it has no fields; whatever came is not read
             return
-        user = context.peer().rpartition(":")[0]  # a host of the cluster, or whoever may order
         session = None
         if self._sessions is not None:
             session = self._authenticate(self._sessions, method, metadata)
             self._sessions.check_user(session, self._uid_of(context.peer()))
             _current.set(session)
-            user = f"uid {session.uid}"
         if self._seal is not None:
             self._seal.check_sender(method, metadata)
-        with self._admission.call(user) as room:
-            held = wire.MAX_REQUEST_BYTES
-            await room.take(held)
-            try:
-                data = await _next(requests)
-                room.give(held - len(data))
-                held = len(data)
-                if self._seal is not None:
-                    self._seal.check_request(method, metadata, data)
-                if len(data) > PARSED_AT_ONCE_BYTES:
-                    async with self._parsing:
-                        await asyncio.sleep(0)
-                        request = _parsed(method, handler, data)
-                else:
+        held = wire.MAX_REQUEST_BYTES
+        await call.room.take(held)
+        try:
+            data = await _next(requests)
+            call.room.give(held - len(data))
+            held = len(data)
+            if held > MAX_SHORT_BYTES and not method.endswith(_LONG):
+                raise InvalidArgumentError(
+                    f"a request of {method} is at most {MAX_SHORT_BYTES} bytes, got {held}"
+                )
+            if self._seal is not None:
+                self._seal.check_request(method, metadata, data)
+            if len(data) > PARSED_AT_ONCE_BYTES:
+                async with self._parsing:
+                    await asyncio.sleep(0)
                     request = _parsed(method, handler, data)
-                if session is not None and method != _CLOSE:
-                    session.check_live()  # it may have ended while its request was on its way
-                yield request
-            finally:
-                room.give(held)
+            else:
+                request = _parsed(method, handler, data)
+            if session is not None and method != _CLOSE:
+                session.check_live()  # it may have ended while its request was on its way
+            yield request
+        finally:
+            call.room.give(held)
 
     def _authenticate(
         self, sessions: Sessions, method: str, metadata: dict[str, Any]

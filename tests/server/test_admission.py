@@ -10,10 +10,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import eventually
+from http2_calls import UnreadCalls
 from raw_client import WAIT_S, Stubs, make_spec, new_op_id
 
-from ep_runtime import errors, wire
-from ep_runtime.v1 import layer_service_pb2, session_service_pb2, types_pb2
+from ep_runtime import errors, specs, wire
+from ep_runtime.v1 import group_service_pb2, layer_service_pb2, session_service_pb2, types_pb2
 from ep_runtime_server import admission, interceptor
 
 MIB = 1 << 20
@@ -39,6 +40,15 @@ def code_of(call) -> grpc.StatusCode:
     with contextlib.suppress(grpc.RpcError):
         call.result(WAIT_S)
     return call.code()
+
+
+def health_code(daemon) -> grpc.StatusCode:
+    with grpc.insecure_channel(f"unix:{daemon.directory}/{wire.API_SOCKET}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        return code_of(check.future(health_pb2.HealthCheckRequest(), timeout=WAIT_S))
+
+
+GET_GROUP = group_service_pb2.GetGroupRequest(name="moe")
 
 
 @pytest.fixture
@@ -151,7 +161,7 @@ def test_server_info_needs_no_token_and_reads_nothing(daemon, parsed):
 
 
 def test_watches_of_health_take_nothing_from_others(daemon, monkeypatch):
-    monkeypatch.setattr(admission, "MAX_WATCHES", 8)
+    monkeypatch.setattr(admission, "MAX_HEALTH_CALLS_PER_USER", 8)
     stranger = Stubs(daemon.directory, wire.API_SOCKET)
     health = health_pb2_grpc.HealthStub(stranger.channel)
     request = health_pb2.HealthCheckRequest(service="")
@@ -170,6 +180,57 @@ def test_watches_of_health_take_nothing_from_others(daemon, monkeypatch):
         stream.cancel()
     eventually(lambda: next(health.Watch(request)) is not None)
     stranger.close()
+
+
+def test_a_user_who_reads_no_answers_has_few_of_them(daemon, monkeypatch):
+    """Without room in the windows of HTTP/2 an answer stays in the daemon."""
+    monkeypatch.setattr(admission, "MAX_HEALTH_CALLS_PER_USER", 8)
+    with UnreadCalls(daemon.directory) as unread:
+        for _ in range(12):
+            unread.send("/grpc.health.v1.Health/Check")
+        eventually(lambda: health_code(daemon) is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    eventually(lambda: health_code(daemon) is grpc.StatusCode.OK)
+
+
+def test_bytes_of_answers_that_nobody_reads_are_counted(daemon, monkeypatch):
+    client = daemon.client()
+    client.register(client.create(make_spec()).group, [specs.LayerSpec("x" * 100, top_k=1)])
+    size = client.call(client.groups.GetGroup, GET_GROUP).ByteSize()
+    monkeypatch.setattr(admission, "MAX_ANSWER_BYTES_PER_USER", 4 * size)
+
+    def code() -> grpc.StatusCode:
+        return code_of(client.groups.GetGroup.future(GET_GROUP, **client.how()))
+
+    with UnreadCalls(daemon.directory) as unread:
+        for _ in range(4):
+            method = "/ep_runtime.v1.GroupService/GetGroup"
+            unread.send(method, GET_GROUP.SerializeToString(), client.metadata)
+        eventually(lambda: code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    eventually(lambda: code() is grpc.StatusCode.OK)
+
+
+def test_one_users_calls_of_health_are_not_anothers(monkeypatch):
+    monkeypatch.setattr(admission, "MAX_HEALTH_CALLS_PER_USER", 2)
+    admitted = admission.Admission()
+    held = [admitted.health_call("uid 1", "Watch") for _ in range(2)]
+    with pytest.raises(errors.PoolExhaustedError, match="uid 1 has 2 calls of Watch"):
+        admitted.health_call("uid 1", "Watch")
+    admitted.health_call("uid 1", "Check").end()
+    admitted.health_call("uid 2", "Watch").end()
+    for call in held:
+        call.end()
+        call.end()  # its caller is gone as well
+    admitted.health_call("uid 1", "Watch").end()
+    assert not admitted._users
+
+
+def test_what_has_no_lists_in_it_is_short(daemon, parsed):
+    client = daemon.client()
+    parsed.clear()
+    call = client.channel.unary_unary("/ep_runtime.v1.SessionService/Heartbeat")
+    sent = call.future(bytes(interceptor.MAX_SHORT_BYTES + 1), **client.how())
+    assert code_of(sent) is grpc.StatusCode.INVALID_ARGUMENT
+    assert parsed == []
 
 
 def test_one_user_cannot_take_the_calls_of_another(monkeypatch):
