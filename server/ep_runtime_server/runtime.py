@@ -273,13 +273,17 @@ class Runtime:
     # Orders
 
     def drain(self, deadline_s: float, *, shutdown: bool) -> None:
-        """Admits nothing new; with `shutdown` the daemon ends at the deadline at the latest."""
+        """Admits nothing new; with `shutdown` the daemon ends at the deadline at the latest.
+
+        Raises:
+            InvalidArgumentError: a deadline that no client can be told of.
+        """
+        event = session_service_pb2.DrainEvent(deadline=duration(deadline_s))
         if not self.draining:
             self.events.add("server.draining", f"draining, sessions have {deadline_s:g} s")
         self.draining = True
         if shutdown:
             self.stop_at_s = self.clock.monotonic_s() + deadline_s
-        event = session_service_pb2.DrainEvent(deadline=duration(deadline_s))
         for session in self.sessions.not_over():
             session.tell(session_service_pb2.WatchSessionResponse(drain=event))
         self.on_health()

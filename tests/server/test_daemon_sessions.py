@@ -10,6 +10,7 @@ import threading
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from harness import Watcher, both_ready, eventually
 from raw_client import WAIT_S, hello, make_spec, redeem
 
@@ -310,6 +311,12 @@ def test_draining_is_told_and_refuses_what_is_new(daemon):
         greeted.open("job")
     with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
         hello(daemon.directory)
+
+
+def test_a_drain_that_is_refused_drains_nothing(daemon):
+    with pytest.raises(errors.InvalidArgumentError, match="not a duration"):
+        daemon.ask("Drain", deadline=duration_pb2.Duration(seconds=1 << 40), shutdown=True)
+    assert daemon.status().state == session_service_pb2.SERVER_STATE_SERVING
 
 
 def test_a_group_event_tells_a_member_that_another_died(daemon):
