@@ -22,6 +22,8 @@ from ep_runtime import v1
 MAX_DEPTH = 8
 MAX_TOLD = 8  # values remembered of each name
 
+_ID = "op_id"  # a call that has it is another one only with another id
+
 _EDGES = sorted(
     {sign * (1 << bits) + more for bits in (0, 7, 31, 32, 53, 62, 63) for sign in (1, -1)
      for more in (-1, 0, 1)} | {10**9 - 1, 10**9, -(10**9), (1 << 64) - 64, (1 << 64) - 1}
@@ -80,6 +82,16 @@ def _fields(message: Message) -> Iterator[tuple[str, Any]]:
                 yield from _fields(item)
 
 
+def _fits(field: FieldDescriptor, value: Any) -> bool:
+    """Fields of one name need not be of one type."""
+    if field.cpp_type in _RANGES:
+        low, high = _RANGES[field.cpp_type]
+        return isinstance(value, int) and low <= value <= high
+    return field.cpp_type == FieldDescriptor.CPPTYPE_STRING and isinstance(
+        value, bytes if field.type == FieldDescriptor.TYPE_BYTES else str
+    )
+
+
 class OddMessages:
     """Attributes:
     told: values by the names of their fields, which are sent as often as odd ones: ids, names,
@@ -91,12 +103,18 @@ class OddMessages:
         self._numbers = numbers
         self._models: dict[str, list[Message]] = collections.defaultdict(list)
         for model in models:
-            self._models[model.DESCRIPTOR.full_name].append(model)
+            self.add_model(model)
         self.told: dict[str, collections.deque[Any]] = collections.defaultdict(
             lambda: collections.deque(maxlen=MAX_TOLD)
         )
         for model in models:
             self.learn(model)
+
+    def add_model(self, message: Message) -> None:
+        """Of each type a few are kept, the first and the last ones."""
+        models = self._models[message.DESCRIPTOR.full_name]
+        if message not in models:
+            models[MAX_TOLD - 1 :] = [message]
 
     def learn(self, message: Message) -> None:
         for name, value in _fields(message):
@@ -135,13 +153,25 @@ class OddMessages:
         models = self._models.get(descriptor.full_name)
         if models and self._often(0.6):
             made.CopyFrom(self._numbers.choice(models))
+            if self._often(0.5):
+                self._complete(made)
+            if _ID in descriptor.fields_by_name and self._often(0.8):
+                setattr(made, _ID, self._numbers.randbytes(8).hex())
             if self._often(0.6) and descriptor.fields:
                 self._fill(made, self._numbers.choice(descriptor.fields), depth)
             return made
+        share = self._numbers.choice([0.2, 0.6, 0.9])
         for field in descriptor.fields:
-            if depth < MAX_DEPTH and self._often(0.8):
+            if depth < MAX_DEPTH and self._often(share):
                 self._fill(made, field, depth)
         return made
+
+    def _complete(self, made: Message) -> None:
+        """Fields that the model left open get what was told last."""
+        for field in made.DESCRIPTOR.fields:
+            told = [value for value in self.told.get(field.name, ()) if _fits(field, value)]
+            if told and not field.is_repeated and not getattr(made, field.name):
+                setattr(made, field.name, told[-1])
 
     def _fill(self, made: Message, field: FieldDescriptor, depth: int) -> None:
         made.ClearField(field.name)
@@ -174,7 +204,7 @@ class OddMessages:
         numbers, kind = self._numbers, field.cpp_type
         if field.message_type is not None:
             return self.message(field.message_type, depth + 1)
-        told = self.told.get(field.name)
+        told = [value for value in self.told.get(field.name, ()) if _fits(field, value)]
         if told and self._often(0.75):
             return numbers.choice(told)
         if kind in _RANGES:

@@ -149,6 +149,7 @@ def _settled(daemon: DaemonProcess, before: Held | None) -> Held:
 
     def settled() -> bool:
         nonlocal held
+        daemon.ask("Reclaim", all_retained=True)  # some asked to be kept for a day
         last, held = held, Held.by(daemon)
         nothing = (held.sessions, held.groups, held.bytes) == (0, 0, 0)
         return nothing and held.fds <= (last.fds if before is None else before.fds)
@@ -156,14 +157,19 @@ def _settled(daemon: DaemonProcess, before: Held | None) -> Held:
     try:
         eventually(settled, within_s=SETTLED_S)
     except AssertionError:
-        raise AssertionError(f"before {before}, {SETTLED_S} s after: {held}") from None
+        left = [daemon.ask("ListSessions"), daemon.ask("ListGroups"), daemon.ask("ListBuffers")]
+        raise AssertionError(f"before {before}, {SETTLED_S} s after: {held}, {left}") from None
     return held
 
 
 def end_well(daemon: DaemonProcess, log: Path) -> None:
     """SIGTERM, which it obeys; and nothing failed in its life."""
-    if daemon.popen.poll() is None:
-        daemon.popen.send_signal(signal.SIGTERM)
+    daemon.popen.send_signal(signal.SIGTERM)
+    ended_well(daemon, log)
+
+
+def ended_well(daemon: DaemonProcess, log: Path) -> None:
+    """It ends, having been told to, and nothing failed in its life."""
     code, _ = daemon.ended(WAIT_S)
     assert code == 0
     failures = lines_of_failures(log)
