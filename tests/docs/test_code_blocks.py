@@ -17,6 +17,7 @@ import doc_pages
 import pytest
 import run_examples
 import run_page
+from daemon_fixtures import package_path
 
 from ep_runtime_client.demo.cli import make_config
 from ep_runtime_server.main import build_parser
@@ -60,7 +61,11 @@ def test_the_shell_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join(shell_lines(page))],
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"},
+        env={
+            **os.environ,
+            "PATH": f"{program.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": package_path(),
+        },
         capture_output=True,
         text=True,
         timeout=PAGE_TIMEOUT_S,

@@ -234,3 +234,12 @@ def test_the_reference_has_every_name() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     shown = re.findall(r"^::: ep_runtime\.(\w+)$", text, re.MULTILINE)
     assert sorted(shown) == sorted({*ep.__all__, "linen", "nnx"} - {"__version__"})
+    members = {
+        name for names in re.findall(r"members: \[(.*)\]", text) for name in names.split(", ")
+    }
+    known = {
+        item.name.partition(".")[2]
+        for item in PUBLIC
+        if item.name.startswith(("Session.", "Group."))
+    }
+    assert members == known
