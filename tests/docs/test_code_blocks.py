@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import re
 import shlex
@@ -23,6 +24,8 @@ from ep_runtime_client.demo.cli import make_config
 from ep_runtime_server.main import build_parser
 
 PAGE_TIMEOUT_S = 240.0
+# Before a page's commands: what they leave in the background ends with them.
+ENDS_ITS_JOBS = "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT"
 LANGUAGES = {"python", "bash", "toml", "text", ""}
 
 BLOCKS = [block for page in doc_pages.PAGES for block in doc_pages.blocks(page)]
@@ -59,7 +62,7 @@ def test_the_shell_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ep_runtime_client.cli "$@"\n')
     program.chmod(0o755)
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(shell_lines(page))],
+        ["bash", "-euo", "pipefail", "-c", "\n".join([ENDS_ITS_JOBS, *shell_lines(page)])],
         cwd=tmp_path,
         env={
             **os.environ,
@@ -101,7 +104,7 @@ def test_configuration_parses(block: doc_pages.Block) -> None:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """(place, words) of every command line shown, variables of the block put in."""
+    """(place, words) of every command of our own that is shown, variables of the block put in."""
     found = []
     for block in BLOCKS:
         if block.language != "bash":
@@ -111,9 +114,13 @@ def commands() -> list[tuple[str, list[str]]]:
             variables |= dict(re.findall(r'^(\w+)="(.*)"$', line))
             for name, value in variables.items():
                 line = line.replace(f"${name}", value)
-            for part in line.split("&&"):
-                if words := shlex.split(part, comments=True):
-                    found.append((f"{block.place}+{number}", words))
+            words = shlex.shlex(line, posix=True, punctuation_chars=True)
+            words.whitespace_split = True
+            for ends, part in itertools.groupby(words, lambda word: word in (">", "&", "&&", ";")):
+                command = list(part)
+                if not ends and "ep-runtime" in [Path(word).name for word in command]:
+                    start = [Path(word).name for word in command].index("ep-runtime")
+                    found.append((f"{block.place}+{number}", command[start + 1 :]))
     return found
 
 
@@ -128,10 +135,8 @@ def parser_of(command: str, place: str) -> argparse.ArgumentParser:
 def test_options_of_our_commands_exist() -> None:
     checked = 0
     for place, words in commands():
-        if Path(words[0]).name != "ep-runtime":
-            continue
-        args = parser_of(words[1], place).parse_args(words[2:])
-        if words[1] == "demo":
+        args = parser_of(words[0], place).parse_args(words[1:])
+        if words[0] == "demo":
             make_config(args)
         checked += 1
     assert checked > 20
