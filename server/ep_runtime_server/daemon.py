@@ -45,6 +45,7 @@ from ep_runtime_server.fd_server import FdServer
 from ep_runtime_server.fd_store import FdStore
 from ep_runtime_server.front import Front
 from ep_runtime_server.group_servicer import GroupServicer, LayerServicer
+from ep_runtime_server.grpc_server import make_server
 from ep_runtime_server.health_servicer import HealthServicer
 from ep_runtime_server.interceptor import RpcPolicy
 from ep_runtime_server.journal import Journal
@@ -186,10 +187,8 @@ class Daemon:
             runtime.events,
             runtime.failpoints,
         )
-        server = grpc.aio.server(
-            interceptors=[RpcPolicy(None, cluster.answering, Admission(), seal=cluster.seal)],
-            options=SERVER_OPTIONS,
-        )
+        policy = RpcPolicy(None, cluster.answering, Admission(), seal=cluster.seal)
+        server = make_server([policy], SERVER_OPTIONS)
         cluster.listen(server)
         cluster.start(server, runtime.groups)
         assert cluster.coordination is not None  # `start` makes it
@@ -204,10 +203,7 @@ class Daemon:
         policy = RpcPolicy(
             sessions, runtime.before_answer, Admission(), lambda peer: self._front.uid_of(peer)
         )
-        server = grpc.aio.server(
-            interceptors=[policy],
-            options=SERVER_OPTIONS,
-        )
+        server = make_server([policy], SERVER_OPTIONS)
         add: Any = server
         if sessions_guard:
             session_service_pb2_grpc.add_SessionServiceServicer_to_server(

@@ -1,0 +1,49 @@
+"""gRPC's server, such that no path of a request ends it.
+
+grpc.aio decodes the path of a call that no registered method takes in the one task that takes all
+calls. Where it is no text, that task ends, and nobody is answered any more: one request of any
+caller, before it shows a token, a seal or anything else. Here such calls never reach that task:
+every method of ours is a registered one, and all others are refused without a look at their names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc
+from grpc.aio import _server
+
+
+class _Calls(cygrpc.AioServer):  # type: ignore[misc]
+    """Overrides how it takes a call of no registered method."""
+
+    async def _request_call(self) -> Any:
+        refusals: set[asyncio.Task[None]] = set()
+        while True:
+            refusal = asyncio.create_task(_refuse(await super()._request_call()))
+            refusals.add(refusal)
+            refusal.add_done_callback(refusals.discard)
+
+
+async def _refuse(call: Any) -> None:
+    context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
+    with contextlib.suppress(grpc.aio.BaseError):  # of the abort itself, or the caller has gone
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+class _Server(_server.Server):
+    def __init__(self, interceptors: Sequence[Any], options: Sequence[tuple[str, Any]]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = _Calls(self._loop, None, (), tuple(interceptors), tuple(options), None)
+
+
+def make_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
+) -> grpc.aio.Server:
+    """As `grpc.aio.server`, for methods that are registered, as generated code adds them."""
+    server: Any = _Server(interceptors, options)
+    return server  # type: ignore[no-any-return]
