@@ -182,11 +182,17 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+# What gRPC tells as errors with a traceback, and any caller may cause at any rate: it had gone when
+# it was answered, or its headers are no text. gRPC exports no name of the first.
+_CALLERS_OWN = ("ExecuteBatchError", "UnicodeDecodeError")
+
+
 def _is_failure(record: logging.LogRecord) -> bool:
-    """False where a caller had gone when gRPC answered: it tells that as an error with a traceback,
-    and any caller may do it at any rate. gRPC exports no name of that error."""
+    """False for what callers do to themselves inside gRPC."""
     error = record.exc_info[0] if record.exc_info else None
-    return error is None or error.__name__ != "ExecuteBatchError"
+    if error is None or not record.name.startswith("grpc."):
+        return True
+    return error.__name__ not in _CALLERS_OWN
 
 
 def start_logging(level: str) -> LogWriter:
