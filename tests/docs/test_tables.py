@@ -25,10 +25,15 @@ def test_the_readme_stays_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("marker", "variables"), [("demo", ""), ("gpu demo", "EP_RUNTIME_CUDA=ON "), ("tests", "")]
+    ("page", "marker", "variables"),
+    [
+        (doc_pages.README, "demo", ""),
+        (doc_pages.README, "tests", ""),
+        (doc_pages.ROOT / "docs/gpus.md", "gpu demo", "EP_RUNTIME_CUDA=ON "),
+    ],
 )
-def test_each_command_is_one_line_from_nothing(marker: str, variables: str) -> None:
-    lines = doc_pages.named(doc_pages.README, marker).code.strip().splitlines()
+def test_each_command_is_one_line_from_nothing(page: Path, marker: str, variables: str) -> None:
+    lines = doc_pages.named(page, marker).code.strip().splitlines()
     assert len(lines) == 1
     start = f"python3 -m venv .venv && {variables}.venv/bin/pip install "
     assert lines[0].startswith(start)
