@@ -27,6 +27,7 @@ _STREAMS = [0, 1, 1, 3, 3, 5, 7, 2, 4, 101, (1 << 31) - 1, 1 << 31]
 _WORDS = [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 16384, 65535]
 # Connections that say nothing more, at a time; the daemon has some hundred for a user.
 HELD_OPEN = 20
+STAYS_S = 0.02  # longer than an answer takes
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
@@ -59,9 +60,8 @@ class Frames:
         self._odd = OddMessages(numbers)
         self._methods = every_method()
         self._stream = 1
+        self._chosen: list[Callable[[], bytes]] = []
         self._kinds: list[Callable[[], bytes]] = [
-            self._call,
-            self._call,
             self._odd_headers,
             self._flood,
             self._random,
@@ -73,8 +73,10 @@ class Frames:
         ]
 
     def begin(self) -> bytes:
-        """What a connection starts with, mostly."""
+        """What a connection starts with, mostly; what follows is of some kinds alone, as one that
+        ends it hides the others."""
         self._stream = 1
+        self._chosen = self._numbers.sample(self._kinds, self._numbers.choice([0, 1, 2, 5]))
         chance = self._numbers.random()
         if chance < 0.05:
             return self._numbers.randbytes(100)
@@ -85,8 +87,8 @@ class Frames:
         return PREFACE + frame(SETTINGS, 0, 0, b"")
 
     def next(self) -> bytes:
-        made = self._numbers.choice(self._kinds)()
-        if self._numbers.random() < 0.05:
+        made = self._numbers.choice([self._call, *self._chosen])()
+        if self._numbers.random() < 0.02:
             return self._odd.spoilt(made)
         return made
 
@@ -216,6 +218,11 @@ class Connections:
         if way < 4:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
+        elif way < 6:
+            with contextlib.suppress(OSError):
+                connection.settimeout(STAYS_S)
+                while connection.recv(1 << 16):
+                    self.answers["read"] += 1
         connection.close()
 
 

@@ -9,7 +9,7 @@ from fuzzing import campaign, end_well, inputs
 pytestmark = pytest.mark.timeout(4 * 3600)
 
 
-@inputs()
+@inputs(5000)
 @pytest.mark.parametrize(
     ("fuzz", "well"),
     [
