@@ -11,6 +11,7 @@ import random
 import signal
 
 import pytest
+from fuzzing import inputs
 from raw_client import make_spec
 
 from ep_runtime import board, board_abi, board_records, specs
@@ -66,7 +67,7 @@ def test_no_field_of_a_board_hurts_the_daemon(daemon_process):
     (item, fd), *rest = client.fetch(group)
     client.attached(group)
     numbers = random.Random(1)
-    inputs = 0
+    written = 0
     with mmap.mmap(fd, item.bytes) as mapped:
         formatted = mapped[:]
         for at, size, name in fields_of_every_part(spec):
@@ -76,11 +77,11 @@ def test_no_field_of_a_board_hurts_the_daemon(daemon_process):
                     look(daemon)
                 except Exception as error:
                     raise AssertionError(f"{name} = {value.hex()}") from error
-                inputs += 1
+                written += 1
             mapped[at : at + size] = formatted[at : at + size]
     for held in (fd, *(fd for _, fd in rest)):
         os.close(held)
-    assert inputs > 400
+    assert written > 400
     client.goodbye()
     daemon.popen.send_signal(signal.SIGTERM)  # which the reaper answers
     code, text = daemon.ended()
@@ -115,7 +116,7 @@ def read_all(group: GroupRecord, clock: SystemClock) -> None:
     group.windows.poison(board.PoisonReason.PEER_LOST, 1)
 
 
-@pytest.mark.parametrize("inputs", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@inputs()
 @pytest.mark.timeout(3600)
 def test_any_values_in_any_fields_are_read(group_of_two, inputs):
     """Several fields at a time, so that lies about one thing meet lies about another."""

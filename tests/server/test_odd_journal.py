@@ -7,6 +7,7 @@ import random
 import shutil
 
 import pytest
+from fuzzing import MANY_INPUTS, inputs
 from raw_client import make_spec
 
 from ep_runtime import board
@@ -109,17 +110,15 @@ def look(daemon) -> None:
     daemon.client().create(make_spec("after"))
 
 
-@pytest.mark.parametrize(
-    ("seed", "count"),
-    [(1, 40), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in range(2, 6))],
-)
+@inputs(40, min(MANY_INPUTS, 4000))  # each is a daemon's life
+@pytest.mark.timeout(3600)
 def test_a_daemon_starts_on_any_journal_of_whole_records(
-    start_daemon, journal_of_a_job, tmp_path, seed, count
+    start_daemon, journal_of_a_job, tmp_path, inputs
 ):
     facts = facts_of(journal_of_a_job)
     assert {key.partition("/")[0] for key in facts} >= {"session", "group", "layers", "windows"}
-    numbers = random.Random(seed)
-    for number, (what, odd) in enumerate(odd_journals(facts, numbers, count)):
+    numbers = random.Random(inputs)
+    for number, (what, odd) in enumerate(odd_journals(facts, numbers, inputs)):
         directory = tmp_path / f"d{number}"
         directory.mkdir(mode=0o700)
         write(directory / "journal", odd)
@@ -128,7 +127,7 @@ def test_a_daemon_starts_on_any_journal_of_whole_records(
             look(daemon)
             daemon.close()
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {what}") from error
+            raise AssertionError(f"input {number}: {what}") from error
         daemon.close = lambda: None
 
 
