@@ -11,7 +11,6 @@ import struct
 import time
 from pathlib import Path
 
-from ep_runtime import wire
 from ep_runtime.errors import PermissionDeniedError
 
 # asm-generic/socket.h; the socket module names none of them in Python 3.11.
@@ -74,20 +73,6 @@ def message_pid(ancillary: list[tuple[int, int, bytes]]) -> int | None:
             pid = int(_UCRED.unpack_from(data)[0])
             return pid if pid > 0 else None
     return None
-
-
-def message_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that came with a packet; the caller closes them."""
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) // fds.itemsize * fds.itemsize])
-    return list(fds)
-
-
-def ancillary_bytes() -> int:
-    """Room for one credentials message and the descriptors of one packet."""
-    return SENDER_BYTES + socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET)
 
 
 def boottime_s() -> float:

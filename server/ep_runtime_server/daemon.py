@@ -274,7 +274,7 @@ class Daemon:
         await self.runtime.supervisor.stop()
         self.runtime.draining = True
         self._tell_health()
-        self._fd_server.close()
+        await self._fd_server.close()
         if self._node_server is not None and self.runtime.cluster is not None:
             await self.runtime.cluster.stop()
             await self._node_server.stop(0)

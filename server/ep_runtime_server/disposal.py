@@ -13,7 +13,6 @@ import logging
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from ep_runtime import env
 from ep_runtime_server import credentials, disposal_child
@@ -22,6 +21,26 @@ from ep_runtime_server import credentials, disposal_child
 _MAX_PACKETS = 16
 _PART_BYTES = 64 << 10
 END_S = 1.0
+
+
+def start_child(script: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """`python script FD`, and the other end of its socket FD, which never waits."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", script, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=env.child_environment(),
+            )
+        except BaseException:
+            ours.close()
+            raise
+    ours.setblocking(False)
+    return process, ours
 
 
 class Disposal:
@@ -73,24 +92,8 @@ class Disposal:
         if self._inbox is not None:
             return self._inbox
         self._killed = [process for process in self._killed if process.poll() is None]
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-I", "-S", str(Path(disposal_child.__file__))]
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env=env.child_environment(),
-                )
-            except BaseException:
-                ours.close()
-                raise
-        ours.setblocking(False)
-        self._inbox = ours
-        return ours
+        self._process, self._inbox = start_child(disposal_child.__file__)
+        return self._inbox
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -1,7 +1,7 @@
 """fd.sock: hello, and tickets for descriptors. One packet in, packets out, no waiting anywhere.
 
 Who is not served gets no further than `accept`. Descriptors of a packet are taken only from a
-session that may return windows: what was taken has to be closed, and that may wait.
+session that may return windows, and only where they are memory: to close others may wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
@@ -31,8 +30,9 @@ from ep_runtime.errors import (
 )
 from ep_runtime.text import check_printable
 from ep_runtime.v1 import fd_socket_pb2 as pb
-from ep_runtime_server import attachment, config, credentials, devices, views
+from ep_runtime_server import attachment, config, credentials, views
 from ep_runtime_server.credentials import Peer
+from ep_runtime_server.descriptors import Descriptors
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import SessionRecord
@@ -53,6 +53,7 @@ class _Connection:
     uid: int
     idle_timer: asyncio.TimerHandle | None = None
     unread: bool = False  # the packet being answered carries descriptors that nobody took yet
+    awaited: bool = False  # somebody takes them, and nothing else is read
 
 
 class FdServer:
@@ -74,17 +75,18 @@ class FdServer:
         self._connections: dict[_Connection, None] = {}  # the one that was silent longest first
         self._disposal = disposal
         self._turns = turns
-        self._closing: dict[int, threading.Thread] = {}  # by uid
         self._loop = asyncio.get_running_loop()
+        self._descriptors = Descriptors(self._loop)
         listener.setblocking(False)
         listener.listen(LISTEN_BACKLOG)
         self._loop.add_reader(listener, self._accept)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._loop.remove_reader(self._listener)
         self._disposal.close_listener(self._listener)
         for connection in list(self._connections):
             self._drop(connection)
+        await self._descriptors.close()
 
     def _accept(self) -> None:
         try:
@@ -174,7 +176,7 @@ class FdServer:
                 connection.idle_timer.cancel()
 
     def _listen(self, connection: _Connection) -> None:
-        if connection in self._connections:
+        if connection in self._connections and not connection.awaited:
             self._loop.add_reader(connection.socket, self._readable, connection)
 
     def _readable(self, connection: _Connection) -> None:
@@ -213,10 +215,17 @@ class FdServer:
     def _take(
         self, connection: _Connection, data: bytes, flags: int, sender_pid: int | None
     ) -> None:
-        try:
+        def work() -> None:
             if flags & socket.MSG_TRUNC:
                 raise InvalidArgumentError(_LIMITS)
             self._answer(connection, data, sender_pid)
+
+        self._try(connection, work)
+
+    def _try(self, connection: _Connection, work: Callable[[], None]) -> None:
+        """Tells the client what went wrong."""
+        try:
+            work()
         except EpRuntimeError as error:
             self._refuse(connection, error)
         except OSError as error:
@@ -224,32 +233,6 @@ class FdServer:
                 self._drop(connection)
                 return
             self._refuse(connection, _out_of_descriptors(error))
-
-    def _taken_fds(self, connection: _Connection) -> list[int]:
-        """The descriptors of the packet that was looked at; the caller has them closed."""
-        if not connection.unread:
-            return []
-        _, ancillary, flags, _ = connection.socket.recvmsg(
-            1, credentials.ancillary_bytes(), socket.MSG_CMSG_CLOEXEC
-        )
-        connection.unread = False
-        fds = credentials.message_fds(ancillary)
-        if flags & socket.MSG_CTRUNC:
-            self._close_fds(connection.uid, fds)
-            raise InvalidArgumentError(_LIMITS)
-        return fds
-
-    def _close_fds(self, uid: int, fds: list[int]) -> None:
-        """Memory goes at once; a file of a user's own file system may wait even if it has copies,
-        and does so on a thread."""
-        foreign = [fd for fd in fds if not devices.is_memfd(fd)]
-        for fd in set(fds) - set(foreign):
-            os.close(fd)
-        if foreign:
-            self._disposal.hand_over(foreign)
-            closing = threading.Thread(target=_close_all, args=(foreign,), daemon=True)
-            self._closing[uid] = closing
-            closing.start()
 
     def _refuse(self, connection: _Connection, error: EpRuntimeError) -> None:
         self._tell_denied(error)
@@ -318,16 +301,47 @@ class FdServer:
         session = self._runtime.sessions.authenticate_peer(
             request.session_token, peer.pid, peer.uid
         )
-        closing = self._closing.get(peer.uid)
-        if closing is not None and closing.is_alive():
-            raise PoolExhaustedError(
-                f"descriptors that uid {peer.uid} sent, and that are no memory, are not closed yet"
-            )
-        fds = self._taken_fds(connection)
+        if not connection.unread:
+            self._give_back(connection, session, request, [])
+            return
+
+        def came(found: list[int] | EpRuntimeError) -> None:
+            connection.awaited = False
+            self._try(connection, lambda: self._came(connection, session, request, found))
+            if isinstance(found, EpRuntimeError):  # the packet may still be there
+                self._drop(connection)
+            self._listen(connection)
+
+        generations = [descriptor.generation for descriptor in request.descriptors]
+        self._runtime.rejoin.check_return(session, request.group, generations)
+        self._descriptors.check(peer.uid)
+        connection.unread, connection.awaited = False, True
+        self._descriptors.take(connection.socket, peer.uid, came)
+
+    def _came(
+        self,
+        connection: _Connection,
+        session: SessionRecord,
+        request: pb.ReturnWindows,
+        found: list[int] | EpRuntimeError,
+    ) -> None:
+        if isinstance(found, EpRuntimeError):
+            raise found
         try:
-            answer = self._returned(session, request, fds)
+            session.check_live()
+            self._give_back(connection, session, request, found)
         finally:
-            self._close_fds(peer.uid, fds)
+            for fd in found:
+                os.close(fd)
+
+    def _give_back(
+        self,
+        connection: _Connection,
+        session: SessionRecord,
+        request: pb.ReturnWindows,
+        fds: list[int],
+    ) -> None:
+        answer = self._returned(session, request, fds)
         self._send(connection, pb.FdReply(windows_returned=answer), [])
 
     def _returned(
@@ -384,11 +398,6 @@ class FdServer:
                 connection.socket.send(reply.SerializeToString())
         except OSError:
             self._drop(connection)
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _out_of_descriptors(error: OSError) -> PoolExhaustedError:

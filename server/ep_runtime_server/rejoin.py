@@ -138,6 +138,15 @@ class Rejoin:
 
     # Descriptors
 
+    def check_return(
+        self, session: SessionRecord, name: str, generations: Sequence[int]
+    ) -> GroupRecord:
+        """Whether the session may return windows of those generations. Raises as below."""
+        group = self._groups.get(session, name)
+        for generation in generations:
+            group.member(session, generation)
+        return group
+
     def return_windows(
         self, session: SessionRecord, name: str, found: Sequence[tuple[int, int, int]]
     ) -> tuple[int, list[int]]:
@@ -150,9 +159,7 @@ class Rejoin:
             PermissionDeniedError: not a member.
             InvalidArgumentError: a descriptor is not the group's memory.
         """
-        group = self._groups.get(session, name)
-        for _, generation, _ in found:
-            group.member(session, generation)
+        group = self.check_return(session, name, [generation for _, generation, _ in found])
         self._wanted(group)
         windows = group.windows
         if windows is None:

@@ -6,8 +6,32 @@ import asyncio
 import collections
 import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from ep_runtime_server.pacing import TURN_S
+
+_Item = TypeVar("_Item")
+
+
+class FairQueue(Generic[_Item]):
+    """First in, first out for each user, and one user after the other."""
+
+    def __init__(self) -> None:
+        self._of_user: dict[int, collections.deque[_Item]] = {}  # by uid, in turn
+
+    def __bool__(self) -> bool:
+        return bool(self._of_user)
+
+    def put(self, uid: int, item: _Item) -> None:
+        self._of_user.setdefault(uid, collections.deque()).append(item)
+
+    def take(self) -> _Item:
+        uid = next(iter(self._of_user))
+        own = self._of_user.pop(uid)
+        item = own.popleft()
+        if own:
+            self._of_user[uid] = own  # behind the others
+        return item
 
 
 class Turns:
@@ -18,12 +42,12 @@ class Turns:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: dict[int, collections.deque[Callable[[], None]]] = {}  # by uid, in turn
+        self._waiting: FairQueue[Callable[[], None]] = FairQueue()
         self._due = False
 
     def add(self, uid: int, work: Callable[[], None]) -> None:
         """`work()` soon, after what the user asked for before."""
-        self._waiting.setdefault(uid, collections.deque()).append(work)
+        self._waiting.put(uid, work)
         self._call()
 
     def _call(self) -> None:
@@ -36,16 +60,8 @@ class Turns:
         until_s = time.monotonic() + TURN_S
         try:
             while self._waiting:
-                self._next()()
+                self._waiting.take()()
                 if time.monotonic() >= until_s:
                     return
         finally:
             self._call()
-
-    def _next(self) -> Callable[[], None]:
-        uid = next(iter(self._waiting))
-        own = self._waiting.pop(uid)
-        work = own.popleft()
-        if own:
-            self._waiting[uid] = own  # behind the others
-        return work

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tempfile
 import time
 
 import pytest
+from fuse_files import fuse_file
 from harness import as_uid, eventually
 from raw_client import connect, hello, make_spec, receive
 
 from ep_runtime import errors
 from ep_runtime.v1 import fd_socket_pb2, types_pb2
-from ep_runtime_server import config
+from ep_runtime_server import config, descriptor_child
+from ep_runtime_server.disposal import END_S
 
 LINGER_S = 2
 STALL_S = 0.3  # till then the descriptor is in the packet alone
@@ -77,6 +80,48 @@ def test_more_than_its_queue_takes_ends_the_process_that_closes_them(daemon):
                 socket.send_fds(connection, [HELLO], [harmless.fileno()])
     assert longest_answer_s(daemon, 0.5) < MOST_S
     eventually(lambda: daemon.status().num_fds <= fds + 1)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="only root mounts in any place"
+)
+def test_a_file_whose_close_never_ends_holds_neither_daemon_nor_its_end(daemon_process, tmp_path):
+    daemon = daemon_process()
+    client, other = daemon.client(), daemon.client(process=True)
+    group = client.create(make_spec()).group
+    data = packet(
+        return_windows=fd_socket_pb2.ReturnWindows(
+            session_token=client.token,
+            group="moe",
+            descriptors=[types_pb2.WindowDescriptor(generation=group.generation)],
+        )
+    )
+
+    def sent(fd: int):
+        with connect(daemon.directory) as connection:
+            socket.send_fds(connection, [data], [fd])
+            return receive(connection)
+
+    with fuse_file(tmp_path) as file:
+        with pytest.raises(errors.InvalidArgumentError, match="it is no memfd"):
+            sent(file.fd)
+        eventually(lambda: file.flushes == 1)
+        with pytest.raises(errors.PoolExhaustedError, match="not closed yet"):
+            sent(file.fd)
+        assert file.flushes == 1
+        assert longest_answer_s(daemon, 0.5) < MOST_S
+        for session in (client, other):
+            session.goodbye()
+        daemon.popen.terminate()
+        assert daemon.popen.wait(END_S + 10) == 0
+
+
+def test_what_is_no_memory_is_told_from_it():
+    with open("/dev/null") as null, tempfile.TemporaryFile() as file, socket.socket() as other:
+        assert not any(descriptor_child.is_memory(x.fileno()) for x in (null, file, other))
+    memory = os.memfd_create("x")
+    assert descriptor_child.is_memory(memory)
+    os.close(memory)
 
 
 class TestPlaces:

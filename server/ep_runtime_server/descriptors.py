@@ -1,0 +1,144 @@
+"""Descriptors that clients send, without those that could make the daemon wait.
+
+Whoever has a descriptor of a file in a user's own file system waits for that user when it closes
+it, and no signal ends that. So a process of its own takes what comes, and passes memory on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, PoolExhaustedError
+from ep_runtime_server import descriptor_child
+from ep_runtime_server.disposal import END_S, start_child
+from ep_runtime_server.turns import FairQueue
+
+LOOK_S = 5.0
+
+# Gets the descriptors, which are its own from then on, or why there are none.
+Then = Callable[[list[int] | EpRuntimeError], None]
+
+
+class _Asked(NamedTuple):
+    connection: socket.socket
+    uid: int
+    then: Then
+
+
+class Descriptors:
+    """One packet's descriptors at a time, of one user after the other. Lives on the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: FairQueue[_Asked] = FairQueue()
+        self._asked: _Asked | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._inbox: socket.socket | None = None
+        self._killed: list[subprocess.Popen[bytes]] = []
+        self._late: asyncio.TimerHandle | None = None
+        self._closing: dict[int, subprocess.Popen[bytes]] = {}  # by uid
+
+    def check(self, uid: int) -> None:
+        """Raises PoolExhaustedError where what the user sent before is no memory, and is not closed
+        yet."""
+        before = self._closing.get(uid)
+        if before is not None and before.poll() is None:
+            raise PoolExhaustedError(
+                f"descriptors that uid {uid} sent, and that are no memory, are not closed yet"
+            )
+        self._closing.pop(uid, None)
+
+    def take(self, connection: socket.socket, uid: int, then: Then) -> None:
+        """`then` hears of those of the next packet; until then nobody else reads it."""
+        self._waiting.put(uid, _Asked(connection, uid, then))
+        self._next()
+
+    def _next(self) -> None:
+        while self._asked is None and self._waiting:
+            asked = self._waiting.take()
+            if asked.connection.fileno() < 0:  # dropped meanwhile
+                continue
+            self._asked = asked
+            try:
+                socket.send_fds(self._started(), [b"."], [asked.connection.fileno()])
+            except OSError as error:
+                self._end()
+                self._answer(PoolExhaustedError(f"cannot look at descriptors: {error.strerror}"))
+            else:
+                self._late = self._loop.call_later(LOOK_S, self._heard)
+
+    def _started(self) -> socket.socket:
+        if self._inbox is None:
+            self._process, self._inbox = start_child(descriptor_child.__file__)
+            self._loop.add_reader(self._inbox, self._heard)
+        return self._inbox
+
+    def _heard(self) -> None:
+        """The process answered, ended, or is late."""
+        asked, word = self._asked, b""
+        fds: list[int] = []
+        if self._inbox is not None:
+            with contextlib.suppress(OSError):
+                word, fds, flags, _ = socket.recv_fds(
+                    self._inbox, 16, descriptor_child.MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+                if flags & socket.MSG_CTRUNC:
+                    word = b""
+        if word == descriptor_child.MEMORY and asked is not None:
+            self._answer(fds)
+        else:
+            for fd in fds:  # memory
+                os.close(fd)
+            process = self._end()  # it may hang from now on
+            if asked is not None and process is not None:
+                self._closing[asked.uid] = process
+            self._answer(_refusal(word))
+        self._next()
+
+    def _answer(self, found: list[int] | EpRuntimeError) -> None:
+        asked, self._asked = self._asked, None
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        if asked is not None:
+            asked.then(found)
+
+    def _end(self) -> subprocess.Popen[bytes] | None:
+        """Another process takes what comes next."""
+        process, self._process = self._process, None
+        if self._inbox is not None:
+            self._loop.remove_reader(self._inbox)
+            self._inbox.close()
+            self._inbox = None
+        if process is not None:
+            process.kill()
+            self._killed = [other for other in self._killed if other.poll() is None]
+            self._killed.append(process)
+        return process
+
+    async def close(self) -> None:
+        """Ends the processes; who does not end within END_S is left to init."""
+        self._end()
+        if self._late is not None:
+            self._late.cancel()
+        for process in self._killed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, END_S)
+
+
+def _refusal(word: bytes) -> EpRuntimeError:
+    if word == descriptor_child.FOREIGN:
+        return InvalidArgumentError(
+            "the descriptor is not the group's memory: it is no memfd", argument="fd"
+        )
+    if word == descriptor_child.TOO_MANY:
+        return InvalidArgumentError(
+            f"a packet has at most {descriptor_child.MAX_FDS} descriptors", argument="descriptors"
+        )
+    return PoolExhaustedError("the daemon could not take the descriptors; retry")
