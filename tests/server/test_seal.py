@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import grpc
 import pytest
 from cluster_places import place
@@ -10,8 +12,10 @@ from raw_client import WAIT_S, make_spec
 
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2
+from ep_runtime_server import view_wire
 from ep_runtime_server.cluster_config import ClusterConfig, parse_endpoint
 from ep_runtime_server.seal import Seal
+from ep_runtime_server.windows import Owner
 
 SECRET, OTHER = b"a secret of this cluster", b"a secret of another one"
 NODE, ADMIN = "/ep_runtime.v1.NodeService/", "/ep_runtime.v1.AdminService/"
@@ -87,3 +91,26 @@ def test_a_seal_is_worth_one_request(start_daemon):
     ):
         with pytest.raises((errors.PermissionDeniedError, errors.EpRuntimeError)):
             send(address, changed_path, data, sealed)
+
+
+def test_a_daemon_that_starts_again_answers_a_request_of_before_once(
+    daemon_process, restarted, tmp_path
+):
+    """What was said is remembered in memory alone; epochs make it say nothing that is not so."""
+    secret, address = tmp_path / "secret", place()
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    flags = ("--coordinator", address, "--node", "a", "--insecure", "--secret", str(secret))
+    first = daemon_process(*flags)
+    path = f"{NODE}TellGroup"
+    key = view_wire.key_to_proto(Owner(os.geteuid(), "job", "moe"))
+    tell = node_service_pb2.TellGroupRequest(node="b", key=key, epoch=1, lost_ranks=[0])
+    data = tell.SerializeToString()
+    metadata = Seal(SECRET).of(path, data)
+    send(address, path, data, metadata)
+    second = restarted(first, *flags)
+    second.client().ready(make_spec())
+    send(address, path, data, metadata)
+    assert second.group_states() == {"moe": "READY"}
+    with pytest.raises(errors.PermissionDeniedError):
+        send(address, path, data, metadata)
