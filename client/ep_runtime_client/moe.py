@@ -19,7 +19,8 @@ from ep_runtime_client.moe_checks import Recipes
 from ep_runtime_client.moe_options import MoEOptions
 from ep_runtime_client.ops import activation_kernels, quantized_activation, routing
 from ep_runtime_client.ops.activation import activate
-from ep_runtime_client.ops.calls import Call, open_layer
+from ep_runtime_client.ops.ambient import open_layer
+from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.combine import merge
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.grouped_gemm import multiply

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ep_runtime_client import ops
 from ep_runtime_client.explain import explain
 from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.ops import gemm_kernels, local_activation
+from ep_runtime_client.ops import local_activation, platform
 from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.local_activation import Activation
 
@@ -94,7 +94,7 @@ def test_the_long_blocks_of_gpus_give_the_same_bits(monkeypatch: pytest.MonkeyPa
     want = jax.jit(lambda *args: both(*args))(grad.astype(jnp.bfloat16), *operands)
     monkeypatch.setattr(local_activation, "register_for_gpus", lambda: ("9.0",))
     monkeypatch.setattr(local_activation, "GPU_BLOCK_ROWS", 512)
-    monkeypatch.setattr(gemm_kernels, "choose", lambda gpu, here, *operands: gpu(*operands))
+    monkeypatch.setattr(platform, "choose", lambda gpu, here, *operands: gpu(*operands))
     got = jax.jit(lambda *args: both(*args))(grad.astype(jnp.bfloat16), *operands)
     for mine, meant in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(mine)[there], np.asarray(meant)[there])

@@ -20,6 +20,7 @@ from ep_runtime_client.ops import (
     gemm_kernels,
     memfd,
     nccl,
+    platform,
     row_kernels,
     scopes,
     tf32_kernels,
@@ -95,7 +96,7 @@ def _as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
     monkeypatch.setattr(_ffi, "XLA_CLONES_CALLS", True)
     monkeypatch.setattr(row_kernels, "available", lambda: True)
-    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    monkeypatch.setattr(platform, "installed", lambda: True)
     yield
     jax.clear_caches()
 

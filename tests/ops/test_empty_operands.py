@@ -21,6 +21,7 @@ from ep_runtime_client.ops import (
     local_activation,
     memfd,
     nccl,
+    platform,
     row_kernels,
 )
 
@@ -36,9 +37,9 @@ RECIPES = {
 @pytest.fixture(autouse=True)
 def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces what a process with GPUs would."""
-    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    monkeypatch.setattr(platform, "installed", lambda: True)
     for module in (fp8_kernels, gemm_kernels, local_activation, row_kernels):
-        monkeypatch.setattr(module, "register_for_gpus", lambda: (gemm_kernels.CAPABILITY,))
+        monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.CAPABILITY,))
     for module in (memfd, nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 

@@ -20,6 +20,7 @@ from ep_runtime_client.ops import (
     gemm_kernels,
     local_gemm,
     local_quantize,
+    platform,
     row_kernels,
 )
 from ep_runtime_client.quantized import QuantizedTensor
@@ -33,7 +34,7 @@ TARGETS = (*gemm_kernels.TARGETS, *fp8_kernels.TARGETS)
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it."""
-    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    monkeypatch.setattr(platform, "installed", lambda: True)
 
 
 def drawn(k: int = 160, n: tuple[int, ...] = (2, 128), dtype: Any = jnp.bfloat16) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import gemm_kernels, local_gemm, tf32_kernels
+from ep_runtime_client.ops import gemm_kernels, local_gemm, platform, tf32_kernels
 from ep_runtime_client.ops.grouped_gemm import multiply
 
 SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
@@ -23,7 +23,7 @@ SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it. f32 is another file's."""
-    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    monkeypatch.setattr(platform, "installed", lambda: True)
     monkeypatch.setattr(tf32_kernels, "serve", lambda *_, **__: False)
 
 
@@ -102,7 +102,7 @@ def test_rows_of_no_group_get_a_gradient_of_zero_unless_nobody_looks() -> None:
 
 
 def test_without_the_library_every_program_is_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_kernels, "installed", lambda: False)
+    monkeypatch.setattr(platform, "installed", lambda: False)
     assert calls(graded(), *drawn(k=136)) == [0, 0]
 
 

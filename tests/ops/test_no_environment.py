@@ -24,7 +24,7 @@ import ep_runtime_client
 from ep_runtime import env
 from ep_runtime_client import recipes
 from ep_runtime_client.moe import init_moe_params, moe
-from ep_runtime_client.ops import gemm_kernels, memfd, nccl, row_kernels
+from ep_runtime_client.ops import memfd, nccl, platform, row_kernels
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 TOKENS, HIDDEN, INNER = 32, 128, 128
@@ -51,7 +51,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
     """As on GPUs that the kernels serve, or as elsewhere."""
-    monkeypatch.setattr(gemm_kernels, "installed", lambda: wanted)
+    monkeypatch.setattr(platform, "installed", lambda: wanted)
     monkeypatch.setattr(row_kernels, "available", lambda: wanted)
 
 

@@ -14,7 +14,7 @@ import pytest
 from ops.test_fp8_kernels import ranges, transpose_rows, wide_rows
 
 import ep_runtime as ep
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, tf32_kernels
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, platform, tf32_kernels
 
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
 TARGETS = (*gemm_kernels.TARGETS, *tf32_kernels.TARGETS, *fp8_kernels.TARGETS)
@@ -28,7 +28,7 @@ GRADED = {
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The library need not be there to lower for it; what was traced with it is forgotten."""
-    monkeypatch.setattr(gemm_kernels, "installed", lambda: True)
+    monkeypatch.setattr(platform, "installed", lambda: True)
     yield
     jax.clear_caches()
 

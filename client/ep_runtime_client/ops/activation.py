@@ -10,7 +10,7 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import first_order, local_activation, regions, spread, twin
+from ep_runtime_client.ops import eager, first_order, local_activation, regions, spread
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.regions import Where
@@ -146,7 +146,7 @@ def activate(
     """
     op, inner, operands = call_of(layer, activation, hidden, row_weights, group_sizes, inner_axes)
     op = dataclasses.replace(op, ordered=ordered)
-    out: jax.Array = twin.run(_primal, (op, inner), *operands, traced=_activate)
+    out: jax.Array = eager.run(_primal, (op, inner), *operands, traced=_activate)
     return out
 
 
@@ -193,7 +193,7 @@ def _pullback(static: tuple[ActivationOp, Axes], saved: Any, grad: jax.Array) ->
 
 def _fwd(static: tuple[ActivationOp, Axes], *operands: Any) -> Any:
     hidden, _, *weights = operands
-    out, sizes = twin.shared(_both, static, *operands)
+    out, sizes = eager.shared(_both, static, *operands)
     return out, (hidden, sizes, *weights)
 
 
@@ -202,7 +202,7 @@ def _both(static: tuple[ActivationOp, Axes], *operands: jax.Array) -> tuple[jax.
 
 
 def _bwd(static: tuple[ActivationOp, Axes], saved: Any, grad: jax.Array) -> Any:
-    return twin.shared(_pullback, static, saved, grad)
+    return eager.shared(_pullback, static, saved, grad)
 
 
 _activate = jax.custom_vjp(_primal, nondiff_argnums=(0,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -15,8 +14,9 @@ from jax.sharding import Mesh
 from ep_runtime import layout as sizes
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, check_holds_rows
-from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops.token_layout import Axes, TokenLayout
+from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.ops.partition_specs import Axes
+from ep_runtime_client.ops.token_layout import TokenLayout
 from ep_runtime_client.ops.varying import settled
 
 
@@ -108,41 +108,6 @@ class Call:
     def lead(self) -> tuple[int, ...]:
         """Leading dims of token arrays here."""
         return self.layout.lead
-
-
-def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
-    """(static layer, layer index int32 [1], mesh) of a live layer.
-
-    Raises:
-        InvalidArgumentError: not a layer.
-        StaleHandleError: its group is closed, reclaimed, or was replaced by another spec.
-    """
-    static, index = resolve(layer)
-    return static, jnp.asarray(index, jnp.int32).reshape(1), static.group.mesh
-
-
-def manual_axes(group: GroupSpec) -> Axes:
-    """The group's mesh axes over which a shard_map around this point is manual, mesh order.
-
-    Raises:
-        InvalidArgumentError: that shard_map has another mesh than the group.
-    """
-    ambient = jax.sharding.get_abstract_mesh()
-    taken = frozenset(ambient.manual_axes)
-    if taken:
-        check_ambient(group, ambient.shape)
-    return tuple(axis for axis, _ in group.mesh_axes if axis in taken)
-
-
-def check_ambient(group: GroupSpec, shape: Mapping[str, int]) -> None:
-    """Raises InvalidArgumentError unless a mesh of this shape is the group's."""
-    wanted = dict(group.mesh_axes)
-    if dict(shape) != wanted:
-        raise InvalidArgumentError(
-            f"group {group.name!r} is used under a mesh with the axes {dict(shape)}, "
-            f"its own has {wanted}",
-            argument="mesh",
-        )
 
 
 def world_rank(group: GroupSpec) -> jax.Array:

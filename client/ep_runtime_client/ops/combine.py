@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import first_order, slack, twin
-from ep_runtime_client.ops.calls import Call, open_layer, world_rank
+from ep_runtime_client.ops import eager, first_order, slack, twin
+from ep_runtime_client.ops.ambient import open_layer
+from ep_runtime_client.ops.calls import Call, world_rank
 from ep_runtime_client.ops.dispatch import call_of_plan, check_width
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched
 from ep_runtime_client.ops.scopes import scope
@@ -89,7 +90,7 @@ def merge(
             weights = twin.vary(call, twin.place(call, "weights", weights, slab))
             weights = weights.astype(jnp.float32)
         operands = (index, expert_out, weights, dispatched.plan.arrays)
-        tokens_out: jax.Array = twin.run(_combine_primal, call, *operands, traced=_combine)
+        tokens_out: jax.Array = eager.run(_combine_primal, call, *operands, traced=_combine)
     return tokens_out
 
 
@@ -148,7 +149,7 @@ def _combine_fwd(
     weights: jax.Array | None,
     arrays: AnyArrays,
 ) -> Any:
-    tokens_out = twin.run(_combine_primal, call, index, expert_out, weights, arrays)
+    tokens_out = eager.run(_combine_primal, call, index, expert_out, weights, arrays)
     # Without weights the gradient is a plain copy of rows and needs no expert_out.
     return tokens_out, (index, None if weights is None else expert_out, weights, arrays)
 
@@ -156,7 +157,7 @@ def _combine_fwd(
 def _combine_bwd(call: Call, saved: Any, grad: jax.Array) -> Any:
     index, expert_out, weights, arrays = saved
     with scope("combine_bwd", call.layer):
-        d_expert_out, d_weights = twin.run(
+        d_expert_out, d_weights = eager.run(
             _combine_pullback, call, index, grad, expert_out, weights, arrays
         )
     return None, d_expert_out, d_weights, None

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import dense_ops, first_order, quantize_ops, regions, spread, twin
+from ep_runtime_client.ops import dense_ops, eager, first_order, quantize_ops, regions, spread
 from ep_runtime_client.ops.dense_ops import leaf_entries
 from ep_runtime_client.ops.operands import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.placement import Entries, padded
@@ -62,7 +62,7 @@ def dense(
         spread.settle(call.where, array, entries)
         for array, entries in ((x, call.x), (kernel, call.kernel), (bias, padded((), 1)))
     ]
-    y: jax.Array = twin.run(_primal, call, *operands, traced=_dense)
+    y: jax.Array = eager.run(_primal, call, *operands, traced=_dense)
     return y
 
 
@@ -191,7 +191,7 @@ def _forward(call: DenseCall, x: Matrix, kernel: Matrix, bias: jax.Array | None)
 
 
 def _fwd(call: DenseCall, *operands: Any) -> Any:
-    return twin.shared(_forward_kept, call, *operands)
+    return eager.shared(_forward_kept, call, *operands)
 
 
 def _forward_kept(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> Any:
@@ -202,7 +202,7 @@ def _forward_kept(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Ar
 
 
 def _bwd(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
-    grads = twin.shared(_pullback, call, kept, grad)
+    grads = eager.shared(_pullback, call, kept, grad)
     return tuple(spread.typed_as(*each) for each in zip(grads, call.types, strict=True))
 
 

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import first_order, slack, token_watch, twin
-from ep_runtime_client.ops.calls import Call, check_handle, manual_axes, open_layer, world_rank
+from ep_runtime_client.ops import eager, first_order, slack, token_watch, twin
+from ep_runtime_client.ops.ambient import manual_axes, open_layer
+from ep_runtime_client.ops.calls import Call, check_handle, world_rank
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
 from ep_runtime_client.ops.scopes import scope
@@ -185,7 +186,7 @@ def _dispatch_rows(
             if weights is not None:
                 weights = twin.vary(call, twin.place(call, "topk_weights", weights, spec))
             operands = (index, tokens, weights, plan.arrays)
-            rows, recv_weights = twin.run(_dispatch_primal, call, *operands, traced=_dispatch)
+            rows, recv_weights = eager.run(_dispatch_primal, call, *operands, traced=_dispatch)
     return Dispatched(
         tokens=checkpoint_name(rows, "ep_recv"),
         weights=checkpoint_name(recv_weights, "ep_recv"),
@@ -239,14 +240,14 @@ def _dispatch_fwd(
             f"dispatch of 1-byte tokens ({tokens.dtype}) has no gradient: sums of such rows have "
             "no useful precision; dispatch a wider dtype, or stop_gradient the tokens and weights"
         )
-    rows, recv_weights = twin.run(_dispatch_primal, call, index, tokens, weights, arrays)
+    rows, recv_weights = eager.run(_dispatch_primal, call, index, tokens, weights, arrays)
     return (rows, recv_weights), (index, arrays, weights is not None)
 
 
 def _dispatch_bwd(call: Call, saved: Any, grads: tuple[jax.Array, jax.Array]) -> Any:
     index, arrays, weighted = saved
     with scope("dispatch_bwd", call.layer):
-        d_tokens, d_weights = twin.run(_dispatch_pullback, call, index, *grads, arrays)
+        d_tokens, d_weights = eager.run(_dispatch_pullback, call, index, *grads, arrays)
     return None, d_tokens, d_weights if weighted else None, None
 
 

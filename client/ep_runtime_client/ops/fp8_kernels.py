@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops import gemm_kernels, row_kernels
+from ep_runtime_client.ops import gemm_kernels, platform, row_kernels
 from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
 from ep_runtime_client.quantized import QuantizedTensor, bits
 from ep_runtime_client.recipes import (
@@ -71,10 +71,10 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
         return False
     if left.recipe != right.recipe or not isinstance(left.recipe, _RECIPES):
         return False
-    if not gemm_kernels.installed():
+    if not platform.installed():
         return False
     gpus = register_for_gpus()
-    if any(capability != gemm_kernels.CAPABILITY for capability in gpus):
+    if any(capability != platform.CAPABILITY for capability in gpus):
         return False
     sizes = left.group_sizes
     padded = rows + (PADDED - 1) * (experts if sizes is None else math.prod(sizes.shape))

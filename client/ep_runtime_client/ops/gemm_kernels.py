@@ -13,32 +13,22 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from ep_runtime import native
+from ep_runtime_client.ops import platform
 from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
-from ep_runtime_client.ops.varying import spread_over, varied_axes
 from ep_runtime_client.quantized import QuantizedTensor
 
-CAPABILITY = "9.0"  # Hopper: what the kernels are written and compiled for
 TARGETS = ("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
 MAX_EXPERTS = 1024  # on one device
 MULTIPLE = 8  # of features: tensor copies move 16 bytes at a time
 _TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-
-
-def installed() -> bool:
-    """Whether this package has the CUDA library; without it nothing here serves anybody."""
-    return native.library_path("cuda").exists()
 
 
 def serve(
@@ -70,10 +60,10 @@ def fits(multiple: int, *, rows: int, experts: int, features: Sequence[int]) -> 
     What they do not take for its shape is said once, in a process that has GPUs of theirs. Where
     there is any other GPU, they serve nothing.
     """
-    if not installed():
+    if not platform.installed():
         return False
     gpus = register_for_gpus()
-    if any(capability != CAPABILITY for capability in gpus):
+    if any(capability != platform.CAPABILITY for capability in gpus):
         return False
     widths = (features[0], math.prod(features[1:]))
     if 0 in (rows, experts, *widths):
@@ -95,18 +85,6 @@ def _say_plain(experts: int, widths: tuple[int, int], multiple: int) -> None:
         multiple,
         MAX_EXPERTS,
     )
-
-
-def choose(kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any) -> Result:
-    """`kernel(*operands)` where the program is lowered for a GPU, else `plain(*operands)`."""
-    axes = tuple(sorted(varied_axes(operands)))
-
-    def typed(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: jax.tree.map(lambda x: spread_over(x, axes), function(*given))
-
-    branches = {"cuda": typed(kernel), "default": typed(plain)}
-    chosen: Result = lax.platform_dependent(*operands, **branches)
-    return chosen
 
 
 def forward(

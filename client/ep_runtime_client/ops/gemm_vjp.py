@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.ops import first_order, fp8_kernels, quantize_ops, slack, spread, twin
+from ep_runtime_client.ops import eager, first_order, fp8_kernels, quantize_ops, slack, spread
 from ep_runtime_client.ops.gemm_ops import GemmBackward, GemmForward, arrivals
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Matrix, pack
@@ -61,7 +61,7 @@ class GemmCall:
 
 def run(call: GemmCall, operands: Operands) -> tuple[jax.Array, Amax]:
     """[R, C, *N'], differentiable in the first three operands, and this call's amax."""
-    result: tuple[jax.Array, Amax] = twin.run(_primal, call, *operands, traced=_gemm)
+    result: tuple[jax.Array, Amax] = eager.run(_primal, call, *operands, traced=_gemm)
     return result
 
 
@@ -137,11 +137,11 @@ def _forward(
 
 
 def _fwd(call: GemmCall, *operands: Any) -> Any:
-    return twin.shared(_forward_kept, call, *operands)
+    return eager.shared(_forward_kept, call, *operands)
 
 
 def _bwd(call: GemmCall, kept: Any, grads_out: tuple[jax.Array, Any]) -> Any:
-    grads = twin.shared(_pullback, call, kept, grads_out[0])
+    grads = eager.shared(_pullback, call, kept, grads_out[0])
     typed = [spread.typed_as(*each) for each in zip(grads, call.types, strict=True)]
     return (*typed, None, None, None, None)
 

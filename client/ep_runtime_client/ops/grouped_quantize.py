@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import quantize_ops, regions, twin
+from ep_runtime_client.ops import eager, quantize_ops, regions
 from ep_runtime_client.ops.placement import Roles, padded
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.quantized import QuantizedTensor
@@ -74,7 +74,7 @@ def _quantize_kernel(
         # Whatever lies on the experts' dim shards experts.
         where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[0]))
     op = quantize_ops.QuantizeKernel(where, recipe, tuple(w.shape))
-    quantized: QuantizedTensor = twin.run(_run_kernel, (op, entries), w)
+    quantized: QuantizedTensor = eager.run(_run_kernel, (op, entries), w)
     return quantized
 
 
@@ -97,7 +97,7 @@ def _quantize_rows(
     if layer is not None:
         regions.check_slabs(where, "x", x.shape[0])
     op = quantize_ops.QuantizeRows(where, recipe, x.ndim, experts)
-    quantized: QuantizedTensor = twin.run(_run_rows, (op, entries), x, group_sizes)
+    quantized: QuantizedTensor = eager.run(_run_rows, (op, entries), x, group_sizes)
     return jax.tree.map(lambda leaf: leaf[0], quantized) if one_slab else quantized
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import activation_kernels, gemm_kernels, row_blocks, slack
+from ep_runtime_client.ops import activation_kernels, platform, row_blocks, slack
 from ep_runtime_client.ops._ffi import register_for_gpus
 from ep_runtime_client.ops.row_blocks import RowBlock
 
@@ -107,7 +107,7 @@ def forward(
     if activation_kernels.serve(static, hidden, group_sizes):
         kernel = functools.partial(activation_kernels.forward, static)
         plain = functools.partial(_forward, static, False)
-        return slack.cleared(gemm_kernels.choose(kernel, plain, *operands), group_sizes)
+        return slack.cleared(platform.choose(kernel, plain, *operands), group_sizes)
     return _on_platform(_forward, static, *operands)
 
 
@@ -116,7 +116,7 @@ def _on_platform(function: Callable[..., Result], static: Activation, *operands:
     here = functools.partial(function, static, False)
     if not register_for_gpus():
         return here(*operands)
-    return gemm_kernels.choose(functools.partial(function, static, True), here, *operands)
+    return platform.choose(functools.partial(function, static, True), here, *operands)
 
 
 def _forward(
@@ -166,7 +166,7 @@ def pullback(
     if activation_kernels.serve(static, hidden, group_sizes):
         kernel = functools.partial(activation_kernels.pullback, static)
         plain = functools.partial(_pullback, static, False)
-        d_hidden, d_weights = gemm_kernels.choose(kernel, plain, *operands)
+        d_hidden, d_weights = platform.choose(kernel, plain, *operands)
     else:
         d_hidden, d_weights = _on_platform(_pullback, static, *operands)
     return slack.cleared(d_hidden, group_sizes), d_weights

@@ -32,6 +32,7 @@ from ep_runtime_client.ops import (
     fp8_kernels,
     gemm_kernels,
     group_sum_kernels,
+    platform,
     row_blocks,
     tf32_kernels,
 )
@@ -86,7 +87,7 @@ def forward(
         return plain(*operands)
     cast = () if by is fp8_kernels else (gemm.compute_dtype,)
     kernel: Kernel = functools.partial(by.forward, gemm.out_dtype, *cast)
-    return gemm_kernels.choose(kernel, plain, *operands)
+    return platform.choose(kernel, plain, *operands)
 
 
 def _forward(
@@ -122,7 +123,7 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
     by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
     if by is None:
         return plain(grad, rhs, group_sizes)
-    return gemm_kernels.choose(_data_kernel(gemm, by), plain, grad, rhs, group_sizes)
+    return platform.choose(_data_kernel(gemm, by), plain, grad, rhs, group_sizes)
 
 
 def weight_grad(
@@ -157,7 +158,7 @@ def weight_grad(
     if by is None:
         return plain(lhs, grad, group_sizes)
     kernel = _weight_kernel(gemm, by, experts, dtype)
-    return gemm_kernels.choose(kernel, plain, lhs, grad, group_sizes)
+    return platform.choose(kernel, plain, lhs, grad, group_sizes)
 
 
 def pullback(
@@ -186,9 +187,7 @@ def pullback(
         return d_lhs, _weight_kernel(gemm, by, experts, dtype)(lhs, grad, group_sizes)
 
     operands = (lhs, rhs, grad, group_sizes)
-    d_lhs, d_rhs = (
-        plain(*operands) if by is None else gemm_kernels.choose(kernels, plain, *operands)
-    )
+    d_lhs, d_rhs = plain(*operands) if by is None else platform.choose(kernels, plain, *operands)
     return d_lhs, d_rhs
 
 

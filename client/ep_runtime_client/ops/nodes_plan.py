@@ -18,8 +18,9 @@ from jax import lax
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.collectives import ep_rank
 from ep_runtime_client.ops.plan import AnyArrays, NodePlanArrays
+from ep_runtime_client.ops.slots import packed
 from ep_runtime_client.ops.transports import collectives
-from ep_runtime_client.ops.xla_plan import packed, receiver_side, route
+from ep_runtime_client.ops.xla_plan import receiver_side, route
 
 # All tokens of a rank are so many chunks at most: more would waste less of the last one, and wait
 # for the network more often. Chunks have at least so many rows, where the rank has them.

@@ -16,8 +16,8 @@ from ep_runtime_client.ops import permutation_kernels as kernels
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.nodes_plan import NodePacking
 from ep_runtime_client.ops.row_kernels import either
+from ep_runtime_client.ops.slots import rows_at
 from ep_runtime_client.ops.xla import round_to, sum_dtype
-from ep_runtime_client.ops.xla_plan import rows_at
 
 
 def lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:

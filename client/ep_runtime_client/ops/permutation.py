@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import stored
-from ep_runtime_client.ops import batch_shards, permutation_plan, twin
+from ep_runtime_client.ops import batch_shards, eager, permutation_plan
 from ep_runtime_client.ops import permutation_checks as checks
 from ep_runtime_client.ops import permutation_rows as local
 from ep_runtime_client.ops.batch_shards import BatchShards, Spec
@@ -118,12 +118,12 @@ def permute(
     rows = checks.rows_of(shards, choice.shape, num_experts, num_out_tokens, alignment, from_map)
     meta = PermutationMeta(shards, num_experts, rows, alignment, from_map)
     with jax.named_scope("ep_permute"):
-        arrays, group_sizes = twin.run(_make_plan, meta, choice)
+        arrays, group_sizes = eager.run(_make_plan, meta, choice)
         arrays = jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), arrays)
         specs = (shards.token_spec(feature=True), shards.token_spec())
         tokens, probs = batch_shards.settled(shards, (tokens, probs), specs)
         operands = (tokens, probs, _varied(shards, arrays))
-        moved, row_probs = twin.run(_permute_primal, meta, *operands, traced=_permute)
+        moved, row_probs = eager.run(_permute_primal, meta, *operands, traced=_permute)
     return Permuted(
         tokens=checkpoint_name(moved, "ep_recv"),
         probs=None if row_probs is None else checkpoint_name(row_probs, "ep_recv"),
@@ -167,7 +167,7 @@ def unpermute(
         specs = (shards.row_spec(feature=True), shards.token_spec())
         rows, merging_probs = batch_shards.settled(shards, (rows, merging_probs), specs)
         operands = (rows, merging_probs, _varied(shards, plan.arrays))
-        total: jax.Array = twin.run(_unpermute_primal, meta, *operands, traced=_unpermute)
+        total: jax.Array = eager.run(_unpermute_primal, meta, *operands, traced=_unpermute)
     return total
 
 
@@ -258,7 +258,7 @@ def _permute_primal(
 def _permute_fwd(
     meta: PermutationMeta, tokens: jax.Array, probs: jax.Array | None, arrays: PermutationArrays
 ) -> Any:
-    moved = twin.run(_permute_primal, meta, tokens, probs, arrays)
+    moved = eager.run(_permute_primal, meta, tokens, probs, arrays)
     # Dtypes are not residuals: scalars carry them.
     return moved, (jnp.zeros((), tokens.dtype), arrays)
 
@@ -269,7 +269,7 @@ def _permute_bwd(meta: PermutationMeta, saved: Any, grads: tuple[Any, Any]) -> A
     if not jnp.issubdtype(of_dtype.dtype, jnp.floating):
         d_rows = None
     with jax.named_scope("ep_permute_bwd"):
-        d_tokens, d_probs = twin.run(_permute_pullback, meta, d_rows, d_row_probs, arrays)
+        d_tokens, d_probs = eager.run(_permute_pullback, meta, d_rows, d_row_probs, arrays)
     return d_tokens, d_probs, None
 
 
@@ -329,14 +329,14 @@ def _unpermute_primal(
 def _unpermute_fwd(
     meta: PermutationMeta, rows: jax.Array, weights: jax.Array | None, arrays: PermutationArrays
 ) -> Any:
-    total = twin.run(_unpermute_primal, meta, rows, weights, arrays)
+    total = eager.run(_unpermute_primal, meta, rows, weights, arrays)
     # Without weights the gradient needs nothing of the rows but their dtype, which is its own.
     return total, (None if weights is None else rows, weights, arrays)
 
 
 def _unpermute_bwd(meta: PermutationMeta, saved: Any, grad: jax.Array) -> Any:
     with jax.named_scope("ep_unpermute_bwd"):
-        d_rows, d_weights = twin.run(_unpermute_pullback, meta, grad, *saved)
+        d_rows, d_weights = eager.run(_unpermute_pullback, meta, grad, *saved)
     return d_rows, d_weights, None
 
 

@@ -16,8 +16,8 @@ from jax import lax
 from ep_runtime.layout import align_up
 from ep_runtime_client import stored
 from ep_runtime_client.ops.batch_shards import BatchShards
+from ep_runtime_client.ops.slots import exclusive_sum, kept_rows, rows_at
 from ep_runtime_client.ops.varying import like
-from ep_runtime_client.ops.xla_plan import exclusive_sum, kept_rows, rows_at
 
 
 @dataclasses.dataclass(frozen=True)

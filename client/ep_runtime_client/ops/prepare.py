@@ -10,16 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import token_layout, twin
-from ep_runtime_client.ops.calls import (
-    Call,
-    PlanMeta,
-    check_handle,
-    manual_axes,
-    open_layer,
-    resolve_capacity,
-    world_rank,
-)
+from ep_runtime_client.ops import eager, token_layout, twin
+from ep_runtime_client.ops.ambient import manual_axes, open_layer
+from ep_runtime_client.ops.calls import Call, PlanMeta, check_handle, resolve_capacity, world_rank
+from ep_runtime_client.ops.partition_specs import known_spec
 from ep_runtime_client.ops.plan import (
     AnyArrays,
     NodePlanArrays,
@@ -77,7 +71,7 @@ def known_specs(
     """The specs that tell how tokens lie: the caller's alone, or what the arrays are known by."""
     if tokens_spec is not None:
         return (tokens_spec,)
-    specs = (token_layout.known_spec(x) for x in arrays if x is not None)
+    specs = (known_spec(x) for x in arrays if x is not None)
     return tuple(spec for spec in specs if spec is not None)
 
 
@@ -113,7 +107,7 @@ def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
     with scope("prepare", call.layer):
         call = twin.varied(call, topk_idx, index)
         idx = twin.place(call, "topk_idx", topk_idx, call.layout.spec())
-        arrays = twin.run(_prepare, call, index, twin.vary(call, idx))
+        arrays = eager.run(_prepare, call, index, twin.vary(call, idx))
     return Plan(jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), arrays), call.meta)
 
 

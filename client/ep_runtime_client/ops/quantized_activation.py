@@ -13,13 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops import (
     activation,
+    eager,
     local_activation,
     local_quantized_activation,
     quantize_ops,
     quantized_activation_kernels,
     regions,
     spread,
-    twin,
 )
 from ep_runtime_client.ops.activation import ActivationOp
 from ep_runtime_client.ops.local_activation import Activation
@@ -118,7 +118,7 @@ def activate(
     )
     op = _Op(plain, recipe, regions.num_experts_of(layer))
     operands = tuple(lax.stop_gradient(x) for x in operands)
-    sizes, leaves = twin.run(_run, (op, arrived), *operands)
+    sizes, leaves = eager.run(_run, (op, arrived), *operands)
     kept = quantize_ops.raw(dataclasses.replace(leaves, amax=None))
     sizes, kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, "ep_q_x"), (sizes, kept))
     rows = activation.activate(

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import stored
-from ep_runtime_client.ops import twin
+from ep_runtime_client.ops import eager
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
@@ -96,7 +96,7 @@ def route(
         top_k, score_function, use_pre_softmax, num_groups, group_topk, scaling_factor
     )
     _check(logits.shape[-1], options, expert_bias)
-    routing: Routing = twin.run(_route, options, logits, expert_bias)
+    routing: Routing = eager.run(_route, options, logits, expert_bias)
     return routing
 
 

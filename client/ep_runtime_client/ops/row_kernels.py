@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops import gemm_kernels
+from ep_runtime_client.ops import platform
 from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
 
 VECTOR_BYTES = 16  # of a load: widths are multiples of it
@@ -26,7 +26,7 @@ FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 def available() -> bool:
     """Whether this process has GPUs, all of the kind that the kernels are for."""
     gpus = register_for_gpus()
-    return bool(gpus) and {*gpus} == {gemm_kernels.CAPABILITY}
+    return bool(gpus) and {*gpus} == {platform.CAPABILITY}
 
 
 def fit(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
@@ -52,7 +52,7 @@ def either(
     *operands: Any,
 ) -> Result:
     """`kernel(*operands)` where it is served and the program is for a GPU, else `plain`'s."""
-    return gemm_kernels.choose(kernel, plain, *operands) if served else plain(*operands)
+    return platform.choose(kernel, plain, *operands) if served else plain(*operands)
 
 
 def call(

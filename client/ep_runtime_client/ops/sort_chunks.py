@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import batch_shards, twin
+from ep_runtime_client.ops import batch_shards, eager
 from ep_runtime_client.ops.batch_shards import BatchShards, Spec
 from ep_runtime_client.ops.permutation_rows import copied, gathered
+from ep_runtime_client.ops.slots import exclusive_sum, rows_at
 from ep_runtime_client.ops.varying import like
-from ep_runtime_client.ops.xla_plan import exclusive_sum, rows_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def sort_chunks(
         specs = (shards.row_spec(trailing=x.ndim - 1), *[shards.row_spec()] * 2)
         operands = batch_shards.settled(shards, (x, sizes, order), specs)
         static = _Sort(shards, lists)
-        result: jax.Array = twin.run(_sort_primal, static, *operands, traced=_sort)
+        result: jax.Array = eager.run(_sort_primal, static, *operands, traced=_sort)
     return result
 
 
@@ -100,13 +100,13 @@ def _sort_primal(static: _Sort, x: jax.Array, sizes: jax.Array, order: jax.Array
 
 
 def _sort_fwd(static: _Sort, x: jax.Array, sizes: jax.Array, order: jax.Array) -> Any:
-    return twin.run(_sort_primal, static, x, sizes, order), (sizes, order)
+    return eager.run(_sort_primal, static, x, sizes, order), (sizes, order)
 
 
 def _sort_bwd(static: _Sort, saved: Any, grad: jax.Array) -> Any:
     sizes, order = saved
     with jax.named_scope("ep_sort_chunks_bwd"):
-        return twin.run(_sort_pullback, static, grad, sizes, order), None, None
+        return eager.run(_sort_pullback, static, grad, sizes, order), None, None
 
 
 def _sort_pullback(static: _Sort, grad: jax.Array, sizes: jax.Array, order: jax.Array) -> jax.Array:

@@ -18,10 +18,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops import rule
+from ep_runtime_client.ops.meshes import explicit_axes, typed
 from ep_runtime_client.ops.placement import Axes, Entries, Roles, say_once
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.rule import Op
-from ep_runtime_client.ops.twin import explicit_axes, not_batched, typed
+from ep_runtime_client.ops.unbatched import not_batched
 from ep_runtime_client.ops.varying import spread_over
 
 

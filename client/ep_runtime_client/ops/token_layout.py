@@ -12,17 +12,14 @@ import functools
 import itertools
 import logging
 from math import prod
-from typing import Any
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
+from ep_runtime_client.ops.partition_specs import Axes, entry_axes
 
 _log = logging.getLogger("ep_runtime")
-
-Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,26 +54,6 @@ class TokenLayout:
         )
         free = tuple(tuple(a for a in axes if a not in manual) for axes in self.axes)
         return TokenLayout(lead, free, self.local)
-
-
-def entry_axes(entry: Any) -> Axes:
-    """The axis names of one entry of a PartitionSpec."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def known_spec(array: Any) -> PartitionSpec | None:
-    """The spec an array is known to have: its type's under Explicit axes, a concrete array's own.
-
-    Returns:
-        None for a tracer in Auto mode, a NumPy array, or an array on a single device.
-    """
-    if not isinstance(array, jax.core.Tracer):
-        sharding = getattr(array, "sharding", None)
-        return sharding.spec if isinstance(sharding, NamedSharding) else None
-    spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", None)
-    return spec if spec is not None and any(entry_axes(entry) for entry in spec) else None
 
 
 def choose(

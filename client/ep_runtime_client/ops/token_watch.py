@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from ep_runtime_client.ops import regions, rule, twin
+from ep_runtime_client.ops import regions, rule, unbatched
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.resolved import Resolved
 from ep_runtime_client.ops.roles import Entries, Roles, flat, say_once
@@ -75,7 +75,7 @@ def watched(call: Call, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _watch(op: _Watch, tokens: jax.Array) -> jax.Array:
-    return rule.run(op, lambda tokens: (tokens,), *twin.not_batched(tokens))[0]
+    return rule.run(op, lambda tokens: (tokens,), *unbatched.not_batched(tokens))[0]
 
 
 @_watch.defjvp

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client.ops import movement_rule, slack
-from ep_runtime_client.ops.calls import Call, check_ambient
-from ep_runtime_client.ops.token_layout import entry_axes, known_spec, say_reshard
+from ep_runtime_client.ops import movement_rule
+from ep_runtime_client.ops.ambient import check_ambient
+from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.meshes import as_auto, explicit_axes, is_explicit, placed, typed
+from ep_runtime_client.ops.partition_specs import entry_axes, known_spec
+from ep_runtime_client.ops.token_layout import say_reshard
+from ep_runtime_client.ops.unbatched import not_batched
 from ep_runtime_client.ops.varying import spread_over, varied_axes
 
 
@@ -53,7 +56,7 @@ def per_device(
     if call.is_local:
         return jax.tree.map(cast, body(*map(cast, operands)))
     mesh = _mesh_of(call, operands)
-    if _is_explicit(mesh):
+    if is_explicit(mesh):
         operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
     ambient = jax.sharding.get_abstract_mesh()
     mapped = jax.shard_map(
@@ -68,71 +71,6 @@ def per_device(
         return movement_rule.per_device(call, op, body, mapped, operands, in_specs, out_specs)
     # A shard_map that checks nothing forgets over which of the user's axes its results vary.
     return jax.tree.map(cast, mapped(*operands))
-
-
-def typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """`x` with the type that `spec` asks for on an explicit mesh.
-
-    One that has it stays as it is: beside Auto axes a reshard would also fix the order of axes.
-    """
-    named = explicit_axes(mesh)
-    known = getattr(jax.typeof(x), "sharding", None)
-    if (
-        known is not None
-        and not known.mesh.empty
-        and _placed(known.spec, named) == _placed(spec, named)
-    ):
-        return x
-    entries = (tuple(a for a in entry_axes(e) if a in named) or None for e in spec)
-    moved: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
-    return moved
-
-
-def explicit_axes(mesh: Any) -> frozenset[str]:
-    """The axes of a mesh that types of arrays name."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
-
-
-def _placed(spec: PartitionSpec, axes: Collection[str]) -> list[tuple[str, ...]]:
-    """Which of `axes` lie on each dim, without the dims behind the last of them."""
-    entries = [tuple(a for a in entry_axes(entry) if a in axes) for entry in spec]
-    while entries and not entries[-1]:
-        entries.pop()
-    return entries
-
-
-def run(
-    function: Callable[..., Any],
-    call: Hashable,
-    *operands: Any,
-    traced: Callable[..., Any] | None = None,
-) -> Any:
-    """`function(call, *operands)`, compiled when every operand is concrete.
-
-    `traced` is what to call instead under a trace, and inside a shard_map of the user, where
-    constants are concrete too: the same with a gradient of its own.
-    """
-    leaves = jax.tree.leaves(operands)
-    inside = jax.sharding.get_abstract_mesh().manual_axes
-    if inside or any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return (traced or function)(call, *operands)
-    return _compiled(function, call, slack.checked(), *operands)
-
-
-def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
-    """`function(call, *operands)` as a function of its own, traced once for all equal calls."""
-    return _compiled(function, call, slack.checked(), *operands)
-
-
-def _call_function(
-    function: Callable[..., Any], call: Hashable, checked: bool, *operands: Any
-) -> Any:
-    """`checked`: what `slack.checked` says, by which programs differ."""
-    return function(call, *operands)
-
-
-_compiled = jax.jit(_call_function, static_argnums=(0, 1, 2))
 
 
 def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -162,11 +100,7 @@ def _same(known: PartitionSpec, wanted: PartitionSpec, call: Call) -> bool:
     sizes = call.group.axis_sizes
     named = {axis for spec in (known, wanted) for entry in spec for axis in entry_axes(entry)}
     axes = {axis for axis in named if sizes.get(axis, 2) > 1}
-    return _placed(known, axes) == _placed(wanted, axes)
-
-
-def _is_explicit(mesh: Any) -> bool:
-    return AxisType.Explicit in tuple(mesh.axis_types)
+    return placed(known, axes) == placed(wanted, axes)
 
 
 def _mesh_of(call: Call, operands: Sequence[jax.Array]) -> Any:
@@ -181,13 +115,9 @@ def _mesh_of(call: Call, operands: Sequence[jax.Array]) -> Any:
         return ambient
     for x in operands:
         mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-        if mesh is not None and not mesh.empty and _is_explicit(mesh):
+        if mesh is not None and not mesh.empty and is_explicit(mesh):
             return mesh
-    return as_auto(call.mesh) if _is_explicit(call.mesh) else call.mesh
-
-
-def as_auto(mesh: Mesh) -> Mesh:
-    return Mesh(mesh.devices, mesh.axis_names)
+    return as_auto(call.mesh) if is_explicit(call.mesh) else call.mesh
 
 
 def varied(call: Call, *operands: Any) -> Call:
@@ -208,17 +138,3 @@ def vary(call: Call, x: jax.Array) -> jax.Array:
     before the op and not inside it.
     """
     return spread_over(x, call.varying)
-
-
-@custom_vmap
-def not_batched(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """`operands`, with a NotImplementedError that gives the reason should vmap batch any."""
-    return operands
-
-
-@not_batched.def_vmap
-def _refuse(axis_size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    raise NotImplementedError(
-        "ep ops cannot run under vmap: one call moves the tokens of all ranks at once, and its "
-        "buffers have one capacity. Put the batch into the token dims ([B, S, H]) instead."
-    )

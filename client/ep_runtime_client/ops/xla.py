@@ -21,8 +21,8 @@ from ep_runtime_client.ops import xla_plan
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.collectives import exchange
 from ep_runtime_client.ops.plan import PlanArrays
+from ep_runtime_client.ops.slots import exclusive_sum, packed, rows_at
 from ep_runtime_client.ops.varying import like
-from ep_runtime_client.ops.xla_plan import exclusive_sum, packed, rows_at
 
 prepare = xla_plan.prepare
 

@@ -11,77 +11,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ep_runtime_client.ops import collectives, overflow
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.plan import PlanArrays
-from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.slots import _blocks, _up, exclusive_sum, kept_rows, rows_at
 
 Gather = Callable[[Call, jax.Array], jax.Array]
-
-
-def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
-    """Sum of everything before each element along `axis`."""
-    return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
-
-
-def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
-    """array[index] along dim 0 where every index is in range: no wrap-around to compile."""
-    rows: jax.Array = array.at[index].get(mode="promise_in_bounds")
-    return rows
-
-
-def packed(has: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which tokens go to each of X places, [X, T] bool, lined up per place in token order.
-
-    Returns:
-        (position of each token there, meaningless where it does not go; token at each position,
-        any token past the last): int32 [X, T] both.
-    """
-    places, tokens = has.shape
-    position = exclusive_sum(has.astype(jnp.int32))
-    where = jnp.where(has, position, tokens)
-    numbers = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), has.shape)
-    blank = jnp.zeros((places, tokens), jnp.int32)
-    token = blank.at[jnp.arange(places)[:, None], where].set(numbers, mode="drop")
-    return position, token
-
-
-def _blocks(rows: jax.Array, alignment: int) -> jax.Array:
-    """rows // alignment of numbers that are not negative."""
-    return lax.div(rows, like(jnp.int32(alignment), rows))
-
-
-def _up(rows: jax.Array, alignment: int) -> jax.Array:
-    return _blocks(rows + (alignment - 1), alignment) * alignment
-
-
-def kept_rows(demand: jax.Array, capacity: int, alignment: int) -> jax.Array:
-    """`layout.kept_rows` for every rank at once: demand [N, L] int32 -> rows kept [N, L]."""
-
-    def zones(level: jax.Array) -> jax.Array:
-        return _up(jnp.minimum(demand, level[:, None]), alignment).sum(1, dtype=jnp.int32)
-
-    most = demand.max(1)
-    fits = zones(most) <= capacity
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = (low + high) >> 1
-        ok = zones(middle * alignment) <= capacity
-        moving = high - low > 1
-        return jnp.where(moving & ok, middle, low), jnp.where(moving & ~ok, middle, high)
-
-    low, _ = lax.fori_loop(
-        0, 31, halve, (like(jnp.zeros_like(most), most), _blocks(most, alignment) + 1)
-    )
-    level = low * alignment
-    blocks_left = _blocks(capacity - zones(level), alignment)
-    wants = demand > level[:, None]
-    extra = wants & (exclusive_sum(wants.astype(jnp.int32)) < blocks_left[:, None])
-    cut = jnp.minimum(demand, level[:, None] + jnp.where(extra, alignment, 0))
-    return jnp.where(fits[:, None], demand, cut)
 
 
 def _ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,43 @@
+"""Calls of concrete arrays, compiled; and those that every equal call of a program shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from ep_runtime_client.ops import slack
+
+
+def run(
+    function: Callable[..., Any],
+    call: Hashable,
+    *operands: Any,
+    traced: Callable[..., Any] | None = None,
+) -> Any:
+    """`function(call, *operands)`, compiled when every operand is concrete.
+
+    `traced` is what to call instead under a trace, and inside a shard_map of the user, where
+    constants are concrete too: the same with a gradient of its own.
+    """
+    leaves = jax.tree.leaves(operands)
+    inside = jax.sharding.get_abstract_mesh().manual_axes
+    if inside or any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return (traced or function)(call, *operands)
+    return _compiled(function, call, slack.checked(), *operands)
+
+
+def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
+    """`function(call, *operands)` as a function of its own, traced once for all equal calls."""
+    return _compiled(function, call, slack.checked(), *operands)
+
+
+def _call_function(
+    function: Callable[..., Any], call: Hashable, checked: bool, *operands: Any
+) -> Any:
+    """`checked`: what `slack.checked` says, by which programs differ."""
+    return function(call, *operands)
+
+
+_compiled = jax.jit(_call_function, static_argnums=(0, 1, 2))

@@ -1,0 +1,32 @@
+"""The kernels of the CUDA library or plain JAX, by the platform a program is lowered for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from ep_runtime import native
+from ep_runtime_client.ops.varying import spread_over, varied_axes
+
+CAPABILITY = "9.0"  # Hopper: what the kernels are written and compiled for
+Result = TypeVar("Result")
+
+
+def installed() -> bool:
+    """Whether this package has the CUDA library; without it nothing here serves anybody."""
+    return native.library_path("cuda").exists()
+
+
+def choose(kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any) -> Result:
+    """`kernel(*operands)` where the program is lowered for a GPU, else `plain(*operands)`."""
+    axes = tuple(sorted(varied_axes(operands)))
+
+    def typed(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: jax.tree.map(lambda x: spread_over(x, axes), function(*given))
+
+    branches = {"cuda": typed(kernel), "default": typed(plain)}
+    chosen: Result = lax.platform_dependent(*operands, **branches)
+    return chosen
