@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +18,10 @@ from ep_runtime_client.demo.together import AgreedStop
 from ep_runtime_client.members import Member
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
-SMALL = ["--platform", "cpu", "--devices", "4", "--batch", "4"]
+SMALL = ["--platform", "cpu", "--devices", "4", "--batch", "16"]
 SMALL += ["--seq", "32", "--layers", "1", "--sample", "4"]
 TIMEOUT_S = 240.0
+Endless = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -46,22 +48,29 @@ def test_two_processes_train_together_and_one_reports(environment: dict[str, str
 
 
 @pytest.fixture
-def endless(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A demo of two processes after its first step."""
-    with subprocess.Popen(
-        [*COMMAND, *SMALL, "--processes", "2", "--steps", "100000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step "):
-                break
-        yield process
-        process.kill()
+def endless(environment: dict[str, str]) -> Iterator[Endless]:
+    """endless(start): a demo of two processes that has said a line which starts so."""
+    with contextlib.ExitStack() as running:
+
+        def run(start: str) -> subprocess.Popen[str]:
+            process = running.enter_context(
+                subprocess.Popen(
+                    [*COMMAND, *SMALL, "--processes", "2", "--steps", "100000", "--sample", "0"],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                    env=environment,
+                )
+            )
+            running.callback(process.kill)
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(start):
+                    break
+            return process
+
+        yield run
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
@@ -71,12 +80,13 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     ]
 
 
-def test_ctrl_c_ends_every_process_after_the_same_step(endless: subprocess.Popen[str]) -> None:
-    workers = workers_of(endless)
+def test_ctrl_c_ends_every_process_after_the_same_step(endless: Endless) -> None:
+    demo = endless("step ")
+    workers = workers_of(demo)
     assert len(workers) == 2
-    os.killpg(endless.pid, signal.SIGINT)  # to the whole group, as a terminal does
-    output, errors = endless.communicate(timeout=TIMEOUT_S)
-    assert endless.returncode == 130, output + errors
+    os.killpg(demo.pid, signal.SIGINT)  # to the whole group, as a terminal does
+    output, errors = demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 130, output + errors
     assert "stopped after" in output
     assert "held-out loss" in output
     assert "Traceback" not in errors
@@ -84,20 +94,23 @@ def test_ctrl_c_ends_every_process_after_the_same_step(endless: subprocess.Popen
         wait_gone(pid)
 
 
-def test_a_killed_process_ends_the_demo_with_its_code(endless: subprocess.Popen[str]) -> None:
-    workers = workers_of(endless)
+def test_a_killed_process_ends_the_demo_with_its_code(endless: Endless) -> None:
+    demo = endless("step ")
+    workers = workers_of(demo)
     os.kill(workers[1], signal.SIGKILL)
-    output, errors = endless.communicate(timeout=TIMEOUT_S)
-    assert endless.returncode == 128 + signal.SIGKILL, output + errors
+    output, errors = demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 128 + signal.SIGKILL, output + errors
     assert "process 1 ended with -9" in errors
     assert f"PeerLostError: process {workers[1]} of rank 2 in group 'demo'" in errors
     for pid in workers:
         wait_gone(pid)
 
 
-def test_workers_end_with_a_killed_parent(endless: subprocess.Popen[str]) -> None:
-    workers = workers_of(endless)
-    endless.kill()
+def test_workers_end_with_a_killed_parent(endless: Endless) -> None:
+    demo = endless("runtime: ")
+    workers = workers_of(demo)
+    assert len(workers) == 2
+    demo.kill()
     for pid in workers:
         wait_gone(pid)
 
