@@ -8,12 +8,46 @@ from typing import Any
 
 # Before the CPU backend starts: jaxlib below 0.12 takes its thread pool's size from here.
 os.environ.setdefault("PJRT_NPROC", "32")
+# Programs mean the same without LLVM's expensive passes and compile in two thirds of the time, in
+# the processes that tests start as well. CI's pass on the newest JAX sets 0: what users run.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import fakes
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Their tests start whole jobs; last, one of them would keep one core waiting for the other.
+_LONG = ("training", "demo", "bench", "multiprocess")
+# `--once` keeps every value of these: where things lie and who moves them is what JAX's releases
+# change, and a page is a program of its own.
+_KEPT = ["explicit", "kind", "lead", "manual", "mesh", "name", "partitioning", "row", "transport"]
+_KEPT += ["page"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--once",
+        action="store_true",
+        help="run each test function once for each transport, mesh and way to partition: with the "
+        "first of its other parameters, such as recipes and sizes",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that the marks leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--once"):
+        first = {_what_is_run_once(item): item for item in reversed(items)}
+        chosen = {id(item) for item in first.values()}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = [item for item in items if id(item) in chosen]
+    items.sort(key=lambda item: item.path.parent.name not in _LONG)
+
+
+def _what_is_run_once(item: pytest.Item) -> tuple[str, ...]:
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return item.nodeid.partition("[")[0], *(str(parameters.get(name)) for name in _KEPT)
 
 
 def on_nodes(*sizes: int) -> list[Any]:
@@ -22,14 +56,13 @@ def on_nodes(*sizes: int) -> list[Any]:
 
 
 @pytest.fixture
-def unoptimized() -> Iterator[None]:
-    """Programs compile with few of LLVM's optimizations, in half the time where they are long.
-
-    For tests of what programs mean. Those of optimized ones' bits are in `test_transports_agree`.
-    """
-    jax.config.update("jax_disable_most_optimizations", True)
+def optimized() -> Iterator[None]:
+    """Programs compile as users' do, for tests of what optimizing might change."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, False)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update(name, before)
 
 
 @pytest.fixture(params=["xla", "memfd", *on_nodes(1, 2, 4)])
@@ -38,8 +71,6 @@ def transport(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name.startswith("memfd"):
         fakes.require_native()
-    if name != "memfd":
-        request.getfixturevalue("unoptimized")
     return name
 
 

@@ -36,6 +36,7 @@ def near_ties(made: Callable[[Any], Any]) -> Any:
     return bits.view(np.float32) * signs
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_operands_are_rounded_as_the_reference_rounds_them(recipe: Any, name: str) -> None:

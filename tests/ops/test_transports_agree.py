@@ -15,6 +15,8 @@ import pytest
 
 from ep_runtime_client.moe import init_moe_params, moe
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MakeGroup = Callable[..., fakes.LocalGroup]
 
 EXACT = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ def train(daemon: DaemonProcess, *options: str) -> dict[int, float]:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(SCRIPT), *options],
         env={
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
             "EP_RUNTIME_ADDRESS": f"unix://{daemon.directory}",
             "EP_RUNTIME_JOB": "training",
             "PYTHONPATH": package_path(),
