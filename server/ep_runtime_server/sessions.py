@@ -242,10 +242,15 @@ class Sessions:
         another one. Root and our own user could read it here anyway.
 
         Raises:
-            PermissionDeniedError: it is another user's.
+            PermissionDeniedError: it is another user's, or the connection has ended (None).
         """
         if uid in (session.uid, 0, os.geteuid()):
             return
+        if uid is None:  # a caller that went away is no thief, and hears nothing
+            raise PermissionDeniedError(
+                f"session {session.session_id} belongs to uid {session.uid}, not to uid None",
+                session=session.session_id,
+            )
         raise self._stolen(session, f"uid {uid}", f"uid {session.uid}", uid=uid)
 
     def _foreign(self, session: SessionRecord, pid: int) -> PermissionDeniedError:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 
+import fuzz_frames
 import pytest
 from harness import as_uid, eventually
 from raw_client import WAIT_S, Stubs, make_spec
@@ -95,6 +96,27 @@ def test_what_does_not_come_through_the_front_is_refused(users):
     with pytest.raises(errors.PermissionDeniedError, match="not to uid None"):
         past.call(past.admin.GetStatus, pb.GetStatusRequest())
     past.close()
+
+
+def test_a_connection_that_ended_before_its_call_is_no_stolen_token(daemon):
+    client = daemon.client()
+    headers = [
+        *((b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"localhost")),
+        (b":path", b"/ep_runtime.v1.SessionService/Heartbeat"),
+        *((b"te", b"trailers"), (b"content-type", b"application/grpc"), (b"grpc-timeout", b"9S")),
+        (wire.TOKEN_KEY.encode(), client.token.encode()),
+    ]
+    call = fuzz_frames.PREFACE + fuzz_frames.frame(fuzz_frames.SETTINGS, 0, 0, b"")
+    for stream in range(1, 100, 2):
+        call += fuzz_frames.frame(
+            fuzz_frames.HEADERS, fuzz_frames.END_HEADERS, stream, fuzz_frames.header_block(headers)
+        )
+    for _ in range(20):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(daemon.directory / wire.API_SOCKET))
+            connection.sendall(call)
+    daemon.status()
+    assert "session.token_denied" not in daemon.event_kinds()
 
 
 def test_descriptors_end_a_connection_and_stay_nowhere(daemon):
