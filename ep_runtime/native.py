@@ -65,12 +65,12 @@ class OnGpus:
 
     Attributes:
         ordinals: CUDA ordinal of each local rank.
-        num_blocks: thread blocks of one kernel; 0 for what measured best.
+        num_sms: that one kernel takes, a thread block on each; 0 for what measured best.
         tell_progress: kernels write what they do to the board.
     """
 
     ordinals: tuple[int, ...]
-    num_blocks: int = 0
+    num_sms: int = 0
     tell_progress: bool = True
 
 
@@ -103,7 +103,7 @@ def _options(
         local_ranks=(ctypes.c_int64 * len(local_ranks))(*local_ranks),
         num_local_ranks=len(local_ranks),
         local_devices=(ctypes.c_int32 * len(ordinals))(*ordinals) if ordinals else None,
-        num_blocks=0 if gpus is None else gpus.num_blocks,
+        num_sms=0 if gpus is None else gpus.num_sms,
     )
 
 

@@ -37,7 +37,7 @@ class GroupOptionsStruct(ctypes.Structure):
         ("local_ranks", ctypes.POINTER(ctypes.c_int64)),
         ("num_local_ranks", ctypes.c_int64),
         ("local_devices", ctypes.POINTER(ctypes.c_int32)),
-        ("num_blocks", ctypes.c_int64),
+        ("num_sms", ctypes.c_int64),
     ]
 
 

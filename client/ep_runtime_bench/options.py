@@ -67,7 +67,7 @@ class BenchOptions:
         hidden: H, on GPUs.
         dtype: of the tokens, on GPUs.
         routing: of ROUTINGS, on GPUs.
-        sms: blocks of a kernel, on GPUs; 0 is what the library has measured best.
+        sms: that a kernel takes, on GPUs; 0 is what the library has measured best.
         precision: combine_precision, on GPUs.
         board: of "on" and "off": whether kernels tell the board of their progress, on GPUs; the
             second is timed with the first of `sms`.

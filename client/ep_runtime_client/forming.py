@@ -306,7 +306,7 @@ def on_gpus(spec: specs.GroupSpec, claim: Claim) -> native.OnGpus:
     """How this process drives its ranks."""
     return native.OnGpus(
         tuple(claim.ordinals),
-        num_blocks=spec.num_sms,
+        num_sms=spec.num_sms,
         tell_progress=env.tells_progress(),
     )
 

@@ -22,11 +22,11 @@ Status CheckAtMost(const char* name, int64_t got, int64_t most) {
 }  // namespace
 
 Status CudaGroup::Open(const Group* group, const std::vector<int>& window_fds,
-                       const std::vector<int>& devices, int64_t num_blocks,
+                       const std::vector<int>& devices, int64_t num_sms,
                        std::unique_ptr<CudaGroup>* out) {
   std::unique_ptr<CudaGroup> made(new CudaGroup(group));
   EP_RETURN_IF_ERROR(made->CheckLimits(devices));
-  EP_RETURN_IF_ERROR(made->ChooseBlocks(num_blocks, devices));
+  EP_RETURN_IF_ERROR(made->ChooseBlocks(num_sms, devices));
   EP_RETURN_IF_ERROR(made->board_.Map(*group));
   const FlagLayout flags(group->sizes());
   EP_RETURN_IF_ERROR(made->windows_.Map(window_fds, flags.window_bytes, devices));
@@ -57,26 +57,26 @@ Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
 }
 
 // The blocks of a kernel wait for each other, so each has an SM of its own.
-Status CudaGroup::CheckBlocks(int64_t num_blocks, const std::vector<int>& devices) const {
+Status CudaGroup::CheckBlocks(int64_t num_sms, const std::vector<int>& devices) const {
   for (int device : devices) {
     int sms = 0;
     EP_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
     const int64_t most = std::min(sms, kMaxBlocks);
-    if (num_blocks <= most) continue;
+    if (num_sms <= most) continue;
     return InvalidArgument("num_sms must be at most " + std::to_string(most) +
                            ", the SMs of CUDA device " + std::to_string(device) + ", got " +
-                           std::to_string(num_blocks))
+                           std::to_string(num_sms))
         .With("argument", std::string("num_sms"));
   }
   return Status();
 }
 
-Status CudaGroup::ChooseBlocks(int64_t num_blocks, const std::vector<int>& devices) {
-  EP_RETURN_IF_ERROR(CheckBlocks(num_blocks, devices));
-  num_blocks_ = num_blocks;
+Status CudaGroup::ChooseBlocks(int64_t num_sms, const std::vector<int>& devices) {
+  EP_RETURN_IF_ERROR(CheckBlocks(num_sms, devices));
+  num_sms_ = num_sms;
   blocks_ = kDefaultBlocks;
-  if (num_blocks > 0) {
-    const auto total = static_cast<int32_t>(std::max<int64_t>(num_blocks, 2));
+  if (num_sms > 0) {
+    const auto total = static_cast<int32_t>(std::max<int64_t>(num_sms, 2));
     blocks_.push = std::max(total * 3 / 10, 1);
     blocks_.place = total - blocks_.push;
     blocks_.sum = std::max(total * 2 / 5, 1);
@@ -118,7 +118,7 @@ Status CudaGroup::OpenRank(int64_t world_rank, int device) {
   const OnDevice on_device(device);
   LocalRank rank{};
   EP_RETURN_IF_ERROR(
-      ProcessRankMemories().Take(group_->options(), num_blocks_, world_rank, device, &rank));
+      ProcessRankMemories().Take(group_->options(), num_sms_, world_rank, device, &rank));
   rank.world_rank = world_rank;
   rank.device = device;
   ranks_.push_back(rank);  // from here on Close gives it back

@@ -41,7 +41,7 @@ struct EpGroupOptions {
   const int64_t* local_ranks;
   int64_t num_local_ranks;
   const int32_t* local_devices;  // [num_local_ranks] CUDA ordinals; null on CPU
-  int64_t num_blocks;            // of an EP kernel, push and placement together; 0: as measured
+  int64_t num_sms;               // of an EP kernel, push and placement together; 0: as measured
 };
 
 struct EpLayer {

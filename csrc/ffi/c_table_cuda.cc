@@ -37,7 +37,7 @@ Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<
                                  options.local_devices + options.num_local_ranks);
   std::unique_ptr<cuda::CudaGroup> device;
   EP_RETURN_IF_ERROR(
-      cuda::CudaGroup::Open(group.get(), window_fds, devices, options.num_blocks, &device));
+      cuda::CudaGroup::Open(group.get(), window_fds, devices, options.num_sms, &device));
   group->Attach(std::move(device));
   *out = std::move(group);
   return Status();

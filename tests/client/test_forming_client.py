@@ -25,4 +25,4 @@ def test_the_group_says_how_many_sms_and_the_process_whether_it_tells(
     )
     gpus = forming.on_gpus(spec, forming.Claim((0, 1), (3, 2)))
     assert gpus.ordinals == (3, 2)
-    assert (gpus.num_blocks, gpus.tell_progress) == (taken, False)
+    assert (gpus.num_sms, gpus.tell_progress) == (taken, False)
