@@ -49,7 +49,7 @@ constexpr uint32_t kPollsPerLook = 1024;
 
 // Every thread of a block has the same one. Reads of `dead` are only a start value: waits ask the
 // group.
-struct Call {
+struct DeviceCall {
   DeviceGroup* group;
   uint64_t epoch;
   uint64_t generation;
@@ -97,16 +97,18 @@ struct Call {
   }
 };
 
-__device__ inline bool Failed(const Call& call) { return LoadRelaxed(&call.group->failed) != 0; }
+__device__ inline bool Failed(const DeviceCall& call) {
+  return LoadRelaxed(&call.group->failed) != 0;
+}
 
-__device__ inline bool Poisoned(const Call& call) {
+__device__ inline bool Poisoned(const DeviceCall& call) {
   const uint64_t poison =
       *reinterpret_cast<const volatile uint64_t*>(call.group->poison_generation);
   return poison >= call.generation;
 }
 
 // The first one to fail tells the host; everybody else sees `failed` and ends too.
-__device__ inline void Fail(const Call& call, FailReason reason, int source, uint32_t seen,
+__device__ inline void Fail(const DeviceCall& call, FailReason reason, int source, uint32_t seen,
                             uint32_t expected, uint64_t waited_ns) {
   if (atomicCAS(&call.group->failed, 0u, 1u) != 0) return;
   volatile FailRecord* record = call.group->record;
@@ -130,7 +132,7 @@ __device__ inline void Fail(const Call& call, FailReason reason, int source, uin
   record->valid = 1;
 }
 
-__device__ inline bool PeerRunsAnother(const Call& call, int source) {
+__device__ inline bool PeerRunsAnother(const DeviceCall& call, int source) {
   const CallLine* line = call.Line(call.me, source);
   if (LoadAcquireSys(&line->epoch) != call.epoch) return false;
   const volatile CallLine* seen = line;
@@ -142,8 +144,8 @@ __device__ inline bool PeerRunsAnother(const Call& call, int source) {
 constexpr uint64_t kClosedWaitNs = 500'000'000;
 
 // Looks at everything that ends a wait early; false: the wait is over and has been recorded.
-__device__ inline bool KeepWaiting(const Call& call, int source, uint32_t seen, uint32_t expected,
-                                   uint64_t started_ns) {
+__device__ inline bool KeepWaiting(const DeviceCall& call, int source, uint32_t seen,
+                                   uint32_t expected, uint64_t started_ns) {
   if (Failed(call)) return false;
   const uint64_t waited_ns = GlobalTimerNs() - started_ns;
   FailReason reason = FailReason::kNone;
@@ -164,7 +166,7 @@ __device__ inline bool KeepWaiting(const Call& call, int source, uint32_t seen, 
   return false;
 }
 
-static __device__ __noinline__ bool AwaitWordSlowly(const Call& call, const uint32_t* word,
+static __device__ __noinline__ bool AwaitWordSlowly(const DeviceCall& call, const uint32_t* word,
                                                     uint32_t expected, int source) {
   const uint64_t started_ns = GlobalTimerNs();
   for (uint32_t polls = 1;; ++polls) {
@@ -181,14 +183,14 @@ static __device__ __noinline__ bool AwaitWordSlowly(const Call& call, const uint
 }
 
 // Waits until `source` has stored `expected` to one of this rank's flags. False: the call failed.
-__device__ __forceinline__ bool AwaitWord(const Call& call, const uint32_t* word, uint32_t expected,
-                                          int source) {
+__device__ __forceinline__ bool AwaitWord(const DeviceCall& call, const uint32_t* word,
+                                          uint32_t expected, int source) {
   if (LoadAcquireSys(word) == expected) return true;
   return AwaitWordSlowly(call, word, expected, source);
 }
 
 // One thread waits until `blocks` blocks have come to a barrier. False: the call failed.
-__device__ inline bool AwaitBlocks(const Call& call, int barrier, uint32_t blocks) {
+__device__ inline bool AwaitBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
   const uint32_t* arrived = &call.group->arrived[barrier];
   const uint64_t started_ns = GlobalTimerNs();
   for (uint32_t polls = 1; LoadAcquireGpu(arrived) < blocks; ++polls) {
@@ -199,7 +201,7 @@ __device__ inline bool AwaitBlocks(const Call& call, int barrier, uint32_t block
 
 // Meets `blocks` blocks of this kernel; all of them must be resident at once. Every thread of the
 // block calls it. False: the call failed somewhere.
-__device__ inline bool MeetBlocks(const Call& call, int barrier, uint32_t blocks) {
+__device__ inline bool MeetBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
   __syncthreads();
   bool alive = true;
   if (threadIdx.x == 0) {
@@ -216,8 +218,8 @@ __device__ inline uint32_t TagOf(uint64_t epoch, uint64_t layer_id, uint32_t han
 
 // First thing of every kernel. The epoch lives in device memory so that a replayed graph takes a
 // new one.
-__device__ inline Call BeginCall(DeviceGroup* group, const CallName& name, OpCode op) {
-  Call call;
+__device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name, OpCode op) {
+  DeviceCall call;
   call.group = group;
   call.epoch = group->epoch + 1;
   call.generation = group->generation;
@@ -262,11 +264,11 @@ constexpr int kEmptyTicket = 2;  // word of DeviceGroup::arrived that hands out 
 constexpr int kItemTicket = 3;   // and other work
 
 // The next number of a counter that starts from 0 in every call.
-__device__ inline uint32_t TakeTicketAlone(const Call& call, int which) {
+__device__ inline uint32_t TakeTicketAlone(const DeviceCall& call, int which) {
   return atomicAdd(&call.group->arrived[which], 1u);
 }
 // The same for the whole warp.
-__device__ inline uint32_t TakeTicket(const Call& call, int which) {
+__device__ inline uint32_t TakeTicket(const DeviceCall& call, int which) {
   uint32_t ticket = 0;
   if (threadIdx.x % 32 == 0) ticket = TakeTicketAlone(call, which);
   return __shfl_sync(~0u, ticket, 0);
@@ -287,7 +289,7 @@ __device__ inline void FillOutput(const Output& output) {
 // Waits until `source` has begun this call, and so has ended the one before. A rank that neither
 // sends to this one nor gets anything waits for nothing else: without this one of the two could run
 // ahead by a round of lanes, and write what the other still reads.
-__device__ inline void AwaitBegun(const Call& call, int source) {
+__device__ inline void AwaitBegun(const DeviceCall& call, int source) {
   const uint64_t* epoch = &call.Line(call.me, source)->epoch;
   const uint64_t started_ns = GlobalTimerNs();
   for (uint32_t polls = 1;; ++polls) {
@@ -304,7 +306,7 @@ __device__ inline void AwaitBegun(const Call& call, int source) {
 // Last thing of every kernel, called by every thread. The last block to end advances the epoch;
 // after a failure it also overwrites all outputs, so that no half-made result survives.
 template <int kOutputs>
-__device__ inline void EndCall(const Call& call, const Output (&outputs)[kOutputs]) {
+__device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[kOutputs]) {
   __shared__ bool last;
   DeviceGroup* group = call.group;
   if (!call.dead && blockIdx.x == 0 && threadIdx.x < call.ranks) {

@@ -10,7 +10,7 @@ namespace ep_runtime {
 namespace cuda {
 
 // By every thread of prepare's kernel.
-__device__ inline void CheckIndices(const Call& call, const PrepareParams& params,
+__device__ inline void CheckIndices(const DeviceCall& call, const PrepareParams& params,
                                     int num_experts) {
   DeviceGroup* group = call.group;
   const int64_t slots = int64_t{params.sizes.tokens} * params.sizes.top_k;

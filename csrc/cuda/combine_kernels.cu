@@ -28,7 +28,7 @@ struct WorkNumbers {
   uint32_t warps;
   uint32_t number;  // lane 0's
 
-  __device__ void Draw(const Call& call) {
+  __device__ void Draw(const DeviceCall& call) {
     if (threadIdx.x % 32 == 0) number = warps + TakeTicketAlone(call, which);
   }
   __device__ uint32_t Get() const { return __shfl_sync(~0u, number, 0); }
@@ -129,7 +129,7 @@ __device__ void SumItems(PartRing<kType, kExact>& ring, Source& source) {
 // Sums that peers wait for: all their tokens of this pass, sources in turn.
 template <bool kExact, bool kWeighted>
 struct PeerSums {
-  const Call& call;
+  const DeviceCall& call;
   const CombineParams& params;
   SourceCounts counts;
   LandedSums<kSenders>* landed;
@@ -140,7 +140,7 @@ struct PeerSums {
   int32_t partial_bytes;
 
   // Warp number `warp` of the `warps` that start with this work.
-  __device__ PeerSums(const Call& c, const CombineParams& p, const Pass& pass,
+  __device__ PeerSums(const DeviceCall& c, const CombineParams& p, const Pass& pass,
                       LandedSums<kSenders>* l, uint32_t warp, uint32_t warps)
       : call(c),
         params(p),
@@ -200,8 +200,8 @@ struct PeerSums {
   }
 };
 
-__device__ inline void ReadWeightGrads(const Call& call, const CombineParams& params, int32_t rank,
-                                       int64_t slot, int32_t staged) {
+__device__ inline void ReadWeightGrads(const DeviceCall& call, const CombineParams& params,
+                                       int32_t rank, int64_t slot, int32_t staged) {
   const int lane = threadIdx.x % 32;
   const int32_t at = __shfl_sync(~0u, staged, rank & 31);
   if (lane >= params.sizes.top_k) return;
@@ -226,14 +226,14 @@ __device__ int32_t TokenBytes(const CombineParams& params) {
 // This rank's own tokens, in order.
 template <bool kExact, bool kWeighted>
 struct TokenSums {
-  const Call& call;
+  const DeviceCall& call;
   const CombineParams& params;
   const Pass& pass;
   WorkNumbers numbers;
   int32_t partial_bytes;
   int32_t token_bytes;
 
-  __device__ TokenSums(const Call& c, const CombineParams& p, const Pass& tokens,
+  __device__ TokenSums(const DeviceCall& c, const CombineParams& p, const Pass& tokens,
                        const WorkNumbers& first)
       : call(c), params(p), pass(tokens), numbers(first) {
     partial_bytes = kExact ? params.sizes.width * 4 : params.row_bytes;
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ LoadBarrier barriers[kWarps * kMaxSlots];
   __shared__ LandedSums<kSenders> landed;
   landed.Clear();
-  const Call call = BeginCall(params.group, params.name, params.op);
+  const DeviceCall call = BeginCall(params.group, params.name, params.op);
   const uint32_t warp = threadIdx.x / 32;
   const int sum_blocks = params.grid.sum_blocks;
   const int reduce_blocks = params.grid.reduce_blocks;

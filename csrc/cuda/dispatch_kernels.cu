@@ -26,7 +26,7 @@ struct CopyKind {
   bool past_zones;  // zeros there too
 };
 
-__device__ inline const uint32_t* FlagOf(const Call& call, const StagedRow& row) {
+__device__ inline const uint32_t* FlagOf(const DeviceCall& call, const StagedRow& row) {
   return call.Ready(call.me, row.source) + row.staged;
 }
 
@@ -39,14 +39,14 @@ struct PlaceItem {
 
 // What a warp copies: its staged rows as they arrive, and this rank's own tokens between them.
 struct PlaceItems {
-  const Call& call;
+  const DeviceCall& call;
   const DispatchParams& params;
   StagedRows& rows;
   OwnTokens own;
   StagedRow arrival;
   StagedRow after;
 
-  __device__ PlaceItems(const Call& c, const DispatchParams& p, StagedRows& r)
+  __device__ PlaceItems(const DeviceCall& c, const DispatchParams& p, StagedRows& r)
       : call(c), params(p), rows(r), own(c, p.plan, p.sizes) {
     arrival = rows.Next();
     arrival.ReadEntries(params.plan, params.sizes);
@@ -116,7 +116,7 @@ __device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& p
 // Copies a warp's items to their slab rows. The next one is loaded while this one is stored.
 // `first`: pieces that went through the ring before; no copies of theirs are under way.
 template <int kBuffers>
-__device__ void PlaceRows(const Call& call, const DispatchParams& params, const Ring& ring,
+__device__ void PlaceRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
                           int pieces, int first, StagedRows& rows) {
   const int lane = threadIdx.x % 32;
   PlaceItems items(call, params, rows);
@@ -197,7 +197,7 @@ __device__ inline PushJob JobOf(const CombineBwdParams& params, int pieces) {
 
 // A warp with buffers: of a block that sends, it sends its tokens and then helps to place.
 template <int kBuffers>
-__device__ void MoveRows(const Call& call, const DispatchParams& params, const Ring& ring,
+__device__ void MoveRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
                          int pieces, int warps, LandedTokens* landed) {
   const int warp = threadIdx.x / 32;
   const int push_blocks = params.grid.push_blocks;
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
   __shared__ DispatchShared shared;
   shared.landed.Clear();
   ClearZeros(dynamic);
-  const Call call = BeginCall(params.group, params.name, kind.op);
+  const DeviceCall call = BeginCall(params.group, params.name, kind.op);
   const int warps = blockDim.x / 32 - 1;  // with buffers
   const int warp = threadIdx.x / 32;
   const int push_blocks = params.grid.push_blocks;
@@ -276,7 +276,7 @@ __device__ void WriteGrads(const CombineBwdParams& params, const void* grad, uin
 
 // Gradients of this rank's own tokens, then of what arrives; warps take what is next.
 template <RowType kType>
-__device__ void PlaceGrads(const Call& call, const CombineBwdParams& params, float* tree) {
+__device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& params, float* tree) {
   const int lane = threadIdx.x % 32;
   const CallSizes& sizes = params.sizes;
   const SourceCounts counts(call, params.plan, sizes.tokens);
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   __shared__ DispatchShared shared;
   shared.landed.Clear();
   ClearZeros(dynamic);
-  const Call call = BeginCall(params.group, params.name, OpCode::kCombineBwd);
+  const DeviceCall call = BeginCall(params.group, params.name, OpCode::kCombineBwd);
   const int warp = threadIdx.x / 32;
   const int push_blocks = params.grid.push_blocks;
   const bool push = static_cast<int>(blockIdx.x) < push_blocks;

@@ -63,8 +63,9 @@ struct EmptyJob {
 };
 
 // Writes zeros to empty rows until none is left: every warp that has nothing else to do comes here.
-__device__ inline void FillEmptyRows(const Call& call, const Plan& plan, const CallSizes& sizes,
-                                     const EmptyJob& job, const uint8_t* zeros) {
+__device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
+                                     const CallSizes& sizes, const EmptyJob& job,
+                                     const uint8_t* zeros) {
   const int lane = threadIdx.x % 32;
   EmptyRows empty(plan, sizes);
   bool more = true;

@@ -60,7 +60,7 @@ struct LandedSums {
   __device__ void End() { AddReleaseBlock(&ended, 1); }
 
   // The publishing warp, until all sending warps have ended.
-  __device__ void Publish(const Call& call) {
+  __device__ void Publish(const DeviceCall& call) {
     const int lane = threadIdx.x % 32;
     uint32_t done = 0;  // lane i: sums of warp i
     while (true) {

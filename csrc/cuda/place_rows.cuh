@@ -13,7 +13,7 @@ struct SourceCounts {
   int32_t first;  // staged rows of earlier sources
   int32_t most;   // of any one peer
 
-  __device__ SourceCounts(const Call& call, const Plan& plan, int tokens) {
+  __device__ SourceCounts(const DeviceCall& call, const Plan& plan, int tokens) {
     const int lane = threadIdx.x % 32;
     staged = lane < call.ranks ? plan.recv_count[lane * 4] : 0;
     staged = min(max(staged, 0), tokens);
@@ -29,7 +29,8 @@ struct SourceCounts {
 
 // Tells the board how many rows this rank receives, and how many were dropped where another prepare
 // than this library's made the plan; by one whole warp.
-__device__ inline void CountReceived(const Call& call, const CallName& name, const Plan& plan) {
+__device__ inline void CountReceived(const DeviceCall& call, const CallName& name,
+                                     const Plan& plan) {
   const int lane = threadIdx.x % 32;
   const int32_t rows =
       __reduce_add_sync(~0u, lane < call.ranks ? plan.recv_count[lane * 4 + 1] : 0);
@@ -48,7 +49,8 @@ struct StagedRow {
 
   // Number `item` of all peers' staged rows, sources in turn, which is about the order of arrival;
   // none where that source has fewer. Reads where its entries are.
-  __device__ void Find(const Call& call, const Plan& plan, const SourceCounts& counts, int item) {
+  __device__ void Find(const DeviceCall& call, const Plan& plan, const SourceCounts& counts,
+                       int item) {
     const int peers = call.ranks - 1;
     const int number = item / peers;
     source = call.me + 1 + item % peers;
@@ -80,7 +82,7 @@ struct StagedRow {
 
 // The staged rows of one warp of `step` warps, in the order of their numbers.
 struct StagedRows {
-  const Call& call;
+  const DeviceCall& call;
   const Plan& plan;
   const SourceCounts& counts;
   int next;
@@ -100,7 +102,7 @@ struct StagedRows {
 
 // Tokens of this rank, in order; every warp that has time takes the next. Reads run ahead of use.
 struct OwnTokens {
-  const Call& call;
+  const DeviceCall& call;
   const Plan& plan;
   const CallSizes& sizes;
   uint32_t ticket;     // lane 0's
@@ -108,7 +110,7 @@ struct OwnTokens {
   int32_t rank = -1;   // lane k: of slot k
   int32_t row = -1;
 
-  __device__ OwnTokens(const Call& c, const Plan& p, const CallSizes& s)
+  __device__ OwnTokens(const DeviceCall& c, const Plan& p, const CallSizes& s)
       : call(c), plan(p), sizes(s), ticket(0) {
     Draw();
     Advance();

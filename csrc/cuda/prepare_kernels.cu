@@ -65,8 +65,8 @@ __device__ inline int ExpertOf(const PrepareParams& params, int64_t slot, int64_
 
 // Counts the slots of each warp and turns them into sums over earlier warps; the block's own
 // counts go to the group's scratch.
-__device__ void CountSlots(const Call& call, const PrepareParams& params, const Experts& experts,
-                           int num_experts, const TokenRange& range) {
+__device__ void CountSlots(const DeviceCall& call, const PrepareParams& params,
+                           const Experts& experts, int num_experts, const TokenRange& range) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < kWarps * num_experts; i += kThreads) experts.counts[i] = 0;
@@ -95,7 +95,7 @@ __device__ void CountSlots(const Call& call, const PrepareParams& params, const 
 }
 
 // Sums over blocks; the first block sends the count row to every rank, this one included.
-__device__ void SendCounts(const Call& call, const Experts& experts, int num_experts) {
+__device__ void SendCounts(const DeviceCall& call, const Experts& experts, int num_experts) {
   const int32_t* histograms = ScratchHistograms(call);
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     int32_t before = 0;
@@ -116,7 +116,7 @@ __device__ void SendCounts(const Call& call, const Experts& experts, int num_exp
   if (threadIdx.x < call.ranks) StoreReleaseSys(call.CountsFlag(threadIdx.x, call.me), call.tag);
 }
 
-__device__ bool AwaitCounts(const Call& call) {
+__device__ bool AwaitCounts(const DeviceCall& call) {
   bool alive = true;
   const int source = threadIdx.x;
   if (source < call.ranks) {
@@ -182,8 +182,8 @@ __device__ void KeepRows(const int32_t* demand, int experts, int32_t capacity, i
 
 // From the count matrix, what LayOutRows of core/plan.cc computes, and where this block's rows
 // start.
-__device__ void LayOutRows(const Call& call, const PrepareParams& params, const Experts& experts,
-                           int num_experts) {
+__device__ void LayOutRows(const DeviceCall& call, const PrepareParams& params,
+                           const Experts& experts, int num_experts) {
   const int64_t stride = call.group->source_counts_bytes / 4;
   const int32_t* matrix = call.Counts(call.me, 0);
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
@@ -220,8 +220,9 @@ __device__ void LayOutRows(const Call& call, const PrepareParams& params, const 
 
 // Writes dst_rank and dst_row of the warp's slots and counts, per rank (lane r), its entries and
 // staged rows, and those of the first half of the tokens.
-__device__ void PlaceSlots(const Call& call, const PrepareParams& params, const Experts& experts,
-                           int num_experts, const TokenRange& range, PrepareShared* shared) {
+__device__ void PlaceSlots(const DeviceCall& call, const PrepareParams& params,
+                           const Experts& experts, int num_experts, const TokenRange& range,
+                           PrepareShared* shared) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int top_k = params.sizes.top_k;
@@ -284,7 +285,7 @@ __device__ void PlaceSlots(const Call& call, const PrepareParams& params, const 
 }
 
 // Block sums over warps go to scratch; the warps' become sums over earlier warps. [3][blocks][32].
-__device__ void SumBlock(const Call& call, PrepareShared* shared) {
+__device__ void SumBlock(const DeviceCall& call, PrepareShared* shared) {
   const int lane = threadIdx.x % 32;
   const int which = threadIdx.x / 32;
   if (which < 3) {
@@ -303,7 +304,7 @@ __device__ void SumBlock(const Call& call, PrepareShared* shared) {
 
 // Sums over earlier blocks. The first block also tells every rank what this one sends it: the
 // words after the entries flags' line of the counts flag.
-__device__ void SumBlocks(const Call& call, PrepareShared* shared) {
+__device__ void SumBlocks(const DeviceCall& call, PrepareShared* shared) {
   const int lane = threadIdx.x % 32;
   const int which = threadIdx.x / 32;
   if (which < 3) {
@@ -328,8 +329,8 @@ __device__ void SumBlocks(const Call& call, PrepareShared* shared) {
 }
 
 // Sends the entries of the warp's slots, token by token, to the ranks that get the rows.
-__device__ void SendEntries(const Call& call, const PrepareParams& params, const TokenRange& range,
-                            const PrepareShared& shared) {
+__device__ void SendEntries(const DeviceCall& call, const PrepareParams& params,
+                            const TokenRange& range, const PrepareShared& shared) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int top_k = params.sizes.top_k;
@@ -375,7 +376,8 @@ __device__ void SendEntries(const Call& call, const PrepareParams& params, const
 }
 
 // Waits for all entries of all sources, then reads what each sent.
-__device__ bool AwaitEntries(const Call& call, const PrepareParams& params, PrepareShared* shared) {
+__device__ bool AwaitEntries(const DeviceCall& call, const PrepareParams& params,
+                             PrepareShared* shared) {
   bool alive = true;
   const int flags = call.ranks * static_cast<int>(gridDim.x);
   for (int i = threadIdx.x; i < flags && alive; i += kThreads) {
@@ -400,7 +402,7 @@ __device__ bool AwaitEntries(const Call& call, const PrepareParams& params, Prep
 }
 
 // The receiver's side of the plan; all blocks share it.
-__device__ void WriteReceived(const Call& call, const PrepareParams& params,
+__device__ void WriteReceived(const DeviceCall& call, const PrepareParams& params,
                               const PrepareShared& shared) {
   const MutablePlan& plan = params.plan;
   const int stride = gridDim.x * kThreads;
@@ -433,7 +435,8 @@ __device__ void WriteReceived(const Call& call, const PrepareParams& params,
 }
 
 // Sizes of this rank's zones, by the first warp of the first block.
-__device__ void WriteSizes(const Call& call, const PrepareParams& params, const Experts& experts) {
+__device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
+                           const Experts& experts) {
   const int first = call.me * params.sizes.experts;
   int64_t demand = 0;
   int32_t dropped = 0;
@@ -454,13 +457,13 @@ __device__ void WriteSizes(const Call& call, const PrepareParams& params, const 
 
 // Tells all ranks of all domains the first rank of this domain that is over its capacity, by one
 // warp, and takes the lowest of all. Its own sequence, in two slots: domains share no epochs.
-__device__ void GatherVerdict(const Call& call, const PrepareParams& params,
+__device__ void GatherVerdict(const DeviceCall& call, const PrepareParams& params,
                               const Experts& experts) {
   const int lane = threadIdx.x % 32;
   DeviceGroup* group = call.group;
   const uint64_t sequence = group->verdicts + 1;
   const int64_t slot = static_cast<int64_t>(sequence % kVerdictSlots) * group->world_size;
-  Verdict mine{-1, 0, params.sizes.capacity};
+  DeviceVerdict mine{-1, 0, params.sizes.capacity};
   for (int rank = call.ranks - 1; rank >= 0; --rank) {
     const int64_t demand = Zones(experts.demand + rank * params.sizes.experts, params.sizes.experts,
                                  INT32_MAX, params.alignment);
@@ -480,7 +483,7 @@ __device__ void GatherVerdict(const Call& call, const PrepareParams& params,
     sent->capacity = mine.capacity;
     StoreReleaseSys(&sent->sequence, sequence);
   }
-  Verdict lowest{INT32_MAX, 0, 0};
+  DeviceVerdict lowest{INT32_MAX, 0, 0};
   const uint64_t started_ns = GlobalTimerNs();
   bool alive = true;
   for (int source = lane; source < group->world_size; source += 32) {
@@ -498,13 +501,13 @@ __device__ void GatherVerdict(const Call& call, const PrepareParams& params,
   const int32_t rank = __reduce_min_sync(~0u, lowest.rank);
   const uint32_t holder = __ballot_sync(~0u, lowest.rank == rank);
   if (lane == __ffs(holder) - 1) {
-    *params.verdict = rank == INT32_MAX ? Verdict{-1, 0, params.sizes.capacity} : lowest;
+    *params.verdict = rank == INT32_MAX ? DeviceVerdict{-1, 0, params.sizes.capacity} : lowest;
   }
   if (lane == 0) group->verdicts = sequence;
 }
 
 // False: the call failed on the way.
-__device__ bool Route(const Call& call, const PrepareParams& params, const Experts& experts,
+__device__ bool Route(const DeviceCall& call, const PrepareParams& params, const Experts& experts,
                       int num_experts, PrepareShared* shared) {
   const TokenRange range(params.sizes.tokens, blockIdx.x * kWarps + threadIdx.x / 32,
                          gridDim.x * kWarps);
@@ -531,7 +534,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     PrepareKernel(const __grid_constant__ PrepareParams params) {
   extern __shared__ __align__(16) uint8_t dynamic[];
   __shared__ PrepareShared shared;
-  const Call call = BeginCall(params.group, params.name, OpCode::kPrepare);
+  const DeviceCall call = BeginCall(params.group, params.name, OpCode::kPrepare);
   const int num_experts = params.num_experts;
   const Experts experts(dynamic, num_experts);
   if (!call.dead && params.group->bad_index != nullptr) CheckIndices(call, params, num_experts);

@@ -12,7 +12,7 @@ constexpr int kMaxExperts = 2048;          // what the block's counters in share
 constexpr int64_t kMaxBlockSlots = 65535;  // of T * K: a block counts its slots in 16 bits
 
 // What on_overflow="error" reads after prepare, the same on every rank of the group.
-struct Verdict {
+struct DeviceVerdict {
   int32_t rank;  // lowest world rank whose demand is above its capacity, or -1
   int32_t demand;
   int32_t capacity;
@@ -27,7 +27,7 @@ struct PrepareParams {
   const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; anything else than an expert of
                             // the EP group is an unused slot
   MutablePlan plan;         // written whole
-  Verdict* verdict;         // [1] device or host-mapped; null: on_overflow="drop", no exchange
+  DeviceVerdict* verdict;   // [1] device or host-mapped; null: on_overflow="drop", no exchange
   int32_t blocks = 32;      // at most kMaxPrepareBlocks, all resident at once
 };
 

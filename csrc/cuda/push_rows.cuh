@@ -91,8 +91,8 @@ struct TokenSlots {
   float weight;
 };
 
-__device__ inline TokenSlots ReadSlots(const Call& call, const PushJob& job, TokenCounter* counter,
-                                       int token) {
+__device__ inline TokenSlots ReadSlots(const DeviceCall& call, const PushJob& job,
+                                       TokenCounter* counter, int token) {
   const int lane = threadIdx.x % 32;
   TokenSlots slots{-1, -1, -1, 1.0f};
   if (lane < job.top_k) {
@@ -109,7 +109,8 @@ __device__ inline TokenSlots ReadSlots(const Call& call, const PushJob& job, Tok
 }
 
 // The weights of a token's rows go beside its staged row, indexed by slot.
-__device__ inline void SendWeights(const Call& call, const PushJob& job, const TokenSlots& slots) {
+__device__ inline void SendWeights(const DeviceCall& call, const PushJob& job,
+                                   const TokenSlots& slots) {
   const int lane = threadIdx.x % 32;
   const int32_t staged = __shfl_sync(~0u, slots.staged, slots.rank & 31);
   if (slots.rank < 0 || slots.rank == call.me || staged < 0) return;
@@ -119,8 +120,8 @@ __device__ inline void SendWeights(const Call& call, const PushJob& job, const T
 
 // The publishing warp of a sending block: tells the peers which staged rows are in their windows.
 // The block's j-th token is warp j % senders' one; they are published in order.
-__device__ inline void PublishTokens(const Call& call, const PushJob& job, LandedTokens* landed,
-                                     int block, int blocks, int senders) {
+__device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
+                                     LandedTokens* landed, int block, int blocks, int senders) {
   const int lane = threadIdx.x % 32;
   const int tokens = WarpShare{block, blocks}.Tokens(job.tokens);
   TokenCounter counter;
@@ -157,7 +158,7 @@ __device__ inline void CountLanded(LandedTokens* landed) {
 // Sends the tokens of one warp; all warps together send them in order, so rows arrive in order.
 // Returns how many pieces went through the ring.
 template <int kBuffers>
-__device__ int PushRows(const Call& call, const PushJob& job, const Ring& ring,
+__device__ int PushRows(const DeviceCall& call, const PushJob& job, const Ring& ring,
                         const WarpShare& share, LandedTokens* landed) {
   const int lane = threadIdx.x % 32;
   const int count = share.Tokens(job.tokens);

@@ -43,17 +43,17 @@ Status Clear(const GroupSizes& sizes, const RankMemory& memory) {
   EP_RETURN_IF_CUDA(cudaMemset(memory.scratch, 0, ScratchBytes(sizes)));
   EP_RETURN_IF_CUDA(cudaDeviceSynchronize());
   std::memset(memory.record, 0, sizeof(FailRecord));
-  std::memset(memory.verdict, 0, sizeof(Verdict));
+  std::memset(memory.verdict, 0, sizeof(DeviceVerdict));
   std::memset(memory.bad_index, 0, sizeof(BadIndex));
   return Status();
 }
 
 // All that decides what a graph holds: sizes, and what chooses kernels and their grids.
-std::string KeyOf(const GroupOptions& options, int64_t num_blocks, int64_t world_rank, int device) {
+std::string KeyOf(const GroupOptions& options, int64_t num_sms, int64_t world_rank, int device) {
   const GroupSizes& sizes = options.sizes;
   std::string key = options.name;
   for (int64_t value :
-       {world_rank, int64_t{device}, num_blocks, int64_t{options.error_on_overflow},
+       {world_rank, int64_t{device}, num_sms, int64_t{options.error_on_overflow},
         int64_t{options.exact_combine}, int64_t{options.debug}, sizes.world_size, sizes.ep_size,
         sizes.num_experts, sizes.hidden_size, sizes.max_tokens_per_rank,
         sizes.recv_capacity_per_rank, sizes.max_top_k, sizes.max_token_bytes, sizes.lanes}) {
@@ -65,9 +65,9 @@ std::string KeyOf(const GroupOptions& options, int64_t num_blocks, int64_t world
 
 }  // namespace
 
-Status RankMemories::Take(const GroupOptions& options, int64_t num_blocks, int64_t world_rank,
+Status RankMemories::Take(const GroupOptions& options, int64_t num_sms, int64_t world_rank,
                           int device, RankMemory* out) {
-  std::string key = KeyOf(options, num_blocks, world_rank, device);
+  std::string key = KeyOf(options, num_sms, world_rank, device);
   std::lock_guard<std::mutex> lock(mutex_);
   size_t at = 0;
   while (at < idle_.size() && idle_[at].key != key) ++at;

@@ -21,7 +21,7 @@ struct RankMemory {
   int32_t* scratch;      // device, ScratchBytes
   HandleTotals* totals;  // device, [kMaxHandles]
   FailRecord* record;    // host memory that the device writes, like those below
-  Verdict* verdict;
+  DeviceVerdict* verdict;
   BadIndex* bad_index;
 };
 
@@ -31,7 +31,7 @@ struct RankMemory {
 class RankMemories {
  public:
   // Of `world_rank` on the current device; all zeros, and no kernel uses it any more.
-  Status Take(const GroupOptions& options, int64_t num_blocks, int64_t world_rank, int device,
+  Status Take(const GroupOptions& options, int64_t num_sms, int64_t world_rank, int device,
               RankMemory* out);
   // Of a group that closed.
   void GiveBack(const std::string& group, const RankMemory& memory);

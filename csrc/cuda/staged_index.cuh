@@ -10,13 +10,13 @@ namespace cuda {
 constexpr int kMaxWarps = 32;
 
 // Scratch of the group, in words.
-__device__ __forceinline__ int32_t* ScratchHistograms(const Call& call) {
+__device__ __forceinline__ int32_t* ScratchHistograms(const DeviceCall& call) {
   return call.group->scratch;  // [kMaxPrepareBlocks, E]
 }
-__device__ __forceinline__ int32_t* ScratchBlockCounts(const Call& call) {
+__device__ __forceinline__ int32_t* ScratchBlockCounts(const DeviceCall& call) {
   return call.group->scratch + kMaxPrepareBlocks * call.group->num_experts;  // [3][blocks][ranks]
 }
-__device__ __forceinline__ int32_t* StagedTable(const Call& call) {
+__device__ __forceinline__ int32_t* StagedTable(const DeviceCall& call) {
   return ScratchBlockCounts(call) + 3 * kMaxBlocks * kMaxRanks;  // [T, N]
 }
 
@@ -72,7 +72,7 @@ struct TokenCounter {
 };
 
 // Lane r gets how many of the warp's tokens in [first, last) rank r keeps.
-__device__ inline int32_t CountTokens(const Call& call, const int32_t* dst_rank, int top_k,
+__device__ inline int32_t CountTokens(const DeviceCall& call, const int32_t* dst_rank, int top_k,
                                       int first, int last) {
   const int lane = threadIdx.x % 32;
   int32_t count = 0;
@@ -93,7 +93,7 @@ constexpr int kTableBarrier = 1;
 // Writes table[token, rank] = number of the token among those of [begin, end) that rank keeps, -1
 // where it keeps none. `blocks` blocks share the work, this one is number `block`; uses barrier 0,
 // and kTableBarrier, which all of them have met once the table is whole. False: the call failed.
-__device__ inline bool IndexTokens(const Call& call, StagedIndexShared* shared,
+__device__ inline bool IndexTokens(const DeviceCall& call, StagedIndexShared* shared,
                                    const int32_t* dst_rank, int top_k, int begin, int end,
                                    int block, int blocks) {
   const int warp = threadIdx.x / 32;

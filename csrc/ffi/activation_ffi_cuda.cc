@@ -70,7 +70,7 @@ Status LaunchBackward(CallFrame frame, cudaStream_t stream,
   return cuda::Check(cuda::LaunchActivation(stream, params), frame.call);
 }
 
-struct QuantizeAttributes {
+struct QuantizedActivationAttributes {
   int64_t format;  // cuda::Fp8Format
   int64_t power_of_two;
 };
@@ -117,7 +117,7 @@ Status LaunchAmax(CallFrame frame, cudaStream_t stream, const ActivationAttribut
 //   -> data u8 [S * C, W], scale f32 [S * C, ceil(M / 128) * (W / M)] or [0, 0],
 //      gradients of row_weights, [0] without grad
 Status LaunchQuantize(CallFrame frame, cudaStream_t stream, const ActivationAttributes& attributes,
-                      const QuantizeAttributes& how) {
+                      const QuantizedActivationAttributes& how) {
   frame.call = "ep_quantize_activation_v1";
   EP_RETURN_IF_ERROR(CheckCount(frame, 5, 3));
   cuda::QuantizedActivationParams params{};

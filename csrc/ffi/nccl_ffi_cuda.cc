@@ -81,7 +81,7 @@ Status CheckBlocks(NcclCall* call) {
   return Status();
 }
 
-Status Exchange(nccl::Group& group, nccl::Communicator& communicator, const NcclCall& call) {
+Status Exchange(nccl::NcclGroup& group, nccl::Communicator& communicator, const NcclCall& call) {
   const nccl::Peers& peers = call.peers;
   const nccl::Blocks& blocks = call.blocks;
   if (blocks.bytes == 0) return Status();
@@ -105,7 +105,8 @@ Status Exchange(nccl::Group& group, nccl::Communicator& communicator, const Nccl
                      "cudaMemsetAsync");
 }
 
-Status RunInGroup(nccl::Group& group, uint64_t run, int64_t node_size, bool rail, NcclCall* call) {
+Status RunInGroup(nccl::NcclGroup& group, uint64_t run, int64_t node_size, bool rail,
+                  NcclCall* call) {
   EP_RETURN_IF_ERROR(group.Decide(run));
   const int64_t ep_size = group.options().ep_size;
   if (node_size < 0 || (node_size > 0 && ep_size % node_size != 0)) {
@@ -134,7 +135,7 @@ Status CallNccl(uint64_t run, const ffi::Dictionary& attrs, NcclCall* call) {
     return InvalidArgument("attributes must hold node_size and rail as int64");
   }
   std::string layer;
-  std::shared_ptr<nccl::Group> group;
+  std::shared_ptr<nccl::NcclGroup> group;
   EP_RETURN_IF_ERROR(nccl::ThisProcessGroups().Resolve(attributes.layer_id, attributes.fingerprint,
                                                        &layer, &group));
   if (!group->BeginCall()) return group->ClosedError(layer);

@@ -51,16 +51,16 @@ Status ReadPlaces(const EpNcclOptions& options, std::vector<nccl::Place>* places
 int64_t MakeGroup(const EpNcclOptions* options, EpNcclText error) {
   const nccl::Api* api = nullptr;
   Status status = nccl::Load(options->library, &api);
-  nccl::GroupOptions made{
+  nccl::NcclGroupOptions made{
       options->name, options->generation, options->ep_size, options->op_timeout_ns, {}, {}};
   made.purpose = {options->carries_rows != 0, static_cast<int>(options->max_channels)};
   if (status.ok()) status = ReadPlaces(*options, &made.places);
   if (!status.ok()) return Fail(status, error);
-  return nccl::ThisProcessGroups().Add(nccl::Group::Make(*api, NcclDevices(), std::move(made)));
+  return nccl::ThisProcessGroups().Add(nccl::NcclGroup::Make(*api, NcclDevices(), std::move(made)));
 }
 
 int64_t InitGroup(int64_t group, int64_t budget_ns, EpNcclText error) {
-  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
   const Status status = found == nullptr
                             ? Stale("no open group has the number " + std::to_string(group))
                             : found->Init(budget_ns);
@@ -68,7 +68,7 @@ int64_t InitGroup(int64_t group, int64_t budget_ns, EpNcclText error) {
 }
 
 int64_t TrySum(int64_t group, int64_t budget_ns, EpNcclText error) {
-  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
   const Status status = found == nullptr
                             ? Stale("no open group has the number " + std::to_string(group))
                             : found->TrySum(budget_ns);
@@ -85,29 +85,29 @@ int64_t AddLayers(int64_t group, const EpNcclLayer* layers, int64_t count, EpNcc
 }
 
 void AbortGroup(int64_t group, const char* why) {
-  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
   if (found != nullptr) found->Abort(Status(Code::kAborted, why));
 }
 
 int64_t CheckGroup(int64_t group, EpNcclText text) {
-  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
   return found == nullptr ? 0 : Say(found->TakeError(), text);
 }
 
 void CloseGroup(int64_t group, int64_t timeout_ns) {
-  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Remove(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Remove(group);
   if (found != nullptr) found->Close(timeout_ns);
 }
 
 int64_t AwaitFailure(int64_t group, int64_t timeout_ns, EpNcclText text) {
-  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
   Status failure;
   if (found == nullptr || !found->AwaitFailure(timeout_ns, &failure)) return -1;
   return failure.ok() ? 0 : Say(failure.text(), text);
 }
 
 void RankLeft(int64_t group, int64_t world_rank, const char* why) {
-  const std::shared_ptr<nccl::Group> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
   if (found != nullptr) found->RankLeft(world_rank, Status(Code::kAborted, why));
 }
 

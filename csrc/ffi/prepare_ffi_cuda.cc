@@ -9,7 +9,7 @@ namespace {
 // Waits for the verdict of all ranks; every one of them returns the same.
 Status ReadVerdict(const CudaCall& call) {
   EP_RETURN_IF_ERROR(call.Launched(cudaStreamSynchronize(call.stream)));
-  const volatile cuda::Verdict& verdict = *call.rank.verdict;
+  const volatile cuda::DeviceVerdict& verdict = *call.rank.verdict;
   if (call.rank.record->valid != 0 || verdict.rank < 0) return Status();
   const std::string& layer = call.context.layer.name;
   return OverflowError(layer, verdict.rank, verdict.demand, verdict.capacity);

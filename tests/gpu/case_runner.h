@@ -105,7 +105,7 @@ class CaseRunner {
     const ec::CallName name{0x1234, nullptr, 0};
     CHECK_CUDA(ec::LaunchPrepare(
         stream, {group, name, sizes, c_.experts, c_.alignment, d.idx->as<int32_t>(),
-                 d.plan->buffers<int32_t>(), d.verdict->as<ec::Verdict>(), grids_.prepare}));
+                 d.plan->buffers<int32_t>(), d.verdict->as<ec::DeviceVerdict>(), grids_.prepare}));
     const auto plan = d.plan->buffers<const int32_t>();
     CHECK_CUDA(ec::LaunchDispatch(
         stream, {group, name, sizes, c_.type, row_bytes, d.tokens->as<void>(),
@@ -234,7 +234,7 @@ class CaseRunner {
       *b = std::make_unique<Memory>(c_.capacity * 4);
     }
     d.d_topk = std::make_unique<Memory>(int64_t{c_.tokens} * c_.top_k * 4);
-    d.verdict = std::make_unique<Memory>(sizeof(ec::Verdict));
+    d.verdict = std::make_unique<Memory>(sizeof(ec::DeviceVerdict));
   }
 
   template <typename T>

@@ -14,8 +14,9 @@ constexpr int64_t kFinalizeNs = 3'000'000'000;
 
 }  // namespace
 
-std::shared_ptr<Group> Group::Make(const Api& api, Devices devices, GroupOptions options) {
-  std::shared_ptr<Group> made(new Group(std::move(options)));
+std::shared_ptr<NcclGroup> NcclGroup::Make(const Api& api, Devices devices,
+                                           NcclGroupOptions options) {
+  std::shared_ptr<NcclGroup> made(new NcclGroup(std::move(options)));
   // The group outlives its communicators, which ask it no more once they are closed.
   made->communicators_ = std::make_unique<Communicators>(
       api, std::move(devices), [group = made.get()] { return group->Alive(); },
@@ -23,27 +24,27 @@ std::shared_ptr<Group> Group::Make(const Api& api, Devices devices, GroupOptions
   return made;
 }
 
-Status Group::Init(int64_t budget_ns) {
+Status NcclGroup::Init(int64_t budget_ns) {
   const Status status = communicators_->Init(budget_ns);
   const Status why = Alive();  // says more than that communicators were aborted
   return status.ok() || why.ok() ? status : why;
 }
 
-std::string Group::version() const { return VersionText(communicators_->version()); }
+std::string NcclGroup::version() const { return VersionText(communicators_->version()); }
 
-Status Group::Alive() const {
+Status NcclGroup::Alive() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return over_;
 }
 
-Communicator* Group::OfDevice(int device) const {
+Communicator* NcclGroup::OfDevice(int device) const {
   for (const Place& place : options_.places) {
     if (place.device == device) return communicators_->OfRank(place.world_rank);
   }
   return nullptr;
 }
 
-Status Group::Decide(uint64_t run) {
+Status NcclGroup::Decide(uint64_t run) {
   Status now = Alive();
   if (now.ok()) now = communicators_->Failure();
   std::lock_guard<std::mutex> lock(mutex_);
@@ -57,12 +58,12 @@ Status Group::Decide(uint64_t run) {
   return now;
 }
 
-void Group::RankLeft(int64_t world_rank, const Status& why) {
+void NcclGroup::RankLeft(int64_t world_rank, const Status& why) {
   std::lock_guard<std::mutex> lock(mutex_);
   left_.emplace(world_rank, why);
 }
 
-Status Group::Left(const Communicator& communicator, const Peers& peers) const {
+Status NcclGroup::Left(const Communicator& communicator, const Peers& peers) const {
   const int64_t first = communicator.place().world_rank - communicator.place().rank + peers.first;
   std::lock_guard<std::mutex> lock(mutex_);
   for (int64_t peer = 0; peer < peers.count && !left_.empty(); ++peer) {
@@ -72,8 +73,8 @@ Status Group::Left(const Communicator& communicator, const Peers& peers) const {
   return Status();
 }
 
-Status Group::Run(Communicator& communicator, const Peers& peers,
-                  const std::function<int(Comm*)>& issue) {
+Status NcclGroup::Run(Communicator& communicator, const Peers& peers,
+                      const std::function<int(Comm*)>& issue) {
   Status status = communicators_->Failure();
   if (status.ok()) status = Left(communicator, peers);
   if (status.ok()) {
@@ -90,7 +91,7 @@ Status Group::Run(Communicator& communicator, const Peers& peers,
   return communicators_->Failure();
 }
 
-void Group::Abort(const Status& why) {
+void NcclGroup::Abort(const Status& why) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (over_.ok()) over_ = why;
@@ -99,19 +100,19 @@ void Group::Abort(const Status& why) {
   communicators_->Abort();
 }
 
-bool Group::BeginCall() {
+bool NcclGroup::BeginCall() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return false;
   ++running_calls_;
   return true;
 }
 
-void Group::EndCall() {
+void NcclGroup::EndCall() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (--running_calls_ == 0) no_calls_.notify_all();
 }
 
-void Group::Close(int64_t timeout_ns) {
+void NcclGroup::Close(int64_t timeout_ns) {
   bool quiet = false;
   {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -122,36 +123,36 @@ void Group::Close(int64_t timeout_ns) {
   communicators_->Close(quiet ? kFinalizeNs : 0);
 }
 
-Status Group::ClosedError(const std::string& layer) const {
+Status NcclGroup::ClosedError(const std::string& layer) const {
   return ClosedLayer(layer, options_.name, options_.generation);
 }
 
-std::string Group::TakeError() {
+std::string NcclGroup::TakeError() {
   const Status failure = communicators_->Failure();
   std::lock_guard<std::mutex> lock(mutex_);
   if (failure.ok() || std::exchange(told_, true)) return std::string();
   return failure.text();
 }
 
-int64_t Registry::Add(std::shared_ptr<Group> group) {
+int64_t NcclRegistry::Add(std::shared_ptr<NcclGroup> group) {
   std::lock_guard<std::mutex> lock(mutex_);
   groups_.emplace(++last_id_, std::move(group));
   return last_id_;
 }
 
-std::shared_ptr<Group> Registry::Find(int64_t id) const {
+std::shared_ptr<NcclGroup> NcclRegistry::Find(int64_t id) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = groups_.find(id);
   return found == groups_.end() ? nullptr : found->second;
 }
 
-Status Registry::AddLayers(int64_t group_id, const std::vector<Layer>& layers) {
+Status NcclRegistry::AddLayers(int64_t group_id, const std::vector<Layer>& layers) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = groups_.find(group_id);
   if (found == groups_.end()) {
     return Stale("no open group has the number " + std::to_string(group_id));
   }
-  const GroupOptions& options = found->second->options();
+  const NcclGroupOptions& options = found->second->options();
   for (const Layer& layer : layers) {
     layers_[layer.id] =
         Registered{layer, group_id, found->second, options.name, options.generation};
@@ -159,11 +160,11 @@ Status Registry::AddLayers(int64_t group_id, const std::vector<Layer>& layers) {
   return Status();
 }
 
-std::shared_ptr<Group> Registry::Remove(int64_t group_id) {
+std::shared_ptr<NcclGroup> NcclRegistry::Remove(int64_t group_id) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = groups_.find(group_id);
   if (found == groups_.end()) return nullptr;
-  std::shared_ptr<Group> group = std::move(found->second);
+  std::shared_ptr<NcclGroup> group = std::move(found->second);
   groups_.erase(found);
   for (auto& [id, registered] : layers_) {
     if (registered.group_id == group_id) registered.group = nullptr;
@@ -171,8 +172,8 @@ std::shared_ptr<Group> Registry::Remove(int64_t group_id) {
   return group;
 }
 
-Status Registry::Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* name,
-                         std::shared_ptr<Group>* group) const {
+Status NcclRegistry::Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* name,
+                             std::shared_ptr<NcclGroup>* group) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = layers_.find(layer_id);
   if (found == layers_.end()) {
@@ -191,8 +192,8 @@ Status Registry::Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* n
   return Status();
 }
 
-Registry& ThisProcessGroups() {
-  static auto* const groups = new Registry;
+NcclRegistry& ThisProcessGroups() {
+  static auto* const groups = new NcclRegistry;
   return *groups;
 }
 

@@ -17,7 +17,7 @@
 namespace ep_runtime {
 namespace nccl {
 
-struct GroupOptions {
+struct NcclGroupOptions {
   std::string name;
   uint64_t generation;
   int64_t ep_size;
@@ -27,15 +27,15 @@ struct GroupOptions {
 };
 
 // A group's NCCL side in this process: its communicators, and what its calls need to end together.
-class Group {
+class NcclGroup {
  public:
-  static std::shared_ptr<Group> Make(const Api& api, Devices devices, GroupOptions options);
+  static std::shared_ptr<NcclGroup> Make(const Api& api, Devices devices, NcclGroupOptions options);
   // Joins the other ranks of the domains, which do so too; Abort from another thread ends it.
   Status Init(int64_t budget_ns);
   // As of Communicators, after Init.
   Status TrySum(int64_t budget_ns) { return communicators_->TrySum(budget_ns); }
 
-  const GroupOptions& options() const { return options_; }
+  const NcclGroupOptions& options() const { return options_; }
   // "2.28.9".
   std::string version() const;
   // The communicator of the rank that the device drives, or null.
@@ -71,14 +71,14 @@ class Group {
   std::string TakeError();
 
  private:
-  explicit Group(GroupOptions options) : options_(std::move(options)) {}
+  explicit NcclGroup(NcclGroupOptions options) : options_(std::move(options)) {}
   Status Alive() const;
   Status Left(const Communicator& communicator, const Peers& peers) const;
 
   // Runs that are remembered; more than XLA keeps in flight.
   static constexpr size_t kMaxRuns = 1024;
 
-  const GroupOptions options_;
+  const NcclGroupOptions options_;
   std::unique_ptr<Communicators> communicators_;
 
   mutable std::mutex mutex_;
@@ -99,33 +99,33 @@ struct Layer {
 };
 
 // Groups and layers of this process. Programs carry layer ids only; calls resolve them here.
-class Registry {
+class NcclRegistry {
  public:
-  int64_t Add(std::shared_ptr<Group> group);
-  std::shared_ptr<Group> Find(int64_t id) const;
+  int64_t Add(std::shared_ptr<NcclGroup> group);
+  std::shared_ptr<NcclGroup> Find(int64_t id) const;
   Status AddLayers(int64_t group_id, const std::vector<Layer>& layers);
   // Layers stay known by name: their calls say that the group is closed.
-  std::shared_ptr<Group> Remove(int64_t group_id);
+  std::shared_ptr<NcclGroup> Remove(int64_t group_id);
   Status Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* name,
-                 std::shared_ptr<Group>* group) const;
+                 std::shared_ptr<NcclGroup>* group) const;
 
  private:
   struct Registered {
     Layer layer;
     int64_t group_id;
-    std::shared_ptr<Group> group;  // null once closed
+    std::shared_ptr<NcclGroup> group;  // null once closed
     std::string group_name;
     uint64_t generation;
   };
 
   mutable std::mutex mutex_;
   int64_t last_id_ = 0;
-  std::unordered_map<int64_t, std::shared_ptr<Group>> groups_;
+  std::unordered_map<int64_t, std::shared_ptr<NcclGroup>> groups_;
   std::unordered_map<uint64_t, Registered> layers_;
 };
 
 // Never destroyed: XLA's threads may still end calls while the process exits.
-Registry& ThisProcessGroups();
+NcclRegistry& ThisProcessGroups();
 
 }  // namespace nccl
 }  // namespace ep_runtime
