@@ -52,7 +52,7 @@ class QuantizedTensor:
         origin: what was quantized, where gradients go; None in a tensor that takes none. It costs
             no memory in a compiled program that neither returns nor differentiates past it.
         recipe: static.
-        turned: kernels alone, [E, *mid, N', K']: `data` with K' along memory, as GPU kernels
+        transposed: kernels alone, [E, *mid, N', K']: `data` with K' along memory, as GPU kernels
             multiply it forward; None where they make that copy themselves, or are not there.
     """
 
@@ -64,7 +64,7 @@ class QuantizedTensor:
     group_sizes: jax.Array | None
     origin: jax.Array | None
     recipe: Recipe = dataclasses.field(metadata={"static": True})
-    turned: jax.Array | None = None
+    transposed: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

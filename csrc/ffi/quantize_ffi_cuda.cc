@@ -136,7 +136,7 @@ Status LaunchWeights(CallFrame frame, cudaStream_t stream, const QuantizeAttribu
   const Dims blocks = {dims[0], Tiles(dims[1], cuda::kTile), dims[2], Tiles(dims[3], cuda::kTile)};
   EP_RETURN_IF_ERROR(CheckArray(frame, "given scale", given, DataType::F32, {makes ? 0 : dims[0]}));
   EP_RETURN_IF_ERROR(CheckArray(frame, "data", frame.rets[0], DataType::U8, dims));
-  EP_RETURN_IF_ERROR(CheckArray(frame, "turned", frame.rets[1], DataType::U8,
+  EP_RETURN_IF_ERROR(CheckArray(frame, "transposed", frame.rets[1], DataType::U8,
                                 {dims[0], dims[2], dims[3], dims[1]}));
   EP_RETURN_IF_ERROR(
       CheckArray(frame, "scale", frame.rets[2], DataType::F32, makes ? blocks : Dims{0}));
@@ -148,7 +148,7 @@ Status LaunchWeights(CallFrame frame, cudaStream_t stream, const QuantizeAttribu
   params.given_scale = makes ? nullptr : static_cast<const float*>(given.data);
   params.power_of_two = attributes.power_of_two != 0;
   params.data = static_cast<uint8_t*>(frame.rets[0].data);
-  params.turned = static_cast<uint8_t*>(frame.rets[1].data);
+  params.transposed = static_cast<uint8_t*>(frame.rets[1].data);
   params.scale = makes ? static_cast<float*>(frame.rets[2].data) : nullptr;
   return cuda::Check(cuda::LaunchQuantizeWeights(stream, params), frame.call);
 }

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cuda/gemm/groups.cuh"
+#include "cuda/gemm/picked_tile.h"
 #include "cuda/gemm/transpose_tile.h"
-#include "cuda/gemm/turned_tile.h"
 
 ThreadIndex threadIdx;
 
@@ -190,18 +190,18 @@ bool CheckFloatTile() {
   std::set<int> written, read;
   for (int thread = 0; thread < 256; ++thread) {
     for (int i = 0; i < 4; ++i) {
-      written.insert(TurnedVector(4 * FloatVector(thread) + i, FloatFour(thread)));
-      read.insert(TurnedVector(FloatColumn(thread, i), WrittenFour(thread)));
+      written.insert(TransposedVector(4 * FloatVector(thread) + i, FloatFour(thread)));
+      read.insert(TransposedVector(FloatColumn(thread, i), WrittenFour(thread)));
     }
   }
   wrong += written.size() != 1024 || written != read || *written.rbegin() != 1023;
   for (int first = 0; first < 256; first += 8) {
     for (int i = 0; i < 4; ++i) {
       wrong += CountBanks(first, [&](int thread) {
-                 return TurnedVector(4 * FloatVector(thread) + i, FloatFour(thread));
+                 return TransposedVector(4 * FloatVector(thread) + i, FloatFour(thread));
                }) != 8;
       wrong += CountBanks(first, [&](int thread) {
-                 return TurnedVector(FloatColumn(thread, i), WrittenFour(thread));
+                 return TransposedVector(FloatColumn(thread, i), WrittenFour(thread));
                }) != 8;
     }
   }

@@ -266,7 +266,7 @@ void Data::FillOperands() {
                               row_group_);
   Fill<<<kBlocks, kThreads>>>(rhs_, c.rhs_type, rhs_rows(), out, 2, 1.0f, c.whole_numbers,
                               by_expert ? row_group_ : nullptr);
-  if (!c.turned()) return;
+  if (!c.transposed()) return;
   const auto poisoned = [&](int64_t bytes) {
     void* memory = Allocate(bytes);
     CHECK_CUDA(cudaMemset(memory, 0xFF, bytes));
@@ -274,8 +274,8 @@ void Data::FillOperands() {
   };
   const int64_t padded = c.slabs * ec::gemm::PaddedSlabRows(c.slab_rows, c.groups_per_slab());
   const int64_t each = BytesOf(c.type);
-  if (by_expert) turned_lhs_ = poisoned(lhs_width() * padded * each);
-  turned_rhs_ = poisoned((by_expert ? out * padded : rhs_rows() * out) * each);
+  if (by_expert) transposed_lhs_ = poisoned(lhs_width() * padded * each);
+  transposed_rhs_ = poisoned((by_expert ? out * padded : rhs_rows() * out) * each);
 }
 
 void Data::FillScales() {
@@ -315,13 +315,13 @@ void Data::Transpose(cudaStream_t stream) const {
                                                 static_cast<float*>(to), c.slabs, width}));
     }
   };
-  if (turned_lhs_ != nullptr) {
-    rows(lhs_, turned_lhs_, c.in_features);
-    rows(rhs_, turned_rhs_, c.out_features);
-  } else if (turned_rhs_ != nullptr) {
+  if (transposed_lhs_ != nullptr) {
+    rows(lhs_, transposed_lhs_, c.in_features);
+    rows(rhs_, transposed_rhs_, c.out_features);
+  } else if (transposed_rhs_ != nullptr) {
     CHECK_CUDA(ec::gemm::LaunchTranspose(
         stream, ec::gemm::TransposedPlanes{static_cast<const uint8_t*>(rhs_),
-                                           static_cast<uint8_t*>(turned_rhs_), c.experts,
+                                           static_cast<uint8_t*>(transposed_rhs_), c.experts,
                                            c.in_features, c.out_features}));
   }
 }
@@ -359,8 +359,8 @@ ec::GroupedGemmParams Data::Params() const {
   params.in_features = c.in_features;
   params.out_features = c.out_features;
   params.group_sizes = sizes_;
-  params.lhs = turned_lhs_ != nullptr ? turned_lhs_ : lhs_;
-  params.rhs = turned_rhs_ != nullptr ? turned_rhs_ : rhs_;
+  params.lhs = transposed_lhs_ != nullptr ? transposed_lhs_ : lhs_;
+  params.rhs = transposed_rhs_ != nullptr ? transposed_rhs_ : rhs_;
   params.lhs_scale = lhs_scale_;
   params.rhs_scale = rhs_scale_;
   params.bias = bias_;

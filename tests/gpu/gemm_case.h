@@ -51,7 +51,7 @@ struct GemmCase {
   int64_t rows() const { return int64_t{slabs} * slab_rows; }
   bool narrow() const { return ec::BytesOf(type) == 1; }
   // Products want transposed copies.
-  bool turned() const {
+  bool transposed() const {
     return product == GemmProduct::kWeightGrad ? ec::BytesOf(type) != 2
                                                : narrow() && product == GemmProduct::kForward;
   }
@@ -116,8 +116,8 @@ class Data {
   int* clipped_ = nullptr;
   void* lhs_ = nullptr;
   void* rhs_ = nullptr;
-  void* turned_lhs_ = nullptr;  // transposed copies; null: the product takes the operand itself
-  void* turned_rhs_ = nullptr;
+  void* transposed_lhs_ = nullptr;  // transposed copies; null: the product takes the operand itself
+  void* transposed_rhs_ = nullptr;
   float* lhs_scale_ = nullptr;
   float* rhs_scale_ = nullptr;
   void* bias_ = nullptr;

@@ -103,10 +103,10 @@ double PrintTime(const GemmCase& c, double beside) {
   const double speed = SpeedOf(c, data, time.median_ms);
   PrintSpeed(c, time, speed);
   if (beside > 0) std::printf("  %5.2f", speed / beside);
-  if (c.turned()) {
-    const Time turned = Measure([&] { data.Transpose(nullptr); });
-    const double both = SpeedOf(c, data, time.median_ms + turned.median_ms);
-    std::printf("  %5.2f with transposed copies of %.3f ms", both / beside, turned.median_ms);
+  if (c.transposed()) {
+    const Time transposed = Measure([&] { data.Transpose(nullptr); });
+    const double both = SpeedOf(c, data, time.median_ms + transposed.median_ms);
+    std::printf("  %5.2f with transposed copies of %.3f ms", both / beside, transposed.median_ms);
   }
   const Mismatch mismatch = data.Compare(std::max<int64_t>(1, data.out_elements() / 20000));
   if (mismatch.count > 0) std::printf("  WRONG: %llu of the sample", mismatch.count);

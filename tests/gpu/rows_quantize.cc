@@ -165,13 +165,13 @@ struct WeightsCase {
 };
 
 struct WeightsWanted {
-  std::vector<uint8_t> data, turned;
+  std::vector<uint8_t> data, transposed;
   std::vector<float> scales;
 
   // Without `given` every block makes its scale.
   WeightsWanted(const QuantizeCase& c, const WeightsCase& w, const std::vector<float>& given)
       : data(int64_t{w.count} * w.rows * w.middle * c.width),
-        turned(data.size()),
+        transposed(data.size()),
         scales(w.blocks()) {
     for (int64_t block = 0; block < w.blocks(); ++block) {
       const int column = block % w.across * ec::kTile, m = block / w.across % w.middle;
@@ -189,7 +189,7 @@ struct WeightsWanted {
       each([&](int64_t at, int64_t) { amax.Add(w.values.at(at)); });
       scales[block] = given.empty() ? ScaleOf(amax.value, c.format, c.power_of_two) : given[g];
       each([&](int64_t at, int64_t to) {
-        data[at] = turned[to] = Quantized(w.values.at(at), scales[block], c.format);
+        data[at] = transposed[to] = Quantized(w.values.at(at), scales[block], c.format);
       });
     }
   }
@@ -211,13 +211,13 @@ bool CheckBlocks(std::mt19937& random, const QuantizeCase& c) {
 
 // Both layouts, with scales of blocks and with given ones.
 bool CheckWeights(std::mt19937& random, const QuantizeCase& c) {
-  const WeightsCase w(random, c, ec::kTurnedMultiple);
+  const WeightsCase w(random, c, ec::kTransposedMultiple);
   std::vector<float> given;
   if (random() % 2) {
     for (int g = 0; g < w.count; ++g) given.push_back(std::ldexp(1.3f, -10 * g));
   }
   const WeightsWanted want(c, w, given);
-  const Memory x(w.values), scales(given), data(want.data.size()), turned(want.data.size());
+  const Memory x(w.values), scales(given), data(want.data.size()), transposed(want.data.size());
   const Memory scale(w.blocks() * 4);
   const ec::QuantizeWeightsParams params{c.type,
                                          c.format,
@@ -229,13 +229,14 @@ bool CheckWeights(std::mt19937& random, const QuantizeCase& c) {
                                          given.empty() ? nullptr : scales.as<float>(),
                                          c.power_of_two,
                                          data.as<uint8_t>(),
-                                         turned.as<uint8_t>(),
+                                         transposed.as<uint8_t>(),
                                          given.empty() ? scale.as<float>() : nullptr};
   if (!RunTwice([&] { return ec::LaunchQuantizeWeights(nullptr, params); },
-                {&data, &turned, &scale}, c.name("weights"))) {
+                {&data, &transposed, &scale}, c.name("weights"))) {
     return false;
   }
-  return Same("data", data.read(), want.data) && Same("turned", turned.read(), want.turned) &&
+  return Same("data", data.read(), want.data) &&
+         Same("transposed", transposed.read(), want.transposed) &&
          (!given.empty() || Same("scale", scale.read(), Bytes(want.scales)));
 }
 

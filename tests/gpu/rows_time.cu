@@ -231,7 +231,7 @@ void TimeKernels(Timer* timer) {
       false,          data.as<uint8_t>(), scale.as<float>()};
   timer->Print("quantize 128 x 128, 32 weights", 3.0 * values,
                [&] { return ec::LaunchQuantizeBlocks(nullptr, params); });
-  const Memory turned(values), given(std::vector<float>(kGroups, 0.01f));
+  const Memory transposed(values), given(std::vector<float>(kGroups, 0.01f));
   ec::QuantizeWeightsParams both{RowType::kBF16,
                                  Fp8Format::kE4M3,
                                  kGroups,
@@ -242,7 +242,7 @@ void TimeKernels(Timer* timer) {
                                  nullptr,
                                  false,
                                  data.as<uint8_t>(),
-                                 turned.as<uint8_t>(),
+                                 transposed.as<uint8_t>(),
                                  scale.as<float>()};
   timer->Print("quantize 128 x 128 in both layouts, 32 weights", 4.0 * values,
                [&] { return ec::LaunchQuantizeWeights(nullptr, both); });

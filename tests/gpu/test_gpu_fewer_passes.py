@@ -123,8 +123,8 @@ def test_activated_rows_are_quantized_as_by_two_passes(gpus: list[Any], recipe: 
 @pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)
 def test_weights_in_both_layouts_are_those_of_cpu(gpus: list[Any], recipe: Any) -> None:
     def run(kernels: Any) -> Any:
-        made = [local_quantize.quantize_kernel(recipe, w, turned=True) for w in kernels]
-        return [(bits(q.data), bits(q.turned), q.scale, q.amax) for q in made]
+        made = [local_quantize.quantize_kernel(recipe, w, transposed=True) for w in kernels]
+        return [(bits(q.data), bits(q.transposed), q.scale, q.amax) for q in made]
 
     shapes, types = ((3, 96, 160), (2, 320, 2, 72)), ("bfloat16", "float16", "float32")
     drawn = [_drawn(4, *shape, dtype=dtype) for shape in shapes for dtype in types]

@@ -361,9 +361,9 @@ def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(dtype=np.float32))
     sizes = jnp.asarray(SIZES)
     rows = local_quantize.quantize_rows(recipe, lhs, sizes)
-    kernel = local_quantize.quantize_kernel(recipe, rhs, turned=True)
-    assert kernel.turned is not None
-    assert kernel.turned.shape == (8, 2, 128, 160)
+    kernel = local_quantize.quantize_kernel(recipe, rhs, transposed=True)
+    assert kernel.transposed is not None
+    assert kernel.transposed.shape == (8, 2, 128, 160)
     operands = (rows, kernel, bias, sizes)
     near(
         fp8_kernels.forward(jnp.float32, *operands),

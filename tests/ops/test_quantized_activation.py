@@ -42,23 +42,23 @@ class Process:
     CPU multiplies the copies with K' along memory then, where there are some.
 
     Attributes:
-        turned: of every product that was traced since, whether it was of such a copy.
+        transposed: of every product that was traced since, whether it was of such a copy.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.turned: list[bool] = []
+        self.transposed: list[bool] = []
         self._patch, self._plain = patch, local_gemm._forward
         patch.setattr(local_gemm, "_forward", self._forward)
 
     def takes_kernels(self, wanted: bool) -> None:
-        self.turned.clear()
+        self.transposed.clear()
         self._patch.setattr(row_kernels, "available", lambda: wanted)
 
     def _forward(self, gemm: Any, lhs: Any, rhs: Any, *rest: Any) -> Any:
-        copy = getattr(rhs, "turned", None)
+        copy = getattr(rhs, "transposed", None)
         if copy is not None:
             rhs = dataclasses.replace(rhs, data=jnp.moveaxis(copy, -1, 1))
-        self.turned.append(copy is not None)
+        self.transposed.append(copy is not None)
         return self._plain(gemm, lhs, rhs, *rest)
 
 
@@ -190,7 +190,7 @@ def test_the_block_gives_the_same_bits(
     for wanted in (True, False):
         process.takes_kernels(wanted)
         found.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, params))
-        assert {*process.turned} == {wanted}
+        assert {*process.transposed} == {wanted}
         jax.clear_caches()
     for left, right in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))

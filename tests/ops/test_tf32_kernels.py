@@ -144,7 +144,7 @@ def multiply_columns(shape: Any, sizes: Any, lhs: Any, grad: Any, *, slab_rows: 
     return out
 
 
-def turned_rows(shape: Any, sizes: Any, rows: Any) -> Any:
+def transposed_rows(shape: Any, sizes: Any, rows: Any) -> Any:
     """Bits of f32 values travel as four bytes of their own."""
     parts = np.asarray(rows).view(np.uint8).reshape(*rows.shape, 4)
     moved = [transpose_rows(shape, sizes, parts[..., byte]) for byte in range(4)]
@@ -154,7 +154,7 @@ def turned_rows(shape: Any, sizes: Any, rows: Any) -> Any:
 STANDS_IN = {
     "ep_grouped_gemm_v1": multiply_rows,
     "ep_tf32_grouped_gemm_dw_v1": multiply_columns,
-    "ep_transpose_rows_v1": turned_rows,
+    "ep_transpose_rows_v1": transposed_rows,
 }
 
 

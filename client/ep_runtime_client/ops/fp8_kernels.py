@@ -91,7 +91,7 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
     return fits
 
 
-def turns(recipe: Any, shape: Sequence[int]) -> bool:
+def transposes(recipe: Any, shape: Sequence[int]) -> bool:
     """Whether forward products of kernels [E, K', *N'] want K' along memory from the quantizer.
 
     Its kernel then makes both layouts in one read.
@@ -134,16 +134,16 @@ def forward(
         return gemm_kernels.forward(out_dtype, None, rows, kernel, bias, group_sizes)
     kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
     (experts, k, n), rows = kernel.shape, bits(lhs.data).reshape(-1, rhs.shape[1])
-    if rhs.turned is None:
-        turned = _call(_TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
+    if rhs.transposed is None:
+        transposed = _call(_TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
     else:
-        turned = bits(rhs.turned).reshape(experts, n, k)
+        transposed = bits(rhs.transposed).reshape(experts, n, k)
     biases = jnp.zeros((0, 0), jnp.float32)
     if bias is not None:
         wide = bias.dtype not in (jnp.bfloat16, jnp.float16)
         biases = (bias.astype(jnp.float32) if wide else bias).reshape(experts, n)
     way = {"data_grad": 0, "clear_slack": 0}
-    out = _multiply_rows(out_dtype, way, lhs, rows, rhs, turned, biases, group_sizes)
+    out = _multiply_rows(out_dtype, way, lhs, rows, rhs, transposed, biases, group_sizes)
     return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
 
 
@@ -205,11 +205,11 @@ def weight_grad(
     assert lhs.scale is not None
     assert grad.scale is not None
     sizes, lead = _sizes(group_sizes), group_sizes.ndim
-    turned = [_turned_rows(x, group_sizes) for x in (lhs, grad)]
+    transposed = [_transposed_rows(x, group_sizes) for x in (lhs, grad)]
     scales = [lhs.scale.reshape(sizes.shape), grad.scale.reshape(sizes.shape)]
-    shape = (experts, turned[0].shape[0], turned[1].shape[0])
+    shape = (experts, transposed[0].shape[0], transposed[1].shape[0])
     way = {"slab_rows": lhs.shape[lead - 1], "e5m2": int(grad.dtype == _E5M2)}
-    out = _call(_GEMM_DW, shape, _made(out_dtype), sizes, *turned, *scales, **way)
+    out = _call(_GEMM_DW, shape, _made(out_dtype), sizes, *transposed, *scales, **way)
     return out.astype(out_dtype).reshape(experts, shape[1], *grad.shape[lead:])
 
 
@@ -218,7 +218,7 @@ def padded_rows(slab_rows: int, groups: int) -> int:
     return (slab_rows + (PADDED - 1) * min(groups, slab_rows)) // PADDED * PADDED
 
 
-def _turned_rows(x: QuantizedTensor, group_sizes: jax.Array) -> jax.Array:
+def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> jax.Array:
     """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it."""
     sizes = _sizes(group_sizes)
     slab_rows = x.shape[group_sizes.ndim - 1]

@@ -88,9 +88,9 @@ def _multiplied(
     x_scale, w_scale = ((), ()) if scales is None else ((scales[0],), (scales[1],))
     found: list[Any] = []
     if q_rhs is None:
-        turned = fp8_kernels.turns(call.recipe, kernel.shape)
+        transposed = fp8_kernels.transposes(call.recipe, kernel.shape)
         kernel_op = quantize_ops.QuantizeKernel(
-            call.where, call.recipe, kernel.shape, scaled, turned
+            call.where, call.recipe, kernel.shape, scaled, transposed
         )
         q = quantize_ops.kernel(kernel_op, call.rhs, _array(kernel), *w_scale)
         found.append(q.amax)
@@ -157,7 +157,7 @@ def _forward_kept(call: GemmCall, *operands: Any) -> Any:
         shape = spread.whole_shape(call.where, rhs.shape, call.rhs)
         likes[1] = rhs if quantize_ops.uneven(call.where, shape, blocks) else likes[1]
     if isinstance(kernel, QuantizedTensor):
-        kernel = dataclasses.replace(kernel, turned=None)  # forward's alone
+        kernel = dataclasses.replace(kernel, transposed=None)  # forward's alone
     return (out, amax), (rows, kernel, bias, group_sizes, likes)
 
 

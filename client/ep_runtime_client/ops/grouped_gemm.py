@@ -313,7 +313,9 @@ def _run(
         primals.append(spread.settle(call.where, _origin(x), entries))
         detached = None
         if isinstance(x, QuantizedTensor):
-            detached = dataclasses.replace(x, origin=None, amax=None, group_sizes=None, turned=None)
+            detached = dataclasses.replace(
+                x, origin=None, amax=None, group_sizes=None, transposed=None
+            )
         quantized.append(spread.settle(call.where, detached, entries))
     bias = spread.settle(call.where, bias, call.bias)
     group_sizes = spread.settle(call.where, group_sizes, call.lhs[:1])

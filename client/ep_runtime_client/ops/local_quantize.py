@@ -142,7 +142,7 @@ def _scaled_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array, scale: jax.Ar
 
 
 def quantize_kernel(
-    recipe: Recipe, w: jax.Array, reduce_axes: Axes = (), *, turned: bool = False
+    recipe: Recipe, w: jax.Array, reduce_axes: Axes = (), *, transposed: bool = False
 ) -> QuantizedTensor:
     """Quantizes kernels.
 
@@ -151,7 +151,7 @@ def quantize_kernel(
         w: [G, K', *mid, N'] any float dtype; tiles run over dim 1 and the last dim.
         reduce_axes: manual mesh axes that split dims other than 0; TensorScaling takes each amax
             over them. Other recipes need local dims that are multiples of their tiles instead.
-        turned: TensorScaling and BlockScaling alone: make a copy with K' along memory too.
+        transposed: TensorScaling and BlockScaling alone: make a copy with K' along memory too.
 
     Returns:
         A QuantizedTensor without `origin`.
@@ -162,10 +162,10 @@ def quantize_kernel(
     dtype = recipe.data_dtype()
     if isinstance(recipe, TensorScaling):
         amax = over(kernel_amax(w), reduce_axes)
-        return scale_kernel(recipe, w, scale_of(amax, dtype), amax, turned=turned)
+        return scale_kernel(recipe, w, scale_of(amax, dtype), amax, transposed=transposed)
     served, last = quantize_kernels.serve(w, None), w.ndim - 1
-    if isinstance(recipe, BlockScaling) and turned:
-        data, copy, scale = _turned_kernel(recipe, w, None)
+    if isinstance(recipe, BlockScaling) and transposed:
+        data, copy, scale = _transposed_kernel(recipe, w, None)
         return QuantizedTensor(data, scale, None, None, None, None, None, recipe, copy)
     if isinstance(recipe, BlockScaling):
         static = (dtype, recipe.power_of_two_scales)
@@ -200,11 +200,11 @@ def scale_kernel(
     scale: jax.Array,
     amax: jax.Array | None = None,
     *,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> QuantizedTensor:
     """Quantizes kernels [G, K', *mid, N'] by the given scales, f32 [G]; saturates."""
-    if turned:
-        data, copy, _ = _turned_kernel(recipe, w, scale)
+    if transposed:
+        data, copy, _ = _transposed_kernel(recipe, w, scale)
         return QuantizedTensor(data, scale, amax, None, None, None, None, recipe, copy)
     dtype = recipe.data_dtype()
     kernel = functools.partial(quantize_kernels.scale_kernel, dtype)
@@ -217,7 +217,7 @@ def _scaled_kernel(dtype: Any, w: jax.Array, scale: jax.Array) -> jax.Array:
     return round_scaled(w.astype(jnp.float32), scale.reshape(-1, *([1] * (w.ndim - 1))), dtype)
 
 
-def _turned_kernel(
+def _transposed_kernel(
     recipe: TensorScaling | BlockScaling, w: jax.Array, scale: jax.Array | None
 ) -> tuple[jax.Array, ...]:
     """Data, the same with K' along memory, and scales; BlockScaling makes them."""
@@ -231,8 +231,8 @@ def _turned_kernel(
             data, made = _scaled_kernel(dtype, w, scale), scale
         return data, from_bits(jnp.moveaxis(bits(data), 1, -1), dtype), made
 
-    kernel = functools.partial(quantize_kernels.turned_kernel, dtype, two)
-    return either(quantize_kernels.serve_turned(w), kernel, plain, w, scale)
+    kernel = functools.partial(quantize_kernels.transposed_kernel, dtype, two)
+    return either(quantize_kernels.serve_transposed(w), kernel, plain, w, scale)
 
 
 def kernel_amax(w: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class Packing:
     @staticmethod
     def _laid(name: str, values: Any) -> Any:
         """What there is per dim of the values, per dim of a leaf."""
-        return (values[0], *values[2:], values[1]) if name == "turned" else values
+        return (values[0], *values[2:], values[1]) if name == "transposed" else values
 
     def leaf_ndim(self, name: str) -> int:
         """Dims of a leaf: tensor scales have those of the groups alone."""
@@ -100,7 +100,7 @@ def pack(x: Matrix, *, rows: bool, columns: bool = False) -> tuple[list[jax.Arra
     if columns and x.data_columns is not None:
         names = ["data_columns", "scale_columns"]
     if not columns:
-        names.append("turned")
+        names.append("transposed")
     return pack_fields(x, names, rows=rows)
 
 

@@ -115,12 +115,12 @@ def tile_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> Quantized:
     return from_bits(data, dtype).reshape(shape), scale
 
 
-def serve_turned(w: jax.Array) -> bool:
-    """Whether `turned_kernel` takes kernels, lowered for a GPU."""
+def serve_transposed(w: jax.Array) -> bool:
+    """Whether `transposed_kernel` takes kernels, lowered for a GPU."""
     return w.shape[1] % _TURNED_MULTIPLE == 0 and serve(w, None)
 
 
-def turned_kernel(
+def transposed_kernel(
     dtype: Any, power_of_two: bool, w: jax.Array, scale: jax.Array | None
 ) -> Quantized:
     """Data like w, the same bytes with K' along memory [G, *mid, N', K'], and f32 scales.
@@ -138,11 +138,11 @@ def turned_kernel(
     )
     given = jnp.zeros(0, _F32) if scale is None else scale.astype(_F32)
     way = _way(dtype, power_of_two, True)
-    data, turned, made = row_kernels.call(_WEIGHTS, results, (flat, given), way)
+    data, transposed, made = row_kernels.call(_WEIGHTS, results, (flat, given), way)
     if scale is None:
         scale = made.reshape(shape[0], tiles[0], *middle, tiles[1])
-    turned = from_bits(turned, dtype).reshape(shape[0], *shape[2:], shape[1])
-    return from_bits(data, dtype).reshape(shape), turned, scale
+    transposed = from_bits(transposed, dtype).reshape(shape[0], *shape[2:], shape[1])
+    return from_bits(data, dtype).reshape(shape), transposed, scale
 
 
 def mx_rows(dtype: Any, clear_slack: bool, x: jax.Array, group_sizes: jax.Array) -> Quantized:

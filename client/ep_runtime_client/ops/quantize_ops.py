@@ -25,7 +25,7 @@ from ep_runtime_client.ops.resolved import Resolved
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
 from ep_runtime_client.recipes import MXFP8, BlockScaling, Recipe, TensorScaling
 
-FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "turned")
+FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,24 +118,24 @@ class QuantizeKernel:
         recipe: how.
         shape: of w.
         scaled: whether the scale is given (delayed scaling).
-        turned: whether a copy with K' along memory is made too.
+        transposed: whether a copy with K' along memory is made too.
     """
 
     where: Where
     recipe: Recipe
     shape: tuple[int, ...]
     scaled: bool = False
-    turned: bool = False
+    transposed: bool = False
 
     name: ClassVar[str] = "grouped_quantize"
 
     @property
     def packing(self) -> Packing:
         packing = packing_of(self.recipe, len(self.shape), rows=False)
-        if not self.turned:
+        if not self.transposed:
             return packing
         dtypes = (*packing.dtypes, packing.dtypes[0])
-        return dataclasses.replace(packing, names=(*packing.names, "turned"), dtypes=dtypes)
+        return dataclasses.replace(packing, names=(*packing.names, "transposed"), dtypes=dtypes)
 
     def roles(
         self,
@@ -160,9 +160,11 @@ class QuantizeKernel:
             if isinstance(self.recipe, TensorScaling) and scale:
                 amax = local_quantize.kernel_amax(w)
                 amax = jax.lax.pmax(amax, over) if over else amax
-                q = local_quantize.scale_kernel(self.recipe, w, scale[0], amax, turned=self.turned)
+                q = local_quantize.scale_kernel(
+                    self.recipe, w, scale[0], amax, transposed=self.transposed
+                )
             else:
-                q = local_quantize.quantize_kernel(self.recipe, w, over, turned=self.turned)
+                q = local_quantize.quantize_kernel(self.recipe, w, over, transposed=self.transposed)
             return raw_leaves(q)
 
         operands = (weight.lies, *([weight.entries[:1]] if self.scaled else []))
@@ -275,6 +277,6 @@ def from_raw(x: Matrix, *, rows: bool) -> Matrix:
     leaves: dict[str, Any] = {
         name: from_bits(leaf, dtype) for name, dtype, leaf in given if leaf is not None
     }
-    if x.turned is not None:
-        leaves["turned"] = from_bits(x.turned, packing.dtypes[0])
+    if x.transposed is not None:
+        leaves["transposed"] = from_bits(x.transposed, packing.dtypes[0])
     return dataclasses.replace(x, **leaves)

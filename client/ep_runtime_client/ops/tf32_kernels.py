@@ -107,13 +107,13 @@ def weight_grad(
     del cast
     lead, sizes = group_sizes.ndim, _sizes(group_sizes)
     slab_rows = lhs.shape[lead - 1]
-    turned = [_turned_rows(x, slab_rows, sizes) for x in (lhs, grad)]
-    shape = (experts, turned[0].shape[0], turned[1].shape[0])
-    out = _call(TARGETS[0], shape, sizes, *turned, slab_rows=slab_rows)
+    transposed = [_transposed_rows(x, slab_rows, sizes) for x in (lhs, grad)]
+    shape = (experts, transposed[0].shape[0], transposed[1].shape[0])
+    out = _call(TARGETS[0], shape, sizes, *transposed, slab_rows=slab_rows)
     return out.astype(out_dtype).reshape(experts, shape[1], *grad.shape[lead:])
 
 
-def _turned_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Array:
+def _transposed_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Array:
     """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it."""
     slabs, groups = sizes.shape
     rows = x.astype(jnp.float32).reshape(slabs * slab_rows, -1)

@@ -16,7 +16,7 @@ constexpr int kBlockValues = 128;  // that share a scale, along each dim
 bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 1; }
 
 // Rows lie along memory where they are contracted.
-bool IsTurned(const GroupedGemmParams& params) { return BytesOf(params.type) != 2; }
+bool IsTransposed(const GroupedGemmParams& params) { return BytesOf(params.type) != 2; }
 
 // Experts of one group have one scale for all that they sum.
 bool HasGroupEach(const GroupedGemmParams& p) {
@@ -41,7 +41,7 @@ const Instance* FindInstance(const GroupedGemmParams& params) {
       if (instance->product == product && instance->lhs == params.type &&
           instance->rhs == params.rhs_type && instance->out == params.out_type &&
           instance->tile_columns == params.tuning.tile_columns &&
-          instance->queued == (params.tuning.queued || IsTurned(params)) &&
+          instance->queued == (params.tuning.queued || IsTransposed(params)) &&
           instance->summing == SummingOf(params)) {
         return instance;
       }
@@ -72,7 +72,7 @@ bool ScalesFit(const GroupedGemmParams& p) {
 
 bool Fits(const GroupedGemmParams& p) {
   const int32_t multiple = 16 / BytesOf(p.type);  // tensor copies move 16 bytes at a time
-  const int64_t rows = IsTurned(p) ? PaddedRowsOf(p) : RowsOf(p);
+  const int64_t rows = IsTransposed(p) ? PaddedRowsOf(p) : RowsOf(p);
   return p.num_slabs >= 0 && p.slab_rows >= 0 && rows < INT32_MAX && p.groups_per_slab >= 0 &&
          p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.in_features % multiple == 0 &&
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
@@ -80,7 +80,7 @@ bool Fits(const GroupedGemmParams& p) {
 }
 
 Array LhsOf(const GroupedGemmParams& p) {
-  if (IsTurned(p) && p.product == GemmProduct::kWeightGrad) {
+  if (IsTransposed(p) && p.product == GemmProduct::kWeightGrad) {
     return {p.lhs, p.type, PaddedRowsOf(p), p.in_features, 1};
   }
   const bool backward = p.product == GemmProduct::kDataGrad;
@@ -89,7 +89,7 @@ Array LhsOf(const GroupedGemmParams& p) {
 
 Array RhsOf(const GroupedGemmParams& p) {
   if (p.product == GemmProduct::kWeightGrad) {
-    if (IsTurned(p)) return {p.rhs, p.rhs_type, PaddedRowsOf(p), p.out_features, 1};
+    if (IsTransposed(p)) return {p.rhs, p.rhs_type, PaddedRowsOf(p), p.out_features, 1};
     return {p.rhs, p.rhs_type, p.out_features, RowsOf(p), 1};
   }
   if (IsNarrow(p) && p.product == GemmProduct::kForward) {
@@ -107,11 +107,11 @@ Array OutOf(const GroupedGemmParams& p) {
 }
 
 cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps) {
-  // Weights that are turned come in boxes as deep as a stage.
-  const bool turns = p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
+  // Weights that registers pick come in boxes as deep as a stage.
+  const bool picks = p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
   cudaError_t error = DescribeArray(LhsOf(p), kPieceSide, &maps->lhs);
   if (error == cudaSuccess) {
-    error = DescribeArray(RhsOf(p), turns ? kTurnedLines : kPieceSide, &maps->rhs);
+    error = DescribeArray(RhsOf(p), picks ? kPickedLines : kPieceSide, &maps->rhs);
   }
   if (error == cudaSuccess) error = DescribeArray(OutOf(p), kStoredRows, &maps->out);
   return error;

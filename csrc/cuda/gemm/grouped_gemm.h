@@ -6,7 +6,7 @@
 //
 // The tensor cores take 8-bit and tf32 operands with the contracted dim along memory alone:
 // transposed copies (transpose.h) of both operands for the weight gradient, and of 8-bit weights
-// going forward. tf32 ones are turned on their way.
+// going forward. tf32 ones are picked across their lines on their way.
 #ifndef EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_H_
 #define EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_H_
 

@@ -107,7 +107,7 @@ Instances Weights8Instances();
 
 #define EP_GEMM_GRADS_32(X) X(kDataGrad, kTF32, kTF32, kF32, 256, kWhole)
 Instances Grads32Instances();
-// A kernel of its own, which turns the weights.
+// A kernel of its own, which transposes the weights in registers.
 Instances Forward32Instances();
 
 #define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, 256, kWhole)

@@ -6,7 +6,7 @@
 // queued_gemm_kernel.cuh.
 #include "cuda/gemm/grouped_gemm_kernel.cuh"
 #include "cuda/gemm/instances.h"
-#include "cuda/gemm/turned_tile.h"
+#include "cuda/gemm/picked_tile.h"
 #include "cuda/gemm/work_queue.cuh"
 
 namespace ep_runtime {
@@ -22,7 +22,7 @@ constexpr int kParts = 2;        // of a stage, whose weights a thread holds at 
 constexpr int kPartSteps = 2;    // instructions' depths of a part
 constexpr int kBoxColumns = 32;  // of weights: lines of 128 bytes
 constexpr int kBoxBytes = kDepth * 128;
-static_assert(kDepth == kTurnedLines, "a box is as deep as a stage");
+static_assert(kDepth == kPickedLines, "a box is as deep as a stage");
 constexpr int kBoxes = kColumns / kBoxColumns;
 constexpr int kRowPieces = kTileRows / kPieceSide;
 constexpr int kRowBytes = kRowPieces * kPieceBytes;

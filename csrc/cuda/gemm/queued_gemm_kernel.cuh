@@ -29,7 +29,7 @@ struct QueuedTraits {
   static constexpr int kColumns = columns;
   static constexpr Summing kSumming = summing;
   static constexpr bool kNarrow = sizeof(Lhs) == 1;
-  static constexpr bool kTurned = sizeof(Lhs) != 2;  // the contracted dim is along memory
+  static constexpr bool kTransposed = sizeof(Lhs) != 2;  // the contracted dim is along memory
   static constexpr bool kRagged = product == GemmProduct::kWeightGrad;
   static constexpr bool kScaled =
       kNarrow && (summing == Summing::kWhole || summing == Summing::kPromoted);  // at the end
@@ -38,9 +38,9 @@ struct QueuedTraits {
   static_assert(kNarrow || !kPromotes, "sums of other operands are f32 anyway");
   static constexpr bool kByBlock = summing == Summing::kByBlock;
   static_assert(!kPromotes || columns == kTileParts * kPartColumns, "tiles have all parts");
-  static constexpr Along kLhs = kRagged && !kTurned ? Along::kOther : Along::kContracted;
+  static constexpr Along kLhs = kRagged && !kTransposed ? Along::kOther : Along::kContracted;
   static constexpr Along kRhs =
-      product == GemmProduct::kDataGrad || kTurned ? Along::kContracted : Along::kOther;
+      product == GemmProduct::kDataGrad || kTransposed ? Along::kContracted : Along::kOther;
   static constexpr int kDepth = 128 / sizeof(Lhs);  // contracted elements of a stage
   static constexpr int kLhsPieces = kTileRows / kPieceSide;
   static constexpr int kRhsPieces = columns / kPieceSide;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void ForEachWork(const KernelArguments& args, const T
     const int stride = args.groups.num_experts;
     if (tile.expert >= args.groups.num_groups) body(-1, Rows{0, 0}, true);
     for (int group = tile.expert; group < args.groups.num_groups; group += stride) {
-      const Rows rows = Traits::kTurned ? FindPaddedRows(args.groups, group, Traits::kDepth)
-                                        : FindRows(args.groups, group);
+      const Rows rows = Traits::kTransposed ? FindPaddedRows(args.groups, group, Traits::kDepth)
+                                            : FindRows(args.groups, group);
       body(group, rows, group + stride >= args.groups.num_groups);
     }
   } else {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void MultiplyStage(const uint8_t* stage, int warpgrou
     const uint64_t right = rhs + step * StepOffset<Traits::kRhs>();
     if constexpr (Traits::kNarrow) {
       Multiply8<typename Traits::Lhs, typename Traits::Rhs>(sums, left, right, add || step > 0);
-    } else if constexpr (Traits::kTurned) {
+    } else if constexpr (Traits::kTransposed) {
       Multiply32(sums, left, right, add || step > 0);
     } else {
       Multiply<typename Traits::Lhs, Traits::kLhs, Traits::kRhs>(sums, left, right,
@@ -153,7 +153,7 @@ __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, QueuedMemo
   for (int32_t done = 0; done < size; done += Traits::kDepth, place->Advance()) {
     WaitBarrier(SharedAddress(&memory->full[place->stage]), place->parity);
     uint8_t* stage = memory->stages[place->stage];
-    if constexpr (Traits::kRagged && !Traits::kTurned) {
+    if constexpr (Traits::kRagged && !Traits::kTransposed) {
       if (size - done < Traits::kDepth) {
         ClearLines(stage + warpgroup * kPieceBytes, 1, size - done);
         ClearLines(stage + Traits::kLhsBytes, Traits::kRhsPieces, size - done);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kLines = kPaddedTo;       // of a tile: it is one group's
 constexpr int kColumns = 32;            // of a tile
-constexpr int kThreads = 256;           // each turns 4 x 4 values
+constexpr int kThreads = 256;           // each transposes 4 x 4 values
 constexpr int kBlocksPerProcessor = 5;  // some read while others write
 // Of blocks beside each other in a line; each takes every kAcross-th tile, and looks for its rows
 // once.
@@ -37,13 +37,13 @@ __device__ __forceinline__ void ReadTile(const Place& place, int32_t column, flo
           place.from + static_cast<int64_t>(line) * place.width + at));
     }
   }
-  tile[TurnedVector(4 * vector, four)] =
+  tile[TransposedVector(4 * vector, four)] =
       make_float4(lines[0].x, lines[1].x, lines[2].x, lines[3].x);
-  tile[TurnedVector(4 * vector + 1, four)] =
+  tile[TransposedVector(4 * vector + 1, four)] =
       make_float4(lines[0].y, lines[1].y, lines[2].y, lines[3].y);
-  tile[TurnedVector(4 * vector + 2, four)] =
+  tile[TransposedVector(4 * vector + 2, four)] =
       make_float4(lines[0].z, lines[1].z, lines[2].z, lines[3].z);
-  tile[TurnedVector(4 * vector + 3, four)] =
+  tile[TransposedVector(4 * vector + 3, four)] =
       make_float4(lines[0].w, lines[1].w, lines[2].w, lines[3].w);
 }
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void WriteTile(const Place& place, int32_t column, co
     const int inside = FloatColumn(threadIdx.x, i);
     if (column + inside >= place.width) continue;
     *reinterpret_cast<float4*>(place.to + (column + inside) * place.pitch + 4 * four) =
-        tile[TurnedVector(inside, four)];
+        tile[TransposedVector(inside, four)];
   }
 }
 

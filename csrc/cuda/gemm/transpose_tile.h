@@ -27,12 +27,12 @@ EP_BOTH constexpr int StoredWord(int line, int word) {
 EP_BOTH constexpr int FirstLine(int thread) { return thread % 8 * 16; }
 EP_BOTH constexpr int ColumnWord(int thread) { return thread / 8; }
 
-// Of f32 values. Reading, a thread takes one vector of four lines, and turns them.
+// Of f32 values. Reading, a thread takes one vector of four lines, and transposes them.
 EP_BOTH constexpr int FloatVector(int thread) { return thread % 8; }
 EP_BOTH constexpr int FloatFour(int thread) { return thread / 8; }
 // Where four lines' values of a column lie: 8 threads beside each other write those of columns that
 // are 4 apart and read those of one column, from 32 banks both times.
-EP_BOTH constexpr int TurnedVector(int column, int four) {
+EP_BOTH constexpr int TransposedVector(int column, int four) {
   return column * 32 + (four ^ column / 4);
 }
 // Writing, turn 0 to 3: a warp takes one column.

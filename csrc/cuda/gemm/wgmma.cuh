@@ -24,7 +24,7 @@ enum class Along : int { kContracted = 0, kOther = 1 };
 
 constexpr int kPieceSide = 64;
 constexpr int kPieceBytes = kPieceSide * 128;
-constexpr int kTurnedLines = 32;  // of a piece that registers take across its lines
+constexpr int kPickedLines = 32;  // of a piece that registers take across its lines
 constexpr int kStepDepth = 16;    // contracted elements of one instruction
 
 // Names an operand tile that starts at `shared`, a multiple of 1024. Offsets are in 16 bytes.

@@ -25,7 +25,7 @@ __device__ __forceinline__ void WriteColumns(const Columns& columns, int32_t col
                                              const uint4* tile) {
   const auto* words = reinterpret_cast<const uint32_t*>(tile);
   const int first_line = FirstLine(threadIdx.x);
-  uint32_t turned[4][4];
+  uint32_t transposed[4][4];
 #pragma unroll
   for (int four = 0; four < 4; ++four) {
     uint32_t lines[4];
@@ -37,10 +37,10 @@ __device__ __forceinline__ void WriteColumns(const Columns& columns, int32_t col
     const uint32_t high01 = __byte_perm(lines[0], lines[1], 0x7362);
     const uint32_t low23 = __byte_perm(lines[2], lines[3], 0x5140);
     const uint32_t high23 = __byte_perm(lines[2], lines[3], 0x7362);
-    turned[0][four] = __byte_perm(low01, low23, 0x5410);
-    turned[1][four] = __byte_perm(low01, low23, 0x7632);
-    turned[2][four] = __byte_perm(high01, high23, 0x5410);
-    turned[3][four] = __byte_perm(high01, high23, 0x7632);
+    transposed[0][four] = __byte_perm(low01, low23, 0x5410);
+    transposed[1][four] = __byte_perm(low01, low23, 0x7632);
+    transposed[2][four] = __byte_perm(high01, high23, 0x5410);
+    transposed[3][four] = __byte_perm(high01, high23, 0x7632);
   }
   if (first_line >= columns.lines) return;
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void WriteColumns(const Columns& columns, int32_t col
     const int32_t at = column + 4 * ColumnWord(threadIdx.x) + i;
     if (at >= columns.count) continue;
     *reinterpret_cast<uint4*>(columns.to + at * columns.pitch + first_line) =
-        make_uint4(turned[i][0], turned[i][1], turned[i][2], turned[i][3]);
+        make_uint4(transposed[i][0], transposed[i][1], transposed[i][2], transposed[i][3]);
   }
 }
 

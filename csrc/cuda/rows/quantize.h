@@ -21,10 +21,10 @@ namespace cuda {
 
 enum class Fp8Format : int32_t { kE4M3 = 0, kE5M2 = 1 };
 
-constexpr int kQuantizedMultiple = 8;  // W: what a lane converts at once
-constexpr int kTurnedMultiple = 16;    // K': what is stored at once along it
-constexpr int kTile = 128;             // values along each blocked dim that share an f32 scale
-constexpr int kMxTile = 32;            // values that share an e8m0 scale
+constexpr int kQuantizedMultiple = 8;    // W: what a lane converts at once
+constexpr int kTransposedMultiple = 16;  // K': what is stored at once along it
+constexpr int kTile = 128;               // values along each blocked dim that share an f32 scale
+constexpr int kMxTile = 32;              // values that share an e8m0 scale
 
 struct AmaxParams {
   RowType type;
@@ -72,14 +72,14 @@ struct QuantizeWeightsParams {
   RowType type;
   Fp8Format format;
   int32_t count;             // G
-  int32_t rows;              // K', a multiple of kTurnedMultiple
+  int32_t rows;              // K', a multiple of kTransposedMultiple
   int32_t middle;            // as above
   int32_t width;             // N', a multiple of kQuantizedMultiple
   const void* values;        // [G, K', middle, N'] type, device
   const float* given_scale;  // [G], device; null: blocks make their own
   bool power_of_two;         // scales of blocks
   uint8_t* data;             // like values, device
-  uint8_t* turned;           // [G, middle, N', K'], device
+  uint8_t* transposed;       // [G, middle, N', K'], device
   float* scale;              // as above; null with given_scale
 };
 cudaError_t LaunchQuantizeWeights(cudaStream_t stream, const QuantizeWeightsParams& params);

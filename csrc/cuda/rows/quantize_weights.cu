@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) WeightsKernel(const __grid_constant_
   }
   __syncthreads();
   const int32_t top = blockIdx.y * kTile;
-  uint8_t* plane = p.turned + static_cast<int64_t>(blockIdx.z) * p.width * p.rows;
+  uint8_t* plane = p.transposed + static_cast<int64_t>(blockIdx.z) * p.width * p.rows;
   gemm::WriteColumns({plane + top, p.rows, p.width, min(p.rows - top, kTile)}, blockIdx.x * kTile,
                      tile);
 }
@@ -112,8 +112,8 @@ cudaError_t LaunchQuantizeWeights(cudaStream_t stream, const QuantizeWeightsPara
     return static_cast<unsigned>((length + kTile - 1) / kTile);
   };
   const int64_t matrices = static_cast<int64_t>(p.count) * p.middle;
-  if (!rows::Aligned(p.values) || !rows::Aligned(p.turned) || p.width <= 0 ||
-      p.width % kQuantizedMultiple != 0 || p.rows <= 0 || p.rows % kTurnedMultiple != 0 ||
+  if (!rows::Aligned(p.values) || !rows::Aligned(p.transposed) || p.width <= 0 ||
+      p.width % kQuantizedMultiple != 0 || p.rows <= 0 || p.rows % kTransposedMultiple != 0 ||
       matrices <= 0 || matrices > rows::kMaxSlabs ||
       blocks(p.rows) > static_cast<unsigned>(rows::kMaxSlabs) ||
       (p.given_scale == nullptr) == (p.scale == nullptr)) {

@@ -2,8 +2,8 @@
 //
 // An instruction takes 64 columns of weights, 16 a warp, 8 contracted elements deep. They lie in
 // two boxes of 32 columns, whose lines of 128 bytes are swizzled by 16-byte vectors.
-#ifndef EP_RUNTIME_CUDA_GEMM_TURNED_TILE_H_
-#define EP_RUNTIME_CUDA_GEMM_TURNED_TILE_H_
+#ifndef EP_RUNTIME_CUDA_GEMM_PICKED_TILE_H_
+#define EP_RUNTIME_CUDA_GEMM_PICKED_TILE_H_
 
 #ifdef __CUDACC__
 #define EP_BOTH __host__ __device__
@@ -36,4 +36,4 @@ EP_BOTH constexpr int SwizzledOffset(int line, int column) {
 
 #undef EP_BOTH
 
-#endif  // EP_RUNTIME_CUDA_GEMM_TURNED_TILE_H_
+#endif  // EP_RUNTIME_CUDA_GEMM_PICKED_TILE_H_
