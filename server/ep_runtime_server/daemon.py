@@ -44,11 +44,12 @@ from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_server import FdServer
 from ep_runtime_server.fd_store import FdStore
 from ep_runtime_server.front import Front
-from ep_runtime_server.group_servicer import GroupServicer, LayerServicer
+from ep_runtime_server.group_servicer import GroupServicer
 from ep_runtime_server.grpc_server import make_server
 from ep_runtime_server.health_servicer import HealthServicer
 from ep_runtime_server.interceptor import RpcPolicy
 from ep_runtime_server.journal import Journal
+from ep_runtime_server.layer_servicer import LayerServicer
 from ep_runtime_server.nccl_servicer import NcclServicer
 from ep_runtime_server.reading_servicer import ReadingServicer, SessionReadingServicer
 from ep_runtime_server.runtime import Runtime

@@ -6,11 +6,8 @@ from typing import Any
 
 import grpc
 
-from ep_runtime.text import check_printable, printable
 from ep_runtime.v1 import nccl_service_pb2 as pb
 from ep_runtime.v1 import nccl_service_pb2_grpc as pb_grpc
-from ep_runtime_server import config
-from ep_runtime_server.group_fsm import State
 from ep_runtime_server.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
@@ -36,13 +33,7 @@ class NcclServicer(pb_grpc.NcclServiceServicer):
     ) -> pb.ReportCommunicatorsResponse:
         session = current_session()
         group = self._runtime.groups.get(session, request.name)
-        check_printable("nccl_version", request.nccl_version, config.MAX_VERSION_BYTES)
-        error = printable(request.error)
-        self._runtime.unique_ids.report(
-            session, group, request.generation, request.nccl_version, error
+        self._runtime.communicators_made(
+            session, group, request.generation, request.nccl_version, request.error
         )
-        # Where windows carry the rows, as with transport nvlink, the group goes on.
-        carried = group.spec.transport != "nvlink"
-        if error and carried and group.state is State.READY:
-            self._runtime.groups.disconnected(group, session, error)
         return pb.ReportCommunicatorsResponse()

@@ -8,12 +8,13 @@ from typing import Any
 import grpc
 
 from ep_runtime import wire
-from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError, StaleHandleError
+from ep_runtime.errors import PermissionDeniedError, StaleHandleError
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2_grpc
 from ep_runtime_server import config, node_wire, view_wire
 from ep_runtime_server.assembly import Assemblies
+from ep_runtime_server.claims import checked_wait
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.nodes import Nodes
@@ -21,8 +22,6 @@ from ep_runtime_server.spanning import Spanning
 from ep_runtime_server.view_ids import ViewIds
 
 Context = grpc.aio.ServicerContext
-
-MAX_DOMAINS = 4096
 
 
 def check_certificate(context: Context[Any, Any], node: str) -> None:
@@ -129,7 +128,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
             spec,
             view_wire.claims_from_proto(request.claims, spec),
             known_missing=list(view_wire.ranks_from_proto(request.missing_ranks)),
-            wait_s=_wait_s(request),
+            wait_s=checked_wait(wire.seconds(request.wait)),
         )
         return pb.JoinGroupResponse(
             view=view_wire.view_to_proto(view) if view is not None else None, missing_ranks=missing
@@ -148,19 +147,16 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
     ) -> pb.AwaitGroupResponse:
         self._check_lease(request, context)
         owner = view_wire.key_from_proto(request.key)
-        outcome, reason = await self._assemblies.outcome(owner, request.epoch, _wait_s(request))
+        wait_s = checked_wait(wire.seconds(request.wait))
+        outcome, reason = await self._assemblies.outcome(owner, request.epoch, wait_s)
         return pb.AwaitGroupResponse(outcome=f"VIEW_OUTCOME_{outcome.value}", reason=reason)
 
     async def GetViewIds(  # noqa: N802
         self, request: pb.GetViewIdsRequest, context: Context[Any, Any]
     ) -> pb.GetViewIdsResponse:
         self._check_lease(request, context)
-        owner, count = view_wire.key_from_proto(request.key), request.num_domains
-        if not 1 <= count <= MAX_DOMAINS:
-            raise InvalidArgumentError(
-                f"num_domains must be 1 to {MAX_DOMAINS}, got {count}", argument="num_domains"
-            )
-        made = await self._view_ids.of(owner, request.epoch, count)
+        owner = view_wire.key_from_proto(request.key)
+        made = await self._view_ids.of(owner, request.epoch, request.num_domains)
         return pb.GetViewIdsResponse(unique_ids=made.ids, nccl_version=made.version)
 
     async def TellGroup(  # noqa: N802
@@ -173,13 +169,3 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         self._assemblies.ended(request.node, owner, request.epoch, (*lost, *left))
         self._spanning.heard(request.node, owner, request.epoch, lost, left)
         return pb.TellGroupResponse()
-
-
-def _wait_s(request: Any) -> float:
-    """Raises InvalidArgumentError for a wait that no node asks for."""
-    wait_s = wire.seconds(request.wait)
-    if not 0 <= wait_s <= config.MAX_WAIT_S:
-        raise InvalidArgumentError(
-            f"wait must be 0 to {config.MAX_WAIT_S:.0f} s, got {wait_s}", argument="wait"
-        )
-    return wait_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from ep_runtime.errors import PoolExhaustedError
+from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 
 DEFAULT_SESSIONS = 1024
 DEFAULT_GROUPS = 4096
@@ -75,6 +75,15 @@ class Quotas:
         held = self.usage(uid)
         for what, asked in more.items():
             self._check(uid, what, asked, getattr(held, what), getattr(self.limits, what))
+
+    def check_retained(self, retain_s: float) -> None:
+        """Raises InvalidArgumentError where a group asks to be kept for longer than any may be."""
+        longest_s = self.limits.retain_s
+        if retain_s > longest_s:
+            raise InvalidArgumentError(
+                f"retain_s must be at most {longest_s:g} (serve --max-retain-s), got {retain_s:g}",
+                argument="retain_s",
+            )
 
     def check_gpu(self, uid: int, uuid: str, asked: int, held: int, limit_bytes: int) -> None:
         """Whether windows of `asked` bytes may join `held` ones of the user on a GPU on which all

@@ -38,7 +38,7 @@ from ep_runtime_server.quotas import Quotas, Usage
 from ep_runtime_server.recorder import Recorder
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.rejoin import Rejoin
-from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState
+from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState, check_labels
 from ep_runtime_server.supervision import Supervisor
 from ep_runtime_server.tickets import TicketBook
 from ep_runtime_server.unique_ids import UniqueIdBook
@@ -232,7 +232,7 @@ class Runtime:
             PoolExhaustedError: the journal cannot be written.
         """
         check_name("job", job)
-        _check_labels(labels)
+        check_labels(labels)
         if session.state is not SessionState.CONNECTED:
             self.sessions.heard(session)
             if session.job != job:
@@ -259,6 +259,21 @@ class Runtime:
             job=job,
         )
 
+    def communicators_made(
+        self, session: SessionRecord, group: GroupRecord, generation: int, version: str, error: str
+    ) -> None:
+        """A process of the group has its NCCL communicators, or `error` says why not.
+
+        Raises:
+            InvalidArgumentError: no version of NCCL.
+            StaleHandleError, PermissionDeniedError: see GroupRecord.member.
+        """
+        check_printable("nccl_version", version, config.MAX_VERSION_BYTES)
+        self.unique_ids.report(session, group, generation, version, printable(error))
+        # Where windows carry the rows, as with transport nvlink, the group goes on.
+        if error and group.spec.transport != "nvlink" and group.state is State.READY:
+            self.groups.disconnected(group, session, printable(error))
+
     def _session_ended(self, session: SessionRecord) -> None:
         self.operations.forget_session(session.session_id)
         if session.state is SessionState.FENCED:
@@ -276,8 +291,12 @@ class Runtime:
         """Admits nothing new; with `shutdown` the daemon ends at the deadline at the latest.
 
         Raises:
-            InvalidArgumentError: a deadline that no client can be told of.
+            InvalidArgumentError: a deadline in the past, or that no client can be told of.
         """
+        if deadline_s < 0:
+            raise InvalidArgumentError(
+                f"deadline must not be negative, got {deadline_s} s", argument="deadline"
+            )
         event = session_service_pb2.DrainEvent(deadline=duration(deadline_s))
         if not self.draining:
             self.events.add("server.draining", f"draining, sessions have {deadline_s:g} s")
@@ -366,20 +385,3 @@ class Runtime:
             return True
         idle = self.settings.idle_exit_s
         return idle is not None and empty and now - self._idle_since_s >= idle
-
-
-def _check_labels(labels: Mapping[str, str]) -> None:
-    few = len(labels) <= config.MAX_LABELS
-    long = [
-        k
-        for k, v in (labels.items() if few else ())
-        if len((k + v).encode()) > config.MAX_LABEL_BYTES
-    ]
-    if not few or long:
-        raise InvalidArgumentError(
-            f"labels must be at most {config.MAX_LABELS} of {config.MAX_LABEL_BYTES} bytes, "
-            f"got {len(labels)}, too long: {[name[:80] for name in long[:3]]}",
-            argument="labels",
-        )
-    for name, value in labels.items():
-        check_printable("labels", name + value, config.MAX_LABEL_BYTES)

@@ -13,13 +13,15 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ep_runtime.errors import (
+    InvalidArgumentError,
     PermissionDeniedError,
     SessionFencedError,
 )
+from ep_runtime.text import check_printable
 from ep_runtime_server import config
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.credentials import Peer, open_process, process_start_s
@@ -364,3 +366,21 @@ class Sessions:
             uid=session.uid,
             client_pid=session.pid,
         )
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Raises InvalidArgumentError for labels that no session may have."""
+    few = len(labels) <= config.MAX_LABELS
+    long = [
+        k
+        for k, v in (labels.items() if few else ())
+        if len((k + v).encode()) > config.MAX_LABEL_BYTES
+    ]
+    if not few or long:
+        raise InvalidArgumentError(
+            f"labels must be at most {config.MAX_LABELS} of {config.MAX_LABEL_BYTES} bytes, "
+            f"got {len(labels)}, too long: {[name[:80] for name in long[:3]]}",
+            argument="labels",
+        )
+    for name, value in labels.items():
+        check_printable("labels", name + value, config.MAX_LABEL_BYTES)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 
-from ep_runtime.errors import PeerLostError
+from ep_runtime.errors import InvalidArgumentError, PeerLostError
 from ep_runtime_server.assembly import Assemblies, Outcome
 from ep_runtime_server.id_process import IdProcess, UniqueIds
 from ep_runtime_server.unique_ids import JOIN_S
 from ep_runtime_server.windows import Owner
+
+MAX_DOMAINS = 4096
 
 
 class ViewIds:
@@ -28,9 +30,14 @@ class ViewIds:
         """The ids of a view that is being decided, the same for every node of it.
 
         Raises:
+            InvalidArgumentError: no number of EP domains.
             PeerLostError: the view is given up, or committed already.
             RuntimeUnavailableError: as IdProcess.make.
         """
+        if not 1 <= count <= MAX_DOMAINS:
+            raise InvalidArgumentError(
+                f"num_domains must be 1 to {MAX_DOMAINS}, got {count}", argument="num_domains"
+            )
         outcome, reason = await self._assemblies.outcome(owner, epoch, 0.0)
         if outcome is not Outcome.UNSPECIFIED:
             raise PeerLostError(
