@@ -191,7 +191,7 @@ class Rejoin:
         try:
             for rank, fd in fds.items():
                 if by_rank[rank].allocation is None:
-                    allocations[rank] = self._checked(windows, by_rank[rank], fd)
+                    allocations[rank] = self._checked(by_rank[rank], fd)
             self._check_distinct(allocations)
             if -1 in allocations:
                 mapped = _checked_board(allocations[-1], windows)
@@ -218,7 +218,7 @@ class Rejoin:
                 for holder in sorted(other.holders):
                     self._pool.drop_holder(holder, other)
 
-    def _checked(self, windows: WindowSet, buffer: Buffer, fd: int) -> Allocation:
+    def _checked(self, buffer: Buffer, fd: int) -> Allocation:
         device = self._pool.device(buffer.device)
         if isinstance(device, HostDevice) and not is_memfd(fd):
             # Said before there is a copy of it: to close a file of others may wait.

@@ -249,7 +249,7 @@ class Spanning:
                 if attached and not reported:
                     await self._coordination.report(group.owner, view.epoch, "")
                     reported = True
-                outcome, reason = await self._next_word(group, view, attached)
+                outcome, reason = await self._next_word(group, view)
                 if outcome is not Outcome.UNSPECIFIED:
                     return outcome, reason
                 pause_s = config.NODE_RETRY_FIRST_S
@@ -269,9 +269,7 @@ class Spanning:
         self._tell_all(owner, view.epoch, view.nodes - {self._node}, ours, [])
         return Outcome.ABORTED, why
 
-    async def _next_word(
-        self, group: GroupRecord, view: GroupView, attached: bool
-    ) -> tuple[Outcome, str]:
+    async def _next_word(self, group: GroupRecord, view: GroupView) -> tuple[Outcome, str]:
         """The coordinator's, or UNSPECIFIED where something changed here."""
         call = asyncio.ensure_future(self._coordination.outcome(group.owner, view.epoch))
         try:

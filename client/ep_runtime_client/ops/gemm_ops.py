@@ -53,7 +53,7 @@ class _GemmOp:
     ) -> Roles:
         groups = shapes[len(self.lhs) + len(self.rhs) + int(self.has_bias)]
         experts = shapes[self._weight][0]
-        return rows_roles(sizes, arrived[0], shapes[0], groups, experts)
+        return rows_roles(sizes, arrived[0], groups, experts)
 
     def place(
         self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]

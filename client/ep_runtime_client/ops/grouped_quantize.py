@@ -89,9 +89,7 @@ def _quantize_rows(
     entries = known or padded((), x.ndim)
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
-        roles = quantize_ops.rows_roles(
-            where.roles.sizes, entries, x.shape, group_sizes.shape, None
-        )
+        roles = quantize_ops.rows_roles(where.roles.sizes, entries, group_sizes.shape, None)
         where = dataclasses.replace(where, roles=roles)
     experts = regions.num_experts_of(layer) if layer is not None else None
     if layer is not None:

@@ -60,7 +60,7 @@ class QuantizeRows:
         arrived: Sequence[Entries],
         shapes: Sequence[tuple[int, ...]],
     ) -> Roles:
-        return rows_roles(sizes, arrived[0], shapes[0], shapes[1], self.num_experts)
+        return rows_roles(sizes, arrived[0], shapes[1], self.num_experts)
 
     def resolve(
         self,
@@ -238,7 +238,6 @@ def kernel_factors(ndim: int) -> list[str]:
 def rows_roles(
     sizes: tuple[tuple[str, int], ...],
     entries: Entries,
-    shape: Sequence[int],
     groups: Sequence[int],
     num_experts: int | None,
 ) -> Roles:
