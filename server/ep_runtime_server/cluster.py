@@ -65,7 +65,7 @@ class Cluster:
                 level=logging.WARNING,
             )
         self.seal = Seal(settings.secret) if settings.secret else None
-        self.peers = Peers(settings.tls, clock, self.seal)
+        self.peers = Peers(settings.tls, clock, self.seal, self.facts.durable)
         self.assemblies = Assemblies(self.facts, clock, events)
         self.view_ids = ViewIds(self.assemblies)
         self.coordination: Coordination | None = None
@@ -120,7 +120,7 @@ class Cluster:
             self.coordination,
             groups,
             self._tell_node,
-            facts.heard,
+            self._heard_epoch,
             self._events,
         )
         servicer = NodeServicer(
@@ -160,7 +160,7 @@ class Cluster:
                 self._events,
                 self.assemblies.node_gone,
             )
-            return OwnCoordination(settings.node, self.assemblies, self.view_ids)
+            return OwnCoordination(settings.node, self.assemblies, self.view_ids, facts.durable)
         self.membership = Membership(
             identity,
             settings.coordinator,
@@ -252,9 +252,15 @@ class Cluster:
             return node
         return dataclasses.replace(node, state=NodeState.UNREACHABLE, since_s=silent_since_s)
 
-    def answering(self, method: str) -> None:
-        """An RPC of another daemon did its work."""
+    async def answering(self, method: str) -> None:
+        """An RPC of another daemon did its work. Raises PoolExhaustedError where the disk does not
+        take what it is to hear."""
+        await self.facts.durable()
         self._num_answered += 1
+
+    async def _heard_epoch(self, epoch: int) -> None:
+        self.facts.heard(epoch)
+        await self.facts.durable()
 
     def status(self) -> admin_service_pb2.ClusterStatus:
         now = self._clock.monotonic_s()

@@ -1,7 +1,8 @@
-"""What a daemon must know of its cluster after a restart, written before anybody is told of it."""
+"""What a daemon must know of its cluster after a restart, on the disk before anybody is told."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,8 @@ class ClusterFacts:
     def __init__(self, journal: Journal) -> None:
         """Reads the journal, which is ours from now on. Raises PoolExhaustedError."""
         self._journal = journal
+        self._num_put = self._num_durable = 0
+        self._syncing: asyncio.Future[None] | None = None
         facts = journal.take_facts()
         self.unreadable = sorted(key for key, value in facts.items() if not _is_fact(key, value))
         self._facts: dict[str, Any] = {
@@ -127,8 +130,38 @@ class ClusterFacts:
             del self._facts[oldest]
             self._journal.append([(oldest, None)])
 
+    async def durable(self) -> None:
+        """Returns once all that is known now survives a crash of the host: who was told must find
+        it true afterwards, so whoever tells others waits for this before.
+
+        Raises:
+            PoolExhaustedError: the disk does not take it.
+        """
+        wanted = self._num_put
+        while self._num_durable < wanted:
+            if self._syncing is None:
+                self._syncing = asyncio.ensure_future(self._sync())
+            await asyncio.shield(self._syncing)
+
+    async def _sync(self) -> None:
+        """One for all who wait. A disk may take long, and the event loop does not wait for it."""
+        try:
+            journal, count = self._journal, self._num_put
+            try:
+                await asyncio.to_thread(journal.begin_sync())
+            except OSError as error:  # no descriptor is left
+                journal.error = error.strerror or str(error)
+            if journal.error and not journal.compact(self._facts):
+                raise PoolExhaustedError(
+                    f"cannot keep what the cluster must know: {journal.error}; retry",
+                    reason=journal.error,
+                )
+            self._num_durable = count
+        finally:
+            self._syncing = None
+
     def _put(self, key: str, value: Any) -> None:
-        """On the disk first: who was told must find it true after any crash."""
+        """Written before it counts, and told to others once it is `durable`."""
         journal = self._journal
         if journal.wants_compaction:
             journal.compact(self._facts)
@@ -139,6 +172,7 @@ class ClusterFacts:
                 reason=journal.error,
             )
         self._facts[key] = value
+        self._num_put += 1
 
     def close(self) -> None:
         self._journal.close()

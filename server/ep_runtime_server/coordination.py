@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from ep_runtime import wire
@@ -39,7 +39,15 @@ class Coordination(Protocol):
 class OwnCoordination:
     """On the coordinator's own node."""
 
-    def __init__(self, node: str, assemblies: Assemblies, view_ids: ViewIds) -> None:
+    def __init__(
+        self,
+        node: str,
+        assemblies: Assemblies,
+        view_ids: ViewIds,
+        durable: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`durable()` returns once what was decided may be told."""
+        self._durable = durable
         self._node = node
         self._assemblies = assemblies
         self._view_ids = view_ids
@@ -51,7 +59,7 @@ class OwnCoordination:
         claims: tuple[NodeClaim, ...],
         known_missing: list[int],
     ) -> tuple[GroupView | None, list[int]]:
-        return await self._assemblies.join(
+        answer = await self._assemblies.join(
             self._node,
             owner,
             spec,
@@ -59,12 +67,17 @@ class OwnCoordination:
             known_missing=known_missing,
             wait_s=config.NODE_POLL_S,
         )
+        await self._durable()
+        return answer
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:
         self._assemblies.report(self._node, owner, epoch, error)
+        await self._durable()
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
-        return await self._assemblies.outcome(owner, epoch, config.NODE_POLL_S)
+        answer = await self._assemblies.outcome(owner, epoch, config.NODE_POLL_S)
+        await self._durable()
+        return answer
 
     async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
         self._assemblies.ended(self._node, owner, epoch, (*lost, *left))

@@ -61,7 +61,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         sessions: Sessions | None,
-        before_answer: Callable[[str], None],
+        before_answer: Callable[[str], Awaitable[None]],
         admission: Admission,
         uid_of: Callable[[str], int | None] = lambda peer: None,
         seal: Seal | None = None,
@@ -105,7 +105,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 admitted = self._admitted(counted, requests, context, handler, method, metadata)
                 async with admitted as request:
                     found = await handler.unary_unary(request, context)
-                    self._before_answer(method)
+                    await self._before_answer(method)
                     answer = handler.response_serializer(found)
                     counted.answer(len(answer))
                     return answer

@@ -7,7 +7,7 @@ allocated ahead, so that a full disk is noticed before anything is promised.
 
 The daemon's own is not synced to the disk: what a host crash takes from the page cache concerned
 processes and memory that the crash took too. A killed daemon loses nothing that `write` took. What
-other hosts were told must survive this one's crash, so the cluster's is synced.
+other hosts were told must survive this one's crash, so the cluster's is synced before they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import signal
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +93,7 @@ class Journal:
 
         Args:
             name: begins the names of its failpoints.
-            synced: a record that `append` took survives a crash of the host.
+            synced: a new file survives a crash of the host, and a record once it was synced.
         """
         self._path = path
         self._failpoints = failpoints
@@ -216,9 +216,22 @@ class Journal:
             os.pwrite(self._fd, data[: len(data) // 2], self._end)
             os.kill(os.getpid(), signal.SIGKILL)
         _write_all(self._fd, data, self._end)
-        if self._synced:
-            os.fdatasync(self._fd)
         self._end += len(data)
+
+    def begin_sync(self) -> Callable[[], None]:
+        """What to call, blocking and on whatever thread: then what `append` took before survives a
+        crash of the host, or `error` says why not, and a new file has to take its place."""
+        fd = os.dup(self._fd)  # a new file may take its place meanwhile
+
+        def sync() -> None:
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                self.error = error.strerror or str(error)
+            finally:
+                os.close(fd)
+
+        return sync
 
     @property
     def wants_compaction(self) -> bool:
@@ -228,6 +241,9 @@ class Journal:
 
     def compact(self, facts: Mapping[str, Any]) -> bool:
         """Puts a file of these facts alone in the place of the old one; False where that fails."""
+        if self._fd < 0:
+            self.error = "it is closed"
+            return False
         fresh = self._path.with_name(f"{self._path.name}.new")
         records = [_encode(number, fact) for number, fact in enumerate(facts.items(), start=1)]
         data = MAGIC + b"".join(records)

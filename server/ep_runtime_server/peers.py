@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -17,12 +18,24 @@ from ep_runtime_server.cluster_config import Tls
 from ep_runtime_server.seal import Seal
 
 
+async def _at_once() -> None:
+    """Where nothing has to be written first."""
+
+
 class Peers:
     """Lives on the event loop's thread."""
 
-    def __init__(self, tls: Tls | None, clock: Clock, seal: Seal | None = None) -> None:
-        """`seal` goes on every request of plain TCP, where there is one."""
+    def __init__(
+        self,
+        tls: Tls | None,
+        clock: Clock,
+        seal: Seal | None = None,
+        before_asking: Callable[[], Awaitable[None]] = _at_once,
+    ) -> None:
+        """`seal` goes on every request of plain TCP, where there is one; `before_asking()` returns
+        once what we know may be told."""
         self._seal = seal
+        self._before_asking = before_asking
         self._credentials = (
             grpc.ssl_channel_credentials(
                 root_certificates=tls.authority,
@@ -75,6 +88,7 @@ class Peers:
                 since the calls to that address began to fail.
             EpRuntimeError: what the other daemon raised.
         """
+        await self._before_asking()
         channel: Any = self._channel(name, address)
         path, answer_type = _rpc(method)
         data = request.SerializeToString()

@@ -188,7 +188,7 @@ class Runtime:
                 address=f"unix://{self.settings.directory}",
             )
 
-    def before_answer(self, method: str) -> None:
+    async def before_answer(self, method: str) -> None:
         """What an RPC changed is in the journal before anybody hears of it.
 
         Raises:

@@ -87,7 +87,7 @@ class Spanning:
         coordination: Coordination,
         groups: Groups,
         tell: Teller,
-        heard_epoch: Callable[[int], None],
+        heard_epoch: Callable[[int], Awaitable[None]],
         events: EventLog,
     ) -> None:
         """`heard_epoch` writes it down: a coordinator that lost its file learns it from us."""
@@ -147,7 +147,7 @@ class Spanning:
                 group.elsewhere = frozenset(group.missing_ranks).difference(known)
                 if view is not None:
                     known = []
-                    self._heard_epoch(view.epoch)
+                    await self._heard_epoch(view.epoch)
                     await self._attempt(group, generation, claims, view)
             except _TRY_AGAIN as error:
                 self._events.add(

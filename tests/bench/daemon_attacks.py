@@ -20,10 +20,11 @@ from typing import Any
 
 import grpc
 from harness import DaemonProcess
+from http2_calls import UnreadCalls
 from raw_client import Client, Stubs, close_fds, connect, make_spec, new_op_id
 
 from ep_runtime import board, errors, wire
-from ep_runtime.v1 import fd_socket_pb2, layer_service_pb2, types_pb2
+from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
 SAMPLED_S = 2.0  # the reaper comes by in that time, more than once
 _pause = threading.Event()  # never set: waits of a given length
@@ -133,6 +134,35 @@ def refused_hellos(daemon: DaemonProcess, client: Client) -> None:
             connection.recv(4096)
 
 
+def hellos_at_once(daemon: DaemonProcess, client: Client) -> None:
+    """As many as one user may have connections, ten times."""
+    hello = fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(api_versions=["v1"], pid=1))
+    for _ in range(10):
+        with contextlib.ExitStack() as held:
+            connections = [held.enter_context(connect(daemon.directory)) for _ in range(250)]
+            daemon.status()
+            for connection in connections:
+                connection.send(hello.SerializeToString())
+            for connection in connections:
+                connection.recv(4096)
+
+
+def unread_answers(daemon: DaemonProcess, client: Client) -> None:
+    """Of 20 connections with 250 calls each, of which no answer finds room."""
+    client.create(make_spec("unread"))
+    request = group_service_pb2.GetGroupRequest(name="unread").SerializeToString()
+    with contextlib.ExitStack() as held:
+        for _ in range(20):
+            calls = held.enter_context(UnreadCalls(daemon.directory))
+            for number in range(250):
+                if number % 2:
+                    calls.send("/grpc.health.v1.Health/Check")
+                else:
+                    method = "/ep_runtime.v1.GroupService/GetGroup"
+                    calls.send(method, request, client.metadata)
+        _pause.wait(SAMPLED_S)
+
+
 ATTACKS: dict[str, Callable[[DaemonProcess, Client], None]] = {
     "nothing": idle,
     "ranks_offset = 2^64 - 64": header("ranks_offset", 2**64 - 64),
@@ -146,6 +176,8 @@ ATTACKS: dict[str, Callable[[DaemonProcess, Client], None]] = {
     "5 x 4,096 equal layers": layers(4096, equal=True),
     "5 x 4,096 layers": layers(4096, equal=False),
     "2,200 refused hellos": refused_hellos,
+    "10 x 250 hellos at once": hellos_at_once,
+    "5,000 calls whose answers nobody reads": unread_answers,
 }
 
 

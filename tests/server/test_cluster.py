@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 from cluster_places import loopback, make_certificates, place, plain_tcp, tls_flags
 from harness import FakeClock, eventually
-from raw_client import make_spec
+from raw_client import WAIT_S, make_spec
 
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
@@ -207,6 +210,25 @@ def test_what_no_daemon_of_ours_says_is_refused(start_daemon, call_node, fields,
     with pytest.raises(error, match=match):
         call_node(address, NODE, "JoinCluster", request)
     assert states(a) == {"a": "JOINED"}
+
+
+def test_a_node_hears_nothing_that_is_not_on_the_disk(start_daemon, call_node, monkeypatch):
+    address, taken, asked = place(), threading.Event(), threading.Event()
+    a = start_daemon(cluster=coordinates(address))
+
+    def sync(fd: int) -> None:
+        asked.set()
+        assert taken.wait(WAIT_S)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    request = node_service_pb2.JoinClusterRequest(identity=identity("x", address=place()))
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(call_node, address, NODE, "JoinCluster", request)
+        assert asked.wait(WAIT_S)
+        assert a.status().cluster.nodes  # others are answered
+        assert not joining.done()
+        taken.set()
+        assert joining.result(WAIT_S).lease_id
 
 
 def test_an_epoch_of_a_node_that_lies_spoils_nothing(start_daemon, call_node):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import errno
+import os
+import threading
 
 import pytest
 from harness import FakeClock
@@ -251,6 +255,43 @@ def test_a_disk_that_was_full_for_a_moment_is_forgiven(tmp_path):
     coordinator.restart()
     assert coordinator.facts.epoch == 1
     coordinator.facts.close()
+
+
+def test_a_slow_disk_holds_who_asks_and_not_the_loop(coordinator, monkeypatch):
+    facts, taken = coordinator.facts, threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda fd: taken.wait(10.0))
+
+    async def scene() -> None:
+        epoch = facts.next_epoch()  # known here
+        telling = [asyncio.ensure_future(facts.durable()) for _ in range(3)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not any(done.done() for done in telling)  # and told to nobody
+        assert facts.next_epoch() == epoch + 1
+        taken.set()
+        await asyncio.gather(*telling)
+        await facts.durable()
+
+    asyncio.run(scene())
+
+
+def test_what_a_disk_does_not_keep_is_written_anew_or_not_said(coordinator, monkeypatch):
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    facts = coordinator.facts
+    facts.next_epoch()
+    monkeypatch.setattr(os, "fdatasync", broken)
+    asyncio.run(facts.durable())  # in a new file
+    facts.next_epoch()
+    monkeypatch.setattr(os, "fsync", broken)
+    for _ in range(2):
+        with pytest.raises(PoolExhaustedError, match="must know: broken; retry"):
+            asyncio.run(facts.durable())
+    monkeypatch.undo()
+    asyncio.run(facts.durable())
+    coordinator.restart()
+    assert coordinator.facts.epoch == 2
 
 
 def test_an_epoch_that_nobody_can_know_of_is_not_believed(coordinator):
