@@ -246,8 +246,8 @@ async def _read(requests: AsyncIterator[bytes], handler: Any) -> Any:
 
 
 def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
-    """What the caller hears. Raises what has been answered already."""
-    if isinstance(error, grpc.aio.AbortError):
+    """What the caller hears. Raises what has been answered already, or finds no caller any more."""
+    if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
         raise error
     if not isinstance(error, EpRuntimeError):
         logging.getLogger(__name__).error("%s failed", method, exc_info=error)

@@ -13,6 +13,7 @@ import time
 import grpc
 import pytest
 from cluster_places import loopback, make_certificates, tls_flags
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import Watcher, eventually
 from raw_client import WAIT_S, Stubs, hello, make_spec
 
@@ -250,9 +251,11 @@ def test_callers_who_went_away_are_no_failures_in_the_log(daemon_process):
     """Answers and refusals to calls whose deadlines end while they are on their way."""
     daemon = daemon_process()
     stranger = Stubs(daemon.directory, wire.API_SOCKET)
+    health = health_pb2_grpc.HealthStub(stranger.channel)
     requests = [
         (stranger.sessions.GetServerInfo, session_service_pb2.GetServerInfoRequest()),
         (stranger.sessions.Heartbeat, session_service_pb2.HeartbeatRequest()),
+        (health.Check, health_pb2.HealthCheckRequest(service="of nobody")),
     ]
     for number in range(400):
         calls = [
