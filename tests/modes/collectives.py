@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from ep_runtime_client.ops.partitioned import TARGET
+
 _LINE = re.compile(
     r"= (?P<shape>\(.*?\)|\S+) (?P<kind>all-gather|all-reduce|all-to-all|reduce-scatter"
     r"|collective-permute|ragged-all-to-all|collective-broadcast)(?P<start>-start)?\("
@@ -30,8 +32,7 @@ def count(compiled: Any) -> Counter[tuple[str, str]]:
     return Counter((kind, dtype) for kind, dtype, _ in _moved(compiled))
 
 
-_POINTER = re.compile(r'backend_config = "\d+"')
-_FINGERPRINT = re.compile(r"dense<\d{5,}> : tensor<i32>")
+_NAME = re.compile(rf'(@{TARGET}.*?backend_config) = "[0-9a-f]+"')
 
 
 def unnamed(lowered: str) -> str:
@@ -39,7 +40,7 @@ def unnamed(lowered: str) -> str:
 
     Programs that are the same then, and whose rules are told the same, are the same compiled.
     """
-    return _FINGERPRINT.sub("", _POINTER.sub("", lowered))
+    return _NAME.sub(r"\1", lowered)
 
 
 def moved_bytes(compiled: Any, kind: str) -> int:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
+from ep_runtime_client.ops import partitioned
 
 EXPERTS, HIDDEN, MLP, TOKENS = 4, 256, 256, 16
 MESHES: dict[str, Any] = {
@@ -127,5 +128,5 @@ def test_a_step_of_the_block_moves_the_same_kinds_and_bytes(mesh: str, recipe: s
 @pytest.mark.parametrize("form", ["nnx", "linen"])
 def test_the_modules_are_the_same_program(form: str, recipe: str) -> None:
     programs = [lowered(each, "tp", recipe, "auto").as_text() for each in (form, "moe")]
-    assert "CustomSPMDPartitioning" in programs[0]
+    assert partitioned.TARGET in programs[0]
     assert len({collectives.unnamed(text) for text in programs}) == 1

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import placement
+from ep_runtime_client.ops import partitioned, placement
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -148,7 +148,7 @@ def test_auto_takes_the_rule_where_nothing_tells_how_a_weight_lies(make_group: M
     def ruled(layer: Any, operands: Any = None, **options: Any) -> bool:
         operands = placed(layer.mesh) if operands is None else operands
         text = jax.jit(gemm(layer, **options)).lower(*operands).as_text()
-        return "CustomSPMDPartitioning" in text
+        return partitioned.TARGET in text
 
     assert ruled(layer)
     assert ruled(layer, recipe=recipes.TensorScaling())

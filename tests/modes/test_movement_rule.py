@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ep_runtime_client import ops
 from ep_runtime_client.explain import explain_text
+from ep_runtime_client.ops import partitioned
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -72,7 +73,7 @@ def test_rule_and_shard_map_give_the_same_bits(
         run = program(layer)
         # 3-D tracers cannot tell how they lie; the first way that divides is taken.
         compiled = run.lower(*(placed if len(lead) == 1 else draw(lead))).compile()
-        custom = "CustomSPMDPartitioning" in run.lower(*draw(lead)).as_text()
+        custom = partitioned.TARGET in run.lower(*draw(lead)).as_text()
         assert custom == (partitioning == "rule")
         counts.append(collectives.count(compiled))
         results.append(jax.tree.leaves(run(*placed)))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -20,7 +19,6 @@ import ep_runtime
 from ep_runtime import specs
 from ep_runtime_client.ops import partitioned, scopes
 from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.rule import make_cacheable
 
 
 def serves(call: Call, mesh: Any) -> bool:
@@ -57,7 +55,6 @@ def per_device(
         in_specs: one per operand.
         out_specs: a prefix of what `body` returns.
     """
-    make_cacheable()
     mesh = Mesh(call.mesh.devices, call.mesh.axis_names)
     shapes = jax.eval_shape(mapped, *operands)
     leaves, tree = jax.tree.flatten(shapes)
@@ -70,13 +67,10 @@ def per_device(
         ),
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
-    given = [NamedSharding(mesh, PartitionSpec()), *(NamedSharding(mesh, s) for s in in_specs)]
+    given = [NamedSharding(mesh, spec) for spec in in_specs]
     made = [NamedSharding(mesh, spec) for spec in spread]
 
     def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return mapped_leaves(*operands[1:])
-
-    def mapped_leaves(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(mapped(*operands)))
 
     def partition(mesh_: Any, operands: Any, results: Any) -> Any:
@@ -85,35 +79,32 @@ def per_device(
                 jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
                 scopes.scope(op, call.layer),
             ):
-                return tuple(jax.tree.leaves(body(*blocks[1:])))
+                return tuple(jax.tree.leaves(body(*blocks)))
 
         return mesh, lower, tuple(made), tuple(given)
 
     partitioned_op = custom_partitioning(whole)
+    partitioned_op.def_partition(partition, sharding_rule=_factors(operands, leaves))
     identity = _identity(call, op, in_specs)
-    factors = _factors([jnp.zeros(1), *operands], leaves)
-    partitioned_op.def_partition(partition, sharding_rule=factors)
-
-    def ruled(*operands: jax.Array) -> Any:
-        return partitioned_op(jnp.full((1,), identity, jnp.int32), *operands)
-
     pinned = [
         lax.with_sharding_constraint(x, sharding)
-        for x, sharding in zip(operands, given[1:], strict=True)
+        for x, sharding in zip(operands, given, strict=True)
     ]
     results = [
         lax.with_sharding_constraint(x, sharding)
-        for x, sharding in zip(partitioned.run(ruled, mapped_leaves, *pinned), made, strict=True)
+        for x, sharding in zip(
+            partitioned.run(partitioned_op, whole, identity, *pinned), made, strict=True
+        )
     ]
     return jax.tree.unflatten(tree, results)
 
 
 def _identity(call: Call, op: str, in_specs: Sequence[PartitionSpec]) -> int:
-    """Everything that `body` depends on and the text before partitioning does not say."""
+    """Of everything that `body` depends on."""
     meta, layer = call.meta, call.layer
     parts = (meta.layout, meta.capacity, meta.handle, layer.base_id, layer.fingerprint)
     named = (ep_runtime.__version__, op, repr(parts), repr(tuple(in_specs)))
-    return specs.stable_id("movement", *named) & 0x7FFFFFFF
+    return specs.stable_id("movement", *named)
 
 
 def _factors(operands: Sequence[Any], results: Sequence[Any]) -> str:

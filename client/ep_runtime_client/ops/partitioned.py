@@ -2,64 +2,130 @@
 
 A rule calls back into Python while XLA partitions, so no exported program can hold one. What a
 program is made for is known when it is lowered, not while it is traced: the op holds both forms.
+
+JAX's own custom call asks anew for every call of a program, and names what it asks by an address.
+Ours has a name that every process gives alike: the layers of a model share one answer, and a
+persistent cache may key on the program's text.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+from jax._src import custom_partitioning as jax_rule
+from jax._src import xla_bridge
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+from jaxlib import xla_client
+
+from ep_runtime import specs
+from ep_runtime_client.ops import slack
+
+TARGET = "ep_runtime.partitioned"
 
 
 def run(
-    ruled: Callable[..., Any], mapped: Callable[..., Any], *operands: jax.Array
+    ruled: Callable[..., Any], mapped: Callable[..., Any], identity: int, *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
     """`ruled(*operands)`, and `mapped(*operands)` where the program is exported.
 
     Args:
-        ruled: calls a function of custom_partitioning.
+        ruled: a function of custom_partitioning.
         mapped: the same by a shard_map. It may raise where it cannot be that.
+        identity: of everything that the rule's callback depends on, the same in every process.
         operands: global arrays.
 
     Returns:
         The arrays that both return, as a tuple.
     """
-    return tuple(
-        _partitioned_p.bind(*operands, ruled=jax.make_jaxpr(ruled)(*operands), mapped=mapped)
-    )
+    held = {"ruled": jax.make_jaxpr(ruled)(*operands), "mapped": mapped, "identity": identity}
+    return tuple(_partitioned_p.bind(*operands, **held))
 
 
-class _UntilCompiled:
-    """What XLA calls back while it compiles; a serialized executable needs nothing of it."""
+class _Asked:
+    """What XLA asks of equal calls, answered once. A serialized executable asks no more."""
 
-    def __init__(self, kept: Any = None) -> None:
-        self.kept = kept
+    def __init__(self, info: Any = None) -> None:
+        self.info = info
+        self.answers: dict[tuple[str, ...], Any] = {}
 
     def __reduce__(self) -> Any:
-        return _UntilCompiled, ()
+        return _Asked, ()
 
 
-def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any]) -> Any:
+# By name in programs. Programs keep theirs alive until they are compiled, and JAX after that.
+_asked: weakref.WeakValueDictionary[str, _Asked] = weakref.WeakValueDictionary()
+
+
+def _partition(shapes: Any, shardings: Any, result: Any, sharding: Any, name: bytes) -> Any:
+    """XLA's callback: a module for one device, and how operands are taken and results lie."""
+    asked = _asked[name.decode()]
+    arrived = tuple(map(str, (*shapes, *shardings, result, sharding)))
+    if arrived not in asked.answers:
+        address = str(id(asked.info)).encode()
+        asked.answers[arrived] = jax_rule._custom_partitioning_partition(
+            shapes, shardings, result, sharding, address
+        )
+    return asked.answers[arrived]
+
+
+def _as_it_is(sharding: Any, shape: Any, name: bytes) -> Any:
+    return sharding  # Shardy propagates by the rule's factors
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("Shardy asks nobody how results lie")
+
+
+def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], identity: int) -> Any:
     module = ctx.module_context
     several = getattr(module.axis_context, "num_devices", None) != 1
     if module.lowering_parameters.for_export and several:
         return mlir.lower_fun(mapped, multiple_results=True)(ctx, *operands)
     kept: list[Any] = module.keepalives
     before = len(kept)
-    results = mlir.lower_fun(jaxpr_as_fun(ruled), multiple_results=True)(ctx, *operands)
-    kept[before:] = map(_UntilCompiled, kept[before:])
+    (rule,) = ruled.eqns
+    results = jax_rule._custom_partitioning_lowering_rule(ctx, *operands, **rule.params)
+    if kept[before:]:  # there are several devices
+        (info,) = kept[before:]
+        name = _name(identity, info)
+        asked = _asked.setdefault(name, _Asked(info))
+        kept[before:] = [asked]
+        call = results[0].owner
+        call.attributes["call_target_name"] = mlir.ir.StringAttr.get(TARGET)
+        call.attributes["backend_config"] = mlir.ir.StringAttr.get(name)
     return results
 
 
-def _run_here(*operands: jax.Array, ruled: Any, mapped: Any) -> Any:
+def _name(identity: int, info: Any) -> str:
+    """The same for calls with one answer: what a trace of the rule's body reads is in it."""
+    config: Any = jax.config
+    mesh, platforms = dict(info.mesh.shape), tuple(info.module_context.platforms)
+    read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64)
+    return f"{specs.stable_id('partitioned', str(identity), repr((mesh, platforms, read))):x}"
+
+
+def _run_here(*operands: jax.Array, ruled: Any, mapped: Any, identity: int) -> Any:
     return jax.jit(jaxpr_as_fun(ruled))(*operands)
 
 
 _partitioned_p = Primitive("ep_partitioned")
 _partitioned_p.multiple_results = True
 _partitioned_p.def_impl(_run_here)
-_partitioned_p.def_abstract_eval(lambda *_, ruled, mapped: ruled.out_avals)
+_partitioned_p.def_abstract_eval(lambda *_, ruled, mapped, identity: ruled.out_avals)
 mlir.register_lowering(_partitioned_p, _lower)
+
+_register = partial(
+    xla_client.register_custom_call_partitioner,
+    name=TARGET,
+    prop_user_sharding=_as_it_is,
+    partition=_partition,
+    infer_sharding_from_operands=_never,
+    can_side_effecting_have_replicated_sharding=True,
+)
+_register()
+xla_bridge.register_plugin_callbacks(_register)

@@ -9,13 +9,12 @@ per-device function, collectives included.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -29,10 +28,8 @@ from ep_runtime_client.ops.placement import Axes, Entries, Roles, entries_of
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.resolved import Resolved
 
-_log = logging.getLogger("ep_runtime")
 # Factors of dims that lie alike in every op of a layer: that of slabs, and what is inside one.
 SLABS, ROWS = "r", ("c", "c32", "l")
-_CACHE_KEY_SWITCH = "jax_remove_custom_partitioning_ptr_from_cache_key"
 
 
 class Op(Protocol):
@@ -64,19 +61,11 @@ class Op(Protocol):
 
 
 def run(op: Op, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The op's results; how operands lie decides the partitioner. `mapped` is for exports.
-
-    An int32 operand in front names everything that the callback depends on: the compiled text
-    before partitioning says nothing else about it, and a persistent cache keys on that text.
-    """
-    make_cacheable()
-
-    def ruled(*operands: jax.Array) -> Any:
-        given, made = op.factors()
-        identity = jnp.full((1,), _fingerprint(op), jnp.int32)
-        return _pinned(op, made, _rule(op, identity, *_pinned(op, given, operands)))
-
-    return partitioned.run(ruled, mapped, *operands)
+    """The op's results; how operands lie decides the partitioner. `mapped` is for exports."""
+    given, made = op.factors()
+    pinned = _pinned(op, given, operands)
+    results = partitioned.run(functools.partial(_rule, op), mapped, _identity(op), *pinned)
+    return tuple(_pinned(op, made, results))
 
 
 def _pinned(op: Op, factors: Sequence[str], arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -101,7 +90,7 @@ def _pinned(op: Op, factors: Sequence[str], arrays: Sequence[jax.Array]) -> list
     return [pin(*each) for each in zip(arrays, factors, strict=True)]
 
 
-def _fingerprint(op: Op) -> int:
+def _identity(op: Op) -> int:
     settings: Any = op
     parts = [
         f"{field.name}={getattr(op, field.name)!r}"
@@ -109,21 +98,10 @@ def _fingerprint(op: Op) -> int:
         if field.name != "where"  # its mesh names devices
     ]
     named = (ep_runtime.__version__, type(op).__name__, op.where.named_in_programs())
-    return specs.stable_id("rule", *named, *parts) & 0x7FFFFFFF
+    return specs.stable_id("rule", *named, *parts)
 
 
-def make_cacheable() -> None:
-    """JAX keys cached programs with a rule by a pointer, which no other process has: not so here.
-
-    What the callback depends on is in the program's text, by the identity operand.
-    """
-    config: Any = jax.config
-    if config.jax_compilation_cache_dir and not getattr(config, _CACHE_KEY_SWITCH):
-        jax.config.update(_CACHE_KEY_SWITCH, True)
-        _log.info("%s is on now: programs with sharding rules are cached too", _CACHE_KEY_SWITCH)
-
-
-def _whole(op: Op, identity: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _whole(op: Op, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The op where there is one device, and the shapes of its results everywhere."""
     shapes = [x.shape for x in operands]
     nothing = [entries_of(None, len(shape)) for shape in shapes]
@@ -134,15 +112,15 @@ def _whole(op: Op, identity: jax.Array, *operands: jax.Array) -> tuple[jax.Array
 
 def _shardy_rule(op: Op, mesh: Any, operands: Any, results: Any) -> str:
     given, made = op.factors()
-    return ", ".join(["identity", *given]) + " -> " + ", ".join(made)
+    return ", ".join(given) + " -> " + ", ".join(made)
 
 
 def _partition(op: Op, mesh: Mesh, operands: Any, results: Any) -> Any:
     """custom_partitioning's callback."""
     mesh = _mesh(op, mesh)
-    arrived = [_entries(each, mesh) for each in operands[1:]]
+    arrived = [_entries(each, mesh) for each in operands]
     wanted = [_entries(each, mesh) for each in results]
-    shapes = [tuple(each.shape) for each in operands[1:]]
+    shapes = [tuple(each.shape) for each in operands]
     try:
         roles = op.where.roles
         if roles is None:
@@ -154,7 +132,7 @@ def _partition(op: Op, mesh: Mesh, operands: Any, results: Any) -> Any:
         fields = json.dumps(error.fields)
         raise ValueError(f"EP_RUNTIME/InvalidArgumentError: {error} {fields}") from error
 
-    def lower(identity: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+    def lower(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         # JAX 0.12 traces this under the ambient mesh, whose Explicit axes do not belong here.
         with (
             jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
@@ -166,7 +144,7 @@ def _partition(op: Op, mesh: Mesh, operands: Any, results: Any) -> Any:
         mesh,
         lower,
         tuple(_sharding(mesh, entries) for entries in resolved.results),
-        (_sharding(mesh, ()), *(_sharding(mesh, entries) for entries in resolved.operands)),
+        tuple(_sharding(mesh, entries) for entries in resolved.operands),
     )
 
 
