@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from gpu import gpu_steps
 from gpu.gpu_jobs import TRIAL
 
 import ep_runtime as ep
+from ep_runtime_server import descriptor_child
+from ep_runtime_server.cuda_device import BindingsDriver
 
 _HELD_BYTES = 32 << 30
 _HIDDEN = 16384
@@ -50,3 +53,15 @@ def test_windows_without_room_are_refused_with_sizes_and_a_hint(
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in str(caught.value) or share > 1
     held.delete()
     gpu_steps.Steps(session, "small", gpus).run()
+
+
+@pytest.mark.skipif(TRIAL, reason="CPU devices have no memory of their own")
+def test_what_a_daemon_exports_is_memory_where_it_comes_back(gpus: list[Any]) -> None:
+    driver = BindingsDriver()
+    handle = driver.create(0, driver.granularity(0))
+    fd = driver.export_fd(handle)
+    try:
+        assert descriptor_child.is_memory(fd), os.readlink(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+        driver.release(handle)
