@@ -22,7 +22,7 @@ from ep_runtime.v1 import types_pb2
 
 _ANCILLARY = socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET)
 ANSWER_S = 5.0  # less than the daemon's patience with a silent connection, which would hide it
-_NUM_FDS = [1, 1, 2, 3, wire.MAX_FDS_PER_PACKET, wire.MAX_FDS_PER_PACKET + 1, 253]
+_NUM_FDS = [1, 2, 2, 2, 2, 3, wire.MAX_FDS_PER_PACKET, wire.MAX_FDS_PER_PACKET + 1, 253]
 
 
 def _models(client: Client, group: types_pb2.Group, ticket: str) -> list[pb.FdRequest]:

@@ -156,8 +156,8 @@ def _settled(daemon: DaemonProcess, before: Held | None) -> Held:
     try:
         eventually(settled, within_s=SETTLED_S)
     except AssertionError:
-        left = [daemon.ask("ListSessions"), daemon.ask("ListGroups"), daemon.ask("ListBuffers")]
-        raise AssertionError(f"before {before}, {SETTLED_S} s after: {held}, {left}") from None
+        left = f"{daemon.ask('ListGroups')} {daemon.ask('ListBuffers')}"
+        raise AssertionError(f"before {before}, {SETTLED_S} s after: {held} {left:.4000}") from None
     return held
 
 

@@ -208,7 +208,9 @@ class DaemonProcess(Served):
         super().close()
         if self.popen.poll() is None:
             self.popen.kill()
-        if self.popen.stderr is not None and not self.popen.stderr.closed:
+        if self.popen.stderr is None:
+            self.popen.wait(WAIT_S)
+        elif not self.popen.stderr.closed:
             self.popen.communicate(timeout=WAIT_S)
 
 

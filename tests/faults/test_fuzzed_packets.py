@@ -21,5 +21,5 @@ pytestmark = pytest.mark.timeout(4 * 3600)
 def test_any_packets_are_answered(fuzzed_daemon, fuzz, well, inputs):
     daemon, log = fuzzed_daemon()
     answers = campaign(daemon, fuzz, inputs)
-    assert answers[well] > inputs / 1000
+    assert answers[well]
     end_well(daemon, log)
