@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc
-from grpc.aio import _server
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 
 class _Calls(cygrpc.AioServer):  # type: ignore[misc]
@@ -35,15 +34,13 @@ async def _refuse(call: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
-class _Server(_server.Server):
-    def __init__(self, interceptors: Sequence[Any], options: Sequence[tuple[str, Any]]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._server = _Calls(self._loop, None, (), tuple(interceptors), tuple(options), None)
-
-
 def make_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
     """As `grpc.aio.server`, for methods that are registered, as generated code adds them."""
-    server: Any = _Server(interceptors, options)
-    return server  # type: ignore[no-any-return]
+    stock = cygrpc.AioServer
+    cygrpc.AioServer = _Calls  # gRPC's releases differ in what they make theirs of
+    try:
+        return grpc.aio.server(interceptors=interceptors, options=options)
+    finally:
+        cygrpc.AioServer = stock
