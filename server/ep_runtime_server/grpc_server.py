@@ -39,6 +39,8 @@ def make_server(
 ) -> grpc.aio.Server:
     """As `grpc.aio.server`, for methods that are registered, as generated code adds them."""
     stock = cygrpc.AioServer
+    if not hasattr(stock, "_request_registered_call"):  # releases that take every call by this way
+        return grpc.aio.server(interceptors=interceptors, options=options)
     cygrpc.AioServer = _Calls  # gRPC's releases differ in what they make theirs of
     try:
         return grpc.aio.server(interceptors=interceptors, options=options)
