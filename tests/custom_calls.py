@@ -16,7 +16,7 @@ import hlo_scan
 import jax
 from jax.extend import core
 
-from ep_runtime_client.ops import scopes
+from ep_runtime_client.ops.tracing import scopes
 
 Calls = Counter[str]  # target: times that a device runs it
 

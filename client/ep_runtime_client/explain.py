@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from ep_runtime_client.ops import scopes
+from ep_runtime_client.ops.tracing import scopes
 
 KINDS = (
     "all-gather",

@@ -19,7 +19,6 @@ from ep_runtime_client.moe_checks import Recipes
 from ep_runtime_client.moe_options import MoEOptions
 from ep_runtime_client.ops import activation_kernels, quantized_activation, routing
 from ep_runtime_client.ops.activation import activate
-from ep_runtime_client.ops.ambient import open_layer
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.combine import merge
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
@@ -30,7 +29,8 @@ from ep_runtime_client.ops.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.router_matmul import router_logits
 from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
-from ep_runtime_client.ops.scopes import scope
+from ep_runtime_client.ops.tracing.ambient import open_layer
+from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.params import MoEParams as MoEParams
 from ep_runtime_client.params import init_moe_params as init_moe_params
 from ep_runtime_client.recipes import BF16, Recipe

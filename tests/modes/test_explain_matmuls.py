@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_client.ops.scopes import scope
+from ep_runtime_client.ops.tracing.scopes import scope
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 AXES = {"dp": 2, "fsdp": 2, "tp": 2, "ep": 1}

@@ -22,9 +22,9 @@ from ep_runtime_client.ops import (
     nccl,
     platform,
     row_kernels,
-    scopes,
     tf32_kernels,
 )
+from ep_runtime_client.ops.tracing import scopes
 
 COUNT, TOKENS, HIDDEN, EXPERTS, TOP_K = 3, 16, 32, 8, 2
 RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())

@@ -10,12 +10,13 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import eager, first_order, local_activation, regions, spread
+from ep_runtime_client.ops import local_activation, regions, spread
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.resolved import Resolved, Sums
-from ep_runtime_client.ops.varying import spread_over
+from ep_runtime_client.ops.tracing import eager, first_order
+from ep_runtime_client.ops.tracing.varying import spread_over
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.meshes import as_auto, explicit_axes, typed
 from ep_runtime_client.ops.partition_specs import Axes, entry_axes, known_spec
-from ep_runtime_client.ops.varying import spread_over, varied_axes
+from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 Spec = PartitionSpec | NamedSharding
 

@@ -17,7 +17,7 @@ from ep_runtime.specs import GroupSpec, check_holds_rows
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops.partition_specs import Axes
 from ep_runtime_client.ops.token_layout import TokenLayout
-from ep_runtime_client.ops.varying import settled
+from ep_runtime_client.ops.tracing.varying import settled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import eager, first_order, slack, twin
-from ep_runtime_client.ops.ambient import open_layer
+from ep_runtime_client.ops import twin
 from ep_runtime_client.ops.calls import Call, world_rank
 from ep_runtime_client.ops.dispatch import call_of_plan, check_width
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched
-from ep_runtime_client.ops.scopes import scope
+from ep_runtime_client.ops.tracing import eager, first_order, slack
+from ep_runtime_client.ops.tracing.ambient import open_layer
+from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
 
 

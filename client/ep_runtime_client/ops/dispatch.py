@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import eager, first_order, slack, token_watch, twin
-from ep_runtime_client.ops.ambient import manual_axes, open_layer
+from ep_runtime_client.ops import token_watch, twin
 from ep_runtime_client.ops.calls import Call, check_handle, world_rank
 from ep_runtime_client.ops.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
-from ep_runtime_client.ops.scopes import scope
+from ep_runtime_client.ops.tracing import eager, first_order, slack
+from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
+from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
 
 

@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime
 from ep_runtime import specs
-from ep_runtime_client.ops import partitioned, scopes
+from ep_runtime_client.ops import partitioned
 from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.tracing import scopes
 
 
 def serves(call: Call, mesh: Any) -> bool:

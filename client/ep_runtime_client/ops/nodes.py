@@ -45,8 +45,8 @@ from ep_runtime_client.ops.nodes_plan import (
 from ep_runtime_client.ops.nodes_rows import lined_up, sum_nodes
 from ep_runtime_client.ops.plan import NodePlanArrays
 from ep_runtime_client.ops.slots import rows_at
+from ep_runtime_client.ops.tracing.varying import like
 from ep_runtime_client.ops.transports import collectives
-from ep_runtime_client.ops.varying import like
 from ep_runtime_client.ops.xla import sum_dtype
 
 prepare = nodes_plan.prepare

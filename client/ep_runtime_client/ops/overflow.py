@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.tracing.varying import like
 
 
 def passed(call: Call, rank: jax.Array, index: jax.Array, demand: jax.Array) -> jax.Array:

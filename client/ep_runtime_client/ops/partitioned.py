@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from jaxlib import xla_client
 
 from ep_runtime import specs
-from ep_runtime_client.ops import slack
+from ep_runtime_client.ops.tracing import slack
 
 TARGET = "ep_runtime.partitioned"
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import stored
-from ep_runtime_client.ops import batch_shards, eager, permutation_plan
+from ep_runtime_client.ops import batch_shards, permutation_plan
 from ep_runtime_client.ops import permutation_checks as checks
 from ep_runtime_client.ops import permutation_rows as local
 from ep_runtime_client.ops.batch_shards import BatchShards, Spec
@@ -28,7 +28,8 @@ from ep_runtime_client.ops.permutation_plan import (
     PermutationMeta,
     PermutationPlan,
 )
-from ep_runtime_client.ops.varying import spread_over
+from ep_runtime_client.ops.tracing import eager
+from ep_runtime_client.ops.tracing.varying import spread_over
 
 
 @stored.pytree()

@@ -17,7 +17,7 @@ from ep_runtime.layout import align_up
 from ep_runtime_client import stored
 from ep_runtime_client.ops.batch_shards import BatchShards
 from ep_runtime_client.ops.slots import exclusive_sum, kept_rows, rows_at
-from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.tracing.varying import like
 
 
 @dataclasses.dataclass(frozen=True)

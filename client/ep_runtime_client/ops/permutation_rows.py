@@ -18,7 +18,7 @@ from ep_runtime_client.ops import permutation_kernels as kernels
 from ep_runtime_client.ops.permutation_plan import PermutationArrays
 from ep_runtime_client.ops.row_kernels import either
 from ep_runtime_client.ops.slots import exclusive_sum, rows_at
-from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.tracing.varying import like
 
 # Gathers of this many slots are written out, so that one fused pass adds them up.
 _WRITTEN_OUT = 16

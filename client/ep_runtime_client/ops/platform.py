@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 from ep_runtime import native
-from ep_runtime_client.ops.varying import spread_over, varied_axes
+from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 CAPABILITY = "9.0"  # Hopper: what the kernels are written and compiled for
 Result = TypeVar("Result")

@@ -10,8 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import eager, token_layout, twin
-from ep_runtime_client.ops.ambient import manual_axes, open_layer
+from ep_runtime_client.ops import token_layout, twin
 from ep_runtime_client.ops.calls import Call, PlanMeta, check_handle, resolve_capacity, world_rank
 from ep_runtime_client.ops.partition_specs import known_spec
 from ep_runtime_client.ops.plan import (
@@ -21,7 +20,9 @@ from ep_runtime_client.ops.plan import (
     PlanArrays,
     arrays_type,
 )
-from ep_runtime_client.ops.scopes import scope
+from ep_runtime_client.ops.tracing import eager
+from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
+from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.transports import per_device_ops
 
 

@@ -13,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops import (
     activation,
-    eager,
     local_activation,
     local_quantized_activation,
     quantize_ops,
@@ -27,6 +26,7 @@ from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 from ep_runtime_client.ops.operands import Packing, tile_of, unpack
 from ep_runtime_client.ops.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.resolved import Resolved
+from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe
 

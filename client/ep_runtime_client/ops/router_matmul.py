@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from ep_runtime_client.ops.platform import choose
-from ep_runtime_client.ops.varying import spread_over, varied_axes
+from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 _NARROW = jnp.dtype(jnp.bfloat16)
 _EXPONENT_BITS, _MANTISSA_BITS = 8, 7  # of bf16

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import stored
-from ep_runtime_client.ops import eager
+from ep_runtime_client.ops.tracing import eager
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.varying import spread_over, varied_axes
+from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 MIN_BLOCK_ROWS = 64  # smaller dots spend their time in the loop's own steps
 MAX_BLOCK_ROWS = 256

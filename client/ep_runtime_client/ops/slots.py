@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.tracing.varying import like
 
 
 def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:

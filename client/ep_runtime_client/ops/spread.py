@@ -22,8 +22,8 @@ from ep_runtime_client.ops.meshes import explicit_axes, typed
 from ep_runtime_client.ops.placement import Axes, Entries, Roles, say_once
 from ep_runtime_client.ops.regions import Where
 from ep_runtime_client.ops.rule import Op
-from ep_runtime_client.ops.unbatched import not_batched
-from ep_runtime_client.ops.varying import spread_over
+from ep_runtime_client.ops.tracing.unbatched import not_batched
+from ep_runtime_client.ops.tracing.varying import spread_over
 
 
 def run(op: Op, arrived: Sequence[Entries], *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 import jax
 
-from ep_runtime_client.ops import regions, rule, unbatched
+from ep_runtime_client.ops import regions, rule
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.resolved import Resolved
 from ep_runtime_client.ops.roles import Entries, Roles, flat, say_once
-from ep_runtime_client.ops.scopes import label
+from ep_runtime_client.ops.tracing import unbatched
+from ep_runtime_client.ops.tracing.scopes import label
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,13 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ep_runtime_client.ops import movement_rule
-from ep_runtime_client.ops.ambient import check_ambient
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.meshes import as_auto, explicit_axes, is_explicit, placed, typed
 from ep_runtime_client.ops.partition_specs import entry_axes, known_spec
 from ep_runtime_client.ops.token_layout import say_reshard
-from ep_runtime_client.ops.unbatched import not_batched
-from ep_runtime_client.ops.varying import spread_over, varied_axes
+from ep_runtime_client.ops.tracing.ambient import check_ambient
+from ep_runtime_client.ops.tracing.unbatched import not_batched
+from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 
 def slab_spec(call: Call) -> PartitionSpec:

@@ -22,7 +22,7 @@ from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.collectives import exchange
 from ep_runtime_client.ops.plan import PlanArrays
 from ep_runtime_client.ops.slots import exclusive_sum, packed, rows_at
-from ep_runtime_client.ops.varying import like
+from ep_runtime_client.ops.tracing.varying import like
 
 prepare = xla_plan.prepare
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ep_runtime_client.ops import slack
+from ep_runtime_client.ops.tracing import slack
 
 
 def run(
