@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+import ep_runtime as ep
 from ep_runtime.specs import GroupSpec
-from ep_runtime_client import ops
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops import reference
 
@@ -109,7 +109,7 @@ def run_ops(layer: Any, case: cases.Case, inputs: Inputs, **options: Any) -> dic
     """Plan, rows, output and gradients through dispatch and combine, in one program."""
 
     def forward(tokens: Any, weights: Any, factors: Any, topk_idx: Any) -> Any:
-        sent = ops.dispatch(
+        sent = ep.dispatch(
             layer,
             tokens,
             topk_idx,
@@ -119,7 +119,7 @@ def run_ops(layer: Any, case: cases.Case, inputs: Inputs, **options: Any) -> dic
             **options,
         )
         rows = jnp.tanh(sent.tokens) * factors
-        out = ops.combine(layer, sent, rows, weights=sent.weights if case.weighted else None)
+        out = ep.combine(layer, sent, rows, weights=sent.weights if case.weighted else None)
         return out, sent
 
     def loss(tokens: Any, weights: Any, factors: Any, cotangent: Any, topk_idx: Any) -> Any:

@@ -28,7 +28,6 @@ from ep_runtime_client.ops.operands import Matrix
 from ep_runtime_client.ops.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.router_matmul import router_logits
-from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.params import MoEParams as MoEParams

@@ -18,8 +18,8 @@ import fakes
 import jax
 import numpy as np
 
+import ep_runtime as ep
 from ep_runtime_bench import routing
-from ep_runtime_client import ops
 from ep_runtime_client.ops import nodes_plan
 from ep_runtime_client.ops.calls import Call
 
@@ -64,7 +64,7 @@ def figure(case: Case) -> dict[str, Any]:
     )
     layer = group.register_layer("moe", top_k=case.top_k)
     idx = routing.topk_idx(case.routing, case.ranks * case.tokens, experts, case.top_k)
-    plan = ops.prepare(layer, idx)
+    plan = ep.prepare(layer, idx)
     sent, least = nodes_plan.network_rows(Call(plan.meta, group.mesh), plan.arrays)
     group.close()
     rows = routing.traffic(idx, case.ranks, experts).rows

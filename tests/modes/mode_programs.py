@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 
 TOP_K, EXPERTS, HIDDEN = 2, 8, 16
 SPLIT = PartitionSpec(("dp", "ep"))
@@ -49,8 +49,8 @@ def draw(tokens: int = 32, seed: int = 0) -> tuple[Any, Any, Any]:
 
 def block(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:
     """A stand-in for experts: tanh of the rows, weighted."""
-    sent = ops.dispatch(layer, x, idx, weights, **options)
-    return ops.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
+    sent = ep.dispatch(layer, x, idx, weights, **options)
+    return ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
 
 
 def loss(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.explain import explain_text
 from ep_runtime_client.ops import partitioned
 
@@ -32,8 +32,8 @@ def draw(lead: tuple[int, ...] = (64,)) -> tuple[Any, ...]:
 
 
 def block(layer: Any, x: Any, weights: Any, idx: Any) -> Any:
-    sent = ops.dispatch(layer, x, idx, weights)
-    out = ops.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
+    sent = ep.dispatch(layer, x, idx, weights)
+    out = ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
     return out, sent.group_sizes
 
 

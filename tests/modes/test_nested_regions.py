@@ -26,7 +26,7 @@ from mode_programs import (
     put,
 )
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.moe import init_moe_params, moe
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -79,7 +79,7 @@ def test_values_and_gradients_in_a_region(make_group: MakeGroup, name: str, chec
     seen = []
 
     def local(x: Any, idx: Any, weights: Any) -> Any:
-        sent = ops.dispatch(layer, x, idx, weights)
+        sent = ep.dispatch(layer, x, idx, weights)
         seen.append(sent.tokens.shape[0])
         return loss(layer, x, idx, weights)
 
@@ -164,12 +164,12 @@ def test_a_plan_made_outside_serves_inside(make_group: MakeGroup) -> None:
     layer = group.register_layer("moe", top_k=2)
     x, idx, weights = put(group, P(("dp", "ep")), *draw())
 
-    def local(x: Any, weights: Any, plan: ops.Plan) -> Any:
-        sent = ops.dispatch(layer, x, None, weights, plan=plan)
-        return ops.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
+    def local(x: Any, weights: Any, plan: ep.Plan) -> Any:
+        sent = ep.dispatch(layer, x, None, weights, plan=plan)
+        return ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
 
     mapped = region(group, {"dp"}, P("dp"), True, local)
-    run = jax.jit(lambda x, idx, w: mapped(x, w, ops.prepare(layer, idx))).lower(x, idx, weights)
+    run = jax.jit(lambda x, idx, w: mapped(x, w, ep.prepare(layer, idx))).lower(x, idx, weights)
     compiled = run.compile()
     assert_close(compiled(x, idx, weights), meant(*draw()[::2]))
     assert collectives(compiled) == []

@@ -38,7 +38,6 @@ from stored_child import SPEC, open_group
 
 import ep_runtime as ep
 from ep_runtime import native
-from ep_runtime_client import ops
 from ep_runtime_client.ops import memfd
 
 CHILD_TIMEOUT_S = 120.0
@@ -112,12 +111,10 @@ def round_trip(function: Callable[..., Any], *operands: Any) -> Any:
 def test_our_classes_cross_an_export_as_arguments_and_results(layer: Any) -> None:
     """With what is static in them: the layer of a plan, a recipe, the mesh of a permutation."""
     x, idx, weights = operands_of(layer)
-    send = round_trip(lambda *args: ops.dispatch(layer, *args), x, idx, weights)
+    send = round_trip(lambda *args: ep.dispatch(layer, *args), x, idx, weights)
     sent = send(x, idx, weights)
     assert sent.plan.meta.layer == layer
-    back = round_trip(
-        lambda sent: ops.combine(layer, sent, sent.tokens, weights=sent.weights), sent
-    )
+    back = round_trip(lambda sent: ep.combine(layer, sent, sent.tokens, weights=sent.weights), sent)
     assert_close(back(sent), x * weights.sum(-1, keepdims=True))
 
     params = ep.init_moe_params(jax.random.key(0), layer, 8)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.params import MoEParams
 
 
@@ -37,7 +37,7 @@ class Dense:
         logits = x @ params.router
         if params.router_bias is not None:
             logits = logits + params.router_bias
-        routed = ops.route(logits, self.top_k, **self.routing)
+        routed = ep.route(logits, self.top_k, **self.routing)
         chosen = jax.nn.one_hot(routed.topk_idx, experts, dtype=x.dtype)
         spread = (chosen * routed.topk_weights[..., None]).sum(-2)
         inner = jnp.einsum("...h,ehm->...em", x, params.wi.reshape(*params.wi.shape[:2], -1))
@@ -52,7 +52,7 @@ class Dense:
         if params.wo_bias is not None:
             out = out + params.wo_bias
         y = jnp.einsum("...eh,...e->...h", out, spread)
-        return y, ops.aux_loss(routed, coeff=self.coeff)
+        return y, ep.aux_loss(routed, coeff=self.coeff)
 
     def graded(self, x: Any, params: MoEParams) -> Any:
         """`graded` of the reference on one device, operands widened to f64."""

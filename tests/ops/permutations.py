@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.ops import permutation_reference as reference
 from ep_runtime_client.ops.permutation_plan import row_bound
 
@@ -141,14 +141,14 @@ def inputs_of(case: Case, shards: int = 1, seed: int = 0) -> Inputs:
 def there_and_back(case: Case, inputs: Inputs, **options: Any) -> Any:
     """(tokens that came back, probs of rows, Permuted)."""
     name = "routing_map" if case.from_map else "topk_idx"
-    p = ops.permute(
+    p = ep.permute(
         inputs.tokens,
         **{name: inputs.choice},
         probs=inputs.probs,
         **case.options,
         **options,
     )
-    back = ops.unpermute(jnp.tanh(p.tokens) * inputs.factors, p, merging_probs=inputs.merging)
+    back = ep.unpermute(jnp.tanh(p.tokens) * inputs.factors, p, merging_probs=inputs.merging)
     return back, p.probs, p
 
 

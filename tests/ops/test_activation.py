@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.explain import explain
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops import local_activation, platform
@@ -137,7 +137,7 @@ def slabs(group: fakes.LocalGroup) -> tuple[EpLayer, jax.Array, jax.Array, jax.A
     """(layer, hidden with M over tp and NaN in its slack, weights, sizes)."""
     layer = group.register_layer("moe", top_k=2)
     idx = np.tile(np.int32([[0, 3], [5, 6], [5, 5], [1, 2]]), (16, 1))
-    sent = ops.dispatch(layer, np.ones((64, 16), np.float32), idx)
+    sent = ep.dispatch(layer, np.ones((64, 16), np.float32), idx)
     rows, capacity = sent.weights.shape
     there = jnp.arange(capacity) < sent.group_sizes.sum(1, keepdims=True)
     hidden = jnp.where(there[..., None, None], draw(rows, capacity, 2, INNER), jnp.nan)

@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import ops
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.moe import init_moe_params, moe
 from ep_runtime_client.remat import remat_policy
@@ -60,11 +59,11 @@ def slots(count: int = 32, top_k: int = 2, dtype: Any = jnp.int32) -> Any:
 )
 def test_dispatch(layer: EpLayer, call: Any, text: str) -> None:
     with pytest.raises(ep.InvalidArgumentError, match=text):
-        call(lambda *args, **kwargs: ops.dispatch(layer, *args, **kwargs))
+        call(lambda *args, **kwargs: ep.dispatch(layer, *args, **kwargs))
 
 
 def test_combine(layer: EpLayer) -> None:
-    sent = ops.dispatch(layer, tokens(), slots())
+    sent = ep.dispatch(layer, tokens(), slots())
     for rows, weights, text in (
         (sent.tokens[:, :-1], None, r"expert_out must be \[R, C, H\] = \[8, "),
         (sent.tokens.astype(jnp.float32), None, "expert_out of float32 .* is wider"),
@@ -72,22 +71,22 @@ def test_combine(layer: EpLayer) -> None:
         (sent.tokens, sent.weights[:4], r"weights must be f32 \[R, C\]"),
     ):
         with pytest.raises(ValueError, match=text):
-            ops.combine(layer, sent, rows, weights=weights)
+            ep.combine(layer, sent, rows, weights=weights)
     with pytest.raises(ValueError, match="dispatched must be what ep.dispatch returned"):
-        ops.combine(layer, sent.tokens, sent.tokens)
+        ep.combine(layer, sent.tokens, sent.tokens)
 
 
 def test_plans_keep_their_own_settings(layer: EpLayer) -> None:
-    plan = ops.prepare(layer, slots(), handle=1, capacity=64)
+    plan = ep.prepare(layer, slots(), handle=1, capacity=64)
     for options, text in (
         ({"capacity": 32}, "capacity=32 was given with a plan made for 64"),
         ({"handle": 3}, "handle must be 0 to 1"),
     ):
         with pytest.raises(ValueError, match=text):
-            ops.dispatch(layer, tokens(), None, plan=plan, **options)
+            ep.dispatch(layer, tokens(), None, plan=plan, **options)
     with pytest.raises(ValueError, match=r"leading dims \(32,\), got \(16,\)"):
-        ops.dispatch(layer, tokens(16), None, plan=plan)
-    assert ops.dispatch(layer, tokens(), None, plan=plan).plan.handle == 1
+        ep.dispatch(layer, tokens(16), None, plan=plan)
+    assert ep.dispatch(layer, tokens(), None, plan=plan).plan.handle == 1
 
 
 def test_layers_of_closed_and_of_remade_groups_are_stale(make_group: MakeGroup) -> None:
@@ -95,17 +94,17 @@ def test_layers_of_closed_and_of_remade_groups_are_stale(make_group: MakeGroup) 
     layer = group.register_layer("moe", top_k=2)
     group.close()
     with pytest.raises(ep.StaleHandleError, match="'again'"):
-        ops.prepare(layer, slots())
+        ep.prepare(layer, slots())
     make_group(name="again", alignment=16)
     with pytest.raises(ep.StaleHandleError, match="'again'"):
-        ops.prepare(layer, slots())
+        ep.prepare(layer, slots())
 
 
 def test_a_program_of_a_closed_group_names_layer_and_generation(make_group: MakeGroup) -> None:
     fakes.require_native()
     group = make_group(transport="memfd")
     layer = group.register_layer("moe", top_k=2)
-    run = jax.jit(lambda idx: ops.prepare(layer, idx).arrays.num_recv)
+    run = jax.jit(lambda idx: ep.prepare(layer, idx).arrays.num_recv)
     jax.block_until_ready(run(slots()))
     group.close()
     with pytest.raises(ep.StaleHandleError, match="moe"), ep.translate_errors():
@@ -118,12 +117,12 @@ def test_another_ambient_mesh_is_refused(layer: EpLayer) -> None:
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match=r"'x': 4, 'y': 2.*\{'ep': 8\}"),
     ):
-        jax.jit(lambda idx: ops.prepare(layer, idx))(slots())
+        jax.jit(lambda idx: ep.prepare(layer, idx))(slots())
 
 
 def test_a_layer_must_be_a_layer() -> None:
     with pytest.raises(ValueError, match="layer must be an EpLayer or stack"):
-        ops.prepare("moe", slots())
+        ep.prepare("moe", slots())
 
 
 def test_moe_and_remat_policy(layer: EpLayer) -> None:

@@ -14,7 +14,6 @@ from jax._src import dispatch
 
 import ep_runtime as ep
 from ep_runtime import layout
-from ep_runtime_client import ops
 from ep_runtime_client.failures import error_of, translate_errors
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -32,8 +31,8 @@ def group(make_group: MakeGroup, transport: str) -> fakes.LocalGroup:
 
 
 def round_trip(layer: Any, x: Any, idx: Any, weights: Any, capacity: int) -> Any:
-    sent = ops.dispatch(layer, x, idx, weights, capacity=capacity)
-    return ops.combine(layer, sent, sent.tokens, weights=sent.weights), sent
+    sent = ep.dispatch(layer, x, idx, weights, capacity=capacity)
+    return ep.combine(layer, sent, sent.tokens, weights=sent.weights), sent
 
 
 def test_full_to_the_last_row_and_one_block_too_few(group: fakes.LocalGroup) -> None:
@@ -79,11 +78,11 @@ def test_capacity_of_a_call_follows_its_own_tokens(group: fakes.LocalGroup) -> N
     sizes = {"num_experts": 8, "ep_size": 4, "alignment": 4, "top_k": 1}
     for per_rank in (1, 3, 16):
         idx = jnp.zeros((per_rank * 4, 1), jnp.int32)
-        plan = jax.eval_shape(lambda idx: ops.prepare(layer, idx), idx)
+        plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx), idx)
         wanted = layout.recv_capacity(max_tokens_per_rank=per_rank, **sizes)
         assert plan.arrays.staged_row.shape == (4, wanted)
     with pytest.raises(ValueError, match="capacity must be 1 to"):
-        ops.prepare(layer, idx, capacity=group.spec.recv_capacity_per_rank + 1)
+        ep.prepare(layer, idx, capacity=group.spec.recv_capacity_per_rank + 1)
 
 
 def overflow_group(make_group: MakeGroup, transport: str) -> Any:
@@ -110,8 +109,8 @@ def test_overflow_in_error_mode_fails_the_step_and_nothing_else(
 
     @jax.jit
     def step(x: Any, idx: Any) -> Any:
-        sent = ops.dispatch(layer, x, idx, capacity=32)
-        out = ops.combine(layer, sent, sent.tokens)
+        sent = ep.dispatch(layer, x, idx, capacity=32)
+        out = ep.combine(layer, sent, sent.tokens)
         return out, out.sum()  # the sum is a psum over every device
 
     runs = 20 if transport == "memfd" else 3

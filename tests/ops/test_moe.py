@@ -14,9 +14,10 @@ import pytest
 from dense_moe import Dense, graded, worst_error
 from jax.sharding import NamedSharding, PartitionSpec
 
+import ep_runtime as ep
 from ep_runtime import specs
 from ep_runtime_client import moe as block
-from ep_runtime_client import ops, recipes
+from ep_runtime_client import recipes
 from ep_runtime_client.moe import MoEParams, MoEStats, init_moe_params, moe
 from ep_runtime_client.ops import activation_kernels
 from ep_runtime_client.remat import remat_policy
@@ -214,10 +215,10 @@ def test_stats_capacity_and_compute_dtype(group: fakes.LocalGroup) -> None:
     params, x = make_params(layer, biases=False), draw(64)
     run = jax.jit(lambda x: moe(layer, x, params, capacity=16, return_stats=True))
     _, _, stats = run(x)
-    routing = ops.route(x @ params.router, TOP_K)
+    routing = ep.route(x @ params.router, TOP_K)
     slots = np.bincount(np.asarray(routing.topk_idx).ravel(), minlength=EXPERTS)
     np.testing.assert_array_equal(stats.tokens_per_expert, slots)
-    plan = ops.prepare(layer, routing.topk_idx, capacity=16)
+    plan = ep.prepare(layer, routing.topk_idx, capacity=16)
     assert int(stats.dropped) == (np.asarray(plan.arrays.dst_row) < 0).sum() > 0
     np.testing.assert_array_equal(stats.num_recv, np.asarray(plan.arrays.num_recv)[:, 0])
     run = jax.jit(graded(lambda x, p: moe(layer, x, p, compute_dtype=jnp.bfloat16)))
@@ -231,8 +232,8 @@ def test_poison_past_the_zones_reaches_no_value_and_no_gradient(group: fakes.Loc
     """The group is in debug mode: undefined rows are NaN, in every pass."""
     layer = group.register_layer("moe", top_k=TOP_K)
     params, x = make_params(layer), draw(64)
-    routing = ops.route(x @ params.router, TOP_K)
-    sent = ops.dispatch(layer, x, routing.topk_idx, routing.topk_weights)
+    routing = ep.route(x @ params.router, TOP_K)
+    sent = ep.dispatch(layer, x, routing.topk_idx, routing.topk_weights)
     assert np.isnan(np.asarray(sent.tokens)).any()
     got = jax.jit(graded(lambda x, p: moe(layer, x, p, aux_loss_coeff=0.1)))(x, params)
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(got))
@@ -321,9 +322,9 @@ def test_only_the_block_leaves_gradients_past_the_last_group_alone(group: fakes.
         return moe(layer, x, params)[0].sum()
 
     def by_hand(x: jax.Array, params: MoEParams) -> jax.Array:
-        dispatched = ops.dispatch(layer, x, idx, jnp.ones(idx.shape))
+        dispatched = ep.dispatch(layer, x, idx, jnp.ones(idx.shape))
         rows = dispatched.tokens * params.router.sum()
-        return ops.combine(layer, dispatched, rows, weights=dispatched.weights).sum()
+        return ep.combine(layer, dispatched, rows, weights=dispatched.weights).sum()
 
     def told(function: Callable[..., jax.Array]) -> list[bool]:
         text = jax.jit(jax.grad(function, argnums=(0, 1))).lower(x, params).as_text()

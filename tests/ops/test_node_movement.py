@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from test_token_movement import SHARED, check_case
 
+import ep_runtime as ep
 from ep_runtime import board_records
-from ep_runtime_client import ops
 from ep_runtime_client.ops import nodes, nodes_plan
 from ep_runtime_client.ops.calls import Call
 
@@ -49,7 +49,7 @@ def test_dropped_slots_are_counted_on_the_board(make_group: MakeGroup) -> None:
         group = make_group(transport=transport, axes={"ep": 4}, num_experts=8, max_top_k=2)
         layer = group.register_layer("moe", top_k=2)
         idx = np.tile(np.array([[0, 1]], np.int32), (64, 1))
-        sent = ops.dispatch(layer, np.ones((64, 16), np.float32), idx, capacity=40)
+        sent = ep.dispatch(layer, np.ones((64, 16), np.float32), idx, capacity=40)
         sent.tokens.block_until_ready()
         assert group.board is not None
         counts.append(
@@ -123,10 +123,10 @@ def test_a_count_of_chunks_that_a_lost_rank_left_ends_the_loop(
     layer = group.register_layer("moe", top_k=2)
     x = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
     idx = np.tile(np.array([[0, 5]], np.int32), (64, 1))
-    sent = ops.dispatch(layer, x, idx)
+    sent = ep.dispatch(layer, x, idx)
     plan = sent.plan
     arrays = plan.arrays._replace(chunks=jnp.full_like(plan.arrays.chunks, 2**31 - 1))
-    again = ops.dispatch(layer, x, None, plan=dataclasses.replace(plan, arrays=arrays))
+    again = ep.dispatch(layer, x, None, plan=dataclasses.replace(plan, arrays=arrays))
     used = int(np.asarray(sent.group_sizes)[0].sum())
     np.testing.assert_array_equal(again.tokens[0, :used], sent.tokens[0, :used])
 
@@ -137,7 +137,7 @@ def test_gpus_count_chunks_where_a_token_needs_few_of_the_nodes(make_group: Make
     for top_k in (1, 2, 8):
         layer = group.register_layer(f"top-{top_k}", top_k=top_k)
         idx = jnp.zeros((8, top_k), jnp.int32)
-        meta = jax.eval_shape(lambda idx, layer=layer: ops.prepare(layer, idx), idx).meta
+        meta = jax.eval_shape(lambda idx, layer=layer: ep.prepare(layer, idx), idx).meta
         spec = dataclasses.replace(layer.group_spec, transport="nccl")
         for nodes_of in (2, 8):
             on = dataclasses.replace(spec, node_size=8 // nodes_of)
@@ -161,8 +161,8 @@ def test_rows_that_stay_on_their_node_cross_nothing(make_group: MakeGroup) -> No
     x = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
     first = np.repeat(np.arange(2) * 4, 32)  # experts 0-3 are node 0's, as its 32 tokens are
     idx = np.stack([first, first + 3], 1).astype(np.int32)
-    sent = ops.dispatch(layer, x, idx)
-    np.testing.assert_allclose(ops.combine(layer, sent, sent.tokens), 2 * x)
+    sent = ep.dispatch(layer, x, idx)
+    np.testing.assert_allclose(ep.combine(layer, sent, sent.tokens), 2 * x)
     assert (np.asarray(sent.plan.arrays.chunks) == 0).all()
 
 
@@ -184,8 +184,8 @@ def test_sums_of_a_node_cross_unrounded_where_asked(
     layer = group.register_layer("moe", top_k=3)
     idx = np.broadcast_to(np.array([0, 1, 2], np.int32), (16, 3))
     weights = np.broadcast_to(np.array([256, 1, 1], np.float32), (16, 3))
-    sent = ops.dispatch(layer, jnp.ones((16, 16), jnp.bfloat16), idx, weights)
-    out = ops.combine(layer, sent, sent.tokens, weights=sent.weights)
+    sent = ep.dispatch(layer, jnp.ones((16, 16), jnp.bfloat16), idx, weights)
+    out = ep.combine(layer, sent, sent.tokens, weights=sent.weights)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(out, np.float32), total)
 
@@ -196,7 +196,7 @@ def test_few_more_rows_cross_the_network_than_must(make_group: MakeGroup, routin
     case = cases.Case("", tokens=256, top_k=2, routing=routing)
     group = make_group(transport="memfd", node_size=2, **case.group_settings)
     layer = group.register_layer("moe", top_k=2)
-    plan = ops.prepare(layer, cases.routing(case, 8).reshape(-1, 2))
+    plan = ep.prepare(layer, cases.routing(case, 8).reshape(-1, 2))
     sent, least = nodes_plan.network_rows(Call(plan.meta, group.mesh), plan.arrays)
     counts = np.zeros((8, 4), int)
     for rank, slots in enumerate(np.asarray(plan.arrays.dst_rank)):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.moe import init_moe_params, moe
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -31,8 +31,8 @@ def draw(tokens: int = 64) -> tuple[Any, Any, Any]:
 
 
 def block(layer: Any, x: Any, idx: Any, weights: Any) -> Any:
-    sent = ops.dispatch(layer, x, idx, weights)
-    return ops.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
+    sent = ep.dispatch(layer, x, idx, weights)
+    return ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
 
 
 def meant(x: Any, weights: Any) -> Any:

@@ -11,7 +11,7 @@ import permutations
 import pytest
 from permutations import CASES, Case
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.ops import permutation_reference as reference
 
 DTYPES = ("uint8", "int8", "float8_e4m3fn", "bfloat16", "float16", "float32")
@@ -32,11 +32,11 @@ def test_nothing_is_dropped_without_a_bound(from_map: bool) -> None:
         case = permutations.dataclasses.replace(case, align_size=alignment)
         if from_map:
             worst = np.ones((tokens, experts), bool)
-            p = ops.permute(np.ones((tokens, 1)), routing_map=worst, **case.options)
+            p = ep.permute(np.ones((tokens, 1)), routing_map=worst, **case.options)
         else:
             # Every expert once, and the rest to one of them, fills the most blocks.
             worst = np.minimum(np.arange(tokens * 2), experts - 1).reshape(tokens, 2)
-            p = ops.permute(np.ones((tokens, 1)), worst, **case.options)
+            p = ep.permute(np.ones((tokens, 1)), worst, **case.options)
         assert p.plan.dropped[0] == 0
         assert p.tokens.shape[0] - int(p.group_sizes.sum()) < alignment
         assert int(p.tokens.sum()) == (worst >= 0).sum() if not from_map else worst.sum()
@@ -44,7 +44,7 @@ def test_nothing_is_dropped_without_a_bound(from_map: bool) -> None:
 
 def test_slots_up_to_num_out_tokens_never_drop_for_padding() -> None:
     idx = np.arange(6).reshape(6, 1)
-    p = ops.permute(np.ones((6, 2)), idx, num_experts=6, num_out_tokens=6, align_size=16)
+    p = ep.permute(np.ones((6, 2)), idx, num_experts=6, num_out_tokens=6, align_size=16)
     assert p.tokens.shape == (96, 2)
     np.testing.assert_array_equal(p.group_sizes, [[16] * 6])
     np.testing.assert_array_equal(p.plan.dropped, [0])
@@ -56,7 +56,7 @@ def test_every_dtype_is_copied_bit_by_bit(dtype: str) -> None:
     tokens = jnp.asarray(bits).astype(dtype)
     case = Case("", tokens=9, align_size=4)
     idx = permutations.choice_of(case)[0]
-    p = ops.permute(tokens, idx, **case.options)
+    p = ep.permute(tokens, idx, **case.options)
     plan = reference.permutation(idx, num_experts=5, rows=case.rows, alignment=4)
     wanted = np.where((plan.source >= 0)[:, None], np.asarray(tokens)[plan.source // 3], 0)
     assert p.tokens.dtype == tokens.dtype
@@ -67,9 +67,9 @@ def test_f64_is_summed_in_f64() -> None:
     with jax.enable_x64(True):
         tokens = np.array([[1.0], [1e-12]])
         idx = np.array([[0, 1], [1, 1]])
-        p = ops.permute(tokens, idx, num_experts=2)
+        p = ep.permute(tokens, idx, num_experts=2)
         factors = np.array([1.0, 1e-12, 1.0, 1.0])[:, None]
-        back = ops.unpermute(p.tokens * factors, p)
+        back = ep.unpermute(p.tokens * factors, p)
         assert back.dtype == jnp.float64
         np.testing.assert_array_equal(back, [[1.0 + 1e-12], [2e-12]])
 
@@ -77,12 +77,12 @@ def test_f64_is_summed_in_f64() -> None:
 def test_sums_of_bfloat16_are_rounded_once() -> None:
     """256 + 1 + 1 is 258; rounded after each sum it would stay 256."""
     idx = np.zeros((1, 3), np.int32)
-    p = ops.permute(np.ones((1, 4), np.float32), idx, num_experts=1)
+    p = ep.permute(np.ones((1, 4), np.float32), idx, num_experts=1)
     rows = jnp.asarray([[256.0] * 4, [1.0] * 4, [1.0] * 4], jnp.bfloat16)
-    back = ops.unpermute(rows, p)
+    back = ep.unpermute(rows, p)
     assert back.dtype == jnp.bfloat16
     np.testing.assert_array_equal(back.astype(np.float32), [[258.0] * 4])
-    grad = jax.grad(lambda x: (ops.permute(x, idx, num_experts=1).tokens * rows).sum())
+    grad = jax.grad(lambda x: (ep.permute(x, idx, num_experts=1).tokens * rows).sum())
     d_tokens = grad(jnp.ones((1, 4), jnp.bfloat16))
     assert d_tokens.dtype == jnp.bfloat16
     np.testing.assert_array_equal(d_tokens.astype(np.float32), [[258.0] * 4])
@@ -103,9 +103,9 @@ def test_rows_without_a_token_reach_nothing(from_map: bool) -> None:
     poison = np.where(empty, np.array([np.nan, np.inf] * 3, np.float32), 0).astype(np.float32)
 
     def run(tokens: Any, probs: Any, merging: Any, extra: Any) -> Any:
-        p = ops.permute(tokens, **{key: inputs.choice}, probs=probs, **case.options)
+        p = ep.permute(tokens, **{key: inputs.choice}, probs=probs, **case.options)
         rows = jnp.where(empty, extra, jnp.tanh(p.tokens))
-        back = ops.unpermute(rows, p, merging_probs=merging)
+        back = ep.unpermute(rows, p, merging_probs=merging)
         return (back * inputs.cotangent).sum(), (p, back)
 
     def values(extra: Any) -> Any:
@@ -119,7 +119,7 @@ def test_rows_without_a_token_reach_nothing(from_map: bool) -> None:
 
     # Cotangents of rows without a token reach no gradient either.
     p, pullback = jax.vjp(
-        lambda x, w: ops.permute(x, **{key: inputs.choice}, probs=w, **case.options).tokens,
+        lambda x, w: ep.permute(x, **{key: inputs.choice}, probs=w, **case.options).tokens,
         inputs.tokens,
         inputs.probs,
     )
@@ -138,8 +138,8 @@ def test_nans_of_tokens_come_through_and_stay_in_their_token(from_map: bool) -> 
     key = "routing_map" if from_map else "topk_idx"
 
     def run(tokens: Any) -> Any:
-        p = ops.permute(tokens, **{key: inputs.choice}, **case.options)
-        back = ops.unpermute(p.tokens * p.tokens, p)
+        p = ep.permute(tokens, **{key: inputs.choice}, **case.options)
+        back = ep.unpermute(p.tokens * p.tokens, p)
         return back.sum(), back
 
     grad, back = jax.grad(run, has_aux=True)(tokens)
@@ -151,9 +151,9 @@ def test_nans_of_tokens_come_through_and_stay_in_their_token(from_map: bool) -> 
 
 def test_a_nan_weight_comes_through_where_its_slot_is_used() -> None:
     idx = np.array([[0, 1], [1, -1]])
-    p = ops.permute(np.ones((2, 3), np.float32), idx, num_experts=2)
+    p = ep.permute(np.ones((2, 3), np.float32), idx, num_experts=2)
     weights = np.array([[np.nan, 1], [2, np.nan]], np.float32)
-    back = ops.unpermute(p.tokens, p, merging_probs=weights)
+    back = ep.unpermute(p.tokens, p, merging_probs=weights)
     np.testing.assert_array_equal(back, [[np.nan] * 3, [2] * 3])
 
 
@@ -179,8 +179,8 @@ def test_runs_eagerly_and_differentiates_twice() -> None:
     tokens = jnp.arange(6.0).reshape(3, 2)
 
     def run(tokens: Any) -> Any:
-        p = ops.permute(tokens, idx, num_experts=3)
-        return (ops.unpermute(p.tokens**3, p) ** 2).sum()
+        p = ep.permute(tokens, idx, num_experts=3)
+        return (ep.unpermute(p.tokens**3, p) ** 2).sum()
 
     count = (idx >= 0).sum(1, keepdims=True)
     np.testing.assert_allclose(run(tokens), ((count * tokens**3) ** 2).sum())
@@ -192,7 +192,7 @@ def test_runs_eagerly_and_differentiates_twice() -> None:
 def test_integer_tokens_have_no_gradient_and_their_probs_have_one() -> None:
     idx = np.array([[0, 1], [1, -1]])
     tokens = jnp.arange(4, dtype=jnp.int8).reshape(2, 2)
-    grad = jax.grad(lambda w: ops.permute(tokens, idx, num_experts=2, probs=w).probs.sum())
+    grad = jax.grad(lambda w: ep.permute(tokens, idx, num_experts=2, probs=w).probs.sum())
     np.testing.assert_array_equal(grad(jnp.ones((2, 2))), [[1, 1], [1, 0]])
 
 
@@ -229,10 +229,10 @@ def test_batches_of_permutations(from_map: bool) -> None:
     inputs = permutations.inputs_of(case, 3)
 
     def there_and_back(tokens: Any, choice: Any) -> Any:
-        p = ops.permute(
+        p = ep.permute(
             tokens, **{"routing_map" if from_map else "topk_idx": choice}, **case.options
         )
-        return ops.unpermute(p.tokens**2, p)
+        return ep.unpermute(p.tokens**2, p)
 
     got = jax.vmap(there_and_back)(inputs.tokens, inputs.choice)
     used = inputs.choice if from_map else inputs.choice >= 0
@@ -243,13 +243,13 @@ def test_batches_of_permutations(from_map: bool) -> None:
 def test_a_plan_serves_rows_of_another_width_and_dtype() -> None:
     case = Case("", align_size=4)
     inputs = permutations.inputs_of(case).joined()
-    p = ops.permute(inputs.tokens, inputs.choice, **case.options)
+    p = ep.permute(inputs.tokens, inputs.choice, **case.options)
     rows = jnp.ones((case.rows, 9), jnp.bfloat16)
-    back = jax.jit(lambda rows, p: ops.unpermute(rows, p))(rows, p)
+    back = jax.jit(lambda rows, p: ep.unpermute(rows, p))(rows, p)
     assert back.dtype == jnp.bfloat16
     used = (inputs.choice >= 0).sum(1, keepdims=True)
     np.testing.assert_array_equal(back.astype(np.float32), used * np.ones((1, 9)))
-    np.testing.assert_array_equal(back, ops.unpermute(rows, p.plan))
+    np.testing.assert_array_equal(back, ep.unpermute(rows, p.plan))
 
 
 @pytest.mark.parametrize("from_map", [False, True], ids=["indices", "map"])
@@ -288,16 +288,16 @@ GOOD = {"tokens": np.ones((4, 3)), "topk_idx": np.zeros((4, 2), np.int32), "num_
 )
 def test_arguments_that_do_not_fit(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        ops.permute(**(GOOD | changes))
+        ep.permute(**(GOOD | changes))
 
 
 def test_rows_that_do_not_fit_the_plan() -> None:
-    p = ops.permute(**GOOD)
+    p = ep.permute(**GOOD)
     with pytest.raises(ValueError, match=r"rows must be \[8, H'\]"):
-        ops.unpermute(np.ones((7, 3)), p)
+        ep.unpermute(np.ones((7, 3)), p)
     with pytest.raises(ValueError, match="rows must have a float dtype"):
-        ops.unpermute(np.ones((8, 3), int), p)
+        ep.unpermute(np.ones((8, 3), int), p)
     with pytest.raises(ValueError, match=r"merging_probs must be \[4, 2\]"):
-        ops.unpermute(p.tokens, p, merging_probs=np.ones((4, 1)))
+        ep.unpermute(p.tokens, p, merging_probs=np.ones((4, 1)))
     with pytest.raises(ValueError, match="p must be what ep.permute returned"):
-        ops.unpermute(p.tokens, (p.tokens,))
+        ep.unpermute(p.tokens, (p.tokens,))

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from permutations import Case, Inputs
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 
 AXES = {"dp": 2, "fsdp": 2, "tp": 2}
 BATCH = P(("dp", "fsdp"))
@@ -190,8 +190,8 @@ def test_replicated_operands_in_a_checked_shard_map_sum_their_gradients() -> Non
     tokens = shards.tokens[0]
 
     def local(tokens: Any, choice: Any) -> Any:
-        p = ops.permute(tokens, choice, num_experts=5)
-        return ops.unpermute(p.tokens**2, p)
+        p = ep.permute(tokens, choice, num_experts=5)
+        return ep.unpermute(p.tokens**2, p)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P("dp"))
     choice = shards.joined().choice
@@ -204,15 +204,15 @@ def test_a_plan_of_another_region_is_refused_or_seen_from_there() -> None:
     case = Case("", tokens=5, align_size=4)
     mesh = fakes.mesh_of(AXES)
     inputs = placed(permutations.inputs_of(case, SHARDS).joined(), mesh)
-    p = ops.permute(inputs.tokens, inputs.choice, **case.options)
-    wanted = ops.unpermute(p.tokens, p)
+    p = ep.permute(inputs.tokens, inputs.choice, **case.options)
+    wanted = ep.unpermute(p.tokens, p)
     inner = jax.shard_map(
-        lambda p: ops.unpermute(p.tokens, p), mesh=mesh, in_specs=BATCH, out_specs=BATCH
+        lambda p: ep.unpermute(p.tokens, p), mesh=mesh, in_specs=BATCH, out_specs=BATCH
     )
     np.testing.assert_array_equal(jax.jit(inner)(p), wanted)
 
     make = jax.shard_map(
-        lambda x, idx: ops.permute(x, idx, **case.options),
+        lambda x, idx: ep.permute(x, idx, **case.options),
         mesh=mesh,
         in_specs=BATCH,
         out_specs=BATCH,
@@ -220,7 +220,7 @@ def test_a_plan_of_another_region_is_refused_or_seen_from_there() -> None:
     made_inside = jax.jit(make)(inputs.tokens, inputs.choice)
     np.testing.assert_array_equal(made_inside.tokens, p.tokens)
     with pytest.raises(ValueError, match="was made for 1 shards of"):
-        ops.unpermute(made_inside.tokens, made_inside)
+        ep.unpermute(made_inside.tokens, made_inside)
 
 
 def test_explicit_operands_that_lie_elsewhere_get_gradients_where_they_lie() -> None:
@@ -244,8 +244,8 @@ def test_a_program_is_exported_and_read_back() -> None:
     inputs = placed(permutations.inputs_of(case, SHARDS).joined(), spec.mesh)
 
     def there_and_back(tokens: Any, choice: Any) -> Any:
-        p = ops.permute(tokens, choice, tokens_spec=spec, **case.options)
-        return ops.unpermute(jnp.tanh(p.tokens), p)
+        p = ep.permute(tokens, choice, tokens_spec=spec, **case.options)
+        return ep.unpermute(jnp.tanh(p.tokens), p)
 
     exported = jax.export.export(jax.jit(there_and_back))(inputs.tokens, inputs.choice)
     read = jax.export.deserialize(exported.serialize())
@@ -276,10 +276,10 @@ def test_layers_on_a_mesh_under_remat_and_scan() -> None:
 def test_specs_that_do_not_fit() -> None:
     tokens, idx = np.ones((6, 2)), np.zeros((6, 1), int)
     with pytest.raises(ValueError, match=r"there is no mesh here: call under jax\.set_mesh"):
-        ops.permute(tokens, idx, num_experts=2, tokens_spec=P("dp"))
+        ep.permute(tokens, idx, num_experts=2, tokens_spec=P("dp"))
     mesh = fakes.mesh_of({"dp": 4})
     wanted = r"names the axes \('expert',\), the mesh has"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=wanted):
-        ops.permute(tokens, idx, num_experts=2, tokens_spec=P("expert"))
+        ep.permute(tokens, idx, num_experts=2, tokens_spec=P("expert"))
     with pytest.raises(ValueError, match="dim 0 of the tokens is 6, which the 4 shards"):
-        ops.permute(tokens, idx, num_experts=2, tokens_spec=NamedSharding(mesh, P("dp")))
+        ep.permute(tokens, idx, num_experts=2, tokens_spec=NamedSharding(mesh, P("dp")))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.moe import init_moe_params, moe
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -33,8 +33,8 @@ def draw(seed: int, top_k: int = 2, dtype: Any = np.float32) -> tuple[Any, Any, 
 
 
 def block(layer: Any, x: Any, idx: Any, weights: Any, handle: int = 0) -> Any:
-    sent = ops.dispatch(layer, x, idx, weights, handle=handle)
-    return ops.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
+    sent = ep.dispatch(layer, x, idx, weights, handle=handle)
+    return ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
 
 
 def meant(x: Any, weights: Any) -> Any:
@@ -146,12 +146,12 @@ def test_dispatches_that_stay_open_beside_each_other(group: fakes.LocalGroup) ->
     @jax.jit
     def run(xs: Any) -> Any:
         sent = [
-            ops.dispatch(layer, x, d[1], d[2], handle=i)
+            ep.dispatch(layer, x, d[1], d[2], handle=i)
             for i, (x, d) in enumerate(zip(xs, data, strict=True))
         ]
         rows = [jnp.tanh(s.tokens) for s in sent]
         return [
-            ops.combine(layer, s, r, weights=s.weights) for s, r in zip(sent, rows, strict=True)
+            ep.combine(layer, s, r, weights=s.weights) for s, r in zip(sent, rows, strict=True)
         ][::-1]
 
     xs = [d[0] for d in data]

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -37,8 +37,8 @@ def draw(seed: int = 0, tokens: int = TOKENS) -> tuple[Any, Any, Any]:
 
 def block(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:
     """A stand-in for experts: tanh of the rows, weighted."""
-    sent = ops.dispatch(layer, x, idx, weights, **options)
-    return ops.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
+    sent = ep.dispatch(layer, x, idx, weights, **options)
+    return ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
 
 
 def expected(x: Any, weights: Any) -> Any:
@@ -148,9 +148,9 @@ def test_inside_a_fully_manual_shard_map_slabs_are_local(
     shapes = []
 
     def local(x: Any, idx: Any, weights: Any) -> Any:
-        sent = ops.dispatch(layer, x, idx, weights)
+        sent = ep.dispatch(layer, x, idx, weights)
         shapes.append((sent.tokens.shape[0], sent.num_recv.shape))
-        return ops.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
+        return ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
 
     mapped = jax.shard_map(
         local, mesh=group.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma
@@ -262,20 +262,20 @@ def test_a_plan_is_reused_and_another_layers_is_refused(group: fakes.LocalGroup)
 
     @jax.jit
     def run(x: Any, w: Any) -> Any:
-        plan = ops.prepare(layer, idx)
-        first = ops.dispatch(layer, x, None, w, plan=plan)
-        second = ops.dispatch(layer, 2 * x, None, plan=plan)
+        plan = ep.prepare(layer, idx)
+        first = ep.dispatch(layer, x, None, w, plan=plan)
+        second = ep.dispatch(layer, 2 * x, None, plan=plan)
         return (
-            ops.combine(layer, first, first.tokens, weights=first.weights),
-            ops.combine(layer, second, second.tokens),
+            ep.combine(layer, first, first.tokens, weights=first.weights),
+            ep.combine(layer, second, second.tokens),
         )
 
     weighted, plain = run(x, weights)
     assert_close(weighted, x * weights.sum(-1, keepdims=True))
     assert_close(plain, 2 * TOP_K * x)
-    plan = ops.prepare(layer, idx)
+    plan = ep.prepare(layer, idx)
     with pytest.raises(ValueError, match="made for layer 'moe'.*the call is for layer 'other'"):
-        ops.dispatch(other, x, None, plan=plan)
+        ep.dispatch(other, x, None, plan=plan)
 
 
 def test_a_plan_made_outside_serves_inside_a_manual_region(group: fakes.LocalGroup) -> None:
@@ -283,23 +283,23 @@ def test_a_plan_made_outside_serves_inside_a_manual_region(group: fakes.LocalGro
     x, idx, weights = draw()
     spec = PartitionSpec("ep")
 
-    def local(x: Any, weights: Any, plan: ops.Plan) -> Any:
-        sent = ops.dispatch(layer, x, None, weights, plan=plan)
-        return ops.combine(layer, sent, sent.tokens, weights=sent.weights)
+    def local(x: Any, weights: Any, plan: ep.Plan) -> Any:
+        sent = ep.dispatch(layer, x, None, weights, plan=plan)
+        return ep.combine(layer, sent, sent.tokens, weights=sent.weights)
 
     mapped = jax.shard_map(local, mesh=group.mesh, in_specs=spec, out_specs=spec)
-    out = jax.jit(lambda x, w: mapped(x, w, ops.prepare(layer, idx)))(x, weights)
+    out = jax.jit(lambda x, w: mapped(x, w, ep.prepare(layer, idx)))(x, weights)
     assert_close(out, x * weights.sum(-1, keepdims=True))
 
 
 def test_one_byte_rows_travel_as_they_are(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("moe", top_k=TOP_K)
     x, idx, weights = draw()
-    wide = ops.dispatch(layer, x, idx, weights)
+    wide = ep.dispatch(layer, x, idx, weights)
     used = np.asarray(wide.weights) > 0
     for dtype in (jnp.int8, jnp.uint8, jnp.float8_e4m3fn, jnp.float8_e5m2):
         narrow = jnp.asarray(x * 10).astype(dtype)
-        sent = ops.dispatch(layer, narrow, idx, weights)
+        sent = ep.dispatch(layer, narrow, idx, weights)
         assert sent.tokens.dtype == dtype
         full = np.where(used[..., None], wide.tokens, 0)
         want = np.asarray(jnp.asarray(full * 10).astype(dtype))
@@ -308,4 +308,4 @@ def test_one_byte_rows_travel_as_they_are(group: fakes.LocalGroup) -> None:
         )
     eight = jnp.asarray(x).astype(jnp.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="1-byte tokens"):
-        jax.grad(lambda w: ops.dispatch(layer, eight, idx, w).weights.sum())(weights)
+        jax.grad(lambda w: ep.dispatch(layer, eight, idx, w).weights.sum())(weights)

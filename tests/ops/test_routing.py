@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 
 TOKENS, EXPERTS = 40, 12
 
@@ -33,7 +33,7 @@ def top(scores: Any, k: int) -> Any:
 
 
 def test_softmax_weights_are_over_the_picked_logits(logits: Any) -> None:
-    routing = ops.route(logits, 3)
+    routing = ep.route(logits, 3)
     idx = top(logits, 3)
     np.testing.assert_array_equal(routing.topk_idx, idx)
     picked = np.take_along_axis(logits, idx, -1)
@@ -44,7 +44,7 @@ def test_softmax_weights_are_over_the_picked_logits(logits: Any) -> None:
 
 
 def test_pre_softmax_is_not_renormalised_and_is_scaled(logits: Any) -> None:
-    routing = ops.route(logits.reshape(4, 10, -1), 2, use_pre_softmax=True, scaling_factor=2.5)
+    routing = ep.route(logits.reshape(4, 10, -1), 2, use_pre_softmax=True, scaling_factor=2.5)
     shares = softmax(logits)
     wanted = 2.5 * np.take_along_axis(shares, top(shares, 2), -1)
     np.testing.assert_allclose(routing.topk_weights, wanted.reshape(4, 10, 2), rtol=1e-5)
@@ -53,7 +53,7 @@ def test_pre_softmax_is_not_renormalised_and_is_scaled(logits: Any) -> None:
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_sigmoid_selects_with_bias_and_weighs_without(logits: Any, top_k: int) -> None:
     bias = np.linspace(-1, 1, EXPERTS).astype(np.float32)
-    routing = ops.route(logits, top_k, score_function="sigmoid", expert_bias=bias)
+    routing = ep.route(logits, top_k, score_function="sigmoid", expert_bias=bias)
     scores = sigmoid(logits)
     idx = top(scores + bias, top_k)
     np.testing.assert_array_equal(routing.topk_idx, idx)
@@ -64,7 +64,7 @@ def test_sigmoid_selects_with_bias_and_weighs_without(logits: Any, top_k: int) -
 
 
 def test_routing_groups_are_ranked_by_their_best_experts(logits: Any) -> None:
-    routing = ops.route(logits, 4, score_function="sigmoid", num_groups=4, group_topk=2)
+    routing = ep.route(logits, 4, score_function="sigmoid", num_groups=4, group_topk=2)
     scores = sigmoid(logits)
     for token in range(TOKENS):
         groups = scores[token].reshape(4, 3)
@@ -76,16 +76,16 @@ def test_routing_groups_are_ranked_by_their_best_experts(logits: Any) -> None:
 
 def test_ties_go_to_the_lower_index() -> None:
     flat = np.zeros((3, EXPERTS), np.float32)
-    np.testing.assert_array_equal(ops.route(flat, 4).topk_idx, [[0, 1, 2, 3]] * 3)
-    grouped = ops.route(flat, 2, num_groups=4, group_topk=1).topk_idx
+    np.testing.assert_array_equal(ep.route(flat, 4).topk_idx, [[0, 1, 2, 3]] * 3)
+    grouped = ep.route(flat, 2, num_groups=4, group_topk=1).topk_idx
     np.testing.assert_array_equal(grouped, [[0, 1]] * 3)
 
 
 def test_masked_experts_are_picked_last_and_never_twice() -> None:
     masked = np.full((2, EXPERTS), -np.inf, np.float32)
     masked[:, 5] = 1.0
-    np.testing.assert_array_equal(ops.route(masked, 3).topk_idx, [[5, 0, 1]] * 2)
-    np.testing.assert_array_equal(ops.route(masked, 3).topk_weights, [[1, 0, 0]] * 2)
+    np.testing.assert_array_equal(ep.route(masked, 3).topk_idx, [[5, 0, 1]] * 2)
+    np.testing.assert_array_equal(ep.route(masked, 3).topk_weights, [[1, 0, 0]] * 2)
 
 
 def test_gradient_reaches_the_logits_but_not_the_bias(logits: Any) -> None:
@@ -96,38 +96,38 @@ def test_gradient_reaches_the_logits_but_not_the_bias(logits: Any) -> None:
         picked = jnp.take_along_axis(logits, idx, -1)
         return (jax.nn.softmax(picked) * factors).sum()
 
-    got = jax.grad(lambda x: (ops.route(x, 2).topk_weights * factors).sum())(logits)
+    got = jax.grad(lambda x: (ep.route(x, 2).topk_weights * factors).sum())(logits)
     np.testing.assert_allclose(got, jax.grad(wanted)(logits), rtol=1e-5, atol=1e-6)
     bias = jnp.zeros(EXPERTS)
-    d_bias = jax.grad(lambda b: ops.route(logits, 2, expert_bias=b).topk_weights.sum())(bias)
+    d_bias = jax.grad(lambda b: ep.route(logits, 2, expert_bias=b).topk_weights.sum())(bias)
     np.testing.assert_array_equal(d_bias, 0)
 
 
 def test_aux_loss_is_its_formula_and_the_coefficient_when_balanced(logits: Any) -> None:
-    routing = ops.route(logits, 2)
+    routing = ep.route(logits, 2)
     slots = np.bincount(np.asarray(routing.topk_idx).ravel(), minlength=EXPERTS)
     wanted = 0.1 * EXPERTS / (2 * TOKENS**2) * (softmax(logits).sum(0) * slots).sum()
-    np.testing.assert_allclose(ops.aux_loss(routing, coeff=0.1), wanted, rtol=1e-5)
-    even = ops.Routing(
+    np.testing.assert_allclose(ep.aux_loss(routing, coeff=0.1), wanted, rtol=1e-5)
+    even = ep.Routing(
         jnp.arange(EXPERTS, dtype=jnp.int32)[:, None],
         jnp.ones((EXPERTS, 1)),
         jnp.full((EXPERTS, EXPERTS), 1 / EXPERTS),
     )
-    np.testing.assert_allclose(ops.aux_loss(even, coeff=0.1), 0.1, rtol=1e-6)
+    np.testing.assert_allclose(ep.aux_loss(even, coeff=0.1), 0.1, rtol=1e-6)
 
 
 def test_bias_update_pushes_towards_the_mean_load() -> None:
-    bias = ops.update_expert_bias(jnp.zeros(4), jnp.array([0, 4, 8, 4]), 0.5)
+    bias = ep.update_expert_bias(jnp.zeros(4), jnp.array([0, 4, 8, 4]), 0.5)
     np.testing.assert_allclose(bias, [0.5, 0, -0.5, 0])
 
 
 def test_padding_adds_tokens_without_slots() -> None:
     tokens, idx, weights = np.ones((5, 3)), np.zeros((5, 2), np.int32), np.ones((5, 2))
-    padded = ops.pad_tokens(4, tokens, idx, weights)
+    padded = ep.pad_tokens(4, tokens, idx, weights)
     assert [x.shape[0] for x in padded if x is not None] == [8, 8, 8]
     np.testing.assert_array_equal(padded[1][5:], -1)
     np.testing.assert_array_equal(padded[0][5:], 0)
-    assert ops.pad_tokens(5, tokens, idx)[2] is None
+    assert ep.pad_tokens(5, tokens, idx)[2] is None
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_padding_adds_tokens_without_slots() -> None:
 )
 def test_arguments_that_do_not_fit(logits: Any, arguments: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        ops.route(logits, **arguments)
+        ep.route(logits, **arguments)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client import ops
+import ep_runtime as ep
 from ep_runtime_client.ops import permutation_reference as reference
 
 ROWS = 10
@@ -45,7 +45,7 @@ def wanted(x: Any, sizes: Any, order: Any) -> Any:
 
 
 def loss(x: Any, sizes: Any, order: Any, factors: Any, **options: Any) -> Any:
-    out = ops.sort_chunks(x, sizes, order, **options)
+    out = ep.sort_chunks(x, sizes, order, **options)
     return (jnp.sin(out) * factors).sum(), out
 
 
@@ -58,7 +58,7 @@ def test_chunks_lie_in_the_order_and_gradients_go_back(name: str) -> None:
     x, factors = draw(1, 3), np.arange(30.0).reshape(10, 3)
     d_x, out = step(x, sizes, order, factors)
     np.testing.assert_array_equal(out, reference.sort_chunks(x, sizes, order))
-    np.testing.assert_array_equal(out, ops.sort_chunks(x, sizes, order))
+    np.testing.assert_array_equal(out, ep.sort_chunks(x, sizes, order))
     meant = jax.grad(lambda x: (jnp.sin(reference.sort_chunks(x, sizes, order)) * factors).sum())
     np.testing.assert_allclose(d_x, meant(x), rtol=1e-6)
 
@@ -75,24 +75,22 @@ def test_rows_past_the_chunks_are_zero_and_reach_nothing() -> None:
     np.testing.assert_array_equal(np.isnan(d_x), False)
     np.testing.assert_array_equal(d_x[6:], 0)
     x[1] = np.nan
-    assert np.isnan(ops.sort_chunks(x, sizes, order)).any(1).sum() == 1
+    assert np.isnan(ep.sort_chunks(x, sizes, order)).any(1).sum() == 1
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float8_e4m3fn", "bfloat16"])
 def test_any_dtype_and_any_trailing_dims(dtype: str) -> None:
     x = jnp.arange(40).reshape(10, 2, 2).astype(dtype)
-    out = ops.sort_chunks(x, np.array([4, 6]), np.array([1, 0]))
+    out = ep.sort_chunks(x, np.array([4, 6]), np.array([1, 0]))
     assert out.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(out), np.asarray(x)[[*range(4, 10), *range(4)]])
-    flat = ops.sort_chunks(x[:, 0, 0], np.array([4, 6]), np.array([1, 0]))
+    flat = ep.sort_chunks(x[:, 0, 0], np.array([4, 6]), np.array([1, 0]))
     np.testing.assert_array_equal(np.asarray(flat), np.asarray(out[:, 0, 0]))
 
 
 def test_nothing_to_sort() -> None:
-    assert ops.sort_chunks(np.ones((0, 3)), np.zeros(2, int), np.arange(2)).shape == (0, 3)
-    np.testing.assert_array_equal(
-        ops.sort_chunks(np.ones(3), np.zeros(0, int), np.zeros(0, int)), 0
-    )
+    assert ep.sort_chunks(np.ones((0, 3)), np.zeros(2, int), np.arange(2)).shape == (0, 3)
+    np.testing.assert_array_equal(ep.sort_chunks(np.ones(3), np.zeros(0, int), np.zeros(0, int)), 0)
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit", "told", "not told"])
@@ -113,7 +111,7 @@ def test_every_shard_has_its_own_sizes(mode: str) -> None:
     np.testing.assert_allclose(d_x, meant, rtol=1e-6)
     for result in (d_x, out):
         assert result.sharding.is_equivalent_to(NamedSharding(mesh, BATCH), 2)
-    eager = ops.sort_chunks(*placed[:3])
+    eager = ep.sort_chunks(*placed[:3])
     np.testing.assert_array_equal(eager, out)
     assert eager.sharding.is_equivalent_to(NamedSharding(mesh, BATCH), 2)
 
@@ -124,7 +122,7 @@ def test_one_order_serves_all_shards_and_a_shard_may_have_many_lists() -> None:
     x = draw(8)
     placed = jax.device_put(x, NamedSharding(mesh, BATCH))
     same = np.broadcast_to(order[0], order.shape)
-    np.testing.assert_array_equal(ops.sort_chunks(placed, sizes, order[0]), wanted(x, sizes, same))
+    np.testing.assert_array_equal(ep.sort_chunks(placed, sizes, order[0]), wanted(x, sizes, same))
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -134,7 +132,7 @@ def test_inside_a_shard_map_of_the_user(check: bool) -> None:
     x = draw(4, 2)
 
     def local(x: Any, sizes: Any, order: Any) -> Any:
-        return ops.sort_chunks(x, sizes[0], order[0])
+        return ep.sort_chunks(x, sizes[0], order[0])
 
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=(BATCH, BATCH, BATCH), out_specs=BATCH, check_vma=check
@@ -166,16 +164,16 @@ def test_programs_do_not_grow_with_the_chunks() -> None:
 )
 def test_arguments_that_do_not_fit(x: Any, sizes: Any, order: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        ops.sort_chunks(x, sizes, order)
+        ep.sort_chunks(x, sizes, order)
 
 
 def test_more_shards_than_lists() -> None:
     mesh = fakes.mesh_of({"dp": 8})
     x = jax.device_put(draw(8), NamedSharding(mesh, PartitionSpec("dp")))
     with pytest.raises(ValueError, match="has 2 lists, which the 8 shards"):
-        ops.sort_chunks(x, np.ones((2, 4), int), np.arange(4))
+        ep.sort_chunks(x, np.ones((2, 4), int), np.arange(4))
     sizes = np.array([40, 30, 4, 6])
     np.testing.assert_array_equal(
-        ops.sort_chunks(x, sizes, np.array([1, 0, 3, 2])),
+        ep.sort_chunks(x, sizes, np.array([1, 0, 3, 2])),
         reference.sort_chunks(np.asarray(x), sizes, [1, 0, 3, 2]),
     )
