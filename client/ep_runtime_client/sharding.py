@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.roles import say_once
+from ep_runtime_client.ops.partitioning.roles import say_once
 from ep_runtime_client.params import LOGICAL_AXES, MoEParams, logical_axes
 
 KINDS = ("fsdp+ep", "shard-exp-on-fsdp")

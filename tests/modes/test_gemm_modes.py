@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import partitioned, placement
+from ep_runtime_client.ops.partitioning import partitioned, placement
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

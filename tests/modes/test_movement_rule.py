@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.explain import explain_text
-from ep_runtime_client.ops import partitioned
+from ep_runtime_client.ops.partitioning import partitioned
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import placement
+from ep_runtime_client.ops.partitioning import placement
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from mode_programs import EXPERTS, assert_close, draw, grads_of, loss, meant_grads, put
 
-from ep_runtime_client.ops import roles
+from ep_runtime_client.ops.partitioning import roles
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 AXES = {"dp": 2, "ep": 2}

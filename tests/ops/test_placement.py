@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import dense_placement, placement
-from ep_runtime_client.ops.placement import Roles
+from ep_runtime_client.ops import dense_placement
+from ep_runtime_client.ops.partitioning import placement
+from ep_runtime_client.ops.partitioning.placement import Roles
 
 SHAPE = (8, 64, 32)
 

@@ -10,11 +10,12 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import local_activation, regions, spread
+from ep_runtime_client.ops import local_activation
 from ep_runtime_client.ops.local_activation import Activation
-from ep_runtime_client.ops.placement import Axes, Entries, Roles
-from ep_runtime_client.ops.regions import Where
-from ep_runtime_client.ops.resolved import Resolved, Sums
+from ep_runtime_client.ops.partitioning import regions, spread
+from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.varying import spread_over
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.meshes import as_auto, explicit_axes, typed
-from ep_runtime_client.ops.partition_specs import Axes, entry_axes, known_spec
+from ep_runtime_client.ops.partitioning.meshes import as_auto, explicit_axes, typed
+from ep_runtime_client.ops.partitioning.specs import Axes, entry_axes, known_spec
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 Spec = PartitionSpec | NamedSharding

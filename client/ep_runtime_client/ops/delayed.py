@@ -15,8 +15,8 @@ from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.fp8_scaling import scale_of
-from ep_runtime_client.ops.placement import Axes
-from ep_runtime_client.ops.regions import Where
+from ep_runtime_client.ops.partitioning.placement import Axes
+from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.recipes import DelayedState, TensorScaling
 
 

@@ -16,7 +16,7 @@ from ep_runtime_client.ops import dense_placement, local_quantize
 from ep_runtime_client.ops.dense_placement import Dense
 from ep_runtime_client.ops.gemm_ops import wide
 from ep_runtime_client.ops.operands import Packing, gather, unpack
-from ep_runtime_client.ops.placement import (
+from ep_runtime_client.ops.partitioning.placement import (
     Axes,
     Entries,
     Roles,
@@ -25,9 +25,9 @@ from ep_runtime_client.ops.placement import (
     flat,
     whole_blocks,
 )
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.quantize_ops import raw_leaves
-from ep_runtime_client.ops.regions import Where
-from ep_runtime_client.ops.resolved import Resolved, Sums
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import MX_TILE, MXFP8, Recipe, TensorScaling
 

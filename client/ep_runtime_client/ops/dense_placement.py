@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ep_runtime_client.ops.placement import Axes, Entries, Roles, Weight, flat, padded, whole_blocks
+from ep_runtime_client.ops.partitioning.placement import (
+    Axes,
+    Entries,
+    Roles,
+    Weight,
+    flat,
+    padded,
+    whole_blocks,
+)
 
 
 @dataclasses.dataclass(frozen=True)

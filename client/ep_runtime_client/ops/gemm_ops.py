@@ -13,10 +13,16 @@ from jax import lax
 from ep_runtime_client.ops import local_gemm, local_quantize
 from ep_runtime_client.ops.local_gemm import Gemm
 from ep_runtime_client.ops.operands import Packing, gather, unpack
-from ep_runtime_client.ops.placement import Entries, Grouped, Roles, expert_weight, grouped
+from ep_runtime_client.ops.partitioning.placement import (
+    Entries,
+    Grouped,
+    Roles,
+    expert_weight,
+    grouped,
+)
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.quantize_ops import kernel_factors, row_factors, rows_roles
-from ep_runtime_client.ops.regions import Where
-from ep_runtime_client.ops.resolved import Resolved, Sums
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.recipes import Recipe
 

@@ -12,7 +12,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops import token_layout, twin
 from ep_runtime_client.ops.calls import Call, PlanMeta, check_handle, resolve_capacity, world_rank
-from ep_runtime_client.ops.partition_specs import known_spec
+from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.plan import (
     AnyArrays,
     NodePlanArrays,

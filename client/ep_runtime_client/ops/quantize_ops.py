@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import jax
 
-from ep_runtime_client.ops import local_quantize, spread
+from ep_runtime_client.ops import local_quantize
 from ep_runtime_client.ops.fp8_scaling import SCALE_DTYPE
 from ep_runtime_client.ops.operands import Matrix, Packing, gather, pack_fields, unpack
-from ep_runtime_client.ops.placement import (
+from ep_runtime_client.ops.partitioning import spread
+from ep_runtime_client.ops.partitioning.placement import (
     Entries,
     Roles,
     expert_weight,
@@ -20,8 +21,8 @@ from ep_runtime_client.ops.placement import (
     read_off,
     say_once,
 )
-from ep_runtime_client.ops.regions import Where
-from ep_runtime_client.ops.resolved import Resolved
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
 from ep_runtime_client.recipes import MXFP8, BlockScaling, Recipe, TensorScaling
 

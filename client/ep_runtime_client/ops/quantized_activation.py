@@ -17,15 +17,14 @@ from ep_runtime_client.ops import (
     local_quantized_activation,
     quantize_ops,
     quantized_activation_kernels,
-    regions,
-    spread,
 )
 from ep_runtime_client.ops.activation import ActivationOp
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 from ep_runtime_client.ops.operands import Packing, tile_of, unpack
-from ep_runtime_client.ops.placement import Axes, Entries, Roles
-from ep_runtime_client.ops.resolved import Resolved
+from ep_runtime_client.ops.partitioning import regions, spread
+from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
+from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe

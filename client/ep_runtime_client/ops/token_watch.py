@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 import jax
 
-from ep_runtime_client.ops import regions, rule
 from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.resolved import Resolved
-from ep_runtime_client.ops.roles import Entries, Roles, flat, say_once
+from ep_runtime_client.ops.partitioning import regions
+from ep_runtime_client.ops.partitioning import rule as partitioning_rule
+from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, say_once
 from ep_runtime_client.ops.tracing import unbatched
 from ep_runtime_client.ops.tracing.scopes import label
 
@@ -76,7 +77,7 @@ def watched(call: Call, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _watch(op: _Watch, tokens: jax.Array) -> jax.Array:
-    return rule.run(op, lambda tokens: (tokens,), *unbatched.not_batched(tokens))[0]
+    return partitioning_rule.run(op, lambda tokens: (tokens,), *unbatched.not_batched(tokens))[0]
 
 
 @_watch.defjvp

@@ -17,8 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ep_runtime_client.ops import movement_rule
 from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.meshes import as_auto, explicit_axes, is_explicit, placed, typed
-from ep_runtime_client.ops.partition_specs import entry_axes, known_spec
+from ep_runtime_client.ops.partitioning.meshes import (
+    as_auto,
+    explicit_axes,
+    is_explicit,
+    placed,
+    typed,
+)
+from ep_runtime_client.ops.partitioning.specs import entry_axes, known_spec
 from ep_runtime_client.ops.token_layout import say_reshard
 from ep_runtime_client.ops.tracing.ambient import check_ambient
 from ep_runtime_client.ops.tracing.unbatched import not_batched

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ep_runtime_client.ops.placement import Axes, Entries, Roles
+from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import rule
-from ep_runtime_client.ops.meshes import explicit_axes, typed
-from ep_runtime_client.ops.placement import Axes, Entries, Roles, say_once
-from ep_runtime_client.ops.regions import Where
-from ep_runtime_client.ops.rule import Op
+from ep_runtime_client.ops.partitioning import rule
+from ep_runtime_client.ops.partitioning.meshes import explicit_axes, typed
+from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles, say_once
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.rule import Op
 from ep_runtime_client.ops.tracing.unbatched import not_batched
 from ep_runtime_client.ops.tracing.varying import spread_over
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ep_runtime_client.ops.partition_specs import entry_axes
+from ep_runtime_client.ops.partitioning.specs import entry_axes
 
 
 def typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -1,0 +1,1 @@
+"""How operands lie on the mesh: their roles, the sharding rules, the collectives they cost."""
