@@ -56,9 +56,9 @@ class LocalGroup:
 
     def _open_windows(self, debug: bool) -> int:
         from ep_runtime import board, native
-        from ep_runtime_client.ops import _ffi
+        from ep_runtime_client.ops.kernels import ffi
 
-        _ffi.ensure_registered()
+        ffi.ensure_registered()
         sizes = [board.window_bytes(self.spec)] * self.spec.world_size
         fds = [_memfd(size) for size in [board.board_bytes(self.spec), *sizes]]
         try:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ep_runtime_bench.timing import median
-from ep_runtime_client.ops._ffi import ensure_registered
+from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
 # (token int32 [1], arrays, hold_ns) -> the token, and nanoseconds uint32 [2], low word first. The
 # token comes after the arrays are there, and whoever takes it comes after the reading and hold_ns.

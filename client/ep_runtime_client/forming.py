@@ -276,13 +276,13 @@ def _map(
     spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim, here: list[int]
 ) -> native.OpenGroup:
     """Maps the board and the windows of the world ranks `here`, which this node has."""
-    from ep_runtime_client.ops import _ffi
+    from ep_runtime_client.ops.kernels import ffi
 
     platform = native.PLATFORMS[spec.transport]
     if spec.transport == "memfd":
         allocator.keep_freed_memory()
     # Now, not when an op is first traced: exported programs and stored executables run untraced.
-    _ffi.ensure_registered(platform)
+    ffi.ensure_registered(platform)
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
     if sorted(found) != [-1, *here]:
         raise EpRuntimeError(

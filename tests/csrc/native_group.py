@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from native_memory import Memory, make_memory, make_spec
 
 from ep_runtime import native, specs
-from ep_runtime_client.ops._ffi import ensure_registered
+from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
 _names = itertools.count()
 FINGERPRINT = 12345

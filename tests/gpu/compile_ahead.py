@@ -35,7 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime import native
 from ep_runtime_client import ops
-from ep_runtime_client.ops import _ffi
+from ep_runtime_client.ops.kernels import ffi
 
 DEVICES, COUNT = 4, 3
 # What the backward pass of a scan keeps; None is all of it.
@@ -63,7 +63,7 @@ def devices() -> np.ndarray:
     )
     jax_devices, real = jax.devices, {"cuda": topology.devices}
     jax.devices = lambda backend=None: real.get(backend) or jax_devices(backend)
-    _ffi.ensure_registered("cuda")
+    ffi.ensure_registered("cuda")
     jax.devices = jax_devices
     for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
         found = importlib.import_module(module.name)

@@ -20,9 +20,9 @@ from ep_runtime_client.ops import (
     local_activation,
     local_gemm,
     local_quantize,
-    permutation_kernels,
     quantize_kernels,
 )
+from ep_runtime_client.ops.kernels import move_rows
 from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
 from ep_runtime_client.quantized import bits
 
@@ -33,7 +33,7 @@ _F32 = 1e-5
 _TARGETS = (
     *activation_kernels.TARGETS,
     *quantize_kernels.TARGETS,
-    *permutation_kernels.TARGETS,
+    *move_rows.TARGETS,
     *group_sum_kernels.TARGETS,
 )
 _SIZES = np.int32([[16, 300, 0, 40], [8, 24, 1, 0]])

@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client.explain import explain
 from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.ops import local_activation, platform
+from ep_runtime_client.ops import local_activation
 from ep_runtime_client.ops.activation import activate
+from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.local_activation import Activation
 
 MakeGroup = Callable[..., fakes.LocalGroup]

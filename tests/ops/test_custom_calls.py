@@ -14,16 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops import (
-    _ffi,
-    fp8_kernels,
-    gemm_kernels,
-    memfd,
-    nccl,
-    platform,
-    row_kernels,
-    tf32_kernels,
-)
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, memfd, nccl, tf32_kernels
+from ep_runtime_client.ops.kernels import ffi, platform, serve
 from ep_runtime_client.ops.tracing import scopes
 
 COUNT, TOKENS, HIDDEN, EXPERTS, TOP_K = 3, 16, 32, 8, 2
@@ -92,10 +84,10 @@ def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
 @pytest.fixture
 def _as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs for GPUs are traced here as where there are some."""
-    for module in (_ffi, memfd, nccl):
+    for module in (ffi, memfd, nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
-    monkeypatch.setattr(_ffi, "XLA_CLONES_CALLS", True)
-    monkeypatch.setattr(row_kernels, "available", lambda: True)
+    monkeypatch.setattr(ffi, "XLA_CLONES_CALLS", True)
+    monkeypatch.setattr(serve, "available", lambda: True)
     monkeypatch.setattr(platform, "installed", lambda: True)
     yield
     jax.clear_caches()

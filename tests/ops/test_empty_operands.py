@@ -1,6 +1,6 @@
 """Empty operands of custom calls stay inside the shard_map of their call, in scanned layers too.
 
-One that leaves it ends the process in XLA's partitioner: `bound` in `ops/_ffi.py`.
+One that leaves it ends the process in XLA's partitioner: `bound` in `ops/kernels/ffi.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops import (
-    fp8_kernels,
-    gemm_kernels,
-    local_activation,
-    memfd,
-    nccl,
-    platform,
-    row_kernels,
-)
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_activation, memfd, nccl
+from ep_runtime_client.ops.kernels import platform, serve
 
 RANKS, TOKENS, HIDDEN, WIDTH, EXPERTS = 2, 128, 128, 128, 8
 RECIPES = {
@@ -38,7 +31,7 @@ RECIPES = {
 def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces what a process with GPUs would."""
     monkeypatch.setattr(platform, "installed", lambda: True)
-    for module in (fp8_kernels, gemm_kernels, local_activation, row_kernels):
+    for module in (fp8_kernels, gemm_kernels, local_activation, serve):
         monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.CAPABILITY,))
     for module in (memfd, nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)

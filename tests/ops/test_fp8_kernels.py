@@ -15,14 +15,8 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import (
-    fp8_kernels,
-    gemm_kernels,
-    local_gemm,
-    local_quantize,
-    platform,
-    row_kernels,
-)
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, local_quantize
+from ep_runtime_client.ops.kernels import platform, serve
 from ep_runtime_client.quantized import QuantizedTensor
 
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
@@ -337,7 +331,7 @@ def test_kernels_come_from_the_quantizer_in_both_layouts(
 ) -> None:
     operands = drawn()
     alone = jax.jit(graded(recipe=recipe))(*operands)
-    monkeypatch.setattr(row_kernels, "available", lambda: True)
+    monkeypatch.setattr(serve, "available", lambda: True)
     jax.clear_caches()
     found = calls(graded(recipe=recipe), *operands)
     wanted = {name: n for name, n in WANTED[recipe].items() if name != "ep_transpose_weights_v1"}

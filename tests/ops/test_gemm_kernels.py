@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import gemm_kernels, local_gemm, platform, tf32_kernels
+from ep_runtime_client.ops import gemm_kernels, local_gemm, tf32_kernels
 from ep_runtime_client.ops.grouped_gemm import multiply
+from ep_runtime_client.ops.kernels import platform
 
 SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ep_runtime_client import recipes
 from ep_runtime_client.ops import grouped_reference as reference
-from ep_runtime_client.ops import local_gemm, local_quantize, row_blocks
+from ep_runtime_client.ops import local_gemm, local_quantize
+from ep_runtime_client.ops.kernels import row_blocks
 
 # Where scales come from is nothing to a GEMM: blocks with powers of two are blocks.
 RECIPES = (*cases.RECIPES[:3], recipes.MXFP8())

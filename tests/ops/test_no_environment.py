@@ -24,7 +24,8 @@ import ep_runtime_client
 from ep_runtime import env
 from ep_runtime_client import recipes
 from ep_runtime_client.moe import init_moe_params, moe
-from ep_runtime_client.ops import memfd, nccl, platform, row_kernels
+from ep_runtime_client.ops import memfd, nccl
+from ep_runtime_client.ops.kernels import platform, serve
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 TOKENS, HIDDEN, INNER = 32, 128, 128
@@ -52,7 +53,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def take_kernels(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
     """As on GPUs that the kernels serve, or as elsewhere."""
     monkeypatch.setattr(platform, "installed", lambda: wanted)
-    monkeypatch.setattr(row_kernels, "available", lambda: wanted)
+    monkeypatch.setattr(serve, "available", lambda: wanted)
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from ep_runtime_client.ops import (
     local_quantized_activation,
     quantize_kernels,
     quantized_activation_kernels,
-    row_kernels,
 )
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 
@@ -52,7 +52,7 @@ class Process:
 
     def takes_kernels(self, wanted: bool) -> None:
         self.transposed.clear()
-        self._patch.setattr(row_kernels, "available", lambda: wanted)
+        self._patch.setattr(serve, "available", lambda: wanted)
 
     def _forward(self, gemm: Any, lhs: Any, rhs: Any, *rest: Any) -> Any:
         copy = getattr(rhs, "transposed", None)

@@ -18,10 +18,9 @@ from ep_runtime_client.ops import (
     local_activation,
     local_gemm,
     local_quantize,
-    permutation_kernels,
     quantize_kernels,
-    row_kernels,
 )
+from ep_runtime_client.ops.kernels import move_rows, serve
 from ep_runtime_client.ops.local_activation import Activation
 
 SIZES = np.int32([[5, 0, 9], [1, 13, 2]])
@@ -31,7 +30,7 @@ BF16 = jnp.dtype(jnp.bfloat16)
 @pytest.fixture(autouse=True)
 def _available(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU need be there to lower for one."""
-    monkeypatch.setattr(row_kernels, "available", lambda: True)
+    monkeypatch.setattr(serve, "available", lambda: True)
 
 
 def lowered(function: Any, *operands: Any, platform: str = "cuda") -> str:
@@ -47,7 +46,7 @@ def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
 TARGETS = (
     *activation_kernels.TARGETS,
     *quantize_kernels.TARGETS,
-    *permutation_kernels.TARGETS,
+    *move_rows.TARGETS,
     *group_sum_kernels.TARGETS,
 )
 
@@ -243,5 +242,5 @@ def test_one_call_after_the_other_under_vmap() -> None:
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for found, wanted in (((), False), (("9.0", "9.0"), True), (("9.0", "8.0"), False)):
-        monkeypatch.setattr(row_kernels, "register_for_gpus", lambda found=found: found)
-        assert row_kernels.available() == wanted
+        monkeypatch.setattr(serve, "register_for_gpus", lambda found=found: found)
+        assert serve.available() == wanted

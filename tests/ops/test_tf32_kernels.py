@@ -14,7 +14,8 @@ import pytest
 from ops.test_fp8_kernels import ranges, transpose_rows, wide_rows
 
 import ep_runtime as ep
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, platform, tf32_kernels
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, tf32_kernels
+from ep_runtime_client.ops.kernels import platform
 
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
 TARGETS = (*gemm_kernels.TARGETS, *tf32_kernels.TARGETS, *fp8_kernels.TARGETS)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import row_kernels
+from ep_runtime_client.ops.kernels import serve as kernels_serve
 
 if TYPE_CHECKING:
     from ep_runtime_client.ops.local_activation import Activation
@@ -33,17 +33,17 @@ FUNCTIONS = {
 
 def takes(static: Activation) -> bool:
     """Whether the kernels know the function, in programs for this process's GPUs."""
-    return static.function in FUNCTIONS and row_kernels.available()
+    return static.function in FUNCTIONS and kernels_serve.available()
 
 
 def serve(static: Activation, hidden: jax.Array, group_sizes: jax.Array) -> bool:
     """Whether the kernels take it, should its program be lowered for a GPU."""
     if not takes(static):
         return False
-    if hidden.dtype not in row_kernels.FLOATS or hidden.dtype != static.dtype:
+    if hidden.dtype not in kernels_serve.FLOATS or hidden.dtype != static.dtype:
         return False
     width = width_of(static, hidden)
-    return width > 0 and row_kernels.fit(group_sizes.shape, hidden, width=width)
+    return width > 0 and kernels_serve.fit(group_sizes.shape, hidden, width=width)
 
 
 def forward(
@@ -55,9 +55,9 @@ def forward(
     """As `local_activation.forward`, but rows past the last zone are undefined."""
     rows = math.prod(hidden.shape[:2])
     result = jax.ShapeDtypeStruct((rows, width_of(static, hidden)), hidden.dtype)
-    sizes = row_kernels.sizes_of(group_sizes)
+    sizes = kernels_serve.sizes_of(group_sizes)
     operands = (sizes, hidden.reshape(rows, -1), weights_of(row_weights))
-    (out,) = row_kernels.call(TARGETS[0], (result,), operands, attributes_of(static))
+    (out,) = kernels_serve.call(TARGETS[0], (result,), operands, attributes_of(static))
     return out.reshape(*hidden.shape[:2], -1)
 
 
@@ -72,10 +72,10 @@ def pullback(
     rows = math.prod(hidden.shape[:2])
     given = (hidden.reshape(rows, -1), weights_of(row_weights))
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)
-    sizes = row_kernels.sizes_of(group_sizes)
+    sizes = kernels_serve.sizes_of(group_sizes)
     operands = (sizes, *given, grad.astype(hidden.dtype).reshape(rows, -1))
     attributes = attributes_of(static)
-    d_hidden, d_weights = row_kernels.call(TARGETS[1], results, operands, attributes, {1: 0})
+    d_hidden, d_weights = kernels_serve.call(TARGETS[1], results, operands, attributes, {1: 0})
     d_hidden = d_hidden.reshape(hidden.shape)
     if row_weights is None:
         return d_hidden, None

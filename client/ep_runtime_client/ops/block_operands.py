@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import row_blocks
-from ep_runtime_client.ops.row_blocks import RowBlock
+from ep_runtime_client.ops.kernels import row_blocks
+from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits, spread_tiles, widen
 from ep_runtime_client.recipes import MX_TILE, MXFP8, TILE, BlockScaling, TensorScaling
 

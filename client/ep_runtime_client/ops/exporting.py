@@ -13,11 +13,11 @@ from ep_runtime_client.ops import (
     group_sum_kernels,
     memfd,
     nccl,
-    permutation_kernels,
     quantize_kernels,
     quantized_activation_kernels,
     tf32_kernels,
 )
+from ep_runtime_client.ops.kernels import move_rows
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
@@ -47,7 +47,7 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
         activation_kernels,
         quantize_kernels,
         quantized_activation_kernels,
-        permutation_kernels,
+        move_rows,
         group_sum_kernels,
     )
     names = [*memfd.TARGETS, memfd.SYNC_TARGET, *nccl.TARGETS]

@@ -27,8 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops import gemm_kernels, platform, row_kernels
-from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
+from ep_runtime_client.ops import gemm_kernels
+from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve as kernels_serve
+from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
 from ep_runtime_client.quantized import QuantizedTensor, bits
 from ep_runtime_client.recipes import (
     DATA_DTYPES,
@@ -99,7 +101,7 @@ def transposes(recipe: Any, shape: Sequence[int]) -> bool:
     if not isinstance(recipe, TensorScaling | BlockScaling):
         return False
     widths = (shape[1], math.prod(shape[2:]))
-    return not any(width % MULTIPLE for width in widths) and row_kernels.available()
+    return not any(width % MULTIPLE for width in widths) and kernels_serve.available()
 
 
 @functools.cache

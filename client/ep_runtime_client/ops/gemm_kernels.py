@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops import platform
-from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
+from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
 from ep_runtime_client.quantized import QuantizedTensor
 
 TARGETS = ("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import row_kernels
+from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.quantized import QuantizedTensor
 
 TARGETS = ("ep_group_sums_v1",)
@@ -22,11 +22,11 @@ def serve(grad: Any, cast: Any, group_sizes: jax.Array, experts: int) -> bool:
     """Whether the kernel takes rows that would be cast before, lowered for a GPU."""
     if isinstance(grad, QuantizedTensor) or cast not in (None, grad.dtype) or experts < 1:
         return False
-    if grad.dtype not in row_kernels.FLOATS or not row_kernels.available():
+    if grad.dtype not in kernels_serve.FLOATS or not kernels_serve.available():
         return False
     width = math.prod(grad.shape[group_sizes.ndim :])
-    many = experts <= row_kernels.MAX_SLABS
-    return many and width > 0 and row_kernels.fit(group_sizes.shape, grad, width=width)
+    many = experts <= kernels_serve.MAX_SLABS
+    return many and width > 0 and kernels_serve.fit(group_sizes.shape, grad, width=width)
 
 
 def bias_grad(experts: int, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -34,6 +34,6 @@ def bias_grad(experts: int, grad: jax.Array, group_sizes: jax.Array) -> jax.Arra
     lead = group_sizes.ndim
     rows = grad.reshape(math.prod(grad.shape[:lead]), -1)
     result = jax.ShapeDtypeStruct((experts, rows.shape[1]), jnp.float32)
-    operands = (row_kernels.sizes_of(group_sizes), rows)
-    (sums,) = row_kernels.call(TARGETS[0], (result,), operands)
+    operands = (kernels_serve.sizes_of(group_sizes), rows)
+    (sums,) = kernels_serve.call(TARGETS[0], (result,), operands)
     return sums.reshape(experts, *grad.shape[lead:])

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import activation_kernels, platform, row_blocks
-from ep_runtime_client.ops._ffi import register_for_gpus
-from ep_runtime_client.ops.row_blocks import RowBlock
+from ep_runtime_client.ops import activation_kernels
+from ep_runtime_client.ops.kernels import platform, row_blocks
+from ep_runtime_client.ops.kernels.ffi import register_for_gpus
+from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.tracing import slack
 
 # A step of a loop costs a GPU tens of microseconds; so many rows hide them.

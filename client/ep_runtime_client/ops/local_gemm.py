@@ -28,17 +28,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import (
-    fp8_kernels,
-    gemm_kernels,
-    group_sum_kernels,
-    platform,
-    row_blocks,
-    tf32_kernels,
-)
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, group_sum_kernels, tf32_kernels
 from ep_runtime_client.ops.block_operands import Part, kernel_reader, row_reader
-from ep_runtime_client.ops.row_blocks import Blocks, RowBlock
-from ep_runtime_client.ops.row_kernels import either
+from ep_runtime_client.ops.kernels import platform, row_blocks
+from ep_runtime_client.ops.kernels.row_blocks import Blocks, RowBlock
+from ep_runtime_client.ops.kernels.serve import either
 
 Kernel = Callable[..., jax.Array]
 

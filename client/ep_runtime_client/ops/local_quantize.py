@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import quantize_kernels, row_blocks
+from ep_runtime_client.ops import quantize_kernels
 from ep_runtime_client.ops.fp8_scaling import (
     SCALE_DTYPE,
     finite_max,
@@ -30,8 +30,9 @@ from ep_runtime_client.ops.fp8_scaling import (
     scale_of,
     to_e8m0,
 )
-from ep_runtime_client.ops.row_blocks import RowBlock
-from ep_runtime_client.ops.row_kernels import either
+from ep_runtime_client.ops.kernels import row_blocks
+from ep_runtime_client.ops.kernels.row_blocks import RowBlock
+from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.quantized import (
     QuantizedTensor,
     bits,

@@ -17,10 +17,10 @@ import jax
 from ep_runtime_client.ops import local_activation, local_quantize
 from ep_runtime_client.ops import quantized_activation_kernels as kernels
 from ep_runtime_client.ops.fp8_scaling import scale_of
+from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.local_quantize import Axes
 from ep_runtime_client.ops.quantized_activation_kernels import ActivationOperands
-from ep_runtime_client.ops.row_kernels import either
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
 from ep_runtime_client.recipes import Recipe, TensorScaling

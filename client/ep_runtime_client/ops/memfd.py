@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime import native
-from ep_runtime_client.ops._ffi import bound, ensure_registered, once
 from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once
 from ep_runtime_client.ops.plan import PlanArrays
 
 TARGETS = (

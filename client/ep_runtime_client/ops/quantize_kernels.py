@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import row_kernels
+from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.quantized import from_bits, num_tiles
 from ep_runtime_client.recipes import DATA_DTYPES, MX_TILE, TILE
 
@@ -37,7 +37,7 @@ Quantized = tuple[jax.Array, ...]
 
 def serve(x: jax.Array, group_sizes: jax.Array | None) -> bool:
     """Whether the kernels take rows, or without sizes kernels, lowered for a GPU."""
-    if x.dtype not in row_kernels.FLOATS or not row_kernels.available():
+    if x.dtype not in kernels_serve.FLOATS or not kernels_serve.available():
         return False
     if group_sizes is not None:
         groups: tuple[int, ...] = group_sizes.shape
@@ -45,8 +45,8 @@ def serve(x: jax.Array, group_sizes: jax.Array | None) -> bool:
     else:
         groups, middle = (x.shape[0], 1), math.prod(x.shape[2:-1])
     few = middle * math.prod(x.shape[: len(groups)]) < 2**31
-    few = few and middle * math.prod(groups[:-1]) <= row_kernels.MAX_SLABS
-    return few and x.shape[-1] % _MULTIPLE == 0 and row_kernels.fit(groups, x)
+    few = few and middle * math.prod(groups[:-1]) <= kernels_serve.MAX_SLABS
+    return few and x.shape[-1] % _MULTIPLE == 0 and kernels_serve.fit(groups, x)
 
 
 def group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ def kernel_amax(w: jax.Array) -> jax.Array:
 
 
 def _amax(experts: int, x: jax.Array, sizes: jax.Array) -> jax.Array:
-    (amax,) = row_kernels.call(_AMAX, (_struct((experts,), _F32),), (sizes, x))
+    (amax,) = kernels_serve.call(_AMAX, (_struct((experts,), _F32),), (sizes, x))
     return amax
 
 
@@ -81,7 +81,7 @@ def _scaled(
 ) -> jax.Array:
     operands = (sizes, x, scale.astype(_F32).reshape(-1))
     way = _way(dtype, False, clear_slack)
-    (data,) = row_kernels.call(_SCALE_ROWS, (_struct(x.shape),), operands, way)
+    (data,) = kernels_serve.call(_SCALE_ROWS, (_struct(x.shape),), operands, way)
     return from_bits(data, dtype)
 
 
@@ -92,7 +92,7 @@ def tile_rows(
     lead = x.shape[:-1]
     middle = math.prod(lead[group_sizes.ndim :])
     # Tiles end with the last dim: each of the dims between is a row of its own.
-    sizes = row_kernels.sizes_of(group_sizes)
+    sizes = kernels_serve.sizes_of(group_sizes)
     sizes = sizes if middle == 1 else sizes * jnp.int32(middle)
     results = (
         _struct((math.prod(lead), x.shape[-1])),
@@ -100,7 +100,7 @@ def tile_rows(
     )
     operands = (sizes, x.reshape(-1, x.shape[-1]))
     way = _way(dtype, power_of_two, clear_slack)
-    data, scale = row_kernels.call(_TILES, results, operands, way)
+    data, scale = kernels_serve.call(_TILES, results, operands, way)
     return from_bits(data, dtype).reshape(x.shape), scale.reshape(*lead, -1)
 
 
@@ -110,7 +110,7 @@ def tile_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> Quantized:
     flat = w.reshape(*shape[:2], math.prod(middle), shape[-1])
     tiles = [num_tiles(shape[dim], TILE) for dim in (1, -1)]
     results = (_struct(flat.shape), _struct((shape[0], tiles[0], flat.shape[2], tiles[1]), _F32))
-    data, scale = row_kernels.call(_BLOCKS, results, (flat,), _way(dtype, power_of_two, True))
+    data, scale = kernels_serve.call(_BLOCKS, results, (flat,), _way(dtype, power_of_two, True))
     scale = scale.reshape(shape[0], tiles[0], *middle, tiles[1])
     return from_bits(data, dtype).reshape(shape), scale
 
@@ -138,7 +138,7 @@ def transposed_kernel(
     )
     given = jnp.zeros(0, _F32) if scale is None else scale.astype(_F32)
     way = _way(dtype, power_of_two, True)
-    data, transposed, made = row_kernels.call(_WEIGHTS, results, (flat, given), way)
+    data, transposed, made = kernels_serve.call(_WEIGHTS, results, (flat, given), way)
     if scale is None:
         scale = made.reshape(shape[0], tiles[0], *middle, tiles[1])
     transposed = from_bits(transposed, dtype).reshape(shape[0], *shape[2:], shape[1])
@@ -181,7 +181,7 @@ def _mx(
         _struct(x.shape),
         _struct((rows // MX_TILE, width)),
     )
-    found = row_kernels.call(_MX, results, (sizes, x), _way(dtype, True, clear_slack))
+    found = kernels_serve.call(_MX, results, (sizes, x), _way(dtype, True, clear_slack))
     scales = jnp.float8_e8m0fnu
     dtypes = (dtype, scales, dtype, scales)
     made = tuple(from_bits(x, kind) for x, kind in zip(found, dtypes, strict=True))
@@ -190,7 +190,7 @@ def _mx(
 
 def _rows(x: jax.Array, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows = math.prod(x.shape[: group_sizes.ndim])
-    return x.reshape(rows, -1), row_kernels.sizes_of(group_sizes)
+    return x.reshape(rows, -1), kernels_serve.sizes_of(group_sizes)
 
 
 def _kernels(w: jax.Array) -> tuple[jax.Array, jax.Array]:

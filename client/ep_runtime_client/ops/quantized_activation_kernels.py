@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import activation_kernels, row_kernels
+from ep_runtime_client.ops import activation_kernels
+from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.quantized import from_bits, num_tiles
 from ep_runtime_client.recipes import DATA_DTYPES, TILE, BlockScaling, Recipe, TensorScaling
 
@@ -60,7 +61,7 @@ class ActivationOperands:
         none = jnp.zeros((0, 0), self.hidden.dtype)
         given = none if self.grad is None else self.grad.astype(none.dtype).reshape(rows, -1)
         weights = activation_kernels.weights_of(self.row_weights)
-        sizes = row_kernels.sizes_of(self.group_sizes)
+        sizes = kernels_serve.sizes_of(self.group_sizes)
         return (sizes, self.hidden.reshape(rows, -1), weights, given)
 
 
@@ -70,7 +71,7 @@ def takes(static: Activation, recipe: Recipe | None, dtype: Any) -> bool:
     if not kind or (isinstance(recipe, TensorScaling) and recipe.delayed):
         return False
     named = static.function in activation_kernels.FUNCTIONS and dtype == static.dtype
-    return named and jnp.dtype(dtype).itemsize == 2 and row_kernels.available()
+    return named and jnp.dtype(dtype).itemsize == 2 and kernels_serve.available()
 
 
 def serve(
@@ -95,7 +96,7 @@ def group_amax(experts: int, source: ActivationOperands) -> jax.Array:
     """The largest finite absolute value of each expert's rows: f32 [experts]."""
     result = jax.ShapeDtypeStruct((experts,), _F32)
     attributes = activation_kernels.attributes_of(source.activation)
-    (amax,) = row_kernels.call(TARGETS[0], (result,), source.operands(), attributes)
+    (amax,) = kernels_serve.call(TARGETS[0], (result,), source.operands(), attributes)
     return amax
 
 
@@ -129,7 +130,7 @@ def quantize(
         "format": DATA_DTYPES.index(jnp.dtype(dtype).name),
         "power_of_two": int(isinstance(recipe, BlockScaling) and recipe.power_of_two_scales),
     }
-    found = row_kernels.call(TARGETS[1], results, (*operands, given), attributes)
+    found = kernels_serve.call(TARGETS[1], results, (*operands, given), attributes)
     data = from_bits(found[0], dtype).reshape(source.shape)
     if scale is None:
         scale = found[1].reshape(*source.shape[:-1], -1)

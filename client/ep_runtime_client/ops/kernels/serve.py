@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops import platform
-from ep_runtime_client.ops._ffi import bound, once, register_for_gpus
+from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
 
 VECTOR_BYTES = 16  # of a load: widths are multiples of it
 MAX_GROUPS = 1024  # of one slab

@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import row_kernels
+from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.permutation_plan import PermutationArrays
 
 TARGETS = ("ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1")
@@ -24,15 +24,15 @@ def serve(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
 
     `moves`: the rows are neither weighed nor summed.
     """
-    if values.ndim < 2 or not row_kernels.available():
+    if values.ndim < 2 or not kernels_serve.available():
         return False
     kind = values.dtype
-    right = kind in row_kernels.FLOATS
+    right = kind in kernels_serve.FLOATS
     if moves:
         right = kind.itemsize > 1 or kind.name.startswith(_BYTES)
     width = math.prod(values.shape[1:])
     limits = max(places.size, values.shape[0]) < 2**31
-    return right and limits and places.size > 0 and row_kernels.fit((1,), values, width=width)
+    return right and limits and places.size > 0 and kernels_serve.fit((1,), values, width=width)
 
 
 def copied(slots: int, values: jax.Array, source: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def spread(
         jax.ShapeDtypeStruct((0 if others is None else source.shape[0],), jnp.float32),
     )
     operands = (source, arrays.slot_row, flat, given, beside)
-    rows, products = row_kernels.call(TARGETS[2], results, operands)
+    rows, products = kernels_serve.call(TARGETS[2], results, operands)
     return rows.reshape(source.shape[0], *values.shape[1:]), products
 
 
@@ -75,7 +75,7 @@ def summed(rows: jax.Array, slot_row: jax.Array, weights: jax.Array | None) -> j
     """As `permutation_rows.summed`."""
     result = jax.ShapeDtypeStruct((slot_row.shape[0], rows.shape[1]), rows.dtype)
     given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
-    (total,) = row_kernels.call(TARGETS[1], (result,), (slot_row, rows, given))
+    (total,) = kernels_serve.call(TARGETS[1], (result,), (slot_row, rows, given))
     return total
 
 
@@ -94,5 +94,5 @@ def _gathered(
         jax.ShapeDtypeStruct((0 if others is None else source.shape[0],), jnp.float32),
     )
     operands = (source, flat, given.reshape(-1), beside)
-    rows, products = row_kernels.call(TARGETS[0], results, operands, {"slots": slots})
+    rows, products = kernels_serve.call(TARGETS[0], results, operands, {"slots": slots})
     return rows.reshape(source.shape[0], *values.shape[1:]), products

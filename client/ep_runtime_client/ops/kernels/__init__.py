@@ -1,0 +1,1 @@
+"""The library's calls, which arrays they take, and the row machinery that rooms share."""
