@@ -38,13 +38,13 @@ from ep_runtime_client.ops.dense import dense as dense
 from ep_runtime_client.ops.dispatch import dispatch as dispatch
 from ep_runtime_client.ops.exporting import export_checks as export_checks
 from ep_runtime_client.ops.grouped_gemm import grouped_gemm as grouped_gemm
-from ep_runtime_client.ops.grouped_quantize import grouped_quantize as grouped_quantize
 from ep_runtime_client.ops.permutation import Permuted as Permuted
 from ep_runtime_client.ops.permutation import permute as permute
 from ep_runtime_client.ops.permutation import unpermute as unpermute
 from ep_runtime_client.ops.plan import Dispatched as Dispatched
 from ep_runtime_client.ops.plan import Plan as Plan
 from ep_runtime_client.ops.prepare import prepare as prepare
+from ep_runtime_client.ops.quantize.api import grouped_quantize as grouped_quantize
 from ep_runtime_client.ops.routing import Routing as Routing
 from ep_runtime_client.ops.routing import aux_loss as aux_loss
 from ep_runtime_client.ops.routing import pad_tokens as pad_tokens

@@ -30,7 +30,8 @@ from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_client import recipes
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.ops import local_gemm, local_quantize, tf32_kernels
+from ep_runtime_client.ops import local_gemm, tf32_kernels
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import bits, from_bits
 
 ROWS = 32768  # unless tokens say otherwise
@@ -256,9 +257,9 @@ def _quantized(recipe: recipes.Recipe, *operands: Any) -> tuple[Any, Any]:
 
     def run(x: Any, grad: Any, w: Any, sizes: Any) -> Any:
         return (
-            local_quantize.quantize_rows(recipe, x, sizes),
-            local_quantize.quantize_rows(recipe, grad, sizes, gradient=True),
-            local_quantize.quantize_kernel(recipe, w),
+            quantize_plain.quantize_rows(recipe, x, sizes),
+            quantize_plain.quantize_rows(recipe, grad, sizes, gradient=True),
+            quantize_plain.quantize_kernel(recipe, w),
         )
 
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, jax.eval_shape(run, *operands))

@@ -19,7 +19,8 @@ from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.timing import in_turn, median
 from ep_runtime_client import recipes
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.ops import local_gemm, local_quantize
+from ep_runtime_client.ops import local_gemm
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 WIDTH = 256  # K' and N'
 CAPACITY = 2048  # rows of the slab, unless tokens say otherwise
@@ -123,14 +124,14 @@ def _grouped(recipe: recipes.Recipe | None) -> _Subject:
     def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
         rows, kernel = lhs, rhs
         if recipe is not None:
-            rows = local_quantize.quantize_rows(recipe, lhs, sizes)
-            kernel = local_quantize.quantize_kernel(recipe, rhs)
+            rows = quantize_plain.quantize_rows(recipe, lhs, sizes)
+            kernel = quantize_plain.quantize_kernel(recipe, rhs)
         return local_gemm.forward(gemm, rows, kernel, None, sizes), rows, kernel
 
     def backward(kept: Any, grad: Any, sizes: Any) -> Any:
         _, rows, kernel = kept
         if recipe is not None:
-            grad = local_quantize.quantize_rows(recipe, grad, sizes, gradient=True)
+            grad = quantize_plain.quantize_rows(recipe, grad, sizes, gradient=True)
         return local_gemm.pullback(gemm, rows, kernel, grad, sizes)
 
     return _Subject(forward, backward)

@@ -14,8 +14,9 @@ from ep_runtime_bench.device_gemm import LOADS, loads
 from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.row_bench import RowSizes, Subject
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import local_activation, local_quantize
+from ep_runtime_client.ops import local_activation
 from ep_runtime_client.ops.local_activation import Activation
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import bits
 
 GROUPS = 32
@@ -51,7 +52,7 @@ def make_subjects(options: BenchOptions, sizes: RowSizes) -> Iterator[Subject]:
 
 
 def _kernel(recipe: recipes.Recipe, w: jax.Array) -> Any:
-    return jax.tree.map(bits, local_quantize.quantize_kernel(recipe, w))
+    return jax.tree.map(bits, quantize_plain.quantize_kernel(recipe, w))
 
 
 def _recipes(
@@ -61,7 +62,7 @@ def _recipes(
     for name, (recipe, reads, written) in RECIPES.items():
 
         def program(x: Any, groups: Any, recipe: recipes.Recipe = recipe) -> Any:
-            q = local_quantize.quantize_rows(recipe, x, groups, clear_slack=False)
+            q = quantize_plain.quantize_rows(recipe, x, groups, clear_slack=False)
             return jax.tree.map(bits, q.detached())
 
         moved = int(values * (reads * item + written))

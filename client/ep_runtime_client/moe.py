@@ -24,9 +24,9 @@ from ep_runtime_client.ops.combine import merge
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.grouped_gemm import multiply
 from ep_runtime_client.ops.local_activation import Activation, Function
-from ep_runtime_client.ops.operands import Matrix
 from ep_runtime_client.ops.partitioning.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched
+from ep_runtime_client.ops.quantize.packing import Matrix
 from ep_runtime_client.ops.router_matmul import router_logits
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope

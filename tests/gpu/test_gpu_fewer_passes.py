@@ -22,13 +22,13 @@ from ep_runtime_client.ops import (
     activation_kernels,
     fp8_kernels,
     local_activation,
-    local_quantize,
     local_quantized_activation,
-    quantize_kernels,
     quantized_activation_kernels,
 )
 from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
 from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
+from ep_runtime_client.ops.quantize import kernels as quantize_kernels
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import bits
 
 _TARGETS = (
@@ -101,13 +101,13 @@ def test_activated_rows_are_quantized_as_by_two_passes(gpus: list[Any], recipe: 
             fused, operands = QuantizedActivation(static, recipe, 4), (hidden, weights, sizes)
             options: dict[str, Any] = {"num_experts": 4, "clear_slack": False}
             rows = local_activation.forward(static, *operands)
-            two = local_quantize.quantize_rows(recipe, rows, sizes, **options)
+            two = quantize_plain.quantize_rows(recipe, rows, sizes, **options)
             found.append(
                 (leaves(local_quantized_activation.forward(fused, *operands)), leaves(two))
             )
             back, back_weights = local_quantized_activation.pullback(fused, *operands, grad)
             rows, d_weights = local_activation.pullback(static, *operands, grad)
-            two = local_quantize.quantize_rows(recipe, rows, sizes, gradient=True, **options)
+            two = quantize_plain.quantize_rows(recipe, rows, sizes, gradient=True, **options)
             found.append(((leaves(back), back_weights), (leaves(two), d_weights)))
         return found
 
@@ -123,7 +123,7 @@ def test_activated_rows_are_quantized_as_by_two_passes(gpus: list[Any], recipe: 
 @pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)
 def test_weights_in_both_layouts_are_those_of_cpu(gpus: list[Any], recipe: Any) -> None:
     def run(kernels: Any) -> Any:
-        made = [local_quantize.quantize_kernel(recipe, w, transposed=True) for w in kernels]
+        made = [quantize_plain.quantize_kernel(recipe, w, transposed=True) for w in kernels]
         return [(bits(q.data), bits(q.transposed), q.scale, q.amax) for q in made]
 
     shapes, types = ((3, 96, 160), (2, 320, 2, 72)), ("bfloat16", "float16", "float32")

@@ -18,7 +18,8 @@ from ops import grouped_cases as cases
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, local_quantize
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 _AGAIN = 20
 _RECIPES = {
@@ -61,9 +62,9 @@ def _quantized(recipe: Any, lhs: Any, rhs: Any, grad: Any, sizes: Any) -> Any:
     with jax.default_device(jax.devices("cpu")[0]):
         counts = jnp.asarray(sizes)
         return (
-            local_quantize.quantize_rows(recipe, jnp.asarray(lhs), counts),
-            local_quantize.quantize_kernel(recipe, jnp.asarray(rhs)),
-            local_quantize.quantize_rows(recipe, jnp.asarray(grad), counts, gradient=True),
+            quantize_plain.quantize_rows(recipe, jnp.asarray(lhs), counts),
+            quantize_plain.quantize_kernel(recipe, jnp.asarray(rhs)),
+            quantize_plain.quantize_rows(recipe, jnp.asarray(grad), counts, gradient=True),
         )
 
 

@@ -19,11 +19,11 @@ from ep_runtime_client.ops import (
     group_sum_kernels,
     local_activation,
     local_gemm,
-    local_quantize,
-    quantize_kernels,
 )
 from ep_runtime_client.ops.kernels import move_rows
 from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
+from ep_runtime_client.ops.quantize import kernels as quantize_kernels
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import bits
 
 _AGAIN = 10
@@ -153,7 +153,7 @@ def test_quantized_rows_are_those_of_cpu_bit_by_bit(gpus: list[Any], recipe: Any
 
     def run(arrays: Any, sizes: Any) -> Any:
         made = [
-            local_quantize.quantize_rows(recipe, x, sizes, gradient=True, num_experts=experts)
+            quantize_plain.quantize_rows(recipe, x, sizes, gradient=True, num_experts=experts)
             for x in arrays
             for experts in ([4, None] if x.ndim == 4 else [8])
         ]
@@ -168,7 +168,7 @@ def test_quantized_kernels_are_those_of_cpu_bit_by_bit(gpus: list[Any], recipe: 
     drawn = [_odd_values(4, *shape, dtype=dtype) for shape in shapes for dtype in _TYPES]
 
     def run(kernels: Any) -> Any:
-        return jax.tree.map(bits, [local_quantize.quantize_kernel(recipe, w) for w in kernels])
+        return jax.tree.map(bits, [quantize_plain.quantize_kernel(recipe, w) for w in kernels])
 
     jax.tree.map(_same_bits, *_both(gpus, run, drawn))
 
@@ -180,8 +180,8 @@ def test_given_scales_saturate_as_on_cpu(gpus: list[Any]) -> None:
     scale = np.float32([[1, 0.25, 3, 100], [1e-9, 7, 2, 1]])
 
     def run(x: Any, w: Any, scale: Any) -> Any:
-        rows = local_quantize.scale_rows(recipe, x, jnp.asarray(_SIZES), scale)
-        return bits(rows.data), bits(local_quantize.scale_kernel(recipe, w, scale[0]).data)
+        rows = quantize_plain.scale_rows(recipe, x, jnp.asarray(_SIZES), scale)
+        return bits(rows.data), bits(quantize_plain.scale_kernel(recipe, w, scale[0]).data)
 
     jax.tree.map(_same_bits, *_both(gpus, run, x, w, scale))
 
@@ -364,7 +364,7 @@ def test_other_buffers_than_those_that_were_captured(gpus: list[Any]) -> None:
 
     @jax.jit
     def run(x: Any, sizes: Any) -> Any:
-        return jax.tree.map(bits, local_quantize.quantize_rows(recipe, x, sizes))
+        return jax.tree.map(bits, quantize_plain.quantize_rows(recipe, x, sizes))
 
     kept = []
     for turn in range(8):

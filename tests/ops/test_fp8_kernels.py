@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, local_quantize
+from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm
 from ep_runtime_client.ops.kernels import platform, serve
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import QuantizedTensor
 
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
@@ -282,9 +283,9 @@ def test_what_the_kernels_are_given_makes_the_products(
     lhs, rhs, bias = (x[:experts] for x in drawn(dtype=np.float32))
     grad = np.random.default_rng(1).standard_normal((2, 192, 2, 128)).astype(np.float32)
     sizes = jnp.asarray(SIZES)
-    rows = local_quantize.quantize_rows(recipe, jnp.asarray(lhs), sizes)
-    grads = local_quantize.quantize_rows(recipe, jnp.asarray(grad), sizes, gradient=True)
-    kernel = local_quantize.quantize_kernel(recipe, jnp.asarray(rhs))
+    rows = quantize_plain.quantize_rows(recipe, jnp.asarray(lhs), sizes)
+    grads = quantize_plain.quantize_rows(recipe, jnp.asarray(grad), sizes, gradient=True)
+    kernel = quantize_plain.quantize_kernel(recipe, jnp.asarray(rhs))
     gemm = local_gemm.Gemm(jnp.float32)
     near(
         fp8_kernels.forward(jnp.float32, rows, kernel, jnp.asarray(bias), sizes),
@@ -310,9 +311,9 @@ def near(got: Any, want: Any) -> None:
 def test_gradients_of_both_types_and_no_others_are_served() -> None:
     sizes = jnp.asarray(SIZES)
     lhs, rhs, _ = (jnp.asarray(x) for x in drawn(dtype=np.float32))
-    kernel = local_quantize.quantize_kernel(TENSOR, rhs)
-    rows = local_quantize.quantize_rows(TENSOR, lhs, sizes)
-    grads = local_quantize.quantize_rows(TENSOR, lhs, sizes, gradient=True)
+    kernel = quantize_plain.quantize_kernel(TENSOR, rhs)
+    rows = quantize_plain.quantize_rows(TENSOR, lhs, sizes)
+    grads = quantize_plain.quantize_rows(TENSOR, lhs, sizes, gradient=True)
     shape: dict[str, Any] = {"rows": 384, "experts": 8, "features": (160, 2, 128)}
 
     def served(left: QuantizedTensor, right: Any) -> bool:
@@ -354,8 +355,8 @@ def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
     monkeypatch.delitem(STANDS_IN, "ep_transpose_weights_v1")
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(dtype=np.float32))
     sizes = jnp.asarray(SIZES)
-    rows = local_quantize.quantize_rows(recipe, lhs, sizes)
-    kernel = local_quantize.quantize_kernel(recipe, rhs, transposed=True)
+    rows = quantize_plain.quantize_rows(recipe, lhs, sizes)
+    kernel = quantize_plain.quantize_kernel(recipe, rhs, transposed=True)
     assert kernel.transposed is not None
     assert kernel.transposed.shape == (8, 2, 128, 160)
     operands = (rows, kernel, bias, sizes)

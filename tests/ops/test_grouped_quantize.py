@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.ops import grouped_reference as reference
-from ep_runtime_client.ops import local_quantize
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 SCALED = cases.RECIPES[1:]
 PLAIN = recipes.TensorScaling()
@@ -25,7 +25,7 @@ PLAIN = recipes.TensorScaling()
 
 @functools.cache
 def compiled(recipe: recipes.Recipe, gradient: bool = False) -> Any:
-    run = functools.partial(local_quantize.quantize_rows, recipe, gradient=gradient)
+    run = functools.partial(quantize_plain.quantize_rows, recipe, gradient=gradient)
     return jax.jit(run)
 
 
@@ -236,7 +236,7 @@ def test_amax_is_taken_over_the_axes_that_split_rows_and_no_others() -> None:
     slab = PartitionSpec(("dp", "ep"))
 
     def local(x: Any, sizes: Any) -> Any:
-        q = local_quantize.quantize_rows(recipes.TensorScaling(), x[0], sizes[0], ("dp",))
+        q = quantize_plain.quantize_rows(recipes.TensorScaling(), x[0], sizes[0], ("dp",))
         return q.amax[None], q.dequantize()[None]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=slab, out_specs=slab)
@@ -244,7 +244,7 @@ def test_amax_is_taken_over_the_axes_that_split_rows_and_no_others() -> None:
     joined = np.abs(x).reshape(2, 4, 32, 8)
     want = np.stack([joined[:, :, :20].max((0, 2, 3)), joined[:, :, 20:].max((0, 2, 3))], -1)
     np.testing.assert_array_equal(np.asarray(amax).reshape(2, 4, 2), [want, want])
-    one = local_quantize.quantize_rows(recipes.TensorScaling(), x, sizes, num_experts=8)
+    one = quantize_plain.quantize_rows(recipes.TensorScaling(), x, sizes, num_experts=8)
     np.testing.assert_array_equal(out, one.dequantize())
 
 

@@ -17,8 +17,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ep_runtime_client import recipes
 from ep_runtime_client.ops import grouped_reference as reference
-from ep_runtime_client.ops import local_gemm, local_quantize
+from ep_runtime_client.ops import local_gemm
 from ep_runtime_client.ops.kernels import row_blocks
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 # Where scales come from is nothing to a GEMM: blocks with powers of two are blocks.
 RECIPES = (*cases.RECIPES[:3], recipes.MXFP8())
@@ -64,9 +65,9 @@ def quantized(recipe: recipes.Recipe) -> Any:
     """All four from plain arrays, each operand quantized once."""
 
     def run(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
-        rows = local_quantize.quantize_rows(recipe, lhs, sizes)
-        grads = local_quantize.quantize_rows(recipe, grad, sizes, gradient=True)
-        kernel = local_quantize.quantize_kernel(recipe, rhs)
+        rows = quantize_plain.quantize_rows(recipe, lhs, sizes)
+        grads = quantize_plain.quantize_rows(recipe, grad, sizes, gradient=True)
+        kernel = quantize_plain.quantize_kernel(recipe, rhs)
         return (rows, kernel, grads), all_four(F32, rows, kernel, bias, grads, sizes)
 
     return jax.jit(run)
@@ -120,8 +121,8 @@ def test_every_recipe_stays_close_to_exact_sums(recipe: Any, tolerance: float) -
 def test_one_operand_may_be_quantized_and_the_other_not() -> None:
     sizes = cases.SIZES["slack"]
     given = cases.operands(sizes, 33, (9,))
-    kernel = local_quantize.quantize_kernel(recipes.BlockScaling(), given.rhs)
-    rows = local_quantize.quantize_rows(recipes.TensorScaling(), given.lhs, jnp.int32(sizes))
+    kernel = quantize_plain.quantize_kernel(recipes.BlockScaling(), given.rhs)
+    rows = quantize_plain.quantize_rows(recipes.TensorScaling(), given.lhs, jnp.int32(sizes))
     mixed = given._replace(rhs=kernel.dequantize())
     got = compiled()(given.lhs, kernel, given.bias, given.grad, jnp.int32(sizes))
     assert_close(got, expected(mixed, sizes), 1e-6)
@@ -253,8 +254,8 @@ def test_in_a_manual_region_that_tracks_what_varies() -> None:
     recipe = recipes.TensorScaling()
 
     def local(lhs: Any, rhs: Any, sizes: Any) -> Any:
-        rows = local_quantize.quantize_rows(recipe, lhs[0], sizes[0], ("dp",))
-        kernel = local_quantize.quantize_kernel(recipe, rhs)
+        rows = quantize_plain.quantize_rows(recipe, lhs[0], sizes[0], ("dp",))
+        kernel = quantize_plain.quantize_kernel(recipe, rhs)
         out = local_gemm.forward(F32, rows, kernel, None, sizes[0])
         d_kernel = local_gemm.weight_grad(F32, rows, out, sizes[0])
         return out[None], rows.amax, jax.lax.psum(d_kernel, "dp")
@@ -262,9 +263,9 @@ def test_in_a_manual_region_that_tracks_what_varies() -> None:
     slab, ep = PartitionSpec(("dp", "ep")), PartitionSpec("ep")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(slab, ep, slab), out_specs=(slab, ep, ep))
     out, amax, d_kernel = jax.jit(mapped)(lhs, rhs, sizes)
-    rows = local_quantize.quantize_rows(recipe, lhs, sizes, num_experts=8)
+    rows = quantize_plain.quantize_rows(recipe, lhs, sizes, num_experts=8)
     np.testing.assert_array_equal(amax, np.asarray(rows.amax).reshape(2, 8)[0])
-    kernel = local_quantize.quantize_kernel(recipe, rhs)
+    kernel = quantize_plain.quantize_kernel(recipe, rhs)
     whole = local_gemm.forward(F32, rows, kernel, None, sizes)
     np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-5)
     summed = local_gemm.weight_grad(F32, rows, whole, sizes, 8)

@@ -19,12 +19,12 @@ from ep_runtime_client.moe import MoEParams, init_moe_params, moe
 from ep_runtime_client.ops import (
     local_gemm,
     local_quantized_activation,
-    quantize_kernels,
     quantized_activation_kernels,
 )
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
+from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 
 Spec = PartitionSpec
 BF16 = jnp.dtype(jnp.bfloat16)

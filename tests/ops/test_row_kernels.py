@@ -17,11 +17,11 @@ from ep_runtime_client.ops import (
     group_sum_kernels,
     local_activation,
     local_gemm,
-    local_quantize,
-    quantize_kernels,
 )
 from ep_runtime_client.ops.kernels import move_rows, serve
 from ep_runtime_client.ops.local_activation import Activation
+from ep_runtime_client.ops.quantize import kernels as quantize_kernels
+from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 SIZES = np.int32([[5, 0, 9], [1, 13, 2]])
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -119,7 +119,7 @@ _QUANTIZED = {
 @pytest.mark.parametrize("middle", [(), (2,)], ids=["plain", "middle dim"])
 def test_gpus_quantize_rows_by_kernels(recipe: Any, wanted: list[str], middle: Any) -> None:
     def run(x: Any, sizes: Any) -> Any:
-        return local_quantize.quantize_rows(recipe, x, sizes, gradient=True, num_experts=3)
+        return quantize_plain.quantize_rows(recipe, x, sizes, gradient=True, num_experts=3)
 
     operands = (drawn(2, 32, *middle, 160), SIZES)
     assert calls(run, *operands) == wanted
@@ -136,7 +136,7 @@ def test_gpus_quantize_rows_by_kernels(recipe: Any, wanted: list[str], middle: A
 @pytest.mark.parametrize("middle", [(), (2,)], ids=["plain", "middle dim"])
 def test_gpus_quantize_kernels_by_kernels(recipe: Any, middle: Any) -> None:
     w = drawn(3, 64, *middle, 160, dtype=np.float32)
-    run = functools.partial(local_quantize.quantize_kernel, recipe)
+    run = functools.partial(quantize_plain.quantize_kernel, recipe)
     wanted = {
         "TensorScaling": [*_QUANTIZED["tensor"][1]],
         "BlockScaling": ["ep_quantize_blocks_v1"],
@@ -166,7 +166,7 @@ def test_rows_of_no_group_are_cleared_where_somebody_may_look() -> None:
     ids=["K' of 60", "no scales", "no rows"],
 )
 def test_what_is_not_quantized_by_kernels(x: Any, recipe: Any) -> None:
-    assert calls(functools.partial(local_quantize.quantize_rows, recipe), x, SIZES) == []
+    assert calls(functools.partial(quantize_plain.quantize_rows, recipe), x, SIZES) == []
 
 
 def sorted_and_back(tokens: Any, choice: Any, weights: Any, scale: Any) -> Any:

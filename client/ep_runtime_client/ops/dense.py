@@ -11,12 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import dense_ops, quantize_ops
+from ep_runtime_client.ops import dense_ops
 from ep_runtime_client.ops.dense_ops import leaf_entries
-from ep_runtime_client.ops.operands import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.placement import Entries, padded
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.quantize import ops as quantize_ops
+from ep_runtime_client.ops.quantize.packing import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.varying import varied_axes
 from ep_runtime_client.quantized import QuantizedTensor

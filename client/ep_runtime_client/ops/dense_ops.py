@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import dense_placement, local_quantize
+from ep_runtime_client.ops import dense_placement
 from ep_runtime_client.ops.dense_placement import Dense
 from ep_runtime_client.ops.gemm_ops import wide
-from ep_runtime_client.ops.operands import Packing, gather, unpack
 from ep_runtime_client.ops.partitioning.placement import (
     Axes,
     Entries,
@@ -27,7 +26,9 @@ from ep_runtime_client.ops.partitioning.placement import (
 )
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
-from ep_runtime_client.ops.quantize_ops import raw_leaves
+from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.ops import raw_leaves
+from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import MX_TILE, MXFP8, Recipe, TensorScaling
 
@@ -117,7 +118,7 @@ def quantize_rows(
     rows = prod(x.shape[:-1])
     sizes = jnp.full((1,), rows, jnp.int32)
     flat = x.reshape(rows, x.shape[-1])
-    q = local_quantize.quantize_rows(recipe, flat, sizes, over, gradient=gradient)
+    q = quantize_plain.quantize_rows(recipe, flat, sizes, over, gradient=gradient)
 
     def leaf(name: str) -> Any:
         values = getattr(q, name)
@@ -174,7 +175,7 @@ class QuantizeW(_DenseOp):
 
         def local(w: jax.Array) -> tuple[jax.Array, ...]:
             w = gather(w, weight.before)
-            q = local_quantize.quantize_kernel(self.recipe, w[None], over)
+            q = quantize_plain.quantize_kernel(self.recipe, w[None], over)
             return raw_leaves(jax.tree.map(lambda x: x if x.ndim == 1 else x[0], q))
 
         return Resolved((weight.lies,), tuple(leaf_entries(self.packing, entries)), local)

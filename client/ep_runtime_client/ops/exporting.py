@@ -13,11 +13,11 @@ from ep_runtime_client.ops import (
     group_sum_kernels,
     memfd,
     nccl,
-    quantize_kernels,
     quantized_activation_kernels,
     tf32_kernels,
 )
 from ep_runtime_client.ops.kernels import move_rows
+from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import local_gemm, local_quantize
+from ep_runtime_client.ops import local_gemm
 from ep_runtime_client.ops.local_gemm import Gemm
-from ep_runtime_client.ops.operands import Packing, gather, unpack
 from ep_runtime_client.ops.partitioning.placement import (
     Entries,
     Grouped,
@@ -22,7 +21,9 @@ from ep_runtime_client.ops.partitioning.placement import (
 )
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
-from ep_runtime_client.ops.quantize_ops import kernel_factors, row_factors, rows_roles
+from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.ops import kernel_factors, row_factors, rows_roles
+from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.recipes import Recipe
 
@@ -196,7 +197,7 @@ class GemmBackward(_GemmOp):
                 d_bias.append(part.astype(self.bias_dtype))
             if self.recipe is not None:
                 options: dict[str, Any] = {"num_experts": experts, "clear_slack": False}
-                grad = local_quantize.quantize_rows(
+                grad = quantize_plain.quantize_rows(
                     self.recipe, grad, sizes, crossed, gradient=True, **options
                 )
             gemm = self.gemm

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.ops import fp8_kernels, quantize_ops
+from ep_runtime_client.ops import fp8_kernels
 from ep_runtime_client.ops.gemm_ops import GemmBackward, GemmForward, arrivals
 from ep_runtime_client.ops.local_gemm import Gemm
-from ep_runtime_client.ops.operands import Matrix, pack
 from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.placement import Entries, padded
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.quantize import ops as quantize_ops
+from ep_runtime_client.ops.quantize.packing import Matrix, pack
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe

@@ -13,11 +13,9 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops import gemm_vjp, tf32_kernels
-from ep_runtime_client.ops.delayed import Delayed
 from ep_runtime_client.ops.gemm_checks import check_gemm, check_state
 from ep_runtime_client.ops.gemm_vjp import GemmCall
 from ep_runtime_client.ops.local_gemm import Gemm
-from ep_runtime_client.ops.operands import Matrix, tile_of
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.placement import (
     Entries,
@@ -28,6 +26,8 @@ from ep_runtime_client.ops.partitioning.placement import (
     read_off,
 )
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.quantize.delayed import Delayed
+from ep_runtime_client.ops.quantize.packing import Matrix, tile_of
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import DelayedState, Recipe, TensorScaling
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 
-from ep_runtime_client.ops import local_activation, local_quantize
+from ep_runtime_client.ops import local_activation
 from ep_runtime_client.ops import quantized_activation_kernels as kernels
-from ep_runtime_client.ops.fp8_scaling import scale_of
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.local_activation import Activation
-from ep_runtime_client.ops.local_quantize import Axes
+from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.plain import Axes
+from ep_runtime_client.ops.quantize.rounding import scale_of
 from ep_runtime_client.ops.quantized_activation_kernels import ActivationOperands
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
@@ -94,8 +95,8 @@ def _quantized(
     amax, scale = None, None
     if isinstance(recipe, TensorScaling):
         ways = (functools.partial(way, static) for way in (_amax_by_kernel, _amax))
-        amax = local_quantize.amax_of_groups(either(True, *ways, *operands), sizes)
-        amax = local_quantize.over(amax, static.reduce_axes)
+        amax = quantize_plain.amax_of_groups(either(True, *ways, *operands), sizes)
+        amax = quantize_plain.over(amax, static.reduce_axes)
         scale = scale_of(amax, recipe.data_dtype(gradient))
     ways = (functools.partial(way, static) for way in (_data_by_kernel, _data))
     data, scale, d_weights = either(True, *ways, *operands, scale)
@@ -112,7 +113,7 @@ def _rows(static: QuantizedActivation, *operands: Any) -> tuple[jax.Array, jax.A
 
 def _plain(static: QuantizedActivation, *operands: Any) -> tuple[QuantizedTensor, jax.Array | None]:
     rows, d_weights = _rows(static, *operands)
-    q = local_quantize.quantize_rows(
+    q = quantize_plain.quantize_rows(
         static.recipe,
         rows,
         operands[2],
@@ -132,7 +133,7 @@ def _amax_by_kernel(static: QuantizedActivation, *operands: Any) -> jax.Array:
 
 def _amax(static: QuantizedActivation, *operands: Any) -> jax.Array:
     experts, rows = static.experts(operands[2]), _rows(static, *operands)[0]
-    return local_quantize.group_amax(rows, operands[2], experts).reshape(-1)[:experts]
+    return quantize_plain.group_amax(rows, operands[2], experts).reshape(-1)[:experts]
 
 
 def _data_by_kernel(static: QuantizedActivation, *operands: Any) -> Any:
@@ -155,5 +156,5 @@ def _data(static: QuantizedActivation, *operands: Any) -> Any:
     rows, d_weights = _rows(static, *given)
     sizes, gradient = given[2], given[3] is not None
     options: dict[str, Any] = {"gradient": gradient, "clear_slack": slack.checked()}
-    q = local_quantize.scale_rows(static.recipe, rows, sizes, scale, **options)
+    q = quantize_plain.scale_rows(static.recipe, rows, sizes, scale, **options)
     return q.data, scale, d_weights

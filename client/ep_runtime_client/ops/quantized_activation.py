@@ -15,16 +15,16 @@ from ep_runtime_client.ops import (
     activation,
     local_activation,
     local_quantized_activation,
-    quantize_ops,
     quantized_activation_kernels,
 )
 from ep_runtime_client.ops.activation import ActivationOp
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
-from ep_runtime_client.ops.operands import Packing, tile_of, unpack
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.quantize import ops as quantize_ops
+from ep_runtime_client.ops.quantize.packing import Packing, tile_of, unpack
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe

@@ -1,4 +1,4 @@
-// Quantization to 8-bit floats, as `ops/local_quantize.py` defines it bit by bit.
+// Quantization to 8-bit floats, as `ops/quantize/plain.py` defines it bit by bit.
 //
 // Letters: S slabs of C rows, W values of a row, G experts. amax is the largest finite magnitude;
 // below 2^-126 it counts as 0, and so does every value. Data are value * (1 / scale), to nearest

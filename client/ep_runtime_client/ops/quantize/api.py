@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import quantize_ops
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.placement import Roles, padded
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.quantize import ops
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe, TensorScaling
@@ -75,7 +75,7 @@ def _quantize_kernel(
         assert where.roles is not None
         # Whatever lies on the experts' dim shards experts.
         where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[0]))
-    op = quantize_ops.QuantizeKernel(where, recipe, tuple(w.shape))
+    op = ops.QuantizeKernel(where, recipe, tuple(w.shape))
     quantized: QuantizedTensor = eager.run(_run_kernel, (op, entries), w)
     return quantized
 
@@ -91,12 +91,12 @@ def _quantize_rows(
     entries = known or padded((), x.ndim)
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
-        roles = quantize_ops.rows_roles(where.roles.sizes, entries, group_sizes.shape, None)
+        roles = ops.rows_roles(where.roles.sizes, entries, group_sizes.shape, None)
         where = dataclasses.replace(where, roles=roles)
     experts = regions.num_experts_of(layer) if layer is not None else None
     if layer is not None:
         regions.check_slabs(where, "x", x.shape[0])
-    op = quantize_ops.QuantizeRows(where, recipe, x.ndim, experts)
+    op = ops.QuantizeRows(where, recipe, x.ndim, experts)
     quantized: QuantizedTensor = eager.run(_run_rows, (op, entries), x, group_sizes)
     return jax.tree.map(lambda leaf: leaf[0], quantized) if one_slab else quantized
 
@@ -114,11 +114,11 @@ def _where(
 
 
 def _run_rows(call: Any, x: jax.Array, group_sizes: jax.Array) -> QuantizedTensor:
-    return quantize_ops.rows(*call, x, group_sizes)
+    return ops.rows(*call, x, group_sizes)
 
 
 def _run_kernel(call: Any, w: jax.Array) -> QuantizedTensor:
-    return quantize_ops.kernel(*call, w)
+    return ops.kernel(*call, w)
 
 
 def check_quantize(x: Any, group_sizes: Any, recipe: Any) -> None:

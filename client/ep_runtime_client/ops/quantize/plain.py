@@ -21,8 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import quantize_kernels
-from ep_runtime_client.ops.fp8_scaling import (
+from ep_runtime_client.ops.kernels import row_blocks
+from ep_runtime_client.ops.kernels.row_blocks import RowBlock
+from ep_runtime_client.ops.kernels.serve import either
+from ep_runtime_client.ops.quantize import kernels
+from ep_runtime_client.ops.quantize.rounding import (
     SCALE_DTYPE,
     finite_max,
     quantize_tiles,
@@ -30,9 +33,6 @@ from ep_runtime_client.ops.fp8_scaling import (
     scale_of,
     to_e8m0,
 )
-from ep_runtime_client.ops.kernels import row_blocks
-from ep_runtime_client.ops.kernels.row_blocks import RowBlock
-from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.quantized import (
     QuantizedTensor,
     bits,
@@ -89,17 +89,17 @@ def quantize_rows(
         amax = over(group_amax(x, group_sizes, num_experts), reduce_axes)
         slack = {"gradient": gradient, "clear_slack": clear_slack}
         return scale_rows(recipe, x, group_sizes, scale_of(amax, dtype), amax, **slack)
-    served = quantize_kernels.serve(x, group_sizes)
+    served = kernels.serve(x, group_sizes)
     if isinstance(recipe, BlockScaling):
         two = recipe.power_of_two_scales
-        kernel = functools.partial(quantize_kernels.tile_rows, dtype, two, clear_slack)
+        kernel = functools.partial(kernels.tile_rows, dtype, two, clear_slack)
         plain = functools.partial(_tiled_rows, dtype, two)
         data, scale = either(served, kernel, plain, x, group_sizes)
         return QuantizedTensor(data, scale, None, None, None, group_sizes, None, recipe)
     if isinstance(recipe, MXFP8):
         _check_multiple("the last dim of x", x.shape[-1], x.shape)
         _check_multiple("the rows of x", x.shape[group_sizes.ndim - 1], x.shape)
-        kernel = functools.partial(quantize_kernels.mx_rows, dtype, clear_slack)
+        kernel = functools.partial(kernels.mx_rows, dtype, clear_slack)
         made = either(served, kernel, functools.partial(_mx_rows, dtype), x, group_sizes)
         data, scale, columns, column_scale = made
         return QuantizedTensor(data, scale, None, columns, column_scale, group_sizes, None, recipe)
@@ -119,9 +119,9 @@ def scale_rows(
 ) -> QuantizedTensor:
     """Quantizes rows [C, *mid, K'] by the given scales, f32 like group_sizes; saturates."""
     dtype = recipe.data_dtype(gradient)
-    kernel = functools.partial(quantize_kernels.scale_rows, dtype, clear_slack)
+    kernel = functools.partial(kernels.scale_rows, dtype, clear_slack)
     plain = functools.partial(_scaled_rows, dtype)
-    served = quantize_kernels.serve(x, group_sizes)
+    served = kernels.serve(x, group_sizes)
     data = either(served, kernel, plain, x, group_sizes, scale)
     return QuantizedTensor(data, scale, amax, None, None, group_sizes, None, recipe)
 
@@ -164,19 +164,19 @@ def quantize_kernel(
     if isinstance(recipe, TensorScaling):
         amax = over(kernel_amax(w), reduce_axes)
         return scale_kernel(recipe, w, scale_of(amax, dtype), amax, transposed=transposed)
-    served, last = quantize_kernels.serve(w, None), w.ndim - 1
+    served, last = kernels.serve(w, None), w.ndim - 1
     if isinstance(recipe, BlockScaling) and transposed:
         data, copy, scale = _transposed_kernel(recipe, w, None)
         return QuantizedTensor(data, scale, None, None, None, None, None, recipe, copy)
     if isinstance(recipe, BlockScaling):
         static = (dtype, recipe.power_of_two_scales)
-        kernel = functools.partial(quantize_kernels.tile_kernel, *static)
+        kernel = functools.partial(kernels.tile_kernel, *static)
         data, scale = either(served, kernel, functools.partial(_tiled_kernel, *static), w)
         return QuantizedTensor(data, scale, None, None, None, None, None, recipe)
     if isinstance(recipe, MXFP8):
         _check_multiple("dim 1 of the kernel", w.shape[1], w.shape)
         _check_multiple("the last dim of the kernel", w.shape[last], w.shape)
-        kernel = functools.partial(quantize_kernels.mx_kernel, dtype)
+        kernel = functools.partial(kernels.mx_kernel, dtype)
         made = either(served, kernel, functools.partial(_mx_kernel, dtype), w)
         data, scale, columns, column_scale = made
         return QuantizedTensor(data, scale, None, columns, column_scale, None, None, recipe)
@@ -208,9 +208,9 @@ def scale_kernel(
         data, copy, _ = _transposed_kernel(recipe, w, scale)
         return QuantizedTensor(data, scale, amax, None, None, None, None, recipe, copy)
     dtype = recipe.data_dtype()
-    kernel = functools.partial(quantize_kernels.scale_kernel, dtype)
+    kernel = functools.partial(kernels.scale_kernel, dtype)
     plain = functools.partial(_scaled_kernel, dtype)
-    data = either(quantize_kernels.serve(w, None), kernel, plain, w, scale)
+    data = either(kernels.serve(w, None), kernel, plain, w, scale)
     return QuantizedTensor(data, scale, amax, None, None, None, None, recipe)
 
 
@@ -232,8 +232,8 @@ def _transposed_kernel(
             data, made = _scaled_kernel(dtype, w, scale), scale
         return data, from_bits(jnp.moveaxis(bits(data), 1, -1), dtype), made
 
-    kernel = functools.partial(quantize_kernels.transposed_kernel, dtype, two)
-    return either(quantize_kernels.serve_transposed(w), kernel, plain, w, scale)
+    kernel = functools.partial(kernels.transposed_kernel, dtype, two)
+    return either(kernels.serve_transposed(w), kernel, plain, w, scale)
 
 
 def kernel_amax(w: jax.Array) -> jax.Array:
@@ -242,7 +242,7 @@ def kernel_amax(w: jax.Array) -> jax.Array:
     def plain(w: jax.Array) -> jax.Array:
         return finite_max(w.astype(jnp.float32), tuple(range(1, w.ndim)))
 
-    return either(quantize_kernels.serve(w, None), quantize_kernels.kernel_amax, plain, w)
+    return either(kernels.serve(w, None), kernels.kernel_amax, plain, w)
 
 
 def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = None) -> jax.Array:
@@ -252,9 +252,9 @@ def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = N
     """
     groups = math.prod(group_sizes.shape)
     experts = groups if num_experts is None else num_experts
-    kernel = functools.partial(quantize_kernels.group_amax, experts)
+    kernel = functools.partial(kernels.group_amax, experts)
     plain = functools.partial(_group_amax, experts)
-    served = experts > 0 and quantize_kernels.serve(x, group_sizes)
+    served = experts > 0 and kernels.serve(x, group_sizes)
     return amax_of_groups(either(served, kernel, plain, x, group_sizes), group_sizes)
 
 

@@ -8,9 +8,6 @@ from typing import Any, ClassVar
 
 import jax
 
-from ep_runtime_client.ops import local_quantize
-from ep_runtime_client.ops.fp8_scaling import SCALE_DTYPE
-from ep_runtime_client.ops.operands import Matrix, Packing, gather, pack_fields, unpack
 from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.placement import (
     Entries,
@@ -23,6 +20,9 @@ from ep_runtime_client.ops.partitioning.placement import (
 )
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.quantize import plain
+from ep_runtime_client.ops.quantize.packing import Matrix, Packing, gather, pack_fields, unpack
+from ep_runtime_client.ops.quantize.rounding import SCALE_DTYPE
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
 from ep_runtime_client.recipes import MXFP8, BlockScaling, Recipe, TensorScaling
 
@@ -78,13 +78,11 @@ class QuantizeRows:
 
         def local(x: jax.Array, sizes: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
             if isinstance(self.recipe, TensorScaling) and scale:
-                amax = local_quantize.group_amax(x, sizes, experts)
+                amax = plain.group_amax(x, sizes, experts)
                 amax = jax.lax.pmax(amax, over) if over else amax
-                q = local_quantize.scale_rows(
-                    self.recipe, x, sizes, scale[0], amax, clear_slack=clear
-                )
+                q = plain.scale_rows(self.recipe, x, sizes, scale[0], amax, clear_slack=clear)
             else:
-                q = local_quantize.quantize_rows(
+                q = plain.quantize_rows(
                     self.recipe, x, sizes, over, num_experts=experts, clear_slack=clear
                 )
             return raw_leaves(q)
@@ -159,13 +157,11 @@ class QuantizeKernel:
         def local(w: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
             w = gather(w, weight.before)
             if isinstance(self.recipe, TensorScaling) and scale:
-                amax = local_quantize.kernel_amax(w)
+                amax = plain.kernel_amax(w)
                 amax = jax.lax.pmax(amax, over) if over else amax
-                q = local_quantize.scale_kernel(
-                    self.recipe, w, scale[0], amax, transposed=self.transposed
-                )
+                q = plain.scale_kernel(self.recipe, w, scale[0], amax, transposed=self.transposed)
             else:
-                q = local_quantize.quantize_kernel(self.recipe, w, over, transposed=self.transposed)
+                q = plain.quantize_kernel(self.recipe, w, over, transposed=self.transposed)
             return raw_leaves(q)
 
         operands = (weight.lies, *([weight.entries[:1]] if self.scaled else []))

@@ -1,0 +1,1 @@
+"""8-bit rows and weights: scales, copies, the grouped quantize of each recipe."""
