@@ -64,7 +64,7 @@ _NAMES_OF = {
     "ep_runtime_client.ops.sort_chunks": ("sort_chunks",),
     "ep_runtime_client.ops.dense": ("dense",),
     "ep_runtime_client.ops.exporting": ("export_checks",),
-    "ep_runtime_client.ops.grouped_gemm": ("grouped_gemm",),
+    "ep_runtime_client.ops.gemm.api": ("grouped_gemm",),
     "ep_runtime_client.ops.quantize.api": ("grouped_quantize",),
     "ep_runtime_client.quantized": ("QuantizedTensor",),
     "ep_runtime_client.remat": ("remat_policy",),

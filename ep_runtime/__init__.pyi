@@ -37,7 +37,7 @@ from ep_runtime_client.ops.combine import combine as combine
 from ep_runtime_client.ops.dense import dense as dense
 from ep_runtime_client.ops.dispatch import dispatch as dispatch
 from ep_runtime_client.ops.exporting import export_checks as export_checks
-from ep_runtime_client.ops.grouped_gemm import grouped_gemm as grouped_gemm
+from ep_runtime_client.ops.gemm.api import grouped_gemm as grouped_gemm
 from ep_runtime_client.ops.permutation import Permuted as Permuted
 from ep_runtime_client.ops.permutation import permute as permute
 from ep_runtime_client.ops.permutation import unpermute as unpermute

@@ -30,7 +30,8 @@ from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_client import recipes
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.ops import local_gemm, tf32_kernels
+from ep_runtime_client.ops.gemm import kernels_32
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import bits, from_bits
 
@@ -155,11 +156,11 @@ def _dense(options: BenchOptions, timer: CallTimer, rows: int, k: int, n: int) -
 
 def _ours(shape: Shape, dtype: str) -> dict[str, Program]:
     """Of (x, grad, w, sizes)."""
-    gemm = local_gemm.Gemm(jnp.dtype(dtype), ALIGNMENT, tf32=tf32_kernels.allowed())
+    gemm = gemm_plain.Gemm(jnp.dtype(dtype), ALIGNMENT, tf32=kernels_32.allowed())
     return {
-        "forward": lambda x, grad, w, sizes: local_gemm.forward(gemm, x, w, None, sizes),
-        "data grad": lambda x, grad, w, sizes: local_gemm.data_grad(gemm, grad, w, sizes),
-        "weight grad": lambda x, grad, w, sizes: local_gemm.weight_grad(
+        "forward": lambda x, grad, w, sizes: gemm_plain.forward(gemm, x, w, None, sizes),
+        "data grad": lambda x, grad, w, sizes: gemm_plain.data_grad(gemm, grad, w, sizes),
+        "weight grad": lambda x, grad, w, sizes: gemm_plain.weight_grad(
             gemm, x, grad, sizes, shape.groups, gemm.out_dtype
         ),
     }

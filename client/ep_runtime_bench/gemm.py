@@ -19,7 +19,7 @@ from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.timing import in_turn, median
 from ep_runtime_client import recipes
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.ops import local_gemm
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 WIDTH = 256  # K' and N'
@@ -119,20 +119,20 @@ def _operations(subject: _Subject, lhs: Any, rhs: Any, grad: Any, sizes: Any) ->
 
 
 def _grouped(recipe: recipes.Recipe | None) -> _Subject:
-    gemm = local_gemm.Gemm(jnp.float32)
+    gemm = gemm_plain.Gemm(jnp.float32)
 
     def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
         rows, kernel = lhs, rhs
         if recipe is not None:
             rows = quantize_plain.quantize_rows(recipe, lhs, sizes)
             kernel = quantize_plain.quantize_kernel(recipe, rhs)
-        return local_gemm.forward(gemm, rows, kernel, None, sizes), rows, kernel
+        return gemm_plain.forward(gemm, rows, kernel, None, sizes), rows, kernel
 
     def backward(kept: Any, grad: Any, sizes: Any) -> Any:
         _, rows, kernel = kept
         if recipe is not None:
             grad = quantize_plain.quantize_rows(recipe, grad, sizes, gradient=True)
-        return local_gemm.pullback(gemm, rows, kernel, grad, sizes)
+        return gemm_plain.pullback(gemm, rows, kernel, grad, sizes)
 
     return _Subject(forward, backward)
 

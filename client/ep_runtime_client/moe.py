@@ -22,7 +22,7 @@ from ep_runtime_client.ops.activation import activate
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.combine import merge
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
-from ep_runtime_client.ops.grouped_gemm import multiply
+from ep_runtime_client.ops.gemm.api import multiply
 from ep_runtime_client.ops.local_activation import Activation, Function
 from ep_runtime_client.ops.partitioning.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched

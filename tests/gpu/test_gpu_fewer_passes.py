@@ -20,11 +20,11 @@ from ep_runtime_client import recipes
 from ep_runtime_client.moe import init_moe_params, moe
 from ep_runtime_client.ops import (
     activation_kernels,
-    fp8_kernels,
     local_activation,
     local_quantized_activation,
     quantized_activation_kernels,
 )
+from ep_runtime_client.ops.gemm import kernels_8
 from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
 from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
@@ -35,7 +35,7 @@ _TARGETS = (
     *activation_kernels.TARGETS,
     *quantized_activation_kernels.TARGETS,
     *quantize_kernels.TARGETS,
-    *fp8_kernels.TARGETS,
+    *kernels_8.TARGETS,
 )
 _SIZES = np.int32([[16, 300, 0, 40], [8, 24, 1, 0]])
 _ROWS = 384  # of a slab
@@ -174,7 +174,7 @@ def test_the_moe_block_holds_them_and_gives_the_same_bits(
         assert not held & {"ep_activation_v1", "ep_transpose_weights_v1"}
     jax.clear_caches()
     monkeypatch.setattr(quantized_activation_kernels, "takes", lambda *_: False)
-    monkeypatch.setattr(fp8_kernels, "turns", lambda *_: False)
+    monkeypatch.setattr(kernels_8, "turns", lambda *_: False)
     if not TRIAL:
         assert "ep_activation_v1" in _calls(run, x, params)
     jax.tree.map(_same_bits, found, jax.block_until_ready(jax.jit(run)(x, params)))

@@ -18,7 +18,8 @@ from ops import grouped_cases as cases
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm
+from ep_runtime_client.ops.gemm import kernels_8, kernels_16
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 _AGAIN = 20
@@ -45,13 +46,13 @@ _SHAPES = [((160, (256,)), "float32"), ((256, (2, 128)), "bfloat16"), ((32, (32,
 @functools.cache
 def _products(recipe: Any, out_dtype: str) -> Any:
     """Forward, data gradient, weight gradient of one slab, of quantized operands."""
-    gemm = local_gemm.Gemm(jnp.dtype(out_dtype))
+    gemm = gemm_plain.Gemm(jnp.dtype(out_dtype))
 
     def run(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
         return (
-            local_gemm.forward(gemm, lhs, rhs, bias, sizes),
-            local_gemm.data_grad(gemm, grad, rhs, sizes),
-            local_gemm.weight_grad(gemm, lhs, grad, sizes, rhs.shape[0], gemm.out_dtype),
+            gemm_plain.forward(gemm, lhs, rhs, bias, sizes),
+            gemm_plain.data_grad(gemm, grad, rhs, sizes),
+            gemm_plain.weight_grad(gemm, lhs, grad, sizes, rhs.shape[0], gemm.out_dtype),
         )
 
     return jax.jit(run)
@@ -219,7 +220,7 @@ def test_compiled_programs_hold_the_calls(gpus: list[Any], recipe: Any) -> None:
     loss = functools.partial(_loss, functools.partial(_multiply, recipe))
     run = jax.jit(jax.grad(loss, argnums=(0, 1)))
     text = run.lower(*jax.device_put(_drawn(), gpus[0])).compile().as_text()
-    products = (*fp8_kernels.TARGETS[:2], *gemm_kernels.TARGETS)
+    products = (*kernels_8.TARGETS[:2], *kernels_16.TARGETS)
     found = sum(text.count(f'custom_call_target="{name}"') for name in products)
     assert found == 3  # forward, and for each operand's gradient
     assert " conditional(" not in text

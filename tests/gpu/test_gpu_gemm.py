@@ -15,8 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ops import grouped_cases as cases
 
 import ep_runtime as ep
-from ep_runtime_client.ops import gemm_kernels, local_activation, local_gemm, tf32_kernels
 from ep_runtime_client.ops import grouped_reference as reference
+from ep_runtime_client.ops import local_activation
+from ep_runtime_client.ops.gemm import kernels_16, kernels_32
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.local_activation import Activation
 
 _AGAIN = 20
@@ -45,13 +47,13 @@ def _assert_close(got: Any, want: Any, name: str) -> None:
 @functools.cache
 def _products(out_dtype: str) -> Any:
     """Forward, data gradient, weight gradient of one slab."""
-    gemm = local_gemm.Gemm(jnp.dtype(out_dtype))
+    gemm = gemm_plain.Gemm(jnp.dtype(out_dtype))
 
     def run(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
         return (
-            local_gemm.forward(gemm, lhs, rhs, bias, sizes),
-            local_gemm.data_grad(gemm, grad, rhs, sizes),
-            local_gemm.weight_grad(gemm, lhs, grad, sizes, out_dtype=gemm.out_dtype),
+            gemm_plain.forward(gemm, lhs, rhs, bias, sizes),
+            gemm_plain.data_grad(gemm, grad, rhs, sizes),
+            gemm_plain.weight_grad(gemm, lhs, grad, sizes, out_dtype=gemm.out_dtype),
         )
 
     return jax.jit(run)
@@ -94,14 +96,14 @@ def tf32() -> Iterator[None]:
 def test_f32_products_are_as_near_to_f64_as_tf32_allows(
     gpus: list[Any], shape: Any, rows: str
 ) -> None:
-    gemm = local_gemm.Gemm(jnp.dtype(jnp.float32), tf32=True)
+    gemm = gemm_plain.Gemm(jnp.dtype(jnp.float32), tf32=True)
 
     @jax.jit
     def products(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
         return (
-            local_gemm.forward(gemm, lhs, rhs, bias, sizes),
-            local_gemm.data_grad(gemm, grad, rhs, sizes),
-            local_gemm.weight_grad(gemm, lhs, grad, sizes),
+            gemm_plain.forward(gemm, lhs, rhs, bias, sizes),
+            gemm_plain.data_grad(gemm, grad, rhs, sizes),
+            gemm_plain.weight_grad(gemm, lhs, grad, sizes),
         )
 
     for name, sizes in cases.SIZES.items():
@@ -142,13 +144,13 @@ def test_f32_programs_multiply_in_tf32_where_they_may(gpus: list[Any], precision
             again = run(*operands)
         jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
         text = run.lower(*operands).compile().as_text()
-    wanted = (gemm_kernels.TARGETS[0], *tf32_kernels.TARGETS)
+    wanted = (kernels_16.TARGETS[0], *kernels_32.TARGETS)
     found = [f'custom_call_target="{name}"' in text for name in wanted]
     assert found == [precision == "default" and not TRIAL] * 2
 
 
 def test_random_shapes_slabs_and_alignments(gpus: list[Any]) -> None:
-    gemm = local_gemm.Gemm(jnp.bfloat16)
+    gemm = gemm_plain.Gemm(jnp.bfloat16)
     rng = np.random.default_rng(0)
     for _ in range(12):
         slabs, groups = rng.integers(1, 4), rng.integers(1, 9)
@@ -166,11 +168,11 @@ def test_random_shapes_slabs_and_alignments(gpus: list[Any]) -> None:
 
         def run(lhs: Any, rhs: Any, grad: Any, sizes: Any, experts: int = experts) -> Any:
             mine = jnp.arange(lhs.shape[1]) < sizes.sum(-1)[:, None]
-            out = local_gemm.forward(gemm, lhs, rhs, None, sizes)
+            out = gemm_plain.forward(gemm, lhs, rhs, None, sizes)
             return (
                 jnp.where(mine[..., None], out, 0),
-                local_gemm.data_grad(gemm, grad, rhs, sizes),
-                local_gemm.weight_grad(gemm, lhs, grad, sizes, experts),
+                gemm_plain.data_grad(gemm, grad, rhs, sizes),
+                gemm_plain.weight_grad(gemm, lhs, grad, sizes, experts),
             )
 
         everything = (*operands, sizes.astype(np.int32))
@@ -256,7 +258,7 @@ def test_compiled_programs_hold_the_calls_and_choose_nothing_at_run_time(gpus: l
         pytest.skip("the calls are those of GPUs")
     run = jax.jit(jax.grad(functools.partial(_loss, _multiply), argnums=(0, 1)))
     text = run.lower(*_on(gpus[0], *_drawn())).compile().as_text()
-    assert [text.count(f'custom_call_target="{name}"') for name in gemm_kernels.TARGETS] == [2, 1]
+    assert [text.count(f'custom_call_target="{name}"') for name in kernels_16.TARGETS] == [2, 1]
     assert " conditional(" not in text
 
 

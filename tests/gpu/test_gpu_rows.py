@@ -14,12 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import (
-    activation_kernels,
-    group_sum_kernels,
-    local_activation,
-    local_gemm,
-)
+from ep_runtime_client.ops import activation_kernels, local_activation
+from ep_runtime_client.ops.gemm import kernels_bias
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows
 from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
@@ -34,7 +31,7 @@ _TARGETS = (
     *activation_kernels.TARGETS,
     *quantize_kernels.TARGETS,
     *move_rows.TARGETS,
-    *group_sum_kernels.TARGETS,
+    *kernels_bias.TARGETS,
 )
 _SIZES = np.int32([[16, 300, 0, 40], [8, 24, 1, 0]])
 _ROWS = 384  # of a slab
@@ -248,10 +245,10 @@ def test_chunks_in_another_order_and_back(gpus: list[Any]) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gradients_of_a_bias_are_those_of_cpu(gpus: list[Any], dtype: str) -> None:
-    gemm = local_gemm.Gemm(jnp.dtype(dtype))
+    gemm = gemm_plain.Gemm(jnp.dtype(dtype))
 
     def run(grad: Any, sizes: Any) -> Any:
-        return local_gemm.bias_grad(gemm, grad, sizes, 4), local_gemm.bias_grad(gemm, grad, sizes)
+        return gemm_plain.bias_grad(gemm, grad, sizes, 4), gemm_plain.bias_grad(gemm, grad, sizes)
 
     grad = _with_slack(_drawn(13, 2, _ROWS, 2, 40, dtype=dtype))
     for found, meant in zip(*_both(gpus, run, grad, _SIZES), strict=True):

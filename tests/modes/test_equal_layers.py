@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_bench import compile_model as model
-from ep_runtime_client.ops import gemm_ops
+from ep_runtime_client.ops.gemm import ops as gemm_ops
 
 LAYERS = 3
 

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, memfd, nccl, tf32_kernels
+from ep_runtime_client.ops import memfd, nccl
+from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import ffi, platform, serve
 from ep_runtime_client.ops.tracing import scopes
 
@@ -22,10 +23,10 @@ COUNT, TOKENS, HIDDEN, EXPERTS, TOP_K = 3, 16, 32, 8, 2
 RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
 # Only gradients of weights come of these, or other calls take what they return.
 FREE = {
-    gemm_kernels.TARGETS[1],
-    *(target for target in fp8_kernels.TARGETS if "_dw_" in target),
-    *tf32_kernels.TARGETS,
-    fp8_kernels.TRANSPOSE_ROWS,
+    kernels_16.TARGETS[1],
+    *(target for target in kernels_8.TARGETS if "_dw_" in target),
+    *kernels_32.TARGETS,
+    kernels_8.TRANSPOSE_ROWS,
 }
 
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm
+from ep_runtime_client.ops.gemm import kernels_8, kernels_16
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import platform, serve
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import QuantizedTensor
@@ -23,7 +24,7 @@ from ep_runtime_client.quantized import QuantizedTensor
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
 TENSOR, BLOCK, MX = recipes.TensorScaling(), recipes.BlockScaling(), recipes.MXFP8()
 RECIPES = pytest.mark.parametrize("recipe", [TENSOR, BLOCK, MX], ids=["tensor", "block", "mx"])
-TARGETS = (*gemm_kernels.TARGETS, *fp8_kernels.TARGETS)
+TARGETS = (*kernels_16.TARGETS, *kernels_8.TARGETS)
 
 
 @pytest.fixture(autouse=True)
@@ -121,14 +122,14 @@ def test_what_the_kernels_do_not_take_is_plain_jax(shape: Any, recipe: Any) -> N
 def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fp8_kernels, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(kernels_8, "register_for_gpus", lambda: ("9.0",))
     for _ in range(2):
         calls(functools.partial(loss, recipe=TENSOR), *drawn(k=120))
     assert [line.message.count("K'=120") for line in caplog.records] == [1]
 
 
 def test_gpus_of_another_kind_leave_programs_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_kernels, "register_for_gpus", lambda: ("9.0", "8.0"))
+    monkeypatch.setattr(kernels_8, "register_for_gpus", lambda: ("9.0", "8.0"))
     assert calls(graded(recipe=TENSOR), *drawn(k=192)) == {}
 
 
@@ -171,7 +172,7 @@ def widened(raw: Any, e5m2: int) -> Any:
 def ranges(sizes: Any, slab_rows: int, padded: bool = False) -> Any:
     """(group, first row, row after the last one) of every group; in a padded line its place."""
     slabs, groups = sizes.shape
-    line = fp8_kernels.padded_rows(slab_rows, groups) if padded else slab_rows
+    line = kernels_8.padded_rows(slab_rows, groups) if padded else slab_rows
     for slab in range(slabs):
         start = slab * line
         for group, size in enumerate(np.asarray(sizes[slab])):
@@ -278,25 +279,25 @@ def stand_in(target: str, shape: Any, dtype: Any, *operands: Any, **way: Any) ->
 def test_what_the_kernels_are_given_makes_the_products(
     recipe: Any, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_kernels, "_call", stand_in)
-    monkeypatch.setattr(gemm_kernels, "_call", stand_in)
+    monkeypatch.setattr(kernels_8, "_call", stand_in)
+    monkeypatch.setattr(kernels_16, "_call", stand_in)
     lhs, rhs, bias = (x[:experts] for x in drawn(dtype=np.float32))
     grad = np.random.default_rng(1).standard_normal((2, 192, 2, 128)).astype(np.float32)
     sizes = jnp.asarray(SIZES)
     rows = quantize_plain.quantize_rows(recipe, jnp.asarray(lhs), sizes)
     grads = quantize_plain.quantize_rows(recipe, jnp.asarray(grad), sizes, gradient=True)
     kernel = quantize_plain.quantize_kernel(recipe, jnp.asarray(rhs))
-    gemm = local_gemm.Gemm(jnp.float32)
+    gemm = gemm_plain.Gemm(jnp.float32)
     near(
-        fp8_kernels.forward(jnp.float32, rows, kernel, jnp.asarray(bias), sizes),
-        local_gemm._forward(gemm, rows, kernel, jnp.asarray(bias), sizes),
+        kernels_8.forward(jnp.float32, rows, kernel, jnp.asarray(bias), sizes),
+        gemm_plain._forward(gemm, rows, kernel, jnp.asarray(bias), sizes),
     )
     near(
-        fp8_kernels.data_grad(jnp.float32, False, grads, kernel, sizes),
-        local_gemm._gradients(gemm, None, kernel, grads, sizes)[0],
+        kernels_8.data_grad(jnp.float32, False, grads, kernel, sizes),
+        gemm_plain._gradients(gemm, None, kernel, grads, sizes)[0],
     )
-    got = fp8_kernels.weight_grad(jnp.float32, experts, rows, grads, sizes)
-    want = local_gemm._gradients(gemm, rows, None, grads, sizes, experts, jnp.float32)[0]
+    got = kernels_8.weight_grad(jnp.float32, experts, rows, grads, sizes)
+    want = gemm_plain._gradients(gemm, rows, None, grads, sizes, experts, jnp.float32)[0]
     # Rows with block scales are rounded to bf16 on the way.
     limit = 2.0**-8 if recipe == BLOCK else 1e-5
     assert np.abs(np.asarray(got - want)).max() <= limit * np.abs(np.asarray(want)).max()
@@ -317,7 +318,7 @@ def test_gradients_of_both_types_and_no_others_are_served() -> None:
     shape: dict[str, Any] = {"rows": 384, "experts": 8, "features": (160, 2, 128)}
 
     def served(left: QuantizedTensor, right: Any) -> bool:
-        return fp8_kernels.serve(left, right, **shape)
+        return kernels_8.serve(left, right, **shape)
 
     assert served(rows, kernel)
     assert served(grads, kernel)
@@ -351,7 +352,7 @@ def test_kernels_come_from_the_quantizer_in_both_layouts(
 def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
     recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_kernels, "_call", stand_in)
+    monkeypatch.setattr(kernels_8, "_call", stand_in)
     monkeypatch.delitem(STANDS_IN, "ep_transpose_weights_v1")
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(dtype=np.float32))
     sizes = jnp.asarray(SIZES)
@@ -361,6 +362,6 @@ def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
     assert kernel.transposed.shape == (8, 2, 128, 160)
     operands = (rows, kernel, bias, sizes)
     near(
-        fp8_kernels.forward(jnp.float32, *operands),
-        local_gemm._forward(local_gemm.Gemm(jnp.float32), *operands),
+        kernels_8.forward(jnp.float32, *operands),
+        gemm_plain._forward(gemm_plain.Gemm(jnp.float32), *operands),
     )

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import gemm_kernels, local_gemm, tf32_kernels
-from ep_runtime_client.ops.grouped_gemm import multiply
+from ep_runtime_client.ops.gemm import kernels_16, kernels_32
+from ep_runtime_client.ops.gemm import plain as gemm_plain
+from ep_runtime_client.ops.gemm.api import multiply
 from ep_runtime_client.ops.kernels import platform
 
 SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
@@ -25,7 +26,7 @@ SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it. f32 is another file's."""
     monkeypatch.setattr(platform, "installed", lambda: True)
-    monkeypatch.setattr(tf32_kernels, "serve", lambda *_, **__: False)
+    monkeypatch.setattr(kernels_32, "serve", lambda *_, **__: False)
 
 
 def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
@@ -45,7 +46,7 @@ def drawn(dtype: Any = jnp.bfloat16, k: int = 104, n: int = 88) -> tuple[Any, An
 def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[int]:
     """How often each of gemm_kernels.TARGETS is in the program."""
     text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
-    return [text.count(f"@{name}(") for name in gemm_kernels.TARGETS]
+    return [text.count(f"@{name}(") for name in kernels_16.TARGETS]
 
 
 def graded(**options: Any) -> Any:
@@ -82,7 +83,7 @@ def test_the_bf16_recipe_takes_the_kernels_for_f32_parameters() -> None:
 
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, wanted in ((("9.0", "9.0"), [2, 1]), (("9.0", "8.0"), [0, 0])):
-        monkeypatch.setattr(gemm_kernels, "register_for_gpus", lambda found=found: found)
+        monkeypatch.setattr(kernels_16, "register_for_gpus", lambda found=found: found)
         assert calls(graded(), *drawn(n=40 + 8 * len(set(found)))) == wanted
 
 
@@ -135,7 +136,7 @@ def test_one_export_serves_both_platforms() -> None:
     exported = jax.export.export(
         jax.jit(graded()), platforms=("cpu", "cuda"), disabled_checks=ep.export_checks()
     )(*operands)
-    assert all(f"@{name}(" in exported.mlir_module() for name in gemm_kernels.TARGETS)
+    assert all(f"@{name}(" in exported.mlir_module() for name in kernels_16.TARGETS)
     again = jax.export.deserialize(exported.serialize())
     wanted = jax.jit(graded())(*operands)
     jax.tree.map(np.testing.assert_array_equal, again.call(*operands), wanted)
@@ -146,8 +147,8 @@ def test_a_weight_gradient_is_rounded_where_it_is_summed() -> None:
     lhs, rhs, _ = drawn()
 
     def run(lhs: Any, rhs: Any) -> Any:
-        gemm = local_gemm.Gemm(jnp.bfloat16)
-        return local_gemm.weight_grad(gemm, lhs, lhs, SIZES, 8, out_dtype=jnp.bfloat16)
+        gemm = gemm_plain.Gemm(jnp.bfloat16)
+        return gemm_plain.weight_grad(gemm, lhs, lhs, SIZES, 8, out_dtype=jnp.bfloat16)
 
     made = [eqn.outvars[0].aval for eqn in jax.make_jaxpr(run)(lhs, rhs).eqns]
     assert made[-1].dtype == jnp.bfloat16

@@ -17,22 +17,22 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ep_runtime_client import recipes
 from ep_runtime_client.ops import grouped_reference as reference
-from ep_runtime_client.ops import local_gemm
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 # Where scales come from is nothing to a GEMM: blocks with powers of two are blocks.
 RECIPES = (*cases.RECIPES[:3], recipes.MXFP8())
-F32 = local_gemm.Gemm(jnp.float32)
+F32 = gemm_plain.Gemm(jnp.float32)
 
 
 def all_four(gemm: Any, lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
     """out, dX, dW, dbias."""
     return (
-        local_gemm.forward(gemm, lhs, rhs, bias, sizes),
-        local_gemm.data_grad(gemm, grad, rhs, sizes),
-        local_gemm.weight_grad(gemm, lhs, grad, sizes),
-        local_gemm.bias_grad(gemm, grad, sizes),
+        gemm_plain.forward(gemm, lhs, rhs, bias, sizes),
+        gemm_plain.data_grad(gemm, grad, rhs, sizes),
+        gemm_plain.weight_grad(gemm, lhs, grad, sizes),
+        gemm_plain.bias_grad(gemm, grad, sizes),
     )
 
 
@@ -135,17 +135,17 @@ def test_bf16_sums_in_f32_and_f64_in_f64() -> None:
     sizes = cases.SIZES["aligned"]
     given = cases.operands(sizes, 33, (9,))
     narrow = cases.Operands(*(x.astype(jnp.bfloat16) for x in given))
-    got = compiled(local_gemm.Gemm(jnp.bfloat16))(*narrow, jnp.int32(sizes))
+    got = compiled(gemm_plain.Gemm(jnp.bfloat16))(*narrow, jnp.int32(sizes))
     assert [x.dtype for x in got] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32]
     want = expected(narrow, sizes)
     assert_close(got[:2], want[:2], 4e-3)  # the results' own rounding
     assert_close(got[2:], want[2:], 1e-6)
-    cast = local_gemm.Gemm(jnp.float32, compute_dtype=jnp.bfloat16)
+    cast = gemm_plain.Gemm(jnp.float32, compute_dtype=jnp.bfloat16)
     rounded = given._replace(lhs=narrow.lhs, rhs=narrow.rhs, grad=narrow.grad)
     assert_close(compiled(cast)(*given, jnp.int32(sizes)), expected(rounded, sizes), 1e-6)
     with jax.enable_x64(True):
         wide = [jnp.asarray(x, jnp.float64) for x in given]
-        got = all_four(local_gemm.Gemm(jnp.float64), *wide, jnp.int32(sizes))
+        got = all_four(gemm_plain.Gemm(jnp.float64), *wide, jnp.int32(sizes))
         assert {x.dtype for x in got} == {np.dtype(np.float64)}
         assert_close(got, expected(given, sizes), 1e-14)
 
@@ -159,10 +159,10 @@ def test_several_slabs_share_the_experts() -> None:
         grad[slab, : first + second] = given.grad[: first + second]
     run = jax.jit(
         lambda lhs, grad: (
-            local_gemm.forward(F32, lhs, given.rhs, given.bias, sizes),
-            local_gemm.data_grad(F32, grad, given.rhs, sizes),
-            local_gemm.weight_grad(F32, lhs, grad, sizes, 4),
-            local_gemm.bias_grad(F32, grad, sizes, 4),
+            gemm_plain.forward(F32, lhs, given.rhs, given.bias, sizes),
+            gemm_plain.data_grad(F32, grad, given.rhs, sizes),
+            gemm_plain.weight_grad(F32, lhs, grad, sizes, 4),
+            gemm_plain.bias_grad(F32, grad, sizes, 4),
         )
     )
     want: list[Any] = [np.zeros_like(x) for x in run(lhs, grad)]
@@ -190,7 +190,7 @@ def test_slabs_without_rows_and_devices_without_groups() -> None:
         assert (out.shape, d_rows.shape) == ((0, 32), (0, 32))
         np.testing.assert_array_equal(d_kernel, np.zeros_like(given.rhs))
         np.testing.assert_array_equal(d_bias, np.zeros_like(given.bias))
-    rows = local_gemm.forward(F32, given.lhs, given.rhs[:0], None, jnp.zeros(0, jnp.int32))
+    rows = gemm_plain.forward(F32, given.lhs, given.rhs[:0], None, jnp.zeros(0, jnp.int32))
     np.testing.assert_array_equal(rows, np.zeros((cases.ROWS, 32)))
 
 
@@ -256,8 +256,8 @@ def test_in_a_manual_region_that_tracks_what_varies() -> None:
     def local(lhs: Any, rhs: Any, sizes: Any) -> Any:
         rows = quantize_plain.quantize_rows(recipe, lhs[0], sizes[0], ("dp",))
         kernel = quantize_plain.quantize_kernel(recipe, rhs)
-        out = local_gemm.forward(F32, rows, kernel, None, sizes[0])
-        d_kernel = local_gemm.weight_grad(F32, rows, out, sizes[0])
+        out = gemm_plain.forward(F32, rows, kernel, None, sizes[0])
+        d_kernel = gemm_plain.weight_grad(F32, rows, out, sizes[0])
         return out[None], rows.amax, jax.lax.psum(d_kernel, "dp")
 
     slab, ep = PartitionSpec(("dp", "ep")), PartitionSpec("ep")
@@ -266,9 +266,9 @@ def test_in_a_manual_region_that_tracks_what_varies() -> None:
     rows = quantize_plain.quantize_rows(recipe, lhs, sizes, num_experts=8)
     np.testing.assert_array_equal(amax, np.asarray(rows.amax).reshape(2, 8)[0])
     kernel = quantize_plain.quantize_kernel(recipe, rhs)
-    whole = local_gemm.forward(F32, rows, kernel, None, sizes)
+    whole = gemm_plain.forward(F32, rows, kernel, None, sizes)
     np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-5)
-    summed = local_gemm.weight_grad(F32, rows, whole, sizes, 8)
+    summed = gemm_plain.weight_grad(F32, rows, whole, sizes, 8)
     np.testing.assert_allclose(d_kernel, summed, rtol=1e-5, atol=1e-3)
 
 

@@ -16,11 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.moe import MoEParams, init_moe_params, moe
-from ep_runtime_client.ops import (
-    local_gemm,
-    local_quantized_activation,
-    quantized_activation_kernels,
-)
+from ep_runtime_client.ops import local_quantized_activation, quantized_activation_kernels
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
@@ -47,8 +44,8 @@ class Process:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.transposed: list[bool] = []
-        self._patch, self._plain = patch, local_gemm._forward
-        patch.setattr(local_gemm, "_forward", self._forward)
+        self._patch, self._plain = patch, gemm_plain._forward
+        patch.setattr(gemm_plain, "_forward", self._forward)
 
     def takes_kernels(self, wanted: bool) -> None:
         self.transposed.clear()

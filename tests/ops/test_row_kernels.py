@@ -12,12 +12,9 @@ import pytest
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import (
-    activation_kernels,
-    group_sum_kernels,
-    local_activation,
-    local_gemm,
-)
+from ep_runtime_client.ops import activation_kernels, local_activation
+from ep_runtime_client.ops.gemm import kernels_bias
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows, serve
 from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
@@ -47,7 +44,7 @@ TARGETS = (
     *activation_kernels.TARGETS,
     *quantize_kernels.TARGETS,
     *move_rows.TARGETS,
-    *group_sum_kernels.TARGETS,
+    *kernels_bias.TARGETS,
 )
 
 
@@ -221,8 +218,8 @@ def test_one_list_of_chunks_is_sorted_by_a_kernel() -> None:
 def test_gradients_of_a_bias_are_summed_by_a_kernel() -> None:
     grad = drawn(2, 24, 2, 16)
     for cast, wanted in ((None, ["ep_group_sums_v1"]), (jnp.float32, [])):
-        gemm = local_gemm.Gemm(BF16, compute_dtype=cast)
-        run = functools.partial(local_gemm.bias_grad, gemm, num_experts=3)
+        gemm = gemm_plain.Gemm(BF16, compute_dtype=cast)
+        run = functools.partial(gemm_plain.bias_grad, gemm, num_experts=3)
         assert calls(run, grad, SIZES) == wanted
         assert jax.eval_shape(run, grad, SIZES).shape == (3, 2, 16)
 

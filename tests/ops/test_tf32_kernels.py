@@ -14,11 +14,12 @@ import pytest
 from ops.test_fp8_kernels import ranges, transpose_rows, wide_rows
 
 import ep_runtime as ep
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, local_gemm, tf32_kernels
+from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
+from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import platform
 
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
-TARGETS = (*gemm_kernels.TARGETS, *tf32_kernels.TARGETS, *fp8_kernels.TARGETS)
+TARGETS = (*kernels_16.TARGETS, *kernels_32.TARGETS, *kernels_8.TARGETS)
 GRADED = {
     "ep_grouped_gemm_v1": 2,
     "ep_tf32_grouped_gemm_dw_v1": 1,
@@ -108,7 +109,7 @@ def test_what_the_kernels_do_not_take_is_not_theirs(given: dict[str, Any]) -> No
 def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gemm_kernels, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(kernels_16, "register_for_gpus", lambda: ("9.0",))
     for _ in range(2):
         calls(loss, *drawn(k=42))
     said = [line.message for line in caplog.records if "K'=42" in line.message]
@@ -173,22 +174,22 @@ def stand_in_as(target: str, shape: Any, dtype: Any, *operands: Any, **way: Any)
 def test_what_the_kernels_are_given_makes_the_products(
     experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tf32_kernels, "_call", stand_in)
-    monkeypatch.setattr(gemm_kernels, "_call", stand_in_as)
+    monkeypatch.setattr(kernels_32, "_call", stand_in)
+    monkeypatch.setattr(kernels_16, "_call", stand_in_as)
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(experts=experts))
     rng = np.random.default_rng(1)
     grad = jnp.asarray(rng.standard_normal((2, 192, 2, 14)), jnp.float32)
-    sizes, gemm = jnp.asarray(SIZES), local_gemm.Gemm(jnp.float32)
+    sizes, gemm = jnp.asarray(SIZES), gemm_plain.Gemm(jnp.float32)
     near(
-        tf32_kernels.forward(jnp.float32, None, lhs, rhs, bias, sizes),
-        local_gemm._forward(gemm, lhs, rhs, bias, sizes),
+        kernels_32.forward(jnp.float32, None, lhs, rhs, bias, sizes),
+        gemm_plain._forward(gemm, lhs, rhs, bias, sizes),
     )
-    got = tf32_kernels.data_grad(jnp.float32, None, True, grad, rhs, sizes)
-    near(got, local_gemm._gradients(gemm, None, rhs, grad, sizes)[0])
+    got = kernels_32.data_grad(jnp.float32, None, True, grad, rhs, sizes)
+    near(got, gemm_plain._gradients(gemm, None, rhs, grad, sizes)[0])
     for slab, used in enumerate(SIZES.sum(-1)):
         np.testing.assert_array_equal(got[slab, used:], 0)
-    got = tf32_kernels.weight_grad(jnp.float32, None, experts, lhs, grad, sizes)
-    want = local_gemm._gradients(gemm, lhs, None, grad, sizes, experts, jnp.float32)[0]
+    got = kernels_32.weight_grad(jnp.float32, None, experts, lhs, grad, sizes)
+    want = gemm_plain._gradients(gemm, lhs, None, grad, sizes, experts, jnp.float32)[0]
     assert np.abs(np.asarray(got - want)).max() <= limit(want)
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops import dense_placement
 from ep_runtime_client.ops.dense_placement import Dense
-from ep_runtime_client.ops.gemm_ops import wide
+from ep_runtime_client.ops.gemm.ops import wide
 from ep_runtime_client.ops.partitioning.placement import (
     Axes,
     Entries,

@@ -6,16 +6,8 @@ from collections.abc import Sequence
 
 from jax.export import DisabledSafetyCheck
 
-from ep_runtime_client.ops import (
-    activation_kernels,
-    fp8_kernels,
-    gemm_kernels,
-    group_sum_kernels,
-    memfd,
-    nccl,
-    quantized_activation_kernels,
-    tf32_kernels,
-)
+from ep_runtime_client.ops import activation_kernels, memfd, nccl, quantized_activation_kernels
+from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
 from ep_runtime_client.ops.kernels import move_rows
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 
@@ -41,14 +33,14 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     Source: JAX's `jax.export.DisabledSafetyCheck.custom_call`.
     """
     kernels = (
-        gemm_kernels,
-        tf32_kernels,
-        fp8_kernels,
+        kernels_16,
+        kernels_32,
+        kernels_8,
         activation_kernels,
         quantize_kernels,
         quantized_activation_kernels,
         move_rows,
-        group_sum_kernels,
+        kernels_bias,
     )
     names = [*memfd.TARGETS, memfd.SYNC_TARGET, *nccl.TARGETS]
     for each in kernels:

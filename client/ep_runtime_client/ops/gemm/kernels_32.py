@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels
+from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.quantized import QuantizedTensor
 
 TARGETS = ("ep_tf32_grouped_gemm_dw_v1",)
@@ -65,8 +65,8 @@ def serve(
     dtypes = [jnp.dtype(x.dtype if cast is None else cast) for x in (left, right)]
     if not {*dtypes} <= {*_TYPES} or jnp.promote_types(*dtypes) != jnp.float32:
         return False
-    padded = rows + (fp8_kernels.PADDED - 1) * groups if rows else 0
-    return gemm_kernels.fits(MULTIPLE, rows=padded, experts=experts, features=features)
+    padded = rows + (kernels_8.PADDED - 1) * groups if rows else 0
+    return kernels_16.fits(MULTIPLE, rows=padded, experts=experts, features=features)
 
 
 def forward(
@@ -79,7 +79,7 @@ def forward(
 ) -> jax.Array:
     """As `local_gemm.forward`, but rows past the last group are undefined."""
     del cast  # to f32 at most
-    return gemm_kernels.forward(out_dtype, jnp.float32, lhs, rhs, bias, group_sizes)
+    return kernels_16.forward(out_dtype, jnp.float32, lhs, rhs, bias, group_sizes)
 
 
 def data_grad(
@@ -92,7 +92,7 @@ def data_grad(
 ) -> jax.Array:
     """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
     del cast
-    return gemm_kernels.data_grad(out_dtype, jnp.float32, clear_slack, grad, rhs, group_sizes)
+    return kernels_16.data_grad(out_dtype, jnp.float32, clear_slack, grad, rhs, group_sizes)
 
 
 def weight_grad(
@@ -117,8 +117,8 @@ def _transposed_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Arra
     """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it."""
     slabs, groups = sizes.shape
     rows = x.astype(jnp.float32).reshape(slabs * slab_rows, -1)
-    shape = (rows.shape[1], slabs * fp8_kernels.padded_rows(slab_rows, groups))
-    return _call(fp8_kernels.TRANSPOSE_ROWS, shape, sizes, rows)
+    shape = (rows.shape[1], slabs * kernels_8.padded_rows(slab_rows, groups))
+    return _call(kernels_8.TRANSPOSE_ROWS, shape, sizes, rows)
 
 
 def _sizes(group_sizes: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops import gemm_kernels
+from ep_runtime_client.ops.gemm import kernels_16
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
@@ -81,7 +81,7 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
     sizes = left.group_sizes
     padded = rows + (PADDED - 1) * (experts if sizes is None else math.prod(sizes.shape))
     widths = (features[0], math.prod(features[1:]))
-    if 0 in (rows, experts, *widths) or experts > gemm_kernels.MAX_EXPERTS or padded >= 2**31:
+    if 0 in (rows, experts, *widths) or experts > kernels_16.MAX_EXPERTS or padded >= 2**31:
         return False
     # A block of scales ends with the last dim: those of flat N' would begin inside of one.
     whole = len(features) == 2 or features[-1] % _tile(left) == 0
@@ -133,7 +133,7 @@ def forward(
     """As `local_gemm.forward`, but rows past the last group are undefined."""
     if isinstance(lhs.recipe, MXFP8):
         rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
-        return gemm_kernels.forward(out_dtype, None, rows, kernel, bias, group_sizes)
+        return kernels_16.forward(out_dtype, None, rows, kernel, bias, group_sizes)
     kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
     (experts, k, n), rows = kernel.shape, bits(lhs.data).reshape(-1, rhs.shape[1])
     if rhs.transposed is None:
@@ -159,7 +159,7 @@ def data_grad(
     """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
     if isinstance(rhs.recipe, MXFP8):
         wide = _wide_rows(grad, group_sizes), _wide_kernel(rhs, columns=True)
-        return gemm_kernels.data_grad(out_dtype, None, clear_slack, *wide, group_sizes)
+        return kernels_16.data_grad(out_dtype, None, clear_slack, *wide, group_sizes)
     kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
     rows = bits(grad.data).reshape(-1, kernel.shape[2])
     none = jnp.zeros((0, 0), jnp.float32)
@@ -203,7 +203,7 @@ def weight_grad(
     """As `local_gemm.weight_grad`; sums are f32 and rounded once."""
     if not isinstance(lhs.recipe, TensorScaling):
         left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
-        return gemm_kernels.weight_grad(out_dtype, None, experts, left, right, group_sizes)
+        return kernels_16.weight_grad(out_dtype, None, experts, left, right, group_sizes)
     assert lhs.scale is not None
     assert grad.scale is not None
     sizes, lead = _sizes(group_sizes), group_sizes.ndim

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import local_gemm
-from ep_runtime_client.ops.local_gemm import Gemm
+from ep_runtime_client.ops.gemm import plain
+from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.partitioning.placement import (
     Entries,
     Grouped,
@@ -142,7 +142,7 @@ class GemmForward(_GemmOp):
                 gemm = dataclasses.replace(gemm, out_dtype=wide(lhs, rhs))  # parts stay wide
             if parts and bias is not None:
                 bias = _of_first(parts, bias)
-            out = slack.cleared(local_gemm.forward(gemm, lhs, rhs, bias, sizes), sizes)
+            out = slack.cleared(plain.forward(gemm, lhs, rhs, bias, sizes), sizes)
             return (sums.total(out, split).astype(self.gemm.out_dtype),)
 
         return Resolved(self.taken(place), (place.out,), local)
@@ -190,7 +190,7 @@ class GemmBackward(_GemmOp):
             experts, d_bias = rhs.shape[0], []
             grad: Any = blocks[given]
             if bias is not None:
-                summed_rows = local_gemm.bias_grad(self.gemm, grad, sizes, experts)
+                summed_rows = plain.bias_grad(self.gemm, grad, sizes, experts)
                 part = sums.back(summed_rows, place.bias.gathered, shared)
                 outside = tuple(a for a in roles.real(place.contracted) if a in self.where.manual)
                 part = _of_first(outside, part) if outside else part
@@ -205,7 +205,7 @@ class GemmBackward(_GemmOp):
                 gemm = dataclasses.replace(gemm, out_dtype=wide(grad, rhs))
             # What is added up over devices stays wide.
             dtype = None if roles.real(shared) else self.weight_dtype
-            d_lhs, d_rhs = local_gemm.pullback(gemm, lhs, rhs, grad, sizes, dtype)
+            d_lhs, d_rhs = plain.pullback(gemm, lhs, rhs, grad, sizes, dtype)
             d_lhs = sums.total(slack.cleared(d_lhs, sizes), summed)
             d_rhs = sums.back(d_rhs, weight.taken_off, shared)
             return d_lhs.astype(self.gemm.out_dtype), d_rhs.astype(self.weight_dtype), *d_bias

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.ops import fp8_kernels
-from ep_runtime_client.ops.gemm_ops import GemmBackward, GemmForward, arrivals
-from ep_runtime_client.ops.local_gemm import Gemm
+from ep_runtime_client.ops.gemm import kernels_8
+from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward, arrivals
+from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.placement import Entries, padded
 from ep_runtime_client.ops.partitioning.regions import Where
@@ -91,7 +91,7 @@ def _multiplied(
     x_scale, w_scale = ((), ()) if scales is None else ((scales[0],), (scales[1],))
     found: list[Any] = []
     if q_rhs is None:
-        transposed = fp8_kernels.transposes(call.recipe, kernel.shape)
+        transposed = kernels_8.transposes(call.recipe, kernel.shape)
         kernel_op = quantize_ops.QuantizeKernel(
             call.where, call.recipe, kernel.shape, scaled, transposed
         )

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops import gemm_vjp, tf32_kernels
-from ep_runtime_client.ops.gemm_checks import check_gemm, check_state
-from ep_runtime_client.ops.gemm_vjp import GemmCall
-from ep_runtime_client.ops.local_gemm import Gemm
+from ep_runtime_client.ops.gemm import kernels_32, vjp
+from ep_runtime_client.ops.gemm.checks import check_gemm, check_state
+from ep_runtime_client.ops.gemm.plain import Gemm
+from ep_runtime_client.ops.gemm.vjp import GemmCall
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.placement import (
     Entries,
@@ -208,7 +208,7 @@ def _call(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     alignment = 1 if layer is None else regions.alignment_of(layer)
-    gemm = Gemm(jnp.dtype(out_dtype), alignment, tf32=tf32_kernels.allowed())
+    gemm = Gemm(jnp.dtype(out_dtype), alignment, tf32=kernels_32.allowed())
     bias_entries = padded((), rhs.ndim - 1)
     if bias is not None and not where.manual:
         # One of unknown layout lies as its weight does.
@@ -328,7 +328,7 @@ def _run(
         delayed.check(state)
         scales = spread.settle(call.where, delayed.scales(state), ())
     operands: Any = (*primals, bias, *quantized, group_sizes, scales)
-    out, amax = gemm_vjp.run(call, operands)
+    out, amax = vjp.run(call, operands)
     if state is not None and delayed is not None and amax is not None:
         state = delayed.next(state, *amax)
     return _summed_outside(call, out), state

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import fp8_kernels, gemm_kernels, group_sum_kernels, tf32_kernels
-from ep_runtime_client.ops.block_operands import Part, kernel_reader, row_reader
+from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
+from ep_runtime_client.ops.gemm.block_operands import Part, kernel_reader, row_reader
 from ep_runtime_client.ops.kernels import platform, row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import Blocks, RowBlock
 from ep_runtime_client.ops.kernels.serve import either
@@ -79,7 +79,7 @@ def forward(
     by = _served_by(gemm, lhs, rhs, rhs.shape, group_sizes)
     if by is None:
         return plain(*operands)
-    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
+    cast = () if by is kernels_8 else (gemm.compute_dtype,)
     kernel: Kernel = functools.partial(by.forward, gemm.out_dtype, *cast)
     return platform.choose(kernel, plain, *operands)
 
@@ -190,12 +190,12 @@ def _kernel_shape(experts: int, lhs: Any, grad: Any, group_sizes: jax.Array) -> 
 
 
 def _data_kernel(gemm: Gemm, by: ModuleType) -> Kernel:
-    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
+    cast = () if by is kernels_8 else (gemm.compute_dtype,)
     return functools.partial(by.data_grad, gemm.out_dtype, *cast, gemm.clear_slack)
 
 
 def _weight_kernel(gemm: Gemm, by: ModuleType, experts: int, dtype: Any) -> Kernel:
-    cast = () if by is fp8_kernels else (gemm.compute_dtype,)
+    cast = () if by is kernels_8 else (gemm.compute_dtype,)
     return functools.partial(by.weight_grad, dtype, *cast, experts)
 
 
@@ -251,8 +251,8 @@ def bias_grad(
 ) -> jax.Array:
     """Gradient of the bias: grad [C, *N'] -> [G, *N'] in f32 (f64 for f64), summed over rows."""
     experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
-    served = group_sum_kernels.serve(grad, gemm.compute_dtype, group_sizes, experts)
-    kernel = functools.partial(group_sum_kernels.bias_grad, experts)
+    served = kernels_bias.serve(grad, gemm.compute_dtype, group_sizes, experts)
+    kernel = functools.partial(kernels_bias.bias_grad, experts)
     return either(served, kernel, functools.partial(_bias_grad, gemm, experts), grad, group_sizes)
 
 
@@ -282,12 +282,12 @@ def _served_by(
     """Whose GPU kernels take a product of weights of the shape `kernel`; None: nobody's."""
     num_rows = math.prod(rows.shape[: group_sizes.ndim])
     shape: dict[str, Any] = {"rows": num_rows, "experts": kernel[0], "features": kernel[1:]}
-    if gemm_kernels.serve(rows, other, gemm.compute_dtype, **shape):
-        return gemm_kernels
+    if kernels_16.serve(rows, other, gemm.compute_dtype, **shape):
+        return kernels_16
     groups = math.prod(group_sizes.shape)
-    if gemm.tf32 and tf32_kernels.serve(rows, other, gemm.compute_dtype, groups=groups, **shape):
-        return tf32_kernels
-    return fp8_kernels if fp8_kernels.serve(rows, other, **shape) else None
+    if gemm.tf32 and kernels_32.serve(rows, other, gemm.compute_dtype, groups=groups, **shape):
+        return kernels_32
+    return kernels_8 if kernels_8.serve(rows, other, **shape) else None
 
 
 def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array) -> Blocks:

@@ -1,0 +1,1 @@
+"""Grouped products: the op, its gradients, plain JAX, and the GPU kernels by width."""
