@@ -14,8 +14,8 @@ from ep_runtime_bench.device_gemm import LOADS, loads
 from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.row_bench import RowSizes, Subject
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import local_activation
-from ep_runtime_client.ops.local_activation import Activation
+from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import bits
 
@@ -79,11 +79,11 @@ def _activation(
     row = inner * item * used
 
     def forward(hidden: Any, groups: Any) -> Any:
-        return local_activation.forward(static, hidden, None, groups)
+        return activation_plain.forward(static, hidden, None, groups)
 
     def backward(hidden: Any, groups: Any, grad: Any) -> Any:
         # The product takes the place of a copy: the kernel writes where it reads.
-        return local_activation.pullback(static, -hidden, None, groups, grad)[0]
+        return activation_plain.pullback(static, -hidden, None, groups, grad)[0]
 
     slabs = groups[None]
     yield Subject("SwiGLU forward", load, used, 3 * row, forward, (hidden, slabs))

@@ -17,13 +17,15 @@ from ep_runtime_client import moe_checks, moe_shapes, stored
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe_checks import Recipes
 from ep_runtime_client.moe_options import MoEOptions
-from ep_runtime_client.ops import activation_kernels, quantized_activation, routing
-from ep_runtime_client.ops.activation import activate
+from ep_runtime_client.ops import routing
+from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.activation import quantized_op
+from ep_runtime_client.ops.activation.op import activate
+from ep_runtime_client.ops.activation.plain import Activation, Function
 from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.combine import merge
 from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.gemm.api import multiply
-from ep_runtime_client.ops.local_activation import Activation, Function
 from ep_runtime_client.ops.partitioning.placement import Axes, entries_of
 from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.quantize.packing import Matrix
@@ -293,8 +295,8 @@ def _activated(
 ) -> Matrix:
     """What the second matmul takes: rows, or quantized ones where that saves a pass."""
     static, recipe, inner_axes = block.activation, block.recipes[1], block.inner_axes
-    if recipe is not None and quantized_activation.takes(static, recipe, hidden):
-        return quantized_activation.activate(
+    if recipe is not None and quantized_op.takes(static, recipe, hidden):
+        return quantized_op.activate(
             layer, static, recipe, hidden, row_weights, sizes, inner_axes=inner_axes
         )
     return activate(layer, static, hidden, row_weights, sizes, inner_axes=inner_axes)

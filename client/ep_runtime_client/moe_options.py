@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ep_runtime_client.moe_checks import Recipes
-from ep_runtime_client.ops.local_activation import Function
+from ep_runtime_client.ops.activation.plain import Function
 
 
 class _Shared(TypedDict, total=False):

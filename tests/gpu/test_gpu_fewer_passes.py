@@ -18,22 +18,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.moe import init_moe_params, moe
-from ep_runtime_client.ops import (
-    activation_kernels,
-    local_activation,
-    local_quantized_activation,
-    quantized_activation_kernels,
-)
+from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
+from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Activation
+from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import kernels_8
-from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
-from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import bits
 
 _TARGETS = (
     *activation_kernels.TARGETS,
-    *quantized_activation_kernels.TARGETS,
+    *quantized_kernels.TARGETS,
     *quantize_kernels.TARGETS,
     *kernels_8.TARGETS,
 )
@@ -100,13 +97,11 @@ def test_activated_rows_are_quantized_as_by_two_passes(gpus: list[Any], recipe: 
         for (static, _), (hidden, weights, grad) in zip(_ACTIVATIONS, given, strict=True):
             fused, operands = QuantizedActivation(static, recipe, 4), (hidden, weights, sizes)
             options: dict[str, Any] = {"num_experts": 4, "clear_slack": False}
-            rows = local_activation.forward(static, *operands)
+            rows = activation_plain.forward(static, *operands)
             two = quantize_plain.quantize_rows(recipe, rows, sizes, **options)
-            found.append(
-                (leaves(local_quantized_activation.forward(fused, *operands)), leaves(two))
-            )
-            back, back_weights = local_quantized_activation.pullback(fused, *operands, grad)
-            rows, d_weights = local_activation.pullback(static, *operands, grad)
+            found.append((leaves(quantized_plain.forward(fused, *operands)), leaves(two)))
+            back, back_weights = quantized_plain.pullback(fused, *operands, grad)
+            rows, d_weights = activation_plain.pullback(static, *operands, grad)
             two = quantize_plain.quantize_rows(recipe, rows, sizes, gradient=True, **options)
             found.append(((leaves(back), back_weights), (leaves(two), d_weights)))
         return found
@@ -173,7 +168,7 @@ def test_the_moe_block_holds_them_and_gives_the_same_bits(
         assert {"ep_quantize_activation_v1", "ep_quantize_weights_v1"} <= held
         assert not held & {"ep_activation_v1", "ep_transpose_weights_v1"}
     jax.clear_caches()
-    monkeypatch.setattr(quantized_activation_kernels, "takes", lambda *_: False)
+    monkeypatch.setattr(quantized_kernels, "takes", lambda *_: False)
     monkeypatch.setattr(kernels_8, "turns", lambda *_: False)
     if not TRIAL:
         assert "ep_activation_v1" in _calls(run, x, params)

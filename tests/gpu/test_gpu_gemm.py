@@ -16,10 +16,10 @@ from ops import grouped_cases as cases
 
 import ep_runtime as ep
 from ep_runtime_client.ops import grouped_reference as reference
-from ep_runtime_client.ops import local_activation
+from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.gemm import kernels_16, kernels_32
 from ep_runtime_client.ops.gemm import plain as gemm_plain
-from ep_runtime_client.ops.local_activation import Activation
 
 _AGAIN = 20
 # Of the largest value: the result's own rounding, and f32 sums in another order.
@@ -337,8 +337,8 @@ def test_activations_between_the_products(gpus: list[Any], dtype: str) -> None:
     weights = rng.standard_normal((2, 9600)).astype(np.float32)
 
     def both(hidden: Any, weights: Any, sizes: Any, grad: Any) -> Any:
-        out = local_activation.forward(static, hidden, weights, sizes)
-        return out, *local_activation.pullback(static, hidden, weights, sizes, grad)
+        out = activation_plain.forward(static, hidden, weights, sizes)
+        return out, *activation_plain.pullback(static, hidden, weights, sizes, grad)
 
     got = jax.jit(both)(*_on(gpus[0], hidden, weights, sizes, grad))
     want = jax.jit(both)(*_on(jax.devices("cpu")[0], hidden, weights, sizes, grad))

@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import activation_kernels, local_activation
+from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Activation
 from ep_runtime_client.ops.gemm import kernels_bias
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows
-from ep_runtime_client.ops.local_activation import ACTIVATIONS, Activation
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import bits
@@ -98,8 +99,8 @@ def test_activations_are_those_of_cpu(gpus: list[Any], static: Activation, weigh
     weights = _with_slack(_drawn(2, 2, _ROWS, dtype="float32")) if weighted else None
 
     def run(hidden: Any, weights: Any, grad: Any) -> Any:
-        out = local_activation.forward(static, hidden, weights, sizes)
-        back = local_activation.pullback(static, hidden, weights, sizes, grad)
+        out = activation_plain.forward(static, hidden, weights, sizes)
+        back = activation_plain.pullback(static, hidden, weights, sizes, grad)
         d_hidden = jnp.where(mine.reshape(*mine.shape, *[1] * (hidden.ndim - 2)), back[0], 0)
         return jnp.where(mine[..., None], out, 0), d_hidden, back[1]
 
@@ -273,12 +274,12 @@ def _layer(x: Any, wi: Any, wo: Any, sizes: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _activated(static: Activation, hidden: Any, sizes: Any) -> Any:
-    return local_activation.forward(static, hidden, None, sizes)
+    return activation_plain.forward(static, hidden, None, sizes)
 
 
 def _activated_bwd(static: Activation, kept: Any, grad: Any) -> Any:
     hidden, sizes = kept
-    return local_activation.pullback(static, hidden, None, sizes, grad)[0], None
+    return activation_plain.pullback(static, hidden, None, sizes, grad)[0], None
 
 
 _activated.defvjp(

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client.explain import explain
 from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.ops import local_activation
-from ep_runtime_client.ops.activation import activate
+from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation.op import activate
+from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.local_activation import Activation
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -70,8 +70,8 @@ def test_rows_that_are_there_and_no_others(form: str, sizes: list[int]) -> None:
 
     hidden = keep(draw(2, 600, *shape), jnp.nan)
     weights, grad = draw(2, 600), draw(2, 600, INNER)
-    got = jax.jit(local_activation.forward, static_argnums=0)(static, hidden, weights, slabs)
-    found = jax.jit(local_activation.pullback, static_argnums=0)(
+    got = jax.jit(activation_plain.forward, static_argnums=0)(static, hidden, weights, slabs)
+    found = jax.jit(activation_plain.pullback, static_argnums=0)(
         static, hidden, weights, slabs, keep(grad, jnp.nan)
     )
     want, pull = jax.vjp(whole, keep(hidden, 0.0), weights)
@@ -89,12 +89,12 @@ def test_the_long_blocks_of_gpus_give_the_same_bits(monkeypatch: pytest.MonkeyPa
     operands = (hidden.astype(jnp.bfloat16), draw(2, 600), slabs)
 
     def both(grad: Any, *operands: Any) -> Any:
-        out = local_activation.forward(static, *operands)
-        return out, *local_activation.pullback(static, *operands, grad)
+        out = activation_plain.forward(static, *operands)
+        return out, *activation_plain.pullback(static, *operands, grad)
 
     want = jax.jit(lambda *args: both(*args))(grad.astype(jnp.bfloat16), *operands)
-    monkeypatch.setattr(local_activation, "register_for_gpus", lambda: ("9.0",))
-    monkeypatch.setattr(local_activation, "GPU_BLOCK_ROWS", 512)
+    monkeypatch.setattr(activation_plain, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(activation_plain, "GPU_BLOCK_ROWS", 512)
     monkeypatch.setattr(platform, "choose", lambda gpu, here, *operands: gpu(*operands))
     got = jax.jit(lambda *args: both(*args))(grad.astype(jnp.bfloat16), *operands)
     for mine, meant in zip(got, want, strict=True):
@@ -109,13 +109,13 @@ def test_half_precision_is_rounded_once() -> None:
         draw(1, 64),
         jnp.int32([[64]]),
     )
-    got = jax.jit(local_activation.forward, static_argnums=0)(static, hidden, weights, sizes)
+    got = jax.jit(activation_plain.forward, static_argnums=0)(static, hidden, weights, sizes)
     gate, up = np.moveaxis(np.asarray(hidden, np.float64), 2, 0)
     meant = gate / (1 + np.exp(-gate)) * up * np.asarray(weights)[..., None]
     assert got.dtype == jnp.bfloat16
     # Half a unit of the last of 8 bits, and what f32 loses.
     np.testing.assert_allclose(np.asarray(got, np.float64), meant, rtol=2**-8 * 1.01)
-    d_hidden, _ = local_activation.pullback(static, hidden, None, sizes, got)
+    d_hidden, _ = activation_plain.pullback(static, hidden, None, sizes, got)
     assert d_hidden.dtype == jnp.bfloat16
 
 
@@ -123,7 +123,7 @@ def test_cost_follows_the_rows_and_not_the_capacity() -> None:
     """Work is in loops whose trip counts come from the sizes; nothing else maps slabs."""
     static = Activation("silu", True, F32)
     text = (
-        jax.jit(local_activation.pullback, static_argnums=0)
+        jax.jit(activation_plain.pullback, static_argnums=0)
         .lower(static, draw(1, 4096, 2, 8), draw(1, 4096), jnp.int32([[8, 8]]), draw(1, 4096, 8))
         .compile()
         .as_text()

@@ -15,7 +15,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops import local_activation, memfd, nccl
+from ep_runtime_client.ops import memfd, nccl
+from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.kernels import platform, serve
 
@@ -32,7 +33,7 @@ RECIPES = {
 def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces what a process with GPUs would."""
     monkeypatch.setattr(platform, "installed", lambda: True)
-    for module in (kernels_8, kernels_16, local_activation, serve):
+    for module in (kernels_8, kernels_16, activation_plain, serve):
         monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.CAPABILITY,))
     for module in (memfd, nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)

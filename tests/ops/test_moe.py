@@ -19,7 +19,7 @@ from ep_runtime import specs
 from ep_runtime_client import moe as block
 from ep_runtime_client import recipes
 from ep_runtime_client.moe import MoEParams, MoEStats, init_moe_params, moe
-from ep_runtime_client.ops import activation_kernels
+from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]

@@ -16,17 +16,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.moe import MoEParams, init_moe_params, moe
-from ep_runtime_client.ops import local_quantized_activation, quantized_activation_kernels
+from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
+from ep_runtime_client.ops.activation.plain import Activation
+from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import serve
-from ep_runtime_client.ops.local_activation import Activation
-from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 
 Spec = PartitionSpec
 BF16 = jnp.dtype(jnp.bfloat16)
 SIZES = np.int32([[5, 0, 9], [1, 13, 2]])
-TARGETS = (*quantized_activation_kernels.TARGETS, *quantize_kernels.TARGETS)
+TARGETS = (*quantized_kernels.TARGETS, *quantize_kernels.TARGETS)
 RECIPES = {
     "tensor": (recipes.TensorScaling(), ["ep_activation_amax_v1", "ep_quantize_activation_v1"]),
     "block": (recipes.BlockScaling(), ["ep_quantize_activation_v1"]),
@@ -75,8 +75,8 @@ def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
 
 def run(static: QuantizedActivation, hidden: Any, weights: Any, grad: Any = None) -> Any:
     if grad is None:
-        return local_quantized_activation.forward(static, hidden, weights, SIZES)
-    return local_quantized_activation.pullback(static, hidden, weights, SIZES, grad)
+        return quantized_plain.forward(static, hidden, weights, SIZES)
+    return quantized_plain.pullback(static, hidden, weights, SIZES, grad)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["bare", "weighted"])
@@ -128,14 +128,12 @@ def test_what_the_kernels_do_not_take_is_activated_and_then_quantized(
     process.takes_kernels(True)
     hidden = drawn(2, 32, 2, 128, dtype=static.dtype)
     found = calls(functools.partial(run, QuantizedActivation(static, recipe)), hidden, None)
-    assert not {*found} & {*quantized_activation_kernels.TARGETS}
+    assert not {*found} & {*quantized_kernels.TARGETS}
 
 
 def test_exports_may_hold_every_call() -> None:
     named = {str(check) for check in ep.export_checks()}
-    assert all(
-        any(target in check for check in named) for target in quantized_activation_kernels.TARGETS
-    )
+    assert all(any(target in check for check in named) for target in quantized_kernels.TARGETS)
 
 
 # The layout of the weights, the partitioning, and axes of the mesh.

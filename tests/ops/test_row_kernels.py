@@ -12,11 +12,12 @@ import pytest
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import activation_kernels, local_activation
+from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.gemm import kernels_bias
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows, serve
-from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 
@@ -53,8 +54,8 @@ def drawn(*shape: int, dtype: Any = BF16) -> Any:
 
 
 def activated(static: Activation, hidden: Any, weights: Any, grad: Any) -> Any:
-    out = local_activation.forward(static, hidden, weights, SIZES)
-    return out, local_activation.pullback(static, hidden, weights, SIZES, grad)
+    out = activation_plain.forward(static, hidden, weights, SIZES)
+    return out, activation_plain.pullback(static, hidden, weights, SIZES, grad)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["bare", "weighted"])
@@ -74,8 +75,8 @@ def test_gpus_activate_by_kernels_and_cpus_do_not(shape: Any, weighted: bool) ->
 
 
 def test_every_named_function_has_a_kernel() -> None:
-    assert {*activation_kernels.FUNCTIONS} == {*local_activation.ACTIVATIONS}
-    numbers = {local_activation.ACTIVATIONS[n]: k for n, k in activation_kernels.FUNCTIONS.items()}
+    assert {*activation_kernels.FUNCTIONS} == {*activation_plain.ACTIVATIONS}
+    numbers = {activation_plain.ACTIVATIONS[n]: k for n, k in activation_kernels.FUNCTIONS.items()}
     assert sorted(numbers.values()) == list(range(7))
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from jax.export import DisabledSafetyCheck
 
-from ep_runtime_client.ops import activation_kernels, memfd, nccl, quantized_activation_kernels
+from ep_runtime_client.ops import memfd, nccl
+from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.activation import quantized_kernels
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
 from ep_runtime_client.ops.kernels import move_rows
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
@@ -38,7 +40,7 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
         kernels_8,
         activation_kernels,
         quantize_kernels,
-        quantized_activation_kernels,
+        quantized_kernels,
         move_rows,
         kernels_bias,
     )

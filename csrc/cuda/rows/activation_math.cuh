@@ -1,4 +1,4 @@
-// Activation functions and their derivatives, as `ops/local_activation.py` names them.
+// Activation functions and their derivatives, as `ops/activation/plain.py` names them.
 #ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
 #define EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import activation_kernels
+from ep_runtime_client.ops.activation import kernels
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.quantized import from_bits, num_tiles
 from ep_runtime_client.recipes import DATA_DTYPES, TILE, BlockScaling, Recipe, TensorScaling
 
 if TYPE_CHECKING:
-    from ep_runtime_client.ops.local_activation import Activation
+    from ep_runtime_client.ops.activation.plain import Activation
 
 TARGETS = ("ep_activation_amax_v1", "ep_quantize_activation_v1")
 _F32 = jnp.dtype(jnp.float32)
@@ -54,13 +54,13 @@ class ActivationOperands:
     @property
     def width(self) -> int:
         """M."""
-        return activation_kernels.width_of(self.activation, self.hidden)
+        return kernels.width_of(self.activation, self.hidden)
 
     def operands(self) -> tuple[jax.Array, ...]:
         rows = math.prod(self.hidden.shape[:2])
         none = jnp.zeros((0, 0), self.hidden.dtype)
         given = none if self.grad is None else self.grad.astype(none.dtype).reshape(rows, -1)
-        weights = activation_kernels.weights_of(self.row_weights)
+        weights = kernels.weights_of(self.row_weights)
         sizes = kernels_serve.sizes_of(self.group_sizes)
         return (sizes, self.hidden.reshape(rows, -1), weights, given)
 
@@ -70,7 +70,7 @@ def takes(static: Activation, recipe: Recipe | None, dtype: Any) -> bool:
     kind = isinstance(recipe, TensorScaling | BlockScaling)
     if not kind or (isinstance(recipe, TensorScaling) and recipe.delayed):
         return False
-    named = static.function in activation_kernels.FUNCTIONS and dtype == static.dtype
+    named = static.function in kernels.FUNCTIONS and dtype == static.dtype
     return named and jnp.dtype(dtype).itemsize == 2 and kernels_serve.available()
 
 
@@ -87,15 +87,15 @@ def serve(
         return False
     # Tiles end with the last dim: those of gate and up in one dim must not share one.
     apart = not (gradient and static.gated and hidden.ndim == 3)
-    whole = activation_kernels.width_of(static, hidden) % TILE == 0
+    whole = kernels.width_of(static, hidden) % TILE == 0
     tiles = isinstance(recipe, TensorScaling) or apart or whole
-    return tiles and activation_kernels.serve(static, hidden, group_sizes)
+    return tiles and kernels.serve(static, hidden, group_sizes)
 
 
 def group_amax(experts: int, source: ActivationOperands) -> jax.Array:
     """The largest finite absolute value of each expert's rows: f32 [experts]."""
     result = jax.ShapeDtypeStruct((experts,), _F32)
-    attributes = activation_kernels.attributes_of(source.activation)
+    attributes = kernels.attributes_of(source.activation)
     (amax,) = kernels_serve.call(TARGETS[0], (result,), source.operands(), attributes)
     return amax
 
@@ -126,7 +126,7 @@ def quantize(
         jax.ShapeDtypeStruct(weights, _F32),
     )
     given = jnp.zeros(0, _F32) if scale is None else scale.astype(_F32).reshape(-1)
-    attributes = activation_kernels.attributes_of(source.activation) | {
+    attributes = kernels.attributes_of(source.activation) | {
         "format": DATA_DTYPES.index(jnp.dtype(dtype).name),
         "power_of_two": int(isinstance(recipe, BlockScaling) and recipe.power_of_two_scales),
     }

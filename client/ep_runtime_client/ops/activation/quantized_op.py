@@ -11,15 +11,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import (
-    activation,
-    local_activation,
-    local_quantized_activation,
-    quantized_activation_kernels,
-)
-from ep_runtime_client.ops.activation import ActivationOp
-from ep_runtime_client.ops.local_activation import Activation
-from ep_runtime_client.ops.local_quantized_activation import QuantizedActivation
+from ep_runtime_client.ops.activation import op as activation_op
+from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
+from ep_runtime_client.ops.activation.op import ActivationOp
+from ep_runtime_client.ops.activation.plain import Activation
+from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.partitioning.resolved import Resolved
@@ -75,9 +72,9 @@ class _Op:
 
         def local(hidden: jax.Array, sizes: jax.Array, *weights: jax.Array) -> tuple[Any, ...]:
             given = weights[0] if weights else None
-            q = local_quantized_activation.forward(static, hidden, given, sizes)
+            q = quantized_plain.forward(static, hidden, given, sizes)
             leaves = quantize_ops.raw_leaves(q)
-            return local_activation.after(sizes, leaves[0]), *leaves
+            return activation_plain.after(sizes, leaves[0]), *leaves
 
         return Resolved(operands, (slab, *self.packing.spread(rows)), local)
 
@@ -88,7 +85,7 @@ class _Op:
 
 def takes(static: Activation, recipe: Recipe | None, hidden: jax.Array) -> bool:
     """Whether `activate` saves a pass in programs for this process's GPUs."""
-    return quantized_activation_kernels.takes(static, recipe, hidden.dtype)
+    return quantized_kernels.takes(static, recipe, hidden.dtype)
 
 
 def activate(
@@ -112,7 +109,7 @@ def activate(
         Rows [R, C, M] whose `origin` are the activated ones. A compiled program computes those
         where something reads them, and the matmul's gradient goes to them alone.
     """
-    plain, arrived, operands = activation.call_of(
+    plain, arrived, operands = activation_op.call_of(
         layer, static, hidden, row_weights, group_sizes, inner_axes
     )
     op = _Op(plain, recipe, regions.num_experts_of(layer))
@@ -120,7 +117,7 @@ def activate(
     sizes, leaves = eager.run(_run, (op, arrived), *operands)
     kept = quantize_ops.raw(dataclasses.replace(leaves, amax=None))
     sizes, kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, "ep_q_x"), (sizes, kept))
-    rows = activation.activate(
+    rows = activation_op.activate(
         layer, static, hidden, row_weights, sizes, inner_axes=inner_axes, ordered=False
     )
     made = quantize_ops.from_raw(kept, rows=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 
 if TYPE_CHECKING:
-    from ep_runtime_client.ops.local_activation import Activation
+    from ep_runtime_client.ops.activation.plain import Activation
 
 TARGETS = ("ep_activation_v1", "ep_activation_bwd_v1")
 # Numbers of csrc/cuda/rows/activation.h.

@@ -14,14 +14,14 @@ from typing import Any
 
 import jax
 
-from ep_runtime_client.ops import local_activation
-from ep_runtime_client.ops import quantized_activation_kernels as kernels
+from ep_runtime_client.ops.activation import plain
+from ep_runtime_client.ops.activation import quantized_kernels as kernels
+from ep_runtime_client.ops.activation.plain import Activation
+from ep_runtime_client.ops.activation.quantized_kernels import ActivationOperands
 from ep_runtime_client.ops.kernels.serve import either
-from ep_runtime_client.ops.local_activation import Activation
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.plain import Axes
 from ep_runtime_client.ops.quantize.rounding import scale_of
-from ep_runtime_client.ops.quantized_activation_kernels import ActivationOperands
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
 from ep_runtime_client.recipes import Recipe, TensorScaling
@@ -107,8 +107,8 @@ def _rows(static: QuantizedActivation, *operands: Any) -> tuple[jax.Array, jax.A
     """What is quantized, and the gradient of row_weights."""
     *given, grad = operands
     if grad is None:
-        return local_activation.forward(static.activation, *given), None
-    return local_activation.pullback(static.activation, *operands)
+        return plain.forward(static.activation, *given), None
+    return plain.pullback(static.activation, *operands)
 
 
 def _plain(static: QuantizedActivation, *operands: Any) -> tuple[QuantizedTensor, jax.Array | None]:

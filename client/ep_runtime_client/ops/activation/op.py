@@ -10,8 +10,8 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import local_activation
-from ep_runtime_client.ops.local_activation import Activation
+from ep_runtime_client.ops.activation import plain
+from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.partitioning.regions import Where
@@ -99,11 +99,9 @@ class ActivationOp:
         def local(hidden: jax.Array, sizes: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
             weights = rest[-1] if self.weighted else None
             if not self.backward:
-                rows = local_activation.forward(self.activation, hidden, weights, sizes)
-                return rows, local_activation.after(sizes, rows) if self.ordered else sizes
-            d_hidden, d_weights = local_activation.pullback(
-                self.activation, hidden, weights, sizes, rest[0]
-            )
+                rows = plain.forward(self.activation, hidden, weights, sizes)
+                return rows, plain.after(sizes, rows) if self.ordered else sizes
+            d_hidden, d_weights = plain.pullback(self.activation, hidden, weights, sizes, rest[0])
             return (d_hidden,) if d_weights is None else (d_hidden, sums.total(d_weights, inner))
 
         return Resolved(operands, results, local)

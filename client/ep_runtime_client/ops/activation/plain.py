@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import activation_kernels
+from ep_runtime_client.ops.activation import kernels
 from ep_runtime_client.ops.kernels import platform, row_blocks
 from ep_runtime_client.ops.kernels.ffi import register_for_gpus
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
@@ -106,8 +106,8 @@ def forward(
         [S, C, M] in static.dtype; past the last zone zeros, or undefined on a GPU.
     """
     operands = (hidden, row_weights, group_sizes)
-    if activation_kernels.serve(static, hidden, group_sizes):
-        kernel = functools.partial(activation_kernels.forward, static)
+    if kernels.serve(static, hidden, group_sizes):
+        kernel = functools.partial(kernels.forward, static)
         plain = functools.partial(_forward, static, False)
         return slack.cleared(platform.choose(kernel, plain, *operands), group_sizes)
     return _on_platform(_forward, static, *operands)
@@ -165,8 +165,8 @@ def pullback(
     here.
     """
     operands = (hidden, row_weights, group_sizes, grad)
-    if activation_kernels.serve(static, hidden, group_sizes):
-        kernel = functools.partial(activation_kernels.pullback, static)
+    if kernels.serve(static, hidden, group_sizes):
+        kernel = functools.partial(kernels.pullback, static)
         plain = functools.partial(_pullback, static, False)
         d_hidden, d_weights = platform.choose(kernel, plain, *operands)
     else:
