@@ -42,18 +42,18 @@ _NAMES_OF = {
         "init_moe_params",
         "moe",
     ),
-    "ep_runtime_client.ops.combine": ("combine",),
-    "ep_runtime_client.ops.dispatch": ("dispatch",),
+    "ep_runtime_client.ops.movement.combine": ("combine",),
+    "ep_runtime_client.ops.movement.dispatch": ("dispatch",),
     "ep_runtime_client.ops.permutation": (
         "Permuted",
         "permute",
         "unpermute",
     ),
-    "ep_runtime_client.ops.plan": (
+    "ep_runtime_client.ops.movement.plan": (
         "Dispatched",
         "Plan",
     ),
-    "ep_runtime_client.ops.prepare": ("prepare",),
+    "ep_runtime_client.ops.movement.prepare": ("prepare",),
     "ep_runtime_client.ops.routing": (
         "Routing",
         "aux_loss",

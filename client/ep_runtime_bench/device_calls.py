@@ -47,9 +47,9 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.groups import Group
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.members import Member, start_jax
-from ep_runtime_client.ops.calls import world_rank
-from ep_runtime_client.ops.plan import Dispatched, Plan, arrays_type
-from ep_runtime_client.ops.prepare import make_call
+from ep_runtime_client.ops.movement.call import world_rank
+from ep_runtime_client.ops.movement.plan import Dispatched, Plan, arrays_type
+from ep_runtime_client.ops.movement.prepare import make_call
 
 CALLS = 10  # of one program
 SLOW_CALLS = 2  # of transports that take tens of milliseconds

@@ -22,12 +22,12 @@ from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import quantized_op
 from ep_runtime_client.ops.activation.op import activate
 from ep_runtime_client.ops.activation.plain import Activation, Function
-from ep_runtime_client.ops.calls import Call
-from ep_runtime_client.ops.combine import merge
-from ep_runtime_client.ops.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.gemm.api import multiply
+from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.movement.combine import merge
+from ep_runtime_client.ops.movement.dispatch import call_of_plan, dispatch
+from ep_runtime_client.ops.movement.plan import Dispatched
 from ep_runtime_client.ops.partitioning.placement import Axes, entries_of
-from ep_runtime_client.ops.plan import Dispatched
 from ep_runtime_client.ops.quantize.packing import Matrix
 from ep_runtime_client.ops.router_matmul import router_logits
 from ep_runtime_client.ops.tracing.ambient import open_layer

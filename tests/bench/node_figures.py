@@ -21,7 +21,7 @@ import numpy as np
 import ep_runtime as ep
 from ep_runtime_bench import routing
 from ep_runtime_client.ops import nodes_plan
-from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.movement.call import Call
 
 RANKS = 32
 

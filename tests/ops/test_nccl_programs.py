@@ -16,8 +16,8 @@ import ep_runtime as ep
 from ep_runtime_bench import device_ops
 from ep_runtime_bench.options import PLAIN
 from ep_runtime_client.ops import memfd, nccl
-from ep_runtime_client.ops.calls import world_rank
-from ep_runtime_client.ops.prepare import make_call
+from ep_runtime_client.ops.movement.call import world_rank
+from ep_runtime_client.ops.movement.prepare import make_call
 
 RANKS, TOKENS, HIDDEN = 8, 16, 32
 

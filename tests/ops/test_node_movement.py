@@ -18,7 +18,7 @@ from test_token_movement import SHARED, check_case
 import ep_runtime as ep
 from ep_runtime import board_records
 from ep_runtime_client.ops import nodes, nodes_plan
-from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.movement.call import Call
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

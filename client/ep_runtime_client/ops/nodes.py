@@ -34,8 +34,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops import memfd, nodes_plan
-from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.kernels.slots import rows_at
+from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.movement.plan import NodePlanArrays
 from ep_runtime_client.ops.nodes_plan import (
     chunk_rows,
     counts_chunks,
@@ -44,7 +45,6 @@ from ep_runtime_client.ops.nodes_plan import (
     slot_nodes,
 )
 from ep_runtime_client.ops.nodes_rows import lined_up, sum_nodes
-from ep_runtime_client.ops.plan import NodePlanArrays
 from ep_runtime_client.ops.tracing.varying import like
 from ep_runtime_client.ops.transports import collectives
 from ep_runtime_client.ops.xla import sum_dtype

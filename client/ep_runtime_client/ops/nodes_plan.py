@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.collectives import ep_rank
 from ep_runtime_client.ops.kernels.slots import packed
-from ep_runtime_client.ops.plan import AnyArrays, NodePlanArrays
+from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.movement.plan import AnyArrays, NodePlanArrays
 from ep_runtime_client.ops.transports import collectives
 from ep_runtime_client.ops.xla_plan import receiver_side, route
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops import xla_plan
-from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.collectives import exchange
 from ep_runtime_client.ops.kernels.slots import exclusive_sum, packed, rows_at
-from ep_runtime_client.ops.plan import PlanArrays
+from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.movement.plan import PlanArrays
 from ep_runtime_client.ops.tracing.varying import like
 
 prepare = xla_plan.prepare

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops import collectives, overflow
-from ep_runtime_client.ops.calls import Call
 from ep_runtime_client.ops.kernels.slots import _blocks, _up, exclusive_sum, kept_rows, rows_at
-from ep_runtime_client.ops.plan import PlanArrays
+from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.movement.plan import PlanArrays
 
 Gather = Callable[[Call, jax.Array], jax.Array]
 

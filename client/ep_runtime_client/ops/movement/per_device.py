@@ -15,8 +15,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client.ops import movement_rule
-from ep_runtime_client.ops.calls import Call
+from ep_runtime_client.ops.movement import rule
+from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.movement.token_layout import say_reshard
 from ep_runtime_client.ops.partitioning.meshes import (
     as_auto,
     explicit_axes,
@@ -25,7 +26,6 @@ from ep_runtime_client.ops.partitioning.meshes import (
     typed,
 )
 from ep_runtime_client.ops.partitioning.specs import entry_axes, known_spec
-from ep_runtime_client.ops.token_layout import say_reshard
 from ep_runtime_client.ops.tracing.ambient import check_ambient
 from ep_runtime_client.ops.tracing.unbatched import not_batched
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
@@ -73,8 +73,8 @@ def per_device(
         out_specs=out_specs,
         check_vma=False,
     )
-    if movement_rule.serves(call, mesh):
-        return movement_rule.per_device(call, op, body, mapped, operands, in_specs, out_specs)
+    if rule.serves(call, mesh):
+        return rule.per_device(call, op, body, mapped, operands, in_specs, out_specs)
     # A shard_map that checks nothing forgets over which of the user's axes its results vary.
     return jax.tree.map(cast, mapped(*operands))
 

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import token_watch, twin
-from ep_runtime_client.ops.calls import Call, check_handle, world_rank
-from ep_runtime_client.ops.plan import AnyArrays, Dispatched, Plan, check_plan
-from ep_runtime_client.ops.prepare import check_idx, known_specs, make_call, make_plan
+from ep_runtime_client.ops.movement import per_device, token_watch
+from ep_runtime_client.ops.movement.call import Call, check_handle, world_rank
+from ep_runtime_client.ops.movement.plan import AnyArrays, Dispatched, Plan, check_plan
+from ep_runtime_client.ops.movement.prepare import check_idx, known_specs, make_call, make_plan
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
@@ -181,11 +181,13 @@ def _dispatch_rows(
         recv_weights = jnp.zeros(shape, jnp.float32)
     else:
         with scope("dispatch", call.layer):
-            call = twin.varied(call, index, tokens, weights, plan.arrays)
-            tokens = token_watch.watched(call, twin.place(call, "tokens", tokens, spec))
-            tokens = twin.vary(call, tokens)
+            call = per_device.varied(call, index, tokens, weights, plan.arrays)
+            tokens = token_watch.watched(call, per_device.place(call, "tokens", tokens, spec))
+            tokens = per_device.vary(call, tokens)
             if weights is not None:
-                weights = twin.vary(call, twin.place(call, "topk_weights", weights, spec))
+                weights = per_device.vary(
+                    call, per_device.place(call, "topk_weights", weights, spec)
+                )
             operands = (index, tokens, weights, plan.arrays)
             rows, recv_weights = eager.run(_dispatch_primal, call, *operands, traced=_dispatch)
     return Dispatched(
@@ -205,7 +207,7 @@ def _dispatch_primal(
     arrays: AnyArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """tokens [..., H], weights [..., K] or None -> recv [R, C, H], recv_weights [R, C]."""
-    spec, slab = call.layout.spec(), twin.slab_spec(call)
+    spec, slab = call.layout.spec(), per_device.slab_spec(call)
     given = (tokens,) if weights is None else (tokens, weights)
 
     def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -223,7 +225,7 @@ def _dispatch_primal(
         return rows[None], recv_weights[None]
 
     specs = (PartitionSpec(), *([spec] * len(given)), *([slab] * len(arrays)))
-    result: tuple[jax.Array, jax.Array] = twin.per_device(
+    result: tuple[jax.Array, jax.Array] = per_device.per_device(
         call, "dispatch", body, (index, *given, *arrays), specs, (slab, slab)
     )
     return result
@@ -256,7 +258,7 @@ def _dispatch_pullback(
     call: Call, index: jax.Array, d_recv: jax.Array, d_weights: jax.Array, arrays: AnyArrays
 ) -> tuple[jax.Array, jax.Array]:
     """d_recv [R, C, H], d_weights [R, C] -> d_tokens [..., H], d_topk_weights [..., K]."""
-    spec, slab = call.layout.spec(), twin.slab_spec(call)
+    spec, slab = call.layout.spec(), per_device.slab_spec(call)
     block = call.layout.local
 
     def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -268,7 +270,7 @@ def _dispatch_pullback(
 
     operands = (index, d_recv, d_weights, *arrays)
     specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: tuple[jax.Array, jax.Array] = twin.per_device(
+    result: tuple[jax.Array, jax.Array] = per_device.per_device(
         call, "dispatch_bwd", body, operands, specs, (spec, spec)
     )
     return result

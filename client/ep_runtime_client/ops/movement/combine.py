@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import twin
-from ep_runtime_client.ops.calls import Call, world_rank
-from ep_runtime_client.ops.dispatch import call_of_plan, check_width
-from ep_runtime_client.ops.plan import AnyArrays, Dispatched
+from ep_runtime_client.ops.movement import per_device
+from ep_runtime_client.ops.movement.call import Call, world_rank
+from ep_runtime_client.ops.movement.dispatch import call_of_plan, check_width
+from ep_runtime_client.ops.movement.plan import AnyArrays, Dispatched
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
@@ -83,12 +83,12 @@ def merge(
     _check_rows(call, expert_out, weights)
     if call.layout.tokens_per_rank == 0:
         return jnp.zeros((*call.lead, expert_out.shape[-1]), expert_out.dtype)
-    slab = twin.slab_spec(call)
+    slab = per_device.slab_spec(call)
     with scope("combine", call.layer):
-        call = twin.varied(call, index, expert_out, weights, dispatched.plan.arrays)
-        expert_out = twin.vary(call, twin.place(call, "expert_out", expert_out, slab))
+        call = per_device.varied(call, index, expert_out, weights, dispatched.plan.arrays)
+        expert_out = per_device.vary(call, per_device.place(call, "expert_out", expert_out, slab))
         if weights is not None:
-            weights = twin.vary(call, twin.place(call, "weights", weights, slab))
+            weights = per_device.vary(call, per_device.place(call, "weights", weights, slab))
             weights = weights.astype(jnp.float32)
         operands = (index, expert_out, weights, dispatched.plan.arrays)
         tokens_out: jax.Array = eager.run(_combine_primal, call, *operands, traced=_combine)
@@ -122,7 +122,7 @@ def _combine_primal(
     arrays: AnyArrays,
 ) -> jax.Array:
     """expert_out [R, C, H], weights [R, C] or None -> tokens_out [..., H]."""
-    slab = twin.slab_spec(call)
+    slab = per_device.slab_spec(call)
     given = (expert_out,) if weights is None else (expert_out, weights)
 
     def body(index: jax.Array, *operands: jax.Array) -> jax.Array:
@@ -139,7 +139,9 @@ def _combine_primal(
 
     operands = (index, *given, *arrays)
     specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: jax.Array = twin.per_device(call, "combine", body, operands, specs, call.layout.spec())
+    result: jax.Array = per_device.per_device(
+        call, "combine", body, operands, specs, call.layout.spec()
+    )
     return result
 
 
@@ -173,7 +175,7 @@ def _combine_pullback(
     arrays: AnyArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
     """grad [..., H] -> d_expert_out [R, C, H], d_weights [R, C] or None."""
-    spec, slab = call.layout.spec(), twin.slab_spec(call)
+    spec, slab = call.layout.spec(), per_device.slab_spec(call)
     rows = () if weights is None else (expert_out, weights)
 
     def body(index: jax.Array, grad: jax.Array, *operands: jax.Array) -> Any:
@@ -192,7 +194,7 @@ def _combine_pullback(
     operands = (index, grad, *rows, *arrays)
     specs = (PartitionSpec(), spec, *([slab] * (len(operands) - 2)))
     made = (slab, slab) if rows else (slab,)
-    out = twin.per_device(call, "combine_bwd", body, operands, specs, made)
+    out = per_device.per_device(call, "combine_bwd", body, operands, specs, made)
     return out if rows else (out[0], None)
 
 

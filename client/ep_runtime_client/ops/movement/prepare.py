@@ -10,16 +10,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import token_layout, twin
-from ep_runtime_client.ops.calls import Call, PlanMeta, check_handle, resolve_capacity, world_rank
-from ep_runtime_client.ops.partitioning.specs import known_spec
-from ep_runtime_client.ops.plan import (
+from ep_runtime_client.ops.movement import per_device, token_layout
+from ep_runtime_client.ops.movement.call import (
+    Call,
+    PlanMeta,
+    check_handle,
+    resolve_capacity,
+    world_rank,
+)
+from ep_runtime_client.ops.movement.plan import (
     AnyArrays,
     NodePlanArrays,
     Plan,
     PlanArrays,
     arrays_type,
 )
+from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
@@ -106,9 +112,9 @@ def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
     if call.layout.tokens_per_rank == 0:
         return Plan(_empty_plan(call, top_k), call.meta)
     with scope("prepare", call.layer):
-        call = twin.varied(call, topk_idx, index)
-        idx = twin.place(call, "topk_idx", topk_idx, call.layout.spec())
-        arrays = eager.run(_prepare, call, index, twin.vary(call, idx))
+        call = per_device.varied(call, topk_idx, index)
+        idx = per_device.place(call, "topk_idx", topk_idx, call.layout.spec())
+        arrays = eager.run(_prepare, call, index, per_device.vary(call, idx))
     return Plan(jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), arrays), call.meta)
 
 
@@ -140,8 +146,8 @@ def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> AnyArrays:
         return kind(*(x[None] for x in arrays))
 
     kind: Any = arrays_type(call.group)
-    slab: Any = twin.slab_spec(call)
-    result: AnyArrays = twin.per_device(
+    slab: Any = per_device.slab_spec(call)
+    result: AnyArrays = per_device.per_device(
         call,
         "prepare",
         body,
