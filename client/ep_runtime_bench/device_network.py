@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from ep_runtime_bench import routing
 from ep_runtime_bench.device_bench import Bench
-from ep_runtime_client.ops import nodes_plan
 from ep_runtime_client.ops.movement.call import Call
 from ep_runtime_client.ops.movement.plan import arrays_type
+from ep_runtime_client.ops.transports import nodes_plan
 
 
 def shape_of(bench: Bench, tokens: int) -> tuple[int, int, int]:

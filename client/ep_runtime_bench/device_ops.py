@@ -15,11 +15,11 @@ import numpy as np
 
 from ep_runtime_bench.device_time import DeviceOp
 from ep_runtime_bench.options import PLAIN
-from ep_runtime_client.ops import nccl
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 from ep_runtime_client.ops.movement.call import Call
 from ep_runtime_client.ops.movement.plan import AnyArrays, NodePlanArrays, arrays_type
-from ep_runtime_client.ops.transports import per_device_ops
+from ep_runtime_client.ops.transports import between_nccl
+from ep_runtime_client.ops.transports.choice import per_device_ops
 
 Operands = Mapping[str, Any]
 
@@ -131,6 +131,6 @@ def plain_exchange(call: Call) -> DeviceOp:
     """NCCL's all-to-all of equal blocks [N, rows, H], on the group's own communicators."""
 
     def exchange(token: jax.Array, operands: Operands) -> Any:
-        return nccl.exchange(call, operands["blocks"], token)
+        return between_nccl.exchange(call, operands["blocks"], token)
 
     return exchange

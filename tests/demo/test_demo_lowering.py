@@ -12,7 +12,7 @@ import ep_runtime as ep
 from ep_runtime_client import meshes
 from ep_runtime_client.demo.config import RECIPES, DemoConfig
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
-from ep_runtime_client.ops import memfd
+from ep_runtime_client.ops.transports import windows as transports_windows
 
 CALLS = {
     "ep_prepare_v1",
@@ -27,7 +27,7 @@ CALLS = {
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[ep.Session]:
     """Groups are of transport nvlink, though nothing can run them."""
     monkeypatch.setattr(meshes, "resolve_transport", lambda *args, **kwargs: "nvlink")
-    monkeypatch.setattr(memfd, "ensure_registered", lambda platform: None)
+    monkeypatch.setattr(transports_windows, "ensure_registered", lambda platform: None)
     with ep.connect("none") as made:
         yield made
 

@@ -38,7 +38,7 @@ from stored_child import SPEC, open_group
 
 import ep_runtime as ep
 from ep_runtime import native
-from ep_runtime_client.ops import memfd
+from ep_runtime_client.ops.transports import windows as transports_windows
 
 CHILD_TIMEOUT_S = 120.0
 
@@ -78,7 +78,7 @@ def exported(layer: Any, function: Callable[..., Any]) -> Any:
 
 def test_export_checks_name_every_custom_call() -> None:
     fakes.require_native()
-    assert {target.name for target in native.library().targets()} == {*memfd.TARGETS}
+    assert {target.name for target in native.library().targets()} == {*transports_windows.TARGETS}
     named = [check.is_custom_call() for check in ep.export_checks()]
     table = Path(__file__).parents[2] / "csrc/ffi/targets_cuda.cc"
     on_gpus = re.findall(r'^    \{"(ep_\w+)"', table.read_text(), re.MULTILINE)

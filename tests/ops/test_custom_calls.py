@@ -14,10 +14,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops import memfd, nccl
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import ffi, platform, serve
 from ep_runtime_client.ops.tracing import scopes
+from ep_runtime_client.ops.transports import between_nccl
+from ep_runtime_client.ops.transports import windows as transports_windows
 
 COUNT, TOKENS, HIDDEN, EXPERTS, TOP_K = 3, 16, 32, 8, 2
 RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
@@ -73,7 +74,7 @@ def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
     run, operands = scanned(make(make_group, axes={"ep": 4}, transport="memfd"))
     traced = run.trace(*operands)
     calls = custom_calls.traced(traced.jaxpr, "cpu")
-    assert calls == dict.fromkeys(memfd.TARGETS, COUNT)
+    assert calls == dict.fromkeys(transports_windows.TARGETS, COUNT)
     text = traced.lower().compile().as_text()
     assert custom_calls.differences(calls, custom_calls.compiled(text)) == []
     assert custom_calls.without_scope(text) == []
@@ -85,7 +86,7 @@ def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
 @pytest.fixture
 def _as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs for GPUs are traced here as where there are some."""
-    for module in (ffi, memfd, nccl):
+    for module in (ffi, transports_windows, between_nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
     monkeypatch.setattr(ffi, "XLA_CLONES_CALLS", True)
     monkeypatch.setattr(serve, "available", lambda: True)
@@ -104,7 +105,7 @@ def test_calls_on_gpus_are_held_for_all_who_use_their_results(
     run, operands = scanned(make(make_group, axes={"ep": 4}, **nodes), recipe, jnp.bfloat16)
     jaxpr = run.trace(*operands).jaxpr
     calls = custom_calls.traced(jaxpr, "cuda")
-    assert len(calls) > len(memfd.TARGETS)
+    assert len(calls) > len(transports_windows.TARGETS)
     assert custom_calls.unheld(jaxpr, "cuda") <= FREE
 
 

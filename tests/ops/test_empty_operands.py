@@ -15,10 +15,11 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops import memfd, nccl
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.kernels import platform, serve
+from ep_runtime_client.ops.transports import between_nccl
+from ep_runtime_client.ops.transports import windows as transports_windows
 
 RANKS, TOKENS, HIDDEN, WIDTH, EXPERTS = 2, 128, 128, 128, 8
 RECIPES = {
@@ -35,7 +36,7 @@ def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "installed", lambda: True)
     for module in (kernels_8, kernels_16, activation_plain, serve):
         monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.CAPABILITY,))
-    for module in (memfd, nccl):
+    for module in (transports_windows, between_nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 
 

@@ -15,16 +15,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_bench import device_ops
 from ep_runtime_bench.options import PLAIN
-from ep_runtime_client.ops import memfd, nccl
 from ep_runtime_client.ops.movement.call import world_rank
 from ep_runtime_client.ops.movement.prepare import make_call
+from ep_runtime_client.ops.transports import between_nccl
+from ep_runtime_client.ops.transports import windows as transports_windows
 
 RANKS, TOKENS, HIDDEN = 8, 16, 32
 
 
 @pytest.fixture(autouse=True)
 def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (memfd, nccl):
+    for module in (transports_windows, between_nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 
 

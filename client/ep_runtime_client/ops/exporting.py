@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from jax.export import DisabledSafetyCheck
 
-from ep_runtime_client.ops import memfd, nccl
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import quantized_kernels
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
 from ep_runtime_client.ops.kernels import move_rows
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
+from ep_runtime_client.ops.transports import between_nccl
+from ep_runtime_client.ops.transports import windows as transports_windows
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
@@ -44,7 +45,7 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
         move_rows,
         kernels_bias,
     )
-    names = [*memfd.TARGETS, memfd.SYNC_TARGET, *nccl.TARGETS]
+    names = [*transports_windows.TARGETS, transports_windows.SYNC_TARGET, *between_nccl.TARGETS]
     for each in kernels:
         names += each.TARGETS
     return [DisabledSafetyCheck.custom_call(name) for name in names]

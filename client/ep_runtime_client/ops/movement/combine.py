@@ -18,7 +18,7 @@ from ep_runtime_client.ops.movement.plan import AnyArrays, Dispatched
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
-from ep_runtime_client.ops.transports import per_device_ops
+from ep_runtime_client.ops.transports.choice import per_device_ops
 
 
 def combine(

@@ -29,7 +29,7 @@ from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
-from ep_runtime_client.ops.transports import per_device_ops
+from ep_runtime_client.ops.transports.choice import per_device_ops
 
 
 def prepare(

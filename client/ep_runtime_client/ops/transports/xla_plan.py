@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops import collectives, overflow
 from ep_runtime_client.ops.kernels.slots import _blocks, _up, exclusive_sum, kept_rows, rows_at
 from ep_runtime_client.ops.movement.call import Call
 from ep_runtime_client.ops.movement.plan import PlanArrays
+from ep_runtime_client.ops.transports import between_xla, xla_overflow
 
 Gather = Callable[[Call, jax.Array], jax.Array]
 
@@ -67,10 +67,10 @@ def route(
     zones = _up(kept, alignment)
     base = exclusive_sum(zones).reshape(-1)
 
-    me = collectives.ep_rank(call)
+    me = between_xla.ep_rank(call)
     num_recv = rows_at(_up(demand, alignment), me).sum(dtype=jnp.int32)
     if group.on_overflow == "error":
-        used = used & (overflow.passed(call, rank, index, num_recv) == 0)
+        used = used & (xla_overflow.passed(call, rank, index, num_recv) == 0)
     earlier = jnp.where(jnp.arange(ranks)[:, None] < me, matrix, 0).sum(0, dtype=jnp.int32)
     safe = jnp.minimum(expert, num_experts - 1)
     position = position + rows_at(earlier, safe)
@@ -84,10 +84,10 @@ def route(
 
 def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
     """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
-    routed = route(call, rank, index, topk_idx, collectives.all_gather)
+    routed = route(call, rank, index, topk_idx, between_xla.all_gather)
     peers = jnp.arange(call.group.ep_size, dtype=jnp.int32)[:, None, None]
     arriving = jnp.where(routed.dst_rank == peers, routed.dst_row, -1)
-    received = receiver_side(collectives.exchange(call, arriving), call.capacity)
+    received = receiver_side(between_xla.exchange(call, arriving), call.capacity)
     return PlanArrays(routed.dst_rank, routed.dst_row, *received, *routed[2:5])
 
 

@@ -16,8 +16,8 @@ from ep_runtime_client.ops.kernels import move_rows as kernels
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.kernels.slots import rows_at
 from ep_runtime_client.ops.movement.call import Call
-from ep_runtime_client.ops.nodes_plan import NodePacking
-from ep_runtime_client.ops.xla import round_to, sum_dtype
+from ep_runtime_client.ops.transports.nodes_plan import NodePacking
+from ep_runtime_client.ops.transports.xla import round_to, sum_dtype
 
 
 def lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:

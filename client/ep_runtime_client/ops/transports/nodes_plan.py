@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.collectives import ep_rank
 from ep_runtime_client.ops.kernels.slots import packed
 from ep_runtime_client.ops.movement.call import Call
 from ep_runtime_client.ops.movement.plan import AnyArrays, NodePlanArrays
-from ep_runtime_client.ops.transports import collectives
-from ep_runtime_client.ops.xla_plan import receiver_side, route
+from ep_runtime_client.ops.transports.between_xla import ep_rank
+from ep_runtime_client.ops.transports.choice import collectives
+from ep_runtime_client.ops.transports.xla_plan import receiver_side, route
 
 # All tokens of a rank are so many chunks at most: more would waste less of the last one, and wait
 # for the network more often. Chunks have at least so many rows, where the rank has them.

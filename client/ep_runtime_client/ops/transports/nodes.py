@@ -33,21 +33,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops import memfd, nodes_plan
 from ep_runtime_client.ops.kernels.slots import rows_at
 from ep_runtime_client.ops.movement.call import Call
 from ep_runtime_client.ops.movement.plan import NodePlanArrays
-from ep_runtime_client.ops.nodes_plan import (
+from ep_runtime_client.ops.tracing.varying import like
+from ep_runtime_client.ops.transports import nodes_plan, windows
+from ep_runtime_client.ops.transports.choice import collectives
+from ep_runtime_client.ops.transports.nodes_plan import (
     chunk_rows,
     counts_chunks,
     my_node,
     packing,
     slot_nodes,
 )
-from ep_runtime_client.ops.nodes_rows import lined_up, sum_nodes
-from ep_runtime_client.ops.tracing.varying import like
-from ep_runtime_client.ops.transports import collectives
-from ep_runtime_client.ops.xla import sum_dtype
+from ep_runtime_client.ops.transports.nodes_rows import lined_up, sum_nodes
+from ep_runtime_client.ops.transports.xla import sum_dtype
 
 prepare = nodes_plan.prepare
 
@@ -138,7 +138,7 @@ def dispatch(
     sent = (tokens,) if weights is None else (tokens, weights)
     arrived = _to_nodes(call, plan, *sent)
     given = None if weights is None else arrived[1]
-    return memfd.dispatch(call, rank, index, arrived[0], given, plan.inside)
+    return windows.dispatch(call, rank, index, arrived[0], given, plan.inside)
 
 
 def combine(
@@ -152,7 +152,7 @@ def combine(
     """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
     dtype = expert_out.dtype
     wide = _partial_dtype(call, dtype)
-    sums = memfd.combine(call, rank, index, expert_out, weights, plan.inside, wide)
+    sums = windows.combine(call, rank, index, expert_out, weights, plan.inside, wide)
     (partials,) = _from_nodes(call, plan, sums)
     return sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
 
@@ -168,7 +168,7 @@ def dispatch_bwd(
     """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
     dtype = d_recv.dtype
     wide = _partial_dtype(call, dtype)
-    sums = memfd.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
+    sums = windows.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
     partials, by_node = _from_nodes(call, plan, *sums)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
@@ -192,4 +192,4 @@ def combine_bwd(
 ) -> tuple[jax.Array, jax.Array | None]:
     """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
     (arrived,) = _to_nodes(call, plan, grad)
-    return memfd.combine_bwd(call, rank, index, arrived, expert_out, weights, plan.inside)
+    return windows.combine_bwd(call, rank, index, arrived, expert_out, weights, plan.inside)

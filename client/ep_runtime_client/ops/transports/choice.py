@@ -13,21 +13,21 @@ from ep_runtime_client.ops.movement.call import Call
 
 # Between nodes, and of transport "xla" everywhere; `collectives.py` says what such a module has.
 _COLLECTIVES = {
-    "xla": "ep_runtime_client.ops.collectives",
-    "memfd": "ep_runtime_client.ops.collectives",
-    "nccl": "ep_runtime_client.ops.nccl",
+    "xla": "ep_runtime_client.ops.transports.between_xla",
+    "memfd": "ep_runtime_client.ops.transports.between_xla",
+    "nccl": "ep_runtime_client.ops.transports.between_nccl",
 }
 _MODULES = {
-    "xla": "ep_runtime_client.ops.xla",
-    "memfd": "ep_runtime_client.ops.memfd",
-    "nvlink": "ep_runtime_client.ops.memfd",
+    "xla": "ep_runtime_client.ops.transports.xla",
+    "memfd": "ep_runtime_client.ops.transports.windows",
+    "nvlink": "ep_runtime_client.ops.transports.windows",
     # Of a group whose EP domains lie on one node each.
-    "nccl": "ep_runtime_client.ops.memfd",
+    "nccl": "ep_runtime_client.ops.transports.windows",
 }
 # Of groups with node_size.
 _ON_NODES = {
-    "memfd": "ep_runtime_client.ops.nodes",
-    "nccl": "ep_runtime_client.ops.nodes",
+    "memfd": "ep_runtime_client.ops.transports.nodes",
+    "nccl": "ep_runtime_client.ops.transports.nodes",
 }
 
 
