@@ -44,7 +44,7 @@ _NAMES_OF = {
     ),
     "ep_runtime_client.ops.movement.combine": ("combine",),
     "ep_runtime_client.ops.movement.dispatch": ("dispatch",),
-    "ep_runtime_client.ops.permutation": (
+    "ep_runtime_client.ops.permutation.api": (
         "Permuted",
         "permute",
         "unpermute",
@@ -61,7 +61,7 @@ _NAMES_OF = {
         "route",
         "update_expert_bias",
     ),
-    "ep_runtime_client.ops.sort_chunks": ("sort_chunks",),
+    "ep_runtime_client.ops.permutation.sort_chunks": ("sort_chunks",),
     "ep_runtime_client.ops.dense": ("dense",),
     "ep_runtime_client.ops.exporting": ("export_checks",),
     "ep_runtime_client.ops.gemm.api": ("grouped_gemm",),

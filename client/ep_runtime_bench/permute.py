@@ -14,7 +14,7 @@ from ep_runtime_bench import row_bench
 from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.routing import topk_idx
 from ep_runtime_bench.row_bench import RowSizes, Subject
-from ep_runtime_client.ops import permutation_rows
+from ep_runtime_client.ops.permutation import rows as permutation_rows
 
 
 def run(options: BenchOptions) -> BenchReport:

@@ -12,7 +12,7 @@ import numpy as np
 
 import ep_runtime as ep
 from ep_runtime_client.ops import permutation_reference as reference
-from ep_runtime_client.ops.permutation_plan import row_bound
+from ep_runtime_client.ops.permutation.plan import row_bound
 
 HIDDEN = 6
 

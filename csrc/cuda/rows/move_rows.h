@@ -1,5 +1,5 @@
 // Rows of a permutation: copied out of tokens, and summed back. Places come from the plan of
-// `ops/permutation_plan.py`.
+// `ops/permutation/plan.py`.
 #ifndef EP_RUNTIME_CUDA_ROWS_MOVE_ROWS_H_
 #define EP_RUNTIME_CUDA_ROWS_MOVE_ROWS_H_
 

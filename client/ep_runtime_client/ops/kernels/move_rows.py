@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
-from ep_runtime_client.ops.permutation_plan import PermutationArrays
+from ep_runtime_client.ops.permutation.plan import PermutationArrays
 
 TARGETS = ("ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1")
 MAX_COMPARED_SLOTS = 32  # of a token: blocks of slots without a row are only looked at

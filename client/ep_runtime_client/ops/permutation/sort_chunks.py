@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import batch_shards
-from ep_runtime_client.ops.batch_shards import BatchShards, Spec
 from ep_runtime_client.ops.kernels.slots import exclusive_sum, rows_at
-from ep_runtime_client.ops.permutation_rows import copied, gathered
+from ep_runtime_client.ops.permutation import batch_shards
+from ep_runtime_client.ops.permutation.batch_shards import BatchShards, Spec
+from ep_runtime_client.ops.permutation.rows import copied, gathered
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.ops.tracing.varying import like
 

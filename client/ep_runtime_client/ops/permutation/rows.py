@@ -17,7 +17,7 @@ from jax import lax
 from ep_runtime_client.ops.kernels import move_rows as kernels
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.kernels.slots import exclusive_sum, rows_at
-from ep_runtime_client.ops.permutation_plan import PermutationArrays
+from ep_runtime_client.ops.permutation.plan import PermutationArrays
 from ep_runtime_client.ops.tracing.varying import like
 
 # Gathers of this many slots are written out, so that one fused pass adds them up.

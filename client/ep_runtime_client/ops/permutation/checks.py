@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.batch_shards import BatchShards, last_axes
-from ep_runtime_client.ops.permutation_plan import PermutationMeta, PermutationPlan, row_bound
+from ep_runtime_client.ops.permutation.batch_shards import BatchShards, last_axes
+from ep_runtime_client.ops.permutation.plan import PermutationMeta, PermutationPlan, row_bound
 
 
 def check_choice(

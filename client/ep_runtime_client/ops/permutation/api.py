@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import stored
-from ep_runtime_client.ops import batch_shards, permutation_plan
-from ep_runtime_client.ops import permutation_checks as checks
-from ep_runtime_client.ops import permutation_rows as local
-from ep_runtime_client.ops.batch_shards import BatchShards, Spec
-from ep_runtime_client.ops.permutation_plan import (
+from ep_runtime_client.ops.permutation import batch_shards, checks
+from ep_runtime_client.ops.permutation import plan as permutation_plan
+from ep_runtime_client.ops.permutation import rows as local
+from ep_runtime_client.ops.permutation.batch_shards import BatchShards, Spec
+from ep_runtime_client.ops.permutation.plan import (
     PermutationArrays,
     PermutationMeta,
     PermutationPlan,
