@@ -62,7 +62,7 @@ _NAMES_OF = {
         "update_expert_bias",
     ),
     "ep_runtime_client.ops.permutation.sort_chunks": ("sort_chunks",),
-    "ep_runtime_client.ops.dense": ("dense",),
+    "ep_runtime_client.ops.dense.api": ("dense",),
     "ep_runtime_client.ops.exporting": ("export_checks",),
     "ep_runtime_client.ops.gemm.api": ("grouped_gemm",),
     "ep_runtime_client.ops.quantize.api": ("grouped_quantize",),

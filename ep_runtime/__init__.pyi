@@ -33,7 +33,7 @@ from ep_runtime_client.moe import MoEParams as MoEParams
 from ep_runtime_client.moe import MoEStats as MoEStats
 from ep_runtime_client.moe import init_moe_params as init_moe_params
 from ep_runtime_client.moe import moe as moe
-from ep_runtime_client.ops.dense import dense as dense
+from ep_runtime_client.ops.dense.api import dense as dense
 from ep_runtime_client.ops.exporting import export_checks as export_checks
 from ep_runtime_client.ops.gemm.api import grouped_gemm as grouped_gemm
 from ep_runtime_client.ops.movement.combine import combine as combine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import dense_placement
+from ep_runtime_client.ops.dense import placement as dense_placement
 from ep_runtime_client.ops.partitioning import placement
 from ep_runtime_client.ops.partitioning.placement import Roles
 

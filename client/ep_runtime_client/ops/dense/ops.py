@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops import dense_placement
-from ep_runtime_client.ops.dense_placement import Dense
+from ep_runtime_client.ops.dense import placement
+from ep_runtime_client.ops.dense.placement import Dense
 from ep_runtime_client.ops.gemm.ops import wide
 from ep_runtime_client.ops.partitioning.placement import (
     Axes,
@@ -85,7 +85,7 @@ class QuantizeX(_DenseOp):
         shapes: Shapes,
         wanted: Sequence[Entries] | None,
     ) -> Resolved:
-        lead = dense_placement.dividing(roles, arrived[0][:-1], shapes[0])
+        lead = placement.dividing(roles, arrived[0][:-1], shapes[0])
         last = tuple(axis for axis in roles.real(arrived[0][-1]) if axis not in sum(lead, ()))
         blocks = (1,) * (len(shapes[0]) - 1) + (self.packing.tile,)
         last, _ = fitting(roles, last, (), shapes[0][-1], blocks, len(shapes[0]) - 1)
@@ -209,7 +209,7 @@ class _Matmul(_DenseOp):
     ) -> Dense:
         first = len(self.x)
         lead = shapes[0][:-1]
-        return dense_placement.place(
+        return placement.place(
             roles,
             arrived[0],
             arrived[first],

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops import dense_ops
-from ep_runtime_client.ops.dense_ops import leaf_entries
+from ep_runtime_client.ops.dense import ops
+from ep_runtime_client.ops.dense.ops import leaf_entries
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.placement import Entries, padded
 from ep_runtime_client.ops.partitioning.regions import Where
@@ -163,8 +163,8 @@ def _multiplied(call: DenseCall, x: jax.Array, kernel: jax.Array) -> tuple[Matri
     packing = quantize_ops.packing_of(call.recipe, 3, rows=False)
     x_packing = dataclasses.replace(packing, ndim=x.ndim)
     w_packing = dataclasses.replace(packing, ndim=2)
-    x_op = dense_ops.QuantizeX(call.where, call.recipe, x_packing)
-    w_op = dense_ops.QuantizeW(call.where, call.recipe, w_packing)
+    x_op = ops.QuantizeX(call.where, call.recipe, x_packing)
+    w_op = ops.QuantizeW(call.where, call.recipe, w_packing)
     q_x = unpack(x_packing, spread.run(x_op, (call.x,), x))
     q_w = unpack(w_packing, spread.run(w_op, (call.kernel,), kernel))
     return _tagged(q_x, "ep_q_x"), _tagged(q_w, "ep_q_w")
@@ -183,7 +183,7 @@ def _packed(x: Matrix, *, columns: bool = False) -> tuple[list[jax.Array], Packi
 
 def _forward(call: DenseCall, x: Matrix, kernel: Matrix, bias: jax.Array | None) -> jax.Array:
     (x_leaves, x_packing), (k_leaves, k_packing) = _packed(x), _packed(kernel)
-    op = dense_ops.DenseForward(call.where, x_packing, k_packing, bias is not None, call.dtype)
+    op = ops.DenseForward(call.where, x_packing, k_packing, bias is not None, call.dtype)
     others = [] if bias is None else [bias]
     arrived = (
         *leaf_entries(x_packing, call.x),
@@ -214,7 +214,7 @@ def _pullback(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
     x, kernel, bias, likes = kept
     (x_leaves, x_packing) = _packed(x, columns=True)
     (k_leaves, k_packing) = _packed(kernel, columns=True)
-    op = dense_ops.DenseBackward(
+    op = ops.DenseBackward(
         call.where,
         x_packing,
         k_packing,

@@ -1,0 +1,1 @@
+"""A product without groups, by the same rules and recipes."""
