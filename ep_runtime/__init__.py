@@ -54,7 +54,7 @@ _NAMES_OF = {
         "Plan",
     ),
     "ep_runtime_client.ops.movement.prepare": ("prepare",),
-    "ep_runtime_client.ops.routing": (
+    "ep_runtime_client.ops.routing.api": (
         "Routing",
         "aux_loss",
         "pad_tokens",

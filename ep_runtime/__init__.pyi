@@ -46,11 +46,11 @@ from ep_runtime_client.ops.permutation.api import permute as permute
 from ep_runtime_client.ops.permutation.api import unpermute as unpermute
 from ep_runtime_client.ops.permutation.sort_chunks import sort_chunks as sort_chunks
 from ep_runtime_client.ops.quantize.api import grouped_quantize as grouped_quantize
-from ep_runtime_client.ops.routing import Routing as Routing
-from ep_runtime_client.ops.routing import aux_loss as aux_loss
-from ep_runtime_client.ops.routing import pad_tokens as pad_tokens
-from ep_runtime_client.ops.routing import route as route
-from ep_runtime_client.ops.routing import update_expert_bias as update_expert_bias
+from ep_runtime_client.ops.routing.api import Routing as Routing
+from ep_runtime_client.ops.routing.api import aux_loss as aux_loss
+from ep_runtime_client.ops.routing.api import pad_tokens as pad_tokens
+from ep_runtime_client.ops.routing.api import route as route
+from ep_runtime_client.ops.routing.api import update_expert_bias as update_expert_bias
 from ep_runtime_client.quantized import QuantizedTensor as QuantizedTensor
 from ep_runtime_client.remat import remat_policy as remat_policy
 from ep_runtime_client.session import Session as Session

@@ -17,7 +17,6 @@ from ep_runtime_client import moe_checks, moe_shapes, stored
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe_checks import Recipes
 from ep_runtime_client.moe_options import MoEOptions
-from ep_runtime_client.ops import routing
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import quantized_op
 from ep_runtime_client.ops.activation.op import activate
@@ -29,7 +28,8 @@ from ep_runtime_client.ops.movement.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.movement.plan import Dispatched
 from ep_runtime_client.ops.partitioning.placement import Axes, entries_of
 from ep_runtime_client.ops.quantize.packing import Matrix
-from ep_runtime_client.ops.router_matmul import router_logits
+from ep_runtime_client.ops.routing import api as routing_api
+from ep_runtime_client.ops.routing.matmul import router_logits
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.params import MoEParams as MoEParams
@@ -193,7 +193,7 @@ def moe(
     inner_axes = moe_checks.inner_axes(static.group_spec, params.wi, specs["wi"])
     moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
     with scope("router", static):
-        routed = routing.route(
+        routed = routing_api.route(
             checkpoint_name(_logits(x, params), "ep_plan"),  # [..., E] beside rows of H: little
             static.top_k,
             score_function=score_function,
@@ -328,16 +328,16 @@ def _batch_axes(call: Call) -> tuple[str, ...]:
     return tuple(a for a in call.group.token_axes if a in call.manual and sizes[a] > 1)
 
 
-def _aux_loss(call: Call, routed: routing.Routing, coeff: float) -> jax.Array:
+def _aux_loss(call: Call, routed: routing_api.Routing, coeff: float) -> jax.Array:
     if coeff == 0.0:
         return jnp.zeros((), jnp.float32)
     with scope("aux_loss", call.layer):
-        return routing.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
+        return routing_api.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
 
 
-def _stats(call: Call, routed: routing.Routing, dispatched: Dispatched) -> MoEStats:
+def _stats(call: Call, routed: routing_api.Routing, dispatched: Dispatched) -> MoEStats:
     with scope("stats", call.layer):
-        counts = routing.tokens_per_expert(routed.topk_idx, call.group.num_experts)
+        counts = routing_api.tokens_per_expert(routed.topk_idx, call.group.num_experts)
         kept = dispatched.plan.arrays.kept.sum(dtype=jnp.int32)
         axes = _batch_axes(call)
         if axes:

@@ -12,7 +12,7 @@ from ep_runtime_client import module_options
 from ep_runtime_client.layers import EpLayer, LayerStack
 from ep_runtime_client.moe import moe
 from ep_runtime_client.moe_options import ModuleOptions
-from ep_runtime_client.ops.routing import update_expert_bias
+from ep_runtime_client.ops.routing.api import update_expert_bias
 from ep_runtime_client.params import KernelInit, MoEParams, init_moe_params, logical_axes
 
 try:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ep_runtime_client.ops import router_matmul
-from ep_runtime_client.ops.router_matmul import router_logits
+from ep_runtime_client.ops.routing import matmul as routing_matmul
+from ep_runtime_client.ops.routing.matmul import router_logits
 
 TOKENS, HIDDEN, EXPERTS = 64, 256, 8
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -32,8 +32,8 @@ def test_products_of_bf16_have_the_accuracy_of_f32(router_dtype: Any, lead: Any)
     x, router = draw(BF16, *lead, HIDDEN), draw(router_dtype, HIDDEN, EXPERTS, seed=1)
     grad = draw(F32, *lead, EXPERTS, seed=2)
     x64, router64, grad64 = (np.asarray(a, np.float64) for a in (x, router, grad))
-    assert worst(jax.jit(router_matmul._narrow)(x, router), x64 @ router64) < 1e-6
-    d_x, d_router = jax.jit(router_matmul._narrow_grads)(x, router, grad)
+    assert worst(jax.jit(routing_matmul._narrow)(x, router), x64 @ router64) < 1e-6
+    d_x, d_router = jax.jit(routing_matmul._narrow_grads)(x, router, grad)
     flat = x64.reshape(-1, HIDDEN).T @ grad64.reshape(-1, EXPERTS)
     assert (d_x.dtype, d_router.dtype) == (x.dtype, router.dtype)
     assert worst(d_x, grad64 @ router64.T) < 2**-8  # its own rounding
@@ -42,7 +42,7 @@ def test_products_of_bf16_have_the_accuracy_of_f32(router_dtype: Any, lead: Any)
 
 def test_an_f32_is_the_sum_of_three_bf16() -> None:
     values = draw(F32, 4096)
-    parts = jax.jit(router_matmul._parts, static_argnums=1)(values, 3)
+    parts = jax.jit(routing_matmul._parts, static_argnums=1)(values, 3)
     total = sum(np.asarray(part, np.float64) for part in parts)
     np.testing.assert_array_equal(total, np.asarray(values, np.float64))
 
@@ -69,7 +69,7 @@ def test_gradients_elsewhere_are_those_of_the_f32_matmul() -> None:
     operands = draw(BF16, TOKENS, HIDDEN), draw(F32, HIDDEN, EXPERTS)
     found, wanted = (
         jax.grad(lambda x, r, f=f: jnp.sin(f(x, r)).sum(), argnums=(0, 1))(*operands)
-        for f in (router_logits, router_matmul._wide)
+        for f in (router_logits, routing_matmul._wide)
     )
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
