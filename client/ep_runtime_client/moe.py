@@ -26,12 +26,13 @@ from ep_runtime_client.ops.movement.call import Call
 from ep_runtime_client.ops.movement.combine import merge
 from ep_runtime_client.ops.movement.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.movement.plan import Dispatched
-from ep_runtime_client.ops.partitioning.placement import Axes, entries_of
+from ep_runtime_client.ops.partitioning.roles import entries_of
 from ep_runtime_client.ops.quantize.packing import Matrix
 from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.routing.matmul import router_logits
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
+from ep_runtime_client.ops.tracing.varying import Axes
 from ep_runtime_client.params import MoEParams as MoEParams
 from ep_runtime_client.params import init_moe_params as init_moe_params
 from ep_runtime_client.recipes import BF16, Recipe

@@ -14,8 +14,9 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Function
-from ep_runtime_client.ops.partitioning.placement import Axes, Entries, entries_of
 from ep_runtime_client.ops.partitioning.regions import known_entries
+from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
+from ep_runtime_client.ops.tracing.varying import Axes
 from ep_runtime_client.params import MoEParams, check_all_or_none, logical_axes
 from ep_runtime_client.recipes import Recipe, TensorScaling
 

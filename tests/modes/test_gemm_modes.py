@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops.partitioning import partitioned, placement
+from ep_runtime_client.ops.partitioning import partitioned, roles
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -213,7 +213,7 @@ def test_a_weight_of_unknown_layout_leaves_the_process(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture, partitioning: str, recipe: Any
 ) -> None:
     """Exported as a shard_map, which is said once; a serialized executable is what was compiled."""
-    placement.say_once.cache_clear()
+    roles.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
     layer = layer_of(make_group, partitioning=partitioning)
     lhs, rhs, _, sizes = placed(layer.mesh)

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops.partitioning import placement
+from ep_runtime_client.ops.partitioning import roles
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -237,7 +237,7 @@ def test_a_row_moves_what_the_table_says_and_equals_one_device(
 def test_another_layout_of_the_experts_is_taken_and_said_once(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture, axes: Any, weight: Any, words: str
 ) -> None:
-    placement.say_once.cache_clear()
+    roles.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
     program = Program(make_group, Row(axes, weight, {}), "auto")
     results = program.compiled()(*program.placed())
@@ -299,7 +299,7 @@ def test_fsdp_in_front_of_tp_is_refused_where_rows_would_be_gathered(
 def test_rows_of_the_block_that_tp_cuts_are_said_once(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture, told: bool, recipe: Any
 ) -> None:
-    placement.say_once.cache_clear()
+    roles.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
     group = make_group(axes={"ep": 2, "tp": 2}, transport="xla", num_experts=4, hidden_size=16)
     layer = group.register_layer("moe", top_k=2)
@@ -356,7 +356,7 @@ def test_amax_is_the_global_one_over_what_splits_a_group_and_nothing_else(
 def test_shards_without_whole_blocks_are_gathered_before_and_that_is_said_once(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    placement.say_once.cache_clear()
+    roles.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
     # Half of 192 is no multiple of 128: one all-gather of the weight as it is, its data stays.
     row = Row(FSDP_EP | {"fsdp": 2}, ("ep", "fsdp"), {}, recipes.BlockScaling(), k=192, n=(32,))

@@ -10,7 +10,7 @@ import pytest
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.dense import placement as dense_placement
 from ep_runtime_client.ops.partitioning import placement
-from ep_runtime_client.ops.partitioning.placement import Roles
+from ep_runtime_client.ops.partitioning.roles import Roles, entries_of, read_off
 
 SHAPE = (8, 64, 32)
 
@@ -22,12 +22,12 @@ def roles(outer: tuple[str, ...] = ("dp", "fsdp"), ep: tuple[str, ...] = ("ep",)
 
 def grouped(*rhs: Any, lhs: Any = ((), (), ()), shape: Any = SHAPE, **options: Any) -> Any:
     given = options.pop("roles", roles())
-    return placement.grouped(given, lhs, placement.entries_of(rhs, len(shape)), shape, **options)
+    return placement.grouped(given, lhs, entries_of(rhs, len(shape)), shape, **options)
 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
-    placement.say_once.cache_clear()
+    roles.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
     return lambda: [record.getMessage() for record in caplog.records]
 
@@ -156,15 +156,13 @@ def test_without_a_layer_the_minor_axes_of_the_slabs_are_ep(
     slabs: Any, counts: Any, outer: Any, ep: Any
 ) -> None:
     slabs_, groups, experts = counts
-    found = placement.read_off(
-        roles().sizes, slabs, num_slabs=slabs_, num_groups=groups, num_experts=experts
-    )
+    found = read_off(roles().sizes, slabs, num_slabs=slabs_, num_groups=groups, num_experts=experts)
     assert (found.outer, found.ep) == (outer, ep)
 
 
 def test_slabs_that_fit_no_experts_ask_for_the_layer() -> None:
     with pytest.raises(InvalidArgumentError, match="layer="):
-        placement.read_off(roles().sizes, ("dp",), num_slabs=2, num_groups=3, num_experts=8)
+        read_off(roles().sizes, ("dp",), num_slabs=2, num_groups=3, num_experts=8)
 
 
 @pytest.mark.parametrize(

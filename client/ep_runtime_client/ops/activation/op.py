@@ -13,11 +13,11 @@ from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation import plain
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.partitioning import regions, spread
-from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.tracing import eager, first_order
-from ep_runtime_client.ops.tracing.varying import spread_over
+from ep_runtime_client.ops.tracing.varying import Axes, spread_over
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,12 @@ from ep_runtime_client.ops.activation.op import ActivationOp
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.partitioning import regions, spread
-from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
 from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.packing import Packing, tile_of, unpack
 from ep_runtime_client.ops.tracing import eager
+from ep_runtime_client.ops.tracing.varying import Axes
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import Recipe
 

@@ -14,8 +14,8 @@ from ep_runtime_client.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.dense import ops
 from ep_runtime_client.ops.dense.ops import leaf_entries
 from ep_runtime_client.ops.partitioning import regions, spread
-from ep_runtime_client.ops.partitioning.placement import Entries, padded
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.packing import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.tracing import eager, first_order

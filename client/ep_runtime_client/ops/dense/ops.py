@@ -15,20 +15,14 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.dense import placement
 from ep_runtime_client.ops.dense.placement import Dense
 from ep_runtime_client.ops.gemm.ops import wide
-from ep_runtime_client.ops.partitioning.placement import (
-    Axes,
-    Entries,
-    Roles,
-    Weight,
-    fitting,
-    flat,
-    whole_blocks,
-)
+from ep_runtime_client.ops.partitioning.placement import Weight, fitting, whole_blocks
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.ops import raw_leaves
 from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
+from ep_runtime_client.ops.tracing.varying import Axes
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import MX_TILE, MXFP8, Recipe, TensorScaling
 

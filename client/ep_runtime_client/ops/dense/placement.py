@@ -5,15 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ep_runtime_client.ops.partitioning.placement import (
-    Axes,
-    Entries,
-    Roles,
-    Weight,
-    flat,
-    padded,
-    whole_blocks,
-)
+from ep_runtime_client.ops.partitioning.placement import Weight, whole_blocks
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, padded
+from ep_runtime_client.ops.tracing.varying import Axes
 
 
 @dataclasses.dataclass(frozen=True)

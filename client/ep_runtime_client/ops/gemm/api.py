@@ -17,15 +17,9 @@ from ep_runtime_client.ops.gemm.checks import check_gemm, check_state
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.vjp import GemmCall
 from ep_runtime_client.ops.partitioning import regions, spread
-from ep_runtime_client.ops.partitioning.placement import (
-    Entries,
-    Roles,
-    entries_of,
-    grouped,
-    padded,
-    read_off,
-)
+from ep_runtime_client.ops.partitioning.placement import grouped
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded, read_off
 from ep_runtime_client.ops.quantize.delayed import Delayed
 from ep_runtime_client.ops.quantize.packing import Matrix, tile_of
 from ep_runtime_client.quantized import QuantizedTensor

@@ -12,15 +12,10 @@ from jax import lax
 
 from ep_runtime_client.ops.gemm import plain
 from ep_runtime_client.ops.gemm.plain import Gemm
-from ep_runtime_client.ops.partitioning.placement import (
-    Entries,
-    Grouped,
-    Roles,
-    expert_weight,
-    grouped,
-)
+from ep_runtime_client.ops.partitioning.placement import Grouped, expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.ops import kernel_factors, row_factors, rows_roles
 from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack

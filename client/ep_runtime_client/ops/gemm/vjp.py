@@ -12,8 +12,8 @@ from ep_runtime_client.ops.gemm import kernels_8
 from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward, arrivals
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.partitioning import spread
-from ep_runtime_client.ops.partitioning.placement import Entries, padded
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.packing import Matrix, pack
 from ep_runtime_client.ops.tracing import eager, first_order, slack

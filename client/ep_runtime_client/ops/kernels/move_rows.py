@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
-from ep_runtime_client.ops.permutation.plan import PermutationArrays
 
 TARGETS = ("ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1")
 MAX_COMPARED_SLOTS = 32  # of a token: blocks of slots without a row are only looked at
@@ -54,19 +53,20 @@ def weighed_with_products(
 
 def spread(
     values: jax.Array,
-    arrays: PermutationArrays,
+    source: jax.Array,
+    slot_row: jax.Array,
     weights: jax.Array | None = None,
     others: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`weighed` and, with `others`, `products`: a token is read once for all its rows."""
-    flat, source = values.reshape(values.shape[0], -1), arrays.source
+    flat = values.reshape(values.shape[0], -1)
     given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
     beside = jnp.zeros((0, 0), values.dtype) if others is None else others
     results = (
         jax.ShapeDtypeStruct((source.shape[0], flat.shape[1]), values.dtype),
         jax.ShapeDtypeStruct((0 if others is None else source.shape[0],), jnp.float32),
     )
-    operands = (source, arrays.slot_row, flat, given, beside)
+    operands = (source, slot_row, flat, given, beside)
     rows, products = kernels_serve.call(TARGETS[2], results, operands)
     return rows.reshape(source.shape[0], *values.shape[1:]), products
 

@@ -16,8 +16,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, check_holds_rows
 from ep_runtime_client.layers import EpLayer
 from ep_runtime_client.ops.movement.token_layout import TokenLayout
-from ep_runtime_client.ops.partitioning.specs import Axes
-from ep_runtime_client.ops.tracing.varying import settled
+from ep_runtime_client.ops.tracing.varying import Axes, settled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,9 +139,7 @@ def _combine_primal(
 
     operands = (index, *given, *arrays)
     specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: jax.Array = per_device.per_device(
-        call, "combine", body, operands, specs, call.layout.spec()
-    )
+    result: jax.Array = per_device.run(call, "combine", body, operands, specs, call.layout.spec())
     return result
 
 
@@ -194,7 +192,7 @@ def _combine_pullback(
     operands = (index, grad, *rows, *arrays)
     specs = (PartitionSpec(), spec, *([slab] * (len(operands) - 2)))
     made = (slab, slab) if rows else (slab,)
-    out = per_device.per_device(call, "combine_bwd", body, operands, specs, made)
+    out = per_device.run(call, "combine_bwd", body, operands, specs, made)
     return out if rows else (out[0], None)
 
 

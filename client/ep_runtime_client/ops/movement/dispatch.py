@@ -225,7 +225,7 @@ def _dispatch_primal(
         return rows[None], recv_weights[None]
 
     specs = (PartitionSpec(), *([spec] * len(given)), *([slab] * len(arrays)))
-    result: tuple[jax.Array, jax.Array] = per_device.per_device(
+    result: tuple[jax.Array, jax.Array] = per_device.run(
         call, "dispatch", body, (index, *given, *arrays), specs, (slab, slab)
     )
     return result
@@ -270,7 +270,7 @@ def _dispatch_pullback(
 
     operands = (index, d_recv, d_weights, *arrays)
     specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: tuple[jax.Array, jax.Array] = per_device.per_device(
+    result: tuple[jax.Array, jax.Array] = per_device.run(
         call, "dispatch_bwd", body, operands, specs, (spec, spec)
     )
     return result

@@ -36,7 +36,7 @@ def slab_spec(call: Call) -> PartitionSpec:
     return PartitionSpec(call.slab_axes)
 
 
-def per_device(
+def run(
     call: Call,
     op: str,
     body: Callable[..., Any],

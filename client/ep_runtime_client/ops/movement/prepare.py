@@ -147,7 +147,7 @@ def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> AnyArrays:
 
     kind: Any = arrays_type(call.group)
     slab: Any = per_device.slab_spec(call)
-    result: AnyArrays = per_device.per_device(
+    result: AnyArrays = per_device.run(
         call,
         "prepare",
         body,

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
-from ep_runtime_client.ops.partitioning.specs import Axes, entry_axes
+from ep_runtime_client.ops.partitioning.specs import entry_axes
+from ep_runtime_client.ops.tracing.varying import Axes
 
 _log = logging.getLogger("ep_runtime")
 

@@ -12,14 +12,14 @@ import operator
 from collections.abc import Sequence
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.partitioning.roles import Axes as Axes
-from ep_runtime_client.ops.partitioning.roles import Entries as Entries
-from ep_runtime_client.ops.partitioning.roles import Roles as Roles
-from ep_runtime_client.ops.partitioning.roles import entries_of as entries_of
-from ep_runtime_client.ops.partitioning.roles import flat as flat
-from ep_runtime_client.ops.partitioning.roles import padded as padded
-from ep_runtime_client.ops.partitioning.roles import read_off as read_off
-from ep_runtime_client.ops.partitioning.roles import say_once as say_once
+from ep_runtime_client.ops.partitioning.roles import (
+    Entries,
+    Roles,
+    flat,
+    padded,
+    say_once,
+)
+from ep_runtime_client.ops.tracing.varying import Axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles, entries_of
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of
 from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import label
-from ep_runtime_client.ops.tracing.varying import varied_axes
+from ep_runtime_client.ops.tracing.varying import Axes, varied_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles
+from ep_runtime_client.ops.tracing.varying import Axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,11 @@ from math import prod
 from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops.tracing.varying import Axes
 
 _log = logging.getLogger("ep_runtime")
 
-Axes = tuple[str, ...]
+
 Entries = tuple[Axes, ...]  # the axes on each dim of an array, major first
 
 

@@ -24,9 +24,10 @@ import ep_runtime
 from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning import partitioned
-from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles, entries_of
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of
+from ep_runtime_client.ops.tracing.varying import Axes
 
 # Factors of dims that lie alike in every op of a layer: that of slabs, and what is inside one.
 SLABS, ROWS = "r", ("c", "c32", "l")

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-Axes = tuple[str, ...]
+from ep_runtime_client.ops.tracing.varying import Axes
 
 
 def entry_axes(entry: Any) -> Axes:

@@ -19,11 +19,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning import rule
 from ep_runtime_client.ops.partitioning.meshes import explicit_axes, typed
-from ep_runtime_client.ops.partitioning.placement import Axes, Entries, Roles, say_once
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
 from ep_runtime_client.ops.partitioning.rule import Op
 from ep_runtime_client.ops.tracing.unbatched import not_batched
-from ep_runtime_client.ops.tracing.varying import spread_over
+from ep_runtime_client.ops.tracing.varying import Axes, spread_over
 
 
 def run(op: Op, arrived: Sequence[Entries], *operands: jax.Array) -> tuple[jax.Array, ...]:

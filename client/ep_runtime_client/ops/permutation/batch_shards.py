@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning.meshes import as_auto, explicit_axes, typed
-from ep_runtime_client.ops.partitioning.specs import Axes, entry_axes, known_spec
-from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
+from ep_runtime_client.ops.partitioning.specs import entry_axes, known_spec
+from ep_runtime_client.ops.tracing.varying import Axes, spread_over, varied_axes
 
 Spec = PartitionSpec | NamedSharding
 

@@ -43,7 +43,7 @@ def placed(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
         return copied(values, arrays.source, slots)
 
     def kernel(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
-        return kernels.spread(values, arrays)[0]
+        return kernels.spread(values, arrays.source, arrays.slot_row)[0]
 
     def plain(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
         return gathered(values, arrays.source, slots)
@@ -176,7 +176,7 @@ def weighed_with_products(
         rows: jax.Array, grads: jax.Array, arrays: PermutationArrays, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         if by_token:
-            return kernels.spread(grads, arrays, weights, rows)
+            return kernels.spread(grads, arrays.source, arrays.slot_row, weights, rows)
         return kernels.weighed_with_products(slots, rows, grads, arrays.source, weights)
 
     places = arrays.slot_row if by_token else arrays.source

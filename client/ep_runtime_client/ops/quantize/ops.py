@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import jax
 
 from ep_runtime_client.ops.partitioning import spread
-from ep_runtime_client.ops.partitioning.placement import (
+from ep_runtime_client.ops.partitioning.placement import expert_weight
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.partitioning.roles import (
     Entries,
     Roles,
-    expert_weight,
     flat,
     padded,
     read_off,
     say_once,
 )
-from ep_runtime_client.ops.partitioning.regions import Where
-from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.quantize import plain
 from ep_runtime_client.ops.quantize.packing import Matrix, Packing, gather, pack_fields, unpack
 from ep_runtime_client.ops.quantize.rounding import SCALE_DTYPE

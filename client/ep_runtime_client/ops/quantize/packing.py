@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.partitioning.placement import Entries
+from ep_runtime_client.ops.partitioning.roles import Entries
 from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
 from ep_runtime_client.recipes import MX_TILE, MXFP8, TILE, BlockScaling, Recipe, TensorScaling
 

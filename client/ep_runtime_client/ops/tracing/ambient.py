@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops.partitioning.specs import Axes
+from ep_runtime_client.ops.tracing.varying import Axes
 
 
 def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
