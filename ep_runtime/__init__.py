@@ -49,7 +49,7 @@ _NAMES_OF = {
         "permute",
         "unpermute",
     ),
-    "ep_runtime_client.ops.movement.plan": (
+    "ep_runtime_client.ops.calls.plan": (
         "Dispatched",
         "Plan",
     ),

@@ -33,13 +33,13 @@ from ep_runtime_client.moe import MoEParams as MoEParams
 from ep_runtime_client.moe import MoEStats as MoEStats
 from ep_runtime_client.moe import init_moe_params as init_moe_params
 from ep_runtime_client.moe import moe as moe
+from ep_runtime_client.ops.calls.plan import Dispatched as Dispatched
+from ep_runtime_client.ops.calls.plan import Plan as Plan
 from ep_runtime_client.ops.dense.api import dense as dense
 from ep_runtime_client.ops.exporting import export_checks as export_checks
 from ep_runtime_client.ops.gemm.api import grouped_gemm as grouped_gemm
 from ep_runtime_client.ops.movement.combine import combine as combine
 from ep_runtime_client.ops.movement.dispatch import dispatch as dispatch
-from ep_runtime_client.ops.movement.plan import Dispatched as Dispatched
-from ep_runtime_client.ops.movement.plan import Plan as Plan
 from ep_runtime_client.ops.movement.prepare import prepare as prepare
 from ep_runtime_client.ops.permutation.api import Permuted as Permuted
 from ep_runtime_client.ops.permutation.api import permute as permute

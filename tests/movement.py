@@ -92,7 +92,7 @@ def placed(inputs: Inputs, case: cases.Case, group: fakes.LocalGroup) -> Inputs:
 
 
 def capacity_of(case: cases.Case, layer: EpLayer) -> int:
-    from ep_runtime_client.ops.movement.call import resolve_capacity
+    from ep_runtime_client.ops.calls.call import resolve_capacity
 
     tokens = case.tokens if case.split is None else case.split[2] * case.split[3]
     return resolve_capacity(layer, tokens, case.capacity)

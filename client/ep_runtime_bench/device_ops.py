@@ -15,9 +15,9 @@ import numpy as np
 
 from ep_runtime_bench.device_time import DeviceOp
 from ep_runtime_bench.options import PLAIN
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, arrays_type
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
-from ep_runtime_client.ops.movement.call import Call
-from ep_runtime_client.ops.movement.plan import AnyArrays, NodePlanArrays, arrays_type
 from ep_runtime_client.ops.transports import between_nccl
 from ep_runtime_client.ops.transports.choice import per_device_ops
 

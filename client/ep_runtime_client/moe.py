@@ -21,11 +21,11 @@ from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import quantized_op
 from ep_runtime_client.ops.activation.op import activate
 from ep_runtime_client.ops.activation.plain import Activation, Function
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import Dispatched
 from ep_runtime_client.ops.gemm.api import multiply
-from ep_runtime_client.ops.movement.call import Call
 from ep_runtime_client.ops.movement.combine import merge
 from ep_runtime_client.ops.movement.dispatch import call_of_plan, dispatch
-from ep_runtime_client.ops.movement.plan import Dispatched
 from ep_runtime_client.ops.partitioning.roles import entries_of
 from ep_runtime_client.ops.quantize.packing import Matrix
 from ep_runtime_client.ops.routing import api as routing_api

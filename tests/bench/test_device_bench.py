@@ -24,7 +24,7 @@ from ep_runtime_bench import (
     routing,
 )
 from ep_runtime_bench.options import BenchOptions
-from ep_runtime_client.ops.movement.call import world_rank
+from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.movement.prepare import make_call
 
 OPTIONS = BenchOptions(

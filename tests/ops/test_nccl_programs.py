@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_bench import device_ops
 from ep_runtime_bench.options import PLAIN
-from ep_runtime_client.ops.movement.call import world_rank
+from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.movement.prepare import make_call
 from ep_runtime_client.ops.transports import between_nccl
 from ep_runtime_client.ops.transports import windows as transports_windows

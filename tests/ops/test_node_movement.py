@@ -17,7 +17,7 @@ from test_token_movement import SHARED, check_case
 
 import ep_runtime as ep
 from ep_runtime import board_records
-from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 MakeGroup = Callable[..., fakes.LocalGroup]

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ep_runtime import specs
-from ep_runtime_client.ops.movement import token_layout
+from ep_runtime_client.ops.calls import token_layout
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops.calls.call import Call, world_rank
+from ep_runtime_client.ops.calls.plan import AnyArrays, Dispatched
 from ep_runtime_client.ops.movement import per_device
-from ep_runtime_client.ops.movement.call import Call, world_rank
 from ep_runtime_client.ops.movement.dispatch import call_of_plan, check_width
-from ep_runtime_client.ops.movement.plan import AnyArrays, Dispatched
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops.calls.call import Call, check_handle, world_rank
+from ep_runtime_client.ops.calls.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.movement import per_device, token_watch
-from ep_runtime_client.ops.movement.call import Call, check_handle, world_rank
-from ep_runtime_client.ops.movement.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.movement.prepare import check_idx, known_specs, make_call, make_plan
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.token_layout import say_reshard
 from ep_runtime_client.ops.movement import rule
-from ep_runtime_client.ops.movement.call import Call
-from ep_runtime_client.ops.movement.token_layout import say_reshard
 from ep_runtime_client.ops.partitioning.meshes import (
     as_auto,
     explicit_axes,

@@ -10,21 +10,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops.movement import per_device, token_layout
-from ep_runtime_client.ops.movement.call import (
+from ep_runtime_client.ops.calls import token_layout
+from ep_runtime_client.ops.calls.call import (
     Call,
     PlanMeta,
     check_handle,
     resolve_capacity,
     world_rank,
 )
-from ep_runtime_client.ops.movement.plan import (
+from ep_runtime_client.ops.calls.plan import (
     AnyArrays,
     NodePlanArrays,
     Plan,
     PlanArrays,
     arrays_type,
 )
+from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime
 from ep_runtime import specs
-from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.partitioning import partitioned
 from ep_runtime_client.ops.tracing import scopes
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning import rule as partitioning_rule
 from ep_runtime_client.ops.partitioning.resolved import Resolved

@@ -26,8 +26,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.kernels.ffi import ensure_registered, once
-from ep_runtime_client.ops.movement.call import Call
 
 EXCHANGE, ALL_GATHER = TARGETS = ("ep_nccl_exchange_v1", "ep_nccl_all_gather_v1")
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.calls.call import Call
 
 
 def ep_axes(call: Call) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.calls.call import Call
 
 # Between nodes, and of transport "xla" everywhere; `collectives.py` says what such a module has.
 _COLLECTIVES = {

@@ -33,9 +33,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.kernels.slots import rows_at
-from ep_runtime_client.ops.movement.call import Call
-from ep_runtime_client.ops.movement.plan import NodePlanArrays
 from ep_runtime_client.ops.tracing.varying import like
 from ep_runtime_client.ops.transports import nodes_plan, windows
 from ep_runtime_client.ops.transports.choice import collectives

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays
 from ep_runtime_client.ops.kernels.slots import packed
-from ep_runtime_client.ops.movement.call import Call
-from ep_runtime_client.ops.movement.plan import AnyArrays, NodePlanArrays
 from ep_runtime_client.ops.transports.between_xla import ep_rank
 from ep_runtime_client.ops.transports.choice import collectives
 from ep_runtime_client.ops.transports.xla_plan import receiver_side, route

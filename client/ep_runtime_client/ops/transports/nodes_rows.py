@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.kernels import move_rows as kernels
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.kernels.slots import rows_at
-from ep_runtime_client.ops.movement.call import Call
 from ep_runtime_client.ops.transports.nodes_plan import NodePacking
 from ep_runtime_client.ops.transports.xla import round_to, sum_dtype
 

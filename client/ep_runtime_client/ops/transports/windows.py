@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime import native
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once
-from ep_runtime_client.ops.movement.call import Call
-from ep_runtime_client.ops.movement.plan import PlanArrays
 
 TARGETS = (
     "ep_prepare_v1",

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.kernels.slots import exclusive_sum, packed, rows_at
-from ep_runtime_client.ops.movement.call import Call
-from ep_runtime_client.ops.movement.plan import PlanArrays
 from ep_runtime_client.ops.tracing.varying import like
 from ep_runtime_client.ops.transports import xla_plan
 from ep_runtime_client.ops.transports.between_xla import exchange

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ep_runtime_client.ops.movement.call import Call
+from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.tracing.varying import like
 
 

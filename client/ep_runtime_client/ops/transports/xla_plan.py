@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.kernels.slots import _blocks, _up, exclusive_sum, kept_rows, rows_at
-from ep_runtime_client.ops.movement.call import Call
-from ep_runtime_client.ops.movement.plan import PlanArrays
 from ep_runtime_client.ops.transports import between_xla, xla_overflow
 
 Gather = Callable[[Call, jax.Array], jax.Array]
