@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from references import movement as reference
 
 import ep_runtime as ep
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.ops import reference
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ OF_FRAMEWORKS = {"_same_tangent", "emit", "intercept_service", "setup"}
 # Methods of public classes.
 OF_USERS = {"from_separate", "to_separate"}
 # What tests compare with, and how they see that an op reads no stale memory.
-OF_TESTS = {"poison_staging", "to_slabs"}
+OF_TESTS = {"poison_staging"}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

@@ -13,9 +13,9 @@ import pytest
 from gpu.gpu_jobs import TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ops import grouped_cases as cases
+from references import grouped as reference
 
 import ep_runtime as ep
-from ep_runtime_client.ops import grouped_reference as reference
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.gemm import kernels_16, kernels_32

@@ -12,9 +12,9 @@ import pytest
 from gpu.gpu_cases import run_case
 from gpu.gpu_jobs import TRANSPORT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from references import movement as reference
 
 import ep_runtime as ep
-from ep_runtime_client.ops import reference
 
 _FAST: dict[str, Any] = {"axes": (("ep", 4),), "alignment": 1, "precision": "fast"}
 _MANY: dict[str, Any] = {"top_k": 32, "num_experts": 64, "tokens": 3, **_FAST}

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from references import permutation as reference
 
 import ep_runtime as ep
-from ep_runtime_client.ops import permutation_reference as reference
 from ep_runtime_client.ops.permutation.plan import row_bound
 
 HIDDEN = 6

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from references import grouped as reference
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import grouped_reference as reference
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 
 SCALED = cases.RECIPES[1:]

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
+from references import grouped as reference
 
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import grouped_reference as reference
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.quantize import plain as quantize_plain

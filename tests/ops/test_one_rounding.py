@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from references import grouped as reference
 
 import ep_runtime as ep
-from ep_runtime_client.ops import grouped_reference as reference
 
 EXPERTS, ROWS, WIDTH = 2, 128, 128
 SIZES = np.full(EXPERTS, ROWS, np.int32)

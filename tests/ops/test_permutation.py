@@ -10,9 +10,9 @@ import numpy as np
 import permutations
 import pytest
 from permutations import CASES, Case
+from references import permutation as reference
 
 import ep_runtime as ep
-from ep_runtime_client.ops import permutation_reference as reference
 
 DTYPES = ("uint8", "int8", "float8_e4m3fn", "bfloat16", "float16", "float32")
 

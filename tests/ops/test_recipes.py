@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from references import grouped as reference
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops import grouped_reference as reference
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.delayed import Delayed
 

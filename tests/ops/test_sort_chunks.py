@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from references import permutation as reference
 
 import ep_runtime as ep
-from ep_runtime_client.ops import permutation_reference as reference
 
 ROWS = 10
 CASES = {
