@@ -1,7 +1,7 @@
 """The experts' activation on a GPU: custom calls of the CUDA library.
 
 They serve the named functions on rows of one dtype, f32, bf16 or f16, whose M is a multiple of 16
-bytes. Letters as in `local_activation.py`.
+bytes. Letters as in `plain.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def forward(
     row_weights: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_activation.forward`, but rows past the last zone are undefined."""
+    """As `plain.forward`, but rows past the last zone are undefined."""
     rows = math.prod(hidden.shape[:2])
     result = jax.ShapeDtypeStruct((rows, width_of(static, hidden)), hidden.dtype)
     sizes = kernels_serve.sizes_of(group_sizes)
@@ -68,7 +68,7 @@ def pullback(
     group_sizes: jax.Array,
     grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `local_activation.pullback`. The gradient of hidden takes its memory."""
+    """As `plain.pullback`. The gradient of hidden takes its memory."""
     rows = math.prod(hidden.shape[:2])
     given = (hidden.reshape(rows, -1), weights_of(row_weights))
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)

@@ -31,7 +31,7 @@ class ActivationOp:
         weighted: whether there are row_weights.
         backward: whether there is a grad [R, C, M], and results are the gradients of hidden and of
             row_weights instead of [R, C, M] and group_sizes.
-        ordered: whether those group_sizes come after the rows (`local_activation.after`).
+        ordered: whether those group_sizes come after the rows (`plain.after`).
     """
 
     where: Where

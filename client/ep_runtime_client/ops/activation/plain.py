@@ -2,7 +2,7 @@
 
 Zones follow each other from row 0 of a slab, so the rows of all experts are a prefix of it: a loop
 with a dynamic trip count walks it in blocks, forward and backward. Nothing past the last zone is
-read. On a GPU the kernels of `activation_kernels.py` stand in for what they take.
+read. On a GPU the kernels of `kernels.py` stand in for what they take.
 
 S: slabs on this device, one but where nothing is spread.
 """

@@ -1,8 +1,8 @@
 """The experts' activation as 8-bit floats on a GPU: custom calls of the CUDA library.
 
-Bit for bit the kernels of `activation_kernels.py` followed by those of `quantize_kernels.py`, but
+Bit for bit the kernels of `kernels.py` followed by those of `quantize/kernels.py`, but
 what stands between them is in no memory. They serve bf16 and f16 rows and recipes without a
-column-wise copy. Letters as in `local_activation.py`, W as in `quantize_kernels.py`.
+column-wise copy. Letters as in `plain.py`, W as in `quantize/kernels.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ActivationOperands:
 
     Attributes:
         activation: how.
-        hidden: [S, C, ...] as `local_activation.forward` takes it.
+        hidden: [S, C, ...] as `plain.forward` takes it.
         row_weights: [S, C] f32 or None.
         group_sizes: [S, L] int32.
         grad: [S, C, M]: the gradients of hidden are quantized; None: its values are.

@@ -1,8 +1,8 @@
 """The experts' activation, quantized for the matmul behind it, on one device.
 
-On a GPU one pass reads hidden and writes 8-bit data with scales (`quantized_activation_kernels.py`)
+On a GPU one pass reads hidden and writes 8-bit data with scales (`quantized_kernels.py`)
 where it can, after one that finds the amax of tensor scales; everywhere else, and bit for bit, this
-is `local_activation.py` followed by `local_quantize.py`. Letters as in `local_activation.py`.
+is `plain.py` followed by `quantize/plain.py`. Letters as in `plain.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def forward(
 
     Args:
         static: what is computed.
-        hidden, row_weights, group_sizes: as `local_activation.forward` takes them.
+        hidden, row_weights, group_sizes: as `plain.forward` takes them.
 
     Returns:
         A QuantizedTensor without `origin`; rows past the last zone are zeros with scales of 1, or
@@ -79,7 +79,7 @@ def pullback(
 ) -> tuple[QuantizedTensor, jax.Array | None]:
     """Gradients of hidden, rounded to its dtype and quantized as gradients, and of row_weights.
 
-    As `local_activation.pullback` makes them of `grad` [S, C, M]; that of a weight sums over the M
+    As `plain.pullback` makes them of `grad` [S, C, M]; that of a weight sums over the M
     that are here.
     """
     return _quantized(static, hidden, row_weights, group_sizes, grad)

@@ -1,11 +1,11 @@
 """Grouped GEMM on a GPU: custom calls of the CUDA library, for what its kernels take.
 
 They serve arrays of bf16 or f16, both operands alike, with K' and N' multiples of 8;
-`tf32_kernels.py` serves f32 ones, `fp8_kernels.py` quantized ones. Everything else runs as plain
-JAX there too (`local_gemm.py`). Which of the two a program has is decided when it is lowered for a
+`kernels_32.py` serves f32 ones, `kernels_8.py` quantized ones. Everything else runs as plain
+JAX there too (`plain.py`). Which of the two a program has is decided when it is lowered for a
 platform.
 
-Letters as in `local_gemm.py`; here N' is one dim, and rows are [S * C, ...] with sizes [S, L].
+Letters as in `plain.py`; here N' is one dim, and rows are [S * C, ...] with sizes [S, L].
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def forward(
     bias: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.forward`, but rows past the last group are undefined."""
+    """As `plain.forward`, but rows past the last group are undefined."""
     kernels = _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
     shape = (rows.shape[0], kernels.shape[2])
@@ -121,7 +121,7 @@ def data_grad(
     rhs: jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
+    """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
     kernels = _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
     rows = _cast(grad, cast).reshape(-1, kernels.shape[2])
     shape = (rows.shape[0], rhs.shape[1])
@@ -139,7 +139,7 @@ def weight_grad(
     grad: jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.weight_grad`; sums are f32 and rounded once."""
+    """As `plain.weight_grad`; sums are f32 and rounded once."""
     trailing = grad.shape[group_sizes.ndim :]
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
     grads = _cast(grad, cast).reshape(rows.shape[0], -1)

@@ -6,12 +6,12 @@ own among them; for any higher one grouped GEMMs stay with XLA.
 
 Rows and weights may also be f32 and a 16-bit float, which tf32 holds as it is: that one is cast.
 
-The kernels take K' and N' that are multiples of 4, on GPUs that `gemm_kernels.py` serves, whose
+The kernels take K' and N' that are multiples of 4, on GPUs that `kernels_16.py` serves, whose
 calls take f32 rows too. The weight's gradient has one of its own: the tensor cores want tf32
-operands with the contracted dim along memory, as 8-bit ones (`fp8_kernels.py`), and both are
+operands with the contracted dim along memory, as 8-bit ones (`kernels_8.py`), and both are
 copied and transposed first.
 
-Letters as in `gemm_kernels.py`.
+Letters as in `kernels_16.py`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def forward(
     bias: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.forward`, but rows past the last group are undefined."""
+    """As `plain.forward`, but rows past the last group are undefined."""
     del cast  # to f32 at most
     return kernels_16.forward(out_dtype, jnp.float32, lhs, rhs, bias, group_sizes)
 
@@ -90,7 +90,7 @@ def data_grad(
     rhs: jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
+    """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
     del cast
     return kernels_16.data_grad(out_dtype, jnp.float32, clear_slack, grad, rhs, group_sizes)
 
@@ -103,7 +103,7 @@ def weight_grad(
     grad: jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.weight_grad`; sums are f32 and rounded once."""
+    """As `plain.weight_grad`; sums are f32 and rounded once."""
     del cast
     lead, sizes = group_sizes.ndim, _sizes(group_sizes)
     slab_rows = lhs.shape[lead - 1]

@@ -1,7 +1,7 @@
 """Grouped GEMM of quantized operands on a GPU: custom calls of the CUDA library.
 
 They serve operands that are both of one recipe, with K' and N' multiples of 16, on GPUs that
-`gemm_kernels.py` serves:
+`kernels_16.py` serves:
 
 - TensorScaling: the tensor cores multiply the 8-bit data, in all three products.
 - BlockScaling: likewise forward and for the rows' gradient. The weight's gradient contracts rows,
@@ -12,7 +12,7 @@ The tensor cores want 8-bit data with the contracted dim along memory: what lies
 transposed first, the rows of groups each to a multiple of PADDED. Kernels that grouped_gemm itself
 quantizes come in both layouts from there, on GPUs with row kernels.
 
-Letters as in `gemm_kernels.py`. 8-bit data and e8m0 scales enter the calls as uint8.
+Letters as in `kernels_16.py`. 8-bit data and e8m0 scales enter the calls as uint8.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def forward(
     bias: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.forward`, but rows past the last group are undefined."""
+    """As `plain.forward`, but rows past the last group are undefined."""
     if isinstance(lhs.recipe, MXFP8):
         rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
         return kernels_16.forward(out_dtype, None, rows, kernel, bias, group_sizes)
@@ -156,7 +156,7 @@ def data_grad(
     rhs: QuantizedTensor,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.data_grad`; rows past the last group are undefined unless cleared."""
+    """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
     if isinstance(rhs.recipe, MXFP8):
         wide = _wide_rows(grad, group_sizes), _wide_kernel(rhs, columns=True)
         return kernels_16.data_grad(out_dtype, None, clear_slack, *wide, group_sizes)
@@ -200,7 +200,7 @@ def weight_grad(
     grad: QuantizedTensor,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `local_gemm.weight_grad`; sums are f32 and rounded once."""
+    """As `plain.weight_grad`; sums are f32 and rounded once."""
     if not isinstance(lhs.recipe, TensorScaling):
         left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
         return kernels_16.weight_grad(out_dtype, None, experts, left, right, group_sizes)

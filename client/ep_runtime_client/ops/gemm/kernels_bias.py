@@ -1,7 +1,7 @@
 """Sums of every expert's rows on a GPU, the gradient of a bias: a custom call of the CUDA library.
 
 It serves f32, bf16 and f16 whose trailing dims are a multiple of 16 bytes. Letters as in
-`local_gemm.py`.
+`plain.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def serve(grad: Any, cast: Any, group_sizes: jax.Array, experts: int) -> bool:
 
 
 def bias_grad(experts: int, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """As `local_gemm.bias_grad`: f32 [G, *N']."""
+    """As `plain.bias_grad`: f32 [G, *N']."""
     lead = group_sizes.ndim
     rows = grad.reshape(math.prod(grad.shape[:lead]), -1)
     result = jax.ShapeDtypeStruct((experts, rows.shape[1]), jnp.float32)

@@ -1,6 +1,6 @@
 """Grouped GEMM on one device, in plain JAX: one dot per row block of the rows that are there.
 
-On a GPU the kernels of `gemm_kernels.py`, `tf32_kernels.py` and `fp8_kernels.py` stand in for what
+On a GPU the kernels of `kernels_16.py`, `kernels_32.py` and `kernels_8.py` stand in for what
 they take.
 
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the weights on

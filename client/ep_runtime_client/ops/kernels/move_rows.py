@@ -1,7 +1,7 @@
 """Rows of a permutation on a GPU: custom calls of the CUDA library.
 
 Rows that only move may have any dtype, those that are weighed or summed are f32, bf16 or f16; all
-are multiples of 16 bytes. Letters and meaning as in `permutation_rows.py`.
+are multiples of 16 bytes. Letters and meaning as in `permutation/rows.py`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def serve(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
 
 
 def copied(slots: int, values: jax.Array, source: jax.Array) -> jax.Array:
-    """As `permutation_rows.copied`."""
+    """As `permutation.rows.copied`."""
     return _gathered(slots, values, source, None, None)[0]
 
 
 def weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array) -> jax.Array:
-    """As `permutation_rows.weighed` with weights."""
+    """As `permutation.rows.weighed` with weights."""
     return _gathered(slots, grads, source, weights, None)[0]
 
 
 def weighed_with_products(
     slots: int, rows: jax.Array, grads: jax.Array, source: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`weighed` and `permutation_rows.products`, which are 0 for rows without a token."""
+    """`weighed` and `permutation.rows.products`, which are 0 for rows without a token."""
     return _gathered(slots, grads, source, weights, rows)
 
 
@@ -72,7 +72,7 @@ def spread(
 
 
 def summed(rows: jax.Array, slot_row: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """As `permutation_rows.summed`."""
+    """As `permutation.rows.summed`."""
     result = jax.ShapeDtypeStruct((slot_row.shape[0], rows.shape[1]), rows.dtype)
     given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
     (total,) = kernels_serve.call(TARGETS[1], (result,), (slot_row, rows, given))

@@ -2,7 +2,7 @@
 
 Gathers both ways. A row that no slot fills is never added to anything, and nothing is multiplied
 by a mask: a NaN there stays there, a NaN in a filled row comes through. On a GPU the kernels of
-`permutation_kernels.py` stand in for what they take.
+`kernels/move_rows.py` stand in for what they take.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Quantization on a GPU: custom calls of the CUDA library, bit for bit `local_quantize.py`.
+"""Quantization on a GPU: custom calls of the CUDA library, bit for bit `plain.py`.
 
 They serve f32, bf16 and f16 whose last dim is a multiple of 8. Data and scales of 8 bits leave
 them as uint8, which is what is moved and kept anyway.
 
-Letters as in `local_quantize.py`. Rows [S * C, W], W all dims of a row, come with sizes [S, L], or
+Letters as in `plain.py`. Rows [S * C, W], W all dims of a row, come with sizes [S, L], or
 [S, 0] where every slab is one group, as each kernel of [G, K', *mid, N'] is.
 """
 
@@ -50,12 +50,12 @@ def serve(x: jax.Array, group_sizes: jax.Array | None) -> bool:
 
 
 def group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """As `local_quantize.group_amax`, but f32 [experts]."""
+    """As `plain.group_amax`, but f32 [experts]."""
     return _amax(experts, *_rows(x, group_sizes))
 
 
 def kernel_amax(w: jax.Array) -> jax.Array:
-    """As `local_quantize.kernel_amax`."""
+    """As `plain.kernel_amax`."""
     return _amax(w.shape[0], *_kernels(w))
 
 
@@ -67,12 +67,12 @@ def _amax(experts: int, x: jax.Array, sizes: jax.Array) -> jax.Array:
 def scale_rows(
     dtype: Any, clear_slack: bool, x: jax.Array, group_sizes: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """The data of `local_quantize.scale_rows`."""
+    """The data of `plain.scale_rows`."""
     return _scaled(dtype, clear_slack, *_rows(x, group_sizes), scale).reshape(x.shape)
 
 
 def scale_kernel(dtype: Any, w: jax.Array, scale: jax.Array) -> jax.Array:
-    """The data of `local_quantize.scale_kernel`."""
+    """The data of `plain.scale_kernel`."""
     return _scaled(dtype, True, *_kernels(w), scale).reshape(w.shape)
 
 

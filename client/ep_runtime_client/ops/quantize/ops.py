@@ -39,7 +39,7 @@ class QuantizeRows:
         ndim: dims of x.
         num_experts: E, where it is known: slabs of one device share the amax of an expert.
         scaled: whether the scale is given (delayed scaling).
-        clear_slack: somebody may look at rows past the last group; see `local_quantize`.
+        clear_slack: somebody may look at rows past the last group; see `plain`.
     """
 
     where: Where

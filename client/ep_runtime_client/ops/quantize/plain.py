@@ -1,6 +1,6 @@
 """Quantization on one device, in plain JAX. The arithmetic is that of `ep.recipes`.
 
-On a GPU the kernels of `quantize_kernels.py` stand in for what they take, bit for bit.
+On a GPU the kernels of `kernels.py` stand in for what they take, bit for bit.
 
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the kernels on
 this device. Rows are [C, *mid, K'] with group_sizes [L], or [S, C, *mid, K'] with [S, L].

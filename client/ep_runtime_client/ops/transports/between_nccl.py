@@ -1,6 +1,6 @@
 """What the ranks of an EP group send each other over the communicators that the runtime made.
 
-Takes the place of `collectives.py` for transport "nccl", with the same functions. Blocks travel
+Takes the place of `between_xla.py` for transport "nccl", with the same functions. Blocks travel
 as bytes, in one NCCL group of sends and receives on the stream of the step; a rank's own block is
 copied. Ranks and communicator are looked up when a call runs, so programs name the layer alone.
 
@@ -37,7 +37,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
 
 
 def exchange(call: Call, blocks: jax.Array, *after: jax.Array) -> jax.Array:
-    """As in `collectives.py`; a call begins when the array `after` is there, if one is given."""
+    """As in `between_xla.py`; a call begins when the array `after` is there, if one is given."""
     return _call(call, EXCHANGE, blocks.shape, blocks, *after)
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from ep_runtime_client.ops.calls.call import Call
 
-# Between nodes, and of transport "xla" everywhere; `collectives.py` says what such a module has.
+# Between nodes, and of transport "xla" everywhere; `between_xla.py` says what such a module has.
 _COLLECTIVES = {
     "xla": "ep_runtime_client.ops.transports.between_xla",
     "memfd": "ep_runtime_client.ops.transports.between_xla",

@@ -1,7 +1,7 @@
 """Rows on their way between nodes: lined up for them, and the nodes' sums added.
 
 XLA's gathers of whole rows take several times what the network does, so on GPUs the kernels of
-`permutation_kernels.py` do both where they serve the rows. Letters: `nodes_plan.py`; X any width.
+`kernels/move_rows.py` do both where they serve the rows. Letters: `nodes_plan.py`; X any width.
 """
 
 from __future__ import annotations

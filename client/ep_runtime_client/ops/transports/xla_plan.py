@@ -53,7 +53,7 @@ def route(
 ) -> Routed:
     """topk_idx [T, K] int32 -> where each slot's row goes, on any transport.
 
-    `gather` is the transport's all_gather, as in `collectives.py`.
+    `gather` is the transport's all_gather, as in `between_xla.py`.
     """
     group, alignment = call.group, call.layer.alignment
     num_experts, ranks, local = group.num_experts, group.ep_size, group.experts_per_rank
