@@ -10,7 +10,7 @@ import pytest
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.dense import placement as dense_placement
 from ep_runtime_client.ops.partitioning import placement
-from ep_runtime_client.ops.partitioning.roles import Roles, entries_of, read_off
+from ep_runtime_client.ops.partitioning.roles import Roles, entries_of, read_off, say_once
 
 SHAPE = (8, 64, 32)
 
@@ -27,7 +27,7 @@ def grouped(*rhs: Any, lhs: Any = ((), (), ()), shape: Any = SHAPE, **options: A
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
-    roles.say_once.cache_clear()
+    say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
     return lambda: [record.getMessage() for record in caplog.records]
 
