@@ -31,7 +31,7 @@ _SUMS = ("all-reduce", "reduce-scatter")
 # the partitioner's end with anything else. Where XLA joins two into one a bracket follows.
 _WRITTEN = re.compile(
     r"/(psum\w*|pmax|pmin|all_to_all|all_gather\w*|ppermute|pbroadcast|reduce_scatter"
-    r"|custom_partitioning)\)?$"
+    r"|ep_partitioned)\)?$"
 )
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) "
