@@ -15,7 +15,7 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     daemon,
     directory,
 )
-from gpu import gpu_jobs
+from gpu.jobs import layouts
 
 import ep_runtime as ep
 from ep_runtime import native
@@ -36,9 +36,9 @@ def missing() -> str:
 @pytest.fixture(scope="session")
 def gpus() -> list[Any]:
     """One, two or four GPUs; more than four add nothing to what is checked here."""
-    if not gpu_jobs.TRIAL and missing():
+    if not layouts.TRIAL and missing():
         pytest.skip(missing())
-    found = jax.devices("cpu" if gpu_jobs.TRIAL else "gpu")
+    found = jax.devices("cpu" if layouts.TRIAL else "gpu")
     return found[: 4 if len(found) >= 4 else 2]
 
 

@@ -62,7 +62,7 @@ part_build() {
     cmake --build "$build"
     cp "$build"/libep_runtime_cpu.so "$build"/cuda/libep_runtime_cuda.so ep_runtime/_native/
   fi
-  if ! [ -x "$(harness)" ]; then BUILD_DIR=$build/kernels tests/gpu/run_kernels.sh build; fi
+  if ! [ -x "$(harness)" ]; then BUILD_DIR=$build/kernels tests/gpu/harness/run_kernels.sh build; fi
   ls -l ep_runtime/_native "$(harness)"
 }
 part_kernels() { "$(harness)" check; }
@@ -70,7 +70,7 @@ part_gemm() {
   if [ -n "$prebuilt" ] && [ -x "$prebuilt/gemm_main" ]; then
     "$prebuilt/gemm_main" check
   else
-    BUILD_DIR=$build/gemm tests/gpu/run_gemm.sh check
+    BUILD_DIR=$build/gemm tests/gpu/harness/run_gemm.sh check
   fi
 }
 part_rows() {
@@ -78,7 +78,7 @@ part_rows() {
   if [ -n "$prebuilt" ] && [ -x "$prebuilt/rows_main" ]; then
     program=$prebuilt/rows_main
   else
-    BUILD_DIR=$build/rows tests/gpu/run_rows.sh build
+    BUILD_DIR=$build/rows tests/gpu/harness/run_rows.sh build
   fi
   for what in time check; do "$program" "$what"; done
 }
@@ -102,8 +102,8 @@ nccl_tests() {
     -m "slow or not slow" -k "$1" ${TESTS:-}
 }
 part_nccl() {
-  NCCL_NVLS_ENABLE=0 "$python" tests/gpu/nccl_check.py
-  "$python" tests/gpu/nccl_sweep.py
+  NCCL_NVLS_ENABLE=0 "$python" tests/gpu/tools/nccl_check.py
+  "$python" tests/gpu/tools/nccl_sweep.py
   nccl_tests "not processes and not domains and not killed and not starts"
 }
 part_nccl_jobs() { nccl_tests "processes or starts or (killed and not domains)"; }
@@ -113,8 +113,8 @@ part_plain() {
   XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part_tests
 }
 part_cases() { gpu_tests tests/gpu/test_gpu_processes.py -m slow -k test_every_case; }
-part_soak() { "$python" tests/gpu/soak.py --limit-s 150; }
-part_processes() { "$python" tests/gpu/soak.py --steps 5000 --limit-s 100 --gpus "$soak_gpus"; }
+part_soak() { "$python" tests/gpu/tools/soak.py --limit-s 150; }
+part_processes() { "$python" tests/gpu/tools/soak.py --steps 5000 --limit-s 100 --gpus "$soak_gpus"; }
 sanitized() {
   CUDA_VISIBLE_DEVICES=0 compute-sanitizer --tool "$1" --error-exitcode 3 "$(harness)" small 2
 }

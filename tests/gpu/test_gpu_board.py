@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from gpu import gpu_jobs
+from gpu.jobs import layouts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -39,7 +39,7 @@ def run_steps(session: ep.Session, gpus: list[Any], idx: Any) -> ep.Group:
         recv_capacity_per_rank=CAPACITY,
         max_top_k=2,
         alignment=1,
-        transport=gpu_jobs.TRANSPORT,
+        transport=layouts.TRANSPORT,
         replace=True,
     )
     layer = group.register_layer("moe", top_k=2, in_flight=2)
@@ -79,13 +79,13 @@ def test_calls_rows_and_drops_reach_the_board(session: ep.Session, gpus: list[An
     assert len(ranks) == len(gpus)
     for rank in ranks:
         assert (rank["state"], rank["epoch"], rank["waiting_for"]) == ("IDLE", 3 * STEPS, -1)
-        if gpu_jobs.TRIAL:
+        if layouts.TRIAL:
             continue  # CPU ranks that are idle say no more
         assert (rank["op"], rank["layer"], rank["handle"]) == ("COMBINE", "moe", 1)
         assert 0 <= rank["since_s"] < 60
 
 
-@pytest.mark.skipif(gpu_jobs.TRIAL, reason="CPU ranks always tell")
+@pytest.mark.skipif(layouts.TRIAL, reason="CPU ranks always tell")
 def test_nothing_is_told_where_that_is_switched_off(
     session: ep.Session, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from daemon_fixtures import package_path
 
 from ep_runtime import native
 
-SCRIPT = Path(__file__).with_name("compile_ahead.py")
+SCRIPT = Path(__file__).with_name("tools") / "compile_ahead.py"
 
 
 def plugin_of(version: int) -> bool:
@@ -38,7 +38,7 @@ def test_programs_compile_for_gpus_that_are_not_here(transport: str) -> None:
         text=True,
         timeout=400,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([package_path(), str(SCRIPT.parents[1])])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([package_path(), str(SCRIPT.parents[2])])},
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stdout.count(" calls, ") == (20 if transport == "nvlink" else 12), done.stdout

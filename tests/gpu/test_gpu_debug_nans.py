@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu.gpu_jobs import TRANSPORT
-from gpu.gpu_programs import EXPERTS, TOP_K
+from gpu.jobs.gpu_programs import EXPERTS, TOP_K
+from gpu.jobs.layouts import TRANSPORT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep

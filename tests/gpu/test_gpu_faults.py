@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from daemon_fixtures import wait_until
-from gpu import gpu_jobs, gpu_steps
+from gpu.jobs import gpu_steps, layouts
 from multiprocess.launch import Job, Worker
 
 import ep_runtime as ep
@@ -22,7 +22,7 @@ KNOWN_WITHIN_S = 2.0
 _pause = threading.Event()  # never set: waits of a given length
 
 _SCRIPT = """
-from gpu import gpu_steps
+from gpu.jobs import gpu_steps
 session = ep.connect(timeout_s=60, loss_grace_s=None)  # they go on without the dead
 more = json.loads(os.environ.get("TEST_SETTINGS", "{}"))
 steps = gpu_steps.Steps(session, "g", jax.devices(), **more)
@@ -83,7 +83,7 @@ def test_a_killed_process_ends_the_steps_of_the_others_who_go_on_without_it(
     """And once all are killed, the job starts again on the same memory."""
     environment = {**_ENVIRONMENT, "EP_RUNTIME_ADDRESS": address}
     layout = "one GPU each, visible alone"
-    with gpu_jobs.job(_SCRIPT, layout, several_gpus, **environment) as job:
+    with layouts.job(_SCRIPT, layout, several_gpus, **environment) as job:
         before = job.heard()[0]
         assert not before["reattached"]
         *others, victim = job.workers
@@ -104,7 +104,7 @@ def test_a_killed_process_ends_the_steps_of_the_others_who_go_on_without_it(
             if not worker.ended:
                 worker.kill()
     wait_until(lambda: _state(admin, "g") == "RETAINED", "the group is retained")
-    with gpu_jobs.job(_SCRIPT, layout, several_gpus, **environment) as job:
+    with layouts.job(_SCRIPT, layout, several_gpus, **environment) as job:
         after = job.heard()
         assert after[0]["found"] == held
         for row in after:
@@ -129,7 +129,7 @@ def _waited_for(admin: source.Source) -> set[int]:
 def test_a_stopped_process_is_named_at_the_budget_and_learns_that_it_is_over(
     several_gpus: int, address: str, admin: source.Source
 ) -> None:
-    with gpu_jobs.job(
+    with layouts.job(
         _SCRIPT,
         "two processes, all GPUs visible",
         several_gpus,
@@ -174,7 +174,7 @@ def test_a_group_closed_under_enqueued_steps_finishes_them_and_refuses_more(
     steps.group.close()
     assert time.monotonic() - closing < budget_s + KNOWN_WITHIN_S
     right = [_is_right_or_nan(steps, out) for out in started]
-    assert all(right) or gpu_jobs.TRIAL  # CPU devices refuse those that were not begun
+    assert all(right) or layouts.TRIAL  # CPU devices refuse those that were not begun
     assert not any(_is_right_or_nan(steps, out) for out in _refused_or_started(steps, 5))
     with pytest.raises(ep.StaleHandleError):
         steps.group.check()

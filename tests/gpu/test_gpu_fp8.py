@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu.gpu_jobs import TRIAL
+from gpu.jobs.layouts import TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ops import grouped_cases as cases
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu.gpu_cases import run_case
-from gpu.gpu_jobs import TRANSPORT
+from gpu.jobs.gpu_cases import run_case
+from gpu.jobs.layouts import TRANSPORT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from references import movement as reference
 

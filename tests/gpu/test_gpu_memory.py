@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu import gpu_steps
-from gpu.gpu_jobs import TRIAL
+from gpu.jobs import gpu_steps
+from gpu.jobs.layouts import TRIAL
 
 import ep_runtime as ep
 from ep_runtime_server import descriptor_child

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import movement
 import numpy as np
 import pytest
-from gpu.gpu_jobs import TRANSPORT
+from gpu.jobs.layouts import TRANSPORT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep

@@ -11,7 +11,7 @@ import cases
 import pytest
 from cluster_places import place, plain_tcp
 from daemon_fixtures import wait_until
-from gpu import gpu_cases, gpu_jobs, gpu_steps
+from gpu.jobs import gpu_cases, gpu_steps, layouts
 from gpu.test_gpu_movement import fitted
 from harness import DaemonProcess, daemon_process, eventually  # noqa: F401 - found by name
 from multiprocess.launch import Job
@@ -20,7 +20,7 @@ import ep_runtime as ep
 from ep_runtime_client import beside, communicators
 from ep_runtime_client.cli import source
 
-TRANSPORT = "memfd" if gpu_jobs.TRIAL else "nccl"
+TRANSPORT = "memfd" if layouts.TRIAL else "nccl"
 KNOWN_WITHIN_S = 2.0
 READY_WITHIN_S = 5.0
 STEPS = 2000
@@ -51,7 +51,7 @@ def test_the_listing_names_version_ranks_and_state(
         steps = gpu_steps.Steps(own, "listed", gpus)
         steps.run()
         (row,) = [row for row in admin.groups() if row["name"] == "listed"]
-        if not gpu_jobs.TRIAL:
+        if not layouts.TRIAL:
             assert row["node_size"] == 1
             assert row["nccl_state"] == f"ready, {several_gpus} ranks"
             assert row["nccl_version"].startswith("2.")
@@ -61,7 +61,7 @@ def test_the_listing_names_version_ranks_and_state(
 def test_an_aborted_group_tells_and_forms_again_ten_times(
     session: ep.Session, several_gpus: int, gpus: list[Any]
 ) -> None:
-    if gpu_jobs.TRIAL:
+    if layouts.TRIAL:
         pytest.skip("CPU devices have no communicators")
     steps = gpu_steps.Steps(session, "again", gpus)
     for turn in range(10):
@@ -84,9 +84,9 @@ def test_communicators_beside_windows_get_ready_by_themselves(
     admin: source.Source,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if gpu_jobs.TRIAL:
+    if layouts.TRIAL:
         pytest.skip("CPU devices have no communicators")
-    monkeypatch.setattr(gpu_steps, "TRANSPORT", gpu_jobs.TRANSPORT)
+    monkeypatch.setattr(gpu_steps, "TRANSPORT", layouts.TRANSPORT)
     with ep.connect(address, timeout_s=60) as own:
         steps = gpu_steps.Steps(own, "beside", gpus)
         held = steps.group.native_group
@@ -100,7 +100,7 @@ def test_communicators_beside_windows_get_ready_by_themselves(
 
 
 _STARTS = """
-from gpu import gpu_steps
+from gpu.jobs import gpu_steps
 from ep_runtime_client import beside
 beside.JOIN_AFTER_S = 6.0  # past compiling
 session = ep.connect(timeout_s=60)
@@ -126,16 +126,16 @@ session.close()
 _ONE = "one process"
 
 
-@pytest.mark.parametrize("layout", [_ONE, *gpu_jobs.LAYOUTS])
+@pytest.mark.parametrize("layout", [_ONE, *layouts.LAYOUTS])
 def test_steps_go_on_while_nccl_starts_beside_them(
     several_gpus: int, address: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step's kernels wait for their peers' while NCCL, new in its process, loads its own."""
-    if gpu_jobs.TRIAL:
+    if layouts.TRIAL:
         pytest.skip("CPU devices have no communicators")
-    monkeypatch.setitem(gpu_jobs.LAYOUTS, _ONE, (1, "local_device_ids"))
+    monkeypatch.setitem(layouts.LAYOUTS, _ONE, (1, "local_device_ids"))
     more = {**_NCCL, "EP_RUNTIME_ADDRESS": address, "TEST_GPU_TRANSPORT": "nvlink"}
-    with gpu_jobs.job(_STARTS, layout, several_gpus, **more) as job:
+    with layouts.job(_STARTS, layout, several_gpus, **more) as job:
         for _ in range(100):
             settled = all(said["settled"] for said in job.heard(120))
             job.tell("stop" if settled else "go")
@@ -150,19 +150,19 @@ def test_steps_go_on_while_nccl_starts_beside_them(
 
 
 _CASES = """
-from gpu import gpu_cases
+from gpu.jobs import gpu_cases
 say(done=gpu_cases.run_cases(json.loads(os.environ["TEST_CASES"])))
 hear()
 """
 
 
-@pytest.mark.parametrize("layout", gpu_jobs.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_several_processes_equal_the_reference(
     several_gpus: int, address: str, layout: str
 ) -> None:
     names = ["plain", "dp x ep", "bfloat16 exact", "drops"]
     more = {"EP_RUNTIME_ADDRESS": address, "TEST_CASES": json.dumps(names)}
-    with gpu_jobs.job(_CASES, layout, several_gpus, **_NCCL, **more) as job:
+    with layouts.job(_CASES, layout, several_gpus, **_NCCL, **more) as job:
         assert job.heard(240) == [{"done": names}] * job.processes
         job.tell()
         job.finish()
@@ -185,13 +185,13 @@ def two_domains(
     script: str, nodes: list[DaemonProcess], gpus: int, layout: str, **more: str
 ) -> Job:
     """A job with half of its processes on each daemon, as on two hosts."""
-    processes = gpu_jobs.LAYOUTS[layout][0] or gpus
+    processes = layouts.LAYOUTS[layout][0] or gpus
     homes = [index * 2 // processes for index in range(processes)]
     own = [
         {"EP_RUNTIME_ADDRESS": f"unix://{nodes[home].directory}", "NCCL_HOSTID": f"dom{home}"}
         for home in homes
     ]
-    return gpu_jobs.job(
+    return layouts.job(
         script, layout, gpus, own=own, EP_RUNTIME_JOB="two-domains", **_APART, **more
     )
 
@@ -218,7 +218,7 @@ def test_two_domains_equal_the_reference(
 
 
 _SOAK = """
-from gpu import gpu_steps
+from gpu.jobs import gpu_steps
 session = ep.connect(timeout_s=60)
 steps = gpu_steps.Steps(session, "soak", jax.devices())
 assert steps.group.spec.node_size == len(jax.devices()) // 2, steps.group.spec
@@ -241,7 +241,7 @@ def test_two_domains_run_two_thousand_steps(several_gpus: int, nodes: list[Daemo
 
 
 _KILLED = """
-from gpu import gpu_steps
+from gpu.jobs import gpu_steps
 session = ep.connect(timeout_s=60, loss_grace_s=None)
 steps = gpu_steps.Steps(session, "killed", jax.devices())
 steps.run()
@@ -263,7 +263,7 @@ def _kill_one(job: Job, victim: int) -> int:
         if worker.index != victim:
             said = worker.heard(30)
             assert said["kind"] == "PeerLostError", said
-            if not gpu_jobs.TRIAL:  # gloo knows no process
+            if not layouts.TRIAL:  # gloo knows no process
                 elsewhere = f"the process of rank {victim}, on another node," in said["text"]
                 assert elsewhere or str(job.workers[victim].pid) in said["text"], said
             assert said["ended"] - killed < KNOWN_WITHIN_S, said
@@ -282,7 +282,7 @@ def test_a_killed_process_ends_the_steps_of_all_and_the_job_comes_back_ten_times
     generations = []
     more = {**_NCCL, "EP_RUNTIME_ADDRESS": address, "EP_RUNTIME_JOB": "killed"}
     for turn in range(10):
-        with gpu_jobs.job(_KILLED, "one GPU each, all visible", several_gpus, **more) as job:
+        with layouts.job(_KILLED, "one GPU each, all visible", several_gpus, **more) as job:
             generations.append(_kill_one(job, _victim(turn, job)))
     assert generations == sorted(set(generations))
     wait_until(
@@ -294,7 +294,7 @@ def test_a_killed_process_ends_the_steps_of_all_and_the_job_comes_back_ten_times
 def test_a_process_killed_in_one_of_two_domains_is_known_in_the_other(
     several_gpus: int, nodes: list[DaemonProcess]
 ) -> None:
-    if gpu_jobs.TRIAL:
+    if layouts.TRIAL:
         pytest.skip("who waits in gloo hears nothing of a lost process")
     for turn in range(3):
         with two_domains(_KILLED, nodes, several_gpus, _FOUR) as job:

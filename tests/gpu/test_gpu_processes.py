@@ -6,20 +6,20 @@ import json
 
 import cases
 import pytest
-from gpu import gpu_jobs
+from gpu.jobs import layouts
 
 _NAMES = [case.name for case in cases.CASES if case.name != "one device"]
 _IN_ALL = ["plain", "dp x ep"]
 
 _SCRIPT = """
-from gpu import gpu_cases
+from gpu.jobs import gpu_cases
 say(done=gpu_cases.run_cases(json.loads(os.environ["TEST_CASES"])))
 hear()
 """
 
 
 def _run(layout: str, names: list[str], gpus: int, address: str) -> None:
-    with gpu_jobs.job(
+    with layouts.job(
         _SCRIPT,
         layout,
         gpus,
@@ -32,17 +32,17 @@ def _run(layout: str, names: list[str], gpus: int, address: str) -> None:
         job.finish()
 
 
-@pytest.mark.parametrize("part", range(len(gpu_jobs.LAYOUTS)), ids=[*gpu_jobs.LAYOUTS])
+@pytest.mark.parametrize("part", range(len(layouts.LAYOUTS)), ids=[*layouts.LAYOUTS])
 def test_movement_by_several_processes_equals_the_reference(
     several_gpus: int, address: str, part: int
 ) -> None:
     """Each layout takes some of the cases; the test below takes all, for minutes."""
     names = [*_IN_ALL, *[name for name in _NAMES if name not in _IN_ALL][part::8]]
-    _run([*gpu_jobs.LAYOUTS][part], names, several_gpus, address)
+    _run([*layouts.LAYOUTS][part], names, several_gpus, address)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", gpu_jobs.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_every_case_in_every_layout_equals_the_reference(
     several_gpus: int, address: str, layout: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from gpu import gpu_jobs
+from gpu.jobs import layouts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -25,7 +25,7 @@ def make_group(session: ep.Session, gpus: list[Any], **settings: Any) -> ep.Grou
         max_tokens_per_rank=TOKENS,
         max_top_k=2,
         max_token_dtype="float32",
-        transport=gpu_jobs.TRANSPORT,
+        transport=layouts.TRANSPORT,
         op_timeout_s=60.0,
         replace=True,
         **settings,
@@ -60,7 +60,7 @@ def test_any_number_of_sms_moves_the_same_rows(
     group.check()
 
 
-@pytest.mark.skipif(gpu_jobs.TRIAL, reason="CPU devices have no SMs")
+@pytest.mark.skipif(layouts.TRIAL, reason="CPU devices have no SMs")
 def test_more_sms_than_the_gpu_has_are_refused_with_both_numbers(
     session: ep.Session, gpus: list[Any]
 ) -> None:
@@ -74,7 +74,7 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EP_RUNTIME_DEBUG", "1")
 
 
-@pytest.mark.skipif(gpu_jobs.TRIAL, reason="on CPU the call itself fails")
+@pytest.mark.skipif(layouts.TRIAL, reason="on CPU the call itself fails")
 @pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize("value", [EXPERTS, -2, 1 << 30])
 def test_an_index_that_names_no_expert_is_an_error_with_its_place(

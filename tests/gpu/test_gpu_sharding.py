@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from daemon_fixtures import package_path
-from gpu.gpu_jobs import TRANSPORT
+from gpu.jobs.layouts import TRANSPORT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from daemon_fixtures import package_path
-from gpu.gpu_jobs import TRANSPORT
-from gpu.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, Layers, layers_on
+from gpu.jobs.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, Layers, layers_on
+from gpu.jobs.layouts import TRANSPORT
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

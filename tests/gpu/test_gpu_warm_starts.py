@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu import gpu_jobs
+from gpu.jobs import layouts
 
 _SCRIPT = """
 from multiprocess import programs_job
@@ -22,7 +22,7 @@ def test_three_starts_in_a_row_with_the_cache_end_with_the_right_values(
 ) -> None:
     starts = []
     for _ in range(3):
-        with gpu_jobs.job(
+        with layouts.job(
             _SCRIPT, layout, several_gpus, EP_RUNTIME_ADDRESS=address, TEST_CACHE=str(tmp_path)
         ) as job:
             starts.append(job.heard(240)[0])

@@ -100,7 +100,7 @@ def _as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_calls_on_gpus_are_held_for_all_who_use_their_results(
     make_group: Callable[..., fakes.LocalGroup], recipe: Any
 ) -> None:
-    """XLA of JAX 0.11 runs others twice; `tests/gpu/compile_ahead.py` counts what it compiles."""
+    """XLA of JAX 0.11 runs others twice; `gpu/tools/compile_ahead.py` counts what it compiles."""
     nodes = {"transport": "nccl", "node_size": 2} if recipe is None else {"transport": "nvlink"}
     run, operands = scanned(make(make_group, axes={"ep": 4}, **nodes), recipe, jnp.bfloat16)
     jaxpr = run.trace(*operands).jaxpr

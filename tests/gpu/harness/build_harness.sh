@@ -5,7 +5,8 @@
 build_harness() {
   local program=$1 nvcc=${NVCC:-nvcc}
   shift
-  local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo -Icsrc -Itests/gpu)
+  local flags=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -lineinfo)
+  flags+=(-Icsrc -Itests/gpu/harness)
   local folder source object objects=()
   folder=$(dirname "$program")
   mkdir -p "$folder"
@@ -16,7 +17,7 @@ build_harness() {
     fi
     if [ -z "$object" ]; then
       object=$folder/$(basename "${source%.*}").o
-      if [ ! "$object" -nt "$source" ] || [ -n "$(find csrc/core csrc/cuda tests/gpu \
+      if [ ! "$object" -nt "$source" ] || [ -n "$(find csrc/core csrc/cuda tests/gpu/harness \
           -name '*.*h' -newer "$object" -print -quit)" ]; then
         "$nvcc" "${flags[@]}" -c "$source" -o "$object"
       fi

@@ -1,6 +1,6 @@
 """Communicators on the GPUs of this machine, without JAX and without a daemon.
 
-    python tests/gpu/nccl_check.py
+    python tests/gpu/tools/nccl_check.py
 
 One process drives all GPUs. Prints a line per case with its time, then `N of M wrong`; exits with 1
 where one is. NCCL_DEBUG=INFO shows what NCCL does meanwhile.

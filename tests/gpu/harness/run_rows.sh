@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Builds the kernels that go over rows with their harness, checks them against plain loops on the
 # host and times them beside copies.
-#   tests/gpu/run_rows.sh build     compile only (no GPU needed)
-#   tests/gpu/run_rows.sh [check|small|time|sanitize|all]
+#   tests/gpu/harness/run_rows.sh build     compile only (no GPU needed)
+#   tests/gpu/harness/run_rows.sh [check|small|time|sanitize|all]
 # NVCC, OBJECTS and BUILD_DIR may be set.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-. tests/gpu/build_harness.sh
+cd "$(dirname "$0")/../../.."
+. tests/gpu/harness/build_harness.sh
 what=${1:-all}
 build=${BUILD_DIR:-build/gpu-rows}
 program=$build/rows_main
 
 build_all() {
-  build_harness "$program" csrc/cuda/rows/*.cu tests/gpu/rows_*.cu tests/gpu/rows_*.cc
+  build_harness "$program" csrc/cuda/rows/*.cu tests/gpu/harness/rows_*.cu tests/gpu/harness/rows_*.cc
 }
 
 # A binary that travelled with the tree is used as it is, where it runs.

@@ -13,7 +13,7 @@ import cases
 import jax
 import movement
 import numpy as np
-from gpu.gpu_jobs import TRANSPORT
+from gpu.jobs.layouts import TRANSPORT
 from gpu.test_gpu_movement import TOLERANCE, fitted
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

@@ -1,6 +1,6 @@
 """Steps of two groups beside all-reduces, each late by chance, equal to the first bit by bit.
 
-    python tests/gpu/soak.py [--steps 10000] [--limit-s 150] [--gpus N]
+    python tests/gpu/tools/soak.py [--steps 10000] [--limit-s 150] [--gpus N]
 
 One process drives all GPUs; with --gpus N processes drive one each. Writes how far it is and a
 last line with PASS or FAIL; exits with 0, or 1 where values differed, a step failed or the time was
@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from daemon_fixtures import start_daemon
-from gpu import gpu_jobs
-from gpu.gpu_programs import block
+from gpu.jobs import layouts
+from gpu.jobs.gpu_programs import block
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -42,7 +42,7 @@ _SPEC = PartitionSpec("ep")
 _pause = threading.Event()  # never set: waits of a given length
 
 _SCRIPT = """
-from gpu import soak
+from gpu.tools import soak
 limit_s = float(os.environ["TEST_LIMIT_S"])
 with ep.connect(timeout_s=60) as session:
     run = soak.Soak(session, jax.devices())
@@ -76,7 +76,7 @@ class Soak:
             max_tokens_per_rank=TOKENS,
             max_top_k=TOP_K,
             alignment=16,
-            transport=gpu_jobs.TRANSPORT,
+            transport=layouts.TRANSPORT,
             op_timeout_s=30.0,
             **more,
         )
@@ -190,7 +190,7 @@ def _tell(row: dict[str, Any], of: int) -> None:
 
 def _alone(count: int, limit_s: float, address: str) -> dict[str, Any]:
     """This process drives all GPUs."""
-    if gpu_jobs.TRIAL:
+    if layouts.TRIAL:
         jax.config.update("jax_num_cpu_devices", 4)
     with ep.connect(address, timeout_s=60) as session:
         run = Soak(session, jax.devices()[:4])
@@ -199,7 +199,7 @@ def _alone(count: int, limit_s: float, address: str) -> dict[str, Any]:
 
 def _together(count: int, limit_s: float, address: str, gpus: int) -> dict[str, Any]:
     """A process for each GPU; each is late by itself, and the counts are added up."""
-    with gpu_jobs.job(
+    with layouts.job(
         _SCRIPT,
         "one GPU each, visible alone",
         gpus,

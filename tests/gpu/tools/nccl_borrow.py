@@ -1,6 +1,6 @@
 """What XLA's own communicator costs a custom call that borrows it, beside the runtime's.
 
-    python tests/gpu/nccl_borrow.py [LIBRARY]
+    python tests/gpu/tools/nccl_borrow.py [LIBRARY]
 
 One process drives all GPUs, with JAX 0.11.2 or newer and a C++ compiler, or the LIBRARY that one
 made of `nccl_borrow.cc`. Prints one line per
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu.nccl_check import BUDGET_S, Check
+from gpu.tools.nccl_check import BUDGET_S, Check
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 BLOCK_BYTES = 32 << 20  # between two GPUs

@@ -1,6 +1,6 @@
 """Compiles programs for four H200s where there are none: all that XLA does before they run.
 
-    python tests/gpu/compile_ahead.py [transport ...]
+    python tests/gpu/tools/compile_ahead.py [transport ...]
 
 Needs JAX's CUDA plugin with its libraries (ep-runtime[cuda13]) and this package built with
 EP_RUNTIME_CUDA=ON; no GPU, no driver. Writes a line for each program, with the calls of ours that a
@@ -28,7 +28,7 @@ import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, donated, layers_on
+from gpu.jobs.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, donated, layers_on
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

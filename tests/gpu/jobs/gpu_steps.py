@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from gpu.gpu_jobs import TRANSPORT, TRIAL
+from gpu.jobs.layouts import TRANSPORT, TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep

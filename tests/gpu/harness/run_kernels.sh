@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Builds the kernels with their harness, checks them against the reference and times them.
-#   tests/gpu/run_kernels.sh build            compile only (no GPU needed)
-#   tests/gpu/run_kernels.sh [check|time|quick|sanitize|all] [ranks]
+#   tests/gpu/harness/run_kernels.sh build            compile only (no GPU needed)
+#   tests/gpu/harness/run_kernels.sh [check|time|quick|sanitize|all] [ranks]
 # Without ranks: one per GPU; more ranks than GPUs share them. NVCC, OBJECTS and BUILD_DIR may be set.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-. tests/gpu/build_harness.sh
+cd "$(dirname "$0")/../../.."
+. tests/gpu/harness/build_harness.sh
 what=${1:-all}
 ranks=${2:-}
 build=${BUILD_DIR:-build/gpu}
@@ -13,7 +13,7 @@ program=$build/kernels_main
 
 build_all() {
   build_harness "$program" csrc/cuda/*_kernels.cu csrc/core/plan.cc \
-    tests/gpu/kernels_main.cu tests/gpu/timing.cu
+    tests/gpu/harness/kernels_main.cu tests/gpu/harness/timing.cu
 }
 
 # A binary that travelled with the tree is used as it is, where it runs.

@@ -1,6 +1,6 @@
 """What a communicator costs by its channels: time to join, memory of a GPU, an all-reduce.
 
-    python tests/gpu/nccl_sweep.py
+    python tests/gpu/tools/nccl_sweep.py
 
 Without JAX and without a daemon. Every line is a fresh process that drives all GPUs and makes one
 group after another: `start` is what the first one costs beyond that, once in a process (NCCL's
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu.nccl_check import BUDGET_S, Check
+from gpu.tools.nccl_check import BUDGET_S, Check
 
 from ep_runtime_bench import beside_cost
 

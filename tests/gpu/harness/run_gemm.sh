@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Builds the grouped products with their harness, checks them against sums in f64 and times them.
-#   tests/gpu/run_gemm.sh build     compile only (no GPU needed)
-#   tests/gpu/run_gemm.sh [check|small|time|tune|sanitize|dense|all] [16|8|32|weights|copies]
+#   tests/gpu/harness/run_gemm.sh build     compile only (no GPU needed)
+#   tests/gpu/harness/run_gemm.sh [check|small|time|tune|sanitize|dense|all] [16|8|32|weights|copies]
 # The second word picks a part of check, small and time. dense: the same work as one torch.matmul. NVCC, OBJECTS, BUILD_DIR and PYTHON may be set.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-. tests/gpu/build_harness.sh
+cd "$(dirname "$0")/../../.."
+. tests/gpu/harness/build_harness.sh
 what=${1:-all}
 build=${BUILD_DIR:-build/gpu}
 program=$build/gemm_main
 
 build_all() {
   build_harness "$program" csrc/cuda/gemm/*.cu csrc/cuda/gemm/*.cc \
-    tests/gpu/gemm_*.cu tests/gpu/gemm_*.cc
+    tests/gpu/harness/gemm_*.cu tests/gpu/harness/gemm_*.cc
 }
 
 # A binary that travelled with the tree is used as it is, where it runs.
@@ -21,10 +21,10 @@ case $what in
   build) ;;
   check | small | time | tune) "$program" "$what" "${2:-}" ;;
   sanitize) compute-sanitizer --tool memcheck --error-exitcode 3 "$program" small ;;
-  dense) "${PYTHON:-python3}" tests/gpu/dense_gemm.py ;;
+  dense) "${PYTHON:-python3}" tests/gpu/tools/dense_gemm.py ;;
   all)
     "$program" check
-    "${PYTHON:-python3}" tests/gpu/dense_gemm.py
+    "${PYTHON:-python3}" tests/gpu/tools/dense_gemm.py
     "$program" time
     ;;
   *)

@@ -1,6 +1,6 @@
 """Trace and compile time of a whole model for four H200s that need not be here.
 
-    python tests/gpu/compile_times.py [layers [repeats]]
+    python tests/gpu/tools/compile_times.py [layers [repeats]]
 
 The model of `ep-runtime bench compile` in bf16, on our ops and on stock collectives, over two
 meshes. Needs what `compile_ahead.py` needs. Writes seconds of CPU time, all threads together,
@@ -19,7 +19,7 @@ import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu.compile_ahead import devices, say
+from gpu.tools.compile_ahead import devices, say
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
