@@ -14,7 +14,7 @@ from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
-from ep_runtime_server import config, host_memory, views
+from ep_runtime_server import host_memory, limits, views
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.pacing import paced
 from ep_runtime_server.paging import page
@@ -43,7 +43,7 @@ def of_any_node(method: Reading) -> Reading:
             )
         left_s = context.time_remaining()
         return await cluster.ask_node(
-            node, method.__name__, request, config.NODE_READ_S if left_s is None else left_s
+            node, method.__name__, request, limits.NODE_READ_S if left_s is None else left_s
         )
 
     return call
@@ -216,7 +216,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self, request: pb.DrainRequest, context: Context[Any, Any]
     ) -> pb.DrainResponse:
         has_deadline = request.HasField("deadline")
-        deadline_s = wire.seconds(request.deadline) if has_deadline else config.DEFAULT_DRAIN_S
+        deadline_s = wire.seconds(request.deadline) if has_deadline else limits.DEFAULT_DRAIN_S
         self._runtime.drain(deadline_s, shutdown=request.shutdown)
         return pb.DrainResponse(num_sessions=len(self._runtime.sessions.not_over()))
 

@@ -20,7 +20,7 @@ from ep_runtime.errors import (
     SpecMismatchError,
 )
 from ep_runtime.specs import GroupSpec
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.events import EventLog
@@ -205,15 +205,15 @@ class Assemblies:
         if part.error is not None:
             raise part.error
         part.waits = False
-        part.until_s = self._clock.monotonic_s() + config.NODE_CLAIM_LIFE_S
+        part.until_s = self._clock.monotonic_s() + limits.NODE_CLAIM_LIFE_S
         if part.view is not None and assembly.proposal is not None:
             assembly.proposal.delivered.add(node)
         return part.view, assembly.missing
 
     def _new(self, owner: Owner) -> _Assembly:
-        if len(self._all) >= config.MAX_ASSEMBLIES:
+        if len(self._all) >= limits.MAX_ASSEMBLIES:
             raise PoolExhaustedError(
-                f"at most {config.MAX_ASSEMBLIES} groups form across nodes at once; retry"
+                f"at most {limits.MAX_ASSEMBLIES} groups form across nodes at once; retry"
             )
         return self._all.setdefault(owner, _Assembly())
 
@@ -263,7 +263,7 @@ class Assemblies:
         ]
         members.sort(key=lambda member: member.rank)
         view = GroupView(epoch, assembly.attempts + 1, tuple(members))
-        until_s = self._clock.monotonic_s() + config.NODE_INIT_S
+        until_s = self._clock.monotonic_s() + limits.NODE_INIT_S
         assembly.proposal = _Proposal(view, until_s)
         for part in assembly.parts.values():
             part.view = view
@@ -362,7 +362,7 @@ class Assemblies:
                 if proposal.open:
                     waited = sorted(proposal.view.nodes - proposal.attached)
                     self._give_up(assembly, owner, f"nodes {waited} said nothing")
-                    proposal.until_s = now + config.NODE_INIT_S  # who asks hears why
+                    proposal.until_s = now + limits.NODE_INIT_S  # who asks hears why
                 else:
                     assembly.proposal = None
             if not assembly.parts and assembly.proposal is None:

@@ -8,7 +8,7 @@ from ep_runtime import board, device_layout, wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.text import check_printable
-from ep_runtime_server import config
+from ep_runtime_server import limits
 
 SERVED_TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
 MAX_LANES = 64
@@ -94,8 +94,8 @@ def checked_uuids(uuids: Sequence[str], ranks: Sequence[int], spec: GroupSpec) -
 
 def checked_wait(wait_s: float) -> float:
     """`wait_s`. Raises InvalidArgumentError for a wait that is too long, or none."""
-    if not 0 <= wait_s <= config.MAX_WAIT_S:
+    if not 0 <= wait_s <= limits.MAX_WAIT_S:
         raise InvalidArgumentError(
-            f"wait must be 0 to {config.MAX_WAIT_S:.0f} s, got {wait_s}", argument="wait"
+            f"wait must be 0 to {limits.MAX_WAIT_S:.0f} s, got {wait_s}", argument="wait"
         )
     return wait_s

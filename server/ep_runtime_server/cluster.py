@@ -15,7 +15,7 @@ import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2, node_service_pb2_grpc
-from ep_runtime_server import config, node_wire, view_wire
+from ep_runtime_server import limits, node_wire, view_wire
 from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import ClusterConfig, Endpoint, local_address_towards
@@ -212,7 +212,7 @@ class Cluster:
             lost_ranks=lost,
             left_ranks=left,
         )
-        await self.peers.ask(node, address, "TellGroup", request, within_s=config.NODE_RPC_S)
+        await self.peers.ask(node, address, "TellGroup", request, within_s=limits.NODE_RPC_S)
 
     def begin(self, supervisor: Supervisor) -> None:
         """The server answers: the coordinator may hear of us."""
@@ -304,7 +304,7 @@ class Cluster:
         own = type(request)()
         own.CopyFrom(request)
         own.ClearField("node")
-        within_s = max(0.05, min(config.NODE_READ_S, 0.8 * left_s))
+        within_s = max(0.05, min(limits.NODE_READ_S, 0.8 * left_s))
         return await self.peers.ask(name, address, method, own, within_s=within_s)
 
     def tick(self) -> None:

@@ -1,4 +1,4 @@
-"""What the daemon was told, resolved and validated once; and the constants of its protocol."""
+"""What the daemon was told, resolved and validated once."""
 
 from __future__ import annotations
 
@@ -10,53 +10,8 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime_server.cluster_config import ClusterConfig
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.host_memory import available_bytes
+from ep_runtime_server.limits import DEFAULT_DRAIN_S, DEFAULT_RECOVERY_S
 from ep_runtime_server.quotas import UserLimits
-
-HEARTBEAT_INTERVAL_S = 2.0
-SUSPECT_AFTER_S = 10.0
-TICKET_LIFE_S = 10.0
-ENDED_SESSION_LIFE_S = 600.0
-MAX_ENDED_SESSIONS = 1000
-OPERATION_LIFE_S = 600.0
-FD_CONNECTION_IDLE_S = 10.0
-ACCEPT_PAUSE_S = 0.2
-MAX_FD_CONNECTIONS = 1024
-MAX_FD_CONNECTIONS_PER_UID = 256
-# Beside one per session: those that end and begin again at once.
-SPARE_API_CONNECTIONS = 256
-REAPER_INTERVAL_S = 0.25
-DEFAULT_WAIT_S = 30.0
-MAX_WAIT_S = 3600.0
-DEFAULT_DRAIN_S = 30.0
-# How long a restarted daemon waits for processes of before; a client reconnects within seconds.
-DEFAULT_RECOVERY_S = 30.0
-LATE_AFTER_S = 10.0
-# Between the daemons of a cluster: a report may be late by several before the lease is over.
-NODE_REPORT_INTERVAL_S = 2.0
-NODE_LEASE_S = 10.0
-NODE_RPC_S = 4.0
-# An answer about another node is worth less than one about those that answer.
-NODE_READ_S = 2.0
-NODE_LEAVE_S = 1.0
-NODE_RETRY_FIRST_S = 0.1
-NODE_RETRY_MOST_S = 1.0
-NODE_REFUSED_RETRY_S = 5.0
-# One wait of a node for the others; it asks again.
-NODE_POLL_S = 5.0
-# Claims live on between two such waits.
-NODE_CLAIM_LIFE_S = 3.0
-# From a view to every node's word on it: processes may have windows to map.
-NODE_INIT_S = 600.0
-NODE_TELL_S = 600.0
-MAX_ASSEMBLIES = 4096
-NODE_FORGOTTEN_S = 24 * 3600.0
-MAX_NODES = 1024
-MAX_LABELS = 32
-MAX_LABEL_BYTES = 256
-MAX_VERSION_BYTES = 256
-
-# Test switches; the daemon says loudly that they are on.
-TESTING_SWITCHES = ("no-peer-pidfd",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ep_runtime import wire
 from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import node_service_pb2 as pb
-from ep_runtime_server import config, view_wire
+from ep_runtime_server import limits, view_wire
 from ep_runtime_server.assembly import Assemblies, GroupView, NodeClaim, Outcome
 from ep_runtime_server.id_process import MAKE_S, UniqueIds
 from ep_runtime_server.membership import Membership
@@ -65,7 +65,7 @@ class OwnCoordination:
             spec,
             claims,
             known_missing=known_missing,
-            wait_s=config.NODE_POLL_S,
+            wait_s=limits.NODE_POLL_S,
         )
         await self._durable()
         return answer
@@ -75,7 +75,7 @@ class OwnCoordination:
         await self._durable()
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
-        answer = await self._assemblies.outcome(owner, epoch, config.NODE_POLL_S)
+        answer = await self._assemblies.outcome(owner, epoch, limits.NODE_POLL_S)
         await self._durable()
         return answer
 
@@ -113,9 +113,9 @@ class RemoteCoordination:
             spec=wire.group_spec_to_proto(spec),
             claims=view_wire.claims_to_proto(claims),
             missing_ranks=known_missing,
-            wait=wire.duration(config.NODE_POLL_S),
+            wait=wire.duration(limits.NODE_POLL_S),
         )
-        within_s = config.NODE_POLL_S + config.NODE_RPC_S
+        within_s = limits.NODE_POLL_S + limits.NODE_RPC_S
         answer: pb.JoinGroupResponse = await self._ask("JoinGroup", request, within_s)
         view = view_wire.view_from_proto(answer.view) if answer.HasField("view") else None
         return view, list(answer.missing_ranks)
@@ -124,16 +124,16 @@ class RemoteCoordination:
         request = pb.ReportInitRequest(
             **self._who(), key=view_wire.key_to_proto(owner), epoch=epoch, error=error[:500]
         )
-        await self._ask("ReportInit", request, config.NODE_RPC_S)
+        await self._ask("ReportInit", request, limits.NODE_RPC_S)
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
         request = pb.AwaitGroupRequest(
             **self._who(),
             key=view_wire.key_to_proto(owner),
             epoch=epoch,
-            wait=wire.duration(config.NODE_POLL_S),
+            wait=wire.duration(limits.NODE_POLL_S),
         )
-        within_s = config.NODE_POLL_S + config.NODE_RPC_S
+        within_s = limits.NODE_POLL_S + limits.NODE_RPC_S
         answer: pb.AwaitGroupResponse = await self._ask("AwaitGroup", request, within_s)
         name = pb.ViewOutcome.Name(answer.outcome).removeprefix("VIEW_OUTCOME_")
         return Outcome(name), answer.reason
@@ -146,12 +146,12 @@ class RemoteCoordination:
             lost_ranks=lost,
             left_ranks=left,
         )
-        await self._ask("TellGroup", request, config.NODE_RPC_S)
+        await self._ask("TellGroup", request, limits.NODE_RPC_S)
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
         request = pb.GetViewIdsRequest(
             **self._who(), key=view_wire.key_to_proto(owner), epoch=epoch, num_domains=count
         )
-        within_s = MAKE_S + config.NODE_RPC_S
+        within_s = MAKE_S + limits.NODE_RPC_S
         answer: pb.GetViewIdsResponse = await self._ask("GetViewIds", request, within_s)
         return UniqueIds(tuple(answer.unique_ids), answer.nccl_version)

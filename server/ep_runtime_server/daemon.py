@@ -23,7 +23,7 @@ from ep_runtime.v1 import (
     nccl_service_pb2_grpc,
     session_service_pb2_grpc,
 )
-from ep_runtime_server import config, credentials
+from ep_runtime_server import credentials, limits
 from ep_runtime_server.admin_servicer import AdminServicer
 from ep_runtime_server.admission import Admission
 from ep_runtime_server.clock import Clock, SystemClock
@@ -246,7 +246,7 @@ class Daemon:
 
     async def _reap(self) -> None:
         while True:
-            await asyncio.sleep(config.REAPER_INTERVAL_S)
+            await asyncio.sleep(limits.REAPER_INTERVAL_S)
             self.runtime.tick()
             self._tell_health()  # the recovery ends by the clock
             if self.runtime.should_stop or self._parent_is_gone():

@@ -30,7 +30,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime.text import check_printable
 from ep_runtime.v1 import fd_socket_pb2 as pb
-from ep_runtime_server import attachment, config, credentials, views
+from ep_runtime_server import attachment, credentials, limits, views
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.descriptors import Descriptors
 from ep_runtime_server.disposal import Disposal
@@ -100,7 +100,7 @@ class FdServer:
             # comes back.
             logging.getLogger(__name__).error("fd.sock cannot accept: %s", error.strerror)
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(config.ACCEPT_PAUSE_S, self._resume)
+            self._loop.call_later(limits.ACCEPT_PAUSE_S, self._resume)
             return
         accepted.setblocking(False)
         # SO_PEERCRED names who connected; a forked child may send on the same connection, so each
@@ -130,13 +130,13 @@ class FdServer:
         peer.close()
         self._runtime.settings.check_served(peer)
         held = collections.Counter(other.uid for other in self._connections)
-        if held[peer.uid] >= config.MAX_FD_CONNECTIONS_PER_UID:
+        if held[peer.uid] >= limits.MAX_FD_CONNECTIONS_PER_UID:
             raise RuntimeUnavailableError(
                 f"uid {peer.uid} has {held[peer.uid]} connections to {wire.FD_SOCKET}, as many as "
                 "one user may have; retry",
                 answered=False,
             )
-        if len(self._connections) >= config.MAX_FD_CONNECTIONS:
+        if len(self._connections) >= limits.MAX_FD_CONNECTIONS:
             busiest = held.most_common(1)[0][0]
             self._drop(next(other for other in self._connections if other.uid == busiest))
         return peer.uid
@@ -164,7 +164,7 @@ class FdServer:
         if connection.idle_timer is not None:
             connection.idle_timer.cancel()
         connection.idle_timer = self._loop.call_later(
-            config.FD_CONNECTION_IDLE_S, self._drop, connection
+            limits.FD_CONNECTION_IDLE_S, self._drop, connection
         )
 
     def _drop(self, connection: _Connection) -> None:
@@ -277,7 +277,7 @@ class FdServer:
                 client=list(hello.api_versions),
                 daemon=[wire.API_VERSION],
             )
-        check_printable("client_version", hello.client_version, config.MAX_VERSION_BYTES)
+        check_printable("client_version", hello.client_version, limits.MAX_VERSION_BYTES)
         session = self._session_before(peer, hello.resume_token)
         resumed = session is not None
         if session is None:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError
-from ep_runtime_server import config, credentials
+from ep_runtime_server import credentials, limits
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
@@ -72,7 +72,7 @@ class Front:
         except OSError as error:  # out of descriptors: the listener stays readable
             logging.getLogger(__name__).error("api.sock cannot accept: %s", error.strerror)
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(config.ACCEPT_PAUSE_S, self._resume)
+            self._loop.call_later(limits.ACCEPT_PAUSE_S, self._resume)
             return
         accepted.setblocking(False)
         try:
@@ -98,7 +98,7 @@ class Front:
         settings = self._runtime.settings
         settings.check_served(peer)
         held = collections.Counter(call.uid for call in self._calls.values())[peer.uid]
-        if held >= settings.per_user.sessions + config.SPARE_API_CONNECTIONS:
+        if held >= settings.per_user.sessions + limits.SPARE_API_CONNECTIONS:
             raise PermissionDeniedError(
                 f"uid {peer.uid} has {held} connections to api.sock", uid=peer.uid, pid=peer.pid
             )

@@ -9,7 +9,7 @@ import grpc
 from ep_runtime import wire
 from ep_runtime.v1 import group_service_pb2 as pb
 from ep_runtime.v1 import group_service_pb2_grpc as pb_grpc
-from ep_runtime_server import attachment, config, views
+from ep_runtime_server import attachment, limits, views
 from ep_runtime_server.claims import (
     check_layer_count,
     check_new_spec,
@@ -28,7 +28,7 @@ Context = grpc.aio.ServicerContext
 
 def _wait_s(message: pb.CreateGroupRequest | pb.ReportAttachedRequest) -> float:
     given = message.HasField("wait")
-    return checked_wait(wire.seconds(message.wait) if given else config.DEFAULT_WAIT_S)
+    return checked_wait(wire.seconds(message.wait) if given else limits.DEFAULT_WAIT_S)
 
 
 class GroupServicer(pb_grpc.GroupServiceServicer):
@@ -77,7 +77,7 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
                 views.descriptor(buffer.world_rank, buffer.size_bytes, group.generation)
                 for buffer in buffers
             ],
-            time_to_live=wire.duration(config.TICKET_LIFE_S),
+            time_to_live=wire.duration(limits.TICKET_LIFE_S),
         )
 
     async def ReportAttached(  # noqa: N802

@@ -21,6 +21,7 @@ from ep_runtime_server import (
     events,
     failpoints,
     host_memory,
+    limits,
     quotas,
     systemd,
 )
@@ -55,11 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-bytes-per-gpu", metavar="SIZE", help="windows on one GPU (default: no limit)")
     _add_user_limits(parser)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    add("--drain-s", type=float, default=config.DEFAULT_DRAIN_S, help="SIGTERM waits that long")
+    add("--drain-s", type=float, default=limits.DEFAULT_DRAIN_S, help="SIGTERM waits that long")
     add(
         "--recovery-s",
         type=float,
-        default=config.DEFAULT_RECOVERY_S,
+        default=limits.DEFAULT_RECOVERY_S,
         metavar="S",
         help="after a restart, wait S seconds for processes of before",
     )
@@ -137,7 +138,7 @@ def _size(text: str | None) -> int | None:
 
 def _check_testing(switches: Sequence[str]) -> frozenset[str]:
     for switch in switches:
-        if switch not in config.TESTING_SWITCHES:
+        if switch not in limits.TESTING_SWITCHES:
             failpoints.parse(switch)
     return frozenset(switches)
 

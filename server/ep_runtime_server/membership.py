@@ -16,7 +16,7 @@ from typing import Any
 
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime.v1 import node_service_pb2 as pb
-from ep_runtime_server import config, node_wire
+from ep_runtime_server import limits, node_wire
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import Endpoint
 from ep_runtime_server.cluster_facts import ClusterFacts
@@ -95,11 +95,11 @@ class Membership:
 
     async def run(self) -> None:
         """Joins and reports until cancelled."""
-        pause_s = config.NODE_RETRY_FIRST_S
+        pause_s = limits.NODE_RETRY_FIRST_S
         while True:
             try:
                 await self._join()
-                pause_s = config.NODE_RETRY_FIRST_S
+                pause_s = limits.NODE_RETRY_FIRST_S
                 await self._report()
                 continue
             except RuntimeUnavailableError as error:
@@ -107,10 +107,10 @@ class Membership:
                 self._stand(
                     Standing.JOINING if self.link is Standing.JOINING else Standing.LOST, str(error)
                 )
-                wait_s, pause_s = pause_s, min(2 * pause_s, config.NODE_RETRY_MOST_S)
+                wait_s, pause_s = pause_s, min(2 * pause_s, limits.NODE_RETRY_MOST_S)
             except EpRuntimeError as error:
                 self._stand(Standing.REFUSED, str(error))
-                wait_s, pause_s = config.NODE_REFUSED_RETRY_S, config.NODE_RETRY_FIRST_S
+                wait_s, pause_s = limits.NODE_REFUSED_RETRY_S, limits.NODE_RETRY_FIRST_S
             # Nodes that lost the same coordinator must not come back in one moment.
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
 
@@ -128,7 +128,7 @@ class Membership:
         """Renews the lease; returns where the coordinator does not know it, having restarted."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(config.NODE_REPORT_INTERVAL_S):
+                async with asyncio.timeout(limits.NODE_REPORT_INTERVAL_S):
                     await self._doubted.wait()
             self._doubted.clear()
             request = pb.ReportNodeRequest(node=self._identity.node, lease_id=self.lease_id)
@@ -141,7 +141,7 @@ class Membership:
 
     async def _ask(self, method: str, request: Any) -> Any:
         return await self._peers.ask(
-            self._name, self._address, method, request, within_s=config.NODE_RPC_S
+            self._name, self._address, method, request, within_s=limits.NODE_RPC_S
         )
 
     def _heard(self, nodes: Iterable[pb.NodeInfo]) -> None:
@@ -179,7 +179,7 @@ class Membership:
                     self._address,
                     "LeaveCluster",
                     request,
-                    within_s=config.NODE_LEAVE_S,
+                    within_s=limits.NODE_LEAVE_S,
                 )
             except EpRuntimeError as error:  # the lease ends by itself
                 logging.getLogger(__name__).info("no goodbye: %s", error)

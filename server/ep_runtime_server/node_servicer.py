@@ -12,7 +12,7 @@ from ep_runtime.errors import PermissionDeniedError, StaleHandleError
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2_grpc
-from ep_runtime_server import config, node_wire, view_wire
+from ep_runtime_server import limits, node_wire, view_wire
 from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.claims import checked_wait
 from ep_runtime_server.clock import Clock
@@ -91,8 +91,8 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
             cluster_id=self._facts.cluster_id,
             epoch=self._facts.epoch,
             lease_id=node.lease_id,
-            lease=wire.duration(config.NODE_LEASE_S),
-            report_interval=wire.duration(config.NODE_REPORT_INTERVAL_S),
+            lease=wire.duration(limits.NODE_LEASE_S),
+            report_interval=wire.duration(limits.NODE_REPORT_INTERVAL_S),
             nodes=self._all(nodes),
         )
 

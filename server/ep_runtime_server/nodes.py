@@ -16,7 +16,7 @@ from ep_runtime.errors import (
     StaleHandleError,
     VersionSkewError,
 )
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import Endpoint
 from ep_runtime_server.cluster_facts import ClusterFacts
@@ -142,8 +142,8 @@ class Nodes:
                 argument="node",
             )
         self._check_free(identity)
-        if name not in self._nodes and len(self._nodes) + 1 >= config.MAX_NODES:
-            raise PoolExhaustedError(f"a cluster has at most {config.MAX_NODES} nodes")
+        if name not in self._nodes and len(self._nodes) + 1 >= limits.MAX_NODES:
+            raise PoolExhaustedError(f"a cluster has at most {limits.MAX_NODES} nodes")
         self._facts.remember(name, fact_of_identity(identity))
         now = self._clock.monotonic_s()
         before = self._nodes.get(name)
@@ -211,7 +211,7 @@ class Nodes:
         now = self._clock.monotonic_s()
         for name, node in list(self._nodes.items()):
             silent_s = now - node.heard_s
-            if node.state is NodeState.JOINED and silent_s >= config.NODE_LEASE_S:
+            if node.state is NodeState.JOINED and silent_s >= limits.NODE_LEASE_S:
                 node.state, node.since_s = NodeState.UNREACHABLE, node.heard_s
                 self._on_gone(name)
                 self._log(
@@ -220,7 +220,7 @@ class Nodes:
                     f"was not heard of for {silent_s:.0f} s",
                     level=logging.WARNING,
                 )
-            elif node.state is NodeState.UNREACHABLE and silent_s >= config.NODE_FORGOTTEN_S:
+            elif node.state is NodeState.UNREACHABLE and silent_s >= limits.NODE_FORGOTTEN_S:
                 self._remove(name)
 
     def _log(self, kind: str, node: Node, what: str, *, level: int = logging.INFO) -> None:

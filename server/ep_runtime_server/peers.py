@@ -12,7 +12,7 @@ from google.protobuf import message_factory
 from ep_runtime import wire
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_config import Tls
 from ep_runtime_server.seal import Seal
@@ -57,7 +57,7 @@ class Peers:
         if address not in self._silent:
             return None
         first_s, last_s = self._silent[address]
-        old = self._clock.monotonic_s() - last_s > config.NODE_LEASE_S
+        old = self._clock.monotonic_s() - last_s > limits.NODE_LEASE_S
         return None if old or heard_s > last_s else first_s
 
     def _channel(self, name: str, address: str) -> grpc.aio.Channel:

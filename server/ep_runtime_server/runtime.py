@@ -18,7 +18,7 @@ from ep_runtime.specs import check_name
 from ep_runtime.text import check_printable, printable
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime.wire import duration
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
@@ -268,7 +268,7 @@ class Runtime:
             InvalidArgumentError: no version of NCCL.
             StaleHandleError, PermissionDeniedError: see GroupRecord.member.
         """
-        check_printable("nccl_version", version, config.MAX_VERSION_BYTES)
+        check_printable("nccl_version", version, limits.MAX_VERSION_BYTES)
         self.unique_ids.report(session, group, generation, version, printable(error))
         # Where windows carry the rows, as with transport nvlink, the group goes on.
         if error and group.spec.transport != "nvlink" and group.state is State.READY:

@@ -14,7 +14,7 @@ from ep_runtime import wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import session_service_pb2 as pb
 from ep_runtime.v1 import session_service_pb2_grpc as pb_grpc
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sessions import SessionState
@@ -53,7 +53,7 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
         self._runtime.open_session(session, request.job, request.labels, request.process_index)
         return pb.OpenSessionResponse(
             session_id=session.session_id,
-            heartbeat_interval=wire.duration(config.HEARTBEAT_INTERVAL_S),
+            heartbeat_interval=wire.duration(limits.HEARTBEAT_INTERVAL_S),
             uid=session.uid,
             pid=session.pid,
         )

@@ -22,7 +22,7 @@ from ep_runtime.errors import (
     SessionFencedError,
 )
 from ep_runtime.text import check_printable
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.clock import Clock
 from ep_runtime_server.credentials import Peer, open_process, process_start_s
 from ep_runtime_server.events import EventLog
@@ -294,7 +294,7 @@ class Sessions:
         now = self._clock.monotonic_s()
         for session in self._by_id.values():
             last = session.last_beat_s or session.created_s
-            if session.state is SessionState.ACTIVE and now - last > config.SUSPECT_AFTER_S:
+            if session.state is SessionState.ACTIVE and now - last > limits.SUSPECT_AFTER_S:
                 session.state = SessionState.SUSPECT
                 self._log(
                     "session.suspect",
@@ -344,10 +344,10 @@ class Sessions:
         """Forgets sessions that ended long ago."""
         now = self._clock.monotonic_s()
         ended = [session for session in self._by_id.values() if session.ended_s is not None]
-        surplus = len(ended) - config.MAX_ENDED_SESSIONS
+        surplus = len(ended) - limits.MAX_ENDED_SESSIONS
         for position, session in enumerate(ended):
             age = now - (session.ended_s or now)
-            if position < surplus or age > config.ENDED_SESSION_LIFE_S:
+            if position < surplus or age > limits.ENDED_SESSION_LIFE_S:
                 del self._by_id[session.session_id]
                 del self._by_token[session.token_digest]
 
@@ -370,17 +370,17 @@ class Sessions:
 
 def check_labels(labels: Mapping[str, str]) -> None:
     """Raises InvalidArgumentError for labels that no session may have."""
-    few = len(labels) <= config.MAX_LABELS
+    few = len(labels) <= limits.MAX_LABELS
     long = [
         k
         for k, v in (labels.items() if few else ())
-        if len((k + v).encode()) > config.MAX_LABEL_BYTES
+        if len((k + v).encode()) > limits.MAX_LABEL_BYTES
     ]
     if not few or long:
         raise InvalidArgumentError(
-            f"labels must be at most {config.MAX_LABELS} of {config.MAX_LABEL_BYTES} bytes, "
+            f"labels must be at most {limits.MAX_LABELS} of {limits.MAX_LABEL_BYTES} bytes, "
             f"got {len(labels)}, too long: {[name[:80] for name in long[:3]]}",
             argument="labels",
         )
     for name, value in labels.items():
-        check_printable("labels", name + value, config.MAX_LABEL_BYTES)
+        check_printable("labels", name + value, limits.MAX_LABEL_BYTES)

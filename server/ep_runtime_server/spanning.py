@@ -23,7 +23,7 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime.specs import NODE_TRANSPORTS
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.assembly import GroupView, NodeClaim, Outcome
 from ep_runtime_server.coordination import Coordination
 from ep_runtime_server.events import EventLog
@@ -131,7 +131,7 @@ class Spanning:
 
     async def _drive(self, group: GroupRecord) -> None:
         """Joins until the group is formed everywhere, or needs nobody else any more."""
-        pause_s = config.NODE_RETRY_FIRST_S
+        pause_s = limits.NODE_RETRY_FIRST_S
         known: list[int] = []
         while _wants_others(group):
             generation = group.generation
@@ -143,7 +143,7 @@ class Spanning:
                     known = []
                     continue
                 view, known = answer
-                pause_s = config.NODE_RETRY_FIRST_S
+                pause_s = limits.NODE_RETRY_FIRST_S
                 group.elsewhere = frozenset(group.missing_ranks).difference(known)
                 if view is not None:
                     known = []
@@ -157,7 +157,7 @@ class Spanning:
                     level=logging.DEBUG,
                 )
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, config.NODE_RETRY_MOST_S)
+                pause_s = min(2 * pause_s, limits.NODE_RETRY_MOST_S)
             except EpRuntimeError as error:
                 if group.state is State.FORMING and group.generation == generation:
                     self._groups.fail(group, error)
@@ -240,7 +240,7 @@ class Spanning:
 
         A coordinator that is away is waited for: nobody but it knows what was decided.
         """
-        reported, pause_s = False, config.NODE_RETRY_FIRST_S
+        reported, pause_s = False, limits.NODE_RETRY_FIRST_S
         while True:
             try:
                 if not holds():
@@ -252,13 +252,13 @@ class Spanning:
                 outcome, reason = await self._next_word(group, view)
                 if outcome is not Outcome.UNSPECIFIED:
                     return outcome, reason
-                pause_s = config.NODE_RETRY_FIRST_S
+                pause_s = limits.NODE_RETRY_FIRST_S
             except _TRY_AGAIN:
                 if not holds():
                     return self._withdraw(group.owner, view)
                 reported = False
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, config.NODE_RETRY_MOST_S)
+                pause_s = min(2 * pause_s, limits.NODE_RETRY_MOST_S)
 
     def _withdraw(self, owner: Owner, view: GroupView) -> tuple[Outcome, str]:
         """This node cannot use the view any more. It may be committed already, or be committed by a
@@ -315,14 +315,14 @@ class Spanning:
     async def _until_heard(self, say: Callable[[], Awaitable[None]], owner: Owner) -> None:
         """Says it again for a while: the other daemon may be starting again."""
         loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + config.NODE_TELL_S, config.NODE_RETRY_FIRST_S
+        deadline, pause_s = loop.time() + limits.NODE_TELL_S, limits.NODE_RETRY_FIRST_S
         while loop.time() < deadline:
             try:
                 await say()
                 return
             except _TRY_AGAIN:
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, config.NODE_RETRY_MOST_S)
+                pause_s = min(2 * pause_s, limits.NODE_RETRY_MOST_S)
             except EpRuntimeError as error:
                 logging.getLogger(__name__).warning("group %s: not heard: %s", owner, error)
                 return

@@ -12,7 +12,7 @@ from cluster_places import make_certificates, tls_flags
 from harness import DaemonProcess, eventually
 from multiprocess.launch import Job
 
-from ep_runtime_server import config
+from ep_runtime_server import limits
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +180,7 @@ def test_a_partition_makes_calls_wait_and_ends_none(net, nodes) -> None:
         job.tell(True)
         eventually(
             lambda: b.status().cluster.link == LOST,
-            within_s=config.NODE_LEASE_S + 2 * config.NODE_RPC_S,
+            within_s=limits.NODE_LEASE_S + 2 * limits.NODE_RPC_S,
         )
         assert all(worker.silent() for worker in job.workers)
         assert [daemon.group_states() for daemon in nodes] == [{"cut": "READY"}] * 2

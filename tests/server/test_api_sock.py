@@ -15,7 +15,7 @@ from raw_client import WAIT_S, Stubs, make_spec
 from ep_runtime import errors, specs, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_server import config, reading_servicer
+from ep_runtime_server import config, limits, reading_servicer
 from ep_runtime_server.reading_servicer import READINGS, ReadingServicer
 
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["AdminService"].methods]
@@ -80,7 +80,7 @@ def test_a_stranger_is_turned_away_at_accept(users):
 
 
 def test_a_users_connections_are_counted(users, monkeypatch):
-    monkeypatch.setattr(config, "SPARE_API_CONNECTIONS", 2 - config.UserLimits().sessions)
+    monkeypatch.setattr(limits, "SPARE_API_CONNECTIONS", 2 - config.UserLimits().sessions)
     held = [users.client(1001) for _ in range(2)]
     with pytest.raises(errors.RuntimeUnavailableError):
         users.client(1001)

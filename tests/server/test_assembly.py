@@ -8,7 +8,7 @@ import pytest
 from harness import FakeClock
 from raw_client import make_spec
 
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.assembly import Assemblies, NodeClaim, Outcome
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.events import EventLog
@@ -111,7 +111,7 @@ def test_one_node_ends_an_attempt_for_all_and_the_next_has_another_epoch(coordin
         elif how == "joins again":
             assert await coordinator.join("b", wait_s=0.0) == (None, [1])
         else:
-            coordinator.clock.advance(config.NODE_INIT_S)
+            coordinator.clock.advance(limits.NODE_INIT_S)
             coordinator.decisions.tick()
         assert await coordinator.outcome(view.epoch) is Outcome.ABORTED
         coordinator.report("b", view.epoch)
@@ -146,7 +146,7 @@ def test_claims_end_with_their_call_or_soon_after(coordinator):
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert await coordinator.join("c", wait_s=0.0) == (None, [0])
-        coordinator.clock.advance(config.NODE_CLAIM_LIFE_S)
+        coordinator.clock.advance(limits.NODE_CLAIM_LIFE_S)
         coordinator.decisions.tick()
         assert await coordinator.join("b", wait_s=0.0) == (None, [1])
 

@@ -21,7 +21,7 @@ from ep_runtime.v1 import (
     node_service_pb2_grpc,
     session_service_pb2,
 )
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.cluster_config import ClusterConfig, parse_endpoint
 
 # A node that lost its coordinator tries again every second at the latest.
@@ -176,9 +176,9 @@ def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, c
     a = start_daemon(clock=FakeClock(), cluster=coordinates(address))
     request = node_service_pb2.JoinClusterRequest(identity=identity("x", address=place()))
     lease = call_node(address, NODE, "JoinCluster", request).lease_id
-    a.clock.advance(config.NODE_LEASE_S + 4)
+    a.clock.advance(limits.NODE_LEASE_S + 4)
     eventually(lambda: states(a) == {"a": "JOINED", "x": "UNREACHABLE"})
-    assert cluster_of(a).nodes[1].since.ToSeconds() == config.NODE_LEASE_S + 4
+    assert cluster_of(a).nodes[1].since.ToSeconds() == limits.NODE_LEASE_S + 4
     with pytest.raises(errors.RuntimeUnavailableError, match="node 'x' at .* does not answer"):
         a.ask("ListGroups", node="x")
     report = node_service_pb2.ReportNodeRequest(node="x", lease_id=lease)
@@ -265,7 +265,7 @@ def test_a_node_whose_lease_is_not_known_joins_again(start_daemon, call_node):
     call_node(address, NODE, "JoinCluster", request)
     eventually(
         lambda: a.event_kinds().count("cluster.node_joined") == 3,
-        within_s=config.NODE_REPORT_INTERVAL_S + 1,
+        within_s=limits.NODE_REPORT_INTERVAL_S + 1,
     )
     assert link(b) == "JOINED"
     assert "cluster.coordinator_lost" not in b.event_kinds()
@@ -364,7 +364,7 @@ def test_the_coordinators_death_stops_nothing_and_its_return_is_noticed(daemon_p
     client = b.client()
     client.ready(make_spec())
     a.kill()
-    eventually(lambda: link(b) == "LOST", within_s=config.NODE_REPORT_INTERVAL_S + 1)
+    eventually(lambda: link(b) == "LOST", within_s=limits.NODE_REPORT_INTERVAL_S + 1)
     assert b.group_states() == {"moe": "READY"}
     assert b.healthy()
     assert states(b) == {"a": "UNREACHABLE", "b": "JOINED"}

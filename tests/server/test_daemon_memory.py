@@ -16,7 +16,7 @@ from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, re
 
 from ep_runtime import board, errors, specs
 from ep_runtime.v1 import fd_socket_pb2
-from ep_runtime_server import config, devices
+from ep_runtime_server import devices, limits
 from ep_runtime_server.devices import HostDevice
 
 
@@ -276,17 +276,17 @@ def test_handing_out_descriptors_costs_none(daemon):
 
 
 def test_idle_connections_are_dropped(daemon, monkeypatch):
-    monkeypatch.setattr(config, "FD_CONNECTION_IDLE_S", 0.05)
+    monkeypatch.setattr(limits, "FD_CONNECTION_IDLE_S", 0.05)
     with connect(daemon.directory) as idle:
         assert idle.recv(1) == b""  # closed by the daemon
     daemon.client()
 
 
 def test_connections_are_bounded(daemon, monkeypatch):
-    monkeypatch.setattr(config, "MAX_FD_CONNECTIONS", 20)
+    monkeypatch.setattr(limits, "MAX_FD_CONNECTIONS", 20)
     held = [connect(daemon.directory) for _ in range(20)]
     with connect(daemon.directory):
-        held[0].settimeout(config.FD_CONNECTION_IDLE_S / 2)
+        held[0].settimeout(limits.FD_CONNECTION_IDLE_S / 2)
         assert held[0].recv(1) == b""  # the oldest of who has most makes room
     eventually(lambda: says_hello(daemon))
     for connection in held:

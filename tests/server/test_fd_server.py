@@ -15,7 +15,7 @@ from raw_client import connect, hello, make_spec, receive
 
 from ep_runtime import errors
 from ep_runtime.v1 import fd_socket_pb2, types_pb2
-from ep_runtime_server import config, descriptor_child
+from ep_runtime_server import descriptor_child, limits
 from ep_runtime_server.disposal import END_S
 
 LINGER_S = 2
@@ -130,8 +130,8 @@ class TestPlaces:
     @pytest.fixture
     def at_door(self, start_daemon, monkeypatch, tmp_path):
         """(open a connection as this uid, daemon): 1001 and 1002 are served."""
-        monkeypatch.setattr(config, "MAX_FD_CONNECTIONS", 8)
-        monkeypatch.setattr(config, "MAX_FD_CONNECTIONS_PER_UID", 4)
+        monkeypatch.setattr(limits, "MAX_FD_CONNECTIONS", 8)
+        monkeypatch.setattr(limits, "MAX_FD_CONNECTIONS_PER_UID", 4)
         now = [os.geteuid()]
         daemon = start_daemon(
             peer_of=as_uid(lambda: now[0]),

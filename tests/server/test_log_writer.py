@@ -14,7 +14,7 @@ import time
 import pytest
 from harness import FakeClock, eventually
 
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.events import EventLog, JsonLines
 from ep_runtime_server.log_writer import END_S, LogWriter
 
@@ -92,7 +92,7 @@ def test_a_log_that_nobody_reads_holds_no_client_and_no_end(daemon_process):
     assert slowest < MOST_S
     assert daemon.status().num_sessions == 0
     daemon.popen.send_signal(signal.SIGTERM)
-    assert daemon.popen.wait(config.REAPER_INTERVAL_S + 10 * END_S) == 0
+    assert daemon.popen.wait(limits.REAPER_INTERVAL_S + 10 * END_S) == 0
 
 
 def test_a_log_whose_reader_is_gone_is_no_error(pipe):

@@ -19,7 +19,7 @@ from ep_runtime.errors import (
     StaleHandleError,
     VersionSkewError,
 )
-from ep_runtime_server import config
+from ep_runtime_server import limits
 from ep_runtime_server.cluster_config import Endpoint
 from ep_runtime_server.cluster_facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts
 from ep_runtime_server.events import EventLog
@@ -81,7 +81,7 @@ def coordinator(tmp_path):
 def test_a_node_that_reports_keeps_its_lease(coordinator):
     lease = coordinator.nodes.join(identity("b")).lease_id
     for _ in range(5):
-        coordinator.clock.advance(config.NODE_LEASE_S - 1)
+        coordinator.clock.advance(limits.NODE_LEASE_S - 1)
         coordinator.nodes.report("b", lease)
         coordinator.nodes.tick()
     assert coordinator.states() == {"a": "JOINED", "b": "JOINED"}
@@ -89,12 +89,12 @@ def test_a_node_that_reports_keeps_its_lease(coordinator):
 
 def test_a_silent_node_is_unreachable_since_it_was_heard_last(coordinator):
     lease = coordinator.nodes.join(identity("b")).lease_id
-    coordinator.clock.advance(config.NODE_LEASE_S)
+    coordinator.clock.advance(limits.NODE_LEASE_S)
     coordinator.nodes.tick()
     coordinator.nodes.tick()
     (_, node) = coordinator.nodes.all()
     assert node.state.value == "UNREACHABLE"
-    assert coordinator.clock.now_s - node.since_s == config.NODE_LEASE_S
+    assert coordinator.clock.now_s - node.since_s == limits.NODE_LEASE_S
     coordinator.nodes.report("b", lease)
     assert coordinator.states()["b"] == "JOINED"
     assert coordinator.kinds() == [
@@ -107,7 +107,7 @@ def test_a_silent_node_is_unreachable_since_it_was_heard_last(coordinator):
 def test_a_node_that_never_comes_back_is_forgotten(coordinator):
     coordinator.nodes.join(identity("b"))
     for _ in range(2):
-        coordinator.clock.advance(config.NODE_FORGOTTEN_S)
+        coordinator.clock.advance(limits.NODE_FORGOTTEN_S)
         coordinator.nodes.tick()
     assert coordinator.states() == {"a": "JOINED"}
     coordinator.restart()
@@ -142,7 +142,7 @@ def test_a_daemon_that_starts_again_takes_its_own_place(coordinator):
 
 def test_a_name_is_free_once_its_lease_is_over(coordinator):
     first = coordinator.nodes.join(identity("b")).lease_id
-    coordinator.clock.advance(config.NODE_LEASE_S)
+    coordinator.clock.advance(limits.NODE_LEASE_S)
     coordinator.nodes.tick()
     coordinator.nodes.join(identity("b", node_id="another"))
     with pytest.raises(StaleHandleError):
@@ -191,7 +191,7 @@ def test_with_a_file_its_nodes_are_there_from_the_start_and_no_others_join(tmp_p
 
 
 def test_the_number_of_nodes_is_bounded(coordinator, monkeypatch):
-    monkeypatch.setattr(config, "MAX_NODES", 3)
+    monkeypatch.setattr(limits, "MAX_NODES", 3)
     for name in ("b", "c", "b"):
         coordinator.nodes.join(identity(name))
     with pytest.raises(PoolExhaustedError, match="at most 3 nodes"):
@@ -200,7 +200,7 @@ def test_the_number_of_nodes_is_bounded(coordinator, monkeypatch):
 
 def test_a_coordinator_that_starts_again_awaits_its_nodes_a_whole_lease(coordinator):
     lease = coordinator.nodes.join(identity("b")).lease_id
-    coordinator.clock.advance(config.NODE_LEASE_S - 1)
+    coordinator.clock.advance(limits.NODE_LEASE_S - 1)
     coordinator.restart()
     assert coordinator.states() == {"a": "JOINED", "b": "JOINED"}
     with pytest.raises(GroupBusyError):
@@ -210,7 +210,7 @@ def test_a_coordinator_that_starts_again_awaits_its_nodes_a_whole_lease(coordina
     before = coordinator.nodes.all()[1].since_s
     coordinator.clock.advance(1)
     assert coordinator.nodes.join(identity("b")).since_s == before  # it was there all the time
-    coordinator.clock.advance(config.NODE_LEASE_S)
+    coordinator.clock.advance(limits.NODE_LEASE_S)
     coordinator.nodes.tick()
     assert coordinator.states()["b"] == "UNREACHABLE"
 

@@ -8,7 +8,7 @@ import pytest
 from harness import FakeClock
 
 from ep_runtime.v1 import group_service_pb2, types_pb2
-from ep_runtime_server import config, operations
+from ep_runtime_server import limits, operations
 from ep_runtime_server.operations import Operations
 
 
@@ -72,7 +72,7 @@ def test_old_answers_and_ended_sessions_leave_nothing(scene):
         await scene.run("t", "a")
         await scene.run("t", "big", operations.MAX_KEPT_BYTES + 1)
         scene.operations.forget_session("s")
-        scene.clock.advance(config.OPERATION_LIFE_S)
+        scene.clock.advance(limits.OPERATION_LIFE_S)
         scene.operations.expire()
 
     asyncio.run(play())

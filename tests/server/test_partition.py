@@ -13,7 +13,7 @@ from test_cluster import cluster_of, joined, link, states
 from test_spanning import all_ready, group_of, members, state
 
 from ep_runtime import errors
-from ep_runtime_server import config
+from ep_runtime_server import limits
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_a_partition_ends_no_group_and_lets_none_form(net, nodes, pool):
     net.cut()
     eventually(
         lambda: (link(b), states(a)["b"]) == ("LOST", "UNREACHABLE"),
-        within_s=config.NODE_LEASE_S + 2 * config.NODE_RPC_S,
+        within_s=limits.NODE_LEASE_S + 2 * limits.NODE_RPC_S,
     )
     assert (state(a), state(b)) == ("READY", "READY")
     for daemon, away in ((a, "b"), (b, "a")):
@@ -110,7 +110,7 @@ def test_a_partition_while_a_group_forms_leaves_nobody_with_half_of_it(net, node
         for client, group in zip((first, second), groups, strict=True)
     ]
     # The coordinator gives the view up with the lease; b cannot know, and goes on with nothing.
-    eventually(lambda: group_of(a).epoch == 0, within_s=config.NODE_LEASE_S + 2.0)
+    eventually(lambda: group_of(a).epoch == 0, within_s=limits.NODE_LEASE_S + 2.0)
     assert not any(future.done() for future in waiting)
     assert (state(a), state(b)) == ("FORMING", "FORMING")
     net.mend()

@@ -12,7 +12,7 @@ from test_cluster import cluster_of, coordinates, identity, joined, joins
 from ep_runtime import errors, wire
 from ep_runtime.v1 import node_service_pb2
 from ep_runtime.v1.node_service_pb2_grpc import NodeServiceStub
-from ep_runtime_server import config, view_wire
+from ep_runtime_server import limits, view_wire
 from ep_runtime_server.assembly import NodeClaim
 from ep_runtime_server.windows import Owner
 
@@ -235,7 +235,7 @@ def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
     group = waiting.result(WAIT_S).group
     assert (group.epoch, group.members[1].node) == (view.epoch, "x")
     attached = pool.submit(client.attached, group, wait_s=0.5)
-    a.clock.advance(config.NODE_LEASE_S + 1)
+    a.clock.advance(limits.NODE_LEASE_S + 1)
     eventually(lambda: group_of(a).epoch == 0, within_s=TOLD_S)
     with pytest.raises(errors.GroupNotReadyError, match=r"ranks \[1\]"):
         attached.result(WAIT_S)

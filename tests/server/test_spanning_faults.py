@@ -14,7 +14,7 @@ from spanning import TOLD_S, all_ready, group_of, members, spec_of, state
 from test_cluster import cluster_of, joined, link
 
 from ep_runtime import errors
-from ep_runtime_server import config
+from ep_runtime_server import limits
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def test_a_coordinator_that_hangs_is_as_good_as_away_until_it_goes_on(three, poo
     groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
     a.popen.send_signal(signal.SIGSTOP)
     try:
-        lost_s = config.NODE_REPORT_INTERVAL_S + config.NODE_RPC_S + 1.0
+        lost_s = limits.NODE_REPORT_INTERVAL_S + limits.NODE_RPC_S + 1.0
         eventually(lambda: (link(b), link(c)) == ("LOST", "LOST"), within_s=lost_s)
         assert (state(b), state(c)) == ("READY", "READY")
         waiting = [
