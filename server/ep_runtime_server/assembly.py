@@ -20,10 +20,10 @@ from ep_runtime.errors import (
     SpecMismatchError,
 )
 from ep_runtime.specs import GroupSpec
-from ep_runtime_server import limits
-from ep_runtime_server.clock import Clock
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.cluster_facts import ClusterFacts
-from ep_runtime_server.events import EventLog
 from ep_runtime_server.windows import Owner
 
 

@@ -8,7 +8,7 @@ from ep_runtime import board, device_layout, wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.text import check_printable
-from ep_runtime_server import limits
+from ep_runtime_server.base import limits
 
 SERVED_TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
 MAX_LANES = 64

@@ -15,14 +15,16 @@ import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2, node_service_pb2_grpc
-from ep_runtime_server import limits, node_wire, view_wire
+from ep_runtime_server import node_wire, view_wire
 from ep_runtime_server.assembly import Assemblies
-from ep_runtime_server.clock import Clock
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.failpoints import Failpoints
+from ep_runtime_server.base.supervision import Supervisor
 from ep_runtime_server.cluster_config import ClusterConfig, Endpoint, local_address_towards
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.coordination import Coordination, OwnCoordination, RemoteCoordination
-from ep_runtime_server.events import EventLog
-from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.journal import Journal
@@ -34,7 +36,6 @@ from ep_runtime_server.peers import Peers
 from ep_runtime_server.recorder import boot_id
 from ep_runtime_server.seal import Seal
 from ep_runtime_server.spanning import Spanning
-from ep_runtime_server.supervision import Supervisor
 from ep_runtime_server.view_ids import ViewIds
 from ep_runtime_server.windows import Owner
 

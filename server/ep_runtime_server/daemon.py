@@ -23,10 +23,13 @@ from ep_runtime.v1 import (
     nccl_service_pb2_grpc,
     session_service_pb2_grpc,
 )
-from ep_runtime_server import credentials, limits
+from ep_runtime_server import credentials
 from ep_runtime_server.admin_servicer import AdminServicer
 from ep_runtime_server.admission import Admission
-from ep_runtime_server.clock import Clock, SystemClock
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock, SystemClock
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.credentials import Peer
@@ -39,8 +42,6 @@ from ep_runtime_server.directory import (
     SocketDirectory,
 )
 from ep_runtime_server.disposal import Disposal
-from ep_runtime_server.events import EventLog
-from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.fd_server import FdServer
 from ep_runtime_server.fd_store import FdStore
 from ep_runtime_server.front import Front

@@ -30,7 +30,8 @@ from ep_runtime.errors import (
 )
 from ep_runtime.text import check_printable
 from ep_runtime.v1 import fd_socket_pb2 as pb
-from ep_runtime_server import attachment, credentials, limits, views
+from ep_runtime_server import attachment, credentials, views
+from ep_runtime_server.base import limits
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.descriptors import Descriptors
 from ep_runtime_server.disposal import Disposal

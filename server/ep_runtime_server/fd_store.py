@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ep_runtime_server import systemd
+from ep_runtime_server.base import systemd
 from ep_runtime_server.windows import WindowSet, WindowState
 
 _PREFIX = "ep-"

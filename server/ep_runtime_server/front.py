@@ -15,7 +15,8 @@ import socket
 from collections.abc import Callable
 
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError
-from ep_runtime_server import credentials, limits
+from ep_runtime_server import credentials
+from ep_runtime_server.base import limits
 from ep_runtime_server.credentials import Peer
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime

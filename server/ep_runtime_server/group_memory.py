@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ep_runtime.errors import StaleHandleError
-from ep_runtime_server.events import EventLog
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.windows import WindowPool
 

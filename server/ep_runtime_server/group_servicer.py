@@ -9,7 +9,9 @@ import grpc
 from ep_runtime import wire
 from ep_runtime.v1 import group_service_pb2 as pb
 from ep_runtime.v1 import group_service_pb2_grpc as pb_grpc
-from ep_runtime_server import attachment, limits, views
+from ep_runtime_server import attachment, views
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.claims import (
     check_layer_count,
     check_new_spec,
@@ -19,7 +21,6 @@ from ep_runtime_server.claims import (
     checked_wait,
 )
 from ep_runtime_server.interceptor import current_session
-from ep_runtime_server.pacing import paced
 from ep_runtime_server.rejoin import Holding
 from ep_runtime_server.runtime import Runtime
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ep_runtime.errors import PoolExhaustedError
-from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.base.failpoints import Failpoints
 
 MAGIC = b"EPRTJ001"
 RESERVE_BYTES = 256 << 10

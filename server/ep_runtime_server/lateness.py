@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from ep_runtime import board, board_records, device_layout
 from ep_runtime.board import OpCode, RankState
 from ep_runtime.board_records import RankRecord
-from ep_runtime_server.clock import Clock
-from ep_runtime_server.events import EventLog
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.limits import LATE_AFTER_S
+from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.groups import GroupMember, GroupRecord
-from ep_runtime_server.limits import LATE_AFTER_S
-from ep_runtime_server.pacing import paced
 
 LOOK_EVERY_S = 1.0
 MAX_NAMED_WAITERS = 16

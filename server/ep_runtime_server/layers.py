@@ -16,7 +16,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime.specs import GroupSpec, LayerSpec
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
-from ep_runtime_server.pacing import paced
+from ep_runtime_server.base.pacing import paced
 
 MAX_REPLACED = 1024
 

@@ -15,19 +15,11 @@ import setproctitle
 
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
-from ep_runtime_server import (
-    cluster_config,
-    config,
-    events,
-    failpoints,
-    host_memory,
-    limits,
-    quotas,
-    systemd,
-)
+from ep_runtime_server import cluster_config, config, host_memory, quotas
+from ep_runtime_server.base import events, failpoints, limits, systemd
+from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
-from ep_runtime_server.log_writer import LogWriter
 from ep_runtime_server.quotas import UserLimits
 
 PROCESS_TITLE = "ep-runtimed"
@@ -128,8 +120,8 @@ def _user_limits(arguments: argparse.Namespace, max_host_bytes: int, *, others: 
             f"--max-retain-s must be 0 to {1 << 31} s, got {arguments.max_retain_s}",
             argument="--max-retain-s",
         )
-    limits = {name: value for name, value in given.items() if value}
-    return UserLimits(**limits, retain_s=arguments.max_retain_s, shared=others)
+    stated = {name: value for name, value in given.items() if value}
+    return UserLimits(**stated, retain_s=arguments.max_retain_s, shared=others)
 
 
 def _size(text: str | None) -> int | None:

@@ -16,11 +16,12 @@ from typing import Any
 
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime.v1 import node_service_pb2 as pb
-from ep_runtime_server import limits, node_wire
-from ep_runtime_server.clock import Clock
+from ep_runtime_server import node_wire
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.cluster_config import Endpoint
 from ep_runtime_server.cluster_facts import ClusterFacts
-from ep_runtime_server.events import EventLog
 from ep_runtime_server.node_identity import NodeIdentity
 from ep_runtime_server.nodes import Node, NodeState
 from ep_runtime_server.peers import Peers

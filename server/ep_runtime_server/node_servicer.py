@@ -12,10 +12,11 @@ from ep_runtime.errors import PermissionDeniedError, StaleHandleError
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2_grpc
-from ep_runtime_server import limits, node_wire, view_wire
+from ep_runtime_server import node_wire, view_wire
 from ep_runtime_server.assembly import Assemblies
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.claims import checked_wait
-from ep_runtime_server.clock import Clock
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.nodes import Nodes
 from ep_runtime_server.spanning import Spanning

@@ -16,11 +16,11 @@ from ep_runtime.errors import (
     StaleHandleError,
     VersionSkewError,
 )
-from ep_runtime_server import limits
-from ep_runtime_server.clock import Clock
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.cluster_config import Endpoint
 from ep_runtime_server.cluster_facts import ClusterFacts
-from ep_runtime_server.events import EventLog
 from ep_runtime_server.node_identity import NodeIdentity, fact_of_identity, identity_of_fact
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from ep_runtime.errors import InvalidArgumentError, SessionFencedError
-from ep_runtime_server.clock import Clock
-from ep_runtime_server.limits import OPERATION_LIFE_S
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.limits import OPERATION_LIFE_S
 
 MAX_OP_ID_BYTES = 64
 # Answers kept of one session, the youngest; a retry comes within seconds.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_server.pacing import paced
+from ep_runtime_server.base.pacing import paced
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000

@@ -12,8 +12,8 @@ from google.protobuf import message_factory
 from ep_runtime import wire
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2
-from ep_runtime_server import limits
-from ep_runtime_server.clock import Clock
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.cluster_config import Tls
 from ep_runtime_server.seal import Seal
 

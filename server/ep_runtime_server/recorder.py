@@ -13,8 +13,8 @@ from typing import Any
 
 from ep_runtime.errors import PoolExhaustedError
 from ep_runtime_server import records
-from ep_runtime_server.clock import Clock
-from ep_runtime_server.events import EventLog
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord

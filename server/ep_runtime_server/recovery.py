@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from ep_runtime import board
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime_server import record_shapes, records
-from ep_runtime_server.clock import Clock
-from ep_runtime_server.events import EventLog
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord

@@ -22,10 +22,10 @@ from ep_runtime.errors import (
     SessionFencedError,
 )
 from ep_runtime.text import check_printable
-from ep_runtime_server import limits
-from ep_runtime_server.clock import Clock
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.credentials import Peer, open_process, process_start_s
-from ep_runtime_server.events import EventLog
 
 MAX_QUEUED_EVENTS = 1000
 

@@ -23,14 +23,14 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime.specs import NODE_TRANSPORTS
-from ep_runtime_server import limits
 from ep_runtime_server.assembly import GroupView, NodeClaim, Outcome
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.coordination import Coordination
-from ep_runtime_server.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State, Trigger
 from ep_runtime_server.groups import GroupRecord, RemoteMember
-from ep_runtime_server.supervision import tell_failure
 from ep_runtime_server.windows import Owner
 
 # (node, owner, epoch, lost ranks, left ranks) to that node's daemon.

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 
 from ep_runtime import nccl
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
-from ep_runtime_server.clock import Clock
-from ep_runtime_server.events import EventLog
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.id_process import IdProcess, UniqueIds

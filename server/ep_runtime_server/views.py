@@ -13,9 +13,9 @@ from ep_runtime.board_records import HandleRecord, RankRecord
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import types_pb2
 from ep_runtime.wire import RegisteredLayer
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.events import Event
 from ep_runtime_server.buffers import Buffer
-from ep_runtime_server.clock import Clock
-from ep_runtime_server.events import Event
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.lateness import LateRank, late_in, rank_record

@@ -16,7 +16,7 @@ from raw_client import make_spec
 
 from ep_runtime import board, board_abi, board_records, specs
 from ep_runtime_server import lateness, views
-from ep_runtime_server.clock import SystemClock
+from ep_runtime_server.base.clock import SystemClock
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.windows import Owner, WindowSet
 

@@ -14,7 +14,7 @@ from raw_jobs import LAYERS, SPEC, come_back, ready_pair
 
 from ep_runtime import errors, specs
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.journal import Journal
 
 

@@ -12,7 +12,7 @@ from cluster_places import make_certificates, tls_flags
 from harness import DaemonProcess, eventually
 from multiprocess.launch import Job
 
-from ep_runtime_server import limits
+from ep_runtime_server.base import limits
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ import pytest
 from harness import FakeClock
 from raw_client import make_spec
 
-from ep_runtime_server import limits
 from ep_runtime_server.assembly import Assemblies, NodeClaim, Outcome
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster_facts import ClusterFacts
-from ep_runtime_server.events import EventLog
-from ep_runtime_server.failpoints import Failpoints
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.windows import Owner
 

@@ -21,7 +21,7 @@ from ep_runtime.v1 import (
     node_service_pb2_grpc,
     session_service_pb2,
 )
-from ep_runtime_server import limits
+from ep_runtime_server.base import limits
 from ep_runtime_server.cluster_config import ClusterConfig, parse_endpoint
 
 # A node that lost its coordinator tries again every second at the latest.

@@ -16,7 +16,8 @@ from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, re
 
 from ep_runtime import board, errors, specs
 from ep_runtime.v1 import fd_socket_pb2
-from ep_runtime_server import devices, limits
+from ep_runtime_server import devices
+from ep_runtime_server.base import limits
 from ep_runtime_server.devices import HostDevice
 
 

@@ -15,7 +15,8 @@ from raw_client import connect, hello, make_spec, receive
 
 from ep_runtime import errors
 from ep_runtime.v1 import fd_socket_pb2, types_pb2
-from ep_runtime_server import descriptor_child, limits
+from ep_runtime_server import descriptor_child
+from ep_runtime_server.base import limits
 from ep_runtime_server.disposal import END_S
 
 LINGER_S = 2

@@ -12,7 +12,7 @@ from raw_client import make_spec
 from ep_runtime import errors
 from ep_runtime.board import PoisonReason
 from ep_runtime_server import attachment
-from ep_runtime_server.events import EventLog
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.sessions import SessionRecord, SessionState

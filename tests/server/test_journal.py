@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ep_runtime import errors
-from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.journal import Journal
 
 NO_FAILPOINTS = Failpoints()
@@ -144,7 +144,7 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path):
     "text", ["failpoint:nowhere=kill", "failpoint:rpc.before_answer=explode", "no-peer"]
 )
 def test_a_failpoint_that_does_not_exist_is_refused(text):
-    from ep_runtime_server import failpoints
+    from ep_runtime_server.base import failpoints
 
     with pytest.raises(errors.InvalidArgumentError, match="failpoint"):
         failpoints.parse(text)

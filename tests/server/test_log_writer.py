@@ -14,9 +14,9 @@ import time
 import pytest
 from harness import FakeClock, eventually
 
-from ep_runtime_server import limits
-from ep_runtime_server.events import EventLog, JsonLines
-from ep_runtime_server.log_writer import END_S, LogWriter
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.events import EventLog, JsonLines
+from ep_runtime_server.base.log_writer import END_S, LogWriter
 
 PIPE_BYTES = 4096
 MOST_S = 1.0  # for an answer

@@ -13,7 +13,7 @@ from raw_client import make_spec
 from ep_runtime import board
 from ep_runtime.specs import LayerSpec
 from ep_runtime.wire import LayerStackSpec
-from ep_runtime_server.failpoints import Failpoints
+from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.journal import Journal
 
 _ODD = [

@@ -8,7 +8,8 @@ import pytest
 from harness import FakeClock
 
 from ep_runtime.v1 import group_service_pb2, types_pb2
-from ep_runtime_server import limits, operations
+from ep_runtime_server import operations
+from ep_runtime_server.base import limits
 from ep_runtime_server.operations import Operations
 
 

@@ -13,7 +13,7 @@ from test_cluster import cluster_of, joined, link, states
 from test_spanning import all_ready, group_of, members, state
 
 from ep_runtime import errors
-from ep_runtime_server import limits
+from ep_runtime_server.base import limits
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,9 @@ from test_cluster import cluster_of, coordinates, identity, joined, joins
 from ep_runtime import errors, wire
 from ep_runtime.v1 import node_service_pb2
 from ep_runtime.v1.node_service_pb2_grpc import NodeServiceStub
-from ep_runtime_server import limits, view_wire
+from ep_runtime_server import view_wire
 from ep_runtime_server.assembly import NodeClaim
+from ep_runtime_server.base import limits
 from ep_runtime_server.windows import Owner
 
 

@@ -14,7 +14,7 @@ from spanning import TOLD_S, all_ready, group_of, members, spec_of, state
 from test_cluster import cluster_of, joined, link
 
 from ep_runtime import errors
-from ep_runtime_server import limits
+from ep_runtime_server.base import limits
 
 
 @pytest.fixture

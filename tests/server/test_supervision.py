@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from harness import FakeClock, eventually
 
-from ep_runtime_server import supervision
-from ep_runtime_server.events import EventLog
-from ep_runtime_server.loop_lag import LoopLag
-from ep_runtime_server.supervision import Supervisor
+from ep_runtime_server.base import supervision
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.loop_lag import LoopLag
+from ep_runtime_server.base.supervision import Supervisor
 
 
 @pytest.fixture

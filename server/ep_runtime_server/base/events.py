@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ep_runtime_server.clock import Clock
-from ep_runtime_server.event_file import EventFile
-from ep_runtime_server.log_writer import LogWriter
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.event_file import EventFile
+from ep_runtime_server.base.log_writer import LogWriter
 
 MAX_EVENTS_PER_RING = 2000
 MAX_RINGS = 32

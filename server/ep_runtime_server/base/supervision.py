@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ep_runtime_server.events import EventLog
+from ep_runtime_server.base.events import EventLog
 
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
