@@ -21,7 +21,7 @@ from raw_client import WAIT_S, Client, Process, Stubs, new_op_id
 
 from ep_runtime import wire
 from ep_runtime.v1 import admin_service_pb2, group_service_pb2, session_service_pb2
-from ep_runtime_server import credentials
+from ep_runtime_server.callers import credentials
 from ep_runtime_server.daemon import Daemon
 
 

@@ -17,10 +17,10 @@ from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
 from ep_runtime_server import host_memory, views
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.paging import page
 from ep_runtime_server.runtime import Runtime
-from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.windows import WindowState
 
 Context = grpc.aio.ServicerContext

@@ -14,9 +14,9 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime_server.buffers import Buffer
+from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.group_fsm import State, Trigger
 from ep_runtime_server.groups import GroupRecord, wait_until
-from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.tickets import TicketBook
 
 

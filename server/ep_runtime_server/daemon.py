@@ -23,16 +23,17 @@ from ep_runtime.v1 import (
     nccl_service_pb2_grpc,
     session_service_pb2_grpc,
 )
-from ep_runtime_server import credentials
 from ep_runtime_server.admin_servicer import AdminServicer
-from ep_runtime_server.admission import Admission
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock, SystemClock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
+from ep_runtime_server.callers import credentials
+from ep_runtime_server.callers.admission import Admission
+from ep_runtime_server.callers.credentials import Peer
+from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
-from ep_runtime_server.credentials import Peer
 from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.directory import (
     CLUSTER_FILE,
@@ -55,7 +56,6 @@ from ep_runtime_server.nccl_servicer import NcclServicer
 from ep_runtime_server.reading_servicer import ReadingServicer, SessionReadingServicer
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.session_servicer import SessionServicer
-from ep_runtime_server.turns import Turns
 
 # Streams of a stopped server get that long to read their last event.
 STOP_GRACE_S = 0.5

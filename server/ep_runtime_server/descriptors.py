@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server import descriptor_child
+from ep_runtime_server.callers.turns import FairQueue
 from ep_runtime_server.disposal import END_S, start_child
-from ep_runtime_server.turns import FairQueue
 
 LOOK_S = 5.0
 

@@ -19,11 +19,11 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.base.supervision import tell_failure
+from ep_runtime_server.callers.quotas import Quotas
+from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.group_fsm import State, Trigger
 from ep_runtime_server.group_memory import get_windows
 from ep_runtime_server.groups import GroupRecord, wait_until
-from ep_runtime_server.quotas import Quotas
-from ep_runtime_server.sessions import SessionRecord, SessionState
 from ep_runtime_server.windows import Owner, WindowPool
 
 

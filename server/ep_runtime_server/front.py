@@ -15,12 +15,12 @@ import socket
 from collections.abc import Callable
 
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError
-from ep_runtime_server import credentials
 from ep_runtime_server.base import limits
-from ep_runtime_server.credentials import Peer
+from ep_runtime_server.callers import credentials
+from ep_runtime_server.callers.credentials import Peer
+from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
-from ep_runtime_server.turns import Turns
 
 LISTEN_BACKLOG = 512
 _PART_BYTES = 64 << 10

@@ -22,9 +22,9 @@ from ep_runtime.errors import (
     InvalidArgumentError,
     SessionFencedError,
 )
-from ep_runtime_server.admission import Admission, AdmittedCall
+from ep_runtime_server.callers.admission import Admission, AdmittedCall
+from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.seal import Seal
-from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState
 
 _SERVICE = "/ep_runtime.v1."
 _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"

@@ -15,11 +15,11 @@ from ep_runtime.errors import PoolExhaustedError
 from ep_runtime_server import records
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.callers.sessions import SessionRecord, Sessions
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.journal import Encoded, Journal, Record, encoded
-from ep_runtime_server.sessions import SessionRecord, Sessions
 from ep_runtime_server.windows import WindowPool, WindowSet
 
 BOOT, GENERATION, WORD_COUNTS_UNTIL = "boot", "generation", "word_counts_until_s"

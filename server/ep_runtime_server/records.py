@@ -11,9 +11,9 @@ from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
 from ep_runtime.wire import RegisteredLayer, group_spec_to_proto
 from ep_runtime_server import record_shapes
 from ep_runtime_server.buffers import Buffer
+from ep_runtime_server.callers.sessions import LIVE, SessionRecord, SessionState
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupMember, GroupRecord, RemoteMember
-from ep_runtime_server.sessions import LIVE, SessionRecord, SessionState
 from ep_runtime_server.windows import Owner, WindowSet, WindowState
 
 

@@ -17,6 +17,7 @@ from ep_runtime.errors import EpRuntimeError
 from ep_runtime_server import record_shapes, records
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
@@ -31,7 +32,6 @@ from ep_runtime_server.recorder import (
     WORD_COUNTS_UNTIL,
     boot_id,
 )
-from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
 
 _Item = TypeVar("_Item")

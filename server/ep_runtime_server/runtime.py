@@ -24,6 +24,9 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.base.loop_lag import LoopLag
 from ep_runtime_server.base.supervision import Supervisor
+from ep_runtime_server.callers.operations import Operations
+from ep_runtime_server.callers.quotas import Quotas, Usage
+from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState, check_labels
 from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.cuda_device import Gpus
@@ -34,12 +37,9 @@ from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.lateness import LateRanks
-from ep_runtime_server.operations import Operations
-from ep_runtime_server.quotas import Quotas, Usage
 from ep_runtime_server.recorder import Recorder
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.rejoin import Rejoin
-from ep_runtime_server.sessions import SessionRecord, Sessions, SessionState, check_labels
 from ep_runtime_server.tickets import TicketBook
 from ep_runtime_server.unique_ids import UniqueIdBook
 from ep_runtime_server.windows import Owner, WindowPool

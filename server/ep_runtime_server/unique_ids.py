@@ -16,10 +16,10 @@ from ep_runtime import nccl
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.id_process import IdProcess, UniqueIds
-from ep_runtime_server.sessions import SessionRecord
 from ep_runtime_server.windows import Owner
 
 # How long ranks may take to join; a client waits less.

@@ -19,9 +19,9 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.buffers import Buffer
+from ep_runtime_server.callers.quotas import Quotas
 from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.devices import Device
-from ep_runtime_server.quotas import Quotas
 from ep_runtime_server.window_sets import Owner, WindowSet, WindowState, buffer_label
 
 __all__ = ["Owner", "WindowPool", "WindowSet", "WindowState"]

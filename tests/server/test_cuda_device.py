@@ -14,6 +14,7 @@ from raw_client import close_fds, make_spec
 
 from ep_runtime import board, errors, specs
 from ep_runtime.v1 import types_pb2
+from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.cuda_device import (
     BindingsDriver,
     CudaDevice,
@@ -22,7 +23,6 @@ from ep_runtime_server.cuda_device import (
     Gpus,
     uuid_text,
 )
-from ep_runtime_server.quotas import UserLimits
 
 GRANULARITY = 2 << 20
 GPU_BYTES = 64 << 20

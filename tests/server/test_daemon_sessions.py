@@ -16,8 +16,8 @@ from raw_client import WAIT_S, hello, make_spec, redeem
 
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2, session_service_pb2
-from ep_runtime_server import credentials
-from ep_runtime_server.quotas import UserLimits
+from ep_runtime_server.callers import credentials
+from ep_runtime_server.callers.quotas import UserLimits
 
 
 def heartbeat(client, progress=0):

@@ -11,9 +11,9 @@ from raw_client import connect, receive
 
 from ep_runtime import errors
 from ep_runtime.v1 import fd_socket_pb2
-from ep_runtime_server import credentials
 from ep_runtime_server.base import event_file, events
 from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.callers import credentials
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from ep_runtime import errors
 from ep_runtime.board import PoisonReason
 from ep_runtime_server import attachment
 from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
-from ep_runtime_server.sessions import SessionRecord, SessionState
 from ep_runtime_server.tickets import TicketBook
 from ep_runtime_server.windows import WindowPool, WindowState
 

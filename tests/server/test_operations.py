@@ -8,9 +8,9 @@ import pytest
 from harness import FakeClock
 
 from ep_runtime.v1 import group_service_pb2, types_pb2
-from ep_runtime_server import operations
 from ep_runtime_server.base import limits
-from ep_runtime_server.operations import Operations
+from ep_runtime_server.callers import operations
+from ep_runtime_server.callers.operations import Operations
 
 
 def answer(size: int) -> group_service_pb2.CreateGroupResponse:

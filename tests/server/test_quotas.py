@@ -8,8 +8,9 @@ from raw_client import close_fds, make_spec
 
 from ep_runtime import board, errors
 from ep_runtime.specs import LayerSpec
-from ep_runtime_server import credentials, main
-from ep_runtime_server.quotas import UserLimits
+from ep_runtime_server import main
+from ep_runtime_server.callers import credentials
+from ep_runtime_server.callers.quotas import UserLimits
 
 OTHER_UID = 4242
 SPEC = make_spec()

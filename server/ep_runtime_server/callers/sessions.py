@@ -25,7 +25,7 @@ from ep_runtime.text import check_printable
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.credentials import Peer, open_process, process_start_s
+from ep_runtime_server.callers.credentials import Peer, open_process, process_start_s
 
 MAX_QUEUED_EVENTS = 1000
 
