@@ -29,6 +29,7 @@ from ep_runtime_server.formation import Groups
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.membership import Membership, Standing
+from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.node_identity import NodeIdentity
 from ep_runtime_server.node_servicer import NodeServicer
 from ep_runtime_server.nodes import Node, Nodes, NodeState
@@ -37,7 +38,6 @@ from ep_runtime_server.recorder import boot_id
 from ep_runtime_server.seal import Seal
 from ep_runtime_server.spanning import Spanning
 from ep_runtime_server.view_ids import ViewIds
-from ep_runtime_server.windows import Owner
 
 
 class Cluster:

@@ -11,7 +11,7 @@ from ep_runtime_server.base.limits import DEFAULT_DRAIN_S, DEFAULT_RECOVERY_S
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.cluster_config import ClusterConfig
-from ep_runtime_server.host_memory import available_bytes
+from ep_runtime_server.memory.host_memory import available_bytes
 
 
 @dataclasses.dataclass(frozen=True)

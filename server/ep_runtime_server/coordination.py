@@ -13,8 +13,8 @@ from ep_runtime_server.assembly import Assemblies, GroupView, NodeClaim, Outcome
 from ep_runtime_server.base import limits
 from ep_runtime_server.id_process import MAKE_S, UniqueIds
 from ep_runtime_server.membership import Membership
+from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.view_ids import ViewIds
-from ep_runtime_server.windows import Owner
 
 
 class Coordination(Protocol):

@@ -34,7 +34,6 @@ from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
-from ep_runtime_server.cuda_device import Gpus
 from ep_runtime_server.directory import (
     CLUSTER_FILE,
     EVENTS_FILE,
@@ -44,7 +43,6 @@ from ep_runtime_server.directory import (
 )
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.fd_server import FdServer
-from ep_runtime_server.fd_store import FdStore
 from ep_runtime_server.front import Front
 from ep_runtime_server.group_servicer import GroupServicer
 from ep_runtime_server.grpc_server import make_server
@@ -52,6 +50,8 @@ from ep_runtime_server.health_servicer import HealthServicer
 from ep_runtime_server.interceptor import RpcPolicy
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.layer_servicer import LayerServicer
+from ep_runtime_server.memory.cuda_device import Gpus
+from ep_runtime_server.memory.fd_store import FdStore
 from ep_runtime_server.nccl_servicer import NcclServicer
 from ep_runtime_server.reading_servicer import ReadingServicer, SessionReadingServicer
 from ep_runtime_server.runtime import Runtime

@@ -24,7 +24,7 @@ from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.group_fsm import State, Trigger
 from ep_runtime_server.group_memory import get_windows
 from ep_runtime_server.groups import GroupRecord, wait_until
-from ep_runtime_server.windows import Owner, WindowPool
+from ep_runtime_server.memory.windows import Owner, WindowPool
 
 
 class Groups:

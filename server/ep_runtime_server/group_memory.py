@@ -5,7 +5,7 @@ from __future__ import annotations
 from ep_runtime.errors import StaleHandleError
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.groups import GroupRecord
-from ep_runtime_server.windows import WindowPool
+from ep_runtime_server.memory.windows import WindowPool
 
 
 async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) -> None:

@@ -20,7 +20,7 @@ from ep_runtime.v1 import session_service_pb2, types_pb2
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.group_fsm import State, Trigger, next_state
 from ep_runtime_server.layers import LayerTable
-from ep_runtime_server.windows import Owner, WindowSet
+from ep_runtime_server.memory.windows import Owner, WindowSet
 
 
 @dataclasses.dataclass(eq=False)

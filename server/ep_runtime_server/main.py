@@ -15,13 +15,14 @@ import setproctitle
 
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
-from ep_runtime_server import cluster_config, config, host_memory
+from ep_runtime_server import cluster_config, config
 from ep_runtime_server.base import events, failpoints, limits, systemd
 from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.callers import quotas
 from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
+from ep_runtime_server.memory import host_memory
 
 PROCESS_TITLE = "ep-runtimed"
 

@@ -20,7 +20,7 @@ from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.journal import Encoded, Journal, Record, encoded
-from ep_runtime_server.windows import WindowPool, WindowSet
+from ep_runtime_server.memory.windows import WindowPool, WindowSet
 
 BOOT, GENERATION, WORD_COUNTS_UNTIL = "boot", "generation", "word_counts_until_s"
 SESSION, GROUP, LAYERS, WINDOWS = "session/", "group/", "layers/", "windows/"

@@ -21,6 +21,7 @@ from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionS
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, WindowState
 from ep_runtime_server.record_shapes import Shape
 from ep_runtime_server.recorder import (
     BOOT,
@@ -32,7 +33,6 @@ from ep_runtime_server.recorder import (
     WORD_COUNTS_UNTIL,
     boot_id,
 )
-from ep_runtime_server.windows import Owner, WindowPool, WindowSet, WindowState
 
 _Item = TypeVar("_Item")
 

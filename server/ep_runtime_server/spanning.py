@@ -31,7 +31,7 @@ from ep_runtime_server.coordination import Coordination
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State, Trigger
 from ep_runtime_server.groups import GroupRecord, RemoteMember
-from ep_runtime_server.windows import Owner
+from ep_runtime_server.memory.windows import Owner
 
 # (node, owner, epoch, lost ranks, left ranks) to that node's daemon.
 Teller = Callable[[str, Owner, int, list[int], list[int]], Awaitable[None]]

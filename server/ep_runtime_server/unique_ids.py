@@ -20,7 +20,7 @@ from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.id_process import IdProcess, UniqueIds
-from ep_runtime_server.windows import Owner
+from ep_runtime_server.memory.windows import Owner
 
 # How long ranks may take to join; a client waits less.
 JOIN_S = 600.0

@@ -10,7 +10,7 @@ from ep_runtime.specs import GroupSpec, check_name
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.assembly import GroupView, NodeClaim, ViewMember
 from ep_runtime_server.cluster_config import check_node_name
-from ep_runtime_server.windows import Owner
+from ep_runtime_server.memory.windows import Owner
 
 
 def key_to_proto(owner: Owner) -> pb.GroupKey:

@@ -15,16 +15,16 @@ from ep_runtime.v1 import types_pb2
 from ep_runtime.wire import RegisteredLayer
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import Event
-from ep_runtime_server.buffers import Buffer
 from ep_runtime_server.callers.quotas import Usage, UserLimits
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.group_fsm import State
 from ep_runtime_server.groups import GroupRecord
 from ep_runtime_server.lateness import LateRank, late_in, rank_record
 from ep_runtime_server.layers import Handle
+from ep_runtime_server.memory.buffers import Buffer
+from ep_runtime_server.memory.windows import WindowSet, WindowState
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.runtime import Runtime
-from ep_runtime_server.windows import WindowSet, WindowState
 
 _BUFFER_STATES = {
     WindowState.LEASED: pb.BUFFER_STATE_LEASED,

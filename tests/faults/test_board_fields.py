@@ -18,7 +18,7 @@ from ep_runtime import board, board_abi, board_records, specs
 from ep_runtime_server import lateness, views
 from ep_runtime_server.base.clock import SystemClock
 from ep_runtime_server.groups import GroupRecord
-from ep_runtime_server.windows import Owner, WindowSet
+from ep_runtime_server.memory.windows import Owner, WindowSet
 
 
 def fields_of_every_part(spec):

@@ -13,7 +13,7 @@ from raw_client import make_spec
 from raw_jobs import SPEC, come_back, ready_pair
 
 from ep_runtime import board, errors, specs
-from ep_runtime_server import devices
+from ep_runtime_server.memory import devices
 
 # A directory may be new because it was wiped: for a while the first daemon on it takes the word of
 # processes, and so does the next one.

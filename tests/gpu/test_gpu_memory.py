@@ -13,7 +13,7 @@ from gpu.jobs.layouts import TRIAL
 
 import ep_runtime as ep
 from ep_runtime_server import descriptor_child
-from ep_runtime_server.cuda_device import BindingsDriver
+from ep_runtime_server.memory.cuda_device import BindingsDriver
 
 _HELD_BYTES = 32 << 30
 _HIDDEN = 16384

@@ -14,7 +14,7 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.journal import Journal
-from ep_runtime_server.windows import Owner
+from ep_runtime_server.memory.windows import Owner
 
 OWNER = Owner(7, "job", "moe")
 SPEC = make_spec(ranks=2, transport="xla")

@@ -15,7 +15,7 @@ from raw_client import close_fds, make_spec
 from ep_runtime import board, errors, specs
 from ep_runtime.v1 import types_pb2
 from ep_runtime_server.callers.quotas import UserLimits
-from ep_runtime_server.cuda_device import (
+from ep_runtime_server.memory.cuda_device import (
     BindingsDriver,
     CudaDevice,
     DriverError,

@@ -16,9 +16,9 @@ from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, re
 
 from ep_runtime import board, errors, specs
 from ep_runtime.v1 import fd_socket_pb2
-from ep_runtime_server import devices
 from ep_runtime_server.base import limits
-from ep_runtime_server.devices import HostDevice
+from ep_runtime_server.memory import devices
+from ep_runtime_server.memory.devices import HostDevice
 
 
 def size_of(spec) -> int:

@@ -16,8 +16,8 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.formation import Groups
 from ep_runtime_server.group_fsm import State
+from ep_runtime_server.memory.windows import WindowPool, WindowState
 from ep_runtime_server.tickets import TicketBook
-from ep_runtime_server.windows import WindowPool, WindowState
 
 OPERATIONS = 2500
 SPECS = [

@@ -15,7 +15,7 @@ from ep_runtime.v1.node_service_pb2_grpc import NodeServiceStub
 from ep_runtime_server import view_wire
 from ep_runtime_server.assembly import NodeClaim
 from ep_runtime_server.base import limits
-from ep_runtime_server.windows import Owner
+from ep_runtime_server.memory.windows import Owner
 
 
 def test_a_group_forms_over_two_nodes_under_one_view(nodes, pool):

@@ -9,7 +9,7 @@ import os
 from typing import Protocol
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
-from ep_runtime_server.host_memory import available_bytes
+from ep_runtime_server.memory.host_memory import available_bytes
 
 # Linux fcntl.h; the fcntl module has them from Python 3.8 on, typeshed on Linux only.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

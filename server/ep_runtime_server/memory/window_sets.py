@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ep_runtime import board
 from ep_runtime.specs import GroupSpec
-from ep_runtime_server.buffers import Buffer
-from ep_runtime_server.devices import Allocation, Device
+from ep_runtime_server.memory.buffers import Buffer
+from ep_runtime_server.memory.devices import Allocation, Device
 
 
 class WindowState(enum.Enum):

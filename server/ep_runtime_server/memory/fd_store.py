@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 
 from ep_runtime_server.base import systemd
-from ep_runtime_server.windows import WindowSet, WindowState
+from ep_runtime_server.memory.windows import WindowSet, WindowState
 
 _PREFIX = "ep-"
 _BOARD = "board"

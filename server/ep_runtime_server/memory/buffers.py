@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ep_runtime_server.devices import Allocation
+from ep_runtime_server.memory.devices import Allocation
 
 
 @dataclasses.dataclass
