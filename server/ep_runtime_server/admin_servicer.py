@@ -18,7 +18,7 @@ from ep_runtime_server import views
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory import host_memory
 from ep_runtime_server.memory.windows import WindowState
 from ep_runtime_server.paging import page

@@ -25,8 +25,8 @@ from ep_runtime_server.base.supervision import Supervisor
 from ep_runtime_server.cluster_config import ClusterConfig, Endpoint, local_address_towards
 from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.coordination import Coordination, OwnCoordination, RemoteCoordination
-from ep_runtime_server.formation import Groups
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal import Journal
 from ep_runtime_server.membership import Membership, Standing
 from ep_runtime_server.memory.windows import Owner

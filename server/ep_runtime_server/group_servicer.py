@@ -9,10 +9,11 @@ import grpc
 from ep_runtime import wire
 from ep_runtime.v1 import group_service_pb2 as pb
 from ep_runtime.v1 import group_service_pb2_grpc as pb_grpc
-from ep_runtime_server import attachment, views
+from ep_runtime_server import views
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.pacing import paced
-from ep_runtime_server.claims import (
+from ep_runtime_server.groups import attachment
+from ep_runtime_server.groups.claims import (
     check_layer_count,
     check_new_spec,
     check_spec,

@@ -12,7 +12,7 @@ from ep_runtime.v1 import layer_service_pb2_grpc as pb_grpc
 from ep_runtime.v1 import types_pb2
 from ep_runtime_server import registration
 from ep_runtime_server.base.pacing import paced
-from ep_runtime_server.claims import check_layer_count
+from ep_runtime_server.groups.claims import check_layer_count
 from ep_runtime_server.interceptor import current_session
 from ep_runtime_server.paging import page
 from ep_runtime_server.runtime import Runtime

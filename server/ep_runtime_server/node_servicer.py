@@ -16,8 +16,8 @@ from ep_runtime_server import node_wire, view_wire
 from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
-from ep_runtime_server.claims import checked_wait
 from ep_runtime_server.cluster_facts import ClusterFacts
+from ep_runtime_server.groups.claims import checked_wait
 from ep_runtime_server.nodes import Nodes
 from ep_runtime_server.spanning import Spanning
 from ep_runtime_server.view_ids import ViewIds

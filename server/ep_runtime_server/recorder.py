@@ -16,9 +16,9 @@ from ep_runtime_server import records
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions
-from ep_runtime_server.formation import Groups
-from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.fsm import State
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal import Encoded, Journal, Record, encoded
 from ep_runtime_server.memory.windows import WindowPool, WindowSet
 

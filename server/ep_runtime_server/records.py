@@ -11,8 +11,8 @@ from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
 from ep_runtime.wire import RegisteredLayer, group_spec_to_proto
 from ep_runtime_server import record_shapes
 from ep_runtime_server.callers.sessions import LIVE, SessionRecord, SessionState
-from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import GroupMember, GroupRecord, RemoteMember
+from ep_runtime_server.groups.fsm import State
+from ep_runtime_server.groups.record import GroupMember, GroupRecord, RemoteMember
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.windows import Owner, WindowSet, WindowState
 

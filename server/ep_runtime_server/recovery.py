@@ -18,9 +18,9 @@ from ep_runtime_server import record_shapes, records
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
-from ep_runtime_server.formation import Groups
-from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.fsm import State
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, WindowState
 from ep_runtime_server.record_shapes import Shape
 from ep_runtime_server.recorder import (

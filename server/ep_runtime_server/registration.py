@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ep_runtime.specs import LayerSpec
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.record import GroupRecord
 
 if TYPE_CHECKING:
     from ep_runtime_server.runtime import Runtime

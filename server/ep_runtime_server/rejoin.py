@@ -15,9 +15,9 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import RegisteredLayer
 from ep_runtime_server import record_shapes
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.formation import Groups
-from ep_runtime_server.group_fsm import State, Trigger
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.fsm import State, Trigger
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.devices import Allocation, HostDevice, is_memfd
 from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, WindowState

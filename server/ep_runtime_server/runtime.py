@@ -29,11 +29,12 @@ from ep_runtime_server.callers.quotas import Quotas, Usage
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState, check_labels
 from ep_runtime_server.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
-from ep_runtime_server.formation import Groups
-from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.fsm import State
+from ep_runtime_server.groups.lateness import LateRanks
+from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.groups.tickets import TicketBook
 from ep_runtime_server.journal import Journal
-from ep_runtime_server.lateness import LateRanks
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.devices import HostDevice
 from ep_runtime_server.memory.fd_store import FdStore, by_set, stored_name
@@ -41,7 +42,6 @@ from ep_runtime_server.memory.windows import Owner, WindowPool
 from ep_runtime_server.recorder import Recorder
 from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.rejoin import Rejoin
-from ep_runtime_server.tickets import TicketBook
 from ep_runtime_server.unique_ids import UniqueIdBook
 
 # RPCs whose answer promises something that a restarted daemon must know.

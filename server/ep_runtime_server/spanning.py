@@ -28,9 +28,9 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.coordination import Coordination
-from ep_runtime_server.formation import Groups
-from ep_runtime_server.group_fsm import State, Trigger
-from ep_runtime_server.groups import GroupRecord, RemoteMember
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.fsm import State, Trigger
+from ep_runtime_server.groups.record import GroupRecord, RemoteMember
 from ep_runtime_server.memory.windows import Owner
 
 # (node, owner, epoch, lost ranks, left ranks) to that node's daemon.

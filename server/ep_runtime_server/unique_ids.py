@@ -17,8 +17,8 @@ from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHand
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.fsm import State
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.id_process import IdProcess, UniqueIds
 from ep_runtime_server.memory.windows import Owner
 

@@ -17,10 +17,10 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import Event
 from ep_runtime_server.callers.quotas import Usage, UserLimits
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.group_fsm import State
-from ep_runtime_server.groups import GroupRecord
-from ep_runtime_server.lateness import LateRank, late_in, rank_record
-from ep_runtime_server.layers import Handle
+from ep_runtime_server.groups.fsm import State
+from ep_runtime_server.groups.lateness import LateRank, late_in, rank_record
+from ep_runtime_server.groups.layers import Handle
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.windows import WindowSet, WindowState
 from ep_runtime_server.recovery import Recovery

@@ -12,8 +12,8 @@ from ep_runtime import board, errors, specs, wire
 from ep_runtime.specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2
 from ep_runtime.wire import LayerStackSpec
-from ep_runtime_server import layers
-from ep_runtime_server.layers import LayerTable
+from ep_runtime_server.groups import layers
+from ep_runtime_server.groups.layers import LayerTable
 
 
 def get(client, name):

@@ -11,13 +11,13 @@ from raw_client import make_spec
 
 from ep_runtime import errors
 from ep_runtime.board import PoisonReason
-from ep_runtime_server import attachment
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
-from ep_runtime_server.formation import Groups
-from ep_runtime_server.group_fsm import State
+from ep_runtime_server.groups import attachment
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.fsm import State
+from ep_runtime_server.groups.tickets import TicketBook
 from ep_runtime_server.memory.windows import WindowPool, WindowState
-from ep_runtime_server.tickets import TicketBook
 
 OPERATIONS = 2500
 SPECS = [

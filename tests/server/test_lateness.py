@@ -15,7 +15,7 @@ from raw_client import make_spec
 
 from ep_runtime import board, specs
 from ep_runtime.board_abi import OpCode, RankRecordStruct, RankState
-from ep_runtime_server import lateness
+from ep_runtime_server.groups import lateness
 
 
 class Board:

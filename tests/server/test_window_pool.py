@@ -13,7 +13,7 @@ from raw_client import WAIT_S, make_spec
 from ep_runtime import board, errors
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
-from ep_runtime_server.formation import Groups
+from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.memory.windows import Owner, WindowPool, WindowState
 
 OWNER = Owner(0, "job", "moe")

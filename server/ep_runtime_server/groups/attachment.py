@@ -14,10 +14,10 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.group_fsm import State, Trigger
-from ep_runtime_server.groups import GroupRecord, wait_until
+from ep_runtime_server.groups.fsm import State, Trigger
+from ep_runtime_server.groups.record import GroupRecord, wait_until
+from ep_runtime_server.groups.tickets import TicketBook
 from ep_runtime_server.memory.buffers import Buffer
-from ep_runtime_server.tickets import TicketBook
 
 
 @dataclasses.dataclass(frozen=True)

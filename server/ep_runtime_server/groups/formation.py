@@ -21,9 +21,9 @@ from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.callers.quotas import Quotas
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
-from ep_runtime_server.group_fsm import State, Trigger
-from ep_runtime_server.group_memory import get_windows
-from ep_runtime_server.groups import GroupRecord, wait_until
+from ep_runtime_server.groups.allocation import get_windows
+from ep_runtime_server.groups.fsm import State, Trigger
+from ep_runtime_server.groups.record import GroupRecord, wait_until
 from ep_runtime_server.memory.windows import Owner, WindowPool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ep_runtime.errors import StaleHandleError
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.windows import WindowPool
 
 

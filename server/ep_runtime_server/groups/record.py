@@ -18,8 +18,8 @@ from ep_runtime.errors import (
 from ep_runtime.specs import NODE_TRANSPORTS, GroupSpec
 from ep_runtime.v1 import session_service_pb2, types_pb2
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.group_fsm import State, Trigger, next_state
-from ep_runtime_server.layers import LayerTable
+from ep_runtime_server.groups.fsm import State, Trigger, next_state
+from ep_runtime_server.groups.layers import LayerTable
 from ep_runtime_server.memory.windows import Owner, WindowSet
 
 

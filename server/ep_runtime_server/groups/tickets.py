@@ -9,7 +9,7 @@ from ep_runtime.errors import PermissionDeniedError
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.limits import TICKET_LIFE_S
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.groups import GroupRecord
+from ep_runtime_server.groups.record import GroupRecord
 
 MAX_TICKETS_PER_SESSION = 64
 

@@ -18,8 +18,8 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.limits import LATE_AFTER_S
 from ep_runtime_server.base.pacing import paced
-from ep_runtime_server.formation import Groups
-from ep_runtime_server.groups import GroupMember, GroupRecord
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.record import GroupMember, GroupRecord
 
 LOOK_EVERY_S = 1.0
 MAX_NAMED_WAITERS = 16
