@@ -27,14 +27,14 @@ from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.coordination import Coordination, OwnCoordination, RemoteCoordination
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.record import GroupRecord
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
+from ep_runtime_server.journal.recorder import boot_id
 from ep_runtime_server.membership import Membership, Standing
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.node_identity import NodeIdentity
 from ep_runtime_server.node_servicer import NodeServicer
 from ep_runtime_server.nodes import Node, Nodes, NodeState
 from ep_runtime_server.peers import Peers
-from ep_runtime_server.recorder import boot_id
 from ep_runtime_server.seal import Seal
 from ep_runtime_server.spanning import Spanning
 from ep_runtime_server.view_ids import ViewIds

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.node_identity import is_identity
 
 _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"

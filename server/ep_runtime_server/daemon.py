@@ -48,7 +48,7 @@ from ep_runtime_server.group_servicer import GroupServicer
 from ep_runtime_server.grpc_server import make_server
 from ep_runtime_server.health_servicer import HealthServicer
 from ep_runtime_server.interceptor import RpcPolicy
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.layer_servicer import LayerServicer
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.fd_store import FdStore

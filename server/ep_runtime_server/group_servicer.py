@@ -22,7 +22,7 @@ from ep_runtime_server.groups.claims import (
     checked_wait,
 )
 from ep_runtime_server.interceptor import current_session
-from ep_runtime_server.rejoin import Holding
+from ep_runtime_server.journal.rejoin import Holding
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext

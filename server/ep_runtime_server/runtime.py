@@ -34,14 +34,14 @@ from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.lateness import LateRanks
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.groups.tickets import TicketBook
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
+from ep_runtime_server.journal.recorder import Recorder
+from ep_runtime_server.journal.recovery import Recovery
+from ep_runtime_server.journal.rejoin import Rejoin
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.devices import HostDevice
 from ep_runtime_server.memory.fd_store import FdStore, by_set, stored_name
 from ep_runtime_server.memory.windows import Owner, WindowPool
-from ep_runtime_server.recorder import Recorder
-from ep_runtime_server.recovery import Recovery
-from ep_runtime_server.rejoin import Rejoin
 from ep_runtime_server.unique_ids import UniqueIdBook
 
 # RPCs whose answer promises something that a restarted daemon must know.

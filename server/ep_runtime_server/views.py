@@ -21,9 +21,9 @@ from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.lateness import LateRank, late_in, rank_record
 from ep_runtime_server.groups.layers import Handle
 from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.journal.recovery import Recovery
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.windows import WindowSet, WindowState
-from ep_runtime_server.recovery import Recovery
 from ep_runtime_server.runtime import Runtime
 
 _BUFFER_STATES = {

@@ -15,7 +15,7 @@ from raw_jobs import LAYERS, SPEC, come_back, ready_pair
 from ep_runtime import errors, specs
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_server.base.failpoints import Failpoints
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
 
 
 def test_groups_layers_handles_and_memory_come_back_as_they_were(daemon_process, restarted):

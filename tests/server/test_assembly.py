@@ -13,7 +13,7 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster_facts import ClusterFacts
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.windows import Owner
 
 OWNER = Owner(7, "job", "moe")

@@ -8,7 +8,7 @@ import pytest
 
 from ep_runtime import errors
 from ep_runtime_server.base.failpoints import Failpoints
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
 
 NO_FAILPOINTS = Failpoints()
 

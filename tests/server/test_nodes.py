@@ -24,7 +24,7 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster_config import Endpoint
 from ep_runtime_server.cluster_facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.node_identity import NodeIdentity
 from ep_runtime_server.node_servicer import check_certificate
 from ep_runtime_server.nodes import Nodes

@@ -14,7 +14,7 @@ from ep_runtime import board
 from ep_runtime.specs import LayerSpec
 from ep_runtime.wire import LayerStackSpec
 from ep_runtime_server.base.failpoints import Failpoints
-from ep_runtime_server.journal import Journal
+from ep_runtime_server.journal.file import Journal
 
 _ODD = [
     None,
@@ -150,7 +150,7 @@ def test_a_whole_record_that_is_no_fact_is_left_out(tmp_path, payload, monkeypat
     path = tmp_path / "journal"
     write(path, {"a": 1})
     with monkeypatch.context() as patch:
-        patch.setattr("ep_runtime_server.journal._payload", lambda record: payload)
+        patch.setattr("ep_runtime_server.journal.file._payload", lambda record: payload)
         journal = Journal(path, Failpoints())
         assert journal.append([("b", 2)])
         journal.close()

@@ -9,10 +9,10 @@ from typing import Any
 from ep_runtime import board
 from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
 from ep_runtime.wire import RegisteredLayer, group_spec_to_proto
-from ep_runtime_server import record_shapes
 from ep_runtime_server.callers.sessions import LIVE, SessionRecord, SessionState
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupMember, GroupRecord, RemoteMember
+from ep_runtime_server.journal import shapes
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.windows import Owner, WindowSet, WindowState
 
@@ -40,7 +40,7 @@ def of_session(session: SessionRecord) -> dict[str, Any] | None:
 
 def to_session(session_id: str, value: Mapping[str, Any]) -> SessionRecord:
     """A session that was opened is SUSPECT until its process says something."""
-    record_shapes.check(value, record_shapes.SESSION)
+    shapes.check(value, shapes.SESSION)
     fields = dict(value)
     state = SessionState(fields.pop("state"))
     suspect = state in LIVE and state is not SessionState.CONNECTED
@@ -91,7 +91,7 @@ def of_windows(windows: WindowSet) -> dict[str, Any] | None:
 
 def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
     """A set whose descriptors all are still to come back."""
-    record_shapes.check(value, record_shapes.WINDOWS)
+    shapes.check(value, shapes.WINDOWS)
     windows = WindowSet(
         Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"], value["created_s"]
     )
@@ -145,7 +145,7 @@ def to_group(
 ) -> GroupRecord:
     """The group with its members and its set. Raises LookupError where one is not there: then the
     processes know better than what is left of the journal."""
-    record_shapes.check(value, record_shapes.GROUP)
+    shapes.check(value, shapes.GROUP)
     group = GroupRecord(Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"])
     group.group_id = group_id
     group.state = State(value["state"])

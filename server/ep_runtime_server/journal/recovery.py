@@ -14,16 +14,14 @@ from typing import Any, TypeVar
 
 from ep_runtime import board
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_server import record_shapes, records
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
-from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, WindowState
-from ep_runtime_server.record_shapes import Shape
-from ep_runtime_server.recorder import (
+from ep_runtime_server.journal import records, shapes
+from ep_runtime_server.journal.recorder import (
     BOOT,
     GENERATION,
     GROUP,
@@ -33,6 +31,8 @@ from ep_runtime_server.recorder import (
     WORD_COUNTS_UNTIL,
     boot_id,
 )
+from ep_runtime_server.journal.shapes import Shape
+from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, WindowState
 
 _Item = TypeVar("_Item")
 
@@ -106,10 +106,10 @@ class Recovery:
     def restore(self, facts: Mapping[str, Any], *, incomplete: bool) -> None:
         """Builds sessions, sets and groups. `incomplete`: the journal is new, or its end is cut."""
         self._incomplete_journal = incomplete
-        until_s = self._plain(facts, WORD_COUNTS_UNTIL, record_shapes.seconds, 0.0)
+        until_s = self._plain(facts, WORD_COUNTS_UNTIL, shapes.seconds, 0.0)
         if until_s > self._clock.monotonic_s():
             self._incomplete_journal = True
-        self._groups.skip_to(self._plain(facts, GENERATION, record_shapes.generation, 0))
+        self._groups.skip_to(self._plain(facts, GENERATION, shapes.generation, 0))
         if facts.get(BOOT) != boot_id():
             return
         sessions = self._restore_sessions(_under(facts, SESSION))

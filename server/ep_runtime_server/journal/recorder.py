@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime.errors import PoolExhaustedError
-from ep_runtime_server import records
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
-from ep_runtime_server.journal import Encoded, Journal, Record, encoded
+from ep_runtime_server.journal import records
+from ep_runtime_server.journal.file import Encoded, Journal, Record, encoded
 from ep_runtime_server.memory.windows import WindowPool, WindowSet
 
 BOOT, GENERATION, WORD_COUNTS_UNTIL = "boot", "generation", "word_counts_until_s"

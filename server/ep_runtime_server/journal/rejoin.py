@@ -13,15 +13,15 @@ from ep_runtime.board import PoisonReason
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import RegisteredLayer
-from ep_runtime_server import record_shapes
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.journal import shapes
+from ep_runtime_server.journal.recovery import Recovery
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.devices import Allocation, HostDevice, is_memfd
 from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, WindowState
-from ep_runtime_server.recovery import Recovery
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Rejoin:
     def _group_of(self, session: SessionRecord, claim: Holding) -> GroupRecord:
         group = self._groups.find(Owner(session.uid, session.job, claim.spec.name))
         known = group.generation if group is not None else 0
-        if self._recovery.takes_word and known < claim.generation <= record_shapes.MAX_GENERATION:
+        if self._recovery.takes_word and known < claim.generation <= shapes.MAX_GENERATION:
             if group is not None:
                 self._groups.take_away(group, PoisonReason.CLOSED, "a newer generation came back")
             group = self._make(session, claim)
