@@ -42,7 +42,7 @@ from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.devices import HostDevice
 from ep_runtime_server.memory.fd_store import FdStore, by_set, stored_name
 from ep_runtime_server.memory.windows import Owner, WindowPool
-from ep_runtime_server.unique_ids import UniqueIdBook
+from ep_runtime_server.nccl.unique_ids import UniqueIdBook
 
 # RPCs whose answer promises something that a restarted daemon must know.
 _MAKES_NEW = ("OpenSession", "CreateGroup", "RegisterLayers")

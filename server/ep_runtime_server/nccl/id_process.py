@@ -12,7 +12,7 @@ import sys
 from ep_runtime import env, nccl
 from ep_runtime.errors import RuntimeUnavailableError
 
-_CHILD = "ep_runtime_server.unique_id_child"
+_CHILD = "ep_runtime_server.nccl.unique_id_child"
 # Loading libnccl, 400 MB, from a cold disk.
 MAKE_S = 30.0
 

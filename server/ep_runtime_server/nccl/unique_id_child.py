@@ -1,6 +1,6 @@
 """Makes NCCL unique ids and waits: the bootstrap root lives in the process that made an id.
 
-`python -m ep_runtime_server.unique_id_child FD COUNT LIFE_S`: writes one JSON line to FD,
+`python -m ep_runtime_server.nccl.unique_id_child FD COUNT LIFE_S`: writes one JSON line to FD,
 {"version": 22809, "ids": ["<hex>", ...]} or {"error": "..."}, and ends when its standard input
 does, or after LIFE_S. Needs no GPU and loads no JAX. NCCL may print; who starts it discards that.
 """

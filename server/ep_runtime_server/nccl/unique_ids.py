@@ -19,8 +19,8 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
-from ep_runtime_server.id_process import IdProcess, UniqueIds
 from ep_runtime_server.memory.windows import Owner
+from ep_runtime_server.nccl.id_process import IdProcess, UniqueIds
 
 # How long ranks may take to join; a client waits less.
 JOIN_S = 600.0

@@ -1,0 +1,1 @@
+"""NCCL unique ids, made by processes of their own."""
