@@ -27,7 +27,7 @@ from ep_runtime.v1 import (
     session_service_pb2,
     types_pb2,
 )
-from ep_runtime_server.seal import KEY, Seal
+from ep_runtime_server.nodes.seal import KEY, Seal
 
 UNDER_WAY = 64
 # A call that waits on purpose ends by its deadline.

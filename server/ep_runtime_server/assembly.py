@@ -23,8 +23,8 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.memory.windows import Owner
+from ep_runtime_server.nodes.facts import ClusterFacts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,27 +15,28 @@ import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2, node_service_pb2_grpc
-from ep_runtime_server import node_wire, view_wire
+from ep_runtime_server import view_wire
 from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.base.supervision import Supervisor
-from ep_runtime_server.cluster_config import ClusterConfig, Endpoint, local_address_towards
-from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.coordination import Coordination, OwnCoordination, RemoteCoordination
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recorder import boot_id
-from ep_runtime_server.membership import Membership, Standing
 from ep_runtime_server.memory.windows import Owner
-from ep_runtime_server.node_identity import NodeIdentity
 from ep_runtime_server.node_servicer import NodeServicer
-from ep_runtime_server.nodes import Node, Nodes, NodeState
-from ep_runtime_server.peers import Peers
-from ep_runtime_server.seal import Seal
+from ep_runtime_server.nodes import messages as nodes_messages
+from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, local_address_towards
+from ep_runtime_server.nodes.facts import ClusterFacts
+from ep_runtime_server.nodes.identity import NodeIdentity
+from ep_runtime_server.nodes.membership import Membership, Standing
+from ep_runtime_server.nodes.peers import Peers
+from ep_runtime_server.nodes.registry import Node, Nodes, NodeState
+from ep_runtime_server.nodes.seal import Seal
 from ep_runtime_server.spanning import Spanning
 from ep_runtime_server.view_ids import ViewIds
 
@@ -278,7 +279,7 @@ class Cluster:
             epoch=self.facts.epoch,
             insecure=self.settings.tls is None,
             num_answered=self._num_answered,
-            nodes=[node_wire.node_to_proto(node, now) for node in self.view()],
+            nodes=[nodes_messages.node_to_proto(node, now) for node in self.view()],
         )
 
     async def ask_node(self, name: str, method: str, request: Any, left_s: float) -> Any:

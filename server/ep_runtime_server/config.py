@@ -10,8 +10,8 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime_server.base.limits import DEFAULT_DRAIN_S, DEFAULT_RECOVERY_S
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.quotas import UserLimits
-from ep_runtime_server.cluster_config import ClusterConfig
 from ep_runtime_server.memory.host_memory import available_bytes
+from ep_runtime_server.nodes.config import ClusterConfig
 
 
 @dataclasses.dataclass(frozen=True)

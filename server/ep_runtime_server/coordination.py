@@ -11,9 +11,9 @@ from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server import view_wire
 from ep_runtime_server.assembly import Assemblies, GroupView, NodeClaim, Outcome
 from ep_runtime_server.base import limits
-from ep_runtime_server.membership import Membership
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nccl.id_process import MAKE_S, UniqueIds
+from ep_runtime_server.nodes.membership import Membership
 from ep_runtime_server.view_ids import ViewIds
 
 

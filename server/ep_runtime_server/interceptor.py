@@ -24,7 +24,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime_server.callers.admission import Admission, AdmittedCall
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
-from ep_runtime_server.seal import Seal
+from ep_runtime_server.nodes.seal import Seal
 
 _SERVICE = "/ep_runtime.v1."
 _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"

@@ -15,7 +15,7 @@ import setproctitle
 
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
-from ep_runtime_server import cluster_config, config
+from ep_runtime_server import config
 from ep_runtime_server.base import events, failpoints, limits, systemd
 from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.callers import quotas
@@ -23,6 +23,7 @@ from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
 from ep_runtime_server.memory import host_memory
+from ep_runtime_server.nodes import config as cluster_config
 
 PROCESS_TITLE = "ep-runtimed"
 

@@ -12,13 +12,14 @@ from ep_runtime.errors import PermissionDeniedError, StaleHandleError
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2_grpc
-from ep_runtime_server import node_wire, view_wire
+from ep_runtime_server import view_wire
 from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
-from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.groups.claims import checked_wait
-from ep_runtime_server.nodes import Nodes
+from ep_runtime_server.nodes import messages as nodes_messages
+from ep_runtime_server.nodes.facts import ClusterFacts
+from ep_runtime_server.nodes.registry import Nodes
 from ep_runtime_server.spanning import Spanning
 from ep_runtime_server.view_ids import ViewIds
 
@@ -77,13 +78,13 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
 
     def _all(self, nodes: Nodes) -> list[Any]:
         now = self._clock.monotonic_s()
-        return [node_wire.node_to_proto(node, now) for node in nodes.all()]
+        return [nodes_messages.node_to_proto(node, now) for node in nodes.all()]
 
     async def JoinCluster(  # noqa: N802
         self, request: pb.JoinClusterRequest, context: Context[Any, Any]
     ) -> pb.JoinClusterResponse:
         nodes = self._list()
-        identity = node_wire.identity_from_proto(request.identity)
+        identity = nodes_messages.identity_from_proto(request.identity)
         check_certificate(context, identity.node)
         self._facts.check_claim(identity.node, request.epoch)
         node = nodes.join(identity)

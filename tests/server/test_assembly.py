@@ -12,9 +12,9 @@ from ep_runtime_server.assembly import Assemblies, NodeClaim, Outcome
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
-from ep_runtime_server.cluster_facts import ClusterFacts
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.windows import Owner
+from ep_runtime_server.nodes.facts import ClusterFacts
 
 OWNER = Owner(7, "job", "moe")
 SPEC = make_spec(ranks=2, transport="xla")

@@ -22,7 +22,7 @@ from ep_runtime.v1 import (
     session_service_pb2,
 )
 from ep_runtime_server.base import limits
-from ep_runtime_server.cluster_config import ClusterConfig, parse_endpoint
+from ep_runtime_server.nodes.config import ClusterConfig, parse_endpoint
 
 # A node that lost its coordinator tries again every second at the latest.
 BACK_S = 5.0

@@ -7,7 +7,7 @@ from cluster_places import make_certificates, plain_tcp, tls_flags
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server import main
-from ep_runtime_server.cluster_config import ClusterConfig, Endpoint, parse_endpoint
+from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, parse_endpoint
 
 
 def read(*words: str) -> ClusterConfig | None:
@@ -106,7 +106,7 @@ def test_a_node_that_joins_listens_where_it_reaches_the_coordinator(monkeypatch)
 
 def test_plain_tcp_off_loopback_is_not_chosen_for_the_user(monkeypatch):
     monkeypatch.setattr(
-        "ep_runtime_server.cluster_config.local_address_towards", lambda target: "10.0.0.2"
+        "ep_runtime_server.nodes.config.local_address_towards", lambda target: "10.0.0.2"
     )
     with pytest.raises(InvalidArgumentError, match=r"--listen 10\.0\.0\.2:PORT"):
         read("--join", "10.0.0.1:7700", *plain_tcp())

@@ -12,7 +12,7 @@ from raw_client import WAIT_S, Stubs
 
 from ep_runtime import wire
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_server.cluster_config import ClusterConfig, parse_endpoint
+from ep_runtime_server.nodes.config import ClusterConfig, parse_endpoint
 
 PATHS = [
     b"\xf9",

@@ -13,9 +13,9 @@ from raw_client import WAIT_S, make_spec
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2
 from ep_runtime_server import view_wire
-from ep_runtime_server.cluster_config import ClusterConfig, parse_endpoint
 from ep_runtime_server.memory.windows import Owner
-from ep_runtime_server.seal import Seal
+from ep_runtime_server.nodes.config import ClusterConfig, parse_endpoint
+from ep_runtime_server.nodes.seal import Seal
 
 SECRET, OTHER = b"a secret of this cluster", b"a secret of another one"
 NODE, ADMIN = "/ep_runtime.v1.NodeService/", "/ep_runtime.v1.AdminService/"

@@ -19,9 +19,9 @@ from ep_runtime.errors import (
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.cluster_config import Endpoint
-from ep_runtime_server.cluster_facts import ClusterFacts
-from ep_runtime_server.node_identity import NodeIdentity, fact_of_identity, identity_of_fact
+from ep_runtime_server.nodes.config import Endpoint
+from ep_runtime_server.nodes.facts import ClusterFacts
+from ep_runtime_server.nodes.identity import NodeIdentity, fact_of_identity, identity_of_fact
 
 
 class NodeState(enum.Enum):

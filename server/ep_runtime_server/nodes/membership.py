@@ -16,15 +16,15 @@ from typing import Any
 
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime.v1 import node_service_pb2 as pb
-from ep_runtime_server import node_wire
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.cluster_config import Endpoint
-from ep_runtime_server.cluster_facts import ClusterFacts
-from ep_runtime_server.node_identity import NodeIdentity
-from ep_runtime_server.nodes import Node, NodeState
-from ep_runtime_server.peers import Peers
+from ep_runtime_server.nodes import messages
+from ep_runtime_server.nodes.config import Endpoint
+from ep_runtime_server.nodes.facts import ClusterFacts
+from ep_runtime_server.nodes.identity import NodeIdentity
+from ep_runtime_server.nodes.peers import Peers
+from ep_runtime_server.nodes.registry import Node, NodeState
 
 
 class Standing(enum.Enum):
@@ -117,7 +117,7 @@ class Membership:
 
     async def _join(self) -> None:
         request = pb.JoinClusterRequest(
-            identity=node_wire.identity_to_proto(self._identity), epoch=self._facts.epoch
+            identity=messages.identity_to_proto(self._identity), epoch=self._facts.epoch
         )
         answer: pb.JoinClusterResponse = await self._ask("JoinCluster", request)
         self._facts.heard(answer.epoch, answer.cluster_id)
@@ -148,7 +148,7 @@ class Membership:
     def _heard(self, nodes: Iterable[pb.NodeInfo]) -> None:
         now = self._clock.monotonic_s()
         self._heard_s = now
-        self._nodes = [node_wire.node_from_proto(message, now) for message in nodes]
+        self._nodes = [messages.node_from_proto(message, now) for message in nodes]
 
     def _stand(self, link: Standing, error: str) -> None:
         """One event where it changes, none where it goes on."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.journal.file import Journal
-from ep_runtime_server.node_identity import is_identity
+from ep_runtime_server.nodes.identity import is_identity
 
 _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
 _COMMITTED = "committed/"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_server.cluster_facts import MAX_EPOCH
-from ep_runtime_server.seal import read_secret
+from ep_runtime_server.nodes.facts import MAX_EPOCH
+from ep_runtime_server.nodes.seal import read_secret
 
 MAX_NODE_BYTES = 120
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")

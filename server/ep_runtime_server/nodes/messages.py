@@ -5,9 +5,9 @@ from __future__ import annotations
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.v1 import node_service_pb2
-from ep_runtime_server.cluster_config import check_node_name, parse_endpoint
-from ep_runtime_server.node_identity import NodeIdentity
-from ep_runtime_server.nodes import Node, NodeState
+from ep_runtime_server.nodes.config import check_node_name, parse_endpoint
+from ep_runtime_server.nodes.identity import NodeIdentity
+from ep_runtime_server.nodes.registry import Node, NodeState
 
 MAX_TEXT_BYTES = 256
 MAX_API_VERSIONS = 16

@@ -14,8 +14,8 @@ from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
-from ep_runtime_server.cluster_config import Tls
-from ep_runtime_server.seal import Seal
+from ep_runtime_server.nodes.config import Tls
+from ep_runtime_server.nodes.seal import Seal
 
 
 async def _at_once() -> None:
