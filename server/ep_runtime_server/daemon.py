@@ -32,7 +32,7 @@ from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.admission import Admission
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.turns import Turns
-from ep_runtime_server.cluster import Cluster
+from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.directory import (
     CLUSTER_FILE,

@@ -27,7 +27,7 @@ from ep_runtime_server.base.supervision import Supervisor
 from ep_runtime_server.callers.operations import Operations
 from ep_runtime_server.callers.quotas import Quotas, Usage
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState, check_labels
-from ep_runtime_server.cluster import Cluster
+from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State

@@ -8,10 +8,10 @@ import pytest
 from harness import FakeClock
 from raw_client import make_spec
 
-from ep_runtime_server.assembly import Assemblies, NodeClaim, Outcome
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
+from ep_runtime_server.cluster.assembly import Assemblies, NodeClaim, Outcome
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts

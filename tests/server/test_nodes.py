@@ -22,8 +22,8 @@ from ep_runtime.errors import (
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
+from ep_runtime_server.cluster.node_servicer import check_certificate
 from ep_runtime_server.journal.file import Journal
-from ep_runtime_server.node_servicer import check_certificate
 from ep_runtime_server.nodes.config import Endpoint
 from ep_runtime_server.nodes.facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts
 from ep_runtime_server.nodes.identity import NodeIdentity

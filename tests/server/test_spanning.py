@@ -12,9 +12,9 @@ from test_cluster import cluster_of, coordinates, identity, joined, joins
 from ep_runtime import errors, wire
 from ep_runtime.v1 import node_service_pb2
 from ep_runtime.v1.node_service_pb2_grpc import NodeServiceStub
-from ep_runtime_server import view_wire
-from ep_runtime_server.assembly import NodeClaim
 from ep_runtime_server.base import limits
+from ep_runtime_server.cluster import messages as cluster_messages
+from ep_runtime_server.cluster.assembly import NodeClaim
 from ep_runtime_server.memory.windows import Owner
 
 
@@ -227,9 +227,9 @@ def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
     request = node_service_pb2.JoinGroupRequest(
         node="x",
         lease_id=lease,
-        key=view_wire.key_to_proto(owner),
+        key=cluster_messages.key_to_proto(owner),
         spec=wire.group_spec_to_proto(spec_of()),
-        claims=view_wire.claims_to_proto([NodeClaim("s", 7, (1,))]),
+        claims=cluster_messages.claims_to_proto([NodeClaim("s", 7, (1,))]),
         wait=wire.duration(WAIT_S),
     )
     view = call_node(address, NodeServiceStub, "JoinGroup", request).view

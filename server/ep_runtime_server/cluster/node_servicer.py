@@ -12,16 +12,16 @@ from ep_runtime.errors import PermissionDeniedError, StaleHandleError
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2_grpc
-from ep_runtime_server import view_wire
-from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.cluster import messages
+from ep_runtime_server.cluster.assembly import Assemblies
+from ep_runtime_server.cluster.spanning import Spanning
+from ep_runtime_server.cluster.view_ids import ViewIds
 from ep_runtime_server.groups.claims import checked_wait
 from ep_runtime_server.nodes import messages as nodes_messages
 from ep_runtime_server.nodes.facts import ClusterFacts
 from ep_runtime_server.nodes.registry import Nodes
-from ep_runtime_server.spanning import Spanning
-from ep_runtime_server.view_ids import ViewIds
 
 Context = grpc.aio.ServicerContext
 
@@ -126,21 +126,21 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         spec = wire.group_spec_from_proto(request.spec)
         view, missing = await self._assemblies.join(
             request.node,
-            view_wire.key_from_proto(request.key),
+            messages.key_from_proto(request.key),
             spec,
-            view_wire.claims_from_proto(request.claims, spec),
-            known_missing=list(view_wire.ranks_from_proto(request.missing_ranks)),
+            messages.claims_from_proto(request.claims, spec),
+            known_missing=list(messages.ranks_from_proto(request.missing_ranks)),
             wait_s=checked_wait(wire.seconds(request.wait)),
         )
         return pb.JoinGroupResponse(
-            view=view_wire.view_to_proto(view) if view is not None else None, missing_ranks=missing
+            view=messages.view_to_proto(view) if view is not None else None, missing_ranks=missing
         )
 
     async def ReportInit(  # noqa: N802
         self, request: pb.ReportInitRequest, context: Context[Any, Any]
     ) -> pb.ReportInitResponse:
         self._check_lease(request, context)
-        owner = view_wire.key_from_proto(request.key)
+        owner = messages.key_from_proto(request.key)
         self._assemblies.report(request.node, owner, request.epoch, printable(request.error))
         return pb.ReportInitResponse()
 
@@ -148,7 +148,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         self, request: pb.AwaitGroupRequest, context: Context[Any, Any]
     ) -> pb.AwaitGroupResponse:
         self._check_lease(request, context)
-        owner = view_wire.key_from_proto(request.key)
+        owner = messages.key_from_proto(request.key)
         wait_s = checked_wait(wire.seconds(request.wait))
         outcome, reason = await self._assemblies.outcome(owner, request.epoch, wait_s)
         return pb.AwaitGroupResponse(outcome=f"VIEW_OUTCOME_{outcome.value}", reason=reason)
@@ -157,7 +157,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         self, request: pb.GetViewIdsRequest, context: Context[Any, Any]
     ) -> pb.GetViewIdsResponse:
         self._check_lease(request, context)
-        owner = view_wire.key_from_proto(request.key)
+        owner = messages.key_from_proto(request.key)
         made = await self._view_ids.of(owner, request.epoch, request.num_domains)
         return pb.GetViewIdsResponse(unique_ids=made.ids, nccl_version=made.version)
 
@@ -165,9 +165,9 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         self, request: pb.TellGroupRequest, context: Context[Any, Any]
     ) -> pb.TellGroupResponse:
         check_certificate(context, request.node)
-        owner = view_wire.key_from_proto(request.key)
-        lost = list(view_wire.ranks_from_proto(request.lost_ranks))
-        left = list(view_wire.ranks_from_proto(request.left_ranks))
+        owner = messages.key_from_proto(request.key)
+        lost = list(messages.ranks_from_proto(request.lost_ranks))
+        left = list(messages.ranks_from_proto(request.left_ranks))
         self._assemblies.ended(request.node, owner, request.epoch, (*lost, *left))
         self._spanning.heard(request.node, owner, request.epoch, lost, left)
         return pb.TellGroupResponse()

@@ -15,20 +15,22 @@ import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2, node_service_pb2_grpc
-from ep_runtime_server import view_wire
-from ep_runtime_server.assembly import Assemblies
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.base.supervision import Supervisor
-from ep_runtime_server.coordination import Coordination, OwnCoordination, RemoteCoordination
+from ep_runtime_server.cluster import messages
+from ep_runtime_server.cluster.assembly import Assemblies
+from ep_runtime_server.cluster.coordination import Coordination, OwnCoordination, RemoteCoordination
+from ep_runtime_server.cluster.node_servicer import NodeServicer
+from ep_runtime_server.cluster.spanning import Spanning
+from ep_runtime_server.cluster.view_ids import ViewIds
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recorder import boot_id
 from ep_runtime_server.memory.windows import Owner
-from ep_runtime_server.node_servicer import NodeServicer
 from ep_runtime_server.nodes import messages as nodes_messages
 from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, local_address_towards
 from ep_runtime_server.nodes.facts import ClusterFacts
@@ -37,8 +39,6 @@ from ep_runtime_server.nodes.membership import Membership, Standing
 from ep_runtime_server.nodes.peers import Peers
 from ep_runtime_server.nodes.registry import Node, Nodes, NodeState
 from ep_runtime_server.nodes.seal import Seal
-from ep_runtime_server.spanning import Spanning
-from ep_runtime_server.view_ids import ViewIds
 
 
 class Cluster:
@@ -209,7 +209,7 @@ class Cluster:
             raise RuntimeUnavailableError(f"node {node!r} is not in the cluster now", node=node)
         request = node_service_pb2.TellGroupRequest(
             node=self.settings.node,
-            key=view_wire.key_to_proto(owner),
+            key=messages.key_to_proto(owner),
             epoch=epoch,
             lost_ranks=lost,
             left_ranks=left,

@@ -23,11 +23,11 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime.specs import NODE_TRANSPORTS
-from ep_runtime_server.assembly import GroupView, NodeClaim, Outcome
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure
-from ep_runtime_server.coordination import Coordination
+from ep_runtime_server.cluster.assembly import GroupView, NodeClaim, Outcome
+from ep_runtime_server.cluster.coordination import Coordination
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupRecord, RemoteMember

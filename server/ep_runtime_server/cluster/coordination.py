@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from ep_runtime import wire
 from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import node_service_pb2 as pb
-from ep_runtime_server import view_wire
-from ep_runtime_server.assembly import Assemblies, GroupView, NodeClaim, Outcome
 from ep_runtime_server.base import limits
+from ep_runtime_server.cluster import messages
+from ep_runtime_server.cluster.assembly import Assemblies, GroupView, NodeClaim, Outcome
+from ep_runtime_server.cluster.view_ids import ViewIds
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nccl.id_process import MAKE_S, UniqueIds
 from ep_runtime_server.nodes.membership import Membership
-from ep_runtime_server.view_ids import ViewIds
 
 
 class Coordination(Protocol):
@@ -110,27 +110,27 @@ class RemoteCoordination:
     ) -> tuple[GroupView | None, list[int]]:
         request = pb.JoinGroupRequest(
             **self._who(),
-            key=view_wire.key_to_proto(owner),
+            key=messages.key_to_proto(owner),
             spec=wire.group_spec_to_proto(spec),
-            claims=view_wire.claims_to_proto(claims),
+            claims=messages.claims_to_proto(claims),
             missing_ranks=known_missing,
             wait=wire.duration(limits.NODE_POLL_S),
         )
         within_s = limits.NODE_POLL_S + limits.NODE_RPC_S
         answer: pb.JoinGroupResponse = await self._ask("JoinGroup", request, within_s)
-        view = view_wire.view_from_proto(answer.view) if answer.HasField("view") else None
+        view = messages.view_from_proto(answer.view) if answer.HasField("view") else None
         return view, list(answer.missing_ranks)
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:
         request = pb.ReportInitRequest(
-            **self._who(), key=view_wire.key_to_proto(owner), epoch=epoch, error=error[:500]
+            **self._who(), key=messages.key_to_proto(owner), epoch=epoch, error=error[:500]
         )
         await self._ask("ReportInit", request, limits.NODE_RPC_S)
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
         request = pb.AwaitGroupRequest(
             **self._who(),
-            key=view_wire.key_to_proto(owner),
+            key=messages.key_to_proto(owner),
             epoch=epoch,
             wait=wire.duration(limits.NODE_POLL_S),
         )
@@ -142,7 +142,7 @@ class RemoteCoordination:
     async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
         request = pb.TellGroupRequest(
             node=self._node,
-            key=view_wire.key_to_proto(owner),
+            key=messages.key_to_proto(owner),
             epoch=epoch,
             lost_ranks=lost,
             left_ranks=left,
@@ -151,7 +151,7 @@ class RemoteCoordination:
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
         request = pb.GetViewIdsRequest(
-            **self._who(), key=view_wire.key_to_proto(owner), epoch=epoch, num_domains=count
+            **self._who(), key=messages.key_to_proto(owner), epoch=epoch, num_domains=count
         )
         within_s = MAKE_S + limits.NODE_RPC_S
         answer: pb.GetViewIdsResponse = await self._ask("GetViewIds", request, within_s)

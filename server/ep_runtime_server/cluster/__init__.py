@@ -1,0 +1,1 @@
+"""Groups that form across nodes: claims, views, and who tells whom."""
