@@ -23,7 +23,6 @@ from ep_runtime.v1 import (
     nccl_service_pb2_grpc,
     session_service_pb2_grpc,
 )
-from ep_runtime_server.admin_servicer import AdminServicer
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock, SystemClock
 from ep_runtime_server.base.events import EventLog
@@ -44,18 +43,19 @@ from ep_runtime_server.directory import (
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.fd_server import FdServer
 from ep_runtime_server.front import Front
-from ep_runtime_server.group_servicer import GroupServicer
-from ep_runtime_server.grpc_server import make_server
-from ep_runtime_server.health_servicer import HealthServicer
-from ep_runtime_server.interceptor import RpcPolicy
 from ep_runtime_server.journal.file import Journal
-from ep_runtime_server.layer_servicer import LayerServicer
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.fd_store import FdStore
-from ep_runtime_server.nccl_servicer import NcclServicer
-from ep_runtime_server.reading_servicer import ReadingServicer, SessionReadingServicer
+from ep_runtime_server.rpc.admin_servicer import AdminServicer
+from ep_runtime_server.rpc.group_servicer import GroupServicer
+from ep_runtime_server.rpc.grpc_server import make_server
+from ep_runtime_server.rpc.health_servicer import HealthServicer
+from ep_runtime_server.rpc.interceptor import RpcPolicy
+from ep_runtime_server.rpc.layer_servicer import LayerServicer
+from ep_runtime_server.rpc.nccl_servicer import NcclServicer
+from ep_runtime_server.rpc.reading_servicer import ReadingServicer, SessionReadingServicer
+from ep_runtime_server.rpc.session_servicer import SessionServicer
 from ep_runtime_server.runtime import Runtime
-from ep_runtime_server.session_servicer import SessionServicer
 
 # Streams of a stopped server get that long to read their last event.
 STOP_GRACE_S = 0.5

@@ -30,7 +30,6 @@ from ep_runtime.errors import (
 )
 from ep_runtime.text import check_printable
 from ep_runtime.v1 import fd_socket_pb2 as pb
-from ep_runtime_server import views
 from ep_runtime_server.base import limits
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.credentials import Peer
@@ -39,6 +38,7 @@ from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.descriptors import Descriptors
 from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.groups import attachment
+from ep_runtime_server.rpc import views
 from ep_runtime_server.runtime import Runtime
 
 LISTEN_BACKLOG = 512

@@ -15,11 +15,11 @@ from fuzzing import inputs
 from raw_client import make_spec
 
 from ep_runtime import board, board_abi, board_records, specs
-from ep_runtime_server import views
 from ep_runtime_server.base.clock import SystemClock
 from ep_runtime_server.groups import lateness
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.windows import Owner, WindowSet
+from ep_runtime_server.rpc import views
 
 
 def fields_of_every_part(spec):

@@ -15,8 +15,8 @@ from raw_client import WAIT_S, Stubs, make_spec, new_op_id
 
 from ep_runtime import errors, specs, wire
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, session_service_pb2, types_pb2
-from ep_runtime_server import interceptor
 from ep_runtime_server.callers import admission
+from ep_runtime_server.rpc import interceptor
 
 MIB = 1 << 20
 

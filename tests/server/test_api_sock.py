@@ -15,9 +15,10 @@ from raw_client import WAIT_S, Stubs, make_spec
 from ep_runtime import errors, specs, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_server import config, reading_servicer
+from ep_runtime_server import config
 from ep_runtime_server.base import limits
-from ep_runtime_server.reading_servicer import READINGS, ReadingServicer
+from ep_runtime_server.rpc import reading_servicer
+from ep_runtime_server.rpc.reading_servicer import READINGS, ReadingServicer
 
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["AdminService"].methods]
 ORDERS = sorted(set(METHODS) - READINGS)

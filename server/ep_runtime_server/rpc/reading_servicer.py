@@ -7,9 +7,9 @@ from typing import Any
 
 from ep_runtime.errors import PermissionDeniedError
 from ep_runtime.v1 import admin_service_pb2 as pb
-from ep_runtime_server.admin_servicer import AdminServicer
 from ep_runtime_server.callers.sessions import SessionRecord
-from ep_runtime_server.interceptor import current_session
+from ep_runtime_server.rpc.admin_servicer import AdminServicer
+from ep_runtime_server.rpc.interceptor import current_session
 
 # What reads, and no more, by name: an RPC that is not here is an order.
 READINGS = frozenset(

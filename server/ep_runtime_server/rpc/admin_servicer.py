@@ -14,14 +14,14 @@ from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
-from ep_runtime_server import views
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory import host_memory
 from ep_runtime_server.memory.windows import WindowState
-from ep_runtime_server.paging import page
+from ep_runtime_server.rpc import views
+from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext

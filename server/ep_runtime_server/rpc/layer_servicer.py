@@ -10,11 +10,11 @@ from ep_runtime import wire
 from ep_runtime.v1 import layer_service_pb2 as pb
 from ep_runtime.v1 import layer_service_pb2_grpc as pb_grpc
 from ep_runtime.v1 import types_pb2
-from ep_runtime_server import registration
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.claims import check_layer_count
-from ep_runtime_server.interceptor import current_session
-from ep_runtime_server.paging import page
+from ep_runtime_server.rpc import registration
+from ep_runtime_server.rpc.interceptor import current_session
+from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext

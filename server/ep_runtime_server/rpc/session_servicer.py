@@ -16,7 +16,7 @@ from ep_runtime.v1 import session_service_pb2 as pb
 from ep_runtime.v1 import session_service_pb2_grpc as pb_grpc
 from ep_runtime_server.base import limits
 from ep_runtime_server.callers.sessions import SessionState
-from ep_runtime_server.interceptor import current_session
+from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext

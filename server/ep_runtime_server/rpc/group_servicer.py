@@ -9,7 +9,6 @@ import grpc
 from ep_runtime import wire
 from ep_runtime.v1 import group_service_pb2 as pb
 from ep_runtime.v1 import group_service_pb2_grpc as pb_grpc
-from ep_runtime_server import views
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups import attachment
@@ -21,8 +20,9 @@ from ep_runtime_server.groups.claims import (
     checked_uuids,
     checked_wait,
 )
-from ep_runtime_server.interceptor import current_session
 from ep_runtime_server.journal.rejoin import Holding
+from ep_runtime_server.rpc import views
+from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
