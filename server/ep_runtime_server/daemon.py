@@ -33,16 +33,6 @@ from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
-from ep_runtime_server.directory import (
-    CLUSTER_FILE,
-    EVENTS_FILE,
-    JOURNAL_FILE,
-    RPC_SOCKET,
-    SocketDirectory,
-)
-from ep_runtime_server.disposal import Disposal
-from ep_runtime_server.fd_server import FdServer
-from ep_runtime_server.front import Front
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.fd_store import FdStore
@@ -56,6 +46,16 @@ from ep_runtime_server.rpc.nccl_servicer import NcclServicer
 from ep_runtime_server.rpc.reading_servicer import ReadingServicer, SessionReadingServicer
 from ep_runtime_server.rpc.session_servicer import SessionServicer
 from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.sockets.directory import (
+    CLUSTER_FILE,
+    EVENTS_FILE,
+    JOURNAL_FILE,
+    RPC_SOCKET,
+    SocketDirectory,
+)
+from ep_runtime_server.sockets.disposal import Disposal
+from ep_runtime_server.sockets.fd_server import FdServer
+from ep_runtime_server.sockets.front import Front
 
 # Streams of a stopped server get that long to read their last event.
 STOP_GRACE_S = 0.5

@@ -12,8 +12,8 @@ from gpu.jobs import gpu_steps
 from gpu.jobs.layouts import TRIAL
 
 import ep_runtime as ep
-from ep_runtime_server import descriptor_child
 from ep_runtime_server.memory.cuda_device import BindingsDriver
+from ep_runtime_server.sockets import descriptor_child
 
 _HELD_BYTES = 32 << 30
 _HIDDEN = 16384

@@ -15,8 +15,8 @@ import subprocess
 import sys
 
 from ep_runtime import env
-from ep_runtime_server import disposal_child
 from ep_runtime_server.callers import credentials
+from ep_runtime_server.sockets import disposal_child
 
 # A client asks and waits for the answer; who has more packets under way is no client of ours.
 _MAX_PACKETS = 16

@@ -35,11 +35,11 @@ from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.callers.turns import Turns
-from ep_runtime_server.descriptors import Descriptors
-from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.groups import attachment
 from ep_runtime_server.rpc import views
 from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.sockets.descriptors import Descriptors
+from ep_runtime_server.sockets.disposal import Disposal
 
 LISTEN_BACKLOG = 512
 

@@ -19,8 +19,8 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.turns import Turns
-from ep_runtime_server.disposal import Disposal
 from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.sockets.disposal import Disposal
 
 LISTEN_BACKLOG = 512
 _PART_BYTES = 64 << 10

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, PoolExhaustedError
-from ep_runtime_server import descriptor_child
 from ep_runtime_server.callers.turns import FairQueue
-from ep_runtime_server.disposal import END_S, start_child
+from ep_runtime_server.sockets import descriptor_child
+from ep_runtime_server.sockets.disposal import END_S, start_child
 
 LOOK_S = 5.0
 

@@ -1,0 +1,1 @@
+"""The unix sockets: who may connect, and descriptors that come and go."""
