@@ -22,6 +22,7 @@ environments, and a program's fingerprint knows none. What does is a group's set
 | LISTEN_FDNAMES | unset | their names |
 | NO_COLOR | unset | any text: tables of the command line have no colour |
 | GLIBC_TUNABLES | unset | with settings of glibc malloc in it (or in MALLOC_*) we make none |
+| GRPC_VERBOSITY | NONE | gRPC's own lines on the daemon's stderr, beside its log of JSON lines |
 | PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
 """
 
@@ -215,6 +216,14 @@ def child_environment() -> dict[str, str]:
     watchdog = ("WATCHDOG_USEC", "WATCHDOG_PID")
     dropped = ("NOTIFY_SOCKET", *watchdog, "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID")
     return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def quiet_grpc() -> None:
+    """Sets GRPC_VERBOSITY to NONE where the user gave none; for a daemon, before it imports gRPC.
+
+    Its core writes a line for every odd frame of a caller, whatever limits the log has.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def unique_id_environment() -> dict[str, str]:

@@ -68,9 +68,9 @@ class Held:
 
 
 def _tells_a_failure(line: str) -> bool:
-    """A traceback, or a failure of the daemon's own."""
+    """A traceback, a failure of the daemon's own, or a line that is none of the log's."""
     signs = ("Traceback", "never retrieved", '"level": "error"', '"level": "critical"')
-    return any(sign in line for sign in signs)
+    return not line.startswith('{"') or any(sign in line for sign in signs)
 
 
 def lines_of_failures(log: Path) -> list[str]:

@@ -2,6 +2,10 @@
 
 import sys
 
-from ep_runtime_server.main import main
+from ep_runtime import env
+
+env.quiet_grpc()  # gRPC reads it when it is imported
+
+from ep_runtime_server.main import main  # noqa: E402
 
 sys.exit(main())

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 
+import fuzz_frames
 import grpc
 import pytest
 from cluster_places import loopback, make_certificates, tls_flags
@@ -269,3 +271,35 @@ def test_callers_who_went_away_are_no_failures_in_the_log(daemon_process):
     code, text = daemon.ended()
     assert code == 0
     assert '"level": "error"' not in text, text[-3000:]
+
+
+def test_frames_of_callers_write_no_lines_beside_the_log(daemon_process):
+    daemon = daemon_process()
+    headers = [
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", b"/grpc.health.v1.Health/Check"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+        (b"grpc-timeout", b"soon"),
+    ]
+    call = [
+        fuzz_frames.PREFACE,
+        fuzz_frames.frame(fuzz_frames.SETTINGS, 0, 0, b""),
+        fuzz_frames.frame(
+            fuzz_frames.HEADERS, fuzz_frames.END_HEADERS, 1, fuzz_frames.header_block(headers)
+        ),
+        fuzz_frames.frame(fuzz_frames.GOAWAY, 0, 0, struct.pack(">II", 1, 2) + b"why"),
+        fuzz_frames.frame(fuzz_frames.PING, 0, 0, b"answered"),
+    ]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(WAIT_S)
+        connection.connect(str(daemon.directory / wire.API_SOCKET))
+        connection.sendall(b"".join(call))
+        came = b""
+        while b"answered" not in came:  # what was before it is read then
+            came += connection.recv(1 << 16) or pytest.fail(f"the connection ended after {came!r}")
+    daemon.popen.terminate()
+    code, text = daemon.ended()
+    assert code == 0
+    assert [line for line in text.splitlines() if not line.startswith('{"')] == []
