@@ -65,13 +65,24 @@ class OnGpus:
 
     Attributes:
         ordinals: CUDA ordinal of each local rank.
-        num_sms: that one kernel takes, a thread block on each; 0 for what measured best.
         tell_progress: kernels write what they do to the board.
     """
 
     ordinals: tuple[int, ...]
-    num_sms: int = 0
     tell_progress: bool = True
+
+
+def _settings(spec: GroupSpec) -> str:
+    """A line for each setting of one value, as `csrc/core/settings.h` reads them."""
+    lines: dict[str, int | str] = {}
+    for name, value in spec.to_dict().items():
+        if isinstance(value, float):
+            lines[name.removesuffix("_s") + "_ns"] = int(min(value, _LONGEST_S) * 1e9)
+        elif isinstance(value, int):
+            lines[name] = int(value)  # True is 1
+        elif isinstance(value, str):
+            lines[name] = value
+    return "\n".join(f"{name}={value}" for name, value in lines.items())
 
 
 def _options(
@@ -95,15 +106,12 @@ def _options(
         max_top_k=spec.max_top_k,
         max_token_bytes=DTYPE_BYTES[spec.max_token_dtype],
         lanes=spec.lanes,
-        op_timeout_ns=int(min(spec.op_timeout_s, _LONGEST_S) * 1e9),
-        error_on_overflow=spec.on_overflow == "error",
-        exact_combine=spec.combine_precision == "exact",
+        settings=_settings(spec).encode(),
         debug=debug,
         tell_progress=gpus is not None and gpus.tell_progress,
         local_ranks=(ctypes.c_int64 * len(local_ranks))(*local_ranks),
         num_local_ranks=len(local_ranks),
         local_devices=(ctypes.c_int32 * len(ordinals))(*ordinals) if ordinals else None,
-        num_sms=0 if gpus is None else gpus.num_sms,
     )
 
 

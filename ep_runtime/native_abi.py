@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 # Of the table, and of every struct that its functions take.
-ABI = 3
+ABI = 4
 
 
 class TextStruct(ctypes.Structure):
@@ -29,15 +29,12 @@ class GroupOptionsStruct(ctypes.Structure):
         ("max_top_k", ctypes.c_int64),
         ("max_token_bytes", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
-        ("op_timeout_ns", ctypes.c_int64),
-        ("error_on_overflow", ctypes.c_int32),
-        ("exact_combine", ctypes.c_int32),
+        ("settings", ctypes.c_char_p),
         ("debug", ctypes.c_int32),
         ("tell_progress", ctypes.c_int32),
         ("local_ranks", ctypes.POINTER(ctypes.c_int64)),
         ("num_local_ranks", ctypes.c_int64),
         ("local_devices", ctypes.POINTER(ctypes.c_int32)),
-        ("num_sms", ctypes.c_int64),
     ]
 
 

@@ -38,8 +38,8 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
 }
 
-# Settings that change when things happen, never what a compiled program means.
-_NOT_IN_PROGRAMS = ("op_timeout_s", "retain_s", "num_sms")
+# Of a setting that changes when things happen, never what a compiled program means.
+_NOT_IN_PROGRAMS = {"in_programs": False}
 
 
 def stable_id(*parts: str) -> int:
@@ -105,7 +105,7 @@ class GroupSpec:
         on_overflow, combine_precision, partitioning: as in `Session.create_group`.
         transport: how rows travel; never "auto".
         op_timeout_s, retain_s: seconds.
-        num_sms: SMs of one kernel; 0: what measured best.
+        num_sms: SMs of one kernel of a GPU; 0: what measured best.
         node_size: G, consecutive ep ranks that share windows; 0: one set serves the EP group, or
             there is none.
     """
@@ -126,9 +126,9 @@ class GroupSpec:
     combine_precision: str
     transport: str
     partitioning: str
-    op_timeout_s: float
-    retain_s: float
-    num_sms: int = 0
+    op_timeout_s: float = dataclasses.field(metadata=_NOT_IN_PROGRAMS)
+    retain_s: float = dataclasses.field(metadata=_NOT_IN_PROGRAMS)
+    num_sms: int = dataclasses.field(default=0, metadata=_NOT_IN_PROGRAMS)
     node_size: int = 0
 
     @property
@@ -194,7 +194,11 @@ class GroupSpec:
     @functools.cached_property
     def fingerprint(self) -> int:
         """63-bit id of everything that a compiled program depends on."""
-        fields = {k: v for k, v in self.to_dict().items() if k not in _NOT_IN_PROGRAMS}
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.metadata.get("in_programs", True)
+        }
         return stable_id("group-spec", json.dumps(fields, sort_keys=True))
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -90,39 +91,45 @@ def duration(value_s: float) -> duration_pb2.Duration:
 # Specs
 
 
-def _to_enum(enum: Any, prefix: str, value: str) -> Any:
-    return enum.Value(f"{prefix}_{value.upper()}")
+def _spec_fields() -> Iterator[tuple[str, FieldDescriptor]]:
+    """Every setting of a group with its field in the message: of its name, seconds without "_s"."""
+    fields: Any = types_pb2.GroupSpec.DESCRIPTOR.fields_by_name
+    for setting in dataclasses.fields(specs.GroupSpec):
+        yield setting.name, fields.get(setting.name) or fields[setting.name.removesuffix("_s")]
 
 
-def _from_enum(enum: Any, prefix: str, number: int) -> str:
-    name = enum.Name(number) if number in enum.values() else f"{prefix}_{number}"
-    return str(name).removeprefix(f"{prefix}_").lower()
+def _is_duration(field: FieldDescriptor) -> bool:
+    kind = field.message_type
+    return kind is not None and kind.full_name == "google.protobuf.Duration"
+
+
+def _setting_to_proto(field: FieldDescriptor, value: Any) -> Any:
+    if field.enum_type is not None:  # of ON_OVERFLOW_DROP, "drop"
+        return field.enum_type.values_by_name[f"{field.name}_{value}".upper()].number
+    if _is_duration(field):
+        return duration(value)
+    if field.name == "mesh_axes":
+        return [types_pb2.MeshAxis(name=name, size=size) for name, size in value]
+    return value
+
+
+def _setting_from_proto(field: FieldDescriptor, value: Any) -> Any:
+    if field.enum_type is not None:
+        found = field.enum_type.values_by_number.get(value)
+        return str(value) if found is None else found.name.lower().removeprefix(f"{field.name}_")
+    if _is_duration(field):
+        return seconds(value)
+    if field.name == "mesh_axes":
+        return tuple((axis.name, axis.size) for axis in value)
+    return value
 
 
 def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
     return types_pb2.GroupSpec(
-        name=spec.name,
-        mesh_axes=[types_pb2.MeshAxis(name=name, size=size) for name, size in spec.mesh_axes],
-        ep_axis=spec.ep_axis,
-        outer_axes=spec.outer_axes,
-        num_experts=spec.num_experts,
-        hidden_size=spec.hidden_size,
-        max_tokens_per_rank=spec.max_tokens_per_rank,
-        recv_capacity_per_rank=spec.recv_capacity_per_rank,
-        max_top_k=spec.max_top_k,
-        max_token_dtype=spec.max_token_dtype,
-        alignment=spec.alignment,
-        lanes=spec.lanes,
-        on_overflow=_to_enum(types_pb2.OnOverflow, "ON_OVERFLOW", spec.on_overflow),
-        combine_precision=_to_enum(
-            types_pb2.CombinePrecision, "COMBINE_PRECISION", spec.combine_precision
-        ),
-        transport=_to_enum(types_pb2.Transport, "TRANSPORT", spec.transport),
-        partitioning=_to_enum(types_pb2.Partitioning, "PARTITIONING", spec.partitioning),
-        op_timeout=duration(spec.op_timeout_s),
-        retain=duration(spec.retain_s),
-        num_sms=spec.num_sms,
-        node_size=spec.node_size,
+        **{
+            field.name: _setting_to_proto(field, getattr(spec, name))
+            for name, field in _spec_fields()
+        }
     )
 
 
@@ -131,28 +138,10 @@ def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
     for axes in (message.mesh_axes, message.ep_axis, message.outer_axes):
         specs.check_axis_count(len(axes))
     return specs.make_group_spec(
-        name=message.name,
-        mesh_axes=tuple((axis.name, axis.size) for axis in message.mesh_axes),
-        ep_axis=tuple(message.ep_axis),
-        outer_axes=tuple(message.outer_axes),
-        num_experts=message.num_experts,
-        hidden_size=message.hidden_size,
-        max_tokens_per_rank=message.max_tokens_per_rank,
-        recv_capacity_per_rank=message.recv_capacity_per_rank,
-        max_top_k=message.max_top_k,
-        max_token_dtype=message.max_token_dtype,
-        alignment=message.alignment,
-        lanes=message.lanes,
-        on_overflow=_from_enum(types_pb2.OnOverflow, "ON_OVERFLOW", message.on_overflow),
-        combine_precision=_from_enum(
-            types_pb2.CombinePrecision, "COMBINE_PRECISION", message.combine_precision
-        ),
-        transport=_from_enum(types_pb2.Transport, "TRANSPORT", message.transport),
-        partitioning=_from_enum(types_pb2.Partitioning, "PARTITIONING", message.partitioning),
-        op_timeout_s=seconds(message.op_timeout),
-        retain_s=seconds(message.retain),
-        num_sms=message.num_sms,
-        node_size=message.node_size,
+        **{
+            name: _setting_from_proto(field, getattr(message, field.name))
+            for name, field in _spec_fields()
+        }
     )
 
 

@@ -297,18 +297,14 @@ def _map(
         window_fds=[found.get(rank, _NOT_HERE) for rank in range(spec.world_size)],
         debug=env.debug(),
         local_ranks=claim.ranks,
-        gpus=on_gpus(spec, claim) if claim.ordinals else None,
+        gpus=on_gpus(claim) if claim.ordinals else None,
     )
     return native.OpenGroup(library, number)
 
 
-def on_gpus(spec: specs.GroupSpec, claim: Claim) -> native.OnGpus:
+def on_gpus(claim: Claim) -> native.OnGpus:
     """How this process drives its ranks."""
-    return native.OnGpus(
-        tuple(claim.ordinals),
-        num_sms=spec.num_sms,
-        tell_progress=env.tells_progress(),
-    )
+    return native.OnGpus(tuple(claim.ordinals), tell_progress=env.tells_progress())
 
 
 def leave(

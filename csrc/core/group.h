@@ -16,6 +16,7 @@
 #include "core/layout.h"
 #include "core/mapping.h"
 #include "core/meeting.h"
+#include "core/settings.h"
 #include "core/status.h"
 #include "core/telemetry.h"
 
@@ -25,6 +26,8 @@ struct GroupOptions {
   std::string name;
   uint64_t generation;
   GroupSizes sizes;
+  Settings settings;
+  // Of the settings, what calls look at.
   int64_t op_timeout_ns;
   bool error_on_overflow;
   bool exact_combine;

@@ -22,11 +22,10 @@ Status CheckAtMost(const char* name, int64_t got, int64_t most) {
 }  // namespace
 
 Status CudaGroup::Open(const Group* group, const std::vector<int>& window_fds,
-                       const std::vector<int>& devices, int64_t num_sms,
-                       std::unique_ptr<CudaGroup>* out) {
+                       const std::vector<int>& devices, std::unique_ptr<CudaGroup>* out) {
   std::unique_ptr<CudaGroup> made(new CudaGroup(group));
   EP_RETURN_IF_ERROR(made->CheckLimits(devices));
-  EP_RETURN_IF_ERROR(made->ChooseBlocks(num_sms, devices));
+  EP_RETURN_IF_ERROR(made->ChooseBlocks(devices));
   EP_RETURN_IF_ERROR(made->board_.Map(*group));
   const FlagLayout flags(group->sizes());
   EP_RETURN_IF_ERROR(made->windows_.Map(window_fds, flags.window_bytes, devices));
@@ -57,26 +56,26 @@ Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
 }
 
 // The blocks of a kernel wait for each other, so each has an SM of its own.
-Status CudaGroup::CheckBlocks(int64_t num_sms, const std::vector<int>& devices) const {
+Status CudaGroup::CheckBlocks(const std::vector<int>& devices) const {
   for (int device : devices) {
     int sms = 0;
     EP_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
     const int64_t most = std::min(sms, kMaxBlocks);
-    if (num_sms <= most) continue;
+    if (num_sms_ <= most) continue;
     return InvalidArgument("num_sms must be at most " + std::to_string(most) +
                            ", the SMs of CUDA device " + std::to_string(device) + ", got " +
-                           std::to_string(num_sms))
+                           std::to_string(num_sms_))
         .With("argument", std::string("num_sms"));
   }
   return Status();
 }
 
-Status CudaGroup::ChooseBlocks(int64_t num_sms, const std::vector<int>& devices) {
-  EP_RETURN_IF_ERROR(CheckBlocks(num_sms, devices));
-  num_sms_ = num_sms;
+Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
+  EP_RETURN_IF_ERROR(group_->options().settings.Read("num_sms", &num_sms_));
+  EP_RETURN_IF_ERROR(CheckBlocks(devices));
   blocks_ = kDefaultBlocks;
-  if (num_sms > 0) {
-    const auto total = static_cast<int32_t>(std::max<int64_t>(num_sms, 2));
+  if (num_sms_ > 0) {
+    const auto total = static_cast<int32_t>(std::max<int64_t>(num_sms_, 2));
     blocks_.push = std::max(total * 3 / 10, 1);
     blocks_.place = total - blocks_.push;
     blocks_.sum = std::max(total * 2 / 5, 1);

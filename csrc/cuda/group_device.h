@@ -41,8 +41,7 @@ class CudaGroup : public GroupDevice {
   // `devices[i]` drives the group's i-th local rank. Zeroes the flags of the local windows: the
   // caller reports the group attached only after this returns.
   static Status Open(const Group* group, const std::vector<int>& window_fds,
-                     const std::vector<int>& devices, int64_t num_sms,
-                     std::unique_ptr<CudaGroup>* out);
+                     const std::vector<int>& devices, std::unique_ptr<CudaGroup>* out);
   ~CudaGroup() override { Close(); }
 
   // The rank that the device drives, or null.
@@ -61,8 +60,8 @@ class CudaGroup : public GroupDevice {
   explicit CudaGroup(const Group* group) : group_(group) {}
 
   Status CheckLimits(const std::vector<int>& devices) const;
-  Status CheckBlocks(int64_t num_sms, const std::vector<int>& devices) const;
-  Status ChooseBlocks(int64_t num_sms, const std::vector<int>& devices);
+  Status CheckBlocks(const std::vector<int>& devices) const;
+  Status ChooseBlocks(const std::vector<int>& devices);
   Status OpenRank(int64_t world_rank, int device);
   Status DescribeRank(const LocalRank& rank, DeviceGroup* group);
   Status FirstFailure() const;
@@ -78,7 +77,7 @@ class CudaGroup : public GroupDevice {
   DeviceBoard board_;
   std::vector<LocalRank> ranks_;
   LaunchBlocks blocks_{};
-  int64_t num_sms_ = 0;
+  int64_t num_sms_ = 0;  // of a kernel, push and placement together; 0: as measured
   bool closed_ = false;
 
   std::mutex mutex_;

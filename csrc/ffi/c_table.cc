@@ -34,17 +34,27 @@ GroupSizes ToSizes(const EpGroupOptions& options) {
           options.lanes};
 }
 
-GroupOptions ToOptions(const EpGroupOptions& options) {
-  return {options.name,
-          options.generation,
-          ToSizes(options),
-          options.op_timeout_ns,
-          options.error_on_overflow != 0,
-          options.exact_combine != 0,
-          options.debug != 0,
-          {options.local_ranks, options.local_ranks + options.num_local_ranks},
-          /*window_bytes=*/0,
-          options.tell_progress != 0};
+Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* out) {
+  Settings settings(options.settings);
+  int64_t op_timeout_ns;
+  std::string on_overflow, combine_precision;
+  EP_RETURN_IF_ERROR(settings.Read("op_timeout_ns", &op_timeout_ns));
+  EP_RETURN_IF_ERROR(settings.Read("on_overflow", &on_overflow));
+  EP_RETURN_IF_ERROR(settings.Read("combine_precision", &combine_precision));
+  *out = std::make_unique<GroupOptions>(GroupOptions{
+      options.name,
+      options.generation,
+      ToSizes(options),
+      std::move(settings),
+      op_timeout_ns,
+      on_overflow == "error",
+      combine_precision == "exact",
+      options.debug != 0,
+      {options.local_ranks, options.local_ranks + options.num_local_ranks},
+      /*window_bytes=*/0,
+      options.tell_progress != 0,
+  });
+  return Status();
 }
 
 int64_t EpAddLayers(int64_t group, const EpLayer* layers, int64_t count, EpText error) {

@@ -4,6 +4,7 @@
 #define EP_RUNTIME_FFI_C_TABLE_H_
 
 #include <cstdint>
+#include <memory>
 
 #include "core/group.h"
 #include "core/layout.h"
@@ -13,7 +14,7 @@
 namespace ep_runtime {
 
 // Raised when a field of the table, or of a struct it takes, changes its meaning.
-constexpr uint32_t kTableAbi = 3;
+constexpr uint32_t kTableAbi = 4;
 
 // Errors go to the caller's buffer, cut to its size; the result is then -1.
 struct EpText {
@@ -33,15 +34,12 @@ struct EpGroupOptions {
   int64_t max_top_k;
   int64_t max_token_bytes;
   int64_t lanes;
-  int64_t op_timeout_ns;
-  int32_t error_on_overflow;
-  int32_t exact_combine;
+  const char* settings;  // every setting of the group, as core/settings.h reads them
   int32_t debug;
   int32_t tell_progress;  // devices write what they do to the board
   const int64_t* local_ranks;
   int64_t num_local_ranks;
   const int32_t* local_devices;  // [num_local_ranks] CUDA ordinals; null on CPU
-  int64_t num_sms;               // of an EP kernel, push and placement together; 0: as measured
 };
 
 struct EpLayer {
@@ -80,7 +78,7 @@ struct EpTable {
 
 int64_t Fail(const Status& status, EpText error);
 GroupSizes ToSizes(const EpGroupOptions& options);
-GroupOptions ToOptions(const EpGroupOptions& options);
+Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* out);
 
 int64_t EpAddLayers(int64_t group, const EpLayer* layers, int64_t count, EpText error);
 void EpRemoveLayers(int64_t group, const uint64_t* ids, int64_t count);

@@ -12,11 +12,18 @@
 namespace ep_runtime {
 namespace {
 
+Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<int>& window_fds,
+                 std::shared_ptr<Group>* out) {
+  std::unique_ptr<GroupOptions> made;
+  EP_RETURN_IF_ERROR(ToOptions(options, &made));
+  return Group::Open(std::move(*made), board_fd, window_fds, out);
+}
+
 int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* window_fds,
                     int64_t num_windows, EpText error) {
   std::shared_ptr<Group> group;
-  const std::vector<int> fds(window_fds, window_fds + num_windows);
-  const Status status = Group::Open(ToOptions(*options), board_fd, fds, &group);
+  const Status status =
+      OpenGroup(*options, board_fd, {window_fds, window_fds + num_windows}, &group);
   if (!status.ok()) return Fail(status, error);
   return ThisProcess().registry.AddGroup(std::move(group));
 }

@@ -24,20 +24,20 @@ int64_t EpWindowBytes(const EpGroupOptions* options) {
 Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<int>& window_fds,
                  std::shared_ptr<Group>* out) {
   if (options.local_devices == nullptr) return InvalidArgument("local_devices is missing");
-  GroupOptions made = ToOptions(options);
-  made.window_bytes = EpWindowBytes(&options);
+  std::unique_ptr<GroupOptions> made;
+  EP_RETURN_IF_ERROR(ToOptions(options, &made));
+  made->window_bytes = EpWindowBytes(&options);
   if (static_cast<int64_t>(window_fds.size()) != options.world_size) {
     return InvalidArgument("window_fds must hold one fd per world rank, " +
                            std::to_string(options.world_size) + ", got " +
                            std::to_string(window_fds.size()));
   }
   std::shared_ptr<Group> group;
-  EP_RETURN_IF_ERROR(Group::Open(std::move(made), board_fd, /*window_fds=*/{}, &group));
+  EP_RETURN_IF_ERROR(Group::Open(std::move(*made), board_fd, /*window_fds=*/{}, &group));
   const std::vector<int> devices(options.local_devices,
                                  options.local_devices + options.num_local_ranks);
   std::unique_ptr<cuda::CudaGroup> device;
-  EP_RETURN_IF_ERROR(
-      cuda::CudaGroup::Open(group.get(), window_fds, devices, options.num_sms, &device));
+  EP_RETURN_IF_ERROR(cuda::CudaGroup::Open(group.get(), window_fds, devices, &device));
   group->Attach(std::move(device));
   *out = std::move(group);
   return Status();

@@ -50,6 +50,20 @@ def without_rank(group, missing):
     return group.sharded(program)
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("retain_ns=1", "the group's settings have no op_timeout_ns"),
+        ("op_timeout_ns=1e9", "op_timeout_ns must be an integer, got '1e9'"),
+        ("my_op_timeout_ns=1\nop_timeout_ns=7", "the group's settings have no on_overflow"),
+    ],
+)
+def test_a_setting_that_the_library_cannot_read_is_named(monkeypatch, given, text):
+    monkeypatch.setattr(native, "_settings", lambda spec: given)
+    with pytest.raises(errors.InvalidArgumentError, match=text), open_group():
+        pass
+
+
 def test_a_program_compiled_again_after_its_error_runs():
     with open_group(on_overflow="error", recv_capacity_per_rank=40) as group:
         idx, x = inputs(group)
