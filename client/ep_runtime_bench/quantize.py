@@ -17,7 +17,7 @@ from ep_runtime_client import recipes
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.quantized import bits
+from ep_runtime_client.tiles import bits
 
 GROUPS = 32
 # Recipe, and bytes of one value of a row: how often 2 bytes are read, what is written with scales.

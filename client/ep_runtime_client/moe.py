@@ -35,7 +35,7 @@ from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.tracing.varying import Axes
 from ep_runtime_client.params import MoEParams as MoEParams
 from ep_runtime_client.params import init_moe_params as init_moe_params
-from ep_runtime_client.recipes import BF16, Recipe
+from ep_runtime_client.recipes import Recipe
 
 
 @stored.pytree()
@@ -205,7 +205,8 @@ def moe(
             scaling_factor=scaling_factor,
         )
     if compute_dtype is None:
-        compute_dtype = jnp.bfloat16 if any(isinstance(r, BF16) for r in recipes) else x.dtype
+        narrow = any(r is not None and not r.quantizes for r in recipes)
+        compute_dtype = jnp.bfloat16 if narrow else x.dtype
     dtype = jnp.dtype(compute_dtype)
     dispatched = dispatch(
         layer,

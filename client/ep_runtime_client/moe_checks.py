@@ -18,7 +18,7 @@ from ep_runtime_client.ops.partitioning.regions import known_entries
 from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
 from ep_runtime_client.ops.tracing.varying import Axes
 from ep_runtime_client.params import MoEParams, check_all_or_none, logical_axes
-from ep_runtime_client.recipes import Recipe, TensorScaling
+from ep_runtime_client.recipes import Recipe
 
 Recipes = Recipe | tuple[Recipe | None, Recipe | None] | None
 
@@ -36,7 +36,7 @@ def pair_of(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
             argument="recipe",
         )
     for each in pair:
-        if isinstance(each, TensorScaling) and each.delayed:
+        if each is not None and each.delayed:
             raise InvalidArgumentError(
                 f"recipe {each} keeps a state, which moe has no place for; quantize the operands "
                 "of grouped_gemm with it, or take TensorScaling()",

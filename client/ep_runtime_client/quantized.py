@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -11,18 +10,12 @@ import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import stored
-from ep_runtime_client.recipes import (
-    BF16,
-    MX_TILE,
-    MXFP8,
-    TILE,
-    BlockScaling,
-    Recipe,
-    TensorScaling,
-)
+from ep_runtime_client.ops.quantize.formats.table import FORMATS, format_of
+from ep_runtime_client.recipes import Recipe
+from ep_runtime_client.tiles import row_scales, spread_tiles, widen
 
 
-@stored.pytree(BF16, TensorScaling, BlockScaling, MXFP8)
+@stored.pytree(*FORMATS)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
@@ -122,50 +115,17 @@ class QuantizedTensor:
 
     def _spread(self, scale: jax.Array, columns: bool) -> jax.Array:
         """`scale` in f32, of a shape that broadcasts to the data's."""
-        scale = scale.astype(jnp.float32)
-        if isinstance(self.recipe, TensorScaling):
-            if self.group_sizes is None:
+        scale, sizes = scale.astype(jnp.float32), self.group_sizes
+        form = format_of(self.recipe)
+        if form.per_group:
+            if sizes is None:
                 return scale.reshape(-1, *([1] * (self.ndim - 1)))
-            scale = row_scales(self.shape[self.group_sizes.ndim - 1], self.group_sizes, scale)
+            scale = row_scales(self.shape[sizes.ndim - 1], sizes, scale)
             return scale.reshape(*scale.shape, *([1] * (self.ndim - scale.ndim)))
-        for axis, tile in self._tiles(columns):
+        lead = None if sizes is None else sizes.ndim
+        for axis, tile in form.tiles(self.ndim, lead, columns=columns).items():
             scale = spread_tiles(scale, axis, tile, self.shape[axis])
         return scale
-
-    def _tiles(self, columns: bool) -> list[tuple[int, int]]:
-        """(axis, values per scale) of the axes that have fewer scales than values."""
-        last = self.ndim - 1
-        if isinstance(self.recipe, BlockScaling):
-            return [(last, TILE)] if self.is_rows else [(1, TILE), (last, TILE)]
-        assert isinstance(self.recipe, MXFP8)
-        if self.group_sizes is not None:
-            return [(self.group_sizes.ndim - 1 if columns else last, MX_TILE)]
-        return [(last if columns else 1, MX_TILE)]
-
-
-def widen(data: jax.Array) -> jax.Array:
-    """8-bit or bf16 data in f32, exactly."""
-    return data.astype(jnp.float32)
-
-
-def spread_tiles(scale: jax.Array, axis: int, tile: int, length: int) -> jax.Array:
-    """Each scale repeated `tile` times along `axis`, cut to `length`."""
-    shape = scale.shape
-    wide = jnp.broadcast_to(
-        jnp.expand_dims(scale, axis + 1), (*shape[: axis + 1], tile, *shape[axis + 1 :])
-    )
-    wide = wide.reshape(*shape[:axis], shape[axis] * tile, *shape[axis + 1 :])
-    return jax.lax.slice_in_dim(wide, 0, length, axis=axis)
-
-
-def row_scales(capacity: int, group_sizes: jax.Array, scale: jax.Array) -> jax.Array:
-    """[..., L] sizes and scales -> [..., capacity] scale of each row, 0 past the last group."""
-    ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)[..., None, :]
-    sizes, scale = group_sizes[..., None, :], scale[..., None, :]
-    rows = jnp.arange(capacity, dtype=jnp.int32)[:, None]
-    # No gather: indices that are sharded along the slabs have no layout of their own to give.
-    inside = (rows >= ends - sizes) & (rows < ends)
-    return jnp.where(inside, scale, 0).sum(-1)
 
 
 def _laid_as(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -204,24 +164,3 @@ def _straight_through_bwd(kept: Any, grad: jax.Array) -> Any:
 
 
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
-
-
-def bits(data: jax.Array) -> jax.Array:
-    """1-byte floats as uint8, which every collective and slice moves as bytes."""
-    if data.dtype.itemsize != 1 or data.dtype == jnp.uint8:
-        return data
-    raw: jax.Array = jax.lax.bitcast_convert_type(data, jnp.uint8)
-    return raw
-
-
-def from_bits(raw: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `bits`."""
-    if raw.dtype == dtype:
-        return raw
-    data: jax.Array = jax.lax.bitcast_convert_type(raw, dtype)
-    return data
-
-
-def num_tiles(length: int, tile: int) -> int:
-    """Scales along a dim of `length` values."""
-    return math.ceil(length / tile)

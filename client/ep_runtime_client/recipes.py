@@ -53,6 +53,11 @@ class Recipe:
     quantizes: ClassVar[bool] = True
 
     @property
+    def delayed(self) -> bool:
+        """Whether scales come from a state that the caller keeps."""
+        return False
+
+    @property
     def gradient_dtype(self) -> str:
         """Dtype of quantized gradients."""
         return DATA_DTYPES[0]

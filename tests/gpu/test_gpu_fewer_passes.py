@@ -26,7 +26,7 @@ from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import kernels_8
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.quantized import bits
+from ep_runtime_client.tiles import bits
 
 _TARGETS = (
     *activation_kernels.TARGETS,

@@ -22,7 +22,7 @@ from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.quantized import bits
+from ep_runtime_client.tiles import bits
 
 _AGAIN = 10
 # Of what a value is made of: its own rounding, and f32 arithmetic.

@@ -15,6 +15,8 @@ from references import grouped as reference
 import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize import rounding
+from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax
 from ep_runtime_client.ops.quantize.delayed import Delayed
 
 ALL = (
@@ -76,7 +78,7 @@ def test_wrong_recipes_say_what_was_wanted() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
 def test_rounding_is_to_nearest_even_and_saturates(dtype: Any) -> None:
     values = interesting()
-    got = np.asarray(jax.jit(lambda x: quantize_plain.round_scaled(x, jnp.ones(()), dtype))(values))
+    got = np.asarray(jax.jit(lambda x: rounding.round_scaled(x, jnp.ones(()), dtype))(values))
     limit = np.float32(jnp.finfo(dtype).max)
     with np.errstate(invalid="ignore"):
         finite = np.isfinite(values)
@@ -95,12 +97,12 @@ def test_scales_are_quotients_rounded_once(dtype: Any) -> None:
     rng = np.random.default_rng(1)
     amax = np.exp(rng.uniform(-80, 80, 1 << 16)).astype(np.float32)
     amax[:4] = [0, 1e-40, 2.0**-126, np.finfo(np.float32).max]
-    got = np.asarray(jax.jit(lambda a: quantize_plain.scale_of(a, dtype))(amax))
+    got = np.asarray(jax.jit(lambda a: rounding.scale_of(a, dtype))(amax))
     exact = np.maximum(amax / np.float32(jnp.finfo(dtype).max), np.float32(2.0**-126))
     np.testing.assert_array_equal(got, np.where(amax < 2.0**-126, np.float32(1), exact))
     # A value that is the amax lands on the largest one of the dtype.
     usual = (amax > 2.0**-126) & (got > 2.0**-126)
-    data = quantize_plain.round_scaled(amax[usual], got[usual], dtype)
+    data = rounding.round_scaled(amax[usual], got[usual], dtype)
     np.testing.assert_array_equal(np.asarray(data).astype(np.float32), jnp.finfo(dtype).max)
 
 
@@ -113,16 +115,16 @@ def test_power_of_two_scales_are_exact_ceilings(dtype: Any) -> None:
     beside = [np.nextafter(edges, np.float32(side)) for side in (0, np.inf)]
     amax = np.concatenate([edges, *beside, drawn, [np.finfo(np.float32).max]])
     amax = amax[amax >= np.float32(2.0**-126)].astype(np.float32)
-    got = np.asarray(jax.jit(lambda a: quantize_plain.scale_of(a, dtype, True))(amax))
+    got = np.asarray(jax.jit(lambda a: rounding.scale_of(a, dtype, True))(amax))
     for value, scale in zip(amax, got, strict=True):
         quotient = fractions.Fraction(float(value)) / largest
         power = fractions.Fraction(float(scale))
         assert quotient <= power
         assert power < 2 * quotient or scale == 2.0**-126
-    stored = np.asarray(quantize_plain.to_e8m0(jnp.asarray(got)))
+    stored = np.asarray(rounding.to_e8m0(jnp.asarray(got)))
     assert stored.dtype == jnp.float8_e8m0fnu
     np.testing.assert_array_equal(stored.astype(np.float32), got)
-    assert quantize_plain.scale_of(jnp.float32([0, 1e-40]), dtype, True).tolist() == [1, 1]
+    assert rounding.scale_of(jnp.float32([0, 1e-40]), dtype, True).tolist() == [1, 1]
 
 
 def test_every_byte_widens_exactly() -> None:
@@ -146,9 +148,9 @@ def test_delayed_histories_move_on_and_scale_by_their_largest() -> None:
     @jax.jit
     def step(x: Any, w: Any, state: Any) -> Any:
         for_x, for_w = delayed.scales(state)
-        amax = quantize_plain.group_amax(x, sizes, 2)
+        amax = group_amax(x, sizes, 2)
         q = quantize_plain.scale_rows(recipe, x, sizes, for_x, amax)
-        k = quantize_plain.scale_kernel(recipe, w, for_w, quantize_plain.kernel_amax(w))
+        k = quantize_plain.scale_kernel(recipe, w, for_w, kernel_amax(w))
         return q, k, delayed.next(state, q.amax, k.amax)
 
     q, k, state = step(x, w, recipe.init_state(2))

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.activation import kernels
 from ep_runtime_client.ops.kernels import serve as kernels_serve
-from ep_runtime_client.quantized import from_bits, num_tiles
-from ep_runtime_client.recipes import DATA_DTYPES, TILE, BlockScaling, Recipe, TensorScaling
+from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.recipes import DATA_DTYPES, TILE, Recipe
+from ep_runtime_client.tiles import from_bits, num_tiles
 
 if TYPE_CHECKING:
     from ep_runtime_client.ops.activation.plain import Activation
@@ -67,8 +68,8 @@ class ActivationOperands:
 
 def takes(static: Activation, recipe: Recipe | None, dtype: Any) -> bool:
     """Whether there are kernels for hidden of a dtype, whatever its shape."""
-    kind = isinstance(recipe, TensorScaling | BlockScaling)
-    if not kind or (isinstance(recipe, TensorScaling) and recipe.delayed):
+    on_gpu = format_of(recipe).on_gpu
+    if recipe is None or recipe.delayed or on_gpu is None or not on_gpu.activation:
         return False
     named = static.function in kernels.FUNCTIONS and dtype == static.dtype
     return named and jnp.dtype(dtype).itemsize == 2 and kernels_serve.available()
@@ -88,7 +89,7 @@ def serve(
     # Tiles end with the last dim: those of gate and up in one dim must not share one.
     apart = not (gradient and static.gated and hidden.ndim == 3)
     whole = kernels.width_of(static, hidden) % TILE == 0
-    tiles = isinstance(recipe, TensorScaling) or apart or whole
+    tiles = format_of(recipe).per_group or apart or whole
     return tiles and kernels.serve(static, hidden, group_sizes)
 
 
@@ -128,7 +129,7 @@ def quantize(
     given = jnp.zeros(0, _F32) if scale is None else scale.astype(_F32).reshape(-1)
     attributes = kernels.attributes_of(source.activation) | {
         "format": DATA_DTYPES.index(jnp.dtype(dtype).name),
-        "power_of_two": int(isinstance(recipe, BlockScaling) and recipe.power_of_two_scales),
+        "power_of_two": int(format_of(recipe).power_of_two(recipe)),
     }
     found = kernels_serve.call(TARGETS[1], results, (*operands, given), attributes)
     data = from_bits(found[0], dtype).reshape(source.shape)

@@ -21,7 +21,8 @@ from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import ops as quantize_ops
-from ep_runtime_client.ops.quantize.packing import Packing, tile_of, unpack
+from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.ops.quantize.packing import Packing, unpack
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.ops.tracing.varying import Axes
 from ep_runtime_client.quantized import QuantizedTensor
@@ -65,7 +66,7 @@ class _Op:
         shapes: Sequence[tuple[int, ...]],
         wanted: Sequence[Entries] | None,
     ) -> Resolved:
-        inner = self.plain.inner(roles, arrived, shapes, tile_of(self.recipe))
+        inner = self.plain.inner(roles, arrived, shapes, format_of(self.recipe).tile)
         operands, (rows, slab) = self.plain.entries(roles, inner)
         over = tuple(dict.fromkeys(roles.real(roles.outer) + inner))
         experts = self.num_experts // roles.size(roles.ep)

@@ -20,11 +20,14 @@ from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.activation.quantized_kernels import ActivationOperands
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.ops.quantize.plain import Axes
+from ep_runtime_client.ops.quantize.amax import amax_of_groups, group_amax, over
+from ep_runtime_client.ops.quantize.formats.format import Axes
+from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.rounding import scale_of
 from ep_runtime_client.ops.tracing import slack
-from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
-from ep_runtime_client.recipes import Recipe, TensorScaling
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import Recipe
+from ep_runtime_client.tiles import bits, from_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +96,10 @@ def _quantized(
     if not kernels.serve(static.activation, recipe, hidden, sizes, gradient=gradient):
         return _plain(static, *operands)
     amax, scale = None, None
-    if isinstance(recipe, TensorScaling):
+    if format_of(recipe).per_group:
         ways = (functools.partial(way, static) for way in (_amax_by_kernel, _amax))
-        amax = quantize_plain.amax_of_groups(either(True, *ways, *operands), sizes)
-        amax = quantize_plain.over(amax, static.reduce_axes)
+        amax = amax_of_groups(either(True, *ways, *operands), sizes)
+        amax = over(amax, static.reduce_axes)
         scale = scale_of(amax, recipe.data_dtype(gradient))
     ways = (functools.partial(way, static) for way in (_data_by_kernel, _data))
     data, scale, d_weights = either(True, *ways, *operands, scale)
@@ -133,7 +136,7 @@ def _amax_by_kernel(static: QuantizedActivation, *operands: Any) -> jax.Array:
 
 def _amax(static: QuantizedActivation, *operands: Any) -> jax.Array:
     experts, rows = static.experts(operands[2]), _rows(static, *operands)[0]
-    return quantize_plain.group_amax(rows, operands[2], experts).reshape(-1)[:experts]
+    return group_amax(rows, operands[2], experts).reshape(-1)[:experts]
 
 
 def _data_by_kernel(static: QuantizedActivation, *operands: Any) -> Any:
@@ -150,7 +153,7 @@ def _data_by_kernel(static: QuantizedActivation, *operands: Any) -> Any:
 
 def _data(static: QuantizedActivation, *operands: Any) -> Any:
     *given, scale = operands
-    if not isinstance(static.recipe, TensorScaling):
+    if not format_of(static.recipe).per_group:
         q, d_weights = _plain(static, *given)
         return q.data, q.scale, d_weights
     rows, d_weights = _rows(static, *given)

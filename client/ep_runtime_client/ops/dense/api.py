@@ -21,7 +21,7 @@ from ep_runtime_client.ops.quantize.packing import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.varying import varied_axes
 from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe, TensorScaling
+from ep_runtime_client.recipes import Recipe
 
 
 def dense(
@@ -90,7 +90,7 @@ def _check(x: Any, kernel: Any, bias: Any, recipe: Any) -> None:
         raise InvalidArgumentError(
             f"recipe must be one of ep.recipes or None, got {recipe!r}", argument="recipe"
         )
-    if isinstance(recipe, TensorScaling) and recipe.delayed:
+    if recipe is not None and recipe.delayed:
         raise InvalidArgumentError(
             "recipe must be one without a state here, got TensorScaling(delayed=True)",
             argument="recipe",

@@ -20,26 +20,23 @@ from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.ops import raw_leaves
 from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
 from ep_runtime_client.ops.tracing.varying import Axes
 from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import MX_TILE, MXFP8, Recipe, TensorScaling
+from ep_runtime_client.recipes import Recipe
 
 Shapes = Sequence[tuple[int, ...]]
 
 
 def leaf_entries(packing: Packing, entries: Entries) -> list[Entries]:
     """Entries of every leaf: all rows are one group, so tensor scales have one value."""
-    return [((),) if _is_scalar(packing, name) else entries for name in packing.names]
+    return [((),) if packing.per_group(name) else entries for name in packing.names]
 
 
 def leaf_factors(packing: Packing, values: list[str], one: str) -> list[str]:
-    return [one if _is_scalar(packing, name) else " ".join(values) for name in packing.names]
-
-
-def _is_scalar(packing: Packing, name: str) -> bool:
-    return name in ("scale", "amax") and isinstance(packing.recipe, TensorScaling)
+    return [one if packing.per_group(name) else " ".join(values) for name in packing.names]
 
 
 def _lead(ndim: int) -> list[str]:
@@ -103,10 +100,11 @@ def quantize_rows(
     recipe: Recipe, x: jax.Array, over: Axes, *, gradient: bool = False
 ) -> QuantizedTensor:
     """All local rows of x [..., K'] as one group; leaves have x's leading dims."""
-    if isinstance(recipe, MXFP8) and x.shape[-2] % MX_TILE:
+    form = format_of(recipe)
+    if form.columns and x.shape[-2] % form.tile:
         raise InvalidArgumentError(
-            f"x must have a multiple of {MX_TILE} rows on every device for MXFP8, got "
-            f"{x.shape[-2]} of {list(x.shape)}",
+            f"x must have a multiple of {form.tile} rows on every device for "
+            f"{type(recipe).__name__}, got {x.shape[-2]} of {list(x.shape)}",
             argument="x",
         )
     rows = prod(x.shape[:-1])

@@ -21,7 +21,8 @@ from ep_runtime_client.ops.partitioning.placement import grouped
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded, read_off
 from ep_runtime_client.ops.quantize.delayed import Delayed
-from ep_runtime_client.ops.quantize.packing import Matrix, tile_of
+from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.ops.quantize.packing import Matrix
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import DelayedState, Recipe, TensorScaling
 
@@ -242,7 +243,7 @@ def _origin(x: Matrix) -> jax.Array | None:
 
 
 def _blocks(recipe: Recipe | None, rhs: Matrix) -> tuple[int, ...]:
-    tile = tile_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe)
+    tile = format_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe).tile
     return tuple(tile if dim in (1, rhs.ndim - 1) else 1 for dim in range(rhs.ndim))
 
 

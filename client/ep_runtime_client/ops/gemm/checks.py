@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe, TensorScaling
+from ep_runtime_client.recipes import Recipe
 
 
 def check_gemm(
@@ -82,7 +82,7 @@ def _check_bias(rhs: tuple[int, ...], bias: Any) -> None:
 
 def check_state(recipe: Any, state: Any, *, plain: bool) -> None:
     """Raises InvalidArgumentError unless delayed scaling has its state, and nothing else has."""
-    delayed = isinstance(recipe, TensorScaling) and recipe.delayed
+    delayed = recipe is not None and recipe.delayed
     if delayed and state is None:
         raise InvalidArgumentError(
             f"{recipe} needs state=, from recipe.init_state(num_experts) or an earlier call",

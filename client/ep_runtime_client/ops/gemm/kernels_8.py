@@ -31,15 +31,11 @@ from ep_runtime_client.ops.gemm import kernels_16
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
-from ep_runtime_client.quantized import QuantizedTensor, bits
-from ep_runtime_client.recipes import (
-    DATA_DTYPES,
-    MX_TILE,
-    MXFP8,
-    TILE,
-    BlockScaling,
-    TensorScaling,
-)
+from ep_runtime_client.ops.quantize.formats.format import OnGpu
+from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import DATA_DTYPES
+from ep_runtime_client.tiles import bits
 
 TARGETS = (
     "ep_fp8_grouped_gemm_v1",
@@ -52,7 +48,6 @@ _GEMM, _GEMM_DW, TRANSPOSE_ROWS, _TRANSPOSE_WEIGHTS, _DEQUANTIZE = TARGETS
 MULTIPLE = 16  # of features: tensor copies move 16 bytes at a time
 PADDED = 128  # rows of a group in a transposed copy are a multiple of it
 _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
-_RECIPES = (TensorScaling, BlockScaling, MXFP8)
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +66,8 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
     """
     if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor):
         return False
-    if left.recipe != right.recipe or not isinstance(left.recipe, _RECIPES):
+    form = format_of(left.recipe)
+    if left.recipe != right.recipe or form.on_gpu is None:
         return False
     if not platform.installed():
         return False
@@ -84,7 +80,7 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
     if 0 in (rows, experts, *widths) or experts > kernels_16.MAX_EXPERTS or padded >= 2**31:
         return False
     # A block of scales ends with the last dim: those of flat N' would begin inside of one.
-    whole = len(features) == 2 or features[-1] % _tile(left) == 0
+    whole = len(features) == 2 or features[-1] % form.tile == 0
     # Gradients are rows, and may have the dtype with more range; the other operand has not.
     other = left if right.is_rows else right
     fits = whole and other.dtype == _E4M3 and not any(width % MULTIPLE for width in widths)
@@ -98,7 +94,8 @@ def transposes(recipe: Any, shape: Sequence[int]) -> bool:
 
     Its kernel then makes both layouts in one read.
     """
-    if not isinstance(recipe, TensorScaling | BlockScaling):
+    on_gpu = format_of(recipe).on_gpu
+    if on_gpu is None or not on_gpu.rows:
         return False
     widths = (shape[1], math.prod(shape[2:]))
     return not any(width % MULTIPLE for width in widths) and kernels_serve.available()
@@ -117,10 +114,10 @@ def _say_plain(recipe: str, features: tuple[int, ...]) -> None:
     )
 
 
-def _tile(x: QuantizedTensor) -> int:
-    if isinstance(x.recipe, BlockScaling):
-        return TILE
-    return MX_TILE if isinstance(x.recipe, MXFP8) else 1
+def _on_gpu(x: QuantizedTensor) -> OnGpu:
+    on_gpu = format_of(x.recipe).on_gpu
+    assert on_gpu is not None
+    return on_gpu
 
 
 def forward(
@@ -131,7 +128,7 @@ def forward(
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.forward`, but rows past the last group are undefined."""
-    if isinstance(lhs.recipe, MXFP8):
+    if not _on_gpu(lhs).rows:
         rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
         return kernels_16.forward(out_dtype, None, rows, kernel, bias, group_sizes)
     kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
@@ -157,7 +154,7 @@ def data_grad(
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
-    if isinstance(rhs.recipe, MXFP8):
+    if not _on_gpu(rhs).rows:
         wide = _wide_rows(grad, group_sizes), _wide_kernel(rhs, columns=True)
         return kernels_16.data_grad(out_dtype, None, clear_slack, *wide, group_sizes)
     kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
@@ -182,7 +179,7 @@ def _multiply_rows(
     assert lhs.scale is not None
     assert rhs.scale is not None
     sizes = _sizes(group_sizes)
-    blocks = isinstance(lhs.recipe, BlockScaling)
+    blocks = not format_of(lhs.recipe).per_group
     lhs_scale, rhs_scale = lhs.scale.reshape(sizes.shape) if not blocks else lhs.scale, rhs.scale
     if blocks:
         lhs_scale = lhs_scale.reshape(rows.shape[0], -1)
@@ -201,7 +198,7 @@ def weight_grad(
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.weight_grad`; sums are f32 and rounded once."""
-    if not isinstance(lhs.recipe, TensorScaling):
+    if not _on_gpu(lhs).columns:
         left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
         return kernels_16.weight_grad(out_dtype, None, experts, left, right, group_sizes)
     assert lhs.scale is not None
@@ -233,15 +230,18 @@ def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False
     """bf16 rows in the shape of `x`; those of no group are undefined."""
     sizes, lead = _sizes(group_sizes), group_sizes.ndim
     flat = (sizes.shape[0], x.shape[lead - 1], math.prod(x.shape[lead:]))
-    columns = columns and isinstance(x.recipe, MXFP8)
-    tile = (MX_TILE, 1) if columns else (1, _tile(x))
+    form = format_of(x.recipe)
+    columns = columns and form.columns
+    tiles = form.tiles(x.ndim, lead, columns=columns)
+    tile = (tiles.get(lead - 1, 1), tiles.get(x.ndim - 1, 1))
     return _dequantized(x, columns, sizes, flat, tile)
 
 
 def _wide_kernel(x: QuantizedTensor, columns: bool = False) -> jax.Array:
-    """bf16 kernels [G, K', *N'] of MXFP8."""
+    """bf16 kernels [G, K', *N']."""
     flat = (*x.shape[:2], math.prod(x.shape[2:]))
-    tile = (1, MX_TILE) if columns else (MX_TILE, 1)
+    tiles = format_of(x.recipe).tiles(x.ndim, None, columns=columns)
+    tile = (tiles.get(1, 1), tiles.get(x.ndim - 1, 1))
     return _dequantized(x, columns, jnp.zeros((0, 0), jnp.int32), flat, tile)
 
 

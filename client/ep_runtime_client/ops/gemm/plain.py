@@ -29,10 +29,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
-from ep_runtime_client.ops.gemm.block_operands import Part, kernel_reader, row_reader
+from ep_runtime_client.ops.gemm.block_operands import kernel_reader, row_reader
 from ep_runtime_client.ops.kernels import platform, row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import Blocks, RowBlock
 from ep_runtime_client.ops.kernels.serve import either
+from ep_runtime_client.ops.quantize.formats.format import Part
 
 Kernel = Callable[..., jax.Array]
 

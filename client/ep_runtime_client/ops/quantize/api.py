@@ -16,7 +16,7 @@ from ep_runtime_client.ops.partitioning.roles import Roles, padded
 from ep_runtime_client.ops.quantize import ops
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe, TensorScaling
+from ep_runtime_client.recipes import Recipe
 
 
 def grouped_quantize(
@@ -127,7 +127,7 @@ def check_quantize(x: Any, group_sizes: Any, recipe: Any) -> None:
         raise InvalidArgumentError(
             f"recipe must be one of ep.recipes, got {recipe!r}", argument="recipe"
         )
-    if isinstance(recipe, TensorScaling) and recipe.delayed:
+    if recipe.delayed:
         raise InvalidArgumentError(
             "recipe must be TensorScaling() here, got one with delayed=True: its scales come from "
             "the state that grouped_gemm takes",

@@ -21,10 +21,12 @@ from ep_runtime_client.ops.partitioning.roles import (
     say_once,
 )
 from ep_runtime_client.ops.quantize import plain
+from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax
+from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.packing import Matrix, Packing, gather, pack_fields, unpack
-from ep_runtime_client.ops.quantize.rounding import SCALE_DTYPE
-from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
-from ep_runtime_client.recipes import MXFP8, BlockScaling, Recipe, TensorScaling
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import Recipe
+from ep_runtime_client.tiles import bits, from_bits
 
 FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed")
 
@@ -77,8 +79,8 @@ class QuantizeRows:
         clear = self.clear_slack
 
         def local(x: jax.Array, sizes: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
-            if isinstance(self.recipe, TensorScaling) and scale:
-                amax = plain.group_amax(x, sizes, experts)
+            if scale:
+                amax = group_amax(x, sizes, experts)
                 amax = jax.lax.pmax(amax, over) if over else amax
                 q = plain.scale_rows(self.recipe, x, sizes, scale[0], amax, clear_slack=clear)
             else:
@@ -156,8 +158,8 @@ class QuantizeKernel:
 
         def local(w: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
             w = gather(w, weight.before)
-            if isinstance(self.recipe, TensorScaling) and scale:
-                amax = plain.kernel_amax(w)
+            if scale:
+                amax = kernel_amax(w)
                 amax = jax.lax.pmax(amax, over) if over else amax
                 q = plain.scale_kernel(self.recipe, w, scale[0], amax, transposed=self.transposed)
             else:
@@ -210,16 +212,8 @@ def kernel(
 
 def packing_of(recipe: Recipe, ndim: int, *, rows: bool) -> Packing:
     """The leaves that quantization makes."""
-    data, f32 = recipe.data_dtype(), jax.numpy.dtype("float32")
-    if isinstance(recipe, TensorScaling):
-        return Packing(("data", "scale", "amax"), (data, f32, f32), recipe, ndim, rows)
-    if isinstance(recipe, BlockScaling):
-        return Packing(("data", "scale"), (data, f32), recipe, ndim, rows)
-    if isinstance(recipe, MXFP8):
-        names = ("data", "scale", "data_columns", "scale_columns")
-        e8m0 = jax.numpy.dtype(SCALE_DTYPE)
-        return Packing(names, (data, e8m0, data, e8m0), recipe, ndim, rows)
-    return Packing(("data",), (data,), recipe, ndim, rows)
+    leaves = format_of(recipe).leaves(recipe)
+    return Packing(tuple(leaves), tuple(leaves.values()), recipe, ndim, rows)
 
 
 def row_factors(ndim: int, last: str = "k") -> list[str]:

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops.partitioning.roles import Entries
-from ep_runtime_client.quantized import QuantizedTensor, bits, from_bits
-from ep_runtime_client.recipes import MX_TILE, MXFP8, TILE, BlockScaling, Recipe, TensorScaling
+from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.recipes import Recipe
+from ep_runtime_client.tiles import bits, from_bits
 
 Matrix = jax.Array | QuantizedTensor
 
@@ -44,7 +46,7 @@ class Packing:
     @property
     def tile(self) -> int:
         """Values that share a scale along a blocked dim; 1 where there are no blocks."""
-        return tile_of(self.recipe)
+        return format_of(self.recipe).tile
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -60,9 +62,13 @@ class Packing:
         """What there is per dim of the values, per dim of a leaf."""
         return (values[0], *values[2:], values[1]) if name == "transposed" else values
 
+    def per_group(self, name: str) -> bool:
+        """Whether a leaf has one value per group of rows or per kernel."""
+        return name in ("scale", "amax") and format_of(self.recipe).per_group
+
     def leaf_ndim(self, name: str) -> int:
         """Dims of a leaf: tensor scales have those of the groups alone."""
-        if name in ("scale", "amax") and isinstance(self.recipe, TensorScaling):
+        if self.per_group(name):
             return 2 if self.rows else 1
         return self.ndim
 
@@ -77,13 +83,6 @@ class Packing:
             else:
                 found.append(" ".join(self._laid(name, values)[: self.leaf_ndim(name)]))
         return found
-
-
-def tile_of(recipe: Recipe | None) -> int:
-    """Values that share a scale along a blocked dim; 1 where there are no blocks."""
-    if isinstance(recipe, BlockScaling):
-        return TILE
-    return MX_TILE if isinstance(recipe, MXFP8) else 1
 
 
 def pack(x: Matrix, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:

@@ -1,0 +1,63 @@
+"""The largest finite absolute values of groups of rows and of kernels, which scales come from."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops.kernels import row_blocks
+from ep_runtime_client.ops.kernels.row_blocks import RowBlock
+from ep_runtime_client.ops.kernels.serve import either
+from ep_runtime_client.ops.quantize import kernels
+from ep_runtime_client.ops.quantize.rounding import finite_max
+from ep_runtime_client.ops.quantize.slabs import Slabs
+
+
+def kernel_amax(w: jax.Array) -> jax.Array:
+    """[G, ...] -> f32 [G]: the largest finite absolute value of each expert's kernel."""
+
+    def plain(w: jax.Array) -> jax.Array:
+        return finite_max(w.astype(jnp.float32), tuple(range(1, w.ndim)))
+
+    return either(kernels.serve(w, None), kernels.kernel_amax, plain, w)
+
+
+def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = None) -> jax.Array:
+    """Rows [C, ...] -> f32 like group_sizes: the largest finite absolute value of each group.
+
+    With `num_experts` groups whose number is the same modulo it share theirs.
+    """
+    groups = math.prod(group_sizes.shape)
+    experts = groups if num_experts is None else num_experts
+    kernel = functools.partial(kernels.group_amax, experts)
+    plain = functools.partial(_group_amax, experts)
+    served = experts > 0 and kernels.serve(x, group_sizes)
+    return amax_of_groups(either(served, kernel, plain, x, group_sizes), group_sizes)
+
+
+def amax_of_groups(amax: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """amax [experts] of the expert of every group: like group_sizes."""
+    groups = math.prod(group_sizes.shape)
+    return jnp.tile(amax, groups // max(amax.shape[0], 1)).reshape(group_sizes.shape)
+
+
+def _group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """f32 [experts]."""
+    slabs = Slabs.of(x, group_sizes)
+    blocks = row_blocks.cut(slabs.capacity, group_sizes)
+
+    def step(block: RowBlock, amax: jax.Array) -> jax.Array:
+        values = block.read(slabs.rows).astype(jnp.float32)
+        largest = finite_max(values, tuple(range(values.ndim)))
+        return row_blocks.max_at(amax, blocks.expert(block, experts), largest)
+
+    return row_blocks.loop(blocks, step, jnp.zeros((experts,), jnp.float32), slabs.rows)
+
+
+def over(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The largest over manual mesh axes."""
+    return lax.pmax(amax, axes) if axes else amax

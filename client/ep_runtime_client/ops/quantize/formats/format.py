@@ -1,0 +1,178 @@
+"""`Format`: all that ops ask of a recipe.
+
+A new recipe is one file here, its class and its format, and one line in `table.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops.kernels import row_blocks
+from ep_runtime_client.ops.kernels.row_blocks import RowBlock
+from ep_runtime_client.recipes import Recipe
+from ep_runtime_client.tiles import bits, from_bits, spread_tiles, widen
+
+Axes = tuple[str, ...]
+Leaves = dict[str, jax.Array]  # by their fields of a QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a block multiplies.
+
+    Attributes:
+        values: [rows or K', everything else].
+        scale: f32 [] that multiplies the result, or None.
+    """
+
+    values: jax.Array
+    scale: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOptions:
+    """How rows are quantized; the arguments of `plain.quantize_rows`."""
+
+    reduce_axes: Axes = ()
+    gradient: bool = False
+    num_experts: int | None = None
+    clear_slack: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class OnGpu:
+    """What the kernels of the CUDA library do with a format.
+
+    Attributes:
+        rows: tensor cores multiply the data as it is, forward and for the rows' gradient, of
+            kernels with K' along memory; else what it stands for, in bf16.
+        columns: likewise for the weight's gradient, which contracts rows.
+        activation: one pass activates and quantizes.
+    """
+
+    rows: bool
+    columns: bool
+    activation: bool
+
+
+class Format(abc.ABC):
+    """How operands of one kind of recipe are stored, made, read and multiplied. Stateless.
+
+    Attributes:
+        tile: values that share a scale along a blocked dim; 1 where there are no blocks.
+        per_group: whether a group of rows, or a kernel, has one scale, and an amax.
+        columns: whether there is a second copy, with its tiles along the other dim.
+        on_gpu: what GPUs do; None where all is plain JAX there too.
+    """
+
+    tile: ClassVar[int] = 1
+    per_group: ClassVar[bool] = False
+    columns: ClassVar[bool] = False
+    on_gpu: ClassVar[OnGpu | None] = None
+
+    @abc.abstractmethod
+    def leaves(self, recipe: Recipe) -> dict[str, Any]:
+        """Dtype of every field of a QuantizedTensor that is made, `data` first."""
+
+    @abc.abstractmethod
+    def quantize_rows(
+        self, recipe: Recipe, x: jax.Array, group_sizes: jax.Array, options: RowOptions
+    ) -> Leaves:
+        """`plain.quantize_rows`."""
+
+    @abc.abstractmethod
+    def quantize_kernel(
+        self, recipe: Recipe, w: jax.Array, reduce_axes: Axes, *, transposed: bool
+    ) -> Leaves:
+        """`plain.quantize_kernel`."""
+
+    def tiles(self, ndim: int, lead: int | None, *, columns: bool = False) -> dict[int, int]:
+        """Values per scale of the axes that have fewer scales than values.
+
+        Args:
+            ndim: dims of the values.
+            lead: how many of them rows take; None for kernels.
+            columns: of the column-wise copy.
+        """
+        return {}
+
+    def power_of_two(self, recipe: Recipe) -> bool:
+        """Whether scales are rounded up to powers of two."""
+        return False
+
+    def row_reader(
+        self, operand: Any, lead: int, *, columns: bool = False
+    ) -> Callable[[RowBlock], Part]:
+        """Reads a block's rows of a QuantizedTensor; rows of other groups are zeros.
+
+        Args:
+            operand: [C, ...] or [S, C, ...].
+            lead: how many dims the rows take, 1 or 2.
+            columns: the GEMM contracts the rows: the column-wise copy is read, if there is one.
+        """
+        data, scale = flat(bits(operand.data), lead), operand.scale
+
+        def read(block: RowBlock) -> jax.Array:
+            return from_bits(block.read(data), operand.dtype)
+
+        if scale is None:
+            return lambda block: Part(matrix(read(block)))
+        if self.per_group:
+            each = scale.reshape(-1)
+            return lambda block: Part(
+                matrix(widen(read(block))), row_blocks.pick(each, block.group)
+            )
+        scales = flat(bits(scale), lead)
+
+        def scaled(block: RowBlock) -> Part:
+            values = widen(read(block))
+            factors = from_bits(block.read(scales), scale.dtype).astype(jnp.float32)
+            for axis, tile in self.tiles(values.ndim, 1).items():
+                factors = spread_tiles(factors, axis, tile, values.shape[axis])
+            return Part(matrix(values * factors))
+
+        return scaled
+
+    def kernel_reader(self, operand: Any, *, columns: bool = False) -> Callable[[jax.Array], Part]:
+        """Reads one expert's kernel [K', everything else] of a QuantizedTensor [G, K', *N'].
+
+        `columns`: the GEMM contracts N': the column-wise copy is read, if there is one.
+        """
+        columns = columns and self.columns
+        data = bits(operand.data_columns if columns else operand.data)
+        scale = operand.scale_columns if columns else operand.scale
+
+        def read(expert: jax.Array) -> jax.Array:
+            return from_bits(row_blocks.pick(data, expert), operand.dtype)
+
+        if scale is None:
+            return lambda expert: Part(matrix(read(expert)))
+        if self.per_group:
+            return lambda expert: Part(matrix(widen(read(expert))), row_blocks.pick(scale, expert))
+        scales, tiles = bits(scale), self.tiles(operand.ndim, None, columns=columns)
+
+        def scaled(expert: jax.Array) -> Part:
+            values = widen(read(expert))
+            factors = from_bits(row_blocks.pick(scales, expert), scale.dtype).astype(jnp.float32)
+            for axis, tile in tiles.items():
+                factors = spread_tiles(factors, axis - 1, tile, values.shape[axis - 1])
+            return Part(matrix(values * factors))
+
+        return scaled
+
+
+def flat(array: jax.Array, lead: int) -> jax.Array:
+    """All slabs' rows as one dim 0."""
+    return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
+
+
+def matrix(part: jax.Array) -> jax.Array:
+    """[rows or K', everything else]."""
+    return part.reshape(part.shape[0], math.prod(part.shape[1:]))

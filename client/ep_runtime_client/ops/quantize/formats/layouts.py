@@ -1,0 +1,34 @@
+"""8-bit kernels as they lie and with K' along memory too, which GPUs multiply forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops.kernels.serve import either
+from ep_runtime_client.ops.quantize import kernels
+from ep_runtime_client.tiles import bits, from_bits
+
+
+def both_layouts(
+    dtype: Any,
+    power_of_two: bool,
+    made: Callable[..., tuple[jax.Array, jax.Array]],
+    w: jax.Array,
+    scale: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Data, the same with K' along memory, and scales.
+
+    `made(w, scale)`: data and scales in plain JAX. Without `scale` those of blocks are made.
+    """
+
+    def plain(w: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, ...]:
+        data, scales = made(w, scale)
+        return data, from_bits(jnp.moveaxis(bits(data), 1, -1), dtype), scales
+
+    kernel = functools.partial(kernels.transposed_kernel, dtype, power_of_two)
+    return either(kernels.serve_transposed(w), kernel, plain, w, scale)

@@ -1,0 +1,33 @@
+"""The format of every recipe."""
+
+from __future__ import annotations
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops.quantize.formats.bf16 import UnscaledFormat
+from ep_runtime_client.ops.quantize.formats.blocks import BlockFormat
+from ep_runtime_client.ops.quantize.formats.format import Format
+from ep_runtime_client.ops.quantize.formats.mx import MxFormat
+from ep_runtime_client.ops.quantize.formats.tensor import TensorFormat
+from ep_runtime_client.recipes import BF16, MXFP8, BlockScaling, Recipe, TensorScaling
+
+FORMATS: dict[type[Recipe], Format] = {
+    BF16: UnscaledFormat(),
+    TensorScaling: TensorFormat(),
+    BlockScaling: BlockFormat(),
+    MXFP8: MxFormat(),
+}
+_PLAIN = FORMATS[BF16]
+
+
+def format_of(recipe: Recipe | None) -> Format:
+    """The format of a recipe, or of the nearest class that it is made from; None: plain arrays.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    if recipe is None:
+        return _PLAIN
+    for kind in type(recipe).__mro__:
+        if kind in FORMATS:
+            return FORMATS[kind]
+    raise InvalidArgumentError(f"{recipe} has no line in formats/table.py", argument="recipe")

@@ -1,0 +1,55 @@
+"""8-bit data and the scales of its tiles: widened, spread, moved as bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def widen(data: jax.Array) -> jax.Array:
+    """8-bit or bf16 data in f32, exactly."""
+    return data.astype(jnp.float32)
+
+
+def spread_tiles(scale: jax.Array, axis: int, tile: int, length: int) -> jax.Array:
+    """Each scale repeated `tile` times along `axis`, cut to `length`."""
+    shape = scale.shape
+    wide = jnp.broadcast_to(
+        jnp.expand_dims(scale, axis + 1), (*shape[: axis + 1], tile, *shape[axis + 1 :])
+    )
+    wide = wide.reshape(*shape[:axis], shape[axis] * tile, *shape[axis + 1 :])
+    return jax.lax.slice_in_dim(wide, 0, length, axis=axis)
+
+
+def row_scales(capacity: int, group_sizes: jax.Array, scale: jax.Array) -> jax.Array:
+    """[..., L] sizes and scales -> [..., capacity] scale of each row, 0 past the last group."""
+    ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)[..., None, :]
+    sizes, scale = group_sizes[..., None, :], scale[..., None, :]
+    rows = jnp.arange(capacity, dtype=jnp.int32)[:, None]
+    # No gather: indices that are sharded along the slabs have no layout of their own to give.
+    inside = (rows >= ends - sizes) & (rows < ends)
+    return jnp.where(inside, scale, 0).sum(-1)
+
+
+def bits(data: jax.Array) -> jax.Array:
+    """1-byte floats as uint8, which every collective and slice moves as bytes."""
+    if data.dtype.itemsize != 1 or data.dtype == jnp.uint8:
+        return data
+    raw: jax.Array = jax.lax.bitcast_convert_type(data, jnp.uint8)
+    return raw
+
+
+def from_bits(raw: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `bits`."""
+    if raw.dtype == dtype:
+        return raw
+    data: jax.Array = jax.lax.bitcast_convert_type(raw, dtype)
+    return data
+
+
+def num_tiles(length: int, tile: int) -> int:
+    """Scales along a dim of `length` values."""
+    return math.ceil(length / tile)
