@@ -1,10 +1,9 @@
-"""Every group of the daemon, and what makes them change: claims, ends of sessions, time, orders."""
+"""What makes groups change: claims, ends of sessions, time, orders."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
@@ -17,81 +16,28 @@ from ep_runtime.errors import (
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.callers.quotas import Quotas
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.groups.allocation import get_windows
+from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupRecord, wait_until
 from ep_runtime_server.memory.windows import Owner, WindowPool
 
 
-class Groups:
-    """Groups by owner. Lives on the event loop's thread; only formation awaits."""
+class Groups(GroupBook):
+    """The book, and what changes groups. Only formation awaits."""
 
     def __init__(
         self, pool: WindowPool, clock: Clock, events: EventLog, quotas: Quotas | None = None
     ) -> None:
         """Without `quotas` a user may have any number of groups."""
+        super().__init__()
         self._quotas = quotas
         self._pool = pool
         self._clock = clock
         self._events = events
-        self.on_change: Callable[[GroupRecord], None] = lambda group: None
-        # Called with a generation before anybody hears of it; it may refuse by raising.
-        self.on_generation: Callable[[int], None] = lambda generation: None
-        self._groups: dict[Owner, GroupRecord] = {}
-        self._generation = 0
-
-    @property
-    def generation(self) -> int:
-        """The newest one that was given."""
-        return self._generation
-
-    def skip_to(self, generation: int) -> None:
-        """The next generation is larger than this one."""
-        self._generation = max(self._generation, generation)
-
-    def add(self, group: GroupRecord) -> None:
-        """A group that was there before this daemon."""
-        self._groups[group.owner] = group
-        self.skip_to(group.generation)
-        group.on_change = self.on_change
-        self.on_change(group)
-
-    def find(self, owner: Owner) -> GroupRecord | None:
-        return self._groups.get(owner)
-
-    def all(self) -> list[GroupRecord]:
-        return list(self._groups.values())
-
-    def of_user(self, uid: int) -> list[GroupRecord]:
-        return [group for group in self._groups.values() if group.owner.uid == uid]
-
-    def get(self, session: SessionRecord, name: str) -> GroupRecord:
-        """The group of that name in the session's (uid, job). Raises StaleHandleError."""
-        group = self._groups.get(Owner(session.uid, session.job, name))
-        if group is None:
-            raise StaleHandleError(
-                f"no group {name!r} in job {session.job!r} of uid {session.uid}; create it",
-                group=name,
-                job=session.job,
-            )
-        return group
-
-    def of_session(self, session: SessionRecord) -> list[GroupRecord]:
-        """Groups in which the session is a member, or was under the generation before."""
-        key = session.session_id
-        return [g for g in self._groups.values() if key in g.members or key in g.previous]
-
-    async def by_session(self) -> dict[str, list[str]]:
-        """Names of the groups of every session, as `of_session` finds them."""
-        found: dict[str, list[str]] = {}
-        async for group in paced(self.all()):
-            for session_id in group.members.keys() | group.previous.keys():
-                found.setdefault(session_id, []).append(group.owner.name)
-        return found
 
     async def create(
         self,
@@ -144,7 +90,7 @@ class Groups:
         replace: bool,
     ) -> GroupRecord:
         owner = Owner(session.uid, session.job, spec.name)
-        group = self._groups.get(owner)
+        group = self.find(owner)
         difference = group.spec.difference(spec) if group is not None else None
         if group is not None and difference is not None:
             if not replace:
@@ -224,11 +170,6 @@ class Groups:
         group.created_wall_s = self._clock.wall_s()
         self._log("group.forming", group, f"generation {group.generation} begins to form")
 
-    def _next_generation(self) -> int:
-        self.on_generation(self._generation + 1)
-        self._generation += 1
-        return self._generation
-
     async def _form(self, group: GroupRecord) -> None:
         """Gets the memory of a fully claimed group; at most one runs per group."""
         try:
@@ -301,7 +242,7 @@ class Groups:
         What is gone, or never was, is closed.
         """
         owner = Owner(session.uid, session.job, name)
-        group = self._groups.get(owner)
+        group = self.find(owner)
         if group is not None and group.generation == generation:
             return self.leave(session, group) if session.session_id in group.members else 0
         freed = 0
@@ -386,8 +327,7 @@ class Groups:
         group.advance(event, why)
         group.members = {}
         group.previous = {}
-        if self._groups.get(group.owner) is group:
-            del self._groups[group.owner]
+        self._forget(group)
         self._log("group.closed", group, why)
         freed = 0
         forming = group.formation is not None and not group.formation.done()

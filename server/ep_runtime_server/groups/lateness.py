@@ -18,7 +18,7 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.limits import LATE_AFTER_S
 from ep_runtime_server.base.pacing import paced
-from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.record import GroupMember, GroupRecord
 
 LOOK_EVERY_S = 1.0
@@ -148,7 +148,7 @@ def _describe(
 class LateRanks:
     """Says once that a rank is late, and once that it came."""
 
-    def __init__(self, groups: Groups, events: EventLog, clock: Clock) -> None:
+    def __init__(self, groups: GroupBook, events: EventLog, clock: Clock) -> None:
         self._groups = groups
         self._events = events
         self._clock = clock

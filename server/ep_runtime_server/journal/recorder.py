@@ -15,7 +15,7 @@ from ep_runtime.errors import PoolExhaustedError
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions
-from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal import records
@@ -55,7 +55,7 @@ class Recorder:
         self,
         journal: Journal,
         sessions: Sessions,
-        groups: Groups,
+        groups: GroupBook,
         pool: WindowPool,
         events: EventLog,
         clock: Clock,
