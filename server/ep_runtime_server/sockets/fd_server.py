@@ -1,4 +1,4 @@
-"""fd.sock: hello, and tickets for descriptors. One packet in, packets out, no waiting anywhere.
+"""fd.sock: its connections and packets. One packet in, packets out, no waiting anywhere.
 
 Who is not served gets no further than `accept`. Descriptors of a packet are taken only from a
 session that may return windows, and only where they are memory: to close others may wait.
@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import (
     EpRuntimeError,
@@ -26,18 +25,15 @@ from ep_runtime.errors import (
     PermissionDeniedError,
     PoolExhaustedError,
     RuntimeUnavailableError,
-    VersionSkewError,
 )
-from ep_runtime.text import check_printable
 from ep_runtime.v1 import fd_socket_pb2 as pb
 from ep_runtime_server.base import limits
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.callers.turns import Turns
-from ep_runtime_server.groups import attachment
-from ep_runtime_server.rpc import views
 from ep_runtime_server.runtime import Runtime
+from ep_runtime_server.sockets import fd_requests
 from ep_runtime_server.sockets.descriptors import Descriptors
 from ep_runtime_server.sockets.disposal import Disposal
 
@@ -263,7 +259,8 @@ class FdServer:
             if connection.unread and kind != "return_windows":
                 raise InvalidArgumentError(f"a packet of {kind} carries no descriptors")
             if kind == "hello":
-                self._hello(connection, peer, request.hello)
+                reply = fd_requests.hello(self._runtime, peer, request.hello)
+                self._send(connection, reply, [])
             elif kind == "redeem_ticket":
                 self._redeem(connection, peer, request.redeem_ticket)
             elif kind == "return_windows":
@@ -272,33 +269,6 @@ class FdServer:
                 raise InvalidArgumentError("the packet holds no request that this daemon knows")
         finally:
             peer.close()
-
-    def _hello(self, connection: _Connection, peer: Peer, hello: pb.Hello) -> None:
-        if wire.API_VERSION not in hello.api_versions:
-            raise VersionSkewError(
-                f"the daemon speaks {wire.API_VERSION}, the client {list(hello.api_versions)}",
-                client=list(hello.api_versions),
-                daemon=[wire.API_VERSION],
-            )
-        check_printable("client_version", hello.client_version, limits.MAX_VERSION_BYTES)
-        session = self._session_before(peer, hello.resume_token)
-        resumed = session is not None
-        if session is None:
-            self._runtime.check_serving()
-            self._runtime.recorder.admit()
-            session = self._runtime.sessions.hello(peer, hello.pid, hello.client_version)
-        welcome = pb.Welcome(
-            session_token=session.token,
-            session_id=session.session_id,
-            incarnation=self._runtime.incarnation,
-            server_version=ep_runtime.__version__,
-            resumed=resumed,
-        )
-        self._runtime.recorder.flush()
-        self._send(connection, pb.FdReply(welcome=welcome), [])
-
-    def _session_before(self, peer: Peer, token: str) -> SessionRecord | None:
-        return self._runtime.sessions.resume(token, peer) if token else None
 
     def _take_back(self, connection: _Connection, peer: Peer, request: pb.ReturnWindows) -> None:
         session = self._runtime.sessions.authenticate_peer(
@@ -344,50 +314,13 @@ class FdServer:
         request: pb.ReturnWindows,
         fds: list[int],
     ) -> None:
-        answer = self._returned(session, request, fds)
-        self._send(connection, pb.FdReply(windows_returned=answer), [])
-
-    def _returned(
-        self, session: SessionRecord, request: pb.ReturnWindows, fds: list[int]
-    ) -> pb.WindowsReturned:
-        if len(fds) != len(request.descriptors):
-            raise InvalidArgumentError(
-                f"{len(request.descriptors)} descriptors were named and {len(fds)} came",
-                argument="descriptors",
-            )
-        taken, wanted = self._runtime.rejoin.return_windows(
-            session,
-            request.group,
-            [
-                (d.world_rank, d.generation, fd)
-                for d, fd in zip(request.descriptors, fds, strict=True)
-            ],
-        )
-        self._runtime.recorder.flush()
-        self._runtime.failpoints.hit("recovery.adopted")
-        return pb.WindowsReturned(num_adopted=taken, wanted_ranks=wanted)
+        reply = fd_requests.return_windows(self._runtime, session, request, fds)
+        self._send(connection, reply, [])
 
     def _redeem(self, connection: _Connection, peer: Peer, request: pb.RedeemTicket) -> None:
-        sessions = self._runtime.sessions
-        session = sessions.authenticate_peer(request.session_token, peer.pid, peer.uid)
-        exported = attachment.redeem(self._runtime.tickets, session, request.ticket)
-        self._runtime.recorder.flush()
-        self._runtime.failpoints.hit("fd.before_send")
-        try:
-            for first in range(0, len(exported), wire.MAX_FDS_PER_PACKET):
-                part = exported[first : first + wire.MAX_FDS_PER_PACKET]
-                batch = pb.FdBatch(
-                    first=first,
-                    total=len(exported),
-                    descriptors=[
-                        views.descriptor(item.world_rank, item.size_bytes, item.generation)
-                        for item in part
-                    ],
-                )
-                self._send(connection, pb.FdReply(fd_batch=batch), [item.fd for item in part])
-        finally:
-            for item in exported:
-                os.close(item.fd)
+        with fd_requests.redeem(self._runtime, peer, request) as packets:
+            for reply, fds in packets:
+                self._send(connection, reply, fds)
         self._runtime.failpoints.hit("fd.after_send")
 
     def _send(self, connection: _Connection, reply: pb.FdReply, fds: list[int]) -> None:

@@ -1,0 +1,100 @@
+"""What is asked on fd.sock: hello, descriptors for a ticket, descriptors that come back.
+
+Knows no connection; every function raises what its client is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import ep_runtime
+from ep_runtime import wire
+from ep_runtime.errors import InvalidArgumentError, VersionSkewError
+from ep_runtime.text import check_printable
+from ep_runtime.v1 import fd_socket_pb2 as pb
+from ep_runtime_server.base import limits
+from ep_runtime_server.callers.credentials import Peer
+from ep_runtime_server.callers.sessions import SessionRecord
+from ep_runtime_server.groups import attachment
+from ep_runtime_server.rpc import views
+from ep_runtime_server.runtime import Runtime
+
+# What goes to the client in one packet.
+Packet = tuple[pb.FdReply, list[int]]
+
+
+def hello(runtime: Runtime, peer: Peer, asked: pb.Hello) -> pb.FdReply:
+    """A session for the process, or the one that it had."""
+    if wire.API_VERSION not in asked.api_versions:
+        raise VersionSkewError(
+            f"the daemon speaks {wire.API_VERSION}, the client {list(asked.api_versions)}",
+            client=list(asked.api_versions),
+            daemon=[wire.API_VERSION],
+        )
+    check_printable("client_version", asked.client_version, limits.MAX_VERSION_BYTES)
+    token = asked.resume_token
+    session = runtime.sessions.resume(token, peer) if token else None
+    resumed = session is not None
+    if session is None:
+        runtime.check_serving()
+        runtime.recorder.admit()
+        session = runtime.sessions.hello(peer, asked.pid, asked.client_version)
+    welcome = pb.Welcome(
+        session_token=session.token,
+        session_id=session.session_id,
+        incarnation=runtime.incarnation,
+        server_version=ep_runtime.__version__,
+        resumed=resumed,
+    )
+    runtime.recorder.flush()
+    return pb.FdReply(welcome=welcome)
+
+
+@contextlib.contextmanager
+def redeem(runtime: Runtime, peer: Peer, request: pb.RedeemTicket) -> Iterator[list[Packet]]:
+    """The packets with a group's descriptors, which are closed at the end."""
+    session = runtime.sessions.authenticate_peer(request.session_token, peer.pid, peer.uid)
+    exported = attachment.redeem(runtime.tickets, session, request.ticket)
+    try:
+        runtime.recorder.flush()
+        runtime.failpoints.hit("fd.before_send")
+        yield [
+            _batch(exported, first) for first in range(0, len(exported), wire.MAX_FDS_PER_PACKET)
+        ]
+    finally:
+        for item in exported:
+            os.close(item.fd)
+
+
+def _batch(exported: Sequence[attachment.ExportedFd], first: int) -> Packet:
+    part = exported[first : first + wire.MAX_FDS_PER_PACKET]
+    batch = pb.FdBatch(
+        first=first,
+        total=len(exported),
+        descriptors=[
+            views.descriptor(item.world_rank, item.size_bytes, item.generation) for item in part
+        ],
+    )
+    return pb.FdReply(fd_batch=batch), [item.fd for item in part]
+
+
+def return_windows(
+    runtime: Runtime, session: SessionRecord, request: pb.ReturnWindows, fds: list[int]
+) -> pb.FdReply:
+    """Takes duplicates of the descriptors, which stay the caller's."""
+    if len(fds) != len(request.descriptors):
+        raise InvalidArgumentError(
+            f"{len(request.descriptors)} descriptors were named and {len(fds)} came",
+            argument="descriptors",
+        )
+    taken, wanted = runtime.rejoin.return_windows(
+        session,
+        request.group,
+        [(d.world_rank, d.generation, fd) for d, fd in zip(request.descriptors, fds, strict=True)],
+    )
+    runtime.recorder.flush()
+    runtime.failpoints.hit("recovery.adopted")
+    answer = pb.WindowsReturned(num_adopted=taken, wanted_ranks=wanted)
+    return pb.FdReply(windows_returned=answer)
