@@ -114,6 +114,7 @@ class Daemon:
         log = EventLog(self._clock, kept)
         self.runtime = Runtime(settings, self._clock, journal, self._gpus, log)
         self.runtime.restore(FdStore(env.notify_socket(), self._stored_fds), self._stored_fds)
+        await self.runtime.pool.load_gpus()
         self.runtime.failpoints.hit("recovery.restored")
         self._node_server = self._make_node_server()
         self._health = HealthServicer()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import mmap
 import os
+import shutil
 import threading
 import time
 
 import pytest
 from harness import as_uid, eventually
-from raw_client import close_fds, make_spec
+from raw_client import WAIT_S, close_fds, make_spec
 
 from ep_runtime import board, errors, specs
 from ep_runtime.v1 import types_pb2
@@ -23,6 +25,7 @@ from ep_runtime_server.memory.cuda_device import (
     Gpus,
     uuid_text,
 )
+from ep_runtime_server.sockets.directory import JOURNAL_FILE
 
 GRANULARITY = 2 << 20
 GPU_BYTES = 64 << 20
@@ -242,6 +245,28 @@ def test_memory_that_comes_back_counts_for_its_user(start_daemon, driver):
     with pytest.raises(errors.PoolExhaustedError, match="holds 0 gpu_bytes on .* asks for 1001"):
         pool.check_room(UUIDS[0], 1001, 4242)
     pool.check_room(UUIDS[0], 1000, 4242)
+
+
+def test_after_a_restart_the_driver_is_loaded_beside_the_loop(
+    start_daemon, server_loop, gpu_daemon, driver, tmp_path
+):
+    gpu_daemon.client().create(SPEC, uuids=UUIDS)
+    directory = tmp_path / "again"
+    directory.mkdir(mode=0o700)
+    shutil.copy(gpu_daemon.directory / JOURNAL_FILE, directory)
+    loads = []
+
+    def load() -> FileDriver:
+        loads.append(threading.get_ident())
+        return driver
+
+    async def loop_thread() -> int:
+        return threading.get_ident()
+
+    start_daemon(gpus=Gpus(load=load), directory=directory)
+    loop = asyncio.run_coroutine_threadsafe(loop_thread(), server_loop).result(WAIT_S)
+    assert len(loads) == 1
+    assert loop not in loads
 
 
 def test_a_host_without_a_driver_says_what_is_missing(start_daemon):

@@ -233,12 +233,11 @@ class Gpus:
         """Those that were looked at; none before the first window."""
         return list((self._devices or {}).values())
 
-    def get(self, uuid: str) -> CudaDevice:
-        """Blocking the first time, some 0.1 s.
+    def load(self) -> dict[str, CudaDevice]:
+        """All of them. Blocking the first time, some 0.1 s.
 
         Raises:
             RuntimeUnavailableError: there is no driver.
-            InvalidArgumentError: the host has no such GPU; names those that it has.
         """
         if self._devices is None:
             driver = self._load()
@@ -247,9 +246,19 @@ class Gpus:
             except DriverError as error:
                 raise RuntimeUnavailableError(f"the CUDA driver lists no GPUs: {error}") from error
             self._devices = {gpu.uuid: CudaDevice(driver, gpu, self._limit_bytes) for gpu in found}
-        if uuid not in self._devices:
+        return self._devices
+
+    def get(self, uuid: str) -> CudaDevice:
+        """Blocking the first time, as `load`.
+
+        Raises:
+            RuntimeUnavailableError: there is no driver.
+            InvalidArgumentError: the host has no such GPU; names those that it has.
+        """
+        devices = self.load()
+        if uuid not in devices:
             raise InvalidArgumentError(
-                f"the daemon's host has no GPU {uuid}; it has {sorted(self._devices)}",
+                f"the daemon's host has no GPU {uuid}; it has {sorted(devices)}",
                 argument="device_uuids",
             )
-        return self._devices[uuid]
+        return devices[uuid]

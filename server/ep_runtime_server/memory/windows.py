@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ep_runtime import board
-from ep_runtime.errors import PoolExhaustedError
+from ep_runtime.errors import PoolExhaustedError, RuntimeUnavailableError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
@@ -209,6 +210,12 @@ class WindowPool:
     def device(self, name: str) -> Device:
         """The host, or a GPU by its UUID. Raises as `Gpus.get`."""
         return self._host if name == self._host.name else self._gpus.get(name)
+
+    async def load_gpus(self) -> None:
+        """Looks at the GPUs where sets from before lie on some: later that would hold the loop."""
+        if any(b.device != self._host.name for windows in self._sets for b in windows.buffers):
+            with contextlib.suppress(RuntimeUnavailableError):  # told to who returns windows
+                await asyncio.to_thread(self._gpus.load)
 
     def _first_full(self, demand: dict[Device, int]) -> Device | None:
         for device, asked in demand.items():
