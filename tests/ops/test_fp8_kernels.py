@@ -17,6 +17,7 @@ import ep_runtime as ep
 from ep_runtime_client import recipes
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
+from ep_runtime_client.ops.gemm.product import Product
 from ep_runtime_client.ops.kernels import platform, serve
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.quantized import QuantizedTensor
@@ -289,14 +290,14 @@ def test_what_the_kernels_are_given_makes_the_products(
     kernel = quantize_plain.quantize_kernel(recipe, jnp.asarray(rhs))
     gemm = gemm_plain.Gemm(jnp.float32)
     near(
-        kernels_8.forward(jnp.float32, rows, kernel, jnp.asarray(bias), sizes),
+        kernels_8.forward(jnp.float32, None, rows, kernel, jnp.asarray(bias), sizes),
         gemm_plain._forward(gemm, rows, kernel, jnp.asarray(bias), sizes),
     )
     near(
-        kernels_8.data_grad(jnp.float32, False, grads, kernel, sizes),
+        kernels_8.data_grad(jnp.float32, None, False, grads, kernel, sizes),
         gemm_plain._gradients(gemm, None, kernel, grads, sizes)[0],
     )
-    got = kernels_8.weight_grad(jnp.float32, experts, rows, grads, sizes)
+    got = kernels_8.weight_grad(jnp.float32, None, experts, rows, grads, sizes)
     want = gemm_plain._gradients(gemm, rows, None, grads, sizes, experts, jnp.float32)[0]
     # Rows with block scales are rounded to bf16 on the way.
     limit = 2.0**-8 if recipe == BLOCK else 1e-5
@@ -315,10 +316,9 @@ def test_gradients_of_both_types_and_no_others_are_served() -> None:
     kernel = quantize_plain.quantize_kernel(TENSOR, rhs)
     rows = quantize_plain.quantize_rows(TENSOR, lhs, sizes)
     grads = quantize_plain.quantize_rows(TENSOR, lhs, sizes, gradient=True)
-    shape: dict[str, Any] = {"rows": 384, "experts": 8, "features": (160, 2, 128)}
 
     def served(left: QuantizedTensor, right: Any) -> bool:
-        return kernels_8.serve(left, right, **shape)
+        return kernels_8.takes(Product(left, right, SIZES.shape, 8, (160, 2, 128)))
 
     assert served(rows, kernel)
     assert served(grads, kernel)
@@ -362,6 +362,6 @@ def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
     assert kernel.transposed.shape == (8, 2, 128, 160)
     operands = (rows, kernel, bias, sizes)
     near(
-        kernels_8.forward(jnp.float32, *operands),
+        kernels_8.forward(jnp.float32, None, *operands),
         gemm_plain._forward(gemm_plain.Gemm(jnp.float32), *operands),
     )

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client import recipes
-from ep_runtime_client.ops.gemm import kernels_16, kernels_32
+from ep_runtime_client.ops.gemm import families, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.api import multiply
 from ep_runtime_client.ops.kernels import platform
@@ -26,7 +26,7 @@ SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it. f32 is another file's."""
     monkeypatch.setattr(platform, "installed", lambda: True)
-    monkeypatch.setattr(kernels_32, "serve", lambda *_, **__: False)
+    monkeypatch.setattr(families, "FAMILIES", (kernels_16.KERNELS,))
 
 
 def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:

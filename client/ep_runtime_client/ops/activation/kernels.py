@@ -31,19 +31,21 @@ FUNCTIONS = {
 }
 
 
-def takes(static: Activation) -> bool:
-    """Whether the kernels know the function, in programs for this process's GPUs."""
-    return static.function in FUNCTIONS and kernels_serve.available()
+def takes(
+    static: Activation, hidden: jax.Array | None = None, group_sizes: jax.Array | None = None
+) -> bool:
+    """Whether the kernels take it, should its program be lowered for a GPU.
 
-
-def serve(static: Activation, hidden: jax.Array, group_sizes: jax.Array) -> bool:
-    """Whether the kernels take it, should its program be lowered for a GPU."""
-    if not takes(static):
+    Without rows: whether they know the function, in programs for this process's GPUs.
+    """
+    if static.function not in FUNCTIONS or not kernels_serve.available():
         return False
+    if hidden is None or group_sizes is None:
+        return True
     if hidden.dtype not in kernels_serve.FLOATS or hidden.dtype != static.dtype:
         return False
     width = width_of(static, hidden)
-    return width > 0 and kernels_serve.fit(group_sizes.shape, hidden, width=width)
+    return width > 0 and kernels_serve.takes(group_sizes.shape, hidden, width=width)
 
 
 def forward(

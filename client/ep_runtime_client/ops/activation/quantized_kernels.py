@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -66,31 +66,30 @@ class ActivationOperands:
         return (sizes, self.hidden.reshape(rows, -1), weights, given)
 
 
-def takes(static: Activation, recipe: Recipe | None, dtype: Any) -> bool:
-    """Whether there are kernels for hidden of a dtype, whatever its shape."""
-    on_gpu = format_of(recipe).on_gpu
-    if recipe is None or recipe.delayed or on_gpu is None or not on_gpu.activation:
-        return False
-    named = static.function in kernels.FUNCTIONS and dtype == static.dtype
-    return named and jnp.dtype(dtype).itemsize == 2 and kernels_serve.available()
-
-
-def serve(
+def takes(
     static: Activation,
-    recipe: Recipe,
+    recipe: Recipe | None,
     hidden: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | None = None,
     *,
     gradient: bool = False,
 ) -> bool:
-    """Whether the kernels take it, should its program be lowered for a GPU."""
-    if not takes(static, recipe, hidden.dtype):
+    """Whether the kernels take it, should its program be lowered for a GPU.
+
+    Without group_sizes: whether there are kernels for hidden of its dtype, whatever its shape.
+    """
+    form = format_of(recipe)
+    if recipe is None or recipe.delayed or form.on_gpu is None or not form.on_gpu.activation:
         return False
+    narrow = hidden.dtype == static.dtype and jnp.dtype(hidden.dtype).itemsize == 2
+    if not narrow or not kernels.takes(static):
+        return False
+    if group_sizes is None:
+        return True
     # Tiles end with the last dim: those of gate and up in one dim must not share one.
     apart = not (gradient and static.gated and hidden.ndim == 3)
     whole = kernels.width_of(static, hidden) % TILE == 0
-    tiles = format_of(recipe).per_group or apart or whole
-    return tiles and kernels.serve(static, hidden, group_sizes)
+    return (form.per_group or apart or whole) and kernels.takes(static, hidden, group_sizes)
 
 
 def group_amax(experts: int, source: ActivationOperands) -> jax.Array:

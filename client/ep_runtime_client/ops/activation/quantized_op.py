@@ -87,7 +87,7 @@ class _Op:
 
 def takes(static: Activation, recipe: Recipe | None, hidden: jax.Array) -> bool:
     """Whether `activate` saves a pass in programs for this process's GPUs."""
-    return quantized_kernels.takes(static, recipe, hidden.dtype)
+    return quantized_kernels.takes(static, recipe, hidden)
 
 
 def activate(

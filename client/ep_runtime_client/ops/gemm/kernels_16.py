@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
 from ep_runtime_client.quantized import QuantizedTensor
@@ -31,31 +30,22 @@ _TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _log = logging.getLogger(__name__)
 
 
-def serve(
-    left: Any, right: Any, cast: Any, *, rows: int, experts: int, features: Sequence[int]
-) -> bool:
-    """Whether the kernels take a product, should its program be lowered for a GPU.
-
-    Args:
-        left: an operand, an array or a QuantizedTensor.
-        right: the other one.
-        cast: dtype that both are cast to before, or None.
-        rows: S * C.
-        experts: G.
-        features: K' and the trailing dims N'.
+def takes(product: Product) -> bool:
+    """Whether they take a product.
 
     A 16-bit product that they leave to plain JAX is said once.
     """
-    if any(isinstance(x, QuantizedTensor) for x in (left, right)):
+    operands = (product.left, product.right)
+    if any(isinstance(x, QuantizedTensor) for x in operands):
         return False
-    dtypes = {jnp.dtype(x.dtype if cast is None else cast) for x in (left, right)}
+    dtypes = {jnp.dtype(product.cast or x.dtype) for x in operands}
     if len(dtypes) > 1 or not dtypes <= {*_TYPES}:
         return False
-    return fits(MULTIPLE, rows=rows, experts=experts, features=features)
+    return takes_shape(MULTIPLE, product, product.rows)
 
 
-def fits(multiple: int, *, rows: int, experts: int, features: Sequence[int]) -> bool:
-    """Whether kernels for features in multiples of `multiple` are there and take such a product.
+def takes_shape(multiple: int, product: Product, rows: int) -> bool:
+    """Whether kernels for features in multiples of `multiple` are there and take a shape.
 
     What they do not take for its shape is said once, in a process that has GPUs of theirs. Where
     there is any other GPU, they serve nothing.
@@ -65,12 +55,12 @@ def fits(multiple: int, *, rows: int, experts: int, features: Sequence[int]) -> 
     gpus = register_for_gpus()
     if any(capability != platform.CAPABILITY for capability in gpus):
         return False
-    widths = (features[0], math.prod(features[1:]))
-    if 0 in (rows, experts, *widths):
+    if 0 in (rows, product.experts, *product.widths):
         return False
-    if experts > MAX_EXPERTS or any(width % multiple for width in widths):
+    widths = product.widths
+    if product.experts > MAX_EXPERTS or any(width % multiple for width in widths):
         if gpus:
-            _say_plain(experts, widths, multiple)
+            _say_plain(product.experts, widths, multiple)
         return False
     return rows < 2**31
 
@@ -169,3 +159,6 @@ def _call(
     if target != TARGETS[1]:  # gradients of weights nobody uses but a stack, into which they go
         out = once(out)
     return out.astype(wanted)
+
+
+KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)

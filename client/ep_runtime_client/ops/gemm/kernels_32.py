@@ -16,7 +16,7 @@ Letters as in `kernels_16.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
+from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.quantized import QuantizedTensor
 
 TARGETS = ("ep_tf32_grouped_gemm_dw_v1",)
@@ -39,34 +40,17 @@ def allowed() -> bool:
     return precision in _PRECISIONS
 
 
-def serve(
-    left: Any,
-    right: Any,
-    cast: Any,
-    *,
-    rows: int,
-    groups: int,
-    experts: int,
-    features: Sequence[int],
-) -> bool:
-    """Whether the kernels take a product, should its program be lowered for a GPU.
-
-    Args:
-        left: an operand, an array or a QuantizedTensor.
-        right: the other one.
-        cast: dtype that both are cast to before, or None.
-        rows: S * C.
-        groups: S * L.
-        experts: G.
-        features: K' and the trailing dims N'.
-    """
-    if any(isinstance(x, QuantizedTensor) for x in (left, right)):
+def takes(product: Product) -> bool:
+    """Whether they take a product."""
+    operands = (product.left, product.right)
+    if not product.tf32 or any(isinstance(x, QuantizedTensor) for x in operands):
         return False
-    dtypes = [jnp.dtype(x.dtype if cast is None else cast) for x in (left, right)]
+    dtypes = [jnp.dtype(product.cast or x.dtype) for x in operands]
     if not {*dtypes} <= {*_TYPES} or jnp.promote_types(*dtypes) != jnp.float32:
         return False
-    padded = rows + (kernels_8.PADDED - 1) * groups if rows else 0
-    return kernels_16.fits(MULTIPLE, rows=padded, experts=experts, features=features)
+    rows = product.rows
+    padded = rows + (kernels_8.PADDED - 1) * math.prod(product.groups) if rows else 0
+    return kernels_16.takes_shape(MULTIPLE, product, padded)
 
 
 def forward(
@@ -132,3 +116,6 @@ def _call(
     made = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32)))
     out: jax.Array = made(*operands, **values)
     return out
+
+
+KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime_client.ops.gemm import kernels_16
+from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
@@ -51,19 +52,13 @@ _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
 _log = logging.getLogger(__name__)
 
 
-def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[int]) -> bool:
-    """Whether the kernels take a product, should its program be lowered for a GPU.
-
-    Args:
-        left: an operand, an array or a QuantizedTensor; the one that has rows.
-        right: the other one.
-        rows: S * C.
-        experts: G.
-        features: K' and the trailing dims N'.
+def takes(product: Product) -> bool:
+    """Whether they take a product.
 
     Products of recipes that they leave to plain JAX for their shape are said once each, in a
     process that has GPUs of theirs.
     """
+    left, right, features = product.left, product.right, product.features
     if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor):
         return False
     form = format_of(left.recipe)
@@ -74,9 +69,10 @@ def serve(left: Any, right: Any, *, rows: int, experts: int, features: Sequence[
     gpus = register_for_gpus()
     if any(capability != platform.CAPABILITY for capability in gpus):
         return False
-    sizes = left.group_sizes
-    padded = rows + (PADDED - 1) * (experts if sizes is None else math.prod(sizes.shape))
-    widths = (features[0], math.prod(features[1:]))
+    sizes, experts = left.group_sizes, product.experts
+    groups = experts if sizes is None else math.prod(sizes.shape)
+    rows, widths = product.rows, product.widths
+    padded = rows + (PADDED - 1) * groups
     if 0 in (rows, experts, *widths) or experts > kernels_16.MAX_EXPERTS or padded >= 2**31:
         return False
     # A block of scales ends with the last dim: those of flat N' would begin inside of one.
@@ -122,12 +118,14 @@ def _on_gpu(x: QuantizedTensor) -> OnGpu:
 
 def forward(
     out_dtype: Any,
+    cast: Any,
     lhs: QuantizedTensor,
     rhs: QuantizedTensor,
     bias: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.forward`, but rows past the last group are undefined."""
+    del cast  # of arrays alone
     if not _on_gpu(lhs).rows:
         rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
         return kernels_16.forward(out_dtype, None, rows, kernel, bias, group_sizes)
@@ -148,12 +146,14 @@ def forward(
 
 def data_grad(
     out_dtype: Any,
+    cast: Any,
     clear_slack: bool,
     grad: QuantizedTensor,
     rhs: QuantizedTensor,
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
+    del cast  # of arrays alone
     if not _on_gpu(rhs).rows:
         wide = _wide_rows(grad, group_sizes), _wide_kernel(rhs, columns=True)
         return kernels_16.data_grad(out_dtype, None, clear_slack, *wide, group_sizes)
@@ -192,12 +192,14 @@ def _multiply_rows(
 
 def weight_grad(
     out_dtype: Any,
+    cast: Any,
     experts: int,
     lhs: QuantizedTensor,
     grad: QuantizedTensor,
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.weight_grad`; sums are f32 and rounded once."""
+    del cast  # of arrays alone
     if not _on_gpu(lhs).columns:
         left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
         return kernels_16.weight_grad(out_dtype, None, experts, left, right, group_sizes)
@@ -279,3 +281,6 @@ def _call(
     made = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, dtype))
     out: jax.Array = made(*bound(*operands), **values)
     return out if target == _GEMM_DW else once(out)
+
+
+KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)

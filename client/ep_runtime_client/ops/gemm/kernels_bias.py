@@ -7,26 +7,27 @@ It serves f32, bf16 and f16 whose trailing dims are a multiple of 16 bytes. Lett
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ep_runtime_client.ops.gemm.product import Product
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.quantized import QuantizedTensor
 
 TARGETS = ("ep_group_sums_v1",)
 
 
-def serve(grad: Any, cast: Any, group_sizes: jax.Array, experts: int) -> bool:
-    """Whether the kernel takes rows that would be cast before, lowered for a GPU."""
-    if isinstance(grad, QuantizedTensor) or cast not in (None, grad.dtype) or experts < 1:
+def takes(product: Product) -> bool:
+    """Whether it takes rows to sum, lowered for a GPU."""
+    grad, experts = product.left, product.experts
+    if isinstance(grad, QuantizedTensor) or product.cast not in (None, grad.dtype) or experts < 1:
         return False
     if grad.dtype not in kernels_serve.FLOATS or not kernels_serve.available():
         return False
-    width = math.prod(grad.shape[group_sizes.ndim :])
+    width = math.prod(product.features)
     many = experts <= kernels_serve.MAX_SLABS
-    return many and width > 0 and kernels_serve.fit(group_sizes.shape, grad, width=width)
+    return many and width > 0 and kernels_serve.takes(product.groups, grad, width=width)
 
 
 def bias_grad(experts: int, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -21,15 +21,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
+from ep_runtime_client.ops.gemm import kernels_bias
 from ep_runtime_client.ops.gemm.block_operands import kernel_reader, row_reader
+from ep_runtime_client.ops.gemm.families import kernels_of
+from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform, row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import Blocks, RowBlock
 from ep_runtime_client.ops.kernels.serve import either
@@ -80,8 +81,7 @@ def forward(
     by = _served_by(gemm, lhs, rhs, rhs.shape, group_sizes)
     if by is None:
         return plain(*operands)
-    cast = () if by is kernels_8 else (gemm.compute_dtype,)
-    kernel: Kernel = functools.partial(by.forward, gemm.out_dtype, *cast)
+    kernel = functools.partial(by.forward, gemm.out_dtype, gemm.compute_dtype)
     return platform.choose(kernel, plain, *operands)
 
 
@@ -190,14 +190,13 @@ def _kernel_shape(experts: int, lhs: Any, grad: Any, group_sizes: jax.Array) -> 
     return (experts, lhs.shape[-1], *grad.shape[group_sizes.ndim :])
 
 
-def _data_kernel(gemm: Gemm, by: ModuleType) -> Kernel:
-    cast = () if by is kernels_8 else (gemm.compute_dtype,)
-    return functools.partial(by.data_grad, gemm.out_dtype, *cast, gemm.clear_slack)
+def _data_kernel(gemm: Gemm, by: GemmKernels) -> Kernel:
+    static = (gemm.out_dtype, gemm.compute_dtype, gemm.clear_slack)
+    return functools.partial(by.data_grad, *static)
 
 
-def _weight_kernel(gemm: Gemm, by: ModuleType, experts: int, dtype: Any) -> Kernel:
-    cast = () if by is kernels_8 else (gemm.compute_dtype,)
-    return functools.partial(by.weight_grad, dtype, *cast, experts)
+def _weight_kernel(gemm: Gemm, by: GemmKernels, experts: int, dtype: Any) -> Kernel:
+    return functools.partial(by.weight_grad, dtype, gemm.compute_dtype, experts)
 
 
 def _gradients(
@@ -252,9 +251,11 @@ def bias_grad(
 ) -> jax.Array:
     """Gradient of the bias: grad [C, *N'] -> [G, *N'] in f32 (f64 for f64), summed over rows."""
     experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
-    served = kernels_bias.serve(grad, gemm.compute_dtype, group_sizes, experts)
+    groups, trailing = group_sizes.shape, grad.shape[group_sizes.ndim :]
+    summed = Product(grad, None, groups, experts, trailing, gemm.compute_dtype)
     kernel = functools.partial(kernels_bias.bias_grad, experts)
-    return either(served, kernel, functools.partial(_bias_grad, gemm, experts), grad, group_sizes)
+    plain = functools.partial(_bias_grad, gemm, experts)
+    return either(kernels_bias.takes(summed), kernel, plain, grad, group_sizes)
 
 
 def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> jax.Array:
@@ -279,16 +280,10 @@ def _wide(*operands: Any) -> Any:
 
 def _served_by(
     gemm: Gemm, rows: Any, other: Any, kernel: tuple[int, ...], group_sizes: jax.Array
-) -> ModuleType | None:
+) -> GemmKernels | None:
     """Whose GPU kernels take a product of weights of the shape `kernel`; None: nobody's."""
-    num_rows = math.prod(rows.shape[: group_sizes.ndim])
-    shape: dict[str, Any] = {"rows": num_rows, "experts": kernel[0], "features": kernel[1:]}
-    if kernels_16.serve(rows, other, gemm.compute_dtype, **shape):
-        return kernels_16
-    groups = math.prod(group_sizes.shape)
-    if gemm.tf32 and kernels_32.serve(rows, other, gemm.compute_dtype, groups=groups, **shape):
-        return kernels_32
-    return kernels_8 if kernels_8.serve(rows, other, **shape) else None
+    static = (gemm.compute_dtype, gemm.tf32)
+    return kernels_of(Product(rows, other, group_sizes.shape, kernel[0], kernel[1:], *static))
 
 
 def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array) -> Blocks:

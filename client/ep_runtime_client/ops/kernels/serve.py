@@ -29,7 +29,7 @@ def available() -> bool:
     return bool(gpus) and {*gpus} == {platform.CAPABILITY}
 
 
-def fit(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
+def takes(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
     """Whether slabs of groups [L] or [S, L] and arrays [S * C, ...] are within the limits.
 
     Args:

@@ -35,8 +35,13 @@ _F32 = jnp.dtype(jnp.float32)
 Quantized = tuple[jax.Array, ...]
 
 
-def serve(x: jax.Array, group_sizes: jax.Array | None) -> bool:
-    """Whether the kernels take rows, or without sizes kernels, lowered for a GPU."""
+def takes(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = False) -> bool:
+    """Whether the kernels take rows, or without sizes kernels, lowered for a GPU.
+
+    `transposed`: `transposed_kernel` does.
+    """
+    if transposed and x.shape[1] % _TURNED_MULTIPLE:
+        return False
     if x.dtype not in kernels_serve.FLOATS or not kernels_serve.available():
         return False
     if group_sizes is not None:
@@ -46,7 +51,7 @@ def serve(x: jax.Array, group_sizes: jax.Array | None) -> bool:
         groups, middle = (x.shape[0], 1), math.prod(x.shape[2:-1])
     few = middle * math.prod(x.shape[: len(groups)]) < 2**31
     few = few and middle * math.prod(groups[:-1]) <= kernels_serve.MAX_SLABS
-    return few and x.shape[-1] % _MULTIPLE == 0 and kernels_serve.fit(groups, x)
+    return few and x.shape[-1] % _MULTIPLE == 0 and kernels_serve.takes(groups, x)
 
 
 def group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -113,11 +118,6 @@ def tile_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> Quantized:
     data, scale = kernels_serve.call(_BLOCKS, results, (flat,), _way(dtype, power_of_two, True))
     scale = scale.reshape(shape[0], tiles[0], *middle, tiles[1])
     return from_bits(data, dtype).reshape(shape), scale
-
-
-def serve_transposed(w: jax.Array) -> bool:
-    """Whether `transposed_kernel` takes kernels, lowered for a GPU."""
-    return w.shape[1] % _TURNED_MULTIPLE == 0 and serve(w, None)
 
 
 def transposed_kernel(

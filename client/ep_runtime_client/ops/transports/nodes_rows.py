@@ -23,7 +23,7 @@ from ep_runtime_client.ops.transports.xla import round_to, sum_dtype
 def lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:
     """rows [T, X] at every index, all of them in range: [..., X] of an index [...]."""
     flat = index.reshape(-1)
-    served = call.group.transport == "nccl" and kernels.serve(rows, flat, moves=True)
+    served = call.group.transport == "nccl" and kernels.takes(rows, flat, moves=True)
     taken = either(served, functools.partial(kernels.copied, 1), rows_at, rows, flat)
     return taken.reshape(*index.shape, rows.shape[-1])
 
@@ -34,7 +34,7 @@ def sum_nodes(call: Call, tokens: NodePacking, partials: jax.Array, dtype: Any) 
     first = jnp.arange(nodes, dtype=jnp.int32)[:, None] * rows
     slot_row = jnp.where(tokens.has, first + tokens.position, -1).T
     flat = partials.reshape(-1, partials.shape[-1])
-    served = call.group.transport == "nccl" and kernels.serve(flat, slot_row)
+    served = call.group.transport == "nccl" and kernels.takes(flat, slot_row)
     ways = (functools.partial(way, dtype) for way in (_summed_by_kernel, _summed))
     return either(served, *ways, flat, slot_row)
 

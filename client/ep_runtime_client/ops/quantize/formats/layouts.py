@@ -31,4 +31,4 @@ def both_layouts(
         return data, from_bits(jnp.moveaxis(bits(data), 1, -1), dtype), scales
 
     kernel = functools.partial(kernels.transposed_kernel, dtype, power_of_two)
-    return either(kernels.serve_transposed(w), kernel, plain, w, scale)
+    return either(kernels.takes(w, None, transposed=True), kernel, plain, w, scale)

@@ -1,0 +1,63 @@
+"""What GPU kernels are asked, and `GemmKernels`: how all of them are asked and called."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    """A product, or the sum of a bias's gradient.
+
+    Attributes:
+        left: the operand that has rows, an array or a QuantizedTensor.
+        right: the other one; None where rows are summed.
+        groups: shape of group_sizes, [L] or [S, L].
+        experts: G.
+        features: K' and the trailing dims N'; N' alone where rows are summed.
+        cast: dtype that arrays are cast to before, or None.
+        tf32: f32 operands may be rounded to tf32.
+    """
+
+    left: Any
+    right: Any
+    groups: tuple[int, ...]
+    experts: int
+    features: Sequence[int]
+    cast: Any = None
+    tf32: bool = False
+
+    @property
+    def rows(self) -> int:
+        """S * C."""
+        return math.prod(self.left.shape[: len(self.groups)])
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """K' and N' as one dim."""
+        return self.features[0], math.prod(self.features[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmKernels:
+    """Kernels of the CUDA library for one kind of operands.
+
+    Attributes:
+        takes: whether they take a product, should its program be lowered for a GPU.
+        forward: (out_dtype, cast, lhs, rhs, bias, group_sizes) -> as `plain.forward`, but rows
+            past the last group are undefined.
+        data_grad: (out_dtype, cast, clear_slack, grad, rhs, group_sizes) -> as `plain.data_grad`;
+            rows past the last group are undefined unless cleared.
+        weight_grad: (out_dtype, cast, experts, lhs, grad, group_sizes) -> as `plain.weight_grad`;
+            sums are f32 and rounded once.
+    """
+
+    takes: Callable[[Product], bool]
+    forward: Callable[..., jax.Array]
+    data_grad: Callable[..., jax.Array]
+    weight_grad: Callable[..., jax.Array]
