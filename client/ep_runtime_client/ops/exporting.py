@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Sequence
 
 from jax.export import DisabledSafetyCheck
 
-from ep_runtime_client.ops.activation import kernels as activation_kernels
-from ep_runtime_client.ops.activation import quantized_kernels
-from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
-from ep_runtime_client.ops.kernels import move_rows
-from ep_runtime_client.ops.quantize import kernels as quantize_kernels
-from ep_runtime_client.ops.transports import between_nccl
-from ep_runtime_client.ops.transports import windows as transports_windows
+from ep_runtime_client import ops
+from ep_runtime_client.ops.kernels import ffi
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
@@ -31,21 +28,10 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     Returns:
         One check per custom call; other checks stay on.
 
-    Cost: none; it lists names.
+    Cost: none, it lists names; the first call imports what was not used yet.
 
     Source: JAX's `jax.export.DisabledSafetyCheck.custom_call`.
     """
-    kernels = (
-        kernels_16,
-        kernels_32,
-        kernels_8,
-        activation_kernels,
-        quantize_kernels,
-        quantized_kernels,
-        move_rows,
-        kernels_bias,
-    )
-    names = [*transports_windows.TARGETS, transports_windows.SYNC_TARGET, *between_nccl.TARGETS]
-    for each in kernels:
-        names += each.TARGETS
-    return [DisabledSafetyCheck.custom_call(name) for name in names]
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        importlib.import_module(module.name)  # where calls are declared, traced yet or not
+    return [DisabledSafetyCheck.custom_call(name) for name in ffi.declared()]

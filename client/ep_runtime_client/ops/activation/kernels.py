@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
+from ep_runtime_client.ops.kernels.ffi import targets
 
 if TYPE_CHECKING:
     from ep_runtime_client.ops.activation.plain import Activation
 
-TARGETS = ("ep_activation_v1", "ep_activation_bwd_v1")
+TARGETS = targets("ep_activation_v1", "ep_activation_bwd_v1")
 # Numbers of csrc/cuda/rows/activation.h.
 FUNCTIONS = {
     "silu": 0,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.activation import kernels
 from ep_runtime_client.ops.kernels import serve as kernels_serve
+from ep_runtime_client.ops.kernels.ffi import targets
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.recipes import DATA_DTYPES, TILE, Recipe
 from ep_runtime_client.tiles import from_bits, num_tiles
@@ -23,7 +24,7 @@ from ep_runtime_client.tiles import from_bits, num_tiles
 if TYPE_CHECKING:
     from ep_runtime_client.ops.activation.plain import Activation
 
-TARGETS = ("ep_activation_amax_v1", "ep_quantize_activation_v1")
+TARGETS = targets("ep_activation_amax_v1", "ep_quantize_activation_v1")
 _F32 = jnp.dtype(jnp.float32)
 
 

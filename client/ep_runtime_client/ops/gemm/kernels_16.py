@@ -20,10 +20,10 @@ import numpy as np
 
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
+from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus, targets
 from ep_runtime_client.quantized import QuantizedTensor
 
-TARGETS = ("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
+TARGETS = targets("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
 MAX_EXPERTS = 1024  # on one device
 MULTIPLE = 8  # of features: tensor copies move 16 bytes at a time
 _TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

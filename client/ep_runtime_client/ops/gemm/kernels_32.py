@@ -25,9 +25,10 @@ import numpy as np
 
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
+from ep_runtime_client.ops.kernels.ffi import targets
 from ep_runtime_client.quantized import QuantizedTensor
 
-TARGETS = ("ep_tf32_grouped_gemm_dw_v1",)
+TARGETS = targets("ep_tf32_grouped_gemm_dw_v1")
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 MULTIPLE = 4  # of features: tensor copies move 16 bytes at a time
 # Of jax.default_matmul_precision: those that say DEFAULT, and tf32 by its name.

@@ -31,14 +31,14 @@ from ep_runtime_client.ops.gemm import kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels import serve as kernels_serve
-from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
+from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus, targets
 from ep_runtime_client.ops.quantize.formats.format import OnGpu
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.quantized import QuantizedTensor
 from ep_runtime_client.recipes import DATA_DTYPES
 from ep_runtime_client.tiles import bits
 
-TARGETS = (
+TARGETS = targets(
     "ep_fp8_grouped_gemm_v1",
     "ep_fp8_grouped_gemm_dw_v1",
     "ep_transpose_rows_v1",

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.gemm.product import Product
 from ep_runtime_client.ops.kernels import serve as kernels_serve
+from ep_runtime_client.ops.kernels.ffi import targets
 from ep_runtime_client.quantized import QuantizedTensor
 
-TARGETS = ("ep_group_sums_v1",)
+TARGETS = targets("ep_group_sums_v1")
 
 
 def takes(product: Product) -> bool:

@@ -18,6 +18,21 @@ XLA_CLONES_CALLS = jax.__version_info__[:2] == (0, 11)
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 
 
+_DECLARED: dict[str, None] = {}
+
+
+def targets(*names: str) -> tuple[str, ...]:
+    """The names of a module's custom calls, which join the table of what programs may be exported
+    with."""
+    _DECLARED.update(dict.fromkeys(names))
+    return names
+
+
+def declared() -> tuple[str, ...]:
+    """The names in the table, of the modules that are imported."""
+    return (*_DECLARED,)
+
+
 @functools.cache
 def ensure_registered(platform: str = "cpu") -> None:
     """Registers the type of the call state, then the targets, of the library of "cpu" or "cuda".

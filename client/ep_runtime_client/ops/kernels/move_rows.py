@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
+from ep_runtime_client.ops.kernels.ffi import targets
 
-TARGETS = ("ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1")
+TARGETS = targets("ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1")
 MAX_COMPARED_SLOTS = 32  # of a token: blocks of slots without a row are only looked at
 _BYTES = ("bool", "int8", "uint8", "float8")  # int4 and the like share theirs
 

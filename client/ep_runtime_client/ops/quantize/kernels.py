@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
+from ep_runtime_client.ops.kernels.ffi import targets
 from ep_runtime_client.recipes import DATA_DTYPES, MX_TILE, TILE
 from ep_runtime_client.tiles import from_bits, num_tiles
 
-TARGETS = (
+TARGETS = targets(
     "ep_group_amax_v1",
     "ep_scale_rows_v1",
     "ep_quantize_tiles_v1",

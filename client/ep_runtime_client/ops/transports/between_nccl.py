@@ -27,9 +27,9 @@ import jax
 import numpy as np
 
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.kernels.ffi import ensure_registered, once
+from ep_runtime_client.ops.kernels.ffi import ensure_registered, once, targets
 
-EXCHANGE, ALL_GATHER = TARGETS = ("ep_nccl_exchange_v1", "ep_nccl_all_gather_v1")
+EXCHANGE, ALL_GATHER = TARGETS = targets("ep_nccl_exchange_v1", "ep_nccl_all_gather_v1")
 
 
 def all_gather(call: Call, x: jax.Array) -> jax.Array:

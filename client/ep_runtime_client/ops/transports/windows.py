@@ -17,9 +17,9 @@ import numpy as np
 from ep_runtime import native
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays
-from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once
+from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
 
-TARGETS = (
+TARGETS = targets(
     "ep_prepare_v1",
     "ep_dispatch_v1",
     "ep_combine_v1",
@@ -27,7 +27,7 @@ TARGETS = (
     "ep_combine_bwd_v1",
 )
 # On GPUs, where it must wait for its verdict.
-SYNC_TARGET = "ep_prepare_sync_v1"
+(SYNC_TARGET,) = targets("ep_prepare_sync_v1")
 
 
 def _call(call: Call, target: str, results: Any, *operands: jax.Array, **others: np.int64) -> Any:
