@@ -17,7 +17,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.quantize.rounding import scale_of
 from ep_runtime_client.ops.tracing.varying import Axes
-from ep_runtime_client.recipes import DelayedState, TensorScaling
+from ep_runtime_client.recipes import DelayedState, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,22 +31,20 @@ class Delayed:
         ep: ep axes that are manual around the call.
     """
 
-    recipe: TensorScaling
+    recipe: Recipe
     num_experts: int
     groups: tuple[int, int]
     ep: Axes
 
     @classmethod
-    def of(
-        cls, where: Where, recipe: TensorScaling, num_experts: int, groups: Sequence[int]
-    ) -> Delayed:
+    def of(cls, where: Where, recipe: Recipe, num_experts: int, groups: Sequence[int]) -> Delayed:
         ep = () if where.roles is None else where.roles.real(where.roles.ep)
         manual = tuple(axis for axis in ep if axis in where.manual)
         return cls(recipe, num_experts, (groups[0], groups[1]), manual)
 
     def check(self, state: DelayedState) -> None:
         """Raises InvalidArgumentError unless the histories are [history, E] f32."""
-        wanted = (self.recipe.history, self.num_experts)
+        wanted = jax.eval_shape(lambda: self.recipe.init_state(self.num_experts)).x.shape
         for name, history in (("x", state.x), ("w", state.w)):
             if jnp.shape(history) != wanted:
                 raise InvalidArgumentError(
