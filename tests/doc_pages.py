@@ -7,6 +7,7 @@ HTML comments in the lines before a fence say how its code is checked; readers d
 | none | python and bash run, a page's blocks in order |
 | `not run: REASON` | does not run here; of bash the options are still parsed |
 | `from PATH` | stands in that file, which has a test of its own |
+| `new: PATH`, `in: PATH` | is a file, or a change in one, that a test makes in a copy of the tree |
 | `prints` | is what the page's code printed since the last such block |
 | anything else | is a name by which a test finds it |
 """
@@ -49,7 +50,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        apart = self.said("not run:") is not None or self.said("from ") is not None
+        apart = any(self.said(key) is not None for key in ("not run:", "from ", "new:", "in:"))
         return self.language in ("python", "bash") and not apart
 
 
