@@ -31,6 +31,7 @@ _NAMES_OF = {
     ),
     "ep_runtime.layout": ("recv_capacity",),
     "ep_runtime.specs": ("GroupSpec", "LayerSpec"),
+    "ep_runtime_client.connecting": ("connect",),
     "ep_runtime_client.estimate": ("MemoryEstimate", "estimate_memory"),
     "ep_runtime_client.explain": ("Collective", "Explanation", "explain"),
     "ep_runtime_client.failures": ("error_of", "translate_errors"),
@@ -68,7 +69,7 @@ _NAMES_OF = {
     "ep_runtime_client.ops.quantize.api": ("grouped_quantize",),
     "ep_runtime_client.quantized": ("QuantizedTensor",),
     "ep_runtime_client.remat": ("remat_policy",),
-    "ep_runtime_client.session": ("Session", "connect"),
+    "ep_runtime_client.session": ("Session",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _SUBMODULES = {

@@ -19,6 +19,7 @@ from ep_runtime_client import linen as linen
 from ep_runtime_client import nnx as nnx
 from ep_runtime_client import recipes as recipes
 from ep_runtime_client import sharding as sharding
+from ep_runtime_client.connecting import connect as connect
 from ep_runtime_client.estimate import MemoryEstimate as MemoryEstimate
 from ep_runtime_client.estimate import estimate_memory as estimate_memory
 from ep_runtime_client.explain import Collective as Collective
@@ -54,7 +55,6 @@ from ep_runtime_client.ops.routing.api import update_expert_bias as update_exper
 from ep_runtime_client.quantized import QuantizedTensor as QuantizedTensor
 from ep_runtime_client.remat import remat_policy as remat_policy
 from ep_runtime_client.session import Session as Session
-from ep_runtime_client.session import connect as connect
 
 __version__: str
 __all__: list[str]
