@@ -1,7 +1,7 @@
 """NCCL through the CUDA library: finds libnccl, and makes, aborts and closes communicators. No JAX.
 
 A process has one libnccl, the one that JAX loaded: two copies corrupt each other's communicators.
-Structs as in `csrc/ffi/nccl_table.h`.
+Structs as in `csrc/ffi/nccl/nccl_table.h`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _NCCL = ("api.cc", "communicator.cc", "communicators.cc", "exchange.cc", "group.
 
 def _compile(name: str, sources: list[Path], *options: str) -> Path:
     """The library of these sources; built once for all processes, and again when they change."""
-    headers = (*_SOURCES.glob("core/*.h"), *_SOURCES.glob("ffi/nccl_table.h"))
+    headers = (*_SOURCES.glob("core/*.h"), *_SOURCES.glob("ffi/nccl/nccl_table.h"))
     read = [*sources, *sorted(_SOURCES.glob("cuda/nccl/*")), *sorted(headers)]
     said = " ".join(options).encode()
     key = hashlib.sha256(said.join(path.read_bytes() for path in read)).hexdigest()[:16]
@@ -60,7 +60,7 @@ def edge_library() -> Path:
     """What the CUDA library has of NCCL, for devices that are always there."""
     sources = [
         *(_SOURCES / "cuda" / "nccl" / name for name in _NCCL),
-        _SOURCES / "ffi" / "nccl_table.cc",
+        _SOURCES / "ffi" / "nccl" / "nccl_table.cc",
         _SOURCES / "core" / "status.cc",
         _OURS / "test_edge.cc",
     ]

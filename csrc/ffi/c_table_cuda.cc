@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "core/registry.h"
-#include "cuda/device_group.h"
-#include "cuda/driver.h"
-#include "cuda/group_device.h"
+#include "cuda/device/device_group.h"
+#include "cuda/device/driver.h"
+#include "cuda/device/group_device.h"
 #include "ffi/c_table.h"
 
 namespace ep_runtime {

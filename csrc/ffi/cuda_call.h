@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/group_device.h"
+#include "cuda/device/group_device.h"
 #include "ffi/call_frame.h"
 
 namespace ep_runtime {

@@ -10,13 +10,13 @@
 #include <utility>
 
 #include "core/registry.h"
-#include "cuda/driver.h"
+#include "cuda/device/driver.h"
 #include "ffi/cuda_call.h"
-#include "ffi/grouped_gemm_ffi_cuda.h"
-#include "ffi/nccl_ffi_cuda.h"
+#include "ffi/gemm/grouped_gemm_ffi_cuda.h"
+#include "ffi/nccl/nccl_ffi_cuda.h"
 #include "ffi/nvtx_range.h"
 #include "ffi/read_call.h"
-#include "ffi/rows_ffi_cuda.h"
+#include "ffi/rows/rows_ffi_cuda.h"
 #include "ffi/target.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -9,12 +9,12 @@
 
 #include <cstdint>
 
-#include "cuda/bulk_copy.cuh"
 #include "cuda/gemm/async_copy.cuh"
 #include "cuda/gemm/kernel_arguments.cuh"
 #include "cuda/gemm/ring.cuh"
 #include "cuda/gemm/tile_schedule.cuh"
 #include "cuda/gemm/work_queue.cuh"
+#include "cuda/movement/bulk_copy.cuh"
 
 namespace ep_runtime {
 namespace cuda {

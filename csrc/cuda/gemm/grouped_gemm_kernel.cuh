@@ -6,7 +6,6 @@
 #ifndef EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_KERNEL_CUH_
 #define EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_KERNEL_CUH_
 
-#include "cuda/bulk_copy.cuh"
 #include "cuda/gemm/async_copy.cuh"
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/kernel_arguments.cuh"
@@ -14,6 +13,7 @@
 #include "cuda/gemm/store_tile.cuh"
 #include "cuda/gemm/tile_schedule.cuh"
 #include "cuda/gemm/wgmma.cuh"
+#include "cuda/movement/bulk_copy.cuh"
 
 namespace ep_runtime {
 namespace cuda {

@@ -7,10 +7,10 @@
 
 #include <type_traits>
 
-#include "cuda/bulk_copy.cuh"
 #include "cuda/gemm/async_copy.cuh"
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/tile_schedule.cuh"
+#include "cuda/movement/bulk_copy.cuh"
 
 namespace ep_runtime {
 namespace cuda {

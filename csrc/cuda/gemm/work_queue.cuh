@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-#include "cuda/bulk_copy.cuh"
 #include "cuda/gemm/async_copy.cuh"
 #include "cuda/gemm/ring.cuh"
+#include "cuda/movement/bulk_copy.cuh"
 
 namespace ep_runtime {
 namespace cuda {

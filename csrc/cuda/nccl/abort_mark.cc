@@ -7,7 +7,7 @@
 #include <new>
 #include <utility>
 
-#include "cuda/driver.h"
+#include "cuda/device/driver.h"
 #include "cuda/nccl/guard.h"
 
 namespace ep_runtime {

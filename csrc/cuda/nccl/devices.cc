@@ -7,8 +7,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/driver.h"
-#include "ffi/nccl_table.h"
+#include "cuda/device/driver.h"
+#include "ffi/nccl/nccl_table.h"
 
 namespace ep_runtime {
 namespace {

@@ -1,4 +1,4 @@
-#include "cuda/row_math.cuh"
+#include "cuda/movement/row_math.cuh"
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/row_groups.cuh"
 

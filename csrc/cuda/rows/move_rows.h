@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "cuda/device_group.h"
+#include "cuda/device/device_group.h"
 
 namespace ep_runtime {
 namespace cuda {

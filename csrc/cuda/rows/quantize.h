@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "cuda/device_group.h"
+#include "cuda/device/device_group.h"
 #include "cuda/rows/row_groups.h"
 
 namespace ep_runtime {

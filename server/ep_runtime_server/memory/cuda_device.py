@@ -118,7 +118,7 @@ class BindingsDriver:
         return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def granularity(self, ordinal: int) -> int:
-        # The client rounds to the same (csrc/cuda/device_windows.cc).
+        # The client rounds to the same (csrc/cuda/device/device_windows.cc).
         flags = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         properties = self._properties(ordinal)
         return int(self._call(self._api.cuMemGetAllocationGranularity, properties, flags))

@@ -8,7 +8,7 @@
 
 #include "cuda/nccl/exchange.h"
 #include "cuda/nccl/group.h"
-#include "ffi/nccl_table.h"
+#include "ffi/nccl/nccl_table.h"
 
 namespace ep_runtime {
 

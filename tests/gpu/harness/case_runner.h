@@ -7,9 +7,9 @@
 #include <random>
 #include <string>
 
-#include "cuda/combine_kernels.h"
-#include "cuda/dispatch_kernels.h"
-#include "cuda/prepare_kernels.h"
+#include "cuda/movement/combine_kernels.h"
+#include "cuda/movement/dispatch_kernels.h"
+#include "cuda/movement/prepare_kernels.h"
 #include "device_world.h"
 #include "reference.h"
 

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/device_group.h"
+#include "cuda/device/device_group.h"
 
 namespace gpu_test {
 

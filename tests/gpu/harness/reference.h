@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/plan.h"
-#include "cuda/device_group.h"
+#include "cuda/device/device_group.h"
 
 namespace gpu_test {
 

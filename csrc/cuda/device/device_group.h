@@ -1,0 +1,252 @@
+// What a kernel knows of its group: the descriptor in device memory, the windows' layout, and the
+// record that a failing wait leaves for the host.
+#ifndef EP_RUNTIME_CUDA_DEVICE_DEVICE_GROUP_H_
+#define EP_RUNTIME_CUDA_DEVICE_DEVICE_GROUP_H_
+
+#include <cstdint>
+
+#include "core/layout.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+constexpr int kMaxRanks = 32;  // of one EP group: a token's ranks are bits of one word
+constexpr int kMaxTopK = 32;   // a warp holds a token's slots in its lanes
+constexpr int kMaxPrepareBlocks = 64;
+constexpr int kMaxBlocks = 256;
+constexpr int kFlagLine = 128;
+constexpr int kBarriers = 4;
+constexpr int kVerdictSlots = 2;
+
+// Element type of rows. kBytes rows move and are never added.
+enum class RowType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kBytes = 3 };
+
+enum class FailReason : uint32_t {
+  kNone = 0,
+  kTimeout = 1,   // the peer is silent for longer than the budget
+  kPoisoned = 2,  // the board says that this generation is over
+  kMismatch = 3,  // the peer runs another call in the same epoch
+  kClosed = 4,    // the group was closed before the kernel ran
+};
+
+// Host-mapped. Written once per generation, by the first wait that fails; `valid` is stored last.
+struct FailRecord {
+  uint32_t valid;
+  uint32_t reason;  // FailReason
+  uint32_t op;      // OpCode
+  uint32_t handle;
+  uint64_t layer_id;
+  uint64_t generation;
+  uint64_t epoch;
+  int32_t waiting_for;  // EP rank
+  uint32_t seen;        // flag word
+  uint32_t expected;
+  uint32_t peer_op;  // what the peer said it runs, with kMismatch
+  uint32_t peer_handle;
+  uint32_t reserved;
+  uint64_t peer_layer_id;
+  uint64_t waited_ns;
+};
+
+// Host-mapped. The first expert index that names no expert; `valid` is stored last.
+struct BadIndex {
+  uint32_t valid;
+  int32_t token;  // of the rank
+  int32_t slot;
+  int32_t value;
+  uint64_t layer_id;
+};
+
+// One 128-byte line per (lane, source): what the source runs in this lane.
+struct CallLine {
+  uint64_t epoch;
+  uint64_t generation;
+  uint64_t layer_id;
+  uint32_t op;
+  uint32_t handle;
+  uint8_t reserved[kFlagLine - 32];
+};
+static_assert(sizeof(CallLine) == kFlagLine);
+
+// One line per (verdict slot, world rank), of groups with on_overflow="error".
+struct VerdictLine {
+  uint64_t sequence;  // stored last
+  int32_t rank;       // lowest world rank of the domain that overflowed, or -1
+  int32_t demand;
+  int32_t capacity;
+  uint8_t reserved[kFlagLine - 20];
+};
+static_assert(sizeof(VerdictLine) == kFlagLine);
+
+// Flags of one lane follow all lanes; each source writes only its own part of each region.
+struct FlagLayout {
+  int64_t calls_offset;    // [N] CallLine
+  int64_t counts_offset;   // [N] lines, word 0: the source's count row is here
+  int64_t entries_offset;  // [N][kMaxPrepareBlocks] words: this block's entries are here
+  int64_t ready_offset;    // [N][T] words: this staged row is here
+  int64_t ready_stride;    // bytes from source to source
+  int64_t lane_bytes;
+  int64_t verdicts_offset;  // from the start of the window: [kVerdictSlots][W] VerdictLine
+  int64_t window_bytes;
+
+  explicit FlagLayout(const GroupSizes& sizes) {
+    const int64_t ranks = sizes.ep_size;
+    calls_offset = 0;
+    counts_offset = calls_offset + ranks * kFlagLine;
+    entries_offset = counts_offset + ranks * kFlagLine;
+    ready_offset = entries_offset + ranks * kMaxPrepareBlocks * 4;
+    ready_stride = AlignUp(sizes.max_tokens_per_rank * 4, kFlagLine);
+    lane_bytes = AlignUp(ready_offset + ranks * ready_stride, kPageBytes);
+    verdicts_offset = WindowBytes(sizes) + sizes.lanes * lane_bytes;
+    window_bytes =
+        AlignUp(verdicts_offset + kVerdictSlots * sizes.world_size * kFlagLine, kPageBytes);
+  }
+};
+
+// Bytes of device memory that the kernels of one rank use between their blocks.
+inline int64_t ScratchBytes(const GroupSizes& sizes) {
+  return 4 * (kMaxPrepareBlocks * sizes.num_experts + 3 * kMaxBlocks * kMaxRanks +
+              sizes.max_tokens_per_rank * sizes.ep_size);
+}
+
+// Of one handle, by one rank since the group was opened; calls by a node's first rank alone.
+struct HandleTotals {
+  uint64_t calls;
+  uint64_t rows;
+  uint64_t dropped_rows;
+  uint64_t reserved;
+};
+
+// How a call began; one sector, so that it is read at once.
+struct alignas(32) CallStart {
+  uint64_t epoch;
+  uint64_t now_ns;    // the board's time
+  uint64_t timer_ns;  // the device's
+  uint32_t index;     // of the handle's record
+};
+
+// What a rank tells on the board; progress.cuh does. The host fills the pointers, null where
+// nothing is told.
+struct Progress {
+  CallStart start;         // of the running call
+  const uint64_t* now_ns;  // host-mapped BoardHeader::now_ns
+  void* rank;              // host-mapped RankRecord
+  void* handles;           // host-mapped [kMaxHandles] HandleRecord
+  void* device_rows;       // host-mapped [kMaxHandles] DeviceRows of this rank
+  HandleTotals* totals;    // [kMaxHandles], device
+  uint64_t rows;           // of all calls
+  uint64_t dropped_rows;
+  bool counts_calls;  // for all ranks of the board, which is a node's
+};
+
+// One per (group, device), in device memory that is never freed: a replayed CUDA graph of a closed
+// group finds `open` at 0 here. Fields up to `scratch` are written by the host before the first
+// call; the state below belongs to the kernels, which one stream runs one after another.
+struct DeviceGroup {
+  uint64_t generation;
+  uint8_t* windows;       // window of EP rank r of this domain: windows + r * window_stride
+  int64_t window_stride;  // bytes
+  int32_t ep_rank;
+  int32_t ep_size;
+  int32_t first_rank;  // world rank of EP rank 0 of this domain
+  int32_t world_size;
+  int32_t lanes;  // at least 2: the only thing that keeps calls apart
+  int32_t num_experts;
+  int64_t max_tokens;
+  int64_t lane_bytes;
+  int64_t source_rows_bytes;
+  int64_t source_entries_bytes;
+  int64_t source_counts_bytes;
+  int64_t entries_offset;
+  int64_t counts_offset;
+  int64_t flags_offset;  // of lane 0
+  int64_t flag_lane_bytes;
+  int64_t flag_counts_offset;
+  int64_t flag_entries_offset;
+  int64_t ready_offset;
+  int64_t ready_stride;
+  int64_t verdicts_offset;
+  uint64_t budget_ns;
+  const uint64_t* poison_generation;  // host-mapped word of the board
+  FailRecord* record;                 // host-mapped
+  BadIndex* bad_index;                // host-mapped; null: indices are not checked
+  int32_t* scratch;                   // ScratchBytes
+
+  uint32_t open;     // the host clears it when the group closes
+  uint32_t failed;   // set by the first failing wait, never cleared
+  uint32_t spoiled;  // set by the first bad index, never cleared
+  uint64_t epoch;    // of the last call that ended
+  uint64_t verdicts;
+  uint32_t arrived[kBarriers];
+  uint32_t ended;  // blocks of the running kernel
+  Progress progress;
+};
+
+// Fills everything but addresses, generation and budget. `first_rank` + `ep_rank` is the world
+// rank.
+inline void SetSizes(const GroupSizes& sizes, int64_t first_rank, int64_t ep_rank,
+                     DeviceGroup* group) {
+  const LaneLayout lane(sizes);
+  const FlagLayout flags(sizes);
+  group->ep_rank = static_cast<int32_t>(ep_rank);
+  group->ep_size = static_cast<int32_t>(sizes.ep_size);
+  group->first_rank = static_cast<int32_t>(first_rank);
+  group->world_size = static_cast<int32_t>(sizes.world_size);
+  group->lanes = static_cast<int32_t>(sizes.lanes);
+  group->num_experts = static_cast<int32_t>(sizes.num_experts);
+  group->max_tokens = sizes.max_tokens_per_rank;
+  group->lane_bytes = lane.lane_bytes;
+  group->source_rows_bytes = lane.source_rows_bytes;
+  group->source_entries_bytes = lane.source_entries_bytes;
+  group->source_counts_bytes = lane.source_counts_bytes;
+  group->entries_offset = lane.entries_offset;
+  group->counts_offset = lane.counts_offset;
+  group->flags_offset = WindowBytes(sizes);
+  group->flag_lane_bytes = flags.lane_bytes;
+  group->flag_counts_offset = flags.counts_offset;
+  group->flag_entries_offset = flags.entries_offset;
+  group->ready_offset = flags.ready_offset;
+  group->ready_stride = flags.ready_stride;
+  group->verdicts_offset = flags.verdicts_offset;
+}
+
+// Names the call to its peers and in records.
+struct CallName {
+  uint64_t layer_id;           // of layer 0 of a stack
+  const int32_t* layer_index;  // [1] int32, device, written by XLA; null: 0
+  uint32_t handle;
+  // The handle's record on the board is board_index + layer index * board_stride.
+  uint32_t board_index = 0;
+  uint32_t board_stride = 0;
+};
+
+// The nine arrays that prepare writes and every other op reads; cpu/plan_view.h says what they
+// hold.
+template <typename Int>
+struct PlanBuffers {
+  Int* dst_rank;      // [T, K] int32, device, written by prepare
+  Int* dst_row;       // [T, K] int32, device, written by prepare
+  Int* recv_count;    // [N, 4] int32, device, written by prepare
+  Int* staged_start;  // [N * T + 1] int32, device, written by prepare
+  Int* staged_row;    // [C] int32, device, written by prepare
+  Int* staged_slot;   // [C] int32, device, written by prepare
+  Int* kept;          // [L] int32, device, written by prepare
+  Int* group_sizes;   // [L] int32, device, written by prepare
+  Int* num_recv;      // [1] int32, device, written by prepare
+};
+using Plan = PlanBuffers<const int32_t>;
+using MutablePlan = PlanBuffers<int32_t>;
+
+// Static sizes of one call.
+struct CallSizes {
+  int32_t tokens;    // T of this call, at most max_tokens
+  int32_t top_k;     // K
+  int32_t capacity;  // C
+  int32_t experts;   // L
+  int32_t width;     // H elements; not used by prepare
+};
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_DEVICE_DEVICE_GROUP_H_

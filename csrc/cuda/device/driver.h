@@ -1,0 +1,58 @@
+// Driver functions by name: the library loads where no driver is, and what it is built on has no
+// driver library to link.
+#ifndef EP_RUNTIME_CUDA_DEVICE_DRIVER_H_
+#define EP_RUNTIME_CUDA_DEVICE_DRIVER_H_
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "core/status.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+struct Driver {
+  decltype(&cuMemGetAllocationGranularity) get_granularity;
+  decltype(&cuMemImportFromShareableHandle) import_handle;
+  decltype(&cuMemAddressReserve) reserve;
+  decltype(&cuMemAddressFree) free_address;
+  decltype(&cuMemMap) map;
+  decltype(&cuMemUnmap) unmap;
+  decltype(&cuMemSetAccess) set_access;
+  decltype(&cuMemRelease) release;
+  decltype(&cuMemGetAllocationPropertiesFromHandle) get_properties;
+  decltype(&cuGetErrorString) get_error_string;
+};
+
+// Loaded once. Fails where there is no driver, or one without virtual memory management.
+Status LoadDriver(const Driver** driver);
+
+// Success, or an error that names the call and CUDA's own words.
+Status Check(cudaError_t error, const char* call);
+Status Check(const Driver& driver, CUresult result, const char* call);
+
+#define EP_RETURN_IF_CUDA(expr) EP_RETURN_IF_ERROR(::ep_runtime::cuda::Check((expr), #expr))
+#define EP_RETURN_IF_DRIVER(driver, expr) \
+  EP_RETURN_IF_ERROR(::ep_runtime::cuda::Check((driver), (expr), #expr))
+
+// Makes `device` current for as long as it lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    cudaGetDevice(&before_);
+    cudaSetDevice(device);
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_DEVICE_DRIVER_H_

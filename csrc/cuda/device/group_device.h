@@ -1,0 +1,92 @@
+#ifndef EP_RUNTIME_CUDA_DEVICE_GROUP_DEVICE_H_
+#define EP_RUNTIME_CUDA_DEVICE_GROUP_DEVICE_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/group.h"
+#include "cuda/device/device_board.h"
+#include "cuda/device/device_group.h"
+#include "cuda/device/device_windows.h"
+#include "cuda/device/rank_memory.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+// One world rank that this process drives.
+struct LocalRank : RankMemory {
+  int64_t world_rank;
+  int device;  // CUDA ordinal
+};
+
+struct LaunchBlocks {
+  int32_t prepare;
+  int32_t push;  // of dispatch
+  int32_t place;
+  int32_t reduce;  // of combine
+  int32_t sum;
+};
+
+// The NVIDIA side of an open group: windows mapped for every device of the process, a descriptor
+// per local rank, and what the devices reported.
+class CudaGroup : public GroupDevice {
+ public:
+  // `devices[i]` drives the group's i-th local rank. Zeroes the flags of the local windows: the
+  // caller reports the group attached only after this returns.
+  static Status Open(const Group* group, const std::vector<int>& window_fds,
+                     const std::vector<int>& devices, std::unique_ptr<CudaGroup>* out);
+  ~CudaGroup() override { Close(); }
+
+  // The rank that the device drives, or null.
+  const LocalRank* OfDevice(int device) const;
+  const LaunchBlocks& blocks() const { return blocks_; }
+
+  // Whether that run may go on. The first call of a run decides for all devices of the process:
+  // one that left a run which the others stay in would hang XLA's next collective.
+  Status Decide(uint64_t run, const std::string& layer_name, OpCode op);
+
+  void Close() override;
+  std::string TakeError() override;
+  void FillStaging(int byte) override;
+
+ private:
+  explicit CudaGroup(const Group* group) : group_(group) {}
+
+  Status CheckLimits(const std::vector<int>& devices) const;
+  Status CheckBlocks(const std::vector<int>& devices) const;
+  Status ChooseBlocks(const std::vector<int>& devices);
+  Status OpenRank(int64_t world_rank, int device);
+  Status DescribeRank(const LocalRank& rank, DeviceGroup* group);
+  Status FirstFailure() const;
+  Status ErrorOf(const FailRecord& record) const;
+  Status ErrorOf(const BadIndex& record) const;
+  Status ReplayError(const FailRecord& record) const;
+
+  // Runs that are remembered; more than XLA keeps in flight.
+  static constexpr size_t kMaxRuns = 1024;
+
+  const Group* group_;  // owns this
+  DeviceWindows windows_;
+  DeviceBoard board_;
+  std::vector<LocalRank> ranks_;
+  LaunchBlocks blocks_{};
+  int64_t num_sms_ = 0;  // of a kernel, push and placement together; 0: as measured
+  bool closed_ = false;
+
+  std::mutex mutex_;
+  bool told_ = false;  // TakeError has returned the failure
+  std::unordered_map<uint64_t, Status> runs_;
+  std::deque<uint64_t> run_order_;
+};
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_DEVICE_GROUP_DEVICE_H_

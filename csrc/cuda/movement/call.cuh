@@ -1,0 +1,342 @@
+// One rank's part of a call on the device: epoch and lane, flags, bounded waits, and the end.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_CALL_CUH_
+
+#include <cuda_runtime.h>
+
+#include "cuda/device/device_group.h"
+#include "cuda/movement/progress.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+
+__device__ __forceinline__ uint32_t LoadAcquireSys(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint64_t LoadAcquireSys(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t LoadRelaxed(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t LoadAcquireGpu(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreReleaseSys(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ void StoreReleaseSys(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ __forceinline__ void StoreRelaxedSys(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ void FenceSys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void AddReleaseGpu(uint32_t* word, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// Polls between two looks at what ends a wait early: a look reads host memory.
+constexpr uint32_t kPollsPerLook = 1024;
+
+// Every thread of a block has the same one. Reads of `dead` are only a start value: waits ask the
+// group.
+struct DeviceCall {
+  DeviceGroup* group;
+  uint64_t epoch;
+  uint64_t generation;
+  uint64_t layer_id;
+  uint32_t handle;
+  uint32_t op;
+  uint32_t tag;  // flag word of this call: 24 bits of its epoch, 8 of its name
+  int32_t me;
+  int32_t ranks;
+  int64_t lane;
+  bool dead;
+
+  __device__ uint8_t* Window(int rank) const {
+    return group->windows + rank * group->window_stride;
+  }
+  __device__ uint8_t* Lane(int rank) const { return Window(rank) + lane * group->lane_bytes; }
+  __device__ uint8_t* Flags(int rank) const {
+    return Window(rank) + group->flags_offset + lane * group->flag_lane_bytes;
+  }
+  // Parts of `dest`'s lane that `source` writes.
+  __device__ uint8_t* Rows(int dest, int source) const {
+    return Lane(dest) + source * group->source_rows_bytes;
+  }
+  __device__ uint8_t* Entries(int dest, int source) const {
+    return Lane(dest) + group->entries_offset + source * group->source_entries_bytes;
+  }
+  __device__ int32_t* Counts(int dest, int source) const {
+    return reinterpret_cast<int32_t*>(Lane(dest) + group->counts_offset +
+                                      source * group->source_counts_bytes);
+  }
+  __device__ CallLine* Line(int dest, int source) const {
+    return reinterpret_cast<CallLine*>(Flags(dest)) + source;
+  }
+  __device__ uint32_t* CountsFlag(int dest, int source) const {
+    return reinterpret_cast<uint32_t*>(Flags(dest) + group->flag_counts_offset +
+                                       source * kFlagLine);
+  }
+  __device__ uint32_t* EntriesFlag(int dest, int source, int block) const {
+    return reinterpret_cast<uint32_t*>(Flags(dest) + group->flag_entries_offset) +
+           source * kMaxPrepareBlocks + block;
+  }
+  __device__ uint32_t* Ready(int dest, int source) const {
+    return reinterpret_cast<uint32_t*>(Flags(dest) + group->ready_offset +
+                                       source * group->ready_stride);
+  }
+};
+
+__device__ inline bool Failed(const DeviceCall& call) {
+  return LoadRelaxed(&call.group->failed) != 0;
+}
+
+__device__ inline bool Poisoned(const DeviceCall& call) {
+  const uint64_t poison =
+      *reinterpret_cast<const volatile uint64_t*>(call.group->poison_generation);
+  return poison >= call.generation;
+}
+
+// The first one to fail tells the host; everybody else sees `failed` and ends too.
+__device__ inline void Fail(const DeviceCall& call, FailReason reason, int source, uint32_t seen,
+                            uint32_t expected, uint64_t waited_ns) {
+  if (atomicCAS(&call.group->failed, 0u, 1u) != 0) return;
+  volatile FailRecord* record = call.group->record;
+  record->reason = static_cast<uint32_t>(reason);
+  record->op = call.op;
+  record->handle = call.handle;
+  record->layer_id = call.layer_id;
+  record->generation = call.generation;
+  record->epoch = call.epoch;
+  record->waiting_for = source;
+  record->seen = seen;
+  record->expected = expected;
+  record->waited_ns = waited_ns;
+  if (reason == FailReason::kMismatch) {
+    const volatile CallLine* line = call.Line(call.me, source);
+    record->peer_op = line->op;
+    record->peer_handle = line->handle;
+    record->peer_layer_id = line->layer_id;
+  }
+  __threadfence_system();
+  record->valid = 1;
+}
+
+__device__ inline bool PeerRunsAnother(const DeviceCall& call, int source) {
+  const CallLine* line = call.Line(call.me, source);
+  if (LoadAcquireSys(&line->epoch) != call.epoch) return false;
+  const volatile CallLine* seen = line;
+  return seen->op != call.op || seen->handle != call.handle || seen->layer_id != call.layer_id ||
+         seen->generation != call.generation;
+}
+
+// Calls that all ranks have begun end long before this; a rank whose group is closed begins none.
+constexpr uint64_t kClosedWaitNs = 500'000'000;
+
+// Looks at everything that ends a wait early; false: the wait is over and has been recorded.
+__device__ inline bool KeepWaiting(const DeviceCall& call, int source, uint32_t seen,
+                                   uint32_t expected, uint64_t started_ns) {
+  if (Failed(call)) return false;
+  const uint64_t waited_ns = GlobalTimerNs() - started_ns;
+  FailReason reason = FailReason::kNone;
+  if (Poisoned(call)) {
+    reason = FailReason::kPoisoned;
+  } else if (waited_ns > kClosedWaitNs && LoadRelaxed(&call.group->open) == 0) {
+    reason = FailReason::kClosed;
+  } else if (waited_ns > call.group->budget_ns) {
+    reason = FailReason::kTimeout;
+  } else if (source >= 0 && PeerRunsAnother(call, source)) {
+    reason = FailReason::kMismatch;
+  }
+  if (reason == FailReason::kNone) {
+    if (source >= 0 && waited_ns > kTellWaitNs) TellWait(call.group, call.op, source, started_ns);
+    return true;
+  }
+  Fail(call, reason, source, seen, expected, waited_ns);
+  return false;
+}
+
+static __device__ __noinline__ bool AwaitWordSlowly(const DeviceCall& call, const uint32_t* word,
+                                                    uint32_t expected, int source) {
+  const uint64_t started_ns = GlobalTimerNs();
+  for (uint32_t polls = 1;; ++polls) {
+    const uint32_t seen = LoadAcquireSys(word);
+    if (seen == expected) {
+      if (polls > kPollsPerLook) TellArrived(call.group, call.op, started_ns);
+      return true;
+    }
+    if (polls % kPollsPerLook == 0 && !KeepWaiting(call, source, seen, expected, started_ns)) {
+      return false;
+    }
+    __nanosleep(20);
+  }
+}
+
+// Waits until `source` has stored `expected` to one of this rank's flags. False: the call failed.
+__device__ __forceinline__ bool AwaitWord(const DeviceCall& call, const uint32_t* word,
+                                          uint32_t expected, int source) {
+  if (LoadAcquireSys(word) == expected) return true;
+  return AwaitWordSlowly(call, word, expected, source);
+}
+
+// One thread waits until `blocks` blocks have come to a barrier. False: the call failed.
+__device__ inline bool AwaitBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
+  const uint32_t* arrived = &call.group->arrived[barrier];
+  const uint64_t started_ns = GlobalTimerNs();
+  for (uint32_t polls = 1; LoadAcquireGpu(arrived) < blocks; ++polls) {
+    if (polls % kPollsPerLook == 0 && !KeepWaiting(call, -1, 0, blocks, started_ns)) return false;
+  }
+  return true;
+}
+
+// Meets `blocks` blocks of this kernel; all of them must be resident at once. Every thread of the
+// block calls it. False: the call failed somewhere.
+__device__ inline bool MeetBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
+  __syncthreads();
+  bool alive = true;
+  if (threadIdx.x == 0) {
+    AddReleaseGpu(&call.group->arrived[barrier], 1);
+    alive = AwaitBlocks(call, barrier, blocks);
+  }
+  return __syncthreads_and(alive);
+}
+
+__device__ inline uint32_t TagOf(uint64_t epoch, uint64_t layer_id, uint32_t handle, uint32_t op) {
+  const uint64_t name = (layer_id ^ (uint64_t{handle} << 3) ^ op) * 0x9E3779B97F4A7C15ull;
+  return static_cast<uint32_t>(epoch << 8) | static_cast<uint32_t>(name >> 56);
+}
+
+// First thing of every kernel. The epoch lives in device memory so that a replayed graph takes a
+// new one.
+__device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name, OpCode op) {
+  DeviceCall call;
+  call.group = group;
+  call.epoch = group->epoch + 1;
+  call.generation = group->generation;
+  call.layer_id = name.layer_id + (name.layer_index != nullptr ? *name.layer_index : 0);
+  call.handle = name.handle;
+  call.op = static_cast<uint32_t>(op);
+  call.tag = TagOf(call.epoch, call.layer_id, call.handle, call.op);
+  call.me = group->ep_rank;
+  call.ranks = group->ep_size;
+  call.lane = static_cast<int64_t>(call.epoch % group->lanes);
+  BoardNote note;
+  bool alive = true;
+  if (threadIdx.x == 0) {
+    alive = !Failed(call);
+    if (alive && LoadRelaxed(&group->open) == 0) {
+      Fail(call, FailReason::kClosed, -1, 0, 0, 0);
+      alive = false;
+    } else if (alive && blockIdx.x == 0) {
+      // One block looks: the board is host memory. Both reads of it are under way together.
+      note = ReadBoard(group, BoardIndex(name));
+      alive = !Poisoned(call);
+      if (!alive) Fail(call, FailReason::kPoisoned, -1, 0, 0, 0);
+    }
+  }
+  call.dead = !__syncthreads_and(alive);
+  if (!call.dead && blockIdx.x == 0 && threadIdx.x < call.ranks) {
+    CallLine* line = call.Line(static_cast<int>(threadIdx.x), call.me);
+    volatile CallLine* fields = line;
+    fields->generation = call.generation;
+    fields->layer_id = call.layer_id;
+    fields->op = call.op;
+    fields->handle = call.handle;
+    StoreReleaseSys(&line->epoch, call.epoch);
+  }
+  if (!call.dead && blockIdx.x == 0 && threadIdx.x == 0) {
+    TellBegin(group, note, call.epoch, call.layer_id, call.handle, call.op, BoardIndex(name));
+  }
+  return call;
+}
+
+constexpr int kEmptyTicket = 2;  // word of DeviceGroup::arrived that hands out empty rows
+constexpr int kItemTicket = 3;   // and other work
+
+// The next number of a counter that starts from 0 in every call.
+__device__ inline uint32_t TakeTicketAlone(const DeviceCall& call, int which) {
+  return atomicAdd(&call.group->arrived[which], 1u);
+}
+// The same for the whole warp.
+__device__ inline uint32_t TakeTicket(const DeviceCall& call, int which) {
+  uint32_t ticket = 0;
+  if (threadIdx.x % 32 == 0) ticket = TakeTicketAlone(call, which);
+  return __shfl_sync(~0u, ticket, 0);
+}
+
+struct Output {
+  void* data;
+  int64_t bytes;     // a multiple of 4, or of 1-byte rows
+  uint32_t pattern;  // what a failed call leaves in it
+};
+
+__device__ inline void FillOutput(const Output& output) {
+  const int64_t words = output.bytes / 4;
+  auto* out = static_cast<uint32_t*>(output.data);
+  for (int64_t i = threadIdx.x; i < words; i += blockDim.x) out[i] = output.pattern;
+}
+
+// Waits until `source` has begun this call, and so has ended the one before. A rank that neither
+// sends to this one nor gets anything waits for nothing else: without this one of the two could run
+// ahead by a round of lanes, and write what the other still reads.
+__device__ inline void AwaitBegun(const DeviceCall& call, int source) {
+  const uint64_t* epoch = &call.Line(call.me, source)->epoch;
+  const uint64_t started_ns = GlobalTimerNs();
+  for (uint32_t polls = 1;; ++polls) {
+    const uint64_t seen = LoadAcquireSys(epoch);
+    if (seen >= call.epoch) return;
+    if (polls % kPollsPerLook == 0 && !KeepWaiting(call, source, static_cast<uint32_t>(seen),
+                                                   static_cast<uint32_t>(call.epoch), started_ns)) {
+      return;
+    }
+    __nanosleep(20);
+  }
+}
+
+// Last thing of every kernel, called by every thread. The last block to end advances the epoch;
+// after a failure it also overwrites all outputs, so that no half-made result survives.
+template <int kOutputs>
+__device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[kOutputs]) {
+  __shared__ bool last;
+  DeviceGroup* group = call.group;
+  if (!call.dead && blockIdx.x == 0 && threadIdx.x < call.ranks) {
+    AwaitBegun(call, static_cast<int>(threadIdx.x));
+  }
+  __syncthreads();
+  CallStart start{};
+  if (threadIdx.x == 0) {
+    start = ReadStart(group);
+    __threadfence();
+    last = atomicAdd(&group->ended, 1u) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  // A spoiled rank's plans stay whole: its calls go on, or its peers would wait for them.
+  const bool failed = Failed(call);
+  const bool spoiled = LoadRelaxed(&group->spoiled) != 0;
+  if (failed || (spoiled && call.op != static_cast<uint32_t>(OpCode::kPrepare))) {
+    for (int i = 0; i < kOutputs; ++i) FillOutput(outputs[i]);
+  }
+  if (threadIdx.x == 0) {
+    group->ended = 0;
+    for (int i = 0; i < kBarriers; ++i) group->arrived[i] = 0;
+    TellEnd(group, start, call.epoch, call.op);
+    group->epoch = call.epoch;
+  }
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_CUH_

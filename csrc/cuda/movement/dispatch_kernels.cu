@@ -1,0 +1,438 @@
+#include <algorithm>
+
+#include "cuda/movement/dispatch_kernels.h"
+#include "cuda/movement/empty_rows.cuh"
+#include "cuda/movement/place_grads.cuh"
+#include "cuda/movement/place_rows.cuh"
+#include "cuda/movement/push_rows.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace {
+
+constexpr int kMaxPlaceWarps = 14;        // of combine's backward
+constexpr int kSharedBytes = 220 * 1024;  // of 227 KB; barriers and counts need the rest
+constexpr int kRingBytes = kSharedBytes - kZeroBytes;
+constexpr int kNoRows = 0x7FFFFFFF;  // past the last staged row
+
+struct DispatchShared {
+  LoadBarrier barriers[kMaxSenders * kMaxBuffers];
+  LandedTokens landed;
+};
+
+// What differs between dispatch and the backward of an unweighted combine, which copies rows too.
+struct CopyKind {
+  OpCode op;
+  bool past_zones;  // zeros there too
+};
+
+__device__ inline const uint32_t* FlagOf(const DeviceCall& call, const StagedRow& row) {
+  return call.Ready(call.me, row.source) + row.staged;
+}
+
+// A row to copy to the slab rows of the lanes that have one.
+struct PlaceItem {
+  const uint8_t* from;
+  int32_t row;  // -1: none
+  float weight;
+};
+
+// What a warp copies: its staged rows as they arrive, and this rank's own tokens between them.
+struct PlaceItems {
+  const DeviceCall& call;
+  const DispatchParams& params;
+  StagedRows& rows;
+  OwnTokens own;
+  StagedRow arrival;
+  StagedRow after;
+
+  __device__ PlaceItems(const DeviceCall& c, const DispatchParams& p, StagedRows& r)
+      : call(c), params(p), rows(r), own(c, p.plan, p.sizes) {
+    arrival = rows.Next();
+    arrival.ReadEntries(params.plan, params.sizes);
+    after = rows.Next();
+  }
+
+  // The next item that is here. Where there is none yet, waits for it, or returns false; false
+  // after a wait: all are done, or the call failed.
+  __device__ bool Take(bool wait, PlaceItem* item) {
+    if (arrival.staged >= 0 && Arrived()) return TakeArrival(item);
+    for (; own.token >= 0; own.Advance()) {
+      item->row = own.OwnRow();
+      if (!__any_sync(~0u, item->row >= 0)) continue;
+      item->from =
+          static_cast<const uint8_t*>(params.tokens) + int64_t{own.token} * params.row_bytes;
+      item->weight = 1.0f;
+      if (params.weights != nullptr && item->row >= 0) {
+        item->weight = params.weights[int64_t{own.token} * params.sizes.top_k + threadIdx.x % 32];
+      }
+      own.Advance();
+      return true;
+    }
+    if (!wait || arrival.staged < 0) return false;
+    bool alive = true;
+    if (threadIdx.x % 32 == 0) {
+      alive = AwaitWord(call, FlagOf(call, arrival), call.tag, arrival.source);
+    }
+    if (__shfl_sync(~0u, alive, 0) == 0) return false;
+    __syncwarp();
+    return TakeArrival(item);
+  }
+
+ private:
+  __device__ bool Arrived() const {
+    const bool here = __all_sync(~0u, LoadAcquireSys(FlagOf(call, arrival)) == call.tag);
+    __syncwarp();
+    return here;
+  }
+  __device__ bool TakeArrival(PlaceItem* item) {
+    arrival.CheckEntries(params.sizes);
+    item->from = call.Rows(call.me, arrival.source) + int64_t{arrival.staged} * params.row_bytes;
+    item->row = arrival.row;
+    item->weight = 1.0f;
+    if (params.weights != nullptr && arrival.row >= 0) {
+      const auto* sent = reinterpret_cast<const float*>(call.Entries(call.me, arrival.source));
+      item->weight = __ldcg(&sent[int64_t{arrival.staged} * params.sizes.top_k + arrival.slot]);
+    }
+    arrival = after;
+    arrival.ReadEntries(params.plan, params.sizes);
+    after = rows.Next();
+    return true;
+  }
+};
+
+// Stores one piece of an item from `buffer` to every row of it.
+__device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& params,
+                                  uint32_t offset, const uint8_t* buffer, uint32_t bytes) {
+  const int lane = threadIdx.x % 32;
+  uint8_t* recv = static_cast<uint8_t*>(params.recv) + offset;
+  for (uint32_t left = __ballot_sync(~0u, item.row >= 0); left != 0; left &= left - 1) {
+    const int64_t to = __shfl_sync(~0u, item.row, __ffs(left) - 1);
+    if (lane == 0) BulkStore(recv + to * params.row_bytes, buffer, bytes);
+  }
+  if (lane == 0) CommitStores();
+}
+
+// Copies a warp's items to their slab rows. The next one is loaded while this one is stored.
+// `first`: pieces that went through the ring before; no copies of theirs are under way.
+template <int kBuffers>
+__device__ void PlaceRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
+                          int pieces, int first, StagedRows& rows) {
+  const int lane = threadIdx.x % 32;
+  PlaceItems items(call, params, rows);
+  const auto bytes_at = [&](int piece) {
+    return min(ring.piece_bytes, params.row_bytes - piece * ring.piece_bytes);
+  };
+  int loaded = first;  // pieces
+  const auto load = [&](const PlaceItem& item, int piece) {
+    const int slot = loaded++ % kBuffers;
+    if (lane != 0) return;
+    FenceProxyAsync();
+    WaitStoresRead<kBuffers - 2>();
+    ring.barriers[slot].Load(ring.Buffer(slot), item.from + piece * ring.piece_bytes,
+                             bytes_at(piece));
+  };
+  int stored = first;  // pieces
+  PlaceItem item;
+  bool more = items.Take(true, &item);
+  if (more) load(item, 0);
+  while (more) {
+    PlaceItem next;
+    more = false;
+    for (int piece = 0; piece < pieces; ++piece, ++stored) {
+      const int slot = stored % kBuffers;
+      if (piece + 1 < pieces) {
+        load(item, piece + 1);
+      } else {
+        more = items.Take(false, &next);
+        if (more) load(next, 0);
+      }
+      if (lane == 0) ring.barriers[slot].Wait(stored / kBuffers & 1);
+      StorePiece(item, params, piece * ring.piece_bytes, ring.Buffer(slot), bytes_at(piece));
+    }
+    if (params.recv_weights != nullptr && item.row >= 0) {
+      params.recv_weights[item.row] = item.weight;
+    }
+    if (!more) {
+      more = items.Take(true, &next);
+      if (more) load(next, 0);
+    }
+    item = next;
+  }
+  if (lane == 0) WaitStores<0>();
+  __syncwarp();
+}
+
+__device__ void ZeroWeightsPastZones(const DispatchParams& params, int part, int parts) {
+  if (params.recv_weights == nullptr) return;
+  const int end = EmptyRows(params.plan, params.sizes).End();
+  for (int row = end + part * 32 + threadIdx.x % 32; row < params.sizes.capacity;
+       row += parts * 32) {
+    params.recv_weights[row] = 0.0f;
+  }
+}
+
+__device__ inline PushJob JobOf(const DispatchParams& params, int pieces) {
+  return {static_cast<const uint8_t*>(params.tokens),
+          params.weights,
+          params.plan.dst_rank,
+          params.plan.dst_row,
+          params.sizes.tokens,
+          params.sizes.top_k,
+          params.sizes.capacity,
+          params.row_bytes,
+          pieces};
+}
+__device__ inline PushJob JobOf(const CombineBwdParams& params, int pieces) {
+  return {static_cast<const uint8_t*>(params.grad),
+          nullptr,
+          params.plan.dst_rank,
+          params.plan.dst_row,
+          params.sizes.tokens,
+          params.sizes.top_k,
+          params.sizes.capacity,
+          params.row_bytes,
+          pieces};
+}
+
+// A warp with buffers: of a block that sends, it sends its tokens and then helps to place.
+template <int kBuffers>
+__device__ void MoveRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
+                         int pieces, int warps, LandedTokens* landed) {
+  const int warp = threadIdx.x / 32;
+  const int push_blocks = params.grid.push_blocks;
+  const int place_blocks = params.grid.place_blocks;
+  const int block = static_cast<int>(blockIdx.x) - push_blocks;
+  int first = 0;
+  if (block < 0 && call.ranks > 1) {
+    const WarpShare share{static_cast<int>(warp * push_blocks + blockIdx.x), push_blocks * warps};
+    first = PushRows<kBuffers>(call, JobOf(params, pieces), ring, share, landed);
+  }
+  const SourceCounts counts(call, params.plan, params.sizes.tokens);
+  // What arrives is shared out among the blocks that place.
+  const int begin = block < 0 ? kNoRows : warp * place_blocks + block;
+  StagedRows rows{call, params.plan, counts, begin, place_blocks * warps};
+  PlaceRows<kBuffers>(call, params, ring, pieces, first, rows);
+}
+
+template <int kBuffers>
+__global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
+    DispatchKernel(const __grid_constant__ DispatchParams params, CopyKind kind, int piece_bytes,
+                   int pieces, uint32_t nan) {
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  __shared__ DispatchShared shared;
+  shared.landed.Clear();
+  ClearZeros(dynamic);
+  const DeviceCall call = BeginCall(params.group, params.name, kind.op);
+  const int warps = blockDim.x / 32 - 1;  // with buffers
+  const int warp = threadIdx.x / 32;
+  const int push_blocks = params.grid.push_blocks;
+  const int place_blocks = params.grid.place_blocks;
+  if (!call.dead) {
+    const int block = static_cast<int>(blockIdx.x) - push_blocks;
+    if (warp < warps) {
+      const Ring ring = MakeRing(dynamic + kZeroBytes, shared.barriers, piece_bytes, kBuffers);
+      MoveRows<kBuffers>(call, params, ring, pieces, warps, &shared.landed);
+    } else if (block < 0) {
+      if (call.ranks > 1) {
+        PublishTokens(call, JobOf(params, pieces), &shared.landed, blockIdx.x, push_blocks, warps);
+      }
+    } else {
+      if (block == 0 && kind.op == OpCode::kDispatch) CountReceived(call, params.name, params.plan);
+      ZeroWeightsPastZones(params, block, place_blocks);
+    }
+    const EmptyJob empty{static_cast<uint8_t*>(params.recv), params.recv_weights, params.row_bytes,
+                         kind.past_zones};
+    FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
+  }
+  const Output outputs[] = {
+      {params.recv, int64_t{params.sizes.capacity} * params.row_bytes, nan},
+      {params.recv_weights, params.recv_weights != nullptr ? int64_t{params.sizes.capacity} * 4 : 0,
+       0x7FC00000u}};
+  EndCall(call, outputs);
+}
+
+// The gradients of one token's rows here; a bit of `mine` per lane whose `row` is one.
+template <RowType kType>
+__device__ void WriteGrads(const CombineBwdParams& params, const void* grad, uint32_t mine,
+                           int32_t lane_row, float* tree) {
+  for (; mine != 0; mine &= mine - 1) {
+    const int64_t row = __shfl_sync(~0u, lane_row, __ffs(mine) - 1);
+    const int64_t offset = row * params.row_bytes;
+    const bool scale = params.weights != nullptr;
+    const GradRow<kType> one{
+        static_cast<const uint4*>(grad),
+        params.expert_out == nullptr ? nullptr
+                                     : reinterpret_cast<const uint4*>(
+                                           static_cast<const uint8_t*>(params.expert_out) + offset),
+        reinterpret_cast<uint4*>(static_cast<uint8_t*>(params.d_expert_out) + offset),
+        params.sizes.width,
+        scale,
+        scale ? params.weights[row] : 1.0f};
+    const float dot = one.Write(tree);
+    if (params.d_weights != nullptr && threadIdx.x % 32 == 0) params.d_weights[row] = dot;
+  }
+}
+
+// Gradients of this rank's own tokens, then of what arrives; warps take what is next.
+template <RowType kType>
+__device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& params, float* tree) {
+  const int lane = threadIdx.x % 32;
+  const CallSizes& sizes = params.sizes;
+  const SourceCounts counts(call, params.plan, sizes.tokens);
+  const uint32_t own = sizes.tokens;
+  const uint32_t total = own + (call.ranks > 1 ? counts.most * (call.ranks - 1) : 0);
+  for (uint32_t item = TakeTicket(call, kItemTicket); item < total;) {
+    const uint32_t next = TakeTicket(call, kItemTicket);
+    if (item < own) {
+      int32_t row = -1;
+      if (lane < sizes.top_k) {
+        const int64_t slot = int64_t{item} * sizes.top_k + lane;
+        if (params.plan.dst_rank[slot] == call.me) row = params.plan.dst_row[slot];
+        if (row >= sizes.capacity) row = -1;
+      }
+      const auto* grad =
+          static_cast<const uint8_t*>(params.grad) + int64_t{item} * params.row_bytes;
+      WriteGrads<kType>(params, grad, __ballot_sync(~0u, row >= 0), row, tree);
+    } else {
+      StagedRow row{};
+      row.Find(call, params.plan, counts, static_cast<int>(item - own));
+      row.ReadEntries(params.plan, sizes);
+      row.CheckEntries(sizes);
+      if (row.staged >= 0) {
+        bool alive = true;
+        if (lane == 0) {
+          alive = AwaitWord(call, FlagOf(call, row), call.tag, row.source);
+          FenceProxyAsync();
+        }
+        if (__shfl_sync(~0u, alive, 0) == 0) break;
+        __syncwarp();
+        const auto* grad = call.Rows(call.me, row.source) + int64_t{row.staged} * params.row_bytes;
+        WriteGrads<kType>(params, grad, __ballot_sync(~0u, row.row >= 0), row.row, tree);
+      }
+    }
+    item = next;
+  }
+}
+
+struct GradLayout {
+  int piece_bytes;
+  int pieces;
+  int push_warps;
+  int tree_bytes;  // of a warp that places
+};
+
+template <RowType kType>
+__global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
+    CombineBwdKernel(const __grid_constant__ CombineBwdParams params, GradLayout layout,
+                     uint32_t nan) {
+  constexpr int kBuffers = 2;
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  __shared__ DispatchShared shared;
+  shared.landed.Clear();
+  ClearZeros(dynamic);
+  const DeviceCall call = BeginCall(params.group, params.name, OpCode::kCombineBwd);
+  const int warp = threadIdx.x / 32;
+  const int push_blocks = params.grid.push_blocks;
+  const bool push = static_cast<int>(blockIdx.x) < push_blocks;
+  uint8_t* rest = dynamic + kZeroBytes;
+  const PushJob job = JobOf(params, layout.pieces);
+  if (!call.dead && push && warp < layout.push_warps) {
+    const Ring ring = MakeRing(rest, shared.barriers, layout.piece_bytes, kBuffers);
+    const WarpShare share{static_cast<int>(warp * push_blocks + blockIdx.x),
+                          push_blocks * layout.push_warps};
+    PushRows<kBuffers>(call, job, ring, share, &shared.landed);
+    // The buffers are free now.
+    if (layout.tree_bytes <= kBuffers * layout.piece_bytes) {
+      PlaceGrads<kType>(call, params, reinterpret_cast<float*>(ring.data));
+    }
+  } else if (!call.dead && push && warp == layout.push_warps) {
+    PublishTokens(call, job, &shared.landed, blockIdx.x, push_blocks, layout.push_warps);
+  } else if (!call.dead && !push && warp + 1 < static_cast<int>(blockDim.x / 32)) {
+    PlaceGrads<kType>(call, params, reinterpret_cast<float*>(rest + warp * layout.tree_bytes));
+  }
+  // In a block that sends, warps without a part of it stay out of the copy engine's way.
+  if (!call.dead && (!push || warp <= layout.push_warps)) {
+    const EmptyJob empty{static_cast<uint8_t*>(params.d_expert_out), params.d_weights,
+                         params.row_bytes, params.clear_slack};
+    FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
+  }
+  const Output outputs[] = {
+      {params.d_expert_out, int64_t{params.sizes.capacity} * params.row_bytes, nan},
+      {params.d_weights, params.d_weights != nullptr ? int64_t{params.sizes.capacity} * 4 : 0,
+       0x7FC00000u}};
+  EndCall(call, outputs);
+}
+
+bool GoodSizes(const CallSizes& sizes, const DispatchGrid& grid, int32_t row_bytes) {
+  return sizes.top_k >= 1 && sizes.top_k <= kMaxTopK && row_bytes > 0 && row_bytes % 16 == 0 &&
+         sizes.tokens >= 0 && grid.push_blocks >= 1 && grid.place_blocks >= 1 &&
+         grid.push_blocks <= kMaxBlocks && grid.warps >= 1 && grid.buffers >= 2 &&
+         grid.buffers <= kMaxBuffers;
+}
+
+template <typename Kernel, typename... Args>
+cudaError_t Launch(Kernel* kernel, int blocks, int threads, int shared_bytes, cudaStream_t stream,
+                   const Args&... args) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, threads, shared_bytes, stream>>>(args...);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchCopies(cudaStream_t stream, const DispatchParams& params, CopyKind kind) {
+  const DispatchGrid& grid = params.grid;
+  const int piece_bytes = std::min(params.row_bytes, kPieceBytes);
+  const int pieces = (params.row_bytes + piece_bytes - 1) / piece_bytes;
+  const int warp_bytes = grid.buffers * piece_bytes;
+  const int warps = std::min({grid.warps, kMaxSenders, kRingBytes / warp_bytes});
+  const auto kernel = grid.buffers == 2   ? DispatchKernel<2>
+                      : grid.buffers == 3 ? DispatchKernel<3>
+                                          : DispatchKernel<4>;
+  return Launch(kernel, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
+                kZeroBytes + warps * warp_bytes, stream, params, kind, piece_bytes, pieces,
+                NanPattern(params.type));
+}
+
+template <RowType kType>
+cudaError_t LaunchGrads(cudaStream_t stream, const CombineBwdParams& params) {
+  const DispatchGrid& grid = params.grid;
+  GradLayout layout{};
+  layout.piece_bytes = std::min(params.row_bytes, kPieceBytes);
+  layout.pieces = (params.row_bytes + layout.piece_bytes - 1) / layout.piece_bytes;
+  layout.push_warps = std::min({grid.warps, kMaxSenders, kRingBytes / (2 * layout.piece_bytes)});
+  layout.tree_bytes =
+      static_cast<int>(AlignUp(TreeFloats<kType>(params.sizes.width) * int64_t{4}, 128));
+  const int place_warps = std::min(kMaxPlaceWarps, kRingBytes / layout.tree_bytes);
+  const int warps = std::max(layout.push_warps, place_warps);
+  const int rest_bytes =
+      std::max(layout.push_warps * 2 * layout.piece_bytes, warps * layout.tree_bytes);
+  return Launch(CombineBwdKernel<kType>, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
+                kZeroBytes + rest_bytes, stream, params, layout, NanPattern(params.type));
+}
+
+}  // namespace
+
+cudaError_t LaunchDispatch(cudaStream_t stream, const DispatchParams& params) {
+  if (!GoodSizes(params.sizes, params.grid, params.row_bytes)) return cudaErrorInvalidValue;
+  return LaunchCopies(stream, params, {OpCode::kDispatch, false});
+}
+
+cudaError_t LaunchCombineBwd(cudaStream_t stream, const CombineBwdParams& params) {
+  if (!GoodSizes(params.sizes, params.grid, params.row_bytes)) return cudaErrorInvalidValue;
+  if ((params.expert_out == nullptr) != (params.d_weights == nullptr)) return cudaErrorInvalidValue;
+  if (params.type == RowType::kBytes) return cudaErrorInvalidValue;
+  if (params.weights == nullptr && params.expert_out == nullptr) {
+    const DispatchParams copies{params.group,        params.name, params.sizes, params.type,
+                                params.row_bytes,    params.grad, nullptr,      params.plan,
+                                params.d_expert_out, nullptr,     params.grid};
+    return LaunchCopies(stream, copies, {OpCode::kCombineBwd, params.clear_slack});
+  }
+  return params.type == RowType::kF32    ? LaunchGrads<RowType::kF32>(stream, params)
+         : params.type == RowType::kBF16 ? LaunchGrads<RowType::kBF16>(stream, params)
+                                         : LaunchGrads<RowType::kF16>(stream, params);
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime

@@ -1,0 +1,94 @@
+// Zeros for the rows of a slab that no entry fills: padding, and what follows the last zone.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_EMPTY_ROWS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_EMPTY_ROWS_CUH_
+
+#include "cuda/movement/bulk_copy.cuh"
+#include "cuda/movement/call.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+
+constexpr int kZeroBytes = 8192;  // at the start of a block's dynamic shared memory
+constexpr int kEmptyRowsPerTicket = 8;
+
+// Every thread calls it, and meets its block before the copy engine reads the zeros.
+__device__ inline void ClearZeros(uint8_t* zeros) {
+  auto* words = reinterpret_cast<uint4*>(zeros);
+  for (int i = threadIdx.x; i < kZeroBytes / 16; i += blockDim.x) words[i] = make_uint4(0, 0, 0, 0);
+  FenceProxyAsync();
+}
+
+// Finds empty rows by number: padding in order of experts, then the rows past the last zone. The
+// whole warp calls it, with numbers in increasing order.
+struct EmptyRows {
+  const Plan& plan;
+  const CallSizes& sizes;
+  int first = -32;  // expert whose sizes lane 0 holds
+  int32_t kept = 0;
+  int32_t zone = 0;
+  int expert = 0;
+  int32_t base = 0;  // first row of `expert`
+  int32_t seen = 0;  // padding of earlier experts
+
+  __device__ EmptyRows(const Plan& p, const CallSizes& s) : plan(p), sizes(s) {}
+
+  __device__ int32_t Row(int32_t number) {
+    const int lane = threadIdx.x % 32;
+    for (; expert < sizes.experts; ++expert) {
+      if (expert - first >= 32) {
+        first += 32;
+        const bool real = first + lane < sizes.experts;
+        kept = real ? plan.kept[first + lane] : 0;
+        zone = real ? plan.group_sizes[first + lane] : 0;
+      }
+      const int32_t rows = __shfl_sync(~0u, kept, expert - first);
+      const int32_t size = __shfl_sync(~0u, zone, expert - first);
+      // A plan is an ordinary array: nothing is written by its numbers unseen.
+      if (rows < 0 || size < rows || size > sizes.capacity - base) continue;
+      if (number - seen < size - rows) return base + rows + (number - seen);
+      seen += size - rows;
+      base += size;
+    }
+    return base + min(number - seen, sizes.capacity - base);
+  }
+  // End of the last zone; no row is found after it.
+  __device__ int32_t End() { return Row(0x7FFFFFFF), base; }
+};
+
+struct EmptyJob {
+  uint8_t* rows;   // [C, row_bytes]
+  float* weights;  // [C] or null
+  int32_t row_bytes;
+  bool past_zones;  // also the rows past the last zone
+};
+
+// Writes zeros to empty rows until none is left: every warp that has nothing else to do comes here.
+__device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
+                                     const CallSizes& sizes, const EmptyJob& job,
+                                     const uint8_t* zeros) {
+  const int lane = threadIdx.x % 32;
+  EmptyRows empty(plan, sizes);
+  bool more = true;
+  while (more) {
+    const auto number = static_cast<int32_t>(TakeTicket(call, kEmptyTicket)) * kEmptyRowsPerTicket;
+    for (int i = 0; more && i < kEmptyRowsPerTicket; ++i) {
+      const int64_t row = empty.Row(number + i);
+      more = row < sizes.capacity && (job.past_zones || empty.expert < sizes.experts);
+      if (!more || lane != 0) continue;
+      if (job.weights != nullptr) job.weights[row] = 0.0f;
+      for (int32_t at = 0; at < job.row_bytes; at += kZeroBytes) {
+        BulkStore(job.rows + row * job.row_bytes + at, zeros, min(kZeroBytes, job.row_bytes - at));
+      }
+      CommitStores();
+      // Rows that arrive share the engine: they do not queue behind many of these.
+      WaitStoresRead<2>();
+    }
+  }
+  if (lane == 0) WaitStores<0>();
+  __syncwarp();
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_EMPTY_ROWS_CUH_

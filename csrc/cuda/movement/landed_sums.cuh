@@ -1,0 +1,90 @@
+// Tells peers which sums of a block are in their windows: one warp for all of the block.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_LANDED_SUMS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_LANDED_SUMS_CUH_
+
+#include "cuda/movement/bulk_copy.cuh"
+#include "cuda/movement/call.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+
+// Where a sum went: the flag that its peer waits for.
+struct SumPlace {
+  int32_t rank;
+  int32_t staged;
+};
+
+// Words of shared memory that warps of a block exchange without a barrier. All are atomic
+// operations, reads too: so compute-sanitizer can tell them from races.
+__device__ __forceinline__ uint32_t LoadAcquireBlock(const uint32_t* shared) {
+  uint32_t value;
+  asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
+               : "=r"(value)
+               : "r"(SharedAddress(shared))
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void AddReleaseBlock(uint32_t* shared, uint32_t value) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(SharedAddress(shared)),
+               "r"(value)
+               : "memory");
+}
+
+// Sums that have landed, of each sending warp of a block, in shared memory. A flag needs a fence of
+// system scope before it, and that waits for the stores of the whole multiprocessor. So no sending
+// warp executes one: the publishing warp stores the flags of all that landed behind one fence.
+template <int kSenders>
+struct LandedSums {
+  static_assert(kSenders < 32);
+  static constexpr uint32_t kPlaces = 8;  // of one warp, that wait to be published
+
+  unsigned long long places[kSenders][kPlaces];  // rank in the upper half, staged row
+  uint32_t landed[kSenders];
+  uint32_t published[kSenders];
+  uint32_t ended;  // warps that send no more
+
+  // Every thread calls it, and meets its block before anything else here.
+  __device__ void Clear() {
+    if (threadIdx.x < kSenders) landed[threadIdx.x] = published[threadIdx.x] = 0;
+    if (threadIdx.x == 0) ended = 0;
+  }
+  // One thread of a sending warp: a sum of the warp is there, and what the warp stored before it
+  // last met. Waits for the publishing warp alone, which waits for nobody.
+  __device__ void Land(int sender, const SumPlace& place) {
+    const uint32_t number = LoadAcquireBlock(&landed[sender]);
+    while (number - LoadAcquireBlock(&published[sender]) >= kPlaces) __nanosleep(100);
+    const auto rank = static_cast<unsigned long long>(place.rank);
+    atomicExch(&places[sender][number % kPlaces], rank << 32 | static_cast<uint32_t>(place.staged));
+    AddReleaseBlock(&landed[sender], 1);
+  }
+  __device__ void End() { AddReleaseBlock(&ended, 1); }
+
+  // The publishing warp, until all sending warps have ended.
+  __device__ void Publish(const DeviceCall& call) {
+    const int lane = threadIdx.x % 32;
+    uint32_t done = 0;  // lane i: sums of warp i
+    while (true) {
+      const bool last = __all_sync(~0u, LoadAcquireBlock(&ended) == kSenders);
+      const uint32_t here = lane < kSenders ? LoadAcquireBlock(&landed[lane]) : 0;
+      if (!__any_sync(~0u, here != done)) {
+        if (last) return;
+        __nanosleep(100);
+        continue;
+      }
+      FenceSys();
+      const uint32_t before = done;
+      for (; done != here; ++done) {
+        const unsigned long long place = atomicOr(&places[lane][done % kPlaces], 0ull);
+        const auto rank = static_cast<int>(place >> 32);
+        StoreRelaxedSys(call.Ready(rank, call.me) + static_cast<uint32_t>(place), call.tag);
+      }
+      if (done != before) AddReleaseBlock(&published[lane], done - before);
+      __syncwarp();
+    }
+  }
+};
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_LANDED_SUMS_CUH_

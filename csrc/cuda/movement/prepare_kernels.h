@@ -1,0 +1,41 @@
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_KERNELS_H_
+#define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_KERNELS_H_
+
+#include <cuda_runtime.h>
+
+#include "cuda/device/device_group.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+constexpr int kMaxExperts = 2048;          // what the block's counters in shared memory allow
+constexpr int64_t kMaxBlockSlots = 65535;  // of T * K: a block counts its slots in 16 bits
+
+// What on_overflow="error" reads after prepare, the same on every rank of the group.
+struct DeviceVerdict {
+  int32_t rank;  // lowest world rank whose demand is above its capacity, or -1
+  int32_t demand;
+  int32_t capacity;
+};
+
+struct PrepareParams {
+  DeviceGroup* group;  // device, never freed
+  CallName name;
+  CallSizes sizes;
+  int32_t num_experts;      // E of the EP group, at most kMaxExperts
+  int32_t alignment;        // rows; every expert's zone is a multiple of it
+  const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; anything else than an expert of
+                            // the EP group is an unused slot
+  MutablePlan plan;         // written whole
+  DeviceVerdict* verdict;   // [1] device or host-mapped; null: on_overflow="drop", no exchange
+  int32_t blocks = 32;      // at most kMaxPrepareBlocks, all resident at once
+};
+
+// Routes this rank's slots: counts travel to all peers, then one entry per kept row to the rank
+// that gets it. All ranks take the same decisions from the same count matrix.
+cudaError_t LaunchPrepare(cudaStream_t stream, const PrepareParams& params);
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_PREPARE_KERNELS_H_

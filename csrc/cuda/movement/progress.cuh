@@ -1,0 +1,170 @@
+// What a rank's kernels tell on the board while they run: one thread stores, nobody waits for it.
+// Records may be read half new; every field of 16 bytes or less is whole.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_PROGRESS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_PROGRESS_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "core/board.h"
+#include "cuda/device/device_group.h"
+
+namespace ep_runtime {
+namespace cuda {
+
+__device__ __forceinline__ uint64_t GlobalTimerNs() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Shorter waits are not worth a word.
+constexpr uint64_t kTellWaitNs = 1'000'000'000;
+
+__device__ __forceinline__ void StoreBoard(void* record, size_t offset, uint32_t a, uint32_t b,
+                                           uint32_t c, uint32_t d) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(
+                   static_cast<uint8_t*>(record) + offset),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ void StoreBoard(void* record, size_t offset, uint64_t a, uint64_t b) {
+  asm volatile(
+      "st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(static_cast<uint8_t*>(record) + offset),
+      "l"(a), "l"(b)
+      : "memory");
+}
+__device__ __forceinline__ void StoreBoard(void* record, size_t offset, uint64_t value) {
+  *reinterpret_cast<volatile uint64_t*>(static_cast<uint8_t*>(record) + offset) = value;
+}
+
+// Fields that are stored together.
+static_assert(offsetof(RankRecord, sequence) == 0 && offsetof(RankRecord, state) == 4 &&
+              offsetof(RankRecord, op) == 8 && offsetof(RankRecord, waiting_for) == 12);
+static_assert(offsetof(RankRecord, handle) == offsetof(RankRecord, layer_id) + 8 &&
+              offsetof(RankRecord, lane) == offsetof(RankRecord, layer_id) + 12);
+static_assert(offsetof(RankRecord, since_ns) == offsetof(RankRecord, epoch) + 8);
+static_assert(offsetof(RankRecord, calls) == offsetof(RankRecord, progress_ns) + 8);
+static_assert(offsetof(RankRecord, dropped_rows) == offsetof(RankRecord, rows) + 8);
+static_assert(offsetof(HandleRecord, state) == 0 && offsetof(HandleRecord, last_op) == 4 &&
+              offsetof(HandleRecord, lane) == 8);
+static_assert(offsetof(HandleRecord, calls) == offsetof(HandleRecord, epoch) + 8);
+
+__device__ __forceinline__ void TellState(const Progress& progress, RankState state, uint32_t op,
+                                          int32_t waiting_for) {
+  StoreBoard(progress.rank, 0, 0, static_cast<uint32_t>(state), op,
+             static_cast<uint32_t>(waiting_for));
+}
+
+__device__ __forceinline__ void TellHandle(const Progress& progress, uint32_t index,
+                                           HandleState state, uint32_t op, int32_t lane) {
+  StoreBoard(progress.handles, index * sizeof(HandleRecord), static_cast<uint32_t>(state), op,
+             static_cast<uint32_t>(lane), 0);
+}
+
+__device__ inline uint32_t BoardIndex(const CallName& name) {
+  const int32_t layer = name.layer_index != nullptr ? *name.layer_index : 0;
+  return name.board_index + layer * name.board_stride;
+}
+
+// What the thread that tells reads before it needs it: host memory is far.
+struct BoardNote {
+  uint64_t now_ns = 0;
+  uint64_t calls = 0;
+  bool tells = false;
+};
+
+__device__ __forceinline__ BoardNote ReadBoard(const DeviceGroup* group, uint32_t index) {
+  const Progress& progress = group->progress;
+  BoardNote note;
+  note.tells = progress.rank != nullptr && index < kMaxHandles;
+  if (!note.tells) return note;
+  note.now_ns = *static_cast<const volatile uint64_t*>(progress.now_ns);
+  note.calls = progress.totals[index].calls;
+  return note;
+}
+
+// By one thread of the kernel, as the call begins. `index`: of the handle's record.
+__device__ inline void TellBegin(DeviceGroup* group, const BoardNote& note, uint64_t epoch,
+                                 uint64_t layer_id, uint32_t handle, uint32_t op, uint32_t index) {
+  if (!note.tells) return;
+  Progress& progress = group->progress;
+  progress.start = {epoch, note.now_ns, GlobalTimerNs(), index};
+  const auto lane = static_cast<int32_t>(epoch % group->lanes);
+  TellState(progress, RankState::kRunning, op, -1);
+  StoreBoard(progress.rank, offsetof(RankRecord, layer_id), static_cast<uint32_t>(layer_id),
+             static_cast<uint32_t>(layer_id >> 32), handle, static_cast<uint32_t>(lane));
+  StoreBoard(progress.rank, offsetof(RankRecord, epoch), epoch, note.now_ns);
+  TellHandle(progress, index, HandleState::kBusy, op, lane);
+  if (!progress.counts_calls) return;
+  progress.totals[index].calls = note.calls + 1;
+  StoreBoard(progress.handles, index * sizeof(HandleRecord) + offsetof(HandleRecord, epoch), epoch,
+             note.calls + 1);
+}
+
+// Rows of the running call, by one thread that nobody waits for.
+__device__ inline void CountRows(DeviceGroup* group, uint32_t index, uint64_t rows,
+                                 uint64_t dropped_rows) {
+  Progress& progress = group->progress;
+  if (rows + dropped_rows == 0 || progress.rank == nullptr || index >= kMaxHandles) return;
+  HandleTotals& totals = progress.totals[index];
+  totals.rows += rows;
+  totals.dropped_rows += dropped_rows;
+  progress.rows += rows;
+  progress.dropped_rows += dropped_rows;
+  StoreBoard(progress.device_rows, index * sizeof(DeviceRows), totals.rows, totals.dropped_rows);
+  StoreBoard(progress.rank, offsetof(RankRecord, rows), progress.rows, progress.dropped_rows);
+}
+
+// How the running call began. The first block wrote it, so other blocks read past the L1 cache.
+__device__ __forceinline__ CallStart ReadStart(const DeviceGroup* group) {
+  const CallStart& start = group->progress.start;
+  return {__ldcg(&start.epoch), __ldcg(&start.now_ns), __ldcg(&start.timer_ns),
+          __ldcg(&start.index)};
+}
+
+// A wait that has lasted since `started_ns` of the device's clock; `source` is an EP rank.
+__device__ inline void TellWait(const DeviceGroup* group, uint32_t op, int source,
+                                uint64_t started_ns) {
+  const Progress& progress = group->progress;
+  if (progress.rank == nullptr) return;
+  const CallStart start = ReadStart(group);
+  if (start.epoch != group->epoch + 1) return;
+  StoreBoard(progress.rank, offsetof(RankRecord, since_ns),
+             start.now_ns + (started_ns - start.timer_ns));
+  TellState(progress, RankState::kWaiting, op, group->first_rank + source);
+}
+
+// After a wait long enough to have been told. Others of the rank that still wait tell it again.
+__device__ inline void TellArrived(const DeviceGroup* group, uint32_t op, uint64_t started_ns) {
+  const Progress& progress = group->progress;
+  if (progress.rank == nullptr || GlobalTimerNs() - started_ns < kTellWaitNs) return;
+  TellState(progress, RankState::kRunning, op, -1);
+}
+
+// By one thread of the last block that ends, before the epoch advances. `start` as this block read
+// it while it ended; it is of an earlier call where the first block was later than that.
+__device__ inline void TellEnd(const DeviceGroup* group, CallStart start, uint64_t epoch,
+                               uint32_t op) {
+  const Progress& progress = group->progress;
+  if (progress.rank == nullptr) return;
+  if (start.epoch != epoch) start = ReadStart(group);
+  // A closed group has no board any more.
+  const bool open = *static_cast<const volatile uint32_t*>(&group->open) != 0;
+  if (start.epoch != epoch || !open) return;
+  const uint64_t now_ns = start.now_ns + (GlobalTimerNs() - start.timer_ns);
+  const auto code = static_cast<OpCode>(op);
+  const bool ends = code == OpCode::kCombine || code == OpCode::kDispatchBwd;
+  TellState(progress, RankState::kIdle, op, -1);
+  StoreBoard(progress.rank, offsetof(RankRecord, progress_ns), now_ns, epoch);
+  TellHandle(progress, start.index, ends ? HandleState::kIdle : HandleState::kOpen, op,
+             static_cast<int32_t>(epoch % group->lanes));
+  StoreBoard(progress.handles,
+             start.index * sizeof(HandleRecord) + offsetof(HandleRecord, updated_ns), now_ns);
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_PROGRESS_CUH_

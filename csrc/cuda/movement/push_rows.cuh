@@ -1,0 +1,214 @@
+// The sending half of dispatch and of combine's backward.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_PUSH_ROWS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_PUSH_ROWS_CUH_
+
+#include "cuda/movement/bulk_copy.cuh"
+#include "cuda/movement/call.cuh"
+#include "cuda/movement/staged_index.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+
+constexpr int kPieceBytes = 8192;  // most that one buffer holds of a row
+constexpr int kMaxBuffers = 4;
+constexpr int kMaxSenders = 8;  // sending warps of a block
+
+// How many tokens of each sending warp of a block have landed. A flag needs a fence of system scope
+// before it, and that waits for the stores of the whole multiprocessor. So no sending warp executes
+// one: it counts, and the publishing warp stores the flags of all that landed behind one fence.
+struct LandedTokens {
+  uint32_t count[kMaxSenders];
+
+  // Every thread calls it, and meets its block before anything else here.
+  __device__ void Clear() {
+    if (threadIdx.x < kMaxSenders) count[threadIdx.x] = 0;
+  }
+  // One thread: one more, and what the warp stored before it last met.
+  __device__ void Add(int sender) {
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(SharedAddress(&count[sender]))
+                 : "memory");
+  }
+  __device__ uint32_t Read(int sender) {
+    uint32_t value;
+    asm volatile("atom.acquire.cta.shared::cta.add.u32 %0, [%1], 0;"
+                 : "=r"(value)
+                 : "r"(SharedAddress(&count[sender]))
+                 : "memory");
+    return value;
+  }
+};
+
+// The buffers of one warp.
+struct Ring {
+  uint8_t* data;
+  LoadBarrier* barriers;
+  uint32_t piece_bytes;
+
+  __device__ uint8_t* Buffer(int slot) const { return data + slot * piece_bytes; }
+};
+
+// One warp's part of the block's dynamic shared memory; initialises its barriers.
+__device__ inline Ring MakeRing(uint8_t* dynamic, LoadBarrier* barriers, uint32_t piece_bytes,
+                                int buffers) {
+  const int warp = threadIdx.x / 32;
+  Ring ring{dynamic + static_cast<size_t>(warp) * buffers * piece_bytes,
+            barriers + warp * kMaxBuffers, piece_bytes};
+  if (threadIdx.x % 32 == 0) {
+    for (int i = 0; i < buffers; ++i) ring.barriers[i].Init();
+    FenceBarrierInit();
+  }
+  __syncwarp();
+  return ring;
+}
+
+struct PushJob {
+  const uint8_t* rows;   // [T, row_bytes]
+  const float* weights;  // [T, K] or null
+  const int32_t* dst_rank;
+  const int32_t* dst_row;
+  int32_t tokens;
+  int32_t top_k;
+  int32_t capacity;
+  int32_t row_bytes;
+  int32_t pieces;
+};
+
+// Who sends which tokens: warp `index` of `count` takes tokens index, index + count, ...
+struct WarpShare {
+  int index;
+  int count;
+  __device__ int Token(int i) const { return index + i * count; }
+  __device__ int Tokens(int tokens) const {
+    return tokens > index ? (tokens - index + count - 1) / count : 0;
+  }
+};
+
+// What the lanes of a warp know of one token: lane r its staged row on rank r, lane k its slot k.
+struct TokenSlots {
+  int32_t staged;
+  int32_t rank;
+  int32_t row;
+  float weight;
+};
+
+__device__ inline TokenSlots ReadSlots(const DeviceCall& call, const PushJob& job,
+                                       TokenCounter* counter, int token) {
+  const int lane = threadIdx.x % 32;
+  TokenSlots slots{-1, -1, -1, 1.0f};
+  if (lane < job.top_k) {
+    const int64_t slot = int64_t{token} * job.top_k + lane;
+    slots.rank = job.dst_rank[slot];
+    slots.row = job.dst_row[slot];
+    if (job.weights != nullptr) slots.weight = job.weights[slot];
+  }
+  slots.staged = counter->Number(job.dst_rank, job.top_k, call.ranks, job.tokens, token);
+  if (slots.rank >= call.ranks || static_cast<uint32_t>(slots.row) >= job.capacity) {
+    slots.rank = -1;
+  }
+  return slots;
+}
+
+// The weights of a token's rows go beside its staged row, indexed by slot.
+__device__ inline void SendWeights(const DeviceCall& call, const PushJob& job,
+                                   const TokenSlots& slots) {
+  const int lane = threadIdx.x % 32;
+  const int32_t staged = __shfl_sync(~0u, slots.staged, slots.rank & 31);
+  if (slots.rank < 0 || slots.rank == call.me || staged < 0) return;
+  auto* entries = reinterpret_cast<float*>(call.Entries(slots.rank, call.me));
+  entries[int64_t{staged} * job.top_k + lane] = slots.weight;
+}
+
+// The publishing warp of a sending block: tells the peers which staged rows are in their windows.
+// The block's j-th token is warp j % senders' one; they are published in order.
+__device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
+                                     LandedTokens* landed, int block, int blocks, int senders) {
+  const int lane = threadIdx.x % 32;
+  const int tokens = WarpShare{block, blocks}.Tokens(job.tokens);
+  TokenCounter counter;
+  for (int j = 0; j < tokens;) {
+    int end = tokens;
+    if (lane < senders) {
+      end = min(end, static_cast<int>(landed->Read(lane)) * senders + lane);
+    }
+    end = __reduce_min_sync(~0u, end);
+    if (end <= j) {
+      __nanosleep(100);
+      continue;
+    }
+    __syncwarp();
+    FenceSys();
+    for (; j < end; ++j) {
+      const int token = block + j * blocks;
+      const int32_t staged = counter.Number(job.dst_rank, job.top_k, call.ranks, job.tokens, token);
+      if (staged >= 0 && lane != call.me) {
+        StoreRelaxedSys(call.Ready(lane, call.me) + staged, call.tag);
+      }
+    }
+  }
+}
+
+// Copies of one more token of the warp have landed.
+__device__ inline void CountLanded(LandedTokens* landed) {
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  FenceProxyAsync();
+  landed->Add(threadIdx.x / 32);
+}
+
+// Sends the tokens of one warp; all warps together send them in order, so rows arrive in order.
+// Returns how many pieces went through the ring.
+template <int kBuffers>
+__device__ int PushRows(const DeviceCall& call, const PushJob& job, const Ring& ring,
+                        const WarpShare& share, LandedTokens* landed) {
+  const int lane = threadIdx.x % 32;
+  const int count = share.Tokens(job.tokens);
+  const int total = count * job.pieces;
+  const auto load = [&](int q) {
+    const int64_t token = share.Token(q / job.pieces);
+    const uint32_t offset = (q % job.pieces) * ring.piece_bytes;
+    const uint32_t bytes = min(ring.piece_bytes, job.row_bytes - offset);
+    const int slot = q % kBuffers;
+    ring.barriers[slot].Load(ring.Buffer(slot), job.rows + token * job.row_bytes + offset, bytes);
+  };
+  if (lane == 0 && total > 0) load(0);
+  TokenCounter counter;
+  TokenSlots slots{-1, -1, -1, 1.0f};
+  if (count > 0) slots = ReadSlots(call, job, &counter, share.Token(0));
+  for (int i = 0; i < count; ++i) {
+    const uint32_t peers = __ballot_sync(~0u, slots.staged >= 0 && lane != call.me);
+    if (job.weights != nullptr) SendWeights(call, job, slots);
+    for (int piece = 0; piece < job.pieces; ++piece) {
+      const int q = i * job.pieces + piece;
+      const uint32_t offset = piece * ring.piece_bytes;
+      const uint32_t bytes = min(ring.piece_bytes, job.row_bytes - offset);
+      uint8_t* buffer = ring.Buffer(q % kBuffers);
+      if (lane == 0) {
+        if (q + 1 < total) {
+          WaitStoresRead<kBuffers - 2>();
+          load(q + 1);
+        }
+        ring.barriers[q % kBuffers].Wait(q / kBuffers & 1);
+      }
+      // Round the ring from this rank on, so that no peer is everybody's first.
+      for (int step = 1; step < call.ranks; ++step) {
+        const int dest = call.me + step < call.ranks ? call.me + step : call.me + step - call.ranks;
+        const int64_t staged = __shfl_sync(~0u, slots.staged, dest);
+        if (lane == 0 && (peers >> dest & 1) != 0) {
+          BulkStore(call.Rows(dest, call.me) + staged * job.row_bytes + offset, buffer, bytes);
+        }
+      }
+      if (lane == 0) CommitStores();
+    }
+    if (i + 1 < count) slots = ReadSlots(call, job, &counter, share.Token(i + 1));
+    if (lane == 0) WaitStores<1>();
+    if (i > 0) CountLanded(landed);
+  }
+  if (lane == 0) WaitStores<0>();
+  if (count > 0) CountLanded(landed);
+  return total;
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_PUSH_ROWS_CUH_

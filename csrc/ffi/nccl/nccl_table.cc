@@ -1,0 +1,124 @@
+#include "ffi/nccl/nccl_table.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/nccl/group.h"
+
+namespace ep_runtime {
+namespace {
+
+int64_t Say(const std::string& text, EpNcclText out) {
+  const auto length = std::min<int64_t>(static_cast<int64_t>(text.size()), out.size - 1);
+  std::memcpy(out.data, text.data(), length);
+  out.data[length] = 0;
+  return length;
+}
+
+int64_t Fail(const Status& status, EpNcclText error) {
+  Say(status.text(), error);
+  return -1;
+}
+
+int64_t Version(const char* library, EpNcclText error) {
+  const nccl::Api* api = nullptr;
+  const Status status = nccl::Load(library, &api);
+  return status.ok() ? api->version : Fail(status, error);
+}
+
+Status ReadPlaces(const EpNcclOptions& options, std::vector<nccl::Place>* places) {
+  for (int64_t i = 0; i < options.num_local_ranks; ++i) {
+    nccl::Place place{};
+    place.world_rank = options.local_ranks[i];
+    place.device = options.local_devices[i];
+    place.ranks = static_cast<int>(options.ep_size);
+    place.rank = static_cast<int>(place.world_rank % options.ep_size);
+    const int64_t domain = place.world_rank / options.ep_size;
+    if (domain >= options.num_domains) {
+      return InvalidArgument(
+          "ids must hold one id per EP domain, got " + std::to_string(options.num_domains) +
+          " and rank " + std::to_string(place.world_rank) + " of domain " + std::to_string(domain));
+    }
+    std::memcpy(place.id.bytes, options.ids + domain * sizeof(place.id), sizeof(place.id));
+    places->push_back(place);
+  }
+  return Status();
+}
+
+int64_t MakeGroup(const EpNcclOptions* options, EpNcclText error) {
+  const nccl::Api* api = nullptr;
+  Status status = nccl::Load(options->library, &api);
+  nccl::NcclGroupOptions made{
+      options->name, options->generation, options->ep_size, options->op_timeout_ns, {}, {}};
+  made.purpose = {options->carries_rows != 0, static_cast<int>(options->max_channels)};
+  if (status.ok()) status = ReadPlaces(*options, &made.places);
+  if (!status.ok()) return Fail(status, error);
+  return nccl::ThisProcessGroups().Add(nccl::NcclGroup::Make(*api, NcclDevices(), std::move(made)));
+}
+
+int64_t InitGroup(int64_t group, int64_t budget_ns, EpNcclText error) {
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const Status status = found == nullptr
+                            ? Stale("no open group has the number " + std::to_string(group))
+                            : found->Init(budget_ns);
+  return status.ok() ? 0 : Fail(status, error);
+}
+
+int64_t TrySum(int64_t group, int64_t budget_ns, EpNcclText error) {
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const Status status = found == nullptr
+                            ? Stale("no open group has the number " + std::to_string(group))
+                            : found->TrySum(budget_ns);
+  return status.ok() ? 0 : Fail(status, error);
+}
+
+int64_t AddLayers(int64_t group, const EpNcclLayer* layers, int64_t count, EpNcclText error) {
+  std::vector<nccl::Layer> made;
+  for (int64_t i = 0; i < count; ++i) {
+    made.push_back({layers[i].id, layers[i].name, layers[i].fingerprint});
+  }
+  const Status status = nccl::ThisProcessGroups().AddLayers(group, made);
+  return status.ok() ? 0 : Fail(status, error);
+}
+
+void AbortGroup(int64_t group, const char* why) {
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  if (found != nullptr) found->Abort(Status(Code::kAborted, why));
+}
+
+int64_t CheckGroup(int64_t group, EpNcclText text) {
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  return found == nullptr ? 0 : Say(found->TakeError(), text);
+}
+
+void CloseGroup(int64_t group, int64_t timeout_ns) {
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Remove(group);
+  if (found != nullptr) found->Close(timeout_ns);
+}
+
+int64_t AwaitFailure(int64_t group, int64_t timeout_ns, EpNcclText text) {
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  Status failure;
+  if (found == nullptr || !found->AwaitFailure(timeout_ns, &failure)) return -1;
+  return failure.ok() ? 0 : Say(failure.text(), text);
+}
+
+void RankLeft(int64_t group, int64_t world_rank, const char* why) {
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  if (found != nullptr) found->RankLeft(world_rank, Status(Code::kAborted, why));
+}
+
+}  // namespace
+}  // namespace ep_runtime
+
+extern "C" __attribute__((visibility("default"))) const void* EpRuntimeNcclTable() {
+  using namespace ep_runtime;  // NOLINT: the table's fields are all from there
+  static const EpNcclTable table = {
+      kNcclTableAbi, sizeof(EpNcclTable), Version,    MakeGroup,    InitGroup, AddLayers,
+      AbortGroup,    CheckGroup,          CloseGroup, AwaitFailure, RankLeft,  TrySum,
+  };
+  return &table;
+}

@@ -1,0 +1,41 @@
+// Custom calls that go over rows. They belong to no group: operands and a stream are all they need,
+// and each is one launch or two without workspace.
+#ifndef EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
+#define EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
+
+#include <cuda_runtime.h>
+
+#include "cuda/device/device_group.h"
+#include "cuda/rows/row_groups.h"
+#include "ffi/call_frame.h"
+#include "ffi/target.h"
+
+namespace ep_runtime {
+
+// Rows [S * C, width] in slabs of equal size, and group_sizes s32 [S, L], maybe [S, 0] of one group
+// of all rows.
+Status ReadRowGroups(const CallFrame& frame, const Buffer& sizes, const char* name,
+                     const Buffer& rows, cuda::rows::RowGroups* groups);
+// f32, bf16 or f16.
+Status ReadFloatRows(const CallFrame& frame, const char* name, const Buffer& got,
+                     cuda::RowType* type);
+
+// One per <op>_ffi_cuda.cc.
+extern XLA_FFI_Handler* const kActivationV1;
+extern XLA_FFI_Handler* const kActivationBwdV1;
+extern XLA_FFI_Handler* const kActivationAmaxV1;
+extern XLA_FFI_Handler* const kQuantizeActivationV1;
+extern XLA_FFI_Handler* const kGroupAmaxV1;
+extern XLA_FFI_Handler* const kScaleRowsV1;
+extern XLA_FFI_Handler* const kQuantizeTilesV1;
+extern XLA_FFI_Handler* const kQuantizeBlocksV1;
+extern XLA_FFI_Handler* const kQuantizeWeightsV1;
+extern XLA_FFI_Handler* const kQuantizeMxV1;
+extern XLA_FFI_Handler* const kGatherRowsV1;
+extern XLA_FFI_Handler* const kSpreadRowsV1;
+extern XLA_FFI_Handler* const kSumRowsV1;
+extern XLA_FFI_Handler* const kGroupSumsV1;
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
