@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,3 +88,29 @@ def test_every_function_is_called(trees: dict[str, ast.Module]) -> None:
         if each not in used and not each.startswith("__")
     }
     assert set(found) == OF_FRAMEWORKS | OF_USERS | OF_TESTS, found
+
+
+def replaced() -> Iterator[tuple[str, str, str]]:
+    """File, module and name of every `setattr(module, "name", ...)` of the tests on ours."""
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        modules = {
+            name.asname or name.name: f"{node.module}.{name.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ep_runtime")
+            for name in node.names
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "monkeypatch.setattr":
+                owner, name = node.args[:2]
+                known = isinstance(owner, ast.Name) and owner.id in modules
+                if known and isinstance(name, ast.Constant):
+                    yield path.name, modules[ast.unparse(owner)], str(name.value)
+
+
+def test_what_tests_replace_is_there() -> None:
+    """Those on GPUs too, which run where there are some alone."""
+    names = list(replaced())
+    assert len(names) > 50
+    for file, owner, name in names:
+        assert hasattr(pkgutil.resolve_name(owner), name), f"{file}: {owner} has no {name}"
