@@ -1,4 +1,4 @@
-"""Flags of a window in device memory, behind its lanes; `csrc/cuda/device/device_group.h` in Python.
+"""Flags of a window in device memory, behind its lanes, as `csrc/cuda/device/device_group.h` says.
 
 On a GPU ranks meet by flags in each other's windows and not on the board. Flags of one lane, each
 part of a source written by that source alone: calls [N] lines, counts [N] lines, entries
