@@ -40,6 +40,18 @@ def test_groups_layers_handles_and_memory_come_back_as_they_were(daemon_process,
     assert [layer.handle_base for layer in found] == [layer.handle_base for layer in layers[:3]]
 
 
+def test_leaving_a_group_without_memory_leaves_that_of_others(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    without = make_spec("bare", ranks=1, transport="xla")
+    for client in clients:
+        client.close_group(client.create(without).group)
+    again = restarted(daemon)
+    assert again.status().recovery.lost_bytes == 0
+    answer = come_back(clients, group, layers)
+    assert (list(answer.wanted_ranks), answer.group.state) == ([], group.state)
+
+
 def test_what_is_registered_later_gets_other_handles(daemon_process, restarted):
     daemon = daemon_process()
     clients, group, layers = ready_pair(daemon)

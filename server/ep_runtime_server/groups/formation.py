@@ -233,7 +233,8 @@ class Groups(GroupBook):
 
     def leave(self, session: SessionRecord, group: GroupRecord) -> int:
         """The process unmapped the group in good order; bytes on their way back."""
-        self._pool.drop_holder(session.session_id, group.windows)
+        if group.windows is not None:
+            self._pool.drop_holder(session.session_id, group.windows)
         return self._depart(group, session, Trigger.MEMBER_LEFT)
 
     def close(self, session: SessionRecord, name: str, generation: int) -> int:
@@ -256,7 +257,7 @@ class Groups(GroupBook):
     def session_ended(self, session: SessionRecord) -> None:
         """FENCED keeps the memory charged; CLOSED and DEAD give it back or retain it."""
         if session.over:
-            self._pool.drop_holder(session.session_id)
+            self._pool.drop_all_of(session.session_id)
         for group in self.of_session(session):
             if session.state is SessionState.FENCED:
                 self._fenced(group, session)

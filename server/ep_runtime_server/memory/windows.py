@@ -296,16 +296,18 @@ class WindowPool:
             duration_s=round(self._clock.monotonic_s() - started, 6),
         )
 
-    def drop_holder(self, session_id: str, only: WindowSet | None = None) -> int:
-        """`session_id` maps the sets (or `only` that one) no more; bytes on their way back now."""
-        freed = 0
-        for windows in [only] if only is not None else self.sets:
-            if session_id in windows.holders:
-                windows.holders.discard(session_id)
-                self.on_change(windows)
-                if windows.state is WindowState.QUARANTINED:
-                    freed += self.release(windows)
-        return freed
+    def drop_holder(self, session_id: str, windows: WindowSet) -> int:
+        """`session_id` maps the set no more; bytes on their way back now."""
+        if session_id not in windows.holders:
+            return 0
+        windows.holders.discard(session_id)
+        self.on_change(windows)
+        return self.release(windows) if windows.state is WindowState.QUARANTINED else 0
+
+    def drop_all_of(self, session_id: str) -> None:
+        """`session_id` maps nothing more."""
+        for windows in self.sets:
+            self.drop_holder(session_id, windows)
 
     def holds(self, session_id: str) -> bool:
         return any(session_id in windows.holders for windows in self._sets)
