@@ -31,21 +31,10 @@ Status CudaCall::RowBytes(const char* name, const Buffer& rows, int64_t width,
 }
 
 Status CudaCall::SummedType(const char* name, const Buffer& rows, cuda::RowType* type) const {
-  switch (rows.dtype) {
-    case DataType::F32:
-      *type = cuda::RowType::kF32;
-      return Status();
-    case DataType::BF16:
-      *type = cuda::RowType::kBF16;
-      return Status();
-    case DataType::F16:
-      *type = cuda::RowType::kF16;
-      return Status();
-    default:
-      return InvalidArgument(std::string(OpName(frame.op)) + ": " + name +
-                             " must be float32, bfloat16 or float16 on NVIDIA GPUs")
-          .With("argument", std::string(name));
-  }
+  if (ToRowType(rows.dtype, type)) return Status();
+  return InvalidArgument(std::string(OpName(frame.op)) + ": " + name +
+                         " must be float32, bfloat16 or float16 on NVIDIA GPUs")
+      .With("argument", std::string(name));
 }
 
 Status CudaCall::Launched(cudaError_t error) const {
@@ -55,6 +44,22 @@ Status CudaCall::Launched(cudaError_t error) const {
       .With("layer", context.layer.name)
       .With("op", std::string(OpName(frame.op)))
       .With("cuda_error", int64_t{error});
+}
+
+bool ToRowType(DataType dtype, cuda::RowType* type) {
+  switch (dtype) {
+    case DataType::F32:
+      *type = cuda::RowType::kF32;
+      return true;
+    case DataType::BF16:
+      *type = cuda::RowType::kBF16;
+      return true;
+    case DataType::F16:
+      *type = cuda::RowType::kF16;
+      return true;
+    default:
+      return false;
+  }
 }
 
 cuda::CallSizes ToCuda(const Sizes& sizes) {

@@ -29,6 +29,8 @@ struct CudaCall {
   Status Launched(cudaError_t error) const;
 };
 
+// f32, bf16 or f16: what kernels calculate with. False for any other type.
+bool ToRowType(xla::ffi::DataType dtype, cuda::RowType* type);
 cuda::CallSizes ToCuda(const Sizes& sizes);
 cuda::Plan Const(const cuda::MutablePlan& plan);
 

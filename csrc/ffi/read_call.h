@@ -3,6 +3,7 @@
 #define EP_RUNTIME_FFI_READ_CALL_H_
 
 #include <cstdint>
+#include <utility>
 
 #include "core/status.h"
 #include "ffi/call_frame.h"
@@ -21,6 +22,16 @@ struct Attributes {
 xla::ffi::Error ToXla(const Status& status);
 Status ReadFrame(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets, CallFrame* frame);
 Status ReadAttributes(const xla::ffi::Dictionary& attrs, Attributes* out);
+
+// What XLA hears of a call that belongs to no group: `launch` takes its frame.
+template <typename Launch>
+xla::ffi::Error Answer(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets,
+                       const Launch& launch) {
+  CallFrame frame{};
+  Status status = ReadFrame(args, rets, &frame);
+  if (status.ok()) status = launch(std::move(frame));
+  return status.ok() ? xla::ffi::Error::Success() : ToXla(status);
+}
 
 }  // namespace ep_runtime
 

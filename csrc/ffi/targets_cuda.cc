@@ -101,26 +101,20 @@ ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
 
 ffi::Error ReadClock(cudaStream_t stream, int64_t hold_ns, ffi::RemainingArgs args,
                      ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchClockCall(frame, stream, hold_ns);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets,
+                [&](CallFrame frame) { return LaunchClockCall(frame, stream, hold_ns); });
 }
 
 ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_slack,
                        ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok())
-    status = LaunchGroupedGemmCall(std::move(frame), stream, {data_grad != 0, clear_slack != 0});
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, [&](CallFrame frame) {
+    return LaunchGroupedGemmCall(std::move(frame), stream, {data_grad != 0, clear_slack != 0});
+  });
 }
 
 ffi::Error GroupedGemmDw(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchGroupedGemmDwCall(std::move(frame), stream);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets,
+                [&](CallFrame frame) { return LaunchGroupedGemmDwCall(std::move(frame), stream); });
 }
 
 #define EP_RUNTIME_BINDING                      \

@@ -124,10 +124,8 @@ Status Launch(const CallFrame& frame, cudaStream_t stream, GroupedGemmParams par
 //   block=1: lhs_scale [S * C, ceil(contracted / 128)], rhs_scale [G, ceil(K'/128), ceil(N'/128)]
 ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_slack, int64_t block,
                        int64_t e5m2, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  frame.call = "ep_fp8_grouped_gemm_v1";
-  const auto run = [&]() -> Status {
-    EP_RETURN_IF_ERROR(ReadFrame(args, rets, &frame));
+  return Answer(args, rets, [&](CallFrame frame) -> Status {
+    frame.call = "ep_fp8_grouped_gemm_v1";
     EP_RETURN_IF_ERROR(CheckCount(frame, 6, 1));
     GroupedGemmParams params{};
     params.product = data_grad != 0 ? GemmProduct::kDataGrad : GemmProduct::kForward;
@@ -148,9 +146,7 @@ ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_sla
     EP_RETURN_IF_ERROR(ReadScales(frame, &params));
     EP_RETURN_IF_ERROR(ReadBias(frame, frame.args[5], &params));
     return Launch(frame, stream, params);
-  };
-  const Status status = run();
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  });
 }
 
 // ep_fp8_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs u8 [K', S * P], grad u8 [N', S * P],
@@ -159,10 +155,8 @@ ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_sla
 //   -> [G, K', N'] bf16 or f32; P is PaddedSlabRows(C, L)
 ffi::Error GroupedGemmDw(cudaStream_t stream, int64_t slab_rows, int64_t e5m2,
                          ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  frame.call = "ep_fp8_grouped_gemm_dw_v1";
-  const auto run = [&]() -> Status {
-    EP_RETURN_IF_ERROR(ReadFrame(args, rets, &frame));
+  return Answer(args, rets, [&](CallFrame frame) -> Status {
+    frame.call = "ep_fp8_grouped_gemm_dw_v1";
     EP_RETURN_IF_ERROR(CheckCount(frame, 5, 1));
     GroupedGemmParams params{};
     params.product = GemmProduct::kWeightGrad;
@@ -184,18 +178,14 @@ ffi::Error GroupedGemmDw(cudaStream_t stream, int64_t slab_rows, int64_t e5m2,
     params.out_features = static_cast<int32_t>(features);
     EP_RETURN_IF_ERROR(ReadScales(frame, &params));
     return Launch(frame, stream, params);
-  };
-  const Status status = run();
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  });
 }
 
 // ep_transpose_rows_v1(group_sizes s32 [S, L], rows u8 or f32 [S * C, width]) -> [width, S * P], of
 // which only what FindPaddedRows names is written
 ffi::Error TransposeRows(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  frame.call = "ep_transpose_rows_v1";
-  const auto run = [&]() -> Status {
-    EP_RETURN_IF_ERROR(ReadFrame(args, rets, &frame));
+  return Answer(args, rets, [&](CallFrame frame) -> Status {
+    frame.call = "ep_transpose_rows_v1";
     EP_RETURN_IF_ERROR(CheckCount(frame, 2, 1));
     const Buffer& rows = frame.args[1];
     const Buffer& out = frame.rets[0];
@@ -219,17 +209,13 @@ ffi::Error TransposeRows(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
                                              static_cast<uint8_t*>(out.data), count, width});
     }
     return cuda::Check(error, frame.call);
-  };
-  const Status status = run();
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  });
 }
 
 // ep_transpose_weights_v1(weights u8 [G, K', N']) -> [G, N', K']
 ffi::Error TransposeWeights(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  frame.call = "ep_transpose_weights_v1";
-  const auto run = [&]() -> Status {
-    EP_RETURN_IF_ERROR(ReadFrame(args, rets, &frame));
+  return Answer(args, rets, [&](CallFrame frame) -> Status {
+    frame.call = "ep_transpose_weights_v1";
     EP_RETURN_IF_ERROR(CheckCount(frame, 1, 1));
     const Buffer& from = frame.args[0];
     const Dims dims = {from.dim(0), from.dim(1), from.dim(2)};
@@ -241,9 +227,7 @@ ffi::Error TransposeWeights(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
         static_cast<int32_t>(dims[0]), static_cast<int32_t>(dims[1]),
         static_cast<int32_t>(dims[2])};
     return cuda::Check(cuda::gemm::LaunchTranspose(stream, copy), frame.call);
-  };
-  const Status status = run();
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  });
 }
 
 Status ReadDequantize(const CallFrame& frame, cuda::gemm::DequantizeParams* params) {
@@ -279,10 +263,8 @@ Status ReadDequantize(const CallFrame& frame, cuda::gemm::DequantizeParams* para
 //                  written
 ffi::Error Dequantize(cudaStream_t stream, int64_t line_values, int64_t column_values, int64_t e5m2,
                       ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  frame.call = "ep_dequantize_v1";
-  const auto run = [&]() -> Status {
-    EP_RETURN_IF_ERROR(ReadFrame(args, rets, &frame));
+  return Answer(args, rets, [&](CallFrame frame) -> Status {
+    frame.call = "ep_dequantize_v1";
     EP_RETURN_IF_ERROR(CheckCount(frame, 3, 1));
     if (line_values < 1 || column_values < 1) {
       return InvalidArgument(std::string(frame.call) + ": scales must be of values")
@@ -294,9 +276,7 @@ ffi::Error Dequantize(cudaStream_t stream, int64_t line_values, int64_t column_v
     params.type = NarrowType(e5m2);
     EP_RETURN_IF_ERROR(ReadDequantize(frame, &params));
     return cuda::Check(cuda::gemm::LaunchDequantize(stream, params), frame.call);
-  };
-  const Status status = run();
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  });
 }
 
 #define EP_RUNTIME_BINDING(...)                                             \

@@ -33,10 +33,7 @@ Status LaunchSums(CallFrame frame, cudaStream_t stream) {
 }
 
 ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchSums(std::move(frame), stream);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, [&](CallFrame frame) { return LaunchSums(std::move(frame), stream); });
 }
 
 XLA_FFI_DEFINE_HANDLER(

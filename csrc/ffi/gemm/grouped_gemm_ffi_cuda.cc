@@ -119,10 +119,9 @@ Status LaunchTf32GemmDwCall(CallFrame frame, cudaStream_t stream, int64_t slab_r
 
 ffi::Error Tf32GemmDw(cudaStream_t stream, int64_t slab_rows, ffi::RemainingArgs args,
                       ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchTf32GemmDwCall(std::move(frame), stream, slab_rows);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, [&](CallFrame frame) {
+    return LaunchTf32GemmDwCall(std::move(frame), stream, slab_rows);
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(kTf32GemmDw, Tf32GemmDw,

@@ -149,21 +149,17 @@ Status LaunchQuantize(CallFrame frame, cudaStream_t stream, const ActivationAttr
 
 ffi::Error RunQuantize(cudaStream_t stream, int64_t function, int64_t gated, int64_t format,
                        int64_t power_of_two, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) {
-    status = LaunchQuantize(std::move(frame), stream, {function, gated}, {format, power_of_two});
-  }
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, [&](CallFrame frame) {
+    return LaunchQuantize(std::move(frame), stream, {function, gated}, {format, power_of_two});
+  });
 }
 
 template <Status (*launch)(CallFrame, cudaStream_t, const ActivationAttributes&)>
 ffi::Error Run(cudaStream_t stream, int64_t function, int64_t gated, ffi::RemainingArgs args,
                ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = launch(std::move(frame), stream, {function, gated});
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, [&](CallFrame frame) {
+    return launch(std::move(frame), stream, {function, gated});
+  });
 }
 
 #define EP_RUNTIME_BINDING                      \

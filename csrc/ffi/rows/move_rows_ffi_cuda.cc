@@ -128,18 +128,13 @@ Status LaunchSum(CallFrame frame, cudaStream_t stream) {
 
 ffi::Error RunGather(cudaStream_t stream, int64_t slots, ffi::RemainingArgs args,
                      ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchGather(std::move(frame), stream, slots);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets,
+                [&](CallFrame frame) { return LaunchGather(std::move(frame), stream, slots); });
 }
 
 template <Status (*launch)(CallFrame, cudaStream_t)>
 ffi::Error Run(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = launch(std::move(frame), stream);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, [&](CallFrame frame) { return launch(std::move(frame), stream); });
 }
 
 XLA_FFI_DEFINE_HANDLER(kGather, RunGather,

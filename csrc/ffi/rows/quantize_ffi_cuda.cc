@@ -177,19 +177,15 @@ Status LaunchMx(CallFrame frame, cudaStream_t stream, const QuantizeAttributes& 
 }
 
 ffi::Error RunAmax(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = LaunchAmax(std::move(frame), stream);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, [&](CallFrame frame) { return LaunchAmax(std::move(frame), stream); });
 }
 
 template <Status (*launch)(CallFrame, cudaStream_t, const QuantizeAttributes&)>
 ffi::Error Run(cudaStream_t stream, int64_t format, int64_t power_of_two, int64_t clear_slack,
                ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = launch(std::move(frame), stream, {format, power_of_two, clear_slack});
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, [&](CallFrame frame) {
+    return launch(std::move(frame), stream, {format, power_of_two, clear_slack});
+  });
 }
 
 #define EP_RUNTIME_QUANTIZE(symbol, launch)                            \

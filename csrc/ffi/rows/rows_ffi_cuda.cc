@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "ffi/cuda_call.h"
+
 namespace ep_runtime {
 
 using xla::ffi::DataType;
@@ -27,21 +29,10 @@ Status ReadRowGroups(const CallFrame& frame, const Buffer& sizes, const char* na
 
 Status ReadFloatRows(const CallFrame& frame, const char* name, const Buffer& got,
                      cuda::RowType* type) {
-  switch (got.dtype) {
-    case DataType::F32:
-      *type = cuda::RowType::kF32;
-      return Status();
-    case DataType::BF16:
-      *type = cuda::RowType::kBF16;
-      return Status();
-    case DataType::F16:
-      *type = cuda::RowType::kF16;
-      return Status();
-    default:
-      return InvalidArgument(std::string(frame.call) + ": " + name +
-                             " must be float32, bfloat16 or float16")
-          .With("argument", std::string(name));
-  }
+  if (ToRowType(got.dtype, type)) return Status();
+  return InvalidArgument(std::string(frame.call) + ": " + name +
+                         " must be float32, bfloat16 or float16")
+      .With("argument", std::string(name));
 }
 
 }  // namespace ep_runtime
