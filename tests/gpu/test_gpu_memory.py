@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from daemon_fixtures import start_daemon, wait_until
 from gpu.jobs import gpu_steps
 from gpu.jobs.layouts import TRIAL
 
 import ep_runtime as ep
+from ep_runtime_client.cli import source
 from ep_runtime_server.memory.cuda_device import BindingsDriver
 from ep_runtime_server.sockets import descriptor_child
 
@@ -65,3 +69,28 @@ def test_what_a_daemon_exports_is_memory_where_it_comes_back(gpus: list[Any]) ->
     finally:
         os.close(fd)
         driver.release(handle)
+
+
+def _windows(directory: Path) -> list[tuple[Any, ...]]:
+    """What the daemon holds of ready groups; empty while it knows of none."""
+    with source.open_source(f"unix://{directory}", timeout_s=60.0) as admin:
+        if any(row["state"] != "READY" for row in admin.groups()):
+            return []
+        return sorted((row["group"], row["kind"], row["bytes"]) for row in admin.buffers())
+
+
+def test_a_daemon_that_is_started_again_takes_windows_back(
+    directory: Path, gpus: list[Any]
+) -> None:
+    started = start_daemon(directory)
+    with ep.connect(f"unix://{directory}", job="again", timeout_s=60.0) as session:
+        steps = gpu_steps.Steps(session, "kept", gpus)
+        steps.run()
+        held = wait_until(lambda: _windows(directory), "the group is ready")
+        os.kill(started.pid, signal.SIGKILL)
+        assert started.stop() == -signal.SIGKILL
+        steps.run()  # without one
+        started = start_daemon(directory)
+        wait_until(lambda: _windows(directory) == held, "the new daemon has the windows")
+        steps.run()
+    assert started.stop() == 0
