@@ -107,7 +107,7 @@ def test_weights_wait_for_combine_unless_asked_or_faster_before(
 
     assert waits()
     assert not waits(apply_topk_weights_early=True)
-    monkeypatch.setattr(activation_kernels, "takes", lambda static: True)  # as beside GPUs
+    monkeypatch.setattr(activation_kernels, "takes", lambda *_: True)  # as beside GPUs
     assert not waits()
     assert not waits(apply_topk_weights_early=None)
     assert waits(apply_topk_weights_early=False)
