@@ -13,6 +13,7 @@ from raw_client import WAIT_S, Stubs
 from ep_runtime import wire
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_server.nodes.config import ClusterConfig, parse_endpoint
+from ep_runtime_server.rpc import interceptor
 
 PATHS = [
     b"\xf9",
@@ -91,3 +92,10 @@ def test_a_method_that_is_not_there_is_unimplemented(daemon):
         method(session_service_pb2.GetServerInfoRequest(), timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     stubs.close()
+
+
+def test_what_a_service_of_grpc_has_and_we_do_not_is_no_error_of_ours(caplog):
+    failure = interceptor._failure_of("/grpc.health.v1.Health/List", NotImplementedError())
+    assert failure.code is grpc.StatusCode.UNIMPLEMENTED
+    assert "grpc.health.v1.Health/List" in failure.message
+    assert not caplog.records

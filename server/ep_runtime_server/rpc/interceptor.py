@@ -249,6 +249,8 @@ def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
     """What the caller hears. Raises what has been answered already, or finds no caller any more."""
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
         raise error
+    if isinstance(error, NotImplementedError):  # what a newer gRPC has in its services, and we not
+        return wire.RpcFailure(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served", ())
     if not isinstance(error, EpRuntimeError):
         logging.getLogger(__name__).error("%s failed", method, exc_info=error)
         ours = EpRuntimeError(f"{method} failed inside the daemon: {type(error).__name__}")
