@@ -60,7 +60,7 @@ part_build() {
     cmake -S csrc -B "$build" -G Ninja -DEP_RUNTIME_CUDA=ON \
       -DPython_EXECUTABLE="$(command -v "$python")"
     cmake --build "$build"
-    cp "$build"/libep_runtime_cpu.so "$build"/cuda/libep_runtime_cuda.so ep_runtime/_native/
+    cp "$build"/cpu/libep_runtime_cpu.so "$build"/cuda/libep_runtime_cuda.so ep_runtime/_native/
   fi
   if ! [ -x "$(harness)" ]; then BUILD_DIR=$build/kernels tests/gpu/harness/run_kernels.sh build; fi
   ls -l ep_runtime/_native "$(harness)"
