@@ -62,6 +62,8 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     use_pre_softmax: bool = False
     num_groups: int | None = None
     group_topk: int | None = None
+    group_score_topk: int | None = None
+    normalize_weights: bool | None = None
     scaling_factor: float = 1.0
     aux_loss_coeff: float = 0.0
     apply_topk_weights_early: bool | None = None

@@ -116,6 +116,8 @@ def moe(
     expert_bias: jax.Array | None = None,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    normalize_weights: bool | None = None,
     scaling_factor: float = 1.0,
     aux_loss_coeff: float = 0.0,
     apply_topk_weights_early: bool | None = None,
@@ -142,6 +144,8 @@ def moe(
         expert_bias: [E] f32, as in `route`.
         num_groups: as in `route`.
         group_topk: as in `route`.
+        group_score_topk: as in `route`.
+        normalize_weights: as in `route`.
         scaling_factor: as in `route`.
         aux_loss_coeff: as in `aux_loss`.
         apply_topk_weights_early: multiply the weights into the activations before wo, instead of
@@ -202,6 +206,8 @@ def moe(
             expert_bias=expert_bias,
             num_groups=num_groups,
             group_topk=group_topk,
+            group_score_topk=group_score_topk,
+            normalize_weights=normalize_weights,
             scaling_factor=scaling_factor,
         )
     if compute_dtype is None:

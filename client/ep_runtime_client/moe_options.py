@@ -20,6 +20,8 @@ class _Shared(TypedDict, total=False):
     use_pre_softmax: bool
     num_groups: int | None
     group_topk: int | None
+    group_score_topk: int | None
+    normalize_weights: bool | None
     scaling_factor: float
     aux_loss_coeff: float
     apply_topk_weights_early: bool | None

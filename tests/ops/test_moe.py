@@ -59,6 +59,8 @@ def group(make_group: MakeGroup) -> fakes.LocalGroup:
     )
 
 
+IN_GROUPS = {"num_groups": 4, "group_topk": 2, "group_score_topk": 1}
+
 # What a call of moe is, and what the reference is: tolerances are for f32 sums in another order.
 OPTIONS: dict[str, tuple[dict[str, Any], Dense]] = {
     "weights before wo": ({"apply_topk_weights_early": True}, Dense(TOP_K)),
@@ -67,11 +69,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], Dense]] = {
         Dense(TOP_K, routing={"score_function": "sigmoid", "scaling_factor": 2.5}),
     ),
     "best routing groups": (
-        {"num_groups": 4, "group_topk": 3, "use_pre_softmax": True, "activation": "gelu"},
+        IN_GROUPS | {"use_pre_softmax": True, "normalize_weights": True, "activation": "gelu"},
         Dense(
             TOP_K,
             jax.nn.gelu,
-            routing={"num_groups": 4, "group_topk": 3, "use_pre_softmax": True},
+            routing=IN_GROUPS | {"use_pre_softmax": True, "normalize_weights": True},
         ),
     ),
 }

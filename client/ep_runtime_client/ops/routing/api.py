@@ -6,7 +6,6 @@ it is. Letters: `ops/__init__.py`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -18,9 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import stored
+from ep_runtime_client.ops.routing.options import RouteOptions, check
 from ep_runtime_client.ops.tracing import eager
 
-SCORE_FUNCTIONS = ("softmax", "sigmoid")
+# What keeps a sum of scores from being zero: DeepSeek's, and of softmax shares Ernie's smallest.
+_ADDED, _LEAST_SHARES = 1e-20, 1e-12
+# Below it softplus(x) is exp(x) in f32, whose root has a derivative down to 0.
+_SOFTPLUS_IS_EXP = -20.0
 
 
 @stored.pytree()
@@ -38,18 +41,6 @@ class Routing(NamedTuple):
     probs: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class RouteOptions:
-    """The static arguments of `route`."""
-
-    top_k: int
-    score_function: str
-    use_pre_softmax: bool
-    num_groups: int | None
-    group_topk: int | None
-    scaling_factor: float
-
-
 def route(
     logits: jax.Array,
     top_k: int,
@@ -59,6 +50,8 @@ def route(
     expert_bias: jax.Array | None = None,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    normalize_weights: bool | None = None,
     scaling_factor: float = 1.0,
 ) -> Routing:
     """Picks the top_k experts of every token; ties go to the lower index.
@@ -66,62 +59,104 @@ def route(
     Args:
         logits: [..., E]. Computed on in f32.
         top_k: K.
-        score_function: "softmax": weights are a softmax over the K picked logits. "sigmoid":
-            weights are the picked sigmoids over their sum + 1e-20 (as they are when K is 1).
-        use_pre_softmax: softmax over all E first; the K picked shares are not renormalised.
+        score_function: what an expert's score is. "softmax": its logit, with use_pre_softmax its
+            share of the softmax over all E. "sigmoid": sigmoid(logit). "sqrtsoftplus":
+            sqrt(log(1 + exp(logit))).
+        use_pre_softmax: softmax over all E first.
         expert_bias: [E] f32, added to the scores for the choice only; has no gradient.
         num_groups: routing groups of E / num_groups experts each; give group_topk too.
-        group_topk: how many routing groups a token may use. A group's score is the sum of its
-            top (K // group_topk) biased scores.
-        scaling_factor: multiplies the weights.
+        group_topk: how many routing groups a token may use: those of the highest scores.
+        group_score_topk: how many biased scores, the highest of the group, a group's score is the
+            sum of. None: K // group_topk, which must divide then. DeepSeek-V3 has 2, V2 1.
+        normalize_weights: whether the K weights of a token sum to one. False: a weight is the
+            expert's score, and with "softmax" always its share of the softmax over all E. True:
+            that over the sum of the K: the sum + 1e-20, with use_pre_softmax at least 1e-12, and
+            without it as the softmax over the K picked logits, which is the same. None: as models
+            with that score function have it, which is True, but False with use_pre_softmax, and
+            with "sigmoid" and "sqrtsoftplus" where K is 1.
+        scaling_factor: multiplies the weights, after they are normalised.
 
     Returns:
-        Routing with topk_idx [..., K] int32, topk_weights [..., K] f32, probs [..., E] f32.
+        Routing with topk_idx [..., K] int32, topk_weights [..., K] f32, probs [..., E] f32 (the
+        softmax over all E, or each score over the sum of all + 1e-20).
 
     Raises:
-        InvalidArgumentError: an argument does not fit E; names it with both numbers.
+        InvalidArgumentError: an argument does not fit E or another; names it with both numbers.
 
     Cost: K passes over E per token, each an argmax and a masked sum; no sort and no collective, so
     that a sharded batch stays where it is.
 
     Source: a softmax over the picked logits is from Shazeer et al. 2017 (arXiv:1701.06538), routing
-    groups, sigmoid scores and the bias from DeepSeek-V3 (arXiv:2412.19437); arguments are named as
-    in Transformer Engine's fused router.
+    groups, sigmoid scores and the bias from DeepSeek-V3 (arXiv:2412.19437), "sqrtsoftplus" from
+    DeepSeek-V4; 1e-20 is DeepSeek's, 1e-12 Ernie-4.5's `moe_norm_min`; arguments are named as in
+    Transformer Engine's fused router.
 
     Examples:
         >>> ep.route(jnp.array([[0.0, 2.0, 1.0, 2.0]]), 2).topk_idx.tolist()
         [[1, 3]]
     """
     options = RouteOptions(
-        top_k, score_function, use_pre_softmax, num_groups, group_topk, scaling_factor
+        top_k,
+        score_function,
+        use_pre_softmax,
+        num_groups,
+        group_topk,
+        group_score_topk,
+        normalize_weights,
+        scaling_factor,
     )
-    _check(logits.shape[-1], options, expert_bias)
+    check(logits.shape[-1], options, expert_bias)
     routing: Routing = eager.run(_route, options, logits, expert_bias)
     return routing
 
 
 def _route(options: RouteOptions, logits: jax.Array, expert_bias: jax.Array | None) -> Routing:
-    logits, top_k = logits.astype(jnp.float32), options.top_k
-    if options.score_function == "sigmoid":
-        scores = jax.nn.sigmoid(logits)
-        probs = scores / (scores.sum(-1, keepdims=True) + 1e-20)
-    else:
-        probs = jax.nn.softmax(logits, axis=-1)
-        scores = probs if options.use_pre_softmax else logits
+    logits = logits.astype(jnp.float32)
+    scores, probs = _scores(options, logits)
     choice = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
-    choice = lax.stop_gradient(choice)
-    if options.num_groups is not None and options.group_topk is not None:
-        choice = _within_best_groups(choice, options.num_groups, options.group_topk, top_k)
+    choice = _within_best_groups(lax.stop_gradient(choice), options)
     # Kept with the plan: a backward pass of its own would search all experts again.
-    topk_idx = checkpoint_name(_top_k(choice, top_k)[1], "ep_plan")
-    picked = _pick(scores, topk_idx)
-    if options.score_function == "sigmoid":
-        weights = picked / (picked.sum(-1, keepdims=True) + 1e-20) if top_k > 1 else picked
-    else:
-        weights = picked if options.use_pre_softmax else jax.nn.softmax(picked, axis=-1)
+    topk_idx = checkpoint_name(_top_k(choice, options.top_k)[1], "ep_plan")
+    weights = _weights(options, scores, probs, topk_idx)
     if options.scaling_factor != 1.0:
         weights = weights * options.scaling_factor
     return Routing(topk_idx, weights, probs)
+
+
+def _scores(options: RouteOptions, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What experts are chosen by, without bias, and every expert's share."""
+    if options.score_function == "softmax":
+        probs = jax.nn.softmax(logits, axis=-1)
+        return (probs if options.use_pre_softmax else logits), probs
+    of = jax.nn.sigmoid if options.score_function == "sigmoid" else _sqrt_softplus
+    scores = of(logits)
+    return scores, scores / (_sum(scores) + _ADDED)
+
+
+def _sqrt_softplus(logits: jax.Array) -> jax.Array:
+    low = jnp.exp(jnp.minimum(logits, _SOFTPLUS_IS_EXP) / 2)
+    high = jnp.sqrt(jax.nn.softplus(jnp.maximum(logits, _SOFTPLUS_IS_EXP)))
+    return jnp.where(logits < _SOFTPLUS_IS_EXP, low, high)
+
+
+def _weights(
+    options: RouteOptions, scores: jax.Array, probs: jax.Array, topk_idx: jax.Array
+) -> jax.Array:
+    """Weights [..., K] of the chosen experts, before scaling."""
+    normalize = options.normalize_weights
+    if options.score_function == "softmax":
+        if not options.use_pre_softmax and normalize is not False:
+            return jax.nn.softmax(_pick(scores, topk_idx), axis=-1)
+        shares = _pick(probs, topk_idx)
+        return shares / jnp.maximum(_sum(shares), _LEAST_SHARES) if normalize else shares
+    if normalize is None:
+        normalize = options.top_k > 1
+    picked = _pick(scores, topk_idx)
+    return picked / (_sum(picked) + _ADDED) if normalize else picked
+
+
+def _sum(values: jax.Array) -> jax.Array:
+    return values.sum(-1, keepdims=True)
 
 
 def _pick(scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
@@ -147,52 +182,17 @@ def _top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return _pick(scores, index), index
 
 
-def _within_best_groups(
-    choice: jax.Array, num_groups: int, group_topk: int, top_k: int
-) -> jax.Array:
+def _within_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array:
     """`choice` [..., E] with -inf outside the token's best routing groups."""
+    num_groups, group_topk = options.num_groups, options.group_topk
+    if num_groups is None or group_topk is None:
+        return choice
     lead, experts = choice.shape[:-1], choice.shape[-1]
     grouped = choice.reshape(*lead, num_groups, experts // num_groups)
-    score = _top_k(grouped, top_k // group_topk)[0].sum(-1)
+    score = _top_k(grouped, options.summed_scores)[0].sum(-1)
     best = _top_k(score, group_topk)[1]
     allowed = (best[..., None] == jnp.arange(num_groups)).any(-2)
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(choice.shape)
-
-
-def _check(experts: int, options: RouteOptions, expert_bias: jax.Array | None) -> None:
-    top_k, score_function = options.top_k, options.score_function
-    num_groups, group_topk = options.num_groups, options.group_topk
-
-    def fail(argument: str, message: str) -> None:
-        raise InvalidArgumentError(message, argument=argument)
-
-    if not 1 <= top_k <= experts:
-        fail("top_k", f"top_k must be 1 to {experts} (the experts in logits), got {top_k}")
-    if score_function not in SCORE_FUNCTIONS:
-        fail(
-            "score_function",
-            f"score_function must be one of {SCORE_FUNCTIONS}, got {score_function!r}",
-        )
-    if expert_bias is not None and expert_bias.shape != (experts,):
-        fail("expert_bias", f"expert_bias must be [{experts}], got {list(expert_bias.shape)}")
-    if (num_groups is None) != (group_topk is None):
-        fail("group_topk", f"give both, got num_groups={num_groups} and group_topk={group_topk}")
-    if num_groups is None or group_topk is None:
-        return
-    if num_groups < 1 or experts % num_groups:
-        fail("num_groups", f"num_groups={num_groups} does not divide the {experts} experts")
-    if not 1 <= group_topk <= num_groups or top_k % group_topk:
-        fail(
-            "group_topk",
-            f"group_topk must be 1 to num_groups={num_groups} and divide top_k={top_k}, "
-            f"got {group_topk}",
-        )
-    if top_k // group_topk > experts // num_groups:
-        fail(
-            "group_topk",
-            f"top_k={top_k} over group_topk={group_topk} routing groups asks for "
-            f"{top_k // group_topk} experts of a group of {experts // num_groups}",
-        )
 
 
 def tokens_per_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:

@@ -1,0 +1,229 @@
+"""Options of the router against their definition in NumPy, values and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ep_runtime as ep
+
+TOKENS, EXPERTS, TOP_K = 30, 12, 4
+FACTORS = np.random.default_rng(9).standard_normal((TOKENS, TOP_K)).astype(np.float32)
+BIAS = np.linspace(-0.6, 0.7, EXPERTS).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def logits() -> Any:
+    return 2 * np.random.default_rng(4).standard_normal((TOKENS, EXPERTS)).astype(np.float32)
+
+
+def softmax(x: Any) -> Any:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+SCORES = {
+    "softmax": softmax,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "sqrtsoftplus": lambda x: np.sqrt(np.log1p(np.exp(x))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """The definition in f64. Weights are scores (of softmax: shares of all), normalised or not.
+
+    Attributes:
+        score: name in SCORES.
+        by_logits: softmax whose choice is made on logits plus bias.
+        normalize: whether weights sum to one.
+        groups: of routing; `allowed` of them hold the chosen, by the sum of `summed` scores.
+    """
+
+    score: str
+    by_logits: bool = False
+    normalize: bool = True
+    bias: Any = 0.0
+    groups: int = 1
+    allowed: int = 1
+    summed: int = 1
+
+    def chosen(self, logits: Any) -> Any:
+        wide = np.asarray(logits, np.float64)
+        choice = (wide if self.by_logits else SCORES[self.score](wide)) + self.bias
+        per_group = choice.reshape(len(choice), self.groups, -1)
+        ranked = np.sort(per_group, -1)[..., -self.summed :].sum(-1)
+        best = np.argsort(-ranked, -1, kind="stable")[:, : self.allowed]
+        inside = (np.arange(self.groups)[:, None] == best[:, None, :]).any(-1)
+        choice = np.where(inside[..., None], per_group, -np.inf).reshape(choice.shape)
+        return np.argsort(-choice, -1, kind="stable")[:, :TOP_K]
+
+    def weights(self, logits: Any, idx: Any) -> Any:
+        picked = np.take_along_axis(SCORES[self.score](np.asarray(logits, np.float64)), idx, -1)
+        return picked / picked.sum(-1, keepdims=True) if self.normalize else picked
+
+    def gradient(self, logits: Any, idx: Any) -> Any:
+        """Of sum(weights * FACTORS), by differences in f64."""
+        wide, step = np.asarray(logits, np.float64), 1e-5
+        grad = np.zeros_like(wide)
+        for expert in range(EXPERTS):
+            move = step * (np.arange(EXPERTS) == expert)
+            moved = [self.weights(wide + side * move, idx) for side in (1, -1)]
+            grad[:, expert] = ((moved[0] - moved[1]) * FACTORS).sum(-1) / (2 * step)
+        return grad
+
+
+# What is asked of `route`, and what that is.
+CASES: dict[str, tuple[dict[str, Any], Router]] = {
+    "softmax over the picked": ({}, Router("softmax", by_logits=True)),
+    "the same when asked": ({"normalize_weights": True}, Router("softmax", by_logits=True)),
+    "shares of all, chosen by logits and bias": (
+        {"normalize_weights": False, "expert_bias": BIAS},
+        Router("softmax", by_logits=True, normalize=False, bias=BIAS),
+    ),
+    "shares of all": ({"use_pre_softmax": True}, Router("softmax", normalize=False)),
+    "biased softmax with sums of one": (
+        {"use_pre_softmax": True, "normalize_weights": True, "expert_bias": BIAS},
+        Router("softmax", bias=BIAS),
+    ),
+    "biased softmax as it is": (
+        {"use_pre_softmax": True, "expert_bias": BIAS},
+        Router("softmax", normalize=False, bias=BIAS),
+    ),
+    "sigmoid": ({"score_function": "sigmoid"}, Router("sigmoid")),
+    "sigmoid as it is": (
+        {"score_function": "sigmoid", "normalize_weights": False, "expert_bias": BIAS},
+        Router("sigmoid", normalize=False, bias=BIAS),
+    ),
+    "square root of softplus": (
+        {"score_function": "sqrtsoftplus", "expert_bias": BIAS},
+        Router("sqrtsoftplus", bias=BIAS),
+    ),
+    "square root of softplus as it is": (
+        {"score_function": "sqrtsoftplus", "normalize_weights": False},
+        Router("sqrtsoftplus", normalize=False),
+    ),
+    "groups by their best two": (
+        {
+            **{"score_function": "sigmoid", "expert_bias": BIAS, "num_groups": 3},
+            **{"group_topk": 2, "group_score_topk": 2},
+        },
+        Router("sigmoid", bias=BIAS, groups=3, allowed=2, summed=2),
+    ),
+    "groups by their best one": (
+        {"use_pre_softmax": True, "num_groups": 4, "group_topk": 2, "group_score_topk": 1},
+        Router("softmax", normalize=False, groups=4, allowed=2, summed=1),
+    ),
+    "groups whose number does not divide top_k": (
+        {"score_function": "sigmoid", "num_groups": 4, "group_topk": 3, "group_score_topk": 3},
+        Router("sigmoid", groups=4, allowed=3, summed=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_is_its_definition(logits: Any, name: str) -> None:
+    options, router = CASES[name]
+
+    def loss(logits: Any) -> Any:
+        routing = ep.route(logits, TOP_K, **options)
+        return (routing.topk_weights * FACTORS).sum(), routing
+
+    grad, routing = jax.jit(jax.grad(loss, has_aux=True))(logits)
+    idx = router.chosen(logits)
+    np.testing.assert_array_equal(routing.topk_idx, idx)
+    np.testing.assert_allclose(routing.topk_weights, router.weights(logits, idx), rtol=2e-5)
+    np.testing.assert_allclose(grad, router.gradient(logits, idx), rtol=1e-3, atol=2e-6)
+    shares = SCORES[router.score](np.asarray(logits, np.float64))
+    shares = shares / shares.sum(-1, keepdims=True)
+    np.testing.assert_allclose(routing.probs, shares, rtol=2e-5)
+
+
+def test_group_scores_change_the_choice(logits: Any) -> None:
+    """Otherwise the cases above could not tell one number of summed scores from another."""
+    chosen = [
+        ep.route(logits, TOP_K, num_groups=4, group_topk=2, group_score_topk=n).topk_idx
+        for n in (1, 2, 3)
+    ]
+    assert not (chosen[0] == chosen[1]).all()
+    assert not (chosen[1] == chosen[2]).all()
+    default = ep.route(logits, TOP_K, num_groups=4, group_topk=2)
+    np.testing.assert_array_equal(default.topk_idx, chosen[1])
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_one_expert_has_its_score_for_weight_unless_asked(logits: Any, score: str) -> None:
+    best = SCORES[score](logits).max(-1, keepdims=True)
+    for normalize, want in ((None, best), (False, best), (True, np.ones_like(best))):
+        got = ep.route(logits, 1, score_function=score, normalize_weights=normalize)
+        np.testing.assert_allclose(got.topk_weights, want, rtol=2e-5)
+
+
+def test_weights_are_scaled_after_they_are_normalised(logits: Any) -> None:
+    for score in SCORES:
+        options = {"score_function": score, "normalize_weights": True, "scaling_factor": 2.5}
+        weights = ep.route(logits, TOP_K, **options).topk_weights
+        np.testing.assert_allclose(weights.sum(-1), 2.5, rtol=1e-5)
+
+
+def test_square_roots_of_softplus_at_the_ends_of_f32() -> None:
+    far = np.array([[-np.inf, -300.0, -90.0, -20.001, -19.999, 0.0, 80.0, 1e4]], np.float32)
+
+    def weight(logits: Any, expert: int) -> Any:
+        routed = ep.route(logits, 8, score_function="sqrtsoftplus", normalize_weights=False)
+        return jnp.where(routed.topk_idx == expert, routed.topk_weights, 0.0).sum()
+
+    wide = np.asarray(far[0], np.float64)
+    want = np.sqrt(np.logaddexp(wide, 0.0))
+    # sigmoid(x) / (2 sqrt(s)), which is sqrt(s) / 2 where both are exp(x).
+    low, sigmoid = wide < -40, np.exp(-np.logaddexp(0.0, -wide))
+    slope = np.where(low, want, sigmoid / np.where(low, 1.0, want)) / 2
+    for expert in range(8):
+        got, grad = jax.jit(jax.value_and_grad(weight), static_argnums=1)(far, expert)
+        np.testing.assert_allclose(got, want[expert], rtol=1e-5, atol=1e-37)
+        wanted = slope[expert] * (np.arange(8) == expert)
+        np.testing.assert_allclose(grad[0], wanted, rtol=1e-5, atol=1e-37)
+
+
+def test_shares_too_small_to_divide_by_stay_finite() -> None:
+    """A bias, or routing groups, may choose experts that the softmax gives nothing."""
+    logits = np.array([[0.0, 0.0, -200.0, -210.0]], np.float32)
+    bias = np.array([0.0, 0.0, 2.0, 2.0], np.float32)
+
+    def weights(logits: Any) -> Any:
+        routed = ep.route(
+            *(logits, 2), use_pre_softmax=True, normalize_weights=True, expert_bias=bias
+        )
+        return routed.topk_weights.sum(), routed.topk_idx
+
+    (total, idx), grad = jax.jit(jax.value_and_grad(weights, has_aux=True))(logits)
+    np.testing.assert_array_equal(idx, [[2, 3]])
+    np.testing.assert_array_equal(total, 0)
+    np.testing.assert_array_equal(grad, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"group_score_topk": 2}, "group_score_topk=2 goes with num_groups and group_topk"),
+        (
+            {"num_groups": 4, "group_topk": 2, "group_score_topk": 4},
+            r"must be 1 to 3 \(the experts of a routing group\), got 4",
+        ),
+        ({"num_groups": 4, "group_topk": 2, "group_score_topk": 0}, "must be 1 to 3"),
+        ({"num_groups": 4, "group_topk": 3}, "divide top_k=4 unless group_score_topk is given"),
+        (
+            {"num_groups": 4, "group_topk": 1, "group_score_topk": 2},
+            "top_k=4 over group_topk=1 routing groups asks for 4 experts of a group of 3",
+        ),
+        ({"normalize_weights": 1}, "normalize_weights must be None, True or False, got 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(logits: Any, arguments: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ep.route(logits, TOP_K, **arguments)
