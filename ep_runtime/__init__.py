@@ -73,6 +73,7 @@ _NAMES_OF = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _SUBMODULES = {
+    "convert": "ep_runtime_client.convert",
     "recipes": "ep_runtime_client.recipes",
     "sharding": "ep_runtime_client.sharding",
 }

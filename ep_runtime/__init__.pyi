@@ -15,6 +15,7 @@ from ep_runtime.errors import VersionSkewError as VersionSkewError
 from ep_runtime.layout import recv_capacity as recv_capacity
 from ep_runtime.specs import GroupSpec as GroupSpec
 from ep_runtime.specs import LayerSpec as LayerSpec
+from ep_runtime_client import convert as convert
 from ep_runtime_client import linen as linen
 from ep_runtime_client import nnx as nnx
 from ep_runtime_client import recipes as recipes
