@@ -25,6 +25,16 @@ struct QuantizeAttributes {
 
 int64_t Tiles(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
 
+Status ReadFormat(const CallFrame& frame, int64_t number, cuda::Fp8Format* format) {
+  if (number != 0 && number != 1) {
+    return InvalidArgument(std::string(frame.call) + ": format must be 0 or 1, got " +
+                           std::to_string(number))
+        .With("argument", std::string("format"));
+  }
+  *format = static_cast<cuda::Fp8Format>(number);
+  return Status();
+}
+
 // values [S * C, W], group_sizes s32 [S, L] or [S, 0]: slabs that are one group.
 template <typename Params>
 Status ReadValues(const CallFrame& frame, Params* params) {
@@ -36,13 +46,22 @@ Status ReadValues(const CallFrame& frame, Params* params) {
   return Status();
 }
 
-Status ReadFormat(const CallFrame& frame, int64_t number, cuda::Fp8Format* format) {
-  if (number != 0 && number != 1) {
-    return InvalidArgument(std::string(frame.call) + ": format must be 0 or 1, got " +
-                           std::to_string(number))
-        .With("argument", std::string("format"));
-  }
-  *format = static_cast<cuda::Fp8Format>(number);
+// values [G, K', m, N'], quantized in blocks. `blocks` is the shape of their scales.
+template <typename Params>
+Status ReadMatrices(const CallFrame& frame, const QuantizeAttributes& attributes, Params* params,
+                    Dims* blocks) {
+  const Buffer& values = frame.args[0];
+  const Dims dims = {values.dim(0), values.dim(1), values.dim(2), values.dim(3)};
+  EP_RETURN_IF_ERROR(ReadFloatRows(frame, "values", values, &params->type));
+  EP_RETURN_IF_ERROR(ReadFormat(frame, attributes.format, &params->format));
+  EP_RETURN_IF_ERROR(CheckShape(frame, "values", values, dims));
+  params->count = static_cast<int32_t>(dims[0]);
+  params->rows = static_cast<int32_t>(dims[1]);
+  params->middle = static_cast<int32_t>(dims[2]);
+  params->width = static_cast<int32_t>(dims[3]);
+  params->values = values.data;
+  params->power_of_two = attributes.power_of_two != 0;
+  *blocks = {dims[0], Tiles(dims[1], cuda::kTile), dims[2], Tiles(dims[3], cuda::kTile)};
   return Status();
 }
 
@@ -101,20 +120,10 @@ Status LaunchBlocks(CallFrame frame, cudaStream_t stream, const QuantizeAttribut
   frame.call = "ep_quantize_blocks_v1";
   EP_RETURN_IF_ERROR(CheckCount(frame, 1, 2));
   cuda::QuantizeBlocksParams params{};
-  const Buffer& values = frame.args[0];
-  EP_RETURN_IF_ERROR(ReadFloatRows(frame, "values", values, &params.type));
-  EP_RETURN_IF_ERROR(ReadFormat(frame, attributes.format, &params.format));
-  const Dims dims = {values.dim(0), values.dim(1), values.dim(2), values.dim(3)};
-  EP_RETURN_IF_ERROR(CheckShape(frame, "values", values, dims));
-  const Dims scales = {dims[0], Tiles(dims[1], cuda::kTile), dims[2], Tiles(dims[3], cuda::kTile)};
-  EP_RETURN_IF_ERROR(CheckArray(frame, "data", frame.rets[0], DataType::U8, dims));
-  EP_RETURN_IF_ERROR(CheckArray(frame, "scale", frame.rets[1], DataType::F32, scales));
-  params.count = static_cast<int32_t>(dims[0]);
-  params.rows = static_cast<int32_t>(dims[1]);
-  params.middle = static_cast<int32_t>(dims[2]);
-  params.width = static_cast<int32_t>(dims[3]);
-  params.values = values.data;
-  params.power_of_two = attributes.power_of_two != 0;
+  Dims blocks;
+  EP_RETURN_IF_ERROR(ReadMatrices(frame, attributes, &params, &blocks));
+  EP_RETURN_IF_ERROR(CheckArray(frame, "data", frame.rets[0], DataType::U8, frame.args[0].dims));
+  EP_RETURN_IF_ERROR(CheckArray(frame, "scale", frame.rets[1], DataType::F32, blocks));
   params.data = static_cast<uint8_t*>(frame.rets[0].data);
   params.scale = static_cast<float*>(frame.rets[1].data);
   return cuda::Check(cuda::LaunchQuantizeBlocks(stream, params), frame.call);
@@ -126,27 +135,18 @@ Status LaunchWeights(CallFrame frame, cudaStream_t stream, const QuantizeAttribu
   frame.call = "ep_quantize_weights_v1";
   EP_RETURN_IF_ERROR(CheckCount(frame, 2, 3));
   cuda::QuantizeWeightsParams params{};
-  const Buffer& values = frame.args[0];
+  Dims blocks;
+  EP_RETURN_IF_ERROR(ReadMatrices(frame, attributes, &params, &blocks));
+  const Dims& dims = frame.args[0].dims;
   const Buffer& given = frame.args[1];
-  EP_RETURN_IF_ERROR(ReadFloatRows(frame, "values", values, &params.type));
-  EP_RETURN_IF_ERROR(ReadFormat(frame, attributes.format, &params.format));
-  const Dims dims = {values.dim(0), values.dim(1), values.dim(2), values.dim(3)};
-  EP_RETURN_IF_ERROR(CheckShape(frame, "values", values, dims));
   const bool makes = given.dims == Dims{0};
-  const Dims blocks = {dims[0], Tiles(dims[1], cuda::kTile), dims[2], Tiles(dims[3], cuda::kTile)};
   EP_RETURN_IF_ERROR(CheckArray(frame, "given scale", given, DataType::F32, {makes ? 0 : dims[0]}));
   EP_RETURN_IF_ERROR(CheckArray(frame, "data", frame.rets[0], DataType::U8, dims));
   EP_RETURN_IF_ERROR(CheckArray(frame, "transposed", frame.rets[1], DataType::U8,
                                 {dims[0], dims[2], dims[3], dims[1]}));
   EP_RETURN_IF_ERROR(
       CheckArray(frame, "scale", frame.rets[2], DataType::F32, makes ? blocks : Dims{0}));
-  params.count = static_cast<int32_t>(dims[0]);
-  params.rows = static_cast<int32_t>(dims[1]);
-  params.middle = static_cast<int32_t>(dims[2]);
-  params.width = static_cast<int32_t>(dims[3]);
-  params.values = values.data;
   params.given_scale = makes ? nullptr : static_cast<const float*>(given.data);
-  params.power_of_two = attributes.power_of_two != 0;
   params.data = static_cast<uint8_t*>(frame.rets[0].data);
   params.transposed = static_cast<uint8_t*>(frame.rets[1].data);
   params.scale = makes ? static_cast<float*>(frame.rets[2].data) : nullptr;
