@@ -16,8 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.ops.activation import plain as activation_plain
-from ep_runtime_client.ops.gemm import kernels_8, kernels_16
-from ep_runtime_client.ops.kernels import platform, serve
+from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.transports import between_nccl
 from ep_runtime_client.ops.transports import windows as transports_windows
 
@@ -34,7 +33,7 @@ RECIPES = {
 def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces what a process with GPUs would."""
     monkeypatch.setattr(platform, "installed", lambda: True)
-    for module in (kernels_8, kernels_16, activation_plain, serve):
+    for module in (activation_plain, platform):
         monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.CAPABILITY,))
     for module in (transports_windows, between_nccl):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)

@@ -123,14 +123,14 @@ def test_what_the_kernels_do_not_take_is_plain_jax(shape: Any, recipe: Any) -> N
 def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels_8, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0",))
     for _ in range(2):
         calls(functools.partial(loss, recipe=TENSOR), *drawn(k=120))
     assert [line.message.count("K'=120") for line in caplog.records] == [1]
 
 
 def test_gpus_of_another_kind_leave_programs_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_8, "register_for_gpus", lambda: ("9.0", "8.0"))
+    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0", "8.0"))
     assert calls(graded(recipe=TENSOR), *drawn(k=192)) == {}
 
 

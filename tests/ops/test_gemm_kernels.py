@@ -83,7 +83,7 @@ def test_the_bf16_recipe_takes_the_kernels_for_f32_parameters() -> None:
 
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, wanted in ((("9.0", "9.0"), [2, 1]), (("9.0", "8.0"), [0, 0])):
-        monkeypatch.setattr(kernels_16, "register_for_gpus", lambda found=found: found)
+        monkeypatch.setattr(platform, "register_for_gpus", lambda found=found: found)
         assert calls(graded(), *drawn(n=40 + 8 * len(set(found)))) == wanted
 
 

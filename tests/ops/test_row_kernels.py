@@ -17,7 +17,7 @@ from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.gemm import kernels_bias
 from ep_runtime_client.ops.gemm import plain as gemm_plain
-from ep_runtime_client.ops.kernels import move_rows, serve
+from ep_runtime_client.ops.kernels import move_rows, platform, serve
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 
@@ -239,6 +239,7 @@ def test_one_call_after_the_other_under_vmap() -> None:
 
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(platform, "installed", lambda: True)
     for found, wanted in (((), False), (("9.0", "9.0"), True), (("9.0", "8.0"), False)):
-        monkeypatch.setattr(serve, "register_for_gpus", lambda found=found: found)
+        monkeypatch.setattr(platform, "register_for_gpus", lambda found=found: found)
         assert serve.available() == wanted

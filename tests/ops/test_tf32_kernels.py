@@ -109,7 +109,7 @@ def test_what_the_kernels_do_not_take_is_not_theirs(given: dict[str, Any]) -> No
 def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels_16, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0",))
     for _ in range(2):
         calls(loss, *drawn(k=42))
     said = [line.message for line in caplog.records if "K'=42" in line.message]

@@ -20,7 +20,7 @@ import numpy as np
 
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus, targets
+from ep_runtime_client.ops.kernels.ffi import bound, once, targets
 from ep_runtime_client.quantized import QuantizedTensor
 
 TARGETS = targets("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
@@ -50,12 +50,8 @@ def takes_shape(multiple: int, product: Product, rows: int) -> bool:
     What they do not take for its shape is said once, in a process that has GPUs of theirs. Where
     there is any other GPU, they serve nothing.
     """
-    if not platform.installed():
-        return False
-    gpus = register_for_gpus()
-    if any(capability != platform.CAPABILITY for capability in gpus):
-        return False
-    if 0 in (rows, product.experts, *product.widths):
+    gpus = platform.gpus()
+    if gpus is None or 0 in (rows, product.experts, *product.widths):
         return False
     widths = product.widths
     if product.experts > MAX_EXPERTS or any(width % multiple for width in widths):

@@ -31,7 +31,7 @@ from ep_runtime_client.ops.gemm import kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels import serve as kernels_serve
-from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus, targets
+from ep_runtime_client.ops.kernels.ffi import bound, once, targets
 from ep_runtime_client.ops.quantize.formats.format import OnGpu
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.quantized import QuantizedTensor
@@ -64,10 +64,8 @@ def takes(product: Product) -> bool:
     form = format_of(left.recipe)
     if left.recipe != right.recipe or form.on_gpu is None:
         return False
-    if not platform.installed():
-        return False
-    gpus = register_for_gpus()
-    if any(capability != platform.CAPABILITY for capability in gpus):
+    gpus = platform.gpus()
+    if gpus is None:
         return False
     sizes, experts = left.group_sizes, product.experts
     groups = experts if sizes is None else math.prod(sizes.shape)

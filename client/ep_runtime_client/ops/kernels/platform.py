@@ -9,6 +9,7 @@ import jax
 from jax import lax
 
 from ep_runtime import native
+from ep_runtime_client.ops.kernels.ffi import register_for_gpus
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 CAPABILITY = "9.0"  # Hopper: what the kernels are written and compiled for
@@ -18,6 +19,17 @@ Result = TypeVar("Result")
 def installed() -> bool:
     """Whether this package has the CUDA library; without it nothing here serves anybody."""
     return native.library_path("cuda").exists()
+
+
+def gpus() -> tuple[str, ...] | None:
+    """Capabilities of this process's GPUs, all of which the kernels are for; there may be none.
+
+    None where kernels serve nobody: without the library, or where there is any other GPU.
+    """
+    if not installed():
+        return None
+    found = register_for_gpus()
+    return found if {*found} <= {CAPABILITY} else None
 
 
 def choose(kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any) -> Result:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
+from ep_runtime_client.ops.kernels.ffi import bound, once
 
 VECTOR_BYTES = 16  # of a load: widths are multiples of it
 MAX_GROUPS = 1024  # of one slab
@@ -25,8 +25,7 @@ FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 
 def available() -> bool:
     """Whether this process has GPUs, all of the kind that the kernels are for."""
-    gpus = register_for_gpus()
-    return bool(gpus) and {*gpus} == {platform.CAPABILITY}
+    return bool(platform.gpus())
 
 
 def takes(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
