@@ -17,7 +17,7 @@ from ep_runtime import errors
 from ep_runtime.v1 import fd_socket_pb2, types_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.sockets import descriptor_child
-from ep_runtime_server.sockets.disposal import END_S
+from ep_runtime_server.sockets.spare_child import END_S
 
 LINGER_S = 2
 STALL_S = 0.3  # till then the descriptor is in the packet alone

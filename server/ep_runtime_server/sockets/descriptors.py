@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.callers.turns import FairQueue
 from ep_runtime_server.sockets import descriptor_child
-from ep_runtime_server.sockets.disposal import END_S, start_child
+from ep_runtime_server.sockets.spare_child import SpareChild
 
 LOOK_S = 5.0
 
@@ -38,9 +38,7 @@ class Descriptors:
         self._loop = loop
         self._waiting: FairQueue[_Asked] = FairQueue()
         self._asked: _Asked | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._inbox: socket.socket | None = None
-        self._killed: list[subprocess.Popen[bytes]] = []
+        self._child = SpareChild(descriptor_child.__file__)
         self._late: asyncio.TimerHandle | None = None
         self._closing: dict[int, subprocess.Popen[bytes]] = {}  # by uid
 
@@ -74,19 +72,20 @@ class Descriptors:
                 self._late = self._loop.call_later(LOOK_S, self._heard)
 
     def _started(self) -> socket.socket:
-        if self._inbox is None:
-            self._process, self._inbox = start_child(descriptor_child.__file__)
-            self._loop.add_reader(self._inbox, self._heard)
-        return self._inbox
+        new = self._child.inbox is None
+        inbox = self._child.start()
+        if new:
+            self._loop.add_reader(inbox, self._heard)
+        return inbox
 
     def _heard(self) -> None:
         """The process answered, ended, or is late."""
         asked, word = self._asked, b""
         fds: list[int] = []
-        if self._inbox is not None:
+        if self._child.inbox is not None:
             with contextlib.suppress(OSError):
                 word, fds, flags, _ = socket.recv_fds(
-                    self._inbox, 16, descriptor_child.MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                    self._child.inbox, 16, descriptor_child.MAX_FDS, socket.MSG_CMSG_CLOEXEC
                 )
                 if flags & socket.MSG_CTRUNC:
                     word = b""
@@ -111,25 +110,16 @@ class Descriptors:
 
     def _end(self) -> subprocess.Popen[bytes] | None:
         """Another process takes what comes next."""
-        process, self._process = self._process, None
-        if self._inbox is not None:
-            self._loop.remove_reader(self._inbox)
-            self._inbox.close()
-            self._inbox = None
-        if process is not None:
-            process.kill()
-            self._killed = [other for other in self._killed if other.poll() is None]
-            self._killed.append(process)
-        return process
+        if self._child.inbox is not None:
+            self._loop.remove_reader(self._child.inbox)
+        return self._child.end()
 
     async def close(self) -> None:
-        """Ends the processes; who does not end within END_S is left to init."""
+        """Ends the processes."""
         self._end()
         if self._late is not None:
             self._late.cancel()
-        for process in self._killed:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, END_S)
+        await self._child.close()
 
 
 def _refusal(word: bytes) -> EpRuntimeError:

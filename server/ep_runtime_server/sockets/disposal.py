@@ -7,50 +7,24 @@ a process of its own, which is killed where it does not get on: an ending proces
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import socket
-import subprocess
-import sys
 
-from ep_runtime import env
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.sockets import disposal_child
+from ep_runtime_server.sockets.spare_child import SpareChild
 
 # A client asks and waits for the answer; who has more packets under way is no client of ours.
 _MAX_PACKETS = 16
 _PART_BYTES = 64 << 10
-END_S = 1.0
-
-
-def start_child(script: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """`python script FD`, and the other end of its socket FD, which never waits."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", script, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=env.child_environment(),
-            )
-        except BaseException:
-            ours.close()
-            raise
-    ours.setblocking(False)
-    return process, ours
 
 
 class Disposal:
     """Starts its process when it is first needed. Lives on the event loop's thread."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._inbox: socket.socket | None = None
-        self._killed: list[subprocess.Popen[bytes]] = []
+        self._child = SpareChild(disposal_child.__file__)
         self._kept: list[socket.socket] = []
 
     def drop(self, connection: socket.socket) -> None:
@@ -71,39 +45,19 @@ class Disposal:
         listener.close()
 
     async def close(self) -> None:
-        """Ends the process; who does not end within END_S is left to init."""
-        self._kill()
-        for process in self._killed:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, END_S)
+        """Ends the process."""
+        await self._child.close()
 
     def hand_over(self, fds: list[int]) -> bool:
         """Whether the process has copies, so that a close here is not the last one."""
         for _ in range(2):
             try:
-                inbox = self._started()
-                socket.send_fds(inbox, [b"."], fds)
+                socket.send_fds(self._child.start(), [b"."], fds)
                 return True
             except OSError as error:  # it is stuck and its queue is full, or it is gone
                 logging.getLogger(__name__).warning("descriptors of others: %s", error)
-                self._kill()
+                self._child.end()
         return False
-
-    def _started(self) -> socket.socket:
-        if self._inbox is not None:
-            return self._inbox
-        self._killed = [process for process in self._killed if process.poll() is None]
-        self._process, self._inbox = start_child(disposal_child.__file__)
-        return self._inbox
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._killed.append(self._process)
-            self._process = None
-        if self._inbox is not None:
-            self._inbox.close()
-            self._inbox = None
 
 
 def _is_harmless(connection: socket.socket) -> bool:
