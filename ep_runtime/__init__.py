@@ -31,13 +31,13 @@ _NAMES_OF = {
     ),
     "ep_runtime.layout": ("recv_capacity",),
     "ep_runtime.specs": ("GroupSpec", "LayerSpec"),
-    "ep_runtime_client.connecting": ("connect",),
-    "ep_runtime_client.estimate": ("MemoryEstimate", "estimate_memory"),
-    "ep_runtime_client.explain": ("Collective", "Explanation", "explain"),
-    "ep_runtime_client.failures": ("error_of", "translate_errors"),
-    "ep_runtime_client.groups": ("Group",),
-    "ep_runtime_client.layers": ("EpLayer", "LayerStack"),
-    "ep_runtime_client.moe": (
+    "ep_runtime_client.sessions.connecting": ("connect",),
+    "ep_runtime_client.groups.estimate": ("MemoryEstimate", "estimate_memory"),
+    "ep_runtime_client.programs.explain": ("Collective", "Explanation", "explain"),
+    "ep_runtime_client.programs.failures": ("error_of", "translate_errors"),
+    "ep_runtime_client.groups.group": ("Group",),
+    "ep_runtime_client.base.layers": ("EpLayer", "LayerStack"),
+    "ep_runtime_client.block.moe": (
         "MoEParams",
         "MoEStats",
         "init_moe_params",
@@ -67,18 +67,21 @@ _NAMES_OF = {
     "ep_runtime_client.ops.exporting": ("export_checks",),
     "ep_runtime_client.ops.gemm.api": ("grouped_gemm",),
     "ep_runtime_client.ops.quantize.api": ("grouped_quantize",),
-    "ep_runtime_client.quantized": ("QuantizedTensor",),
-    "ep_runtime_client.remat": ("remat_policy",),
-    "ep_runtime_client.session": ("Session",),
+    "ep_runtime_client.ops.quantize.quantized_tensor": ("QuantizedTensor",),
+    "ep_runtime_client.programs.remat": ("remat_policy",),
+    "ep_runtime_client.sessions.session": ("Session",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _SUBMODULES = {
-    "convert": "ep_runtime_client.convert",
-    "recipes": "ep_runtime_client.recipes",
-    "sharding": "ep_runtime_client.sharding",
+    "convert": "ep_runtime_client.block.convert",
+    "recipes": "ep_runtime_client.ops.quantize.formats.recipes",
+    "sharding": "ep_runtime_client.block.sharding",
 }
 # With the extra flax; `from ep_runtime import *` works without it.
-_OPTIONAL_SUBMODULES = {"linen": "ep_runtime_client.linen", "nnx": "ep_runtime_client.nnx"}
+_OPTIONAL_SUBMODULES = {
+    "linen": "ep_runtime_client.block.linen",
+    "nnx": "ep_runtime_client.block.nnx",
+}
 
 __all__ = ["__version__", *sorted([*_MODULE_OF, *_SUBMODULES])]
 

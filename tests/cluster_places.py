@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ep_runtime_client import certificates
+from ep_runtime_client.daemons import certificates
 
 PORT = 7700  # below the ports that the system gives to whoever asks for none
 _numbers = itertools.count(1)

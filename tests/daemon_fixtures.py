@@ -18,8 +18,8 @@ from typing import Any
 import guardian
 import pytest
 
-from ep_runtime_client import children
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 READY_TIMEOUT_S = 60.0
 WAIT_S = 60.0

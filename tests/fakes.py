@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ep_runtime import specs
-from ep_runtime_client import jax_state
-from ep_runtime_client.layers import EpLayer, LayerStack, layer_name, live_groups
+from ep_runtime_client.base import jax_state
+from ep_runtime_client.base.layers import EpLayer, LayerStack, layer_name, live_groups
 
 _generations = itertools.count(1)
 

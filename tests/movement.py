@@ -15,7 +15,7 @@ from references import movement as reference
 
 import ep_runtime as ep
 from ep_runtime.specs import GroupSpec
-from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.base.layers import EpLayer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ from raw_client import Client, make_spec
 from ep_runtime import nccl
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.v1 import admin_service_pb2
-from ep_runtime_client import communicators, transport
-from ep_runtime_client.place import Place
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.nccl import communicators
 
 SPEC = make_spec(transport="xla")
 WAIT_S = 20.0

@@ -9,8 +9,7 @@ from typing import Any
 import doc_pages
 
 import ep_runtime as ep
-import ep_runtime_client.linen
-import ep_runtime_client.nnx
+from ep_runtime_client.block import linen, nnx
 
 START = doc_pages.ROOT / "docs/reference/index.md"
 # Whom users meet first, each after those whose results it goes on from.
@@ -26,8 +25,8 @@ FIRST_MET = {
     "permute": ep.permute,
     "moe": ep.moe,
     "sharding.rules": ep.sharding.rules,
-    "nnx.MoEBlock": ep_runtime_client.nnx.MoEBlock,
-    "linen.MoEBlock": ep_runtime_client.linen.MoEBlock,
+    "nnx.MoEBlock": nnx.MoEBlock,
+    "linen.MoEBlock": linen.MoEBlock,
 }
 
 

@@ -43,7 +43,7 @@ def costs(group: Any, before: list[int]) -> dict[str, Any]:
         group: on GPUs.
         before: memory in use before it was created.
     """
-    from ep_runtime_client.beside import GroupBesideNccl
+    from ep_runtime_client.nccl.beside import GroupBesideNccl
 
     called = used_mib()
     found: dict[str, Any] = {"MiB of a GPU after the first call": grown_mib(before, called)}

@@ -28,7 +28,8 @@ from ep_runtime_bench.options import (
     BenchReport,
 )
 from ep_runtime_bench.routing import ROUTINGS
-from ep_runtime_client.cli import gpus, render
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.machine import gpus
 
 GPU_EXPERTS = 256
 

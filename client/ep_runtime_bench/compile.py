@@ -22,7 +22,7 @@ from ep_runtime_bench import compile_model as model
 from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.timing import median
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.session import Session
+from ep_runtime_client.sessions.session import Session
 
 STOCK = "stock"
 # Whole programs compile for seconds: more samples than this say no more.

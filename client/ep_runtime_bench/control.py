@@ -18,7 +18,7 @@ from ep_runtime_bench.daemon import warm_daemon
 from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.timing import median, quantile
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.session import Session
+from ep_runtime_client.sessions.session import Session
 
 UNARY_CALLS = 2000
 UNARY_WARMUP = 100

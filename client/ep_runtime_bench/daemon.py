@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ep_runtime_client import runtime
+from ep_runtime_client.daemons import runtime
 
 READY_TIMEOUT_S = 30.0
 

@@ -17,7 +17,7 @@ from ep_runtime_bench import device_time, routing
 from ep_runtime_bench.options import BenchOptions, DeviceSample
 from ep_runtime_bench.timing import median
 from ep_runtime_client.cli import render
-from ep_runtime_client.session import Session
+from ep_runtime_client.sessions.session import Session
 
 AXIS = "ep"
 ROWS = PartitionSpec(AXIS)

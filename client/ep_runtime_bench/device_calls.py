@@ -43,10 +43,10 @@ from ep_runtime_bench.options import (
     BenchOptions,
     DeviceSample,
 )
+from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.cli import render
-from ep_runtime_client.groups import Group
-from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.members import Member, start_jax
+from ep_runtime_client.groups.group import Group
+from ep_runtime_client.jobs.members import Member, start_jax
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.calls.plan import Dispatched, Plan, arrays_type
 from ep_runtime_client.ops.movement.prepare import make_call

@@ -27,13 +27,13 @@ from jax import lax
 
 from ep_runtime_bench.device_time import CallTimer, Clock, gpu_clock
 from ep_runtime_bench.options import BenchOptions, BenchReport
-from ep_runtime_client import recipes
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.ops.gemm import kernels_32
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.formats import recipes
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 
 ROWS = 32768  # unless tokens say otherwise
 INNER = 2048  # M of an expert: N' of the first layer is gate and up, 2 * M

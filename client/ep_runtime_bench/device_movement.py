@@ -29,7 +29,7 @@ from ep_runtime_bench.options import (
 )
 from ep_runtime_bench.timing import median, quantile
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.members import Member
+from ep_runtime_client.jobs.members import Member
 
 COLUMNS = (
     Column("op", "OP"),

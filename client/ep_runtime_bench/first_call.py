@@ -44,8 +44,8 @@ def measure(
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import ep_runtime as ep
-    from ep_runtime_client import groups, ops, session  # noqa: F401 - loaded when first used
-    from ep_runtime_client.members import Member, start_jax
+    from ep_runtime_client.jobs.members import Member, start_jax
+    from ep_runtime_client.sessions import session  # noqa: F401 - loaded when first used
 
     stages.mark("import")
     platform = "gpu" if transport == "nvlink" else "cpu"

@@ -17,10 +17,10 @@ import numpy as np
 
 from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.timing import in_turn, median
-from ep_runtime_client import recipes
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.formats import recipes
 
 WIDTH = 256  # K' and N'
 CAPACITY = 2048  # rows of the slab, unless tokens say otherwise

@@ -39,9 +39,9 @@ from ep_runtime_bench.moe_cases import (
 )
 from ep_runtime_bench.options import STOCK_LAYERS, BenchOptions, BenchReport
 from ep_runtime_bench.timing import median, quantile
-from ep_runtime_client.children import python_command
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
+from ep_runtime_client.daemons.children import python_command
 
 CLIENT_TIMEOUT_S = 120.0
 # One after the other they would take seconds each; a measurement waits until all of them are up.

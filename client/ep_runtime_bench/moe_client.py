@@ -37,11 +37,12 @@ from ep_runtime_bench.moe_cases import (
     Step,
 )
 from ep_runtime_bench.timing import median
-from ep_runtime_client import estimate, recipes
 from ep_runtime_client.cli import render
-from ep_runtime_client.groups import Group
-from ep_runtime_client.members import Member, start_jax
-from ep_runtime_client.session import Session
+from ep_runtime_client.groups import estimate
+from ep_runtime_client.groups.group import Group
+from ep_runtime_client.jobs.members import Member, start_jax
+from ep_runtime_client.ops.quantize.formats import recipes
+from ep_runtime_client.sessions.session import Session
 
 WARMUP = 2
 ENQUEUED = 10

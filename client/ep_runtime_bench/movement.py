@@ -19,7 +19,7 @@ from ep_runtime_bench.daemon import warm_daemon
 from ep_runtime_bench.options import BenchOptions, BenchReport, Sample
 from ep_runtime_bench.timing import median
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.members import Member, Members, reserved_coordinator
+from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator
 
 MEMCPY = "memcpy"
 COLUMNS = (

@@ -16,9 +16,9 @@ from ep_runtime_bench.memcpy import Memcpy
 from ep_runtime_bench.movement import MEMCPY
 from ep_runtime_bench.options import ROW_ITEM_BYTES, BenchOptions, Sample, Transport
 from ep_runtime_bench.timing import in_turn
-from ep_runtime_client.groups import Group
-from ep_runtime_client.members import Member, start_jax
-from ep_runtime_client.session import Session
+from ep_runtime_client.groups.group import Group
+from ep_runtime_client.jobs.members import Member, start_jax
+from ep_runtime_client.sessions.session import Session
 
 WARMUP = 3
 

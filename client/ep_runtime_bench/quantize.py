@@ -13,11 +13,11 @@ from ep_runtime_bench import row_bench
 from ep_runtime_bench.device_gemm import LOADS, loads
 from ep_runtime_bench.options import BenchOptions, BenchReport
 from ep_runtime_bench.row_bench import RowSizes, Subject
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.tiles import bits
+from ep_runtime_client.ops.quantize.formats import recipes
+from ep_runtime_client.ops.quantize.formats.tiles import bits
 
 GROUPS = 32
 # Recipe, and bytes of one value of a row: how often 2 bytes are read, what is written with scales.

@@ -17,10 +17,10 @@ import ep_runtime as ep
 from ep_runtime import specs
 from ep_runtime_bench.daemon import warm_daemon
 from ep_runtime_bench.options import BenchOptions, BenchReport
-from ep_runtime_client import estimate
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.members import Member, start_jax
+from ep_runtime_client.groups import estimate
+from ep_runtime_client.jobs.members import Member, start_jax
 
 LAYERS = (1, 1000)
 CPU_TOKENS = 64

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime_bench.options import BenchOptions
-from ep_runtime_client.members import Member, run_member
+from ep_runtime_client.jobs.members import Member, run_member
 
 
 def work(order: dict[str, Any], member: Member) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from ep_runtime.errors import OpTimeoutError
 from ep_runtime_bench import beside_cost
-from ep_runtime_client import beside
+from ep_runtime_client.nccl import beside
 
 _LOG = """
 host:1:2 [0] NCCL INFO 24 coll channels, 24 collnet channels, 16 nvls channels, \

@@ -12,7 +12,7 @@ import pytest
 _PROGRAM = """
 import json
 import numpy as np
-from ep_runtime_client import allocator
+from ep_runtime_client.groups import allocator
 
 def resident_mib():
     with open("/proc/self/statm") as file:

@@ -29,8 +29,9 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     StaleHandleError,
 )
-from ep_runtime_client import beside, communicators, forming
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.groups import forming
+from ep_runtime_client.nccl import beside, communicators
 
 Ranks = tuple[list[Rank], int]
 AT_ONCE_S = 2.0
@@ -298,7 +299,8 @@ _EXITS = """
 import sys
 from nccl_builds import FakeNccl, edge_library
 from ep_runtime import nccl
-from ep_runtime_client import beside, forming
+from ep_runtime_client.groups import forming
+from ep_runtime_client.nccl import beside
 forming.WITH_NCCL_BESIDE = ("memfd",)
 beside.IDS_AFTER_S = beside.JOIN_AFTER_S = 0.0
 nccl.library = lambda: nccl.NcclLibrary(edge_library())

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from ep_runtime_client import certificates, cli
+from ep_runtime_client import cli
+from ep_runtime_client.daemons import certificates
 
 
 def make(directory: Path, *words: str) -> int:

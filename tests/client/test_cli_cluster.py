@@ -16,8 +16,9 @@ from cluster_places import place, plain_tcp
 from daemon_fixtures import start_daemon, wait_until
 from raw_client import Client, make_spec
 
-from ep_runtime_client import children, cli
-from ep_runtime_client.cli import source
+from ep_runtime_client import cli
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 WAIT_S = 30.0
 

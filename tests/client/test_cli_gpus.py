@@ -10,7 +10,7 @@ import pytest
 
 from ep_runtime import native
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_client.cli import gpus
+from ep_runtime_client.cli.machine import gpus
 
 
 class Library:

@@ -8,7 +8,7 @@ import pytest
 
 from ep_runtime import native, nccl
 from ep_runtime.errors import RuntimeUnavailableError
-from ep_runtime_client.cli import nccl as line
+from ep_runtime_client.cli.machine import nccl as line
 
 
 class Library:

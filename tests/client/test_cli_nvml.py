@@ -13,7 +13,7 @@ import pytest
 
 from ep_runtime import native
 from ep_runtime_client import cli
-from ep_runtime_client.cli import gpus, nvml
+from ep_runtime_client.cli.machine import gpus, nvml
 
 SWITCH, GPU = 2, 0
 GIB = 1 << 30

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from ep_runtime_client.cli import reading
+from ep_runtime_client.cli.daemon import reading
 
 _ENDS_AT = 2
 _MOST = 50

@@ -18,9 +18,10 @@ from daemon_fixtures import WAIT_S, start_daemon, wait_until
 
 import ep_runtime as ep
 from ep_runtime.v1 import admin_service_pb2 as messages
-from ep_runtime_client import cli, transport
-from ep_runtime_client.cli import source
-from ep_runtime_client.place import Place
+from ep_runtime_client import cli
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.place import Place
 
 _NOBODY = 65534
 

@@ -20,7 +20,8 @@ from ep_runtime import board, native, nccl
 from ep_runtime.board_abi import RankRecordStruct
 from ep_runtime.errors import EpRuntimeError, PeerLostError, RuntimeUnavailableError
 from ep_runtime.v1 import types_pb2
-from ep_runtime_client import communicators, forming
+from ep_runtime_client.groups import forming
+from ep_runtime_client.nccl import communicators
 
 
 def test_ranks_of_two_processes_join_with_ids_of_the_daemon(

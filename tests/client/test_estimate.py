@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 import ep_runtime as ep
 from ep_runtime import board, specs
-from ep_runtime_client import estimate
+from ep_runtime_client.groups import estimate
 
 _MESH = AbstractMesh((2, 4), ("dp", "ep"))
 _ARGUMENTS: dict[str, Any] = {

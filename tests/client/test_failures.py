@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client.layers import live_groups
+from ep_runtime_client.base.layers import live_groups
 
 _TEXT = (
     "INTERNAL: custom call failed: EP_RUNTIME/CapacityOverflowError: layer moe/0 overflowed "

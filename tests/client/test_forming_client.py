@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ep_runtime_client import forming
+from ep_runtime_client.groups import forming
 
 
 def test_a_process_says_which_gpus_it_drives_and_whether_they_tell(

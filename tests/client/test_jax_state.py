@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client import jax_state
+from ep_runtime_client.base import jax_state
 
 
 def _run(program: str, **environment: str) -> str:
@@ -55,7 +55,7 @@ def test_eager_names_the_function_and_the_cure() -> None:
 
 def test_a_process_without_jax_traces_nothing_and_is_alone() -> None:
     program = (
-        "from ep_runtime_client import jax_state as s\n"
+        "from ep_runtime_client.base import jax_state as s\n"
         "import sys\n"
         "print(s.under_tracing(), s.coordinator(), s.num_processes(), s.process_index())\n"
         "assert 'jax' not in sys.modules\n"

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ep_runtime import native, nccl, specs
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
-from ep_runtime_client import meshes
+from ep_runtime_client.base import meshes
 
 
 def _spec(mesh: Any, ep_axis: Any, outer_axes: Any = ()) -> specs.GroupSpec:

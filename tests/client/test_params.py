@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ep_runtime import specs
-from ep_runtime_client.params import LOGICAL_AXES, MoEParams, init_moe_params, logical_axes
+from ep_runtime_client.block.params import LOGICAL_AXES, MoEParams, init_moe_params, logical_axes
 
 SPEC = specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
 

@@ -16,8 +16,9 @@ from raw_process import Process
 import ep_runtime as ep
 from ep_runtime import wire
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_client import cli, runtime, transport
-from ep_runtime_client.place import Place
+from ep_runtime_client import cli
+from ep_runtime_client.daemons import runtime, transport
+from ep_runtime_client.daemons.place import Place
 
 NOBODY = 65534
 TIMEOUT_S = 0.5

@@ -15,7 +15,7 @@ import pytest
 from daemon_fixtures import WAIT_S, start_daemon
 
 import ep_runtime as ep
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
 
 _ARGUMENTS: dict[str, Any] = {
     "ep_axis": "ep",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client import jax_state, runtime
+from ep_runtime_client.base import jax_state
+from ep_runtime_client.daemons import runtime
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import ep_runtime as ep
 from ep_runtime import board, native
 from ep_runtime.v1 import admin_service_pb2 as messages
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
 
 _ARGUMENTS: dict[str, Any] = {
     "ep_axis": "ep",

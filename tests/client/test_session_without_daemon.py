@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import ep_runtime as ep
-from ep_runtime_client import attach
+from ep_runtime_client.groups import attach
 
 _ARGUMENTS: dict[str, Any] = {
     "ep_axis": "ep",

@@ -11,7 +11,7 @@ from daemon_fixtures import package_path
 _SCRIPT = """
 import atexit, sys, threading
 from ep_runtime.errors import PeerLostError
-from ep_runtime_client.watchdog import Watchdog
+from ep_runtime_client.sessions.watchdog import Watchdog
 
 class Lost:
     name = "g"
@@ -33,8 +33,8 @@ sys.stdout.write(", ran on")
 _ABORT = """
 import ctypes, threading
 from ep_runtime.errors import PeerLostError
-from ep_runtime_client import watchdog
-from ep_runtime_client.layers import live_groups
+from ep_runtime_client.sessions import watchdog
+from ep_runtime_client.base.layers import live_groups
 
 class Lost:
     name = "g"

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client import meshes
+from ep_runtime_client.base import meshes
 from ep_runtime_client.demo.config import RECIPES, DemoConfig
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
 from ep_runtime_client.ops.transports import windows as transports_windows

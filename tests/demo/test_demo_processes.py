@@ -15,7 +15,7 @@ import pytest
 from daemon_fixtures import directory, package_path, wait_gone  # noqa: F401 - a fixture by name
 
 from ep_runtime_client.demo.together import AgreedStop
-from ep_runtime_client.members import Member
+from ep_runtime_client.jobs.members import Member
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
 SMALL = ["--platform", "cpu", "--devices", "4", "--batch", "16"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import os
 import re
@@ -20,6 +19,7 @@ import run_examples
 import run_page
 from daemon_fixtures import package_path
 
+from ep_runtime_client import cli
 from ep_runtime_client.demo.cli import make_config
 from ep_runtime_server.main import build_parser
 
@@ -128,7 +128,7 @@ def parser_of(command: str, place: str) -> argparse.ArgumentParser:
     if command == "serve":  # whose options are the daemon's
         return build_parser()
     parser = argparse.ArgumentParser(prog=place)
-    importlib.import_module(f"ep_runtime_client.cli.{command}").add_arguments(parser)
+    cli.module(command).add_arguments(parser)
     return parser
 
 

@@ -20,7 +20,7 @@ from run_examples import FIRST_MET
 from run_page import CHEAP
 
 import ep_runtime as ep
-from ep_runtime_client import linen, nnx
+from ep_runtime_client.block import linen, nnx
 
 EXAMPLES_TIMEOUT_S = 240.0
 REFERENCE = doc_pages.ROOT / "docs/reference"

@@ -39,7 +39,7 @@ def test_processes_of_a_killed_test_run_end(run_program: Start) -> None:
 _STARTS = """
 import json, signal, sys
 import ep_runtime as ep
-from ep_runtime_client import children
+from ep_runtime_client.daemons import children
 
 def wait_ready(self, timeout_s):
     print(json.dumps([self.pid, str(self.directory)]), flush=True)

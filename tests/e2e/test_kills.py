@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from daemon_fixtures import Program, wait_until
 
-from ep_runtime_client import children
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 Start = Callable[..., Program]
 
@@ -23,7 +23,8 @@ import faulthandler, json, sys
 faulthandler.dump_traceback_later(45, exit=True)  # says where it hangs, before we give it up
 import ep_runtime as ep
 from ep_runtime import specs
-from ep_runtime_client import forming, session
+from ep_runtime_client.groups import forming
+from ep_runtime_client.sessions import session
 
 def say(step):
     print(json.dumps(step), flush=True)

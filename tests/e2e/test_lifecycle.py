@@ -12,8 +12,8 @@ import pytest
 from daemon_fixtures import Program, start_daemon, wait_gone, wait_until
 
 import ep_runtime as ep
-from ep_runtime_client import children
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 Start = Callable[..., Program]
 

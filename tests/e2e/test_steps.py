@@ -11,8 +11,8 @@ from daemon_fixtures import Program, wait_until
 from harness import memfds_of
 
 from ep_runtime.v1 import admin_service_pb2 as messages
-from ep_runtime_client import children
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 Start = Callable[..., Program]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from daemon_fixtures import Program, start_daemon, wait_until
 
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
 
 Start = Callable[..., Program]
 
@@ -19,7 +19,7 @@ _PROLOGUE = """
 import json, sys
 import ep_runtime as ep
 from ep_runtime import specs
-from ep_runtime_client import forming
+from ep_runtime_client.groups import forming
 
 def say(**values):
     print(json.dumps(values), flush=True)

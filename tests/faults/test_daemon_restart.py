@@ -15,8 +15,8 @@ import pytest
 from daemon_fixtures import Program, start_daemon, wait_gone, wait_until
 from multiprocess.launch import Job
 
-from ep_runtime_client import children
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 Start = Callable[..., Program]
 

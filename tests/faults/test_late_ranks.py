@@ -12,8 +12,9 @@ from daemon_fixtures import wait_until
 from harness import memfds_of
 from multiprocess.launch import Job
 
-from ep_runtime_client import children, cli
-from ep_runtime_client.cli import source
+from ep_runtime_client import cli
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 _JOB = """
 from multiprocess import programs_job

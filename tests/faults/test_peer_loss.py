@@ -14,8 +14,8 @@ import pytest
 from daemon_fixtures import Program, wait_until
 from multiprocess.launch import Job
 
-from ep_runtime_client import children
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 Start = Callable[..., Program]
 
@@ -152,7 +152,7 @@ _MEMBER = """
 import json, sys
 import ep_runtime as ep
 from ep_runtime import specs
-from ep_runtime_client import forming
+from ep_runtime_client.groups import forming
 
 def say(**values):
     print(json.dumps(values), flush=True)

@@ -11,7 +11,7 @@ from gpu.jobs import layouts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
 
 TOKENS, CAPACITY, HIDDEN = 64, 100, 256
 STEPS = 3

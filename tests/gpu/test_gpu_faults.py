@@ -16,7 +16,7 @@ from gpu.jobs import gpu_steps, layouts
 from multiprocess.launch import Job, Worker
 
 import ep_runtime as ep
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
 
 KNOWN_WITHIN_S = 2.0
 _pause = threading.Event()  # never set: waits of a given length

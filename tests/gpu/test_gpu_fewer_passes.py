@@ -16,8 +16,7 @@ from gpu.jobs.layouts import TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
-from ep_runtime_client.moe import init_moe_params, moe
+from ep_runtime_client.block.moe import init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
@@ -26,7 +25,8 @@ from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import kernels_8
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.tiles import bits
+from ep_runtime_client.ops.quantize.formats import recipes
+from ep_runtime_client.ops.quantize.formats.tiles import bits
 
 _TARGETS = (
     *activation_kernels.TARGETS,

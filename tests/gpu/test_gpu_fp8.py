@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ops import grouped_cases as cases
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.formats import recipes
 
 _AGAIN = 20
 _RECIPES = {

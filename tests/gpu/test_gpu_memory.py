@@ -15,7 +15,7 @@ from gpu.jobs import gpu_steps
 from gpu.jobs.layouts import TRIAL
 
 import ep_runtime as ep
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
 from ep_runtime_server.memory.cuda_device import BindingsDriver
 from ep_runtime_server.sockets import descriptor_child
 

@@ -17,8 +17,8 @@ from harness import DaemonProcess, daemon_process, eventually  # noqa: F401 - fo
 from multiprocess.launch import Job
 
 import ep_runtime as ep
-from ep_runtime_client import beside, communicators
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.nccl import beside, communicators
 
 TRANSPORT = "memfd" if layouts.TRIAL else "nccl"
 KNOWN_WITHIN_S = 2.0
@@ -101,7 +101,7 @@ def test_communicators_beside_windows_get_ready_by_themselves(
 
 _STARTS = """
 from gpu.jobs import gpu_steps
-from ep_runtime_client import beside
+from ep_runtime_client.nccl import beside
 beside.JOIN_AFTER_S = 6.0  # past compiling
 session = ep.connect(timeout_s=60)
 steps = gpu_steps.Steps(session, "starts", jax.devices())

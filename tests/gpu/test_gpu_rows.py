@@ -13,7 +13,6 @@ from gpu.jobs.layouts import TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Activation
@@ -22,7 +21,8 @@ from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.tiles import bits
+from ep_runtime_client.ops.quantize.formats import recipes
+from ep_runtime_client.ops.quantize.formats.tiles import bits
 
 _AGAIN = 10
 # Of what a value is made of: its own rounding, and f32 arithmetic.

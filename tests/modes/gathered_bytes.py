@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
+from ep_runtime_client.ops.quantize.formats import recipes
 
 RECIPES = {
     "bf16": recipes.BF16(),

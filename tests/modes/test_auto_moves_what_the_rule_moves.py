@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.partitioning import partitioned
+from ep_runtime_client.ops.quantize.formats import recipes
 
 EXPERTS, HIDDEN, MLP, TOKENS = 4, 256, 256, 16
 MESHES: dict[str, Any] = {

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
+from ep_runtime_client.ops.quantize.formats import recipes
 
 GATHER, SUM, SCATTER = "all-gather", "all-reduce", "reduce-scatter"
 FSDP_EP = {"dp": 2, "fsdp": 2, "ep": 2}

@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.partitioning import partitioned, roles
+from ep_runtime_client.ops.quantize.formats import recipes
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

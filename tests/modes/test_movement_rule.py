@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.explain import explain_text
 from ep_runtime_client.ops.partitioning import partitioned
+from ep_runtime_client.programs.explain import explain_text
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

@@ -21,8 +21,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.partitioning import roles
+from ep_runtime_client.ops.quantize.formats import recipes
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

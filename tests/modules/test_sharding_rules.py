@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.block.params import LOGICAL_AXES
 from ep_runtime_client.ops.partitioning import roles
-from ep_runtime_client.params import LOGICAL_AXES
 
 SPEC = ep.LayerSpec("block", top_k=2, num_experts=8, hidden_size=16)
 PLAIN, SHARDED = "fsdp+ep", "shard-exp-on-fsdp"

@@ -27,7 +27,7 @@ from typing import Any
 import guardian
 from daemon_fixtures import package_path
 
-from ep_runtime_client.members import reserved_coordinator
+from ep_runtime_client.jobs.members import reserved_coordinator
 
 WAIT_S = 120.0
 # The processes' own limit: they end even where nobody is left to kill them.

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 import ep_runtime as ep
 from ep_runtime import layout
-from ep_runtime_client import meshes
+from ep_runtime_client.base import meshes
 
 # The other arrays of a plan over nodes speak of the ranks of one node alone.
 SAME_OVER_NODES = ("dst_rank", "dst_row", "kept", "group_sizes", "num_recv")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from multiprocess.launch import CPU, Job, prologue_of
 
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
 
 LAYOUTS = [(2, 4), (4, 1)]
 _IDS = ["2x4", "4x1"]

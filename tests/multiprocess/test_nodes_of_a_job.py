@@ -13,8 +13,8 @@ from cluster_places import place, plain_tcp
 from daemon_fixtures import start_daemon, wait_until
 from multiprocess.launch import Job
 
-from ep_runtime_client import children
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 WAIT_S = 60.0
 # A dead process is known on every node within this time.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ep_runtime_client import recipes
+from ep_runtime_client.ops.quantize.formats import recipes
 
 ROWS, GROUPS = 192, 4
 

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.layers import EpLayer
-from ep_runtime_client.moe import init_moe_params, moe
-from ep_runtime_client.remat import remat_policy
+from ep_runtime_client.base.layers import EpLayer
+from ep_runtime_client.block.moe import init_moe_params, moe
+from ep_runtime_client.programs.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

@@ -14,7 +14,7 @@ from jax._src import dispatch
 
 import ep_runtime as ep
 from ep_runtime import layout
-from ep_runtime_client.failures import error_of, translate_errors
+from ep_runtime_client.programs.failures import error_of, translate_errors
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

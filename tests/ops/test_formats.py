@@ -16,10 +16,10 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.row_blocks import cut, loop
 from ep_runtime_client.ops.quantize.formats.format import Format, Leaves, RowOptions
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import FORMATS, format_of
 from ep_runtime_client.ops.quantize.formats.tensor import TensorFormat
 from ep_runtime_client.ops.quantize.rounding import quantize_tiles
-from ep_runtime_client.recipes import Recipe
 
 SIZES = np.int32([5, 0, 9, 3])
 

@@ -14,13 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.product import Product
 from ep_runtime_client.ops.kernels import platform, serve
 from ep_runtime_client.ops.quantize import plain as quantize_plain
-from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.ops.quantize.formats import recipes
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
 TENSOR, BLOCK, MX = recipes.TensorScaling(), recipes.BlockScaling(), recipes.MXFP8()

@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.gemm import families, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.api import multiply
 from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.quantize.formats import recipes
 
 SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 

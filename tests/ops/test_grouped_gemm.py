@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
+from ep_runtime_client.ops.quantize.formats import recipes
 
 SIZES = {
     "uneven": [[5, 0, 9, 3], [1, 13, 2, 0]],

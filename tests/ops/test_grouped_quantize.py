@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from references import grouped as reference
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.formats import recipes
 
 SCALED = cases.RECIPES[1:]
 PLAIN = recipes.TensorScaling()

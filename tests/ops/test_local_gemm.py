@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 from references import grouped as reference
 
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.formats import recipes
 
 # Where scales come from is nothing to a GEMM: blocks with powers of two are blocks.
 RECIPES = (*cases.RECIPES[:3], recipes.MXFP8())

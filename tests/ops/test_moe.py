@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime import specs
-from ep_runtime_client import moe as block
-from ep_runtime_client import recipes
-from ep_runtime_client.moe import MoEParams, MoEStats, init_moe_params, moe
+from ep_runtime_client.block import moe as block
+from ep_runtime_client.block.moe import MoEParams, MoEStats, init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
-from ep_runtime_client.remat import remat_policy
+from ep_runtime_client.ops.quantize.formats import recipes
+from ep_runtime_client.programs.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

@@ -17,8 +17,8 @@ from dense_moe import Dense, graded, worst_error
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.explain import explain_text
-from ep_runtime_client.moe import MoEParams, init_moe_params, moe
+from ep_runtime_client.block.moe import MoEParams, init_moe_params, moe
+from ep_runtime_client.programs.explain import explain_text
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 Spec = PartitionSpec

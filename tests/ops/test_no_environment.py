@@ -22,9 +22,9 @@ import ep_runtime
 import ep_runtime as ep
 import ep_runtime_client
 from ep_runtime import env
-from ep_runtime_client import recipes
-from ep_runtime_client.moe import init_moe_params, moe
+from ep_runtime_client.block.moe import init_moe_params, moe
 from ep_runtime_client.ops.kernels import platform, serve
+from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.transports import between_nccl
 from ep_runtime_client.ops.transports import windows as transports_windows
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.remat import remat_policy
+from ep_runtime_client.programs.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

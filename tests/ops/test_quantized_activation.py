@@ -14,14 +14,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
-from ep_runtime_client.moe import MoEParams, init_moe_params, moe
+from ep_runtime_client.block.moe import MoEParams, init_moe_params, moe
 from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
+from ep_runtime_client.ops.quantize.formats import recipes
 
 Spec = PartitionSpec
 BF16 = jnp.dtype(jnp.bfloat16)

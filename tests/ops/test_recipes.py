@@ -13,11 +13,11 @@ from jax import lax
 from references import grouped as reference
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize import rounding
 from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax
 from ep_runtime_client.ops.quantize.delayed import Delayed
+from ep_runtime_client.ops.quantize.formats import recipes
 
 ALL = (
     recipes.BF16(),

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client import recipes
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.plain import Activation
@@ -20,6 +19,7 @@ from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows, platform, serve
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.formats import recipes
 
 SIZES = np.int32([[5, 0, 9], [1, 13, 2]])
 BF16 = jnp.dtype(jnp.bfloat16)

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ep_runtime_client.recipes import MX_TILE, MXFP8, TILE, BlockScaling, Recipe, TensorScaling
+from ep_runtime_client.ops.quantize.formats.recipes import (
+    MX_TILE,
+    MXFP8,
+    TILE,
+    BlockScaling,
+    Recipe,
+    TensorScaling,
+)
 
 Array = npt.NDArray[Any]
 

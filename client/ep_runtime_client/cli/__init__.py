@@ -1,4 +1,4 @@
-"""`ep-runtime`: one program, one file per command.
+"""`ep-runtime`: one program, one file per command in `commands/`; `demo` and `bench` have packages.
 
 A command's module has `add_arguments(parser)` and `run(args) -> exit code`. Only the module of
 the command that was typed is imported, none imports JAX, and gRPC comes with the first call, so
@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from ep_runtime import errors
@@ -40,6 +41,8 @@ COMMANDS = {
     "version": "versions of client and daemon",
 }
 
+# Those that are packages of their own; loaded, as the others, when they are typed.
+_ELSEWHERE = {"demo": "ep_runtime_client.demo.cli", "bench": "ep_runtime_bench.cli"}
 _ALIASES = {"--version": "version", "-V": "version"}
 
 
@@ -78,14 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         render.err(f"ep-runtime: no command {name!r}; one of {', '.join(COMMANDS)}")
         return USAGE
     if name == "serve":
-        from ep_runtime_client.cli import serve
-
-        serve.run_words(words[1:])
+        module("serve").run_words(words[1:])
     return _run(name, words[1:])
 
 
+def module(name: str) -> ModuleType:
+    """A command's module, loaded here."""
+    return importlib.import_module(_ELSEWHERE.get(name, f"ep_runtime_client.cli.commands.{name}"))
+
+
 def _run(name: str, words: list[str]) -> int:
-    command = importlib.import_module(f"ep_runtime_client.cli.{name}")
+    command = module(name)
     parser = Parser(prog=f"ep-runtime {name}", description=COMMANDS[name])
     command.add_arguments(parser)
     quiet = False

@@ -8,9 +8,9 @@ import importlib.util
 import math
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.cli import gpus
+from ep_runtime_client.cli.machine import gpus
 from ep_runtime_client.demo import config as defaults
-from ep_runtime_client.members import INTERRUPTED
+from ep_runtime_client.jobs.members import INTERRUPTED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,8 @@ from ep_runtime_client.demo.render import Announcement, Reporter, Run
 from ep_runtime_client.demo.together import AgreedStop, Stop
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
 from ep_runtime_client.demo.training import TrainingReport, train
-from ep_runtime_client.members import INTERRUPTED, Member, start_jax
-from ep_runtime_client.session import Session
+from ep_runtime_client.jobs.members import INTERRUPTED, Member, start_jax
+from ep_runtime_client.sessions.session import Session
 
 DIFFERENT = 3
 PROMPT_BYTES = 64

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 import ep_runtime as ep
 from ep_runtime.specs import LayerSpec
-from ep_runtime_client import recipes
-from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.base.layers import EpLayer
+from ep_runtime_client.ops.quantize.formats import recipes
 
 VOCAB = 256
 

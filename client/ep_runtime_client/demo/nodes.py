@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from ep_runtime import env
 from ep_runtime.errors import RuntimeUnavailableError
-from ep_runtime_client import children
-from ep_runtime_client.cli import source
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import children
 
 START_TIMEOUT_S = 30.0
 

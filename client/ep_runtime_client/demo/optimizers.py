@@ -8,8 +8,8 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from ep_runtime_client.block.params import MoEParams
 from ep_runtime_client.demo.config import DemoConfig
-from ep_runtime_client.params import MoEParams
 
 WARMUP_STEPS = 20
 WEIGHT_DECAY = 0.1

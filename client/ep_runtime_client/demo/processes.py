@@ -11,10 +11,10 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from ep_runtime_client import runtime
+from ep_runtime_client.daemons import runtime
 from ep_runtime_client.demo import nodes
 from ep_runtime_client.demo.config import DemoConfig, Transport
-from ep_runtime_client.members import Members, reserved_coordinator
+from ep_runtime_client.jobs.members import Members, reserved_coordinator
 
 
 def run(config: DemoConfig) -> int:

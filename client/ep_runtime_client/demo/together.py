@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ep_runtime_client.members import Member
+from ep_runtime_client.jobs.members import Member
 
 
 class Stop(Protocol):

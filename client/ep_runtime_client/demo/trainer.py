@@ -20,13 +20,13 @@ import numpy.typing as npt
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ep_runtime_client import sharding
+from ep_runtime_client.block import sharding
 from ep_runtime_client.demo import model
 from ep_runtime_client.demo.config import DemoConfig, Transport
 from ep_runtime_client.demo.corpus import Corpus, held_out_batches
 from ep_runtime_client.demo.optimizers import make_optimizer
-from ep_runtime_client.groups import Group
-from ep_runtime_client.session import Session
+from ep_runtime_client.groups.group import Group
+from ep_runtime_client.sessions.session import Session
 
 Array = npt.NDArray[Any]
 

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from ep_runtime_client.demo.config import DemoConfig
-from ep_runtime_client.members import Member, run_member
+from ep_runtime_client.jobs.members import Member, run_member
 
 
 def work(order: dict[str, Any], member: Member) -> int:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime.v1 import group_service_pb2
-from ep_runtime_client import transport
+from ep_runtime_client.daemons import transport
 
 TOKENS, HIDDEN, TOP_K = 8, 64, 2
 SETTINGS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from ep_runtime import native, nccl
 from ep_runtime.errors import EpRuntimeError, OpTimeoutError, PeerLostError
-from ep_runtime_client import beside
+from ep_runtime_client.nccl import beside
 
 BUDGET_S = 60.0
 ROUNDS = 10

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation import plain
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.partitioning import regions, spread

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from ep_runtime_client.ops.activation import kernels
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import targets
+from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES, TILE, Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
-from ep_runtime_client.recipes import DATA_DTYPES, TILE, Recipe
-from ep_runtime_client.tiles import from_bits, num_tiles
+from ep_runtime_client.ops.quantize.formats.tiles import from_bits, num_tiles
 
 if TYPE_CHECKING:
     from ep_runtime_client.ops.activation.plain import Activation

@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation import op as activation_op
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
@@ -21,12 +21,12 @@ from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import ops as quantize_ops
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.packing import Packing, unpack
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.ops.tracing.varying import Axes
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,12 @@ from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.amax import amax_of_groups, group_amax, over
 from ep_runtime_client.ops.quantize.formats.format import Axes
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.quantize.rounding import scale_of
 from ep_runtime_client.ops.tracing import slack
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
-from ep_runtime_client.tiles import bits, from_bits
 
 
 @dataclasses.dataclass(frozen=True)

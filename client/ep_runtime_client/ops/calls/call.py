@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ep_runtime import layout as sizes
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, check_holds_rows
-from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.calls.token_layout import TokenLayout
 from ep_runtime_client.ops.tracing.varying import Axes, settled
 

@@ -14,8 +14,8 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, LayerSpec
-from ep_runtime_client import stored
-from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.base import stored
+from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.calls.call import PlanMeta
 from ep_runtime_client.ops.calls.token_layout import TokenLayout
 

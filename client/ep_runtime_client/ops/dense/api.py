@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.dense import ops
 from ep_runtime_client.ops.dense.ops import leaf_entries
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.packing import Matrix, Packing, pack, unpack
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.varying import varied_axes
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
 
 
 def dense(

@@ -20,12 +20,12 @@ from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.ops import raw_leaves
 from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing.varying import Axes
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
 
 Shapes = Sequence[tuple[int, ...]]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.gemm import kernels_32, vjp
 from ep_runtime_client.ops.gemm.checks import check_gemm, check_state
 from ep_runtime_client.ops.gemm.plain import Gemm
@@ -21,10 +21,10 @@ from ep_runtime_client.ops.partitioning.placement import grouped
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded, read_off
 from ep_runtime_client.ops.quantize.delayed import Delayed
+from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.packing import Matrix
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import DelayedState, Recipe
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
 @overload

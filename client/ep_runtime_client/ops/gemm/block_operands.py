@@ -15,7 +15,7 @@ from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.quantize.formats.format import Part, flat, matrix
 from ep_runtime_client.ops.quantize.formats.table import format_of
-from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
 def row_reader(

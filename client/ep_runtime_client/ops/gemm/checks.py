@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
 def check_gemm(

@@ -21,7 +21,7 @@ import numpy as np
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.ffi import bound, once, targets
-from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
 MAX_EXPERTS = 1024  # on one device

@@ -26,7 +26,7 @@ import numpy as np
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels.ffi import targets
-from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets("ep_tf32_grouped_gemm_dw_v1")
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))

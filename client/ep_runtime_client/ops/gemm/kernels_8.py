@@ -33,10 +33,10 @@ from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import bound, once, targets
 from ep_runtime_client.ops.quantize.formats.format import OnGpu
+from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES
 from ep_runtime_client.ops.quantize.formats.table import format_of
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import DATA_DTYPES
-from ep_runtime_client.tiles import bits
+from ep_runtime_client.ops.quantize.formats.tiles import bits
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets(
     "ep_fp8_grouped_gemm_v1",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ep_runtime_client.ops.gemm.product import Product
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import targets
-from ep_runtime_client.quantized import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets("ep_group_sums_v1")
 

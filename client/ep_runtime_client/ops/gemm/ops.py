@@ -17,10 +17,10 @@ from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import plain as quantize_plain
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import kernel_factors, row_factors, rows_roles
 from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
 from ep_runtime_client.ops.tracing import slack
-from ep_runtime_client.recipes import Recipe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,10 @@ from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.packing import Matrix, pack
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager, first_order, slack
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
 
 # lhs, rhs (plain ones, or where the gradients of quantized ones go), bias, quantized lhs and rhs
 # without origin, group_sizes [R, L], given scales of rows [R, L] and kernels [E] or None.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls.call import Call, world_rank
 from ep_runtime_client.ops.calls.plan import AnyArrays, Dispatched
 from ep_runtime_client.ops.movement import per_device

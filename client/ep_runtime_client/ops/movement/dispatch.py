@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
-from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls.call import Call, check_handle, world_rank
 from ep_runtime_client.ops.calls.plan import AnyArrays, Dispatched, Plan, check_plan
 from ep_runtime_client.ops.movement import per_device, token_watch

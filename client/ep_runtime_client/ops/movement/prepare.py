@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls import token_layout
 from ep_runtime_client.ops.calls.call import (
     Call,

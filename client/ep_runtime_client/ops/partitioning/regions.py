@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of
 from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer

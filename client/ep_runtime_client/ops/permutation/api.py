@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client import stored
+from ep_runtime_client.base import stored
 from ep_runtime_client.ops.permutation import batch_shards, checks
 from ep_runtime_client.ops.permutation import plan as permutation_plan
 from ep_runtime_client.ops.permutation import rows as local

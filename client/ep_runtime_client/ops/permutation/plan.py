@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.layout import align_up
-from ep_runtime_client import stored
+from ep_runtime_client.base import stored
 from ep_runtime_client.ops.kernels.slots import exclusive_sum, kept_rows, rows_at
 from ep_runtime_client.ops.permutation.batch_shards import BatchShards
 from ep_runtime_client.ops.tracing.varying import like

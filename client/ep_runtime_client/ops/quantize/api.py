@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Roles, padded
 from ep_runtime_client.ops.quantize import ops
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
 
 
 def grouped_quantize(

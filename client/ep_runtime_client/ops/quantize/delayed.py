@@ -15,9 +15,9 @@ from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.rounding import scale_of
 from ep_runtime_client.ops.tracing.varying import Axes
-from ep_runtime_client.recipes import DelayedState, Recipe
 
 
 @dataclasses.dataclass(frozen=True)

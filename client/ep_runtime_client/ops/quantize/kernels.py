@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import targets
-from ep_runtime_client.recipes import DATA_DTYPES, MX_TILE, TILE
-from ep_runtime_client.tiles import from_bits, num_tiles
+from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES, MX_TILE, TILE
+from ep_runtime_client.ops.quantize.formats.tiles import from_bits, num_tiles
 
 TARGETS = targets(
     "ep_group_amax_v1",

@@ -22,11 +22,11 @@ from ep_runtime_client.ops.partitioning.roles import (
 )
 from ep_runtime_client.ops.quantize import plain
 from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 from ep_runtime_client.ops.quantize.packing import Matrix, Packing, gather, pack_fields, unpack
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
-from ep_runtime_client.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed")
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops.partitioning.roles import Entries
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
-from ep_runtime_client.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 Matrix = jax.Array | QuantizedTensor
 

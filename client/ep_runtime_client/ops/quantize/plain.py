@@ -14,10 +14,10 @@ from __future__ import annotations
 import jax
 
 from ep_runtime_client.ops.quantize.formats.format import Axes, RowOptions
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tensor import scaled_kernel, scaled_rows
-from ep_runtime_client.quantized import QuantizedTensor
-from ep_runtime_client.recipes import Recipe
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
 def quantize_rows(

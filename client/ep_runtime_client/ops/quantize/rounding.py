@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.tiles import num_tiles, spread_tiles
+from ep_runtime_client.ops.quantize.formats.tiles import num_tiles, spread_tiles
 
 SMALLEST = 2.0**-126  # the smallest normal f32; CPUs flush what is below to zero
 SCALE_DTYPE = jnp.float8_e8m0fnu

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client import stored
+from ep_runtime_client.base import stored
 from ep_runtime_client.ops.routing.options import RouteOptions, check
 from ep_runtime_client.ops.tracing import eager
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
-from ep_runtime_client.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.tracing.varying import Axes
 
 

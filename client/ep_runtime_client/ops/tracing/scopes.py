@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ep_runtime_client.layers import EpLayer
+from ep_runtime_client.base.layers import EpLayer
 
 # What separates the parts of a scope in op names.
 _SEPARATORS = str.maketrans({"/": ".", "(": "[", ")": "]"})

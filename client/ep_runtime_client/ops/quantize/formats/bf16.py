@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.quantize.formats.format import Axes, Format, Leaves, RowOptions
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.slabs import BLOCK_ROWS, Slabs
-from ep_runtime_client.recipes import Recipe
 
 
 class UnscaledFormat(Format):

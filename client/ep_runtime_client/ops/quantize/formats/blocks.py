@@ -20,10 +20,10 @@ from ep_runtime_client.ops.quantize.formats.format import (
     RowOptions,
 )
 from ep_runtime_client.ops.quantize.formats.layouts import both_layouts
+from ep_runtime_client.ops.quantize.formats.recipes import TILE, Recipe
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits, num_tiles
 from ep_runtime_client.ops.quantize.rounding import quantize_tiles
 from ep_runtime_client.ops.quantize.slabs import BLOCK_ROWS, Slabs
-from ep_runtime_client.recipes import TILE, Recipe
-from ep_runtime_client.tiles import bits, from_bits, num_tiles
 
 
 class BlockFormat(Format):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
-from ep_runtime_client.recipes import Recipe
-from ep_runtime_client.tiles import bits, from_bits, spread_tiles, widen
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits, spread_tiles, widen
 
 Axes = tuple[str, ...]
 Leaves = dict[str, jax.Array]  # by their fields of a QuantizedTensor

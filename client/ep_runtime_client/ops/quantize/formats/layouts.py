@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import kernels
-from ep_runtime_client.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 
 
 def both_layouts(

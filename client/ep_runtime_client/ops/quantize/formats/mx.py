@@ -25,10 +25,10 @@ from ep_runtime_client.ops.quantize.formats.format import (
     flat,
     matrix,
 )
+from ep_runtime_client.ops.quantize.formats.recipes import MX_TILE, Recipe
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits, widen
 from ep_runtime_client.ops.quantize.rounding import SCALE_DTYPE, quantize_tiles, to_e8m0
 from ep_runtime_client.ops.quantize.slabs import BLOCK_ROWS, Slabs
-from ep_runtime_client.recipes import MX_TILE, Recipe
-from ep_runtime_client.tiles import bits, from_bits, widen
 
 _FIELDS = ("data", "scale", "data_columns", "scale_columns")
 

@@ -7,8 +7,14 @@ from ep_runtime_client.ops.quantize.formats.bf16 import UnscaledFormat
 from ep_runtime_client.ops.quantize.formats.blocks import BlockFormat
 from ep_runtime_client.ops.quantize.formats.format import Format
 from ep_runtime_client.ops.quantize.formats.mx import MxFormat
+from ep_runtime_client.ops.quantize.formats.recipes import (
+    BF16,
+    MXFP8,
+    BlockScaling,
+    Recipe,
+    TensorScaling,
+)
 from ep_runtime_client.ops.quantize.formats.tensor import TensorFormat
-from ep_runtime_client.recipes import BF16, MXFP8, BlockScaling, Recipe, TensorScaling
 
 FORMATS: dict[type[Recipe], Format] = {
     BF16: UnscaledFormat(),

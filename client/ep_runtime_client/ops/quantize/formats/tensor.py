@@ -21,10 +21,10 @@ from ep_runtime_client.ops.quantize.formats.format import (
     RowOptions,
 )
 from ep_runtime_client.ops.quantize.formats.layouts import both_layouts
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 from ep_runtime_client.ops.quantize.rounding import round_scaled, scale_of
 from ep_runtime_client.ops.quantize.slabs import Slabs
-from ep_runtime_client.recipes import Recipe
-from ep_runtime_client.tiles import bits, from_bits
 
 
 class TensorFormat(Format):

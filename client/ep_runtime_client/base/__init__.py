@@ -1,0 +1,1 @@
+"""What every room uses and what knows none: layers, meshes, dtypes, units, JAX's own state."""

@@ -1,0 +1,216 @@
+"""Layers as a training program sees them: frozen names that resolve to a live group.
+
+`EpLayer` and `LayerStack` are static data: hashable, picklable, never pytree leaves. They carry
+specs; mesh, windows and generation are looked up in this process's table of live groups when an
+op is traced, so a layer that was pickled, or attached by name, works like the original.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime import specs
+from ep_runtime.errors import InvalidArgumentError, StaleHandleError
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    from ep_runtime_client.groups.group import Group
+
+
+class LiveGroups:
+    """The groups of this process by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: dict[str, Group] = {}
+
+    def add(self, group: Group) -> None:
+        """Raises InvalidArgumentError where another live group of this process has the name."""
+        with self._lock:
+            other = self._groups.get(group.name)
+            if other is not None and other is not group:
+                raise InvalidArgumentError(
+                    f"group {group.name!r} is already open in this process; close it first, "
+                    "or pass replace=True to create_group",
+                    argument="name",
+                )
+            self._groups[group.name] = group
+
+    def remove(self, group: Group) -> None:
+        with self._lock:
+            if self._groups.get(group.name) is group:
+                del self._groups[group.name]
+
+    def get(self, name: str) -> Group | None:
+        with self._lock:
+            return self._groups.get(name)
+
+    def all(self) -> list[Group]:
+        with self._lock:
+            return list(self._groups.values())
+
+    def clear(self) -> None:
+        """Forgets everything; a forked child calls it."""
+        self._lock = threading.Lock()
+        self._groups = {}
+
+
+live_groups = LiveGroups()
+
+
+@dataclasses.dataclass(frozen=True)
+class EpLayer:
+    """A registered layer. Get it from `Group.register_layer`, a stack, or `Group.layer(name)`.
+
+    Attributes:
+        group_spec: the group's spec.
+        spec: the layer's spec, defaults filled in.
+        base_id: id of the layer in compiled programs; for a layer of a stack, of its layer 0.
+        index: position in its stack; 0 for a plain layer.
+    """
+
+    group_spec: specs.GroupSpec
+    spec: specs.LayerSpec
+    base_id: int
+    index: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique in the group; of a layer of a stack "stack[i]"."""
+        return self.spec.name
+
+    @property
+    def top_k(self) -> int:
+        """K, experts per token."""
+        return self.spec.top_k
+
+    @property
+    def alignment(self) -> int:
+        """Rows to which each expert's zone is aligned."""
+        assert self.spec.alignment is not None  # filled at registration
+        return self.spec.alignment
+
+    @property
+    def in_flight(self) -> int:
+        """Dispatches that may be open at once; handles are 0 .. in_flight - 1."""
+        return self.spec.in_flight
+
+    @property
+    def id(self) -> int:
+        """The layer's number at the daemon, the same in every process."""
+        return self.base_id + self.index
+
+    @property
+    def fingerprint(self) -> int:
+        """63-bit id of every setting of group and layer that a program depends on."""
+        return specs.stable_id(
+            "program", str(self.group_spec.fingerprint), f"{self.top_k}/{self.alignment}"
+        )
+
+    @property
+    def group(self) -> Group:
+        """The live group. Raises StaleHandleError where this process has none of that name."""
+        group = live_groups.get(self.group_spec.name)
+        if group is None:
+            raise StaleHandleError(
+                f"layer {self.name!r}: group {self.group_spec.name!r} is not open in this "
+                "process; connect and create the group, or attach to it with session.group(name)",
+                layer=self.name,
+                group=self.group_spec.name,
+            )
+        group.require_layer(self)
+        if group.spec.fingerprint != self.group_spec.fingerprint:
+            raise StaleHandleError(
+                f"layer {self.name!r} is of an older group {group.name!r} with other settings; "
+                "register it again in the new one",
+                layer=self.name,
+                group=group.name,
+            )
+        return group
+
+    @property
+    def mesh(self) -> Mesh:
+        """The group's mesh."""
+        return self.group.mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """`num_layers` layers alike, for `lax.scan`: `stack[i]` with a Python or a traced int.
+
+    Attributes:
+        group_spec: the group's spec.
+        spec: the spec of each layer; its name is the stack's.
+        num_layers: how many.
+        base_id: id of layer 0; layer i has base_id + i.
+    """
+
+    group_spec: specs.GroupSpec
+    spec: specs.LayerSpec
+    num_layers: int
+    base_id: int
+
+    @property
+    def name(self) -> str:
+        """The stack's name, unique in the group."""
+        return self.spec.name
+
+    @property
+    def group(self) -> Group:
+        """The live group. Raises StaleHandleError where this process has none of that name."""
+        return self._layer(0).group
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def _layer(self, index: int) -> EpLayer:
+        named = dataclasses.replace(self.spec, name=layer_name(self.name, index))
+        return EpLayer(self.group_spec, named, self.base_id, index)
+
+    def __getitem__(self, index: int | jax.Array) -> EpLayer | TracedLayer:
+        """Layer `index`: an EpLayer for an integer, a TracedLayer for a traced int32 scalar."""
+        try:
+            position = operator.index(index)
+        except TypeError:
+            return TracedLayer(self, index)
+        except Exception as error:  # noqa: BLE001 - a tracer refuses with a JAX error of its own
+            if "racer" not in type(error).__name__:
+                raise
+            return TracedLayer(self, index)
+        if not -self.num_layers <= position < self.num_layers:
+            raise IndexError(f"layer {position} of stack {self.name!r} of {self.num_layers} layers")
+        return self._layer(position % self.num_layers)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedLayer:
+    """A layer of a stack whose index is a traced int32 scalar; lives inside one trace."""
+
+    stack: LayerStack
+    index: Any
+
+    @property
+    def static(self) -> EpLayer:
+        """Layer 0 of the stack: the same settings, a name and base id for the program."""
+        return self.stack._layer(0)
+
+
+def layer_name(stack_name: str, index: int) -> str:
+    """The name under which layer `index` of a stack is registered and listed."""
+    return f"{stack_name}[{index}]"
+
+
+def resolve(layer: EpLayer | TracedLayer) -> tuple[EpLayer, Any]:
+    """(static layer, index): what an op needs, the index a Python int or a traced scalar."""
+    if isinstance(layer, TracedLayer):
+        return layer.static, layer.index
+    if isinstance(layer, EpLayer):
+        return dataclasses.replace(layer, index=0), layer.index
+    raise InvalidArgumentError(
+        f"layer must be an EpLayer or stack[i], got {type(layer).__name__}", argument="layer"
+    )

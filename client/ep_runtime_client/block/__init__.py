@@ -1,0 +1,1 @@
+"""The MoE block: its call, its parameters and where they lie, and the flax modules around it."""

@@ -1,0 +1,135 @@
+"""`ep.linen`: the MoE block as a flax.linen module. Needs the extra `flax`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client.base.layers import EpLayer, LayerStack
+from ep_runtime_client.block import module_options
+from ep_runtime_client.block.moe import moe
+from ep_runtime_client.block.params import KernelInit, MoEParams, initializers, logical_axes
+from ep_runtime_client.ops.routing.api import update_expert_bias
+
+try:
+    from flax import linen
+except ImportError as error:
+    raise ImportError(f"ep.linen needs flax: {module_options.EXTRA}") from error
+
+
+class MoEBlock(linen.Module):  # type: ignore[misc]
+    """Router, dispatch, experts and combine: `ep.moe` with its parameters, as a linen module.
+
+    Parameters are `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of `MoEParams`,
+    boxed by `with_logical_partitioning` with the names of `logical_axes` (`block/params.py`).
+    Rules that are in place when the block is called tell `ep.moe` how they lie (`params_spec`).
+    Layers are static fields: they reach no variable and no checkpoint.
+
+    Attributes:
+        layer_or_spec: a registered layer; a layer stack, of which each call names one layer; or a
+            LayerSpec with num_experts and hidden_size, which initialises and needs no daemon.
+        mlp_dim: M.
+        use_bias, param_dtype, kernel_init: as in `init_moe_params`.
+        use_expert_bias: with the variable `expert_bias`, f32 [E], in the collection of that name.
+
+    The other attributes are the keyword arguments of `ep.moe`.
+
+    Cost: that of `ep.moe`; the block adds nothing.
+
+    Source: as `ep.moe`; the bias is that of `ep.update_expert_bias`.
+
+    Examples:
+        >>> block = ep.linen.MoEBlock(layer, 64)
+        >>> variables = block.init(jax.random.key(0), tokens)
+        >>> y, aux = block.apply(variables, tokens)
+        >>> y.shape == tokens.shape
+        True
+    """
+
+    layer_or_spec: EpLayer | LayerStack | LayerSpec
+    mlp_dim: int
+    use_bias: bool = False
+    param_dtype: Any = jnp.float32
+    kernel_init: KernelInit | None = None
+    use_expert_bias: bool = False
+    activation: Any = "silu"
+    recipe: Any = None
+    score_function: str = "softmax"
+    use_pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    group_score_topk: int | None = None
+    normalize_weights: bool | None = None
+    scaling_factor: float = 1.0
+    aux_loss_coeff: float = 0.0
+    apply_topk_weights_early: bool | None = None
+    gated: bool = True
+    compute_dtype: Any = None
+    capacity: int | None = None
+    handle: int = 0
+    return_stats: bool = False
+    tokens_spec: jax.sharding.PartitionSpec | None = None
+    params_spec: Any = None
+
+    def setup(self) -> None:
+        module_options.check_source(self.layer_or_spec)
+        makers = initializers(
+            self.layer_or_spec,
+            self.mlp_dim,
+            gated=self.gated,
+            use_bias=self.use_bias,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+        )
+        made = {name: self.param(name, _boxed(name, make)) for name, make in makers.items()}
+        self.moe_params = MoEParams(**made)
+        if self.use_expert_bias:
+            zeros = jnp.zeros((made["router"].shape[1],), jnp.float32)
+            self.bias = self.variable("expert_bias", "expert_bias", lambda: zeros)
+
+    def __call__(self, x: jax.Array, layer_index: int | jax.Array | None = None) -> Any:
+        """Runs the block; shapes, results and errors are those of `ep.moe`.
+
+        Args:
+            x: [T, H] or [B, S, H].
+            layer_index: of a layer stack, a Python int or a traced int32 scalar; else None.
+
+        Returns:
+            (y, aux), with return_stats (y, aux, stats). While it initialises, from a LayerSpec
+            too: x and 0, no token is moved.
+        """
+        if self.is_initializing():
+            return (x, jnp.zeros((), jnp.float32), None)[: 3 if self.return_stats else 2]
+        layer = module_options.layer_for_call(self.layer_or_spec, layer_index, x)
+        bias = self.bias.value if self.use_expert_bias else None
+        options = {name: getattr(self, name) for name in module_options.option_names()}
+        if self.params_spec is None:
+            options["params_spec"] = module_options.rules_in_context(
+                linen.get_logical_axis_rules(), layer
+            )
+        return moe(layer, x, self.moe_params, expert_bias=bias, **options)
+
+    def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
+        """Moves the expert bias as `ep.update_expert_bias` does.
+
+        For `apply(..., method="update_expert_bias", mutable="expert_bias")`.
+
+        Args:
+            tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.
+            rate: size of the step.
+
+        Cost: E additions.
+        """
+        assert self.use_expert_bias, "the block was made without use_expert_bias"
+        self.bias.value = update_expert_bias(self.bias.value, tokens_per_expert, rate)
+
+
+def _boxed(name: str, make: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """`make` with its result in a box of logical names."""
+    ndim = jax.eval_shape(make, jax.random.key(0)).ndim
+    boxed: Callable[..., Any] = linen.with_logical_partitioning(make, logical_axes(name, ndim))
+    return boxed

@@ -1,0 +1,106 @@
+"""What the flax modules `ep.nnx.MoEBlock` and `ep.linen.MoEBlock` share; needs no flax."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer, resolve
+from ep_runtime_client.block.moe import moe
+from ep_runtime_client.block.params import LOGICAL_AXES
+from ep_runtime_client.block.sharding import Rules, axes_of_entry
+
+EXTRA = "pip install 'ep-runtime[flax]'"
+
+
+def check_source(source: Any) -> None:
+    """Raises InvalidArgumentError where `source` cannot be a module's layer_or_spec."""
+    if not isinstance(source, (EpLayer, LayerStack, LayerSpec)):
+        raise InvalidArgumentError(
+            "layer_or_spec must be a registered layer, a layer stack (its layer comes with each "
+            f"call as layer_index) or a LayerSpec, got {type(source).__name__}",
+            argument="layer_or_spec",
+        )
+
+
+def option_names() -> list[str]:
+    """The options of `moe` that a module passes on; expert_bias is a variable of the module."""
+    known = inspect.signature(moe).parameters
+    return [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY and n != "expert_bias"]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError for an option that `moe` does not have."""
+    names = option_names()
+    for name in options:
+        if name == "expert_bias":
+            raise InvalidArgumentError(
+                "expert_bias is a variable of the module: pass use_expert_bias=True", argument=name
+            )
+        if name not in names:
+            raise InvalidArgumentError(
+                f"{name} is no option of moe; it has {', '.join(names)}", argument=name
+            )
+
+
+def rules_in_context(
+    logical: Sequence[tuple[str, Any]], layer: EpLayer | TracedLayer | LayerSpec
+) -> Rules | None:
+    """Flax's logical axis rules as `params_spec` of `moe`.
+
+    Args:
+        logical: what `logical_axis_rules` put in place; the first rule of a name counts.
+        layer: of the call.
+
+    Returns:
+        None where they do not say how all parameters lie on axes of the layer's mesh.
+    """
+    if isinstance(layer, LayerSpec):
+        return None
+    places: dict[str, Any] = {}
+    for name, place in logical or ():
+        places.setdefault(name, place)
+    wanted = {name for names in LOGICAL_AXES.values() for name in names if name is not None}
+    if not wanted <= set(places):
+        return None
+    rules = Rules((), tuple((name, places[name]) for name in sorted(wanted)), (), ())
+    used = {axis for _, place in rules.logical for axis in axes_of_entry(place)}
+    return rules if used <= set(resolve(layer)[0].group_spec.axis_sizes) else None
+
+
+def layer_for_call(
+    source: EpLayer | LayerStack | LayerSpec, layer_index: int | jax.Array | None, x: jax.Array
+) -> EpLayer | TracedLayer | LayerSpec:
+    """The layer that one call of a module on `x` uses; a LayerSpec only while shapes are traced.
+
+    Raises:
+        InvalidArgumentError: a LayerSpec and values, a stack without an index, or an index without
+            a stack.
+    """
+    if isinstance(source, LayerSpec):
+        if isinstance(x, jax.core.Tracer):
+            return source
+        raise InvalidArgumentError(
+            f"the module was made from LayerSpec {source.name!r}, which moves no tokens: make it "
+            "from a registered layer, or give it one (block.layer of nnx) before calling it",
+            argument="layer_or_spec",
+        )
+    if isinstance(source, LayerStack):
+        if layer_index is None:
+            raise InvalidArgumentError(
+                f"layer_index must say which of the {source.num_layers} layers of stack "
+                f"{source.name!r} this call is, got None",
+                argument="layer_index",
+            )
+        return source[layer_index]
+    if layer_index is not None:
+        raise InvalidArgumentError(
+            f"layer_index goes with a layer stack; {source.name!r} is one layer",
+            argument="layer_index",
+        )
+    return source

@@ -1,0 +1,354 @@
+"""The MoE block: router, dispatch, experts, combine. Letters: `ops/__init__.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client.base import stored
+from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.block import moe_checks, moe_shapes
+from ep_runtime_client.block.moe_checks import Recipes
+from ep_runtime_client.block.moe_options import MoEOptions
+from ep_runtime_client.block.params import MoEParams as MoEParams
+from ep_runtime_client.block.params import init_moe_params as init_moe_params
+from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.activation import quantized_op
+from ep_runtime_client.ops.activation.op import activate
+from ep_runtime_client.ops.activation.plain import Activation, Function
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import Dispatched
+from ep_runtime_client.ops.gemm.api import multiply
+from ep_runtime_client.ops.movement.combine import merge
+from ep_runtime_client.ops.movement.dispatch import call_of_plan, dispatch
+from ep_runtime_client.ops.partitioning.roles import entries_of
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.packing import Matrix
+from ep_runtime_client.ops.routing import api as routing_api
+from ep_runtime_client.ops.routing.matmul import router_logits
+from ep_runtime_client.ops.tracing.ambient import open_layer
+from ep_runtime_client.ops.tracing.scopes import scope
+from ep_runtime_client.ops.tracing.varying import Axes
+
+
+@stored.pytree()
+class MoEStats(NamedTuple):
+    """What a step did; no gradient.
+
+    Attributes:
+        tokens_per_expert: int32 [E], slots routed to each expert over the global batch.
+        dropped: int32 [], slots that found no row, over the global batch.
+        num_recv: int32 [R], aligned rows demanded of each slab.
+    """
+
+    tokens_per_expert: jax.Array
+    dropped: jax.Array
+    num_recv: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The experts of one call.
+
+    Attributes:
+        activation: between the matmuls; its dtype is that of rows everywhere.
+        recipes: of wi and wo.
+        specs: PartitionSpec of each parameter by name, None where it is not known.
+        inner_axes: mesh axes on M; None where they are not known.
+        token_axes: those of the group.
+    """
+
+    activation: Activation
+    recipes: tuple[Recipe | None, Recipe | None]
+    specs: Mapping[str, PartitionSpec | None]
+    inner_axes: Axes | None
+    token_axes: Axes
+
+
+Layer = EpLayer | TracedLayer | LayerSpec
+Result = tuple[jax.Array, jax.Array]
+ResultWithStats = tuple[jax.Array, jax.Array, MoEStats]
+
+
+@overload
+def moe(
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    return_stats: Literal[False] = False,
+    **options: Unpack[MoEOptions],
+) -> Result: ...
+@overload
+def moe(
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    return_stats: Literal[True],
+    **options: Unpack[MoEOptions],
+) -> ResultWithStats: ...
+@overload
+def moe(
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    return_stats: bool,
+    **options: Unpack[MoEOptions],
+) -> Result | ResultWithStats: ...
+def moe(
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    activation: Function = "silu",
+    recipe: Recipes = None,
+    score_function: str = "softmax",
+    use_pre_softmax: bool = False,
+    expert_bias: jax.Array | None = None,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    normalize_weights: bool | None = None,
+    scaling_factor: float = 1.0,
+    aux_loss_coeff: float = 0.0,
+    apply_topk_weights_early: bool | None = None,
+    gated: bool = True,
+    compute_dtype: Any = None,
+    capacity: int | None = None,
+    handle: int = 0,
+    return_stats: bool = False,
+    tokens_spec: PartitionSpec | None = None,
+    params_spec: Any = None,
+) -> Result | ResultWithStats:
+    """Routes every token to its experts on all ranks, runs them, and sums their answers.
+
+    Args:
+        layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do.
+        x: [T, H] or [B, S, H], laid out as `dispatch` wants tokens.
+        params: the block's weights; experts on dim 0 over the ep axes.
+        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h).
+        recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo); None
+            computes in compute_dtype. The parameters themselves are quantized, and rows once per
+            matmul; delayed scaling, which keeps a state, is not for here.
+        score_function: as in `route`.
+        use_pre_softmax: as in `route`.
+        expert_bias: [E] f32, as in `route`.
+        num_groups: as in `route`.
+        group_topk: as in `route`.
+        group_score_topk: as in `route`.
+        normalize_weights: as in `route`.
+        scaling_factor: as in `route`.
+        aux_loss_coeff: as in `aux_loss`.
+        apply_topk_weights_early: multiply the weights into the activations before wo, instead of
+            into the experts' outputs inside combine; the same result but for rounding. With a
+            wo_bias, which is to be weighted too, they are multiplied in combine all the same.
+            Before wo is faster on GPUs whose kernels take the activation: they do it in their one
+            pass, and the backward pass needs none of those outputs, so that they take no memory
+            either. None: before wo there, in combine elsewhere, on CPU always.
+        gated: whether wi holds gate and up.
+        compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
+            with BF16().
+        capacity: as in `dispatch`.
+        handle: as in `dispatch`.
+        tokens_spec: as in `dispatch`.
+        return_stats: also return MoEStats.
+        params_spec: how the parameters lie, where traced arrays cannot tell (plain jit, a manual
+            shard_map that leaves weights sharded): MoEParams of PartitionSpecs, or the rules of
+            `ep.sharding`. What it says serves as `rhs_spec` of `grouped_gemm`.
+
+    Returns:
+        (y, aux): y like x; aux f32 [], 0 when the coefficient is 0. With return_stats (y, aux,
+        stats). Inside a shard_map of the user aux and the stats' sums are over the global batch.
+
+    Raises:
+        InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer.
+        StaleHandleError: the layer's group is closed.
+        NotImplementedError: under vmap, or a second derivative.
+
+    Cost: one dispatch and one combine forward, the same backward; router logits in f32. Weights
+    are gathered over outer axes that shard them (`grouped_gemm`); an axis that shards M costs one
+    sum of the slabs forward and one backward, and no other collective on an activation.
+
+    Source: Shazeer et al. 2017 (arXiv:1701.06538) and GShard (arXiv:2006.16668), without drops as
+    in MegaBlocks (arXiv:2211.15841) unless the group's capacity_factor asks for them.
+
+    Examples:
+        >>> params = ep.init_moe_params(jax.random.key(1), layer, 64)
+        >>> block = jax.jit(lambda x, params: ep.moe(layer, x, params, aux_loss_coeff=0.01))
+        >>> y, aux = block(tokens, params)
+        >>> y.shape == tokens.shape, aux.shape
+        (True, ())
+    """
+    moe_checks.check_params(params)
+    if isinstance(layer, LayerSpec):
+        y, aux, *rest = moe_shapes.shapes_of(layer, x, params, stats=return_stats)
+        return (y, aux, MoEStats(*rest)) if return_stats else (y, aux)
+    static = resolve(layer)[0]
+    recipes, specs = moe_checks.pair_of(recipe), moe_checks.specs_of(params_spec, params)
+    moe_checks.check(static, x, params, specs, activation, gated)
+    inner_axes = moe_checks.inner_axes(static.group_spec, params.wi, specs["wi"])
+    moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
+    with scope("router", static):
+        routed = routing_api.route(
+            checkpoint_name(_logits(x, params), "ep_plan"),  # [..., E] beside rows of H: little
+            static.top_k,
+            score_function=score_function,
+            use_pre_softmax=use_pre_softmax,
+            expert_bias=expert_bias,
+            num_groups=num_groups,
+            group_topk=group_topk,
+            group_score_topk=group_score_topk,
+            normalize_weights=normalize_weights,
+            scaling_factor=scaling_factor,
+        )
+    if compute_dtype is None:
+        narrow = any(r is not None and not r.quantizes for r in recipes)
+        compute_dtype = jnp.bfloat16 if narrow else x.dtype
+    dtype = jnp.dtype(compute_dtype)
+    dispatched = dispatch(
+        layer,
+        x.astype(dtype),
+        routed.topk_idx,
+        routed.topk_weights,
+        handle=handle,
+        capacity=capacity,
+        tokens_spec=tokens_spec,
+    )
+    call = call_of_plan(static, open_layer(layer)[2], dispatched.plan)
+    token_axes = static.group_spec.token_axes
+    block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
+    early = apply_topk_weights_early
+    if early is None:
+        early = _faster_before_wo(static, block.activation)
+    # A bias of wo is weighted too, so that beside one the weights wait for combine.
+    early = early and params.wo_bias is None
+    weights = dispatched.weights
+    expert_out = _run_experts(layer, block, dispatched, params, weights if early else None)
+    # The gradients of slack go to matmuls that stop before it, and to dispatch, which reads rows.
+    y = merge(layer, dispatched, expert_out, None if early else weights, clear_slack=False)
+    y = y.astype(x.dtype)
+    aux = _aux_loss(call, routed, aux_loss_coeff)
+    return (y, aux, _stats(call, routed, dispatched)) if return_stats else (y, aux)
+
+
+def _faster_before_wo(layer: EpLayer, activation: Activation) -> bool:
+    """Whether kernels multiply weights into the activations: on GPUs, where windows are theirs."""
+    return layer.group_spec.transport != "memfd" and activation_kernels.takes(activation)
+
+
+def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
+    logits = router_logits(x, params.router)
+    if params.router_bias is not None:
+        logits = logits + params.router_bias.astype(jnp.float32)
+    return logits
+
+
+def _run_experts(
+    layer: EpLayer | TracedLayer,
+    block: _Block,
+    dispatched: Dispatched,
+    params: MoEParams,
+    row_weights: jax.Array | None,
+) -> jax.Array:
+    """The two matmuls of every expert: [R, C, H] -> [R, C, H]."""
+    sizes, dtype = dispatched.group_sizes, block.activation.dtype
+    (wi_recipe, wo_recipe), static = block.recipes, resolve(layer)[0]
+    wi_bias, wo_bias = (_bias(block, name, params) for name in ("wi_bias", "wo_bias"))
+    with scope("experts", static):
+        hidden = multiply(
+            dispatched.tokens,
+            _operand(params.wi, wi_recipe, dtype),
+            sizes,
+            layer=layer,
+            bias=wi_bias,
+            recipe=wi_recipe,
+            out_dtype=dtype,
+            rhs_spec=block.specs["wi"],
+            clear_slack=False,  # dispatch's gradient does not read it
+            beside="dispatch",
+        )
+        hidden = checkpoint_name(hidden, "ep_wi")
+        inner = _activated(layer, block, hidden, row_weights, sizes)
+        out = multiply(
+            inner,
+            _operand(params.wo, wo_recipe, dtype),
+            sizes,
+            layer=layer,
+            bias=wo_bias,
+            recipe=wo_recipe,
+            out_dtype=dtype,
+            rhs_spec=block.specs["wo"],
+            clear_slack=False,  # the activation's does not
+            beside="combine",
+        )
+        tagged: jax.Array = checkpoint_name(out, "ep_wo")
+        return tagged
+
+
+def _activated(
+    layer: EpLayer | TracedLayer,
+    block: _Block,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    sizes: jax.Array,
+) -> Matrix:
+    """What the second matmul takes: rows, or quantized ones where that saves a pass."""
+    static, recipe, inner_axes = block.activation, block.recipes[1], block.inner_axes
+    if recipe is not None and quantized_op.takes(static, recipe, hidden):
+        return quantized_op.activate(
+            layer, static, recipe, hidden, row_weights, sizes, inner_axes=inner_axes
+        )
+    return activate(layer, static, hidden, row_weights, sizes, inner_axes=inner_axes)
+
+
+def _bias(block: _Block, name: str, params: MoEParams) -> jax.Array | None:
+    """A bias with the trailing dims of its kernel, whole over manual axes that shard tokens."""
+    bias: jax.Array | None = getattr(params, name)
+    if bias is None:
+        return None
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for dim, axes in enumerate(entries_of(block.specs[name], bias.ndim)):
+        over = tuple(axis for axis in axes if axis in manual and axis in block.token_axes)
+        if over and dim:
+            bias = lax.all_gather(bias, over, axis=dim, tiled=True)
+    if name == "wi_bias" and bias.ndim != params.wi.ndim - 1:
+        bias = bias.reshape(bias.shape[0], *params.wi.shape[2:])
+    return bias
+
+
+def _operand(kernel: jax.Array, recipe: Recipe | None, dtype: Any) -> jax.Array:
+    """The kernel as the matmul takes it: a recipe quantizes the parameter itself."""
+    return kernel.astype(dtype) if recipe is None else kernel
+
+
+def _batch_axes(call: Call) -> tuple[str, ...]:
+    """The axes that a sum over the global batch crosses here: the manual ones."""
+    sizes = call.group.axis_sizes
+    return tuple(a for a in call.group.token_axes if a in call.manual and sizes[a] > 1)
+
+
+def _aux_loss(call: Call, routed: routing_api.Routing, coeff: float) -> jax.Array:
+    if coeff == 0.0:
+        return jnp.zeros((), jnp.float32)
+    with scope("aux_loss", call.layer):
+        return routing_api.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
+
+
+def _stats(call: Call, routed: routing_api.Routing, dispatched: Dispatched) -> MoEStats:
+    with scope("stats", call.layer):
+        counts = routing_api.tokens_per_expert(routed.topk_idx, call.group.num_experts)
+        kept = dispatched.plan.arrays.kept.sum(dtype=jnp.int32)
+        axes = _batch_axes(call)
+        if axes:
+            counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)
+        return MoEStats(counts, counts.sum(dtype=jnp.int32) - kept, dispatched.num_recv)

@@ -1,0 +1,160 @@
+"""What `moe` refuses, and how the weights of a block lie where their arrays do not tell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import GroupSpec
+from ep_runtime_client.base.layers import EpLayer
+from ep_runtime_client.block.params import MoEParams, check_all_or_none, logical_axes
+from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Function
+from ep_runtime_client.ops.partitioning.regions import known_entries
+from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.tracing.varying import Axes
+
+Recipes = Recipe | tuple[Recipe | None, Recipe | None] | None
+
+
+def pair_of(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
+    """The recipes of (wi, wo).
+
+    Raises:
+        InvalidArgumentError: neither a recipe nor two, or one that keeps a state.
+    """
+    pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
+    if len(pair) != 2 or not all(isinstance(r, Recipe | None) for r in pair):
+        raise InvalidArgumentError(
+            f"recipe must be one of ep.recipes, or a pair of them for wi and wo, got {recipe!r}",
+            argument="recipe",
+        )
+    for each in pair:
+        if each is not None and each.delayed:
+            raise InvalidArgumentError(
+                f"recipe {each} keeps a state, which moe has no place for; quantize the operands "
+                "of grouped_gemm with it, or take TensorScaling()",
+                argument="recipe",
+            )
+    return pair[0], pair[1]
+
+
+def check_params(params: Any) -> None:
+    """Raises InvalidArgumentError unless `params` are MoEParams."""
+    if isinstance(params, MoEParams):
+        return
+    remedy = ""
+    if isinstance(params, Mapping):
+        remedy = f" with the keys {sorted(map(str, params))}; ep.MoEParams(**params) takes its own"
+    raise InvalidArgumentError(
+        f"params must be ep.MoEParams(router, wi, wo, ...), got {type(params).__name__}{remedy}",
+        argument="params",
+    )
+
+
+def specs_of(given: Any, params: MoEParams) -> dict[str, PartitionSpec | None]:
+    """Specs of the parameters by name, from moe's `params_spec`; None where it says nothing.
+
+    Raises:
+        InvalidArgumentError: neither MoEParams of PartitionSpecs nor rules of `ep.sharding`.
+    """
+    names = [field.name for field in dataclasses.fields(MoEParams)]
+    if given is None:
+        return dict.fromkeys(names)
+    if isinstance(given, MoEParams):
+        return {name: getattr(given, name) for name in names}
+    if not callable(getattr(given, "spec", None)):
+        raise InvalidArgumentError(
+            "params_spec must be MoEParams of PartitionSpecs or rules of ep.sharding, got "
+            f"{type(given).__name__}",
+            argument="params_spec",
+        )
+    arrays = {name: getattr(params, name) for name in names}
+    return {
+        name: None if array is None else given.spec(logical_axes(name, array.ndim))
+        for name, array in arrays.items()
+    }
+
+
+def inner_axes(group: GroupSpec, wi: jax.Array, spec: PartitionSpec | None) -> Axes | None:
+    """Mesh axes on M, which rows keep behind wi; None where nothing tells.
+
+    Raises:
+        InvalidArgumentError: they lie on wi [E, H, 2M], where no shard has both gate and up.
+    """
+    entries: Entries | None = known_entries(wi, wi.ndim)
+    if spec is not None:
+        entries = entries_of(spec, wi.ndim)
+    if entries is None:
+        return None
+    sizes = group.axis_sizes
+    return tuple(a for a in entries[-1] if a not in group.token_axes and sizes.get(a, 1) > 1)
+
+
+def check(
+    layer: EpLayer,
+    x: jax.Array,
+    params: MoEParams,
+    specs: Mapping[str, PartitionSpec | None],
+    activation: Function,
+    gated: bool,
+) -> None:
+    """Raises InvalidArgumentError where arguments of `moe` do not fit the layer."""
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        raise InvalidArgumentError(
+            f"activation must be a function or one of {sorted(ACTIVATIONS)}, got {activation!r}",
+            argument="activation",
+        )
+    hidden, num_experts = layer.group_spec.hidden_size, layer.group_spec.num_experts
+    if x.ndim not in (2, 3) or x.shape[-1] != hidden:
+        raise InvalidArgumentError(
+            f"x must be [T, {hidden}] or [B, S, {hidden}], got {list(x.shape)}", argument="x"
+        )
+    if params.router.shape != (hidden, num_experts):
+        raise InvalidArgumentError(
+            f"router must be [H, E] = {[hidden, num_experts]}, whole inside a shard_map too, got "
+            f"{list(params.router.shape)}",
+            argument="params.router",
+        )
+    wi, wo = (_whole(getattr(params, name), specs[name]) for name in ("wi", "wo"))
+    inner = wo[1]
+    fits = wi[:2] == (wo[0], hidden) and wo[2:] == (hidden,)
+    if (
+        not fits
+        or prod(wi[2:]) != inner * (2 if gated else 1)
+        or len(wi) not in ((3, 4) if gated else (3,))
+    ):
+        raise InvalidArgumentError(
+            f"wi must be {'[E, H, 2, M] or [E, H, 2M]' if gated else '[E, H, M]'} and wo "
+            f"[E, M, H] with H={hidden}, got {list(wi)} and {list(wo)}; inside a shard_map "
+            "params_spec says over which manual axes they are still sharded",
+            argument="params.wi",
+        )
+    check_all_or_none({"wi_bias": params.wi_bias, "wo_bias": params.wo_bias})
+
+
+def _whole(array: jax.Array, spec: PartitionSpec | None) -> tuple[int, ...]:
+    """The shape of a kernel without the manual axes that shard it, but for the expert dim."""
+    ambient = jax.sharding.get_abstract_mesh()
+    shape = list(array.shape)
+    for dim, axes in enumerate(entries_of(spec, array.ndim)):
+        manual = [axis for axis in axes if axis in ambient.manual_axes]
+        shape[dim] *= prod(ambient.shape[axis] for axis in manual) if dim else 1
+    return tuple(shape)
+
+
+def check_halves(group: GroupSpec, params: MoEParams, gated: bool, inner: Axes | None) -> None:
+    """Raises InvalidArgumentError where axes lie on [E, H, 2M]: no shard has both gate and up."""
+    if gated and params.wi.ndim == 3 and inner:
+        sizes = group.axis_sizes
+        raise InvalidArgumentError(
+            f"wi [E, H, 2M] has {', '.join(f'{a}={sizes[a]}' for a in inner)} on its last dim, "
+            "where no shard has both gate and up of a column; pass wi as [E, H, 2, M]",
+            argument="params.wi",
+        )

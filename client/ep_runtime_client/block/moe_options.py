@@ -1,0 +1,45 @@
+"""The keyword arguments of `moe` but for return_stats, as type checkers see them."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ep_runtime_client.block.moe_checks import Recipes
+from ep_runtime_client.ops.activation.plain import Function
+
+
+class _Shared(TypedDict, total=False):
+    """Those of `moe` and of its modules."""
+
+    activation: Function
+    recipe: Recipes
+    score_function: str
+    use_pre_softmax: bool
+    num_groups: int | None
+    group_topk: int | None
+    group_score_topk: int | None
+    normalize_weights: bool | None
+    scaling_factor: float
+    aux_loss_coeff: float
+    apply_topk_weights_early: bool | None
+    compute_dtype: Any
+    capacity: int | None
+    handle: int
+    tokens_spec: PartitionSpec | None
+    params_spec: Any
+
+
+class MoEOptions(_Shared, total=False):
+    """Those of `moe`."""
+
+    expert_bias: jax.Array | None
+    gated: bool
+
+
+class ModuleOptions(_Shared, total=False):
+    """Those that `ep.nnx.MoEBlock` hands on; it has `gated` and a bias of its own."""
+
+    return_stats: bool

@@ -1,0 +1,82 @@
+"""`moe` with a LayerSpec: what it would return, for `jax.eval_shape` and no daemon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import mlir
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client.block.params import MoEParams
+
+Shapes = tuple[jax.ShapeDtypeStruct, ...]
+
+
+def shapes_of(spec: LayerSpec, x: jax.Array, params: MoEParams, *, stats: bool) -> tuple[Any, ...]:
+    """(y, aux), or (y, aux, tokens_per_expert, dropped, num_recv), without values.
+
+    They can be traced and differentiated; a program with them is refused when it is compiled.
+    How many slabs there are a LayerSpec does not know: num_recv is [1].
+
+    Raises:
+        InvalidArgumentError: shapes do not fit each other or the spec.
+    """
+    hidden, experts = spec.hidden_size, spec.num_experts
+    wanted = (hidden or x.shape[-1], experts or params.router.shape[-1])
+    if x.shape[-1:] != wanted[:1] or params.router.shape != wanted:
+        raise InvalidArgumentError(
+            f"x [..., H] and router [H, E] must fit H={wanted[0]} and E={wanted[1]} of LayerSpec "
+            f"{spec.name!r}, got {list(x.shape)} and {list(params.router.shape)}",
+            argument="x",
+        )
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.float32)]
+    if stats:
+        shapes = ((wanted[1],), (), (1,))
+        outs += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    made: tuple[Any, ...] = _made(spec.name, tuple(outs), (x, params))
+    return made
+
+
+def _refuse(*_: Any, name: str, **__: Any) -> Any:
+    raise InvalidArgumentError(
+        f"ep.moe got LayerSpec {name!r}, which moves no tokens: it stands for a layer in "
+        "jax.eval_shape, and a program with it cannot be compiled; pass a registered layer",
+        argument="layer",
+    )
+
+
+# Has a shape and no values: refuses to be computed, and to be compiled.
+_shape_alone = core.Primitive("ep_layer_spec")
+_shape_alone.multiple_results = True
+_shape_alone.def_abstract_eval(
+    lambda *_, like, **__: [jax.core.ShapedArray(shape, dtype) for shape, dtype in like]
+)
+_shape_alone.def_impl(_refuse)
+mlir.register_lowering(_shape_alone, lambda _, *__, **params: _refuse(**params))
+
+
+def _without_values(name: str, like: Any, *operands: Any) -> Any:
+    leaves, tree = jax.tree.flatten(like)
+    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
+    return jax.tree.unflatten(tree, _shape_alone.bind(*operands, name=name, like=shapes))
+
+
+def _primal(name: str, outs: Shapes, operands: Any) -> Any:
+    return _without_values(name, outs, jax.tree.leaves(operands)[0])
+
+
+def _fwd(name: str, outs: Shapes, operands: Any) -> Any:
+    return _primal(name, outs, operands), operands
+
+
+def _bwd(name: str, outs: Shapes, operands: Any, grads: Any) -> Any:
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), operands)
+    return (_without_values(name, like, grads[0]),)
+
+
+_made = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
+_made.defvjp(_fwd, _bwd)

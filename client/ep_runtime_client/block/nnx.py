@@ -1,0 +1,149 @@
+"""`ep.nnx`: the MoE block as a flax.nnx module. Needs the extra `flax`."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client.base.layers import EpLayer, LayerStack
+from ep_runtime_client.block import module_options
+from ep_runtime_client.block.moe import moe
+from ep_runtime_client.block.moe_options import ModuleOptions
+from ep_runtime_client.block.params import KernelInit, MoEParams, init_moe_params, logical_axes
+from ep_runtime_client.ops.routing.api import update_expert_bias
+
+try:
+    from flax import nnx
+    from flax.core import spmd
+except ImportError as error:
+    raise ImportError(f"ep.nnx needs flax: {module_options.EXTRA}") from error
+
+
+class ExpertBias(nnx.Variable):  # type: ignore[misc]
+    """Bias by which experts are selected; state of the module and no nnx.Param: no optimizer
+    meets it, and loss-free balancing moves it."""
+
+
+class MoEBlock(nnx.Module):  # type: ignore[misc]
+    """Router, dispatch, experts and combine: `ep.moe` with its parameters.
+
+    Parameters are nnx.Params `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of
+    `MoEParams`. Their `out_sharding` metadata are the logical names of `params.LOGICAL_AXES`: under
+    `jax.set_mesh` and `nnx.logical_axis_rules(rules.logical)` they are made sharded, elsewhere
+    `ep.sharding.rules(...).shardings(nnx.state(block), mesh)` places them. Rules that are in place
+    when the block is called tell `ep.moe` how its parameters lie (`params_spec`). The layer is a
+    static attribute: it reaches no state and no checkpoint, and `block.layer = other` exchanges it.
+
+    Args:
+        layer_or_spec: a registered layer; a layer stack, of which each call names one layer; or a
+            LayerSpec with num_experts and hidden_size, which initialises and needs no daemon.
+        mlp_dim: M.
+        rngs: its stream `params` draws the parameters.
+        gated: as in `init_moe_params`.
+        use_bias: as in `init_moe_params`.
+        param_dtype: as in `init_moe_params`.
+        kernel_init: as in `init_moe_params`.
+        use_expert_bias: with `expert_bias`, f32 [E], an ExpertBias of zeros.
+        **options: the other keyword arguments of `ep.moe`, the same in every call.
+
+    Raises:
+        InvalidArgumentError: no such option, a spec without sizes, or no layer at all.
+
+    Cost: that of `ep.moe`; the block adds nothing.
+
+    Source: as `ep.moe`; the bias is that of `ep.update_expert_bias`.
+
+    Examples:
+        >>> block = ep.nnx.MoEBlock(layer, 64, rngs=nnx.Rngs(0))
+        >>> y, aux = block(tokens)
+        >>> y.shape == tokens.shape
+        True
+    """
+
+    def __init__(
+        self,
+        layer_or_spec: EpLayer | LayerStack | LayerSpec,
+        mlp_dim: int,
+        *,
+        rngs: Any,
+        gated: bool = True,
+        use_bias: bool = False,
+        param_dtype: Any = jnp.float32,
+        kernel_init: KernelInit | None = None,
+        use_expert_bias: bool = False,
+        **options: Unpack[ModuleOptions],
+    ) -> None:
+        module_options.check_source(layer_or_spec)
+        module_options.check_options(options)
+        self.layer = layer_or_spec
+        self._options = tuple(sorted({**options, "gated": gated}.items()))
+        made = init_moe_params(
+            rngs.params(),
+            layer_or_spec,
+            mlp_dim,
+            gated=gated,
+            use_bias=use_bias,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+        )
+        self.router, self.wi, self.wo = (
+            _variable(nnx.Param, name, getattr(made, name)) for name in ("router", "wi", "wo")
+        )
+        if made.wi_bias is not None and made.wo_bias is not None:
+            self.wi_bias = _variable(nnx.Param, "wi_bias", made.wi_bias)
+            self.wo_bias = _variable(nnx.Param, "wo_bias", made.wo_bias)
+        self._use_bias = use_bias
+        zeros = jnp.zeros((made.wo.shape[0],), jnp.float32)
+        self.expert_bias = _variable(ExpertBias, "router_bias", zeros) if use_expert_bias else None
+
+    @property
+    def params(self) -> MoEParams:
+        """The parameters as `ep.moe` takes them."""
+        biases = (self.wi_bias[...], self.wo_bias[...]) if self._use_bias else (None, None)
+        return MoEParams(self.router[...], self.wi[...], self.wo[...], *biases)
+
+    def __call__(self, x: jax.Array, layer_index: int | jax.Array | None = None) -> Any:
+        """Runs the block; shapes, results and errors are those of `ep.moe`.
+
+        Args:
+            x: [T, H] or [B, S, H].
+            layer_index: of a layer stack, a Python int or a traced int32 scalar; else None.
+
+        Returns:
+            (y, aux), with the option return_stats (y, aux, stats).
+        """
+        layer = module_options.layer_for_call(self.layer, layer_index, x)
+        bias = None if self.expert_bias is None else self.expert_bias[...]
+        options: dict[str, Any] = dict(self._options)
+        if options.get("params_spec") is None:
+            options["params_spec"] = module_options.rules_in_context(
+                spmd.get_logical_axis_rules(), layer
+            )
+        return moe(layer, x, self.params, expert_bias=bias, **options)
+
+    def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
+        """Moves `expert_bias` as `ep.update_expert_bias` does; the module needs to have one.
+
+        Args:
+            tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.
+            rate: size of the step.
+
+        Cost: E additions.
+        """
+        assert self.expert_bias is not None, "the block was made without use_expert_bias"
+        self.expert_bias[...] = update_expert_bias(self.expert_bias[...], tokens_per_expert, rate)
+
+
+def _variable(kind: Any, name: str, value: jax.Array) -> Any:
+    """A Variable with logical names, sharded at once where mesh and rules say how.
+
+    Flax shards every annotated Variable when it is made, and fails without a mesh.
+    """
+    names = logical_axes(name, value.ndim)
+    mesh_axes = jax.sharding.get_abstract_mesh().axis_names
+    known = {*mesh_axes, *(rule[0] for rule in spmd.get_logical_axis_rules() or ())}
+    eager = bool(mesh_axes) and all(axis is None or axis in known for axis in names)
+    return kind(value, out_sharding=names, eager_sharding=eager and nnx.using_eager_sharding())

@@ -1,0 +1,275 @@
+"""Parameters of the MoE block as a pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import LayerSpec
+from ep_runtime_client.base import stored
+from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer
+
+KernelInit = Callable[..., jax.Array]
+
+# Logical names of the dims of a gated block's parameters, as sharding rules know them: exp experts,
+# embed_moe H, mlp_moe M of the experts, embed H elsewhere. None: a dim that nothing is spread over
+# (gate and up; the router's experts, whose logits every rank needs whole). `logical_axes` gives
+# those of other forms.
+LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
+    "router": ("embed", None),
+    "wi": ("exp", "embed_moe", None, "mlp_moe"),
+    "wo": ("exp", "mlp_moe", "embed_moe"),
+    "wi_bias": ("exp", None, "mlp_moe"),
+    "wo_bias": ("exp", "embed_moe"),
+    "router_bias": (None,),
+}
+
+
+@stored.pytree()
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEParams:
+    """Weights of a router and its experts. Letters: `ops/__init__.py`.
+
+    Attributes:
+        router: [H, E].
+        wi: [E, H, 2, M] (0 gate, 1 up), [E, H, 2M] (gate then up), or [E, H, M] ungated.
+        wo: [E, M, H].
+        wi_bias: [E, 2, M] ([E, 2M], [E, M] as wi is), or None.
+        wo_bias: [E, H], or None; both biases or neither.
+        router_bias: [E], or None.
+    """
+
+    router: jax.Array
+    wi: jax.Array
+    wo: jax.Array
+    wi_bias: jax.Array | None = None
+    wo_bias: jax.Array | None = None
+    router_bias: jax.Array | None = None
+
+    @classmethod
+    def from_separate(
+        cls,
+        router: jax.Array,
+        wi_0: jax.Array,
+        wi_1: jax.Array | None,
+        wo: jax.Array,
+        wi_0_bias: jax.Array | None = None,
+        wi_1_bias: jax.Array | None = None,
+        wo_bias: jax.Array | None = None,
+        router_bias: jax.Array | None = None,
+    ) -> MoEParams:
+        """From checkpoints that keep gate and up apart: wi_0, wi_1 [E, H, M], biases [E, M].
+
+        wi_1=None makes ungated parameters.
+
+        Args:
+            router: [H, E].
+            wi_0: [E, H, M], the gate, or all there is.
+            wi_1: [E, H, M], up; None makes ungated parameters.
+            wo: [E, M, H].
+            wi_0_bias: [E, M], or None.
+            wi_1_bias: [E, M], or None.
+            wo_bias: [E, H], or None.
+            router_bias: [E], or None.
+
+        Returns:
+            MoEParams with wi [E, H, 2, M], or [E, H, M] ungated.
+
+        Raises:
+            InvalidArgumentError: some biases of the experts but not all; names the missing ones.
+
+        Cost: one copy of wi_0 and wi_1.
+        """
+        biases = {"wi_0_bias": wi_0_bias, "wo_bias": wo_bias}
+        if wi_1 is not None:
+            biases["wi_1_bias"] = wi_1_bias
+        check_all_or_none(biases)
+        if wi_1 is None:
+            return cls(router, wi_0, wo, wi_0_bias, wo_bias, router_bias)
+        bias = None
+        if wi_0_bias is not None and wi_1_bias is not None:
+            bias = jnp.stack([wi_0_bias, wi_1_bias], axis=1)
+        return cls(router, jnp.stack([wi_0, wi_1], axis=2), wo, bias, wo_bias, router_bias)
+
+    def to_separate(self) -> dict[str, jax.Array | None]:
+        """The arguments of `from_separate`, by name; wi_1 is None for ungated parameters."""
+        inner = self.wo.shape[1]
+        experts, hidden = self.wi.shape[:2]
+        gated = self.wi.size == 2 * experts * hidden * inner
+        wi, bias = self.wi, self.wi_bias
+        if gated:
+            wi = wi.reshape(experts, hidden, 2, inner)
+            bias = None if bias is None else bias.reshape(experts, 2, inner)
+        return {
+            "router": self.router,
+            "wi_0": wi[:, :, 0] if gated else wi,
+            "wi_1": wi[:, :, 1] if gated else None,
+            "wo": self.wo,
+            "wi_0_bias": bias[:, 0] if gated and bias is not None else bias,
+            "wi_1_bias": bias[:, 1] if gated and bias is not None else None,
+            "wo_bias": self.wo_bias,
+            "router_bias": self.router_bias,
+        }
+
+
+def check_all_or_none(biases: Mapping[str, jax.Array | None]) -> None:
+    """Raises InvalidArgumentError that names the missing ones where only some biases are given."""
+    missing = sorted(name for name, bias in biases.items() if bias is None)
+    if missing and len(missing) < len(biases):
+        given = sorted(set(biases) - set(missing))
+        raise InvalidArgumentError(
+            f"biases of the experts come all or none: got {', '.join(given)} without "
+            f"{', '.join(missing)}",
+            argument=missing[0],
+        )
+
+
+def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
+    """Logical names of the dims of one parameter of the block.
+
+    Args:
+        name: a field of MoEParams.
+        ndim: of the array. wi [E, H, M] and wi_bias [E, M] lack the dim of gate and up;
+            wi [E, H, 2M] (gate then up) looks the same, and no axis may lie on its last dim.
+
+    Returns:
+        A name or None per dim, for `ep.sharding`, flax's partitioning or rules of the user.
+
+    Raises:
+        InvalidArgumentError: no such parameter, or it cannot have so many dims.
+    """
+    names = LOGICAL_AXES.get(name)
+    if names is None:
+        raise InvalidArgumentError(
+            f"name must be one of {sorted(LOGICAL_AXES)}, got {name!r}", argument="name"
+        )
+    if ndim < len(names) and name in ("wi", "wi_bias"):
+        names = tuple(each for each in names if each is not None)
+    if ndim != len(names):
+        raise InvalidArgumentError(
+            f"{name} has the dims {LOGICAL_AXES[name]}, got {ndim} dims", argument="ndim"
+        )
+    return names
+
+
+def init_moe_params(
+    key: jax.Array,
+    layer_or_spec: EpLayer | LayerStack | TracedLayer | LayerSpec,
+    mlp_dim: int,
+    *,
+    gated: bool = True,
+    use_bias: bool = False,
+    param_dtype: Any = jnp.float32,
+    kernel_init: KernelInit | None = None,
+) -> MoEParams:
+    """Fresh parameters: normal with variance 1 / fan-in, biases zero.
+
+    Args:
+        key: a PRNG key.
+        layer_or_spec: a layer, or a LayerSpec with num_experts and hidden_size set.
+        mlp_dim: M.
+        gated: wi [E, H, 2, M] instead of [E, H, M].
+        use_bias: with biases of the experts.
+        param_dtype: of the experts; the router is float32 unless this is wider.
+        kernel_init: an initializer of JAX, f(key, shape, dtype), called for each matrix by itself
+            (the router, every expert's gate, up and wo), so that it sees the right fan-in.
+
+    Returns:
+        MoEParams: router [H, E], wi [E, H, 2, M] or [E, H, M], wo [E, M, H], and the biases.
+
+    Raises:
+        InvalidArgumentError: a spec without num_experts or hidden_size, or mlp_dim below 1.
+
+    Cost: one draw of every matrix on the default device, or sharded under `jax.jit` with
+    out_shardings.
+
+    Source: variance 1 / fan-in is LeCun's (Efficient BackProp, 1998), as in
+    `jax.nn.initializers.lecun_normal`.
+    """
+    makers = initializers(
+        layer_or_spec,
+        mlp_dim,
+        gated=gated,
+        use_bias=use_bias,
+        param_dtype=param_dtype,
+        kernel_init=kernel_init,
+    )
+    # Three keys whatever there is beside them: a bias does not change the other values.
+    keys = [*jax.random.split(key, 3), key, key]
+    return MoEParams(
+        **{name: make(one) for (name, make), one in zip(makers.items(), keys, strict=False)}
+    )
+
+
+def initializers(
+    layer_or_spec: EpLayer | LayerStack | TracedLayer | LayerSpec,
+    mlp_dim: int,
+    *,
+    gated: bool,
+    use_bias: bool,
+    param_dtype: Any,
+    kernel_init: KernelInit | None,
+) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """What makes each parameter out of a key, by its name; arguments as in `init_moe_params`."""
+    experts, hidden = _sizes(layer_or_spec)
+    if mlp_dim < 1:
+        raise InvalidArgumentError(f"mlp_dim must be at least 1, got {mlp_dim}", argument="mlp_dim")
+    inner = (2, mlp_dim) if gated else (mlp_dim,)
+
+    def kernel(shape: tuple[int, ...], fan_in: int, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+        if kernel_init is None:
+            return functools.partial(_normal, shape=shape, fan_in=fan_in, dtype=dtype)
+        return functools.partial(_matrices, kernel_init, shape=shape, fan_in=fan_in, dtype=dtype)
+
+    made = {
+        "router": kernel((hidden, experts), hidden, jnp.promote_types(param_dtype, "float32")),
+        "wi": kernel((experts, hidden, *inner), hidden, param_dtype),
+        "wo": kernel((experts, mlp_dim, hidden), mlp_dim, param_dtype),
+    }
+    if use_bias:
+        made["wi_bias"] = lambda key: jnp.zeros((experts, *inner), param_dtype)
+        made["wo_bias"] = lambda key: jnp.zeros((experts, hidden), param_dtype)
+    return made
+
+
+def _normal(key: jax.Array, *, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
+    values: jax.Array = jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5
+    return values.astype(dtype)
+
+
+def _matrices(
+    kernel_init: KernelInit, key: jax.Array, *, shape: tuple[int, ...], fan_in: int, dtype: Any
+) -> jax.Array:
+    """Calls `kernel_init` for every [fan_in, columns] matrix of `shape`."""
+    row_dim = 0 if len(shape) == 2 else 1
+    rest = shape[:row_dim] + shape[row_dim + 1 : -1]
+    keys = jax.random.split(key, math.prod(rest))
+    drawn = jax.vmap(lambda one: kernel_init(one, (fan_in, shape[-1]), dtype))(keys)
+    return jnp.moveaxis(drawn.reshape(*rest, fan_in, shape[-1]), -2, row_dim)
+
+
+def _sizes(source: EpLayer | LayerStack | TracedLayer | LayerSpec) -> tuple[int, int]:
+    if isinstance(source, TracedLayer):
+        source = source.stack
+    if not isinstance(source, EpLayer | LayerStack | LayerSpec):
+        raise InvalidArgumentError(
+            f"layer_or_spec must be a registered layer, a stack or a LayerSpec, got "
+            f"{type(source).__name__}",
+            argument="layer_or_spec",
+        )
+    spec = source if isinstance(source, LayerSpec) else source.spec
+    if spec.num_experts is None or spec.hidden_size is None:
+        raise InvalidArgumentError(
+            f"LayerSpec {spec.name!r} needs num_experts and hidden_size here, got "
+            f"num_experts={spec.num_experts}, hidden_size={spec.hidden_size}",
+            argument="layer_or_spec",
+        )
+    return spec.num_experts, spec.hidden_size

@@ -1,0 +1,317 @@
+"""`ep.sharding`: where weights and batches lie on a mesh, by the logical names of their dims.
+
+Two layouts. "fsdp+ep" spreads experts over ep and their H over fsdp. "shard-exp-on-fsdp" spreads
+experts over ep and fsdp together, ep major, and leaves each expert's matrices whole: an optimizer
+that looks at whole matrices (Muon) then needs no collective, and the rules of `grouped_gemm` gather
+over fsdp alone and give the gradient back on (ep, fsdp).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.block.params import LOGICAL_AXES, MoEParams, logical_axes
+from ep_runtime_client.ops.partitioning.roles import say_once
+
+KINDS = ("fsdp+ep", "shard-exp-on-fsdp")
+
+Axes = str | Sequence[str] | None
+Entry = str | tuple[str, ...] | None
+Names = Sequence[str | None]
+
+# Dims of a parameter without leading dims of a layer stack, where that is the same in every form.
+_PLAIN_DIMS = {"wo": 3, "router": 2, "wo_bias": 2, "router_bias": 1}
+
+
+class GroupAxes(TypedDict):
+    """The mesh axes that `create_group` asks for."""
+
+    ep_axis: tuple[str, ...]
+    outer_axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which mesh axes each logical name lies on. Made by `rules`; hashable.
+
+    Attributes:
+        mesh_axes: the axes that the rules know, outermost first.
+        logical: (name, axes) pairs as flax takes them, in `nnx.logical_axis_rules` and
+            `linen.logical_axis_rules`.
+        outer: axes of the batch beside ep, outermost first.
+        ep: axes of expert parallelism.
+    """
+
+    mesh_axes: tuple[str, ...]
+    logical: tuple[tuple[str, Entry], ...]
+    outer: tuple[str, ...]
+    ep: tuple[str, ...]
+
+    def on(self, mesh: Mesh | AbstractMesh) -> Rules:
+        """The same rules without the axes that `mesh` lacks; that it has none is said once.
+
+        Args:
+            mesh: any, concrete or abstract.
+
+        Returns:
+            The Rules for it.
+        """
+        if self.mesh_axes and mesh.axis_names and not {*self.mesh_axes} & {*mesh.axis_names}:
+            axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+            say_once(
+                f"sharding rules know the mesh axes {', '.join(self.mesh_axes)} and the mesh has "
+                f"{axes}, so that everything lies on every device: name its axes in "
+                "ep.sharding.rules"
+            )
+
+        def left(axes: Sequence[str]) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if axis in mesh.axis_names)
+
+        logical = tuple((name, _entry(left(axes_of_entry(entry)))) for name, entry in self.logical)
+        return Rules(left(self.mesh_axes), logical, left(self.outer), left(self.ep))
+
+    def group_axes(self, mesh: Mesh | AbstractMesh) -> GroupAxes:
+        """`ep_axis` and `outer_axes` for `create_group` on `mesh`.
+
+        Args:
+            mesh: any, concrete or abstract.
+
+        Returns:
+            Keyword arguments: `create_group(name, mesh, **rules.group_axes(mesh), ...)`.
+
+        Raises:
+            InvalidArgumentError: the mesh has none of the ep axes.
+        """
+        here = self.on(mesh)
+        if not here.ep:
+            raise InvalidArgumentError(
+                f"mesh must have an axis of ep={self.ep}, got {mesh.axis_names}", argument="mesh"
+            )
+        return {"ep_axis": here.ep, "outer_axes": here.outer}
+
+    def spec(self, names: Names) -> PartitionSpec:
+        """The PartitionSpec of an array whose dims have these logical names; None is unsharded.
+
+        An axis that an earlier dim took is left out of later ones, as flax.linen does.
+
+        Args:
+            names: one per dim of the array.
+
+        Returns:
+            The spec, one entry per name.
+
+        Raises:
+            InvalidArgumentError: a name that the rules do not know.
+        """
+        known = dict(self.logical)
+        used: set[str] = set()
+        entries = []
+        for name in names:
+            if name is not None and name not in known:
+                raise InvalidArgumentError(
+                    f"names must be of {sorted(known)}, got {name!r}", argument="names"
+                )
+            axes = () if name is None else axes_of_entry(known[name])
+            entries.append(_entry(tuple(axis for axis in axes if axis not in used)))
+            used.update(axes)
+        return PartitionSpec(*entries)
+
+    def shardings(self, tree: Any, mesh: Mesh) -> Any:
+        """A NamedSharding for every array of `tree`, for `device_put`, `out_shardings` and orbax.
+
+        Args:
+            tree: arrays or ShapeDtypeStructs. Names come from MoEParams, wherever they are in the
+                tree (an optimizer's state too), and from the metadata of flax's nnx.Variables and
+                linen boxes. A tuple of names or a PartitionSpec of names stands for an array.
+                An array without names is on every device.
+            mesh: Auto or Explicit; axes that it lacks are left out.
+
+        Returns:
+            The tree with shardings in the arrays' places (in a linen box's place for a box).
+
+        Raises:
+            InvalidArgumentError: a dim that its axes do not divide; names array, dim and axes.
+        """
+        here = self.on(mesh)
+
+        def place(path: Any, leaf: Any) -> Any:
+            where = jax.tree_util.keystr(path)
+            if isinstance(leaf, MoEParams):
+                return _of_params(here, leaf, mesh, where)
+            if _is_variable(leaf):
+                names = leaf.get_metadata().get("out_sharding")
+                sharding = _placed(here, names, leaf.get_value(), mesh, where)
+                return leaf.replace(sharding)
+            if _is_names(leaf):
+                return NamedSharding(mesh, here.spec(leaf))
+            if _is_box(leaf):
+                return _placed(here, leaf.names, leaf.value, mesh, where)
+            return _placed(here, None, leaf, mesh, where)
+
+        return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_has_names)
+
+
+def rules(
+    kind: str,
+    *,
+    dp: Axes = "dp",
+    fsdp: Axes = "fsdp",
+    ep: Axes = "ep",
+    tp: Axes = "tp",
+    logical: Mapping[str, Axes] | None = None,
+) -> Rules:
+    """Mesh and logical rules of one layout.
+
+    Args:
+        kind: "fsdp+ep" or "shard-exp-on-fsdp".
+        dp: the mesh's axes of plain data parallelism: a name, a tuple (major first) or None; axes
+            that a mesh lacks are left out there. MaxText's are "data".
+        fsdp: likewise, of data parallelism that shards weights.
+        ep: likewise, of experts. MaxText's are "expert", or ("context", "expert").
+        tp: likewise, of tensor parallelism.
+        logical: names to add or to place elsewhere, with their axes.
+
+    Returns:
+        Rules for the parameters of `ep.moe` (exp, embed_moe, mlp_moe), for dense parameters (embed,
+        mlp, vocab, heads, ...), and for activations (activation_batch and others).
+
+    Raises:
+        InvalidArgumentError: an unknown kind, or one axis in two roles.
+
+    Source: logical names are flax's; "shard-exp-on-fsdp" is MaxText's layout of that name; matrices
+    that stay whole are what Muon orthogonalizes (Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon).
+
+    Examples:
+        >>> rules = ep.sharding.rules("fsdp+ep").on(mesh)
+        >>> tuple(rules.spec(("exp", "embed_moe", None, "mlp_moe")))  # of wi
+        ('ep', 'fsdp', None, None)
+        >>> params = jax.device_put(params, rules.shardings(params, mesh))
+    """
+    if kind not in KINDS:
+        raise InvalidArgumentError(f"kind must be one of {KINDS}, got {kind!r}", argument="kind")
+    roles = {
+        "dp": axes_of_entry(dp),
+        "fsdp": axes_of_entry(fsdp),
+        "ep": axes_of_entry(ep),
+        "tp": axes_of_entry(tp),
+    }
+    mesh_axes = tuple(axis for axes in roles.values() for axis in axes)
+    for axis in mesh_axes:
+        if mesh_axes.count(axis) > 1:
+            at = [role for role, axes in roles.items() if axis in axes]
+            raise InvalidArgumentError(
+                f"axis {axis!r} must have one role, got it as {' and '.join(at)}", argument=at[-1]
+            )
+    outer = roles["dp"] + roles["fsdp"]
+    on_fsdp = kind == "shard-exp-on-fsdp"
+    table: dict[str, tuple[str, ...]] = {
+        "exp": roles["ep"] + roles["fsdp"] if on_fsdp else roles["ep"],
+        "embed_moe": () if on_fsdp else roles["fsdp"],
+        "mlp_moe": roles["tp"],
+        "embed": roles["fsdp"],
+        **dict.fromkeys(("mlp", "vocab", "heads", "q_heads", "kv_heads"), roles["tp"]),
+        **dict.fromkeys(("layers", "norm", "kv"), ()),
+        "activation_batch": outer + roles["ep"],
+        "activation_batch_moe": outer,
+        "activation_exp": roles["ep"],
+        **dict.fromkeys(("activation_length", "activation_embed"), ()),
+        **dict.fromkeys(("activation_mlp", "activation_heads", "activation_vocab"), roles["tp"]),
+        **{name: axes_of_entry(axes) for name, axes in (logical or {}).items()},
+    }
+    pairs = tuple((name, _entry(axes)) for name, axes in table.items())
+    return Rules(mesh_axes, pairs, outer, roles["ep"])
+
+
+def axes_of_entry(axes: Axes) -> tuple[str, ...]:
+    """A place of a logical name, or an entry of a PartitionSpec, as a tuple.
+
+    Args:
+        axes: a name, names, or None for no axis.
+
+    Returns:
+        The names, major first.
+    """
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _entry(axes: tuple[str, ...]) -> Entry:
+    """As a PartitionSpec has it: None, one name, or a tuple."""
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def _is_variable(leaf: Any) -> bool:
+    """A flax.nnx Variable, known by what it can do: flax need not be installed."""
+    return hasattr(leaf, "get_metadata") and hasattr(leaf, "get_value")
+
+
+def _is_box(leaf: Any) -> bool:
+    """A box of flax.linen: value and names."""
+    return hasattr(leaf, "unbox") and hasattr(leaf, "names")
+
+
+def _is_names(leaf: Any) -> bool:
+    if isinstance(leaf, PartitionSpec):
+        return True
+    plain = isinstance(leaf, tuple) and not hasattr(leaf, "_fields")
+    return (
+        plain
+        and all(name is None or isinstance(name, str) for name in leaf)
+        and any(name is not None for name in leaf)
+    )
+
+
+def _has_names(leaf: Any) -> bool:
+    return isinstance(leaf, MoEParams) or _is_variable(leaf) or _is_box(leaf) or _is_names(leaf)
+
+
+def _of_params(here: Rules, params: MoEParams, mesh: Mesh, where: str) -> MoEParams:
+    fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    stacked = _stacked_dims(fields)
+    placed = {}
+    for name, value in fields.items():
+        if not hasattr(value, "shape"):  # None, or what optax puts in the place of a masked array
+            placed[name] = value
+            continue
+        names = (None,) * stacked + logical_axes(name, len(value.shape) - stacked)
+        placed[name] = _placed(here, names, value, mesh, f"{where}.{name}")
+    return MoEParams(**placed)
+
+
+def _stacked_dims(fields: Mapping[str, Any]) -> int:
+    """Leading dims of a stack of layers, the same for all parameters of a block."""
+    for name, dims in _PLAIN_DIMS.items():
+        if hasattr(fields[name], "shape"):
+            return len(fields[name].shape) - dims
+    most = [
+        len(fields[name].shape) - len(LOGICAL_AXES[name])
+        for name in ("wi", "wi_bias")
+        if hasattr(fields[name], "shape")
+    ]
+    return max(0, *most, 0)
+
+
+def _placed(here: Rules, names: Names | None, value: Any, mesh: Mesh, where: str) -> NamedSharding:
+    """Sharding of one array; checks that axes divide dims."""
+    spec = here.spec(names or ())
+    for dim, entry in enumerate(spec):
+        axes = axes_of_entry(entry)
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        if value.shape[dim] % size:
+            sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+            assert names is not None  # it has an axis
+            raise InvalidArgumentError(
+                f"{where}: dim {dim} ({names[dim]}) of size {value.shape[dim]} must be a multiple "
+                f"of {size}, the size of {sizes}; the array is {list(value.shape)}",
+                argument="tree",
+            )
+    return NamedSharding(mesh, spec)

@@ -1,0 +1,192 @@
+"""`ep-runtime doctor`: checks this machine and the daemon, and says what to fix."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ep_runtime
+from ep_runtime import env
+from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, RuntimeUnavailableError
+from ep_runtime_client import cli
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.daemons.place import Place
+
+_COLUMNS = (
+    render.Column("check", "CHECK"),
+    render.Column("state", "STATE"),
+    render.Column("found", "FOUND"),
+    render.Column("advice", "ADVICE"),
+)
+
+# A group of 64 ranks maps 65 descriptors at once, and JAX opens its own.
+_MIN_OPEN_FILES = 1024
+
+
+class Finding(NamedTuple):
+    """One checked thing: OK, WARN (works, with a loss) or FAIL (does not work)."""
+
+    check: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    reading.add_output_arguments(parser)
+    reading.add_daemon_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return reading.repeat(args, lambda: _once(args))
+
+
+def _once(args: argparse.Namespace) -> int:
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _kernel,
+        _memfd,
+        _open_files,
+        _packages,
+        _native_library,
+        _gpus,
+        _nccl,
+    ]
+    findings = [check() for check in checks]
+    findings += [*_hardware(args), _directory(), _daemon(args)]
+    failed = any(finding.state == "FAIL" for finding in findings)
+    rows = [finding._asdict() for finding in findings]
+    if args.output == "json":
+        render.write_json(
+            "doctor", {"healthy": not failed, "items": rows}, compact=bool(args.watch)
+        )
+    else:
+        render.write_table(_COLUMNS, rows, wide=True, empty="")
+    return cli.PARTIAL if failed else cli.OK
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} on {sys.platform}"
+    if sys.platform != "linux":
+        return Finding("python", "FAIL", found, "the runtime needs Linux")
+    return Finding("python", "OK", found)
+
+
+def _kernel() -> Finding:
+    release = platform.release()
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
+    if numbers < (5, 6):
+        return Finding("kernel", "FAIL", release, "Linux 5.6 or newer has pidfds between processes")
+    if numbers < (6, 5):
+        return Finding("kernel", "WARN", release, "before 6.5 a pid is checked by its start time")
+    return Finding("kernel", "OK", release)
+
+
+def _memfd() -> Finding:
+    try:
+        fd = os.memfd_create("ep-runtime-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        return Finding("memfd", "FAIL", str(error), "allow memfd_create in the container's profile")
+    os.close(fd)
+    return Finding("memfd", "OK", "sealable")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} of {hard}"
+    if soft < _MIN_OPEN_FILES:
+        return Finding("open files", "WARN", found, f"ulimit -n {_MIN_OPEN_FILES} or more")
+    return Finding("open files", "OK", found)
+
+
+def _packages() -> Finding:
+    versions, missing = [], []
+    for name in ("jax", "jaxlib", "numpy", "grpcio", "protobuf"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        advice = "pip install " + " ".join(missing)
+        return Finding("packages", "FAIL", f"missing: {', '.join(missing)}", advice)
+    return Finding("packages", "OK", ", ".join(versions))
+
+
+def _native_library() -> Finding:
+    from ep_runtime import native
+
+    try:
+        library = native.library()
+    except (EpRuntimeError, OSError, ImportError) as error:
+        text = str(error).splitlines()[0]
+        return Finding("native library", "FAIL", text, "install the package again (pip install)")
+    return Finding("native library", "OK", f"version {library.version}")
+
+
+def _gpus() -> Finding:
+    from ep_runtime_client.cli.machine import gpus
+
+    return Finding("gpus", *gpus.check())
+
+
+def _nccl() -> Finding:
+    from ep_runtime_client.cli.machine import nccl
+
+    return Finding("nccl", *nccl.check())
+
+
+def _hardware(args: argparse.Namespace) -> list[Finding]:
+    from ep_runtime_client.cli.daemon import source
+    from ep_runtime_client.cli.machine import gpus
+
+    try:
+        with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+            held = gpus.held_by_gpu(daemon.status())
+    except EpRuntimeError:
+        held = {}  # what the daemon's own line says
+    return [Finding(name, *line) for name, line in gpus.hardware(held).items()]
+
+
+def _directory() -> Finding:
+    try:
+        directory = env.runtime_directory()
+    except EpRuntimeError as error:
+        return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to a shorter one")
+    try:
+        Place(directory).check()
+    except PermissionDeniedError as error:
+        return Finding("directory", "FAIL", str(error), "set XDG_RUNTIME_DIR to one of your own")
+    parent = next(path for path in (directory, *directory.parents) if path.exists())
+    if not os.access(parent, os.W_OK):
+        advice = "set RUNTIME_DIRECTORY to a directory of yours"
+        return Finding("directory", "WARN", f"{parent} is not writable", advice)
+    return Finding("directory", "OK", str(directory))
+
+
+def _daemon(args: argparse.Namespace) -> Finding:
+    from ep_runtime_client.cli.daemon import source
+    from ep_runtime_client.daemons import runtime
+
+    address = runtime.daemon_place(args.address).address
+    try:
+        with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+            status = daemon.status()
+    except RuntimeUnavailableError:
+        advice = "`ep-runtime serve` starts one; without, each process gets its own"
+        return Finding("daemon", "WARN", f"none at {address}", advice)
+    except PermissionDeniedError as error:
+        return Finding("daemon", "WARN", str(error), "ask as the daemon's user")
+    found = f"{status['state']} at {address}, version {status['server_version']}"
+    if status["server_version"] != ep_runtime.__version__:
+        advice = f"this client has version {ep_runtime.__version__}; restart the daemon with it"
+        return Finding("daemon", "WARN", found, advice)
+    if status["state"] != "SERVING":
+        return Finding("daemon", "FAIL", found, "it ends soon; start another one")
+    return Finding("daemon", "OK", found)

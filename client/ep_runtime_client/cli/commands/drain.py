@@ -1,0 +1,40 @@
+"""`ep-runtime drain`: no new sessions or groups; with --shutdown the daemon ends."""
+
+from __future__ import annotations
+
+import argparse
+
+from ep_runtime import wire
+from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime_client.cli.daemon import ordering, reading, source
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shutdown", action="store_true", help="end the daemon afterwards")
+    parser.add_argument(
+        "--deadline",
+        type=reading.positive,
+        default=30.0,
+        metavar="S",
+        help="with --shutdown: end after this long, sessions or not",
+    )
+    ordering.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        status = daemon.status()
+        lines = ["new sessions and groups will be refused until the daemon is started again"]
+        if args.shutdown:
+            lines.append(
+                f"the daemon (pid {status['pid']}) ends when its {status['num_sessions']} sessions "
+                f"are gone, or after {args.deadline:g} s; the memory of {status['num_groups']} "
+                "groups goes with it"
+            )
+        ordering.confirm(args, lines)
+        request = messages.DrainRequest(
+            deadline=wire.duration(args.deadline), shutdown=args.shutdown
+        )
+        answer = daemon.call("Drain", request)
+        text = f"draining; {answer['num_sessions']} sessions are still there"
+        return ordering.report(args, "drain", answer, text)

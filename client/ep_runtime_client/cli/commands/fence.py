@@ -1,0 +1,39 @@
+"""`ep-runtime fence SESSION`: voids a session's token and poisons its groups."""
+
+from __future__ import annotations
+
+import argparse
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime_client.cli.daemon import ordering, source
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("session", metavar="SESSION", help="as `ep-runtime sessions` names it")
+    parser.add_argument("--reason", default="fenced by an operator", help="shown to the session")
+    ordering.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        rows = {row["session_id"]: row for row in daemon.sessions()}
+        found = rows.get(args.session)
+        if found is None:
+            raise InvalidArgumentError(
+                f"no session {args.session!r}; there are: {', '.join(rows) or 'none'}",
+                argument="SESSION",
+            )
+        groups = ", ".join(found["groups"]) or "none"
+        ordering.confirm(
+            args,
+            [
+                f"session {args.session} (pid {found['pid']}, job {found['job']}) will be cut off",
+                f"steps under way in its groups fail: {groups}",
+                "its memory stays charged until its process ends",
+            ],
+        )
+        request = messages.FenceRequest(session_id=args.session, reason=args.reason)
+        answer = daemon.call("Fence", request)
+        poisoned = ", ".join(answer["groups"]) or "none"
+        return ordering.report(args, "fence", answer, f"fenced; groups poisoned: {poisoned}")

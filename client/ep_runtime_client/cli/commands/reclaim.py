@@ -1,0 +1,56 @@
+"""`ep-runtime reclaim NAME | --all-retained`: poisons groups and takes their memory back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime_client.base.units import iec
+from ep_runtime_client.cli.daemon import ordering, source
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="group to reclaim")
+    parser.add_argument("--all-retained", action="store_true", help="every retained group")
+    parser.add_argument("--job", default="", help="where the name is not unique")
+    parser.add_argument("--uid", type=int, help="where the name is not unique in the job")
+    ordering.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if (args.name is None) == (not args.all_retained):
+        raise InvalidArgumentError("give NAME or --all-retained", argument="NAME")
+    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        ordering.confirm(args, [_consequence(row) for row in _affected(args, daemon.groups())])
+        request = messages.ReclaimRequest(
+            name=args.name or "", job=args.job, uid=args.uid, all_retained=args.all_retained
+        )
+        answer = daemon.call("Reclaim", request)
+        text = (
+            f"reclaimed {len(answer['groups'])} groups: {iec(answer['freed_bytes'])} freed, "
+            f"{iec(answer['quarantined_bytes'])} when the processes that map them end"
+        )
+        return ordering.report(args, "reclaim", answer, text)
+
+
+def _affected(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if args.all_retained:
+        return [row for row in rows if row["state"] == "RETAINED"]
+    return [
+        row
+        for row in rows
+        if row["name"] == args.name
+        and args.job in ("", row["job"])
+        and args.uid in (None, row["uid"])
+    ]
+
+
+def _consequence(row: dict[str, Any]) -> str:
+    pids = ", ".join(str(pid) for pid in row["pids"])
+    users = f"steps of pid {pids} fail" if pids else "no process uses it"
+    return (
+        f"group {row['name']} of job {row['job']} ({row['state']}, {iec(row['total_bytes'])}, "
+        f"{row['num_layers']} layers) will be freed; {users}"
+    )

@@ -1,0 +1,18 @@
+"""`ep-runtime serve`: becomes the daemon. Options are the daemon's own and go to it as typed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ep_runtime_client.daemons import children
+
+
+def run_words(words: Sequence[str]) -> NoReturn:
+    """Replaces this process by the daemon, so that signals and systemd's READY reach it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = children.python_command("ep_runtime_server", list(words))
+    os.execv(command[0], command)

@@ -1,0 +1,50 @@
+"""`ep-runtime version`: of client and daemon."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from typing import Any
+
+import ep_runtime
+from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.daemon import reading
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--client", action="store_true", help="do not ask a daemon")
+    reading.add_output_arguments(parser)
+    reading.add_daemon_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return reading.repeat(args, lambda: _once(args))
+
+
+def _once(args: argparse.Namespace) -> int:
+    versions: dict[str, Any] = {
+        "client_version": ep_runtime.__version__,
+        "python_version": platform.python_version(),
+        "server_version": None if args.client else _daemon_version(args),
+    }
+    if args.output == "json":
+        render.write_json("version", versions, compact=bool(args.watch))
+    else:
+        render.write_pairs(
+            [
+                ("client", f"{versions['client_version']} (Python {versions['python_version']})"),
+                ("daemon", versions["server_version"] or "none asked or none there"),
+            ]
+        )
+    return 0
+
+
+def _daemon_version(args: argparse.Namespace) -> str | None:
+    from ep_runtime_client.cli.daemon import source
+
+    try:
+        with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+            return str(daemon.status()["server_version"])
+    except RuntimeUnavailableError:
+        return None

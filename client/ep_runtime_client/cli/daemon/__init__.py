@@ -1,0 +1,1 @@
+"""How the commands ask a daemon, or break something of it: rows, nodes, options in common."""

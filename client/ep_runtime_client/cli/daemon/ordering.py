@@ -1,0 +1,39 @@
+"""What the commands that break something share: they say what, and want --yes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.daemon import reading
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of a command that breaks something."""
+    parser.add_argument("--yes", action="store_true", help="do it; without, only say what it does")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    reading.add_daemon_arguments(parser)
+
+
+def confirm(args: argparse.Namespace, consequences: Sequence[str]) -> None:
+    """Says what the command breaks.
+
+    Raises:
+        InvalidArgumentError: --yes is missing.
+    """
+    for line in consequences:
+        render.err(line)
+    if not args.yes:
+        raise InvalidArgumentError("nothing was done; add --yes to do it", argument="--yes")
+
+
+def report(args: argparse.Namespace, kind: str, answer: dict[str, Any], text: str) -> int:
+    """Writes what was done."""
+    if args.output == "json":
+        render.write_json(kind, answer)
+    else:
+        render.out(text)
+    return 0

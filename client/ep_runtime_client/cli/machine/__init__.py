@@ -1,0 +1,1 @@
+"""What the commands find on this machine without a daemon: GPUs, their links, NCCL."""

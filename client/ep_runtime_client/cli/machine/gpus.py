@@ -1,0 +1,173 @@
+"""What `doctor` and `status` say of GPUs: who can use them, their memory, their links. No JAX."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ep_runtime import env, native
+from ep_runtime.errors import EpRuntimeError
+from ep_runtime_client.base.units import iec
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.machine import nvml
+
+_JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_BUILD = "EP_RUNTIME_CUDA=ON pip install --force-reinstall ep-runtime"
+
+
+class GpuFinding(NamedTuple):
+    """One line of `doctor`."""
+
+    state: str
+    found: str
+    advice: str = ""
+
+
+def usable() -> int:
+    """How many GPUs JAX and this package can both use; without JAX."""
+    if _hidden_from_jax() or _plugin() is None or not native.library_path("cuda").exists():
+        return 0
+    try:
+        return len(native.library("cuda").devices())
+    except EpRuntimeError:
+        return 0
+
+
+def _plugin() -> str | None:
+    return next((name for name in _JAX_PLUGINS if importlib.util.find_spec(name)), None)
+
+
+def _hidden_from_jax() -> str:
+    """The JAX_PLATFORMS that keep JAX from GPUs, or ""."""
+    wanted = env.jax_platforms()
+    return "" if not wanted or {"cuda", "gpu"} & set(wanted) else ",".join(wanted)
+
+
+def _device_files() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def check() -> GpuFinding:
+    """Looks at what is installed, and at the driver only where our library is."""
+    plugin = _plugin()
+    if not native.library_path("cuda").exists():
+        if plugin is None:
+            neither = "neither JAX nor this package is installed for NVIDIA GPUs"
+            if count := _device_files():
+                advice = f"{_BUILD}, with the extra cuda12 or cuda13"
+                return GpuFinding("WARN", f"{neither}, and this machine has {count}", advice)
+            return GpuFinding("OK", neither)
+        return GpuFinding("WARN", f"JAX has {plugin}, this package was built without CUDA", _BUILD)
+    try:
+        found = native.library("cuda").devices()
+    except EpRuntimeError as error:
+        return GpuFinding("WARN", str(error), "install a driver for this CUDA, or build without it")
+    text = f"{len(found)} GPUs: {', '.join(found)}"
+    if plugin is None:
+        return GpuFinding("WARN", f"{text}; JAX sees none", "install the extra cuda12 or cuda13")
+    if not all(importlib.util.find_spec(name) for name in ("cuda", "cuda.bindings")):
+        return GpuFinding("WARN", text, "a daemon needs cuda-bindings: the extra cuda12 or cuda13")
+    if hidden := _hidden_from_jax():
+        return GpuFinding(
+            "WARN", f"{text}; {plugin}", f"JAX_PLATFORMS={hidden} keeps JAX from them"
+        )
+    return GpuFinding("OK", f"{text}; {plugin}")
+
+
+def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
+    """Lines of `doctor` by their name; none on a machine that has nothing to do with GPUs.
+
+    Args:
+        window_bytes: what the daemon holds, by GPU UUID.
+    """
+    machine = nvml.look()
+    if not machine.gpus:
+        if _plugin() is None and not native.library_path("cuda").exists():
+            return {}
+        return {"gpu driver": GpuFinding("WARN", f"{nvml.NOT_TOLD}: {machine.reason}")}
+    memory = [_memory(gpu, window_bytes.get(gpu.uuid, 0)) for gpu in machine.gpus]
+    return {
+        "gpu driver": GpuFinding("OK", f"{machine.driver}, {len(memory)} x {machine.gpus[0].name}"),
+        "gpu memory": GpuFinding("OK", "; ".join(memory)),
+        "gpu links": GpuFinding("OK", _links(machine)),
+        "gpu matmuls": _matmuls(),
+    }
+
+
+def _matmuls() -> GpuFinding:
+    """Which products of grouped_gemm have kernels."""
+    if not native.library_path("cuda").exists():
+        return GpuFinding("WARN", "all of grouped_gemm is plain JAX", _BUILD)
+    wide = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
+    narrow = "8-bit recipes where they are of 16, MXFP8 and the weight gradient of blocks in bf16"
+    single = "f32 in tf32 where they are of 4"
+    return GpuFinding("OK", f"{wide}, {narrow}, {single}; other GPUs by plain JAX")
+
+
+def _memory(gpu: nvml.Gpu, window_bytes: int) -> str:
+    if gpu.total_bytes is None or gpu.free_bytes is None:
+        text = f"{gpu.index}: {nvml.NOT_TOLD}"
+    else:
+        text = f"{gpu.index}: {iec(gpu.free_bytes)} of {iec(gpu.total_bytes)} free"
+    return f"{text}, windows {iec(window_bytes)}" if window_bytes else text
+
+
+def _links(machine: nvml.Machine) -> str:
+    """How pairs are linked: once where all are alike."""
+    pairs = {
+        (gpu.index, other): kind
+        for gpu in machine.gpus
+        for other, kind in gpu.links.items()
+        if gpu.index < other
+    }
+    if not pairs:
+        return "one GPU"
+    kinds = set(pairs.values())
+    speed = machine.gpus[0].link_mb_s
+    each = f", {speed / 1000:.1f} GB/s a link and direction" if speed else ""
+    if len(kinds) == 1:
+        kind = kinds.pop()
+        return kind if kind == nvml.NOT_TOLD else f"every pair {kind}{each}"
+    return ", ".join(f"{a}-{b} {kind}" for (a, b), kind in sorted(pairs.items())) + each
+
+
+COLUMNS = (
+    render.Column("index", "GPU", "count"),
+    render.Column("name", "NAME"),
+    render.Column("free_bytes", "FREE", "bytes"),
+    render.Column("total_bytes", "TOTAL", "bytes"),
+    render.Column("window_bytes", "WINDOWS", "bytes"),
+    render.Column("links", "LINKS"),
+    render.Column("uuid", "UUID"),
+)
+
+
+def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:
+    """What `status` shows: driver, reason (where nothing is told), and a row of COLUMNS per GPU."""
+    machine = nvml.look()
+    rows = [
+        {
+            "index": gpu.index,
+            "uuid": gpu.uuid,
+            "name": gpu.name,
+            "total_bytes": gpu.total_bytes,
+            "free_bytes": gpu.free_bytes,
+            "window_bytes": window_bytes.get(gpu.uuid, 0),
+            "link_mb_s": gpu.link_mb_s,
+            "links": {str(other): kind for other, kind in sorted(gpu.links.items())},
+        }
+        for gpu in machine.gpus
+    ]
+    return {"driver": machine.driver, "reason": machine.reason, "items": rows}
+
+
+def held_by_gpu(status: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of windows that the daemon holds by GPU UUID, of its status."""
+    kinds = ("leased_bytes", "retained_bytes", "quarantined_bytes")
+    return {
+        pool["device"]: sum(pool[kind] for kind in kinds)
+        for pool in status["pools"]
+        if pool["device"].startswith("GPU-")
+    }

@@ -1,0 +1,171 @@
+"""Daemons that this process starts: same interpreter, same packages, bounded waits."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from ep_runtime import env, wire
+from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.place import Place, path_of
+
+_STOP_TIMEOUT_S = 10.0
+_LOG_TAIL_BYTES = 64 << 10
+
+
+def python_command(module: str, options: Sequence[str]) -> list[str]:
+    """The command line of a module of ours in a process of its own.
+
+    `-P` keeps the current directory off the child's path: a checkout that the user happens to
+    stand in must not take the place of the installed package. PYTHONPATH still counts, and so
+    does isolated mode.
+    """
+    flags = ["-I"] if sys.flags.isolated else ["-P"]
+    return [sys.executable, *flags, "-m", module, *options]
+
+
+class Child:
+    """A daemon process of ours, its directory and its log."""
+
+    def __init__(
+        self, directory: Path, process: subprocess.Popen[bytes], ready: int, log: IO[bytes]
+    ) -> None:
+        self.directory = directory
+        self._process = process
+        self._ready = ready
+        self._log = log
+        self._tail = b""
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @classmethod
+    def start(
+        cls,
+        directory: Path,
+        options: Sequence[str],
+        *,
+        pass_fds: Sequence[int] = (),
+        log_path: Path | None = None,
+    ) -> Child:
+        """Starts a daemon on `directory` and returns at once; `wait_ready` waits for it.
+
+        It is in a session of its own, so that Ctrl-C in our terminal does not reach it.
+
+        Args:
+            directory: its socket directory; must exist.
+            options: more options of `ep-runtime serve`.
+            pass_fds: descriptors that the options name.
+            log_path: file of its log; None keeps the log in a file without a name.
+        """
+        ready, told = os.pipe()
+        command = python_command(
+            "ep_runtime_server", ["--dir", str(directory), "--ready-fd", str(told), *options]
+        )
+        log = open(log_path, "a+b") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env.child_environment(),
+                pass_fds=(told, *pass_fds),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(ready)
+            log.close()
+            raise
+        finally:
+            os.close(told)
+        return cls(directory, process, ready, log)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until the daemon says that its sockets answer.
+
+        Raises:
+            RuntimeUnavailableError: it ended, or says nothing within `timeout_s`; carries the end
+                of its log.
+        """
+        poll = select.poll()  # select() refuses descriptors above 1023
+        poll.register(self._ready, select.POLLIN)
+        readable = poll.poll(timeout_s * 1000)
+        told = os.read(self._ready, 4096) if readable else b""
+        os.close(self._ready)
+        if told:
+            return
+        code = self.stop()
+        reason = f"it ended with exit code {code}" if readable else f"no word in {timeout_s:g} s"
+        raise self._failed(reason)
+
+    def _failed(self, reason: str) -> RuntimeUnavailableError:
+        return RuntimeUnavailableError(
+            f"the daemon started for {self.directory} is not there: {reason}\n{self.log_tail()}",
+            address=f"unix://{self.directory}",
+        )
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines of the daemon's log; after `stop` of what it wrote till then."""
+        if not self._log.closed:
+            size = os.fstat(self._log.fileno()).st_size
+            start = max(0, size - _LOG_TAIL_BYTES)
+            self._tail = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, start)
+        return "\n".join(self._tail.decode(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> int:
+        """Ends the daemon and returns its exit code; kills it where it does not end in time."""
+        with self._lock:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                try:
+                    self._process.wait(_STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+                    self._process.wait()
+            self.log_tail()
+            self._log.close()
+            return int(self._process.returncode)
+
+
+def answers(place: Place, timeout_s: float) -> bool:
+    """True where a daemon listens on both of the directory's sockets.
+
+    Raises:
+        PermissionDeniedError: somebody else could listen there.
+    """
+    try:
+        pinned = place.open()
+    except RuntimeUnavailableError:
+        return False
+    try:
+        if not os.path.exists(path_of(pinned, wire.API_SOCKET)):
+            return False
+    finally:
+        os.close(pinned)
+    try:
+        with transport.fd_socket(place, timeout_s):
+            return True
+    except RuntimeUnavailableError:
+        return False
+
+
+def remove_directory(directory: Path) -> None:
+    """Removes a private socket directory; the daemon that ended well has done so already."""
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""Goodbyes to daemons that were away when a session ended: said once they are back.
+
+A daemon that is started again awaits the sessions of its journal as long as their processes live.
+One that ended meanwhile has to say so, or its groups would stay claimed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import threading
+
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
+from ep_runtime.v1 import session_service_pb2
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.place import Place
+
+_log = logging.getLogger("ep_runtime")
+
+_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Owed:
+    """One goodbye.
+
+    Attributes:
+        place: of the daemon's sockets.
+        opened: how the session was opened.
+        goodbye: what is to be said.
+    """
+
+    place: Place
+    opened: session_service_pb2.OpenSessionRequest
+    goodbye: session_service_pb2.CloseSessionRequest
+
+
+class Farewells:
+    """What this process still has to say. Thread-safe; a forked child owes nothing."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Owes nothing; in a forked child, whose parent says what is to be said."""
+        self._changed = threading.Condition()
+        self._owed: dict[str, Owed] = {}
+        self._thread: threading.Thread | None = None
+
+    def owe(self, token: str, owed: Owed) -> None:
+        """Says goodbye for the session of `token` as soon as its daemon answers."""
+        with self._changed:
+            self._owed[token] = owed
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="ep-runtime-farewells", daemon=True
+                )
+                self._thread.start()
+
+    def say(self, place: Place) -> None:
+        """Says now what is owed to that daemon, which answers: a new session may want the ranks."""
+        with self._changed:
+            owed = [item for item in self._owed.items() if item[1].place == place]
+        for token, item in owed:
+            self._say(token, item)
+
+    def _serve(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            with self._changed:
+                if not self._owed:
+                    self._thread = None
+                    return
+                owed = list(self._owed.items())
+                self._changed.wait(pause_s * random.uniform(0.8, 1.2))
+            for token, item in owed:
+                self._say(token, item)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _say(self, token: str, owed: Owed) -> None:
+        try:
+            _close_session(token, owed)
+        except RuntimeUnavailableError:
+            return  # still away
+        except EpRuntimeError as error:
+            _log.info("on the way out: %s", error)  # it knows no such session: nothing is owed
+        with self._changed:
+            self._owed.pop(token, None)
+
+
+def _close_session(token: str, owed: Owed) -> None:
+    welcome = transport.hello(owed.place, _TIMEOUT_S, resume_token=token)
+    control = transport.ControlChannel(owed.place, welcome.session_token)
+    try:
+        control.call(control.sessions.OpenSession, owed.opened, timeout_s=_TIMEOUT_S)
+        control.call(control.sessions.CloseSession, owed.goodbye)
+    finally:
+        control.close()
+
+
+farewells = Farewells()

@@ -1,0 +1,91 @@
+"""The sessions of this process: one per daemon, dropped in a forked child, let go at exit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.daemons.farewells import farewells
+
+if TYPE_CHECKING:
+    from ep_runtime_client.daemons.runtime import Address
+    from ep_runtime_client.sessions.session import Session
+
+
+class OpenSessions:
+    """Open sessions by daemon, each with the number of its `connect()` calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._open: dict[str, tuple[Session, int]] = {}
+        self._inherited: list[Session] = []
+        self._installed = False
+
+    def acquire(
+        self,
+        address: Address,
+        check: Callable[[Session], None],
+        make: Callable[[Address], Session],
+    ) -> Session:
+        """The session with that daemon, made where there is none or the one there is over."""
+        with self._lock:
+            self._install()
+            session, count = self._open.get(address.key, (None, 0))
+            if session is not None and not session.alive:
+                session.end()
+                session, count = None, 0
+            if session is None:
+                session = make(address)
+            else:
+                check(session)
+            self._open[address.key] = (session, count + 1)
+            return session
+
+    def release(self, session: Session) -> bool:
+        """Counts one `close()`; True where it was the last one."""
+        with self._lock:
+            for key, (found, count) in self._open.items():
+                if found is session:
+                    if count > 1:
+                        self._open[key] = (session, count - 1)
+                        return False
+                    del self._open[key]
+                    return True
+        return False
+
+    def embedded(self) -> bool:
+        """True where this process has a private daemon."""
+        with self._lock:
+            return "embedded" in self._open
+
+    def _install(self) -> None:
+        if not self._installed:
+            self._installed = True
+            os.register_at_fork(after_in_child=self._after_fork)
+            atexit.register(self._at_exit)
+
+    def _after_fork(self) -> None:
+        """The child's copies are the parent's: forgotten, but never destroyed.
+
+        Another thread may have held the lock, and a gRPC channel must not be torn down by a
+        process that lacks the threads which serve it.
+        """
+        self._lock = threading.RLock()
+        self._inherited += [session for session, _ in self._open.values()]
+        self._open = {}
+        live_groups.clear()
+        farewells.forget()
+
+    def _at_exit(self) -> None:
+        with self._lock:
+            sessions = [session for session, _ in self._open.values()]
+            self._open = {}
+        for session in sessions:
+            session.at_exit()
+
+
+sessions = OpenSessions()

@@ -1,0 +1,249 @@
+"""Where a session finds its daemon: addresses, and the daemons that a client starts itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ep_runtime import env
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
+from ep_runtime_client.base import jax_state
+from ep_runtime_client.daemons import children, registry, transport
+from ep_runtime_client.daemons.place import Place
+
+_log = logging.getLogger("ep_runtime")
+
+# A node's daemon outlives its last client that long: a job's processes end one after the other,
+# and the next may be on its way between finding the daemon and saying hello.
+_IDLE_EXIT_S = 5
+
+DIRECTORY, EMBEDDED, NODE, NONE = "directory", "embedded", "node", "none"
+_ADDRESSES = '"unix:///dir", "unix:///dir?uid=N", "embedded", "node" or "none"'
+_UID = re.compile(r"[0-9]{1,9}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """A parsed address.
+
+    Attributes:
+        kind: DIRECTORY, EMBEDDED, NODE or NONE.
+        directory: of the daemon's sockets; None for "embedded" and "none".
+        uid: user whose daemon may be there beside our own and root's, where the address says so.
+    """
+
+    kind: str
+    directory: Path | None = None
+    uid: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for two addresses that reach the same daemon of this process."""
+        return self.kind if self.directory is None else os.path.realpath(self.directory)
+
+
+@dataclasses.dataclass
+class ReachedRuntime:
+    """A daemon that answers, or none at all; `child` where this process started it."""
+
+    address: Address
+    place: Place | None
+    child: children.Child | None = None
+
+    @property
+    def directory(self) -> Path | None:
+        return self.place.directory if self.place is not None else None
+
+    @property
+    def has_daemon(self) -> bool:
+        return self.place is not None
+
+    @property
+    def is_private(self) -> bool:
+        """Nothing outlives this process here, so retaining memory has no meaning."""
+        return self.address.kind in (EMBEDDED, NONE)
+
+    def revive(self, timeout_s: float) -> None:
+        """Starts a private daemon that crashed, or the node's, again.
+
+        Others start a daemon at an address again: systemd, or whoever ran `ep-runtime serve`.
+
+        Raises:
+            RuntimeUnavailableError: it does not come up.
+        """
+        crashed = self.child is not None and self.child.ended and self.child.stop() != 0
+        if crashed and self.address.kind == EMBEDDED and self.directory is not None:
+            self.child = _start_with_lifeline(self.directory)
+            self.child.wait_ready(timeout_s)
+        if self.address.kind == NODE and self.directory is not None:
+            self.child = _open_node(self.address, self.directory, timeout_s).child or self.child
+
+    def stop(self) -> None:
+        """Ends a private daemon and removes its directory."""
+        if self.child is not None and self.address.kind == EMBEDDED:
+            self.child.stop()
+            children.remove_directory(self.child.directory)
+
+
+def parse_address(text: str, argument: str = "address") -> Address:
+    """Reads an address as `connect` takes it.
+
+    Raises:
+        InvalidArgumentError: none of the four forms, a relative directory, one too long, or a uid
+            that is none.
+    """
+    if text in (EMBEDDED, NONE):
+        return Address(text)
+    if text == NODE:
+        return Address(NODE, env.check_directory(env.runtime_directory() / "node"))
+    path, named, uid = text.removeprefix("unix://").partition("?uid=")
+    if not path.startswith("/") or (named and not _UID.fullmatch(uid)):
+        raise InvalidArgumentError(
+            f"{argument} must be {_ADDRESSES}, got {text!r}", argument=argument
+        )
+    return Address(DIRECTORY, env.check_directory(path), int(uid) if named else None)
+
+
+def daemon_place(text: str | None) -> Place:
+    """The daemon that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
+
+    Raises:
+        InvalidArgumentError: the address names no daemon that another process could reach.
+    """
+    argument = "--address" if text is not None else "EP_RUNTIME_ADDRESS"
+    text = text if text is not None else env.address()
+    if text is None:
+        return Place(env.runtime_directory())
+    address = parse_address(text, argument)
+    if address.directory is None:
+        raise InvalidArgumentError(
+            f"{argument}={text!r} names no daemon to ask; give unix:///dir", argument=argument
+        )
+    return Place(address.directory, address.uid)
+
+
+def choose(address: str | None) -> Address:
+    """The address that `connect(address)` uses; starts nothing.
+
+    $EP_RUNTIME_ADDRESS counts as if typed; without it the node's default daemon where it answers,
+    else an embedded one.
+
+    Raises:
+        PermissionDeniedError: the default daemon's directory could be another user's doing.
+    """
+    if address is not None:
+        return parse_address(address)
+    given = env.address()
+    if given is not None:
+        return parse_address(given, "EP_RUNTIME_ADDRESS")
+    if registry.sessions.embedded():
+        return Address(EMBEDDED)  # the one that this process chose before
+    default = env.runtime_directory()
+    if children.answers(Place(default), transport.READ_TIMEOUT_S):
+        return Address(DIRECTORY, default)
+    _log.info("no daemon answers at unix://%s, so this process gets one of its own", default)
+    return Address(EMBEDDED)
+
+
+def open_runtime(address: Address, timeout_s: float) -> ReachedRuntime:
+    """The daemon at an address, started where the address asks for that.
+
+    Raises:
+        RuntimeUnavailableError: nobody answers, or a started daemon does not come up.
+        PermissionDeniedError: somebody else could answer there.
+        InvalidArgumentError: an embedded daemon in a job of several processes.
+    """
+    if address.kind == NONE:
+        return ReachedRuntime(address, None)
+    if address.kind == EMBEDDED:
+        return _open_embedded(address, timeout_s)
+    assert address.directory is not None  # the other kinds have one
+    if address.kind == NODE:
+        return _open_node(address, address.directory, timeout_s)
+    place = Place(address.directory, address.uid)
+    with transport.fd_socket(place, timeout_s):
+        return ReachedRuntime(address, place)
+
+
+def _open_embedded(address: Address, timeout_s: float) -> ReachedRuntime:
+    processes = jax_state.num_processes()
+    if processes > 1:
+        raise InvalidArgumentError(
+            f"an embedded daemon serves one process, this job has {processes}; run "
+            '`ep-runtime serve` on every node, or pass address="node" '
+            "(EP_RUNTIME_ADDRESS=node) in every process",
+            argument="address",
+            num_processes=processes,
+        )
+    directory = env.private_directory()
+    try:
+        child = _start_with_lifeline(directory)
+        child.wait_ready(timeout_s)
+    except BaseException:
+        children.remove_directory(directory)
+        raise
+    _log.info("started a private daemon, pid %d, that ends with this process", child.pid)
+    # Ours by its name's random part; parents that a cluster's TMPDIR may have do not matter then.
+    return ReachedRuntime(address, Place(directory, os.geteuid()), child)
+
+
+def _start_with_lifeline(directory: Path) -> children.Child:
+    """The child watches a pidfd of ours, so that it ends with us even on SIGKILL.
+
+    Not PR_SET_PDEATHSIG: that follows the thread that started the child, not the process.
+    """
+    ourselves = os.pidfd_open(os.getpid())
+    try:
+        options = ["--parent-pidfd", str(ourselves), "--drain-s", "0"]
+        return children.Child.start(directory, options, pass_fds=[ourselves])
+    finally:
+        os.close(ourselves)
+
+
+def _open_node(address: Address, directory: Path, timeout_s: float) -> ReachedRuntime:
+    """The first process starts the daemon under a lock; it ends by itself after the last one."""
+    place = Place(directory)
+    place.check()
+    env.make_directory(directory)
+    with _locked(directory / "start.lock", timeout_s):
+        if children.answers(place, timeout_s):
+            return ReachedRuntime(address, place)
+        child = children.Child.start(
+            directory, ["--idle-exit-s", str(_IDLE_EXIT_S)], log_path=directory / "daemon.log"
+        )
+        child.wait_ready(timeout_s)
+    _log.info("started the node's daemon, pid %d, at unix://%s", child.pid, directory)
+    return ReachedRuntime(address, place, child)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Holds an flock; the kernel lets go of it where the holder dies.
+
+    Raises:
+        RuntimeUnavailableError: another process holds it for longer than `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    with open(path, "ab") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeUnavailableError(
+                        f"another process has been starting the node's daemon for more than "
+                        f"{timeout_s:g} s; it holds {path}",
+                        address="node",
+                    ) from error
+                pause.wait(0.02)
+        yield

@@ -1,0 +1,300 @@
+"""The two sockets of a daemon: gRPC on api.sock, identity and file descriptors on fd.sock."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+import ep_runtime
+from ep_runtime import wire
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    RuntimeUnavailableError,
+    SessionFencedError,
+)
+from ep_runtime.v1 import (
+    fd_socket_pb2,
+    group_service_pb2_grpc,
+    layer_service_pb2_grpc,
+    nccl_service_pb2_grpc,
+    session_service_pb2_grpc,
+    types_pb2,
+)
+from ep_runtime_client.daemons.place import Place, path_of
+
+READ_TIMEOUT_S = 5.0
+MUTATE_TIMEOUT_S = 10.0
+
+# Many calls at once on one channel were seen to end in spurious CANCELLED.
+_MAX_IN_FLIGHT = 64
+
+Metadata = tuple[tuple[str, str], ...]
+_Response = TypeVar("_Response")
+
+
+class RpcChannel:
+    """A channel to one of a daemon's gRPC sockets, and to no other place while it lasts.
+
+    gRPC connects again by itself, and would to whoever has the directory's name by then; so it
+    gets the name of a descriptor.
+    """
+
+    def __init__(self, place: Place, socket_name: str, timeout_s: float) -> None:
+        """Raises as `Place.open` and `Place.check_listener`."""
+        self._pinned = place.open()
+        try:
+            place.check_listener(self._pinned, socket_name, timeout_s)
+        except BaseException:
+            os.close(self._pinned)
+            raise
+        target = "unix:" + path_of(self._pinned, socket_name)
+        self.channel = grpc.insecure_channel(target, options=wire.channel_options())
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Ends the calls under way. Idempotent."""
+        self.channel.close()
+        with self._lock:
+            pinned, self._pinned = self._pinned, -1
+        if pinned >= 0:
+            os.close(pinned)
+
+
+@contextlib.contextmanager
+def fd_socket(place: Place, timeout_s: float) -> Iterator[socket.socket]:
+    """A connection to fd.sock. Raises as `Place.connected`."""
+    with place.connected(wire.FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
+        yield connection
+
+
+def _ask(
+    connection: socket.socket,
+    place: Place,
+    request: fd_socket_pb2.FdRequest,
+    fds: Sequence[int] = (),
+) -> tuple[fd_socket_pb2.FdReply, list[int]]:
+    try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its reason may be there
+            if fds:
+                socket.send_fds(connection, [request.SerializeToString()], list(fds))
+            else:
+                connection.send(request.SerializeToString())
+        try:
+            return _receive(connection, place)
+        except ConnectionResetError:  # told before what was sent ahead of it
+            return _receive(connection, place)
+    except TimeoutError as error:
+        raise place.unavailable(f"{wire.FD_SOCKET} gave no answer in time") from error
+    except OSError as error:
+        raise place.unavailable(error.strerror or str(error)) from error
+
+
+def _receive(connection: socket.socket, place: Place) -> tuple[fd_socket_pb2.FdReply, list[int]]:
+    """One packet with its descriptors, which the caller owns (close-on-exec)."""
+    size = array.array("i").itemsize
+    packet, ancillary, flags, _ = connection.recvmsg(
+        wire.MAX_PACKET_BYTES,
+        socket.CMSG_SPACE(wire.MAX_FDS_PER_PACKET * size),
+        socket.MSG_CMSG_CLOEXEC,
+    )
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % size])
+    held = list(fds)
+    try:
+        if not packet:
+            raise place.unavailable(f"{wire.FD_SOCKET} was closed by the daemon")
+        if flags & socket.MSG_CTRUNC:
+            raise EpRuntimeError(
+                "the kernel cut off file descriptors of the daemon; raise this process's limit "
+                "of open files (ulimit -n)"
+            )
+        reply = fd_socket_pb2.FdReply.FromString(packet)
+        if reply.WhichOneof("reply") == "error":
+            raise wire.error_from_detail(reply.error)
+    except BaseException:
+        close_all(held)
+        raise
+    return reply, held
+
+
+def close_all(fds: list[int]) -> None:
+    """Closes file descriptors."""
+    for fd in fds:
+        os.close(fd)
+
+
+def hello(place: Place, timeout_s: float, *, resume_token: str = "") -> fd_socket_pb2.Welcome:
+    """Introduces this process to the daemon, which learns uid and pid from the kernel.
+
+    Args:
+        place: of the daemon's sockets.
+        timeout_s: of the answer.
+        resume_token: of the session that goes on where the daemon was started again.
+
+    Raises:
+        RuntimeUnavailableError: no daemon, or it drains.
+        PermissionDeniedError: the daemon does not serve this uid.
+        SessionFencedError: the session to resume was fenced.
+        VersionSkewError: no common protocol version.
+    """
+    greeting = fd_socket_pb2.Hello(
+        api_versions=[wire.API_VERSION],
+        client_version=ep_runtime.__version__,
+        pid=os.getpid(),
+        resume_token=resume_token,
+    )
+    with fd_socket(place, timeout_s) as connection:
+        reply, fds = _ask(connection, place, fd_socket_pb2.FdRequest(hello=greeting))
+    close_all(fds)
+    return reply.welcome
+
+
+def redeem(
+    place: Place, token: str, ticket: str, timeout_s: float
+) -> list[tuple[types_pb2.WindowDescriptor, int]]:
+    """The descriptors of a ticket, in its order; the caller closes them.
+
+    Raises:
+        PermissionDeniedError: the ticket is used, expired or another process's.
+        StaleHandleError: the group is gone.
+    """
+    order = fd_socket_pb2.RedeemTicket(session_token=token, ticket=ticket)
+    request = fd_socket_pb2.FdRequest(redeem_ticket=order)
+    found: list[tuple[types_pb2.WindowDescriptor, int]] = []
+    try:
+        with fd_socket(place, timeout_s) as connection:
+            reply, fds = _ask(connection, place, request)
+            while True:
+                batch = reply.fd_batch
+                if len(fds) != len(batch.descriptors):
+                    close_all(fds)
+                    raise EpRuntimeError(
+                        f"the daemon named {len(batch.descriptors)} descriptors and sent {len(fds)}"
+                    )
+                found += zip(batch.descriptors, fds, strict=True)
+                if batch.first + len(fds) >= batch.total or not fds:
+                    return found
+                reply, fds = _receive(connection, place)
+    except BaseException:
+        close_all([fd for _, fd in found])
+        raise
+
+
+def return_windows(
+    place: Place,
+    token: str,
+    group: str,
+    held: Sequence[tuple[types_pb2.WindowDescriptor, int]],
+    timeout_s: float,
+) -> list[int]:
+    """Gives a daemon that started again the descriptors it wants; ours stay open.
+
+    Returns:
+        World ranks whose windows it still wants; -1 is the board.
+
+    Raises:
+        StaleHandleError, PermissionDeniedError, InvalidArgumentError: it does not take them.
+    """
+    wanted: list[int] = []
+    with fd_socket(place, timeout_s) as connection:
+        for first in range(0, len(held), wire.MAX_FDS_PER_PACKET):
+            part = held[first : first + wire.MAX_FDS_PER_PACKET]
+            order = fd_socket_pb2.ReturnWindows(
+                session_token=token, group=group, descriptors=[item for item, _ in part]
+            )
+            request = fd_socket_pb2.FdRequest(return_windows=order)
+            reply, fds = _ask(connection, place, request, [fd for _, fd in part])
+            close_all(fds)
+            wanted = [int(rank) for rank in reply.windows_returned.wanted_ranks]
+    return wanted
+
+
+class ControlChannel:
+    """The RPCs of one session. Thread-safe.
+
+    Attributes:
+        channel, metadata: of calls to other services.
+        lost: a call got no answer, or the daemon does not know the session: nothing more will
+            come of this channel.
+    """
+
+    def __init__(self, place: Place, token: str) -> None:
+        self._place = place
+        self._rpc = RpcChannel(place, wire.API_SOCKET, READ_TIMEOUT_S)
+        self.channel = channel = self._rpc.channel
+        self.metadata: Metadata = ((wire.TOKEN_KEY, token), (wire.PID_KEY, str(os.getpid())))
+        self._slots = threading.BoundedSemaphore(_MAX_IN_FLIGHT)
+        self.lost = False
+        self.sessions: Any = session_service_pb2_grpc.SessionServiceStub(channel)
+        self.groups: Any = group_service_pb2_grpc.GroupServiceStub(channel)
+        self.layers: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        self.nccl: Any = nccl_service_pb2_grpc.NcclServiceStub(channel)
+
+    def call(
+        self,
+        method: Callable[..., _Response],
+        request: Any,
+        *,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> _Response:
+        """One unary RPC.
+
+        Raises:
+            EpRuntimeError: the class that the daemon names; RuntimeUnavailableError where it
+                gives no answer within the timeout.
+        """
+        try:
+            with self._slots:
+                return method(request, timeout=timeout_s, metadata=self.metadata)
+        except grpc.RpcError as error:
+            ours = self.translated(error)
+            self.lost = self.lost or _ends_channel(error, ours)
+            raise ours from None  # it says all that gRPC's error does
+        except ValueError as error:  # gRPC's own type for a channel that was closed meanwhile
+            self.lost = True
+            raise self._place.unavailable(str(error)) from None
+
+    def stream(self, method: Callable[..., Any], request: Any) -> Any:
+        """Starts a server stream without a deadline; iterate it, `cancel()` ends it."""
+        return method(request, metadata=self.metadata)
+
+    def translated(self, error: grpc.RpcError) -> EpRuntimeError:
+        """Our error out of a failed call, with the address where the daemon did not answer."""
+        ours = wire.error_from_rpc(error)
+        if isinstance(ours, RuntimeUnavailableError) and not ours.fields:
+            return self._place.unavailable(str(ours))
+        return ours
+
+    def close(self) -> None:
+        """Closes the channel; calls under way end with RuntimeUnavailableError."""
+        self._rpc.close()
+
+
+def _ends_channel(error: grpc.RpcError, ours: EpRuntimeError) -> bool:
+    """A daemon that answers, or is only slow, keeps the channel; one that drains answers."""
+    if isinstance(ours, SessionFencedError):
+        return True
+    code = error.code() if isinstance(error, grpc.Call) else None
+    unanswered = isinstance(wire.error_from_rpc(error), RuntimeUnavailableError)
+    without_fields = not wire.error_from_rpc(error).fields
+    return unanswered and without_fields and code is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def check_timeout(timeout_s: float) -> float:
+    """Raises InvalidArgumentError unless the timeout is a positive number."""
+    if not 0 < timeout_s < float("inf"):
+        raise InvalidArgumentError(
+            f"timeout_s must be a positive number of seconds, got {timeout_s}",
+            argument="timeout_s",
+        )
+    return float(timeout_s)

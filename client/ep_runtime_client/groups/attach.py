@@ -1,0 +1,206 @@
+"""From what a caller says about a group to a `Group`: specs, meshes, groups the daemon keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime import device_layout, specs, wire
+from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
+from ep_runtime.v1 import group_service_pb2, layer_service_pb2, session_service_pb2
+from ep_runtime.wire import CLUSTER
+from ep_runtime_client.base import meshes
+from ep_runtime_client.base.dtypes import dtype_name
+from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.groups import estimate, forming
+from ep_runtime_client.groups.group import Group, discard
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from ep_runtime_client.sessions.session import Session
+
+
+def resolve(
+    session: Session, mesh: Any, transport: str, max_token_dtype: Any, **arguments: Any
+) -> specs.GroupSpec:
+    """The spec of create_group's arguments on a concrete mesh.
+
+    Raises:
+        InvalidArgumentError: names the argument, what was wanted and what was given.
+        NotImplementedError: the transport is not part of this version.
+    """
+    mesh_axes = meshes.axes_of(mesh)
+    meshes.devices_of(mesh)
+    return specs.make_group_spec(
+        mesh_axes=mesh_axes,
+        max_token_dtype=dtype_name(max_token_dtype, "max_token_dtype"),
+        transport=meshes.resolve_transport(
+            transport,
+            mesh,
+            has_daemon=session.has_daemon,
+            in_cluster=lambda: _in_cluster(session),
+        ),
+        **arguments,
+    )
+
+
+def _in_cluster(session: Session) -> bool:
+    control = session.control
+    request = session_service_pb2.GetServerInfoRequest()
+    return CLUSTER in control.call(control.sessions.GetServerInfo, request).features
+
+
+def without_retention(spec: specs.GroupSpec) -> specs.GroupSpec:
+    """The spec in a private runtime, which nothing outlives."""
+    return dataclasses.replace(spec, retain_s=0.0)
+
+
+def asked(spec: specs.GroupSpec) -> specs.GroupSpec:
+    """The spec as a caller says it: the daemons say where its ranks share windows."""
+    return dataclasses.replace(spec, node_size=0)
+
+
+def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> bool:
+    """True where create_group may return `found`; False where it must make a new one.
+
+    Raises:
+        SpecMismatchError: other settings, and no replace.
+    """
+    if found.is_gone:
+        return False
+    difference = spec.difference(asked(found.spec))
+    if difference is None:
+        theirs, ours = ([d.id for d in meshes.rank_devices(m, spec)] for m in (found.mesh, mesh))
+        if theirs == ours:
+            return True
+        difference = ("mesh.devices", ours, theirs)
+    if replace:
+        return False
+    field, ours, theirs = difference
+    raise SpecMismatchError(
+        f"group {spec.name!r} exists with {field}={theirs}, this call has {field}={ours}; make "
+        "them equal, or pass replace=True",
+        object=spec.name,
+        field=field,
+        theirs=theirs,
+        ours=ours,
+    )
+
+
+def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
+    """Forms the group and makes it this process's live group of that name."""
+    _check_free(session, spec.name)
+    _check_shared(session, spec.name, mesh)
+    claim = _claim(spec, mesh)
+    group = Group(session, mesh, forming.form(session, spec, claim, replace=replace))
+    try:
+        live_groups.add(group)
+    except BaseException:
+        discard(group)
+        raise
+    ours = meshes.rank_devices(mesh, spec)[claim.ranks[0]]  # XLA tells of its own process's alone
+    estimate.report(group.spec, ours, len(claim.ranks))
+    return group
+
+
+def _check_free(session: Session, name: str) -> None:
+    """Layers find their group by name, so a name is open once in a process."""
+    other = live_groups.get(name)
+    if other is not None and other.session is not session:
+        raise InvalidArgumentError(
+            f"group {name!r} is open in this process's session with {other.session.address}; "
+            "close it there first, or choose another name",
+            argument="name",
+        )
+
+
+def _check_shared(session: Session, name: str, mesh: Mesh) -> None:
+    """Raises InvalidArgumentError where the mesh's other processes cannot come to the group."""
+    processes = meshes.processes_of(mesh)
+    if len(processes) > 1 and session.alone:
+        raise InvalidArgumentError(
+            f"group {name!r} spans the processes {processes}, but ep.connect() came before "
+            f"jax.distributed.initialize, so that each of them has {session.alone} and never "
+            "meets the others. Call jax.distributed.initialize first, then "
+            'ep.connect("node"), or ep.connect() with EP_RUNTIME_ADDRESS=node, in every process',
+            argument="mesh",
+            processes=processes,
+        )
+
+
+def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
+    """World ranks whose devices this process drives.
+
+    Raises:
+        InvalidArgumentError: none of them.
+    """
+    import jax
+
+    here = jax.process_index()
+    ours = {
+        rank: device
+        for rank, device in enumerate(meshes.rank_devices(mesh, spec))
+        if device.process_index == here
+    }
+    if not ours:
+        raise InvalidArgumentError(
+            f"mesh has no device of this process ({here}); it spans processes "
+            f"{meshes.processes_of(mesh)}",
+            argument="mesh",
+        )
+    ordinals = [device.local_hardware_id for device in ours.values()]
+    return forming.Claim(tuple(ours), tuple(ordinals) if device_layout.on_device(spec) else ())
+
+
+def stored_spec(session: Session, name: str) -> specs.GroupSpec:
+    """The spec that the daemon keeps for a group of the session's job.
+
+    Raises:
+        StaleHandleError: it knows none of that name.
+    """
+    if not session.has_daemon:
+        raise StaleHandleError(
+            f'group {name!r} is not open in this process, and address="none" has no daemon to ask',
+            group=name,
+        )
+    control = session.control
+    answer = control.call(control.groups.GetGroup, group_service_pb2.GetGroupRequest(name=name))
+    return asked(wire.group_spec_from_proto(answer.group.spec))
+
+
+def default_mesh(spec: specs.GroupSpec) -> Mesh:
+    """The spec's axes over this job's devices in order, as `jax.make_mesh` lays CPU devices.
+
+    Raises:
+        InvalidArgumentError: another number of devices.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    devices = jax.devices("cpu") if spec.transport == "memfd" else jax.devices()
+    if len(devices) < spec.world_size:
+        raise InvalidArgumentError(
+            f"group {spec.name!r} has {spec.world_size} devices {dict(spec.mesh_axes)}, "
+            f"this job has {len(devices)}; pass mesh=",
+            argument="mesh",
+        )
+    shape = [size for _, size in spec.mesh_axes]
+    names = [name for name, _ in spec.mesh_axes]
+    return Mesh(np.array(devices[: spec.world_size]).reshape(shape), names)
+
+
+def adopt_layers(group: Group) -> None:
+    """Makes every layer that the daemon keeps for the group usable here."""
+    control = group.session.control
+    token = ""
+    while True:
+        request = layer_service_pb2.ListLayersRequest(
+            group=group.name, page_size=10_000, page_token=token
+        )
+        answer = control.call(control.layers.ListLayers, request)
+        group.adopt([wire.registered_from_proto(item) for item in answer.layers])
+        token = answer.next_page_token
+        if not token:
+            return

@@ -1,0 +1,121 @@
+"""How much memory a group takes, before anything is allocated."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, NamedTuple
+
+from ep_runtime import specs
+from ep_runtime_client.base import meshes
+from ep_runtime_client.base.dtypes import dtype_name
+from ep_runtime_client.base.units import iec
+
+_log = logging.getLogger("ep_runtime")
+
+# Above this share of a device's memory the log names capacity_factor.
+WARN_SHARE = 0.10
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes on one rank.
+
+    Attributes:
+        staging_bytes_per_rank: the rank's window, allocated once per group; 0 for "xla".
+        dispatched_bytes_per_layer: tokens [C, H] and weights [C] f32 that one dispatch returns.
+        capacity_per_rank: C, rows of one slab.
+    """
+
+    staging_bytes_per_rank: int
+    dispatched_bytes_per_layer: int
+    capacity_per_rank: int
+
+
+def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
+    """The estimate of a resolved spec."""
+    row_bytes = spec.hidden_size * specs.DTYPE_BYTES[spec.max_token_dtype]
+    capacity = spec.recv_capacity_per_rank
+    return MemoryEstimate(
+        staging_bytes_per_rank=staging_bytes(spec),
+        dispatched_bytes_per_layer=capacity * (row_bytes + 4),
+        capacity_per_rank=capacity,
+    )
+
+
+def staging_bytes(spec: specs.GroupSpec) -> int:
+    """Bytes of one rank's window."""
+    if spec.transport == "xla":
+        return 0
+    from ep_runtime import board
+
+    return board.window_bytes(spec)
+
+
+def estimate_memory(
+    name: str, mesh: Any, *, transport: str = "auto", **arguments: Any
+) -> MemoryEstimate:
+    """Memory of a group that `Session.create_group` with the same arguments would make.
+
+    Needs no session and allocates nothing; an AbstractMesh serves as `mesh`.
+
+    Args:
+        name: as in `Session.create_group`.
+        mesh: as in `Session.create_group`, or an AbstractMesh.
+        transport: as in `Session.create_group`.
+        **arguments: the others of `Session.create_group`.
+
+    Returns:
+        MemoryEstimate, in bytes per rank.
+
+    Raises:
+        InvalidArgumentError: as `Session.create_group`.
+
+    Cost: arithmetic on sizes.
+    """
+    arguments.pop("replace", None)
+    if "max_token_dtype" in arguments:
+        arguments["max_token_dtype"] = dtype_name(arguments["max_token_dtype"], "max_token_dtype")
+    spec = specs.make_group_spec(
+        name=name,
+        mesh_axes=meshes.axes_of(mesh),
+        transport="memfd" if transport == "auto" else transport,
+        **arguments,
+    )
+    return of_spec(spec)
+
+
+def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
+    """One log line with the group's sizes, and a warning where they are large for the device."""
+    sizes = of_spec(spec)
+    _log.info(
+        "group %r: capacity %d rows per rank, staging %s per rank, dispatched %s per layer and "
+        "rank, transport %s",
+        spec.name,
+        sizes.capacity_per_rank,
+        iec(sizes.staging_bytes_per_rank),
+        iec(sizes.dispatched_bytes_per_layer),
+        f"{spec.transport}, per node of {spec.node_size}" if spec.node_size else spec.transport,
+    )
+    total = device_memory_bytes(device, devices_per_host)
+    used = sizes.staging_bytes_per_rank + sizes.dispatched_bytes_per_layer
+    if total and used > WARN_SHARE * total:
+        _log.warning(
+            "group %r: staging and one layer's rows take %s of %s per device (%.0f%%); "
+            "capacity_factor (now %d rows per rank) makes both smaller",
+            spec.name,
+            iec(used),
+            iec(total),
+            100 * used / total,
+            sizes.capacity_per_rank,
+        )
+
+
+def device_memory_bytes(device: Any, devices_per_host: int) -> int:
+    """Memory of the device; for a CPU device its share of the host's. 0 where unknown."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and stats.get("bytes_limit"):
+        return int(stats["bytes_limit"])
+    if device.platform != "cpu":
+        return 0
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host // max(devices_per_host, 1)

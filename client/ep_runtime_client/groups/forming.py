@@ -1,0 +1,407 @@
+"""Forming a group: claim ranks, fetch and map windows, report. Once per group, never per step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ep_runtime import board_file, device_layout, env, native, nccl, specs, wire
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
+from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.groups import allocator
+from ep_runtime_client.nccl import beside, communicators
+
+if TYPE_CHECKING:
+    from ep_runtime_client.sessions.session import Session
+
+# The daemon answers at `wait`; the call's own deadline only ends a call nobody answers.
+_GRACE_S = 5.0
+
+# Transports whose rows go through windows, and whose groups get NCCL communicators all the same.
+WITH_NCCL_BESIDE = ("nvlink",)
+
+# In the place of the descriptor of a window that is another node's.
+_NOT_HERE = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Formed:
+    """A group that is READY.
+
+    Attributes:
+        spec: as asked for, and how many ranks share windows.
+        generation: the daemon's; 0 without a daemon.
+        native_group: as the native library has it; None for transport "xla".
+        reattached: retained windows were taken over and nothing was allocated.
+        ranks: world ranks that this process claims.
+        memory: descriptors of board and windows; empty for transport "xla".
+        uuids: of the GPUs that drive the ranks; empty for other devices.
+    """
+
+    spec: specs.GroupSpec
+    generation: int
+    native_group: native.OpenGroup | None
+    reattached: bool
+    ranks: tuple[int, ...] = ()
+    memory: Memory = dataclasses.field(default_factory=lambda: Memory([]))
+    uuids: tuple[str, ...] = ()
+
+
+class Memory:
+    """Descriptors of a group's board and windows, kept to give them to a restarted daemon."""
+
+    def __init__(self, held: list[tuple[types_pb2.WindowDescriptor, int]]) -> None:
+        self._held = held
+
+    @property
+    def window_ranks(self) -> list[int]:
+        """World ranks whose windows are among them."""
+        return sorted(item.world_rank for item, _ in self._held if item.world_rank >= 0)
+
+    def of(self, ranks: Sequence[int]) -> list[tuple[types_pb2.WindowDescriptor, int]]:
+        """Those of these world ranks; -1 is the board."""
+        wanted = set(ranks)
+        return [(item, fd) for item, fd in self._held if item.world_rank in wanted]
+
+    def poison(self, generation: int) -> board_file.Poison | None:
+        """Why that generation must be left, as the board itself says; None where it goes on."""
+        for _, fd in self.of([-1]):
+            return board_file.read_poison(fd, generation)
+        return None
+
+    def left(self) -> list[int]:
+        """World ranks of this node whose processes have closed the group, as the board says."""
+        for _, fd in self.of([-1]):
+            return board_file.left_ranks(fd)
+        return []
+
+    def close(self) -> None:
+        held, self._held = self._held, []
+        transport.close_all([fd for _, fd in held])
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What this process brings to a group: world ranks, and the CUDA ordinal of each on GPUs."""
+
+    ranks: tuple[int, ...]
+    ordinals: tuple[int, ...] = ()
+
+
+def form(session: Session, spec: specs.GroupSpec, claim: Claim, *, replace: bool) -> Formed:
+    """Makes the group at the daemon and maps its windows here.
+
+    Raises:
+        SpecMismatchError, GroupBusyError, GroupNotReadyError, PoolExhaustedError: of the daemon.
+    """
+    if not session.has_daemon:
+        return Formed(spec, 0, None, False, claim.ranks)
+    formation = _Formation(session, spec, claim, replace=replace)
+    try:
+        return session.run(formation.attempt)
+    except BaseException:
+        formation.leave()
+        raise
+
+
+class _Formation:
+    """One call's way into a group; goes on where it was once the daemon is back.
+
+    Whoever hears that the group is READY goes on with it. So who has mapped it must not begin
+    anew because the answer to itself was lost: the others would not come again.
+    """
+
+    def __init__(
+        self, session: Session, spec: specs.GroupSpec, claim: Claim, *, replace: bool
+    ) -> None:
+        self._session = session
+        self._spec = spec
+        self._claim = claim
+        self._replace = replace
+        self._uuids = _uuids(spec, claim)
+        self._formed: Formed | None = None
+
+    def attempt(self, control: transport.ControlChannel) -> Formed:
+        """From creating, or from what this process holds, to READY."""
+        if self._formed is not None and not self._goes_on(control, self._formed):
+            self.leave()
+        if self._formed is None:
+            self._formed = self._create(control)
+        if self._spec.transport == "nccl":
+            self._formed = self._with_nccl(control, self._formed)
+        wait_s = self._session.timeout_s
+        report = group_service_pb2.ReportAttachedRequest(
+            name=self._spec.name, generation=self._formed.generation, wait=wire.duration(wait_s)
+        )
+        control.call(control.groups.ReportAttached, report, timeout_s=wait_s + _GRACE_S)
+        if self._spec.transport in WITH_NCCL_BESIDE and self._spec.ep_size > 1:
+            self._formed = self._beside_nccl(control, self._formed)
+        return self._formed
+
+    def _nccl_ranks(self, formed: Formed) -> nccl.Ranks:
+        return communicators.ranks_of(
+            formed.spec, formed.generation, formed.ranks, self._claim.ordinals
+        )
+
+    def _with_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
+        """The group with the communicators that its rows travel over."""
+        held = formed.native_group
+        if held is None or isinstance(held, communicators.GroupWithNccl):
+            return formed
+        ranks = self._nccl_ranks(formed)
+        made = communicators.make(control, nccl.library(), ranks, self._session.timeout_s)
+        watch = communicators.Watch(
+            made,
+            formed.spec.name,
+            functools.partial(_left, formed),
+            functools.partial(_say_failed, self._session, ranks),
+        )
+        group = communicators.GroupWithNccl(held.library, held.number, made, ranks, watch)
+        return dataclasses.replace(formed, native_group=group)
+
+    def _beside_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
+        """The group on windows, whose communicators are made from here on."""
+        held, ranks = formed.native_group, self._nccl_ranks(formed)
+        if held is None or isinstance(held, beside.GroupBesideNccl):
+            return formed
+        if not env.wants_nccl():  # and so the others do not wait for us
+            communicators.report(control, ranks, "", "EP_RUNTIME_NCCL is 0 there")
+            return formed
+        made = beside.Beside(self._session.run, ranks)
+        group = beside.GroupBesideNccl(held.library, held.number, made)
+        return dataclasses.replace(formed, native_group=group)
+
+    def _create(self, control: transport.ControlChannel) -> Formed:
+        wait_s = self._session.timeout_s
+        request = group_service_pb2.CreateGroupRequest(
+            op_id=uuid.uuid4().hex,
+            spec=wire.group_spec_to_proto(self._spec),
+            world_ranks=self._claim.ranks,
+            device_uuids=self._uuids,
+            replace=self._replace,
+            wait=wire.duration(wait_s),
+        )
+        answer = control.call(control.groups.CreateGroup, request, timeout_s=wait_s + _GRACE_S)
+        generation = int(answer.group.generation)
+        spec = dataclasses.replace(self._spec, node_size=int(answer.group.spec.node_size))
+        memory, native_group = Memory([]), None
+        try:
+            if answer.group.window_bytes:
+                memory = _fetch(self._session, control, spec.name, generation)
+                here = [int(m.world_rank) for m in answer.group.members if not m.node]
+                native_group = _map(spec, generation, memory, self._claim, here)
+        except BaseException:
+            leave(self._session, spec.name, generation, native_group)
+            memory.close()
+            raise
+        reattached, ranks = bool(answer.reattached), self._claim.ranks
+        return Formed(spec, generation, native_group, reattached, ranks, memory, self._uuids)
+
+    def _goes_on(self, control: transport.ControlChannel, formed: Formed) -> bool:
+        """Whether the daemon that was started again still knows what this process holds."""
+        request = group_service_pb2.RestoreGroupRequest(
+            spec=wire.group_spec_to_proto(formed.spec),
+            generation=formed.generation,
+            world_ranks=formed.ranks,
+            device_uuids=formed.uuids,
+            window_ranks=formed.memory.window_ranks,
+        )
+        place, token = self._session.place, self._session.token
+        try:
+            restore(place, token, control, request, formed.memory)
+        except (RuntimeUnavailableError, SessionFencedError):
+            raise
+        except EpRuntimeError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Gives up what is held; nothing where nothing is."""
+        formed, self._formed = self._formed, None
+        if formed is not None:
+            leave(self._session, self._spec.name, formed.generation, formed.native_group)
+            formed.memory.close()
+
+
+def _left(formed: Formed) -> list[int]:
+    """Ranks that have left, of the EP groups that this process has ranks of."""
+    size = formed.spec.ep_size
+    ours = {rank // size for rank in formed.ranks}
+    return [
+        rank for rank in formed.memory.left() if rank // size in ours and rank not in formed.ranks
+    ]
+
+
+def _say_failed(session: Session, ranks: nccl.Ranks, error: str) -> None:
+    """A communicator failed without a process of the group being gone."""
+    if not session.has_daemon:
+        return
+    with contextlib.suppress(EpRuntimeError):  # the group's calls say it in any case
+        version = communicators.version_of(nccl.library())
+        communicators.report(session.control, ranks, version, error)
+
+
+def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
+    """The GPUs of the ranks: ordinals differ between processes, UUIDs do not."""
+    if not device_layout.on_device(spec):
+        return ()
+    found = native.library("cuda").devices()
+    return tuple(found[ordinal] for ordinal in claim.ordinals)
+
+
+def _fetch(
+    session: Session, control: transport.ControlChannel, name: str, generation: int
+) -> Memory:
+    """The descriptors of the group's board and of every window of this node."""
+    ticket = control.call(
+        control.groups.AcquireWindows,
+        group_service_pb2.AcquireWindowsRequest(name=name, generation=generation),
+    )
+    try:
+        return Memory(
+            transport.redeem(
+                session.place, session.token, ticket.ticket, transport.MUTATE_TIMEOUT_S
+            )
+        )
+    except RuntimeUnavailableError:
+        control.lost = True
+        raise
+
+
+def _map(
+    spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim, here: list[int]
+) -> native.OpenGroup:
+    """Maps the board and the windows of the world ranks `here`, which this node has."""
+    from ep_runtime_client.ops.kernels import ffi
+
+    platform = native.PLATFORMS[spec.transport]
+    if spec.transport == "memfd":
+        allocator.keep_freed_memory()
+    # Now, not when an op is first traced: exported programs and stored executables run untraced.
+    ffi.ensure_registered(platform)
+    found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
+    if sorted(found) != [-1, *here]:
+        raise EpRuntimeError(
+            f"group {spec.name!r}: the daemon sent a board and windows as {sorted(found)}, wanted "
+            f"-1 (the board) and {here}"
+        )
+    library = native.library(platform)
+    number = library.open_group(
+        spec,
+        generation=generation,
+        board_fd=found[-1],
+        window_fds=[found.get(rank, _NOT_HERE) for rank in range(spec.world_size)],
+        debug=env.debug(),
+        local_ranks=claim.ranks,
+        gpus=on_gpus(claim) if claim.ordinals else None,
+    )
+    return native.OpenGroup(library, number)
+
+
+def on_gpus(claim: Claim) -> native.OnGpus:
+    """How this process drives its ranks."""
+    return native.OnGpus(tuple(claim.ordinals), tell_progress=env.tells_progress())
+
+
+def leave(
+    session: Session, name: str, generation: int, native_group: native.OpenGroup | None
+) -> None:
+    """Unmaps the windows and leaves the group; a daemon that is away hears of it later."""
+    unmap(native_group)
+    if session.has_daemon:
+        session.say_left(name, generation)
+
+
+def unmap(native_group: native.OpenGroup | None) -> None:
+    """Unmaps the windows once running calls are over, which is waited for with a bound."""
+    if native_group is not None:
+        native_group.close()
+
+
+def restore(
+    place: Place,
+    token: str,
+    control: transport.ControlChannel,
+    request: group_service_pb2.RestoreGroupRequest,
+    memory: Memory,
+) -> types_pb2.Group:
+    """Tells a daemon that was started again what this process holds of a group.
+
+    Raises:
+        RuntimeUnavailableError: it is gone again.
+        EpRuntimeError: it does not have the group any more, and says why.
+    """
+    timeout_s = transport.MUTATE_TIMEOUT_S
+    answer = control.call(control.groups.RestoreGroup, request, timeout_s=timeout_s)
+    if answer.wanted_ranks:
+        held = memory.of(answer.wanted_ranks)
+        transport.return_windows(place, token, request.spec.name, held, timeout_s)
+    group: types_pb2.Group = answer.group
+    return group
+
+
+def register(
+    session: Session,
+    spec: specs.GroupSpec,
+    generation: int,
+    layers: Sequence[specs.LayerSpec],
+    stacks: Sequence[wire.LayerStackSpec],
+    *,
+    replace: bool = False,
+) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
+    """Registers layers and stacks, thousands in one call, all of one call or none; without a
+    daemon numbers them here.
+
+    Raises:
+        SpecMismatchError: a name is registered with other settings, and no `replace`.
+        PoolExhaustedError: more handles than a board holds.
+        StaleHandleError: the group is gone.
+    """
+    if not session.has_daemon:
+        return (
+            [wire.RegisteredLayer(s, 0, specs.layer_id(spec.name, s.name), 0) for s in layers],
+            [
+                wire.RegisteredLayer(
+                    s.spec, s.num_layers, specs.stack_base_id(spec.name, s.spec.name), 0
+                )
+                for s in stacks
+            ],
+        )
+    found: tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]] = ([], [])
+    for first in range(0, len(layers) + len(stacks) or 1, wire.MAX_LAYERS_PER_CALL):
+        last = first + wire.MAX_LAYERS_PER_CALL
+        stacks_from = max(0, first - len(layers))
+        answer = _register_some(
+            session,
+            layer_service_pb2.RegisterLayersRequest(
+                op_id=uuid.uuid4().hex,
+                group=spec.name,
+                generation=generation,
+                layers=[wire.layer_spec_to_proto(item) for item in layers[first:last]],
+                stacks=[
+                    wire.stack_spec_to_proto(item)
+                    for item in stacks[stacks_from : max(0, last - len(layers))]
+                ],
+                replace=replace,
+            ),
+        )
+        found[0].extend(wire.registered_from_proto(item) for item in answer.layers)
+        found[1].extend(wire.registered_from_proto(item) for item in answer.stacks)
+    return found
+
+
+def _register_some(
+    session: Session, request: layer_service_pb2.RegisterLayersRequest
+) -> layer_service_pb2.RegisterLayersResponse:
+    answer: layer_service_pb2.RegisterLayersResponse = session.run(
+        lambda control: control.call(
+            control.layers.RegisterLayers, request, timeout_s=transport.MUTATE_TIMEOUT_S
+        )
+    )
+    return answer

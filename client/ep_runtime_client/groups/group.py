@@ -1,0 +1,469 @@
+"""A group in a training process: layers, sizes, health. Made by `Session.create_group`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime import board, errors, specs, wire
+from ep_runtime.errors import InvalidArgumentError, StaleHandleError
+from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
+from ep_runtime_client.base import jax_state, meshes
+from ep_runtime_client.base.jax_state import eager
+from ep_runtime_client.base.layers import EpLayer, LayerStack, live_groups
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.groups import estimate, forming
+from ep_runtime_client.groups.losses import Loss
+from ep_runtime_client.groups.registrations import Registrations
+from ep_runtime_client.nccl import communicators
+from ep_runtime_client.programs import failures
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from ep_runtime_client.sessions.session import Session
+
+_log = logging.getLogger("ep_runtime")
+_PUBLIC = (
+    *("name", "spec", "mesh", "session", "generation", "reattached", "closed"),
+    *("capacity_per_rank", "staging_bytes_per_rank", "describe", "check", "close"),
+    *("register_layer", "register_layers", "register_layer_stack", "layer"),
+)
+
+# What still runs where a process is gone may wait for it in a collective of XLA.
+LOST_SETTLE_S = 1.0
+
+
+class Group:
+    """An expert-parallel group on a mesh. Thread-safe.
+
+    Attributes:
+        name: inside (uid, job).
+        spec: everything that the daemon and compiled programs know of it; its `node_size` says how
+            many consecutive ep ranks share windows where an EP group spans nodes.
+        mesh: the mesh it was created on.
+        session: the session it belongs to.
+        generation: of the daemon; grows whenever the group is formed anew.
+        native_group: as the native library has it; None for transport "xla".
+        reattached: True where the windows of an earlier process were taken over.
+    """
+
+    def __init__(self, session: Session, mesh: Mesh, formed: forming.Formed) -> None:
+        self.name = formed.spec.name
+        self.spec = formed.spec
+        self.mesh = mesh
+        self.session = session
+        self.generation = formed.generation
+        self.native_group = formed.native_group
+        self.reattached = formed.reattached
+        self._ranks = formed.ranks
+        self._memory = formed.memory
+        self._uuids = formed.uuids
+        self._lock = threading.RLock()
+        self._registrations = Registrations(formed.spec)
+        self._gone: str | None = None
+        self._broken = False
+        self._loss: Loss | None = None  # where a process of it is gone
+        self._told: errors.PeerLostError | None = None  # the same, as a call told it
+        self._report: errors.EpRuntimeError | None = None  # what `check` has to raise
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """True after close()."""
+        return self._closed
+
+    @property
+    def is_gone(self) -> bool:
+        """True where it was closed here, taken away by the daemon, or a process of it is gone."""
+        if not self._closed and self._gone is None:
+            poison = self._memory.poison(self.generation)  # is there before the daemon's event
+            if poison is not None:
+                self._broken = poison.reason is board.PoisonReason.PEER_LOST
+                self._loss = Loss(poison.rank, poison.pid) if self._broken else None
+                self._gone = f"{poison.reason.name.replace('_', ' ').lower()}, says its board"
+        return self._closed or self._gone is not None
+
+    @property
+    def capacity_per_rank(self) -> int:
+        """C, rows of one slab."""
+        return self.spec.recv_capacity_per_rank
+
+    @property
+    def staging_bytes_per_rank(self) -> int:
+        """Bytes of one rank's window; 0 for transport "xla"."""
+        return estimate.staging_bytes(self.spec)
+
+    @eager
+    def register_layer(
+        self,
+        name: str,
+        *,
+        top_k: int,
+        alignment: int | None = None,
+        in_flight: int = 1,
+        replace: bool = False,
+    ) -> EpLayer:
+        """Registers one layer and returns what ops take; the same settings again return it again.
+
+        Args:
+            name: unique in the group.
+            top_k: K, at most the group's max_top_k.
+            alignment: rows; None takes the group's.
+            in_flight: dispatches of the layer that may be open at once, at most `lanes`.
+            replace: take the place of a layer, or stack, of that name with other settings, here
+                and at the daemon. Waits, bounded, for calls under way; programs made for the other
+                one then fail with StaleHandleError, and what this returns is traced anew. Every
+                process of the group does so before it is used: calls for different layers of one
+                name wait for each other, and fail at op_timeout_s.
+
+        Returns:
+            The EpLayer: static data, by which ops find the group when they are traced.
+
+        Raises:
+            InvalidArgumentError: more than the group has, with both numbers.
+            SpecMismatchError: the name has other settings, and no `replace`.
+            StaleHandleError: the group was closed or reclaimed.
+
+        Cost: one RPC; no memory. Nothing in a step.
+
+        Examples:
+            >>> layer = group.register_layer("block0/moe", top_k=2)
+            >>> layer.name, layer.top_k, layer.group is group
+            ('block0/moe', 2, True)
+        """
+        layer = specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
+        return self.register_layers([layer], replace=replace)[0]
+
+    @eager
+    def register_layers(
+        self, layers: Iterable[specs.LayerSpec], *, replace: bool = False
+    ) -> list[EpLayer]:
+        """Registers any number of layers, 4096 with one call to the daemon: all of them or none.
+
+        Args:
+            layers: their specs, names unique in the group.
+            replace: as in `register_layer`, for each.
+
+        Returns:
+            The layers in the order of the specs.
+
+        Raises:
+            EpRuntimeError: as `register_layer` does.
+
+        Cost: one RPC for 4096 layers.
+        """
+        filled = [specs.check_layer(self.spec, layer) for layer in layers]
+        with self._lock:
+            self.require_open()
+            new: dict[str, specs.LayerSpec] = {}
+            for layer in filled:
+                if self._registrations.known(layer, None, replace=replace) is None:
+                    self._registrations.check_same(layer, new.setdefault(layer.name, layer))
+            if new:
+                self._register([*new.values()], [], replace)
+            result = [self._registrations.known(layer, None) for layer in filled]
+        return [layer for layer in result if isinstance(layer, EpLayer)]
+
+    @eager
+    def register_layer_stack(
+        self,
+        name: str,
+        num_layers: int,
+        *,
+        top_k: int,
+        alignment: int | None = None,
+        in_flight: int = 1,
+        replace: bool = False,
+    ) -> LayerStack:
+        """Registers `num_layers` layers alike; `stack[i]` takes a Python or a traced int.
+
+        Args:
+            name: of the stack, unique in the group.
+            num_layers: 1 or more.
+            top_k: as in `register_layer`, the same for all.
+            alignment: as in `register_layer`, the same for all.
+            in_flight: as in `register_layer`, the same for all.
+            replace: as in `register_layer`.
+
+        Returns:
+            The LayerStack.
+
+        Raises:
+            InvalidArgumentError: num_layers is out of range.
+            EpRuntimeError: as `register_layer` does.
+
+        Cost: one RPC. A scan over the stack compiles its body once.
+        """
+        if not 1 <= num_layers <= specs.MAX_STACK_LAYERS:
+            raise InvalidArgumentError(
+                f"num_layers must be 1 to {specs.MAX_STACK_LAYERS}, got {num_layers}",
+                argument="num_layers",
+            )
+        layer = specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
+        filled = specs.check_layer(self.spec, layer)
+        with self._lock:
+            self.require_open()
+            if self._registrations.known(filled, num_layers, replace=replace) is None:
+                self._register([], [wire.LayerStackSpec(filled, num_layers)], replace)
+            stack = self._registrations.known(filled, num_layers)
+        assert isinstance(stack, LayerStack)  # known compares num_layers
+        return stack
+
+    @eager
+    def layer(self, name: str) -> EpLayer | LayerStack:
+        """A registered layer, a stack, or with "stack[i]" one layer of it, by name alone.
+
+        Args:
+            name: of a layer or a stack, or "stack[i]".
+
+        Returns:
+            The EpLayer or LayerStack.
+
+        Raises:
+            StaleHandleError: nothing of that name is registered; says what is.
+
+        Cost: none; no RPC.
+        """
+        with self._lock:
+            self.require_open()
+            found = self._registrations.lookup(name)
+            if found is None and self.session.has_daemon:
+                request = layer_service_pb2.GetLayerRequest(group=self.name, name=name)
+                control = self.session.control
+                answer = control.call(control.layers.GetLayer, request)
+                self.adopt([wire.registered_from_proto(answer.layer)])
+                found = self._registrations.lookup(name)
+            if found is None:
+                there = sorted(layer.name for layer in self._registrations.layers)
+                raise StaleHandleError(
+                    f"group {self.name!r} has no layer {name!r}, it has {there}",
+                    group=self.name,
+                    layer=name,
+                )
+            return found
+
+    def _register(
+        self, layers: list[specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool
+    ) -> None:
+        made = forming.register(
+            self.session, self.spec, self.generation, layers, stacks, replace=replace
+        )
+        self.adopt([*made[0], *made[1]])
+
+    def adopt(self, registered: Sequence[wire.RegisteredLayer]) -> None:
+        """Makes registrations, defaults filled in, usable: ours by name, the library's by id."""
+        if self._registrations.replaces(registered):
+            self._settle()
+        native_group = self.native_group
+        add_native = None if native_group is None else native_group.add_layers
+        self._registrations.add(registered, add_native)
+
+    def require_layer(self, layer: EpLayer) -> None:
+        """Raises StaleHandleError where the group is gone, or the layer was replaced."""
+        self.require_open(layer.name)
+        self._registrations.require_current(layer)
+
+    @eager
+    def check(self, arrays: Any = None) -> Any:
+        """Raises what the device reported since the last call, without waiting for the device.
+
+        Where a peer dies in a step, the others' calls end with NaN. So nothing goes to a disk but
+        what `check` returned: `checkpointer.save(path, group.check(state))`.
+
+        Args:
+            arrays: any tree of arrays, which are waited for first; None waits for nothing.
+
+        Returns:
+            `arrays`, every value of which was computed while all processes lived.
+
+        Raises:
+            EpRuntimeError: the class in the report; else PeerLostError where a process of the group
+                is gone, StaleHandleError after close or reclaim.
+
+        Cost: none without arrays: it reads what the library kept; with arrays the wait for them.
+        """
+        if arrays is not None:
+            with failures.translate_errors():
+                _block_until_ready(arrays)
+        # What the device saw says more than that the group is gone, which follows from it.
+        found = self._reported()
+        if found is not None:
+            self._report = None
+            raise found
+        self.require_open()
+        return arrays
+
+    def _reported(self) -> errors.EpRuntimeError | None:
+        """The first error of the group's calls that nobody has been told of; keeps it."""
+        if self._report is None and self.native_group is not None and not self._closed:
+            text = self.native_group.check()
+            if text is not None:
+                self._report = errors.parse(text) or errors.EpRuntimeError(text)
+                if isinstance(self._report, errors.PeerLostError):
+                    self._told = self._report
+        return self._report
+
+    def describe(self) -> dict[str, Any]:
+        """Everything about the group as plain values."""
+        sizes = estimate.of_spec(self.spec)
+        with self._lock:
+            layers = self._registrations.describe()
+        return {
+            "name": self.name,
+            "job": self.session.job,
+            "generation": self.generation,
+            "state": self._state(),
+            "spec": self.spec.to_dict(),
+            "ep_size": self.spec.ep_size,
+            "num_slabs": self.spec.num_slabs,
+            "world_size": self.spec.world_size,
+            "experts_per_rank": self.spec.experts_per_rank,
+            "capacity_per_rank": sizes.capacity_per_rank,
+            "staging_bytes_per_rank": sizes.staging_bytes_per_rank,
+            "dispatched_bytes_per_layer": sizes.dispatched_bytes_per_layer,
+            "reattached": self.reattached,
+            "layers": layers,
+        }
+
+    def _state(self) -> str:
+        return "CLOSED" if self._closed else "BROKEN" if self.is_gone else "READY"
+
+    def require_open(self, layer: str | None = None) -> None:
+        """Raises where the group cannot be used any more.
+
+        Raises:
+            PeerLostError: a process of it is gone.
+            StaleHandleError: it was closed or reclaimed, or is another process's.
+        """
+        self.require_whole(layer)
+        if self.is_gone:
+            reason = "was closed" if self._closed else f"is gone: {self._gone}"
+            subject = f"layer {layer!r}: " if layer is not None else ""
+            raise StaleHandleError(
+                f"{subject}group {self.name!r}, generation {self.generation}, {reason}; "
+                "create it again",
+                group=self.name,
+                layer=layer,
+                generation=self.generation,
+            )
+        self.session.require_alive()
+
+    def require_whole(self, layer: str | None = None) -> None:
+        """Raises PeerLostError where a process of the group, still open here, is gone."""
+        if self.is_gone and self._loss is not None and not self._closed:
+            self._reported()
+            if self._told is not None:  # a call's own words name op and layer
+                raise errors.PeerLostError(str(self._told), **self._told.fields)
+            raise self._loss.error(self.name, self.generation, layer)
+
+    def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any] = ()) -> None:
+        """The daemon says that the group changed; of one that is gone every layer is stale."""
+        if state in (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED):
+            self._broken = state == types_pb2.GROUP_STATE_BROKEN
+            poison = self._memory.poison(self.generation)
+            if lost:
+                self._loss = Loss(int(lost[0].world_rank), int(lost[0].pid), reason)
+            elif poison is not None and poison.reason is board.PoisonReason.PEER_LOST:
+                self._loss = Loss(poison.rank, poison.pid, reason)
+            self._gone = self._gone or reason or "was taken away by the daemon"
+            communicators.end_calls(self.native_group, self.name, self._gone, lost)
+
+    def restore(self, control: transport.ControlChannel, token: str) -> None:
+        """Gives the group back to a daemon that was started again.
+
+        Takes no lock: whoever waits for the daemon may hold it.
+
+        Raises:
+            RuntimeUnavailableError: the daemon is gone again.
+            SessionFencedError: of the session.
+        """
+        place, layers = self.session.place, self._registrations.items
+        step = wire.MAX_LAYERS_PER_CALL
+        try:
+            for first in range(0, len(layers) or 1, step):
+                request = group_service_pb2.RestoreGroupRequest(
+                    spec=wire.group_spec_to_proto(self.spec),
+                    generation=self.generation,
+                    world_ranks=self._ranks,
+                    layers=[wire.registered_to_proto(x) for x in layers[first : first + step]],
+                    device_uuids=self._uuids,
+                    window_ranks=self._memory.window_ranks,
+                )
+                found = forming.restore(place, token, control, request, self._memory)
+        except (errors.RuntimeUnavailableError, errors.SessionFencedError):
+            raise
+        except errors.EpRuntimeError as error:
+            _log.error("group %r did not outlive the daemon's restart: %s", self.name, error)
+            self._gone = self._gone or str(error)
+        else:
+            self.changed(found.state, "lost a process while the daemon was away")
+            if self.native_group is not None:
+                self.native_group.restored(control)
+
+    def step_aside(self) -> None:
+        """Makes room for a group of the same name in this process.
+
+        A broken group keeps its claim: the daemon forms it anew on the same memory. Any other is
+        closed.
+        """
+        if self._broken:
+            self.abandon()
+        else:
+            self.close()
+
+    def abandon(self) -> None:
+        """Unmaps the windows without a word to the daemon, which goes on keeping them."""
+        self._settle()
+        if self._shut():
+            forming.unmap(self.native_group)
+            self._memory.close()
+
+    def _settle(self) -> None:
+        """Waits, bounded, for calls under way."""
+        if self.native_group is not None and not self._closed and self.session.is_ours:
+            within_s = LOST_SETTLE_S if self.is_gone else jax_state.SETTLE_S
+            jax_state.settle(meshes.devices_of(self.mesh).ravel(), within_s)
+
+    def _shut(self) -> bool:
+        """Refuses further use; False where that has happened."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+        live_groups.remove(self)
+        self.session.forget_group(self)
+        return self.session.is_ours
+
+    def close(self) -> None:
+        """Unmaps the windows and frees the group at the daemon at once. Idempotent.
+
+        Waits, bounded, for calls under way; programs that use its layers later fail with
+        StaleHandleError.
+        """
+        self._settle()
+        if self._shut():
+            forming.leave(self.session, self.name, self.generation, self.native_group)
+            self._memory.close()
+
+    def __dir__(self) -> list[str]:
+        """What is for users; the rest is for this package."""
+        return sorted(_PUBLIC)
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r} {self._state()} generation={self.generation}>"
+
+
+def _block_until_ready(arrays: Any) -> None:
+    import jax  # a control plane without JAX has no arrays
+
+    jax.block_until_ready(arrays)
+
+
+def discard(group: Group) -> None:
+    """Closes a group where an error already travels; what closing raises must not hide it."""
+    with contextlib.suppress(errors.EpRuntimeError):
+        group.close()

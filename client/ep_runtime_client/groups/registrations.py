@@ -1,0 +1,184 @@
+"""The layers of one group as this process knows them: by name, and by id in the native library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ep_runtime import specs, wire
+from ep_runtime.errors import SpecMismatchError, StaleHandleError
+from ep_runtime_client.base.layers import EpLayer, LayerStack, layer_name
+
+AddNative = Callable[[Sequence[Any]], None]
+# Of ids whose layer is gone: no program was compiled for it, so that all of them are told.
+_NO_FINGERPRINT = 0
+
+
+class Registrations:
+    """Layers and stacks of a group. The group's lock guards it."""
+
+    def __init__(self, group: specs.GroupSpec) -> None:
+        self._group = group
+        self._layers: dict[str, EpLayer | LayerStack] = {}
+        self._items: dict[str, wire.RegisteredLayer] = {}
+        self._gone: set[str] = set()  # names of layers that were replaced by something without them
+
+    @property
+    def layers(self) -> list[EpLayer | LayerStack]:
+        return list(self._layers.values())
+
+    @property
+    def items(self) -> list[wire.RegisteredLayer]:
+        """As the daemon gave them."""
+        return list(self._items.values())
+
+    def lookup(self, name: str) -> EpLayer | LayerStack | None:
+        """A layer, a stack, or with "stack[i]" one layer of it."""
+        found = self._layers.get(name)
+        if found is not None or not name.endswith("]"):
+            return found
+        stack_name, _, index = name[:-1].rpartition("[")
+        stack = self._layers.get(stack_name)
+        if isinstance(stack, LayerStack) and index.isdecimal() and int(index) < len(stack):
+            layer = stack[int(index)]
+            return layer if isinstance(layer, EpLayer) else None
+        return None
+
+    def known(
+        self, wanted: specs.LayerSpec, num_layers: int | None, *, replace: bool = False
+    ) -> EpLayer | LayerStack | None:
+        """The registration of that name; None where there is none, or with `replace` another.
+
+        Raises:
+            SpecMismatchError: it has other settings, and no `replace`.
+        """
+        found = self._layers.get(wanted.name)
+        if found is None:
+            return None
+        theirs = found.num_layers if isinstance(found, LayerStack) else None
+        if replace and (theirs != num_layers or found.spec != wanted):
+            return None
+        if theirs != num_layers:
+            raise _mismatch(self._group.name, wanted.name, "num_layers", theirs, num_layers)
+        self.check_same(wanted, found.spec)
+        return found
+
+    def check_same(self, wanted: specs.LayerSpec, found: specs.LayerSpec) -> None:
+        """Raises SpecMismatchError, with the first field that differs."""
+        for field, ours in vars(wanted).items():
+            if vars(found)[field] != ours:
+                raise _mismatch(self._group.name, wanted.name, field, vars(found)[field], ours)
+
+    def replaces(self, items: Sequence[wire.RegisteredLayer]) -> bool:
+        """Whether one of them takes the place of another of its name."""
+        return any(item.spec.name in self._items for item in self._new(items))
+
+    def add(self, items: Sequence[wire.RegisteredLayer], add_native: AddNative | None) -> None:
+        """Takes over what the daemon registered, and tells the native library."""
+        new = self._new(items)
+        made = [self._made(item) for item in new]
+        before = [self._items[item.spec.name] for item in new if item.spec.name in self._items]
+        here = {layer_id for item in new for layer_id, _ in _members(item)}
+        gone = {i: name for item in before for i, name in _members(item) if i not in here}
+        if add_native is not None and new:
+            rows = [row for pair in zip(made, new, strict=True) for row in _native_rows(*pair)]
+            add_native([*_rows_of_gone(gone), *rows])
+        self._gone.update(gone.values())
+        for layer, item in zip(made, new, strict=True):
+            self._gone.difference_update(name for _, name in _members(item))
+            self._layers[layer.name] = layer
+            self._items[layer.name] = item
+
+    def _new(self, items: Sequence[wire.RegisteredLayer]) -> list[wire.RegisteredLayer]:
+        """Those that are not here as they are."""
+
+        def here(item: wire.RegisteredLayer) -> tuple[Any, ...]:
+            return (item.spec, item.num_layers, item.base_id, item.handle_base)
+
+        known = {name: here(item) for name, item in self._items.items()}
+        return [item for item in items if known.get(item.spec.name) != here(item)]
+
+    def _made(self, item: wire.RegisteredLayer) -> EpLayer | LayerStack:
+        if item.num_layers:
+            return LayerStack(self._group, item.spec, item.num_layers, item.base_id)
+        return EpLayer(self._group, item.spec, item.base_id)
+
+    def require_current(self, layer: EpLayer) -> None:
+        """Raises StaleHandleError where another layer took its place."""
+        current = self.lookup(layer.name)
+        if current is None and layer.name not in self._gone:
+            return  # attached by name in this process, or not at all: the call says so
+        if current is not None and _settings(current) == _settings(layer):
+            return
+        raise StaleHandleError(
+            f"layer {layer.name!r} (top_k={layer.top_k}, alignment={layer.alignment}) was replaced "
+            f"in group {self._group.name!r}; use what the registration that replaced it returned, "
+            "or group.layer(name)",
+            layer=layer.name,
+            group=self._group.name,
+        )
+
+    def describe(self) -> list[dict[str, Any]]:
+        """As plain values."""
+        return [
+            {
+                "name": layer.name,
+                "top_k": layer.spec.top_k,
+                "alignment": layer.spec.alignment,
+                "in_flight": layer.spec.in_flight,
+                "num_layers": layer.num_layers if isinstance(layer, LayerStack) else 0,
+            }
+            for layer in self._layers.values()
+        ]
+
+
+def _mismatch(group: str, layer: str, field: str, theirs: Any, ours: Any) -> SpecMismatchError:
+    return SpecMismatchError(
+        f"layer {layer!r} of group {group!r} is registered with {field}={theirs}, "
+        f"this call has {field}={ours}; make them equal, or pass replace=True",
+        object=layer,
+        field=field,
+        theirs=theirs,
+        ours=ours,
+    )
+
+
+def _settings(layer: EpLayer | LayerStack) -> tuple[Any, ...]:
+    return (layer.base_id, layer.spec.top_k, layer.spec.alignment, layer.spec.in_flight)
+
+
+def _members(item: wire.RegisteredLayer) -> list[tuple[int, str]]:
+    """(id, name) of the layer, or of each one of the stack."""
+    if not item.num_layers:
+        return [(item.base_id, item.spec.name)]
+    return [(item.base_id + i, layer_name(item.spec.name, i)) for i in range(item.num_layers)]
+
+
+def _native_rows(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list[Any]:
+    """One entry of the native library per layer; a stack gives one for each of its layers."""
+    from ep_runtime import native
+
+    first = layer if isinstance(layer, EpLayer) else layer[0]
+    assert isinstance(first, EpLayer)  # a stack with a Python index gives one
+    return [
+        native.NativeLayer(
+            id=layer_id,
+            name=name,
+            fingerprint=first.fingerprint,
+            top_k=first.top_k,
+            alignment=first.alignment,
+            in_flight=first.in_flight,
+            handle_base=item.handle_base + index * first.in_flight,
+        )
+        for index, (layer_id, name) in enumerate(_members(item))
+    ]
+
+
+def _rows_of_gone(gone: dict[int, str]) -> list[Any]:
+    from ep_runtime import native
+
+    nothing = {"top_k": 1, "alignment": 1, "in_flight": 1, "handle_base": 0}
+    return [
+        native.NativeLayer(id=layer_id, name=name, fingerprint=_NO_FINGERPRINT, **nothing)
+        for layer_id, name in gone.items()
+    ]

@@ -1,0 +1,250 @@
+"""Jobs of several processes on this machine, for our own commands: started, watched, ended.
+
+A job is one module of ours that runs in P processes under jax.distributed. The first one writes
+to our terminal, the others to logs whose end is shown where one fails. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from ep_runtime.errors import EpRuntimeError
+from ep_runtime_client import cli
+from ep_runtime_client.cli import render
+from ep_runtime_client.daemons import children
+
+INTERRUPTED = 130  # a shell's convention for a program that SIGINT ended
+# The others of a process that failed hear of it within 2 s; a device that waits inside one of
+# XLA's own collectives hears nothing.
+_GRACE_S = 5.0
+_TAIL_LINES = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One process of a job.
+
+    Attributes:
+        index: 0 writes to the terminal.
+        processes: how many there are.
+        coordinator: of jax.distributed.
+        directory: of the parent; where processes leave word.
+    """
+
+    index: int = 0
+    processes: int = 1
+    coordinator: str = ""
+    directory: str = ""
+
+
+@contextlib.contextmanager
+def reserved_coordinator() -> Iterator[str]:
+    """An address for the coordinator: held here without listening, bound beside us (REUSEPORT).
+
+    Held on every address, as the coordinator binds it: a port of one address alone may be one that
+    a connection from another address has.
+    """
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
+        if dual:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+class Members:
+    """Context manager: the processes of one job; none outlives the block.
+
+    Args:
+        module: what each runs; ends in `run_member`.
+        order: what each is told, as JSON.
+        processes: P.
+        directory: exists as long as the block.
+        coordinator: of jax.distributed.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        order: Mapping[str, Any],
+        *,
+        processes: int,
+        directory: Path,
+        coordinator: str,
+    ) -> None:
+        self._module = module
+        self._order = order
+        self._processes = processes
+        self._directory = directory
+        self._coordinator = coordinator
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._interrupts = 0
+        self._changed = threading.Event()
+
+    def __enter__(self) -> Members:
+        self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        try:
+            for index in range(self._processes):
+                self._started.append(self._start(index))
+        except BaseException:
+            self._end_all()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end_all()
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        member = Member(index, self._processes, self._coordinator, str(self._directory))
+        order = {"order": self._order, "member": dataclasses.asdict(member)}
+        command = children.python_command(self._module, [json.dumps(order)])
+        with open(self._log(index), "wb") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # its end tells the process that we are gone
+                stdout=None if index == 0 else log,
+                stderr=None if index == 0 else log,
+                start_new_session=True,  # Ctrl-C reaches us alone; they stop together
+            )
+
+    def _log(self, index: int) -> Path:
+        return self._directory / f"{index}.log"
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1 and self._started:
+            self._started[0].send_signal(signal.SIGINT)
+        self._changed.set()
+
+    def wait(self) -> int:
+        """Waits for all; gives those that are left some seconds where one has failed.
+
+        Returns:
+            The exit code of the process whose failure is the cause, else 0.
+        """
+        deadline: float | None = None
+        while True:
+            codes = [process.poll() for process in self._started]
+            if None not in codes or self._interrupts > 1:
+                return self._verdict(codes)
+            if deadline is None and any(codes):
+                deadline = time.monotonic() + _GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                return self._verdict(codes)
+            self._changed.wait(0.1)
+            self._changed.clear()
+
+    def _verdict(self, codes: list[int | None]) -> int:
+        if self._interrupts > 1:
+            return INTERRUPTED
+        failed = [(index, code) for index, code in enumerate(codes) if code]
+        # Where several failed, the one that died is the cause and the others' errors follow.
+        failed.sort(key=lambda item: (item[1] > 0, item[0]))
+        for index, code in failed:
+            if index > 0 and code != INTERRUPTED:
+                lines = self._log(index).read_text(errors="replace").splitlines()
+                render.err(f"process {index} ended with {code}")
+                render.err("\n".join(lines[-_TAIL_LINES:]))
+        if not failed:
+            return 0
+        code = failed[0][1]
+        return code if code > 0 else 128 - code
+
+    def _end_all(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+        for process in self._started:
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def _end_with_parent() -> None:
+    """Standard input ends when the parent does, however it ended."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def _keep_output_ours(member: Member) -> None:
+    """Gloo's C++ code writes to file descriptor 1; what Python writes stays where it was."""
+    ours = os.fdopen(os.dup(1), "w", buffering=1)
+    with open(Path(member.directory) / f"{member.index}.native.log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+    sys.stdout = ours
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends without goodbye: jax.distributed would wait for processes that may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoReturn:
+    """The whole life of one process of a job; the command line holds what `Members` wrote there.
+
+    Args:
+        work: (order, member) -> exit code. Imports JAX itself.
+        name: of the command, for its error lines.
+    """
+    said = json.loads(sys.argv[1])
+    member = Member(**said["member"])
+    threading.Thread(target=_end_with_parent, name="job-parent", daemon=True).start()
+    _keep_output_ours(member)
+    try:
+        sys.exit(work(said["order"], member))
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED)
+    except EpRuntimeError as error:
+        render.err(f"{name}: {error}")
+        _leave(cli.exit_code(error))
+    except Exception:  # noqa: BLE001 - XLA's, for which goodbye would hang as well
+        traceback.print_exc()
+        _leave(1)
+
+
+def start_jax(devices: int, member: Member, platform: str = "cpu") -> None:
+    """Devices of this process and, where there are several processes, jax.distributed.
+
+    Args:
+        devices: of the whole job; CPU devices are made, GPUs are there.
+        member: which of its processes this is; it drives its part of the GPUs in order.
+        platform: "cpu", whose processes meet over gloo, or "gpu".
+    """
+    import jax
+
+    here = devices // member.processes
+    ours = None
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", here)
+    else:
+        jax.config.update("jax_platforms", "cuda,cpu")
+        ours = list(range(member.index * here, (member.index + 1) * here))
+    if member.processes > 1:
+        if platform == "cpu":
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            member.coordinator,
+            num_processes=member.processes,
+            process_id=member.index,
+            local_device_ids=ours,
+        )

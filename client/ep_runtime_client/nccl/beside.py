@@ -1,0 +1,226 @@
+"""NCCL communicators of groups whose rows go through windows: made in the background.
+
+No call of such a group needs them, so `create_group` returns before they are there, the group goes
+on where none can be made, and `ep-runtime groups -o wide` says what became of them. A thread asks
+the daemon for unique ids and joins the other processes' threads. Nothing of ours waits for it but
+`close`, with a bound: it holds no lock while it works, and ends as soon as the group does.
+
+It starts late, when a first step is over or a large program is being compiled: NCCL loads its
+kernels, and the driver makes launches wait meanwhile. Until something calls NCCL nothing of it
+runs on a GPU: a kernel that waits for its peers beside the step's own, which wait for theirs, may
+wait for ever where the driver holds up a launch of either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ep_runtime import native, nccl
+from ep_runtime.errors import EpRuntimeError, OpTimeoutError, StaleHandleError
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.nccl import communicators
+
+_log = logging.getLogger("ep_runtime")
+
+Run = Callable[[Callable[[transport.ControlChannel], Any]], Any]
+
+# After the group is READY. The daemon's ids take it half a second, and no GPU.
+IDS_AFTER_S = 1.0
+JOIN_AFTER_S = 2.0
+# For all processes to come and NCCL to join them.
+BUDGET_S = 60.0
+# A channel has buffers for each peer: megabytes of the GPU, once something first calls NCCL.
+CHANNELS = 1
+# At most so long a close waits for the thread; NCCL takes milliseconds to give up.
+_END_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupBesideNccl(native.OpenGroup):
+    """A group on windows as the CUDA library has it open; `beside` makes its communicators."""
+
+    beside: Beside
+
+    def end(self, why: EpRuntimeError) -> None:
+        """As `native.OpenGroup`."""
+        self.beside.end(why)
+
+    def restored(self, control: transport.ControlChannel) -> None:
+        """As `native.OpenGroup`."""
+        self.beside.tell(control)
+
+    def stop_making(self) -> None:
+        """As `native.OpenGroup`."""
+        self.beside.stop_making()
+
+    def close(self) -> None:
+        """The communicators first."""
+        self.beside.close()
+        super().close()
+
+
+class Beside:
+    """The communicators of one group, and the thread that makes and watches them.
+
+    Args:
+        run: does work with the daemon's RPCs, again where it was restarted (`Session.run`).
+        ranks: of this process.
+        channels: of a communicator, at most; 0: as many as NCCL thinks fastest.
+
+    Attributes:
+        ready_after_s: how long it took until they were there; 0.0 before.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        ranks: nccl.Ranks,
+        *,
+        channels: int = CHANNELS,
+    ) -> None:
+        self._rpcs = run
+        self._ranks = dataclasses.replace(ranks, carries_rows=False, max_channels=channels)
+        self._over = threading.Event()  # the group is: nothing more is made or said
+        self._settled = threading.Event()  # there, or known not to come
+        self._lock = threading.Lock()
+        self._made: nccl.NcclGroup | None = None
+        self._ready = False
+        self._error: EpRuntimeError | None = None
+        self._started_s = time.monotonic()
+        self.ready_after_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="ep-runtime-nccl", daemon=True)
+        self._thread.start()
+
+    @property
+    def settled(self) -> bool:
+        """They are there, or it is known why they do not come."""
+        return self._settled.is_set()
+
+    def await_ready(self, timeout_s: float) -> nccl.NcclGroup:
+        """The communicators, once they are there.
+
+        Raises:
+            OpTimeoutError: they are not after `timeout_s`.
+            EpRuntimeError: why there are none; StaleHandleError where the group was closed.
+        """
+        name = self._ranks.name
+        if not self._settled.wait(timeout_s):
+            raise OpTimeoutError(
+                f"group {name!r} has no NCCL communicators after {timeout_s:g} s", group=name
+            )
+        with self._lock:
+            if self._ready and self._made is not None and not self._over.is_set():
+                return self._made
+        raise self._error or StaleHandleError(f"group {name!r} was closed", group=name)
+
+    def _run(self) -> None:
+        try:
+            made = self._make()
+            self._settled.set()
+            if made is not None:
+                self._watch(made)
+        except EpRuntimeError as error:
+            self._failed(error)
+        finally:
+            self._settled.set()
+            if self._made is not None:
+                self._made.close()
+
+    def _make(self) -> nccl.NcclGroup | None:
+        """The communicators; None where the group ended before."""
+        if self._paused(IDS_AFTER_S):
+            return None
+        library, ranks = nccl.library(), self._ranks
+        epoch, ids = self._rpcs(lambda control: communicators.unique_ids(control, ranks))
+        if self._paused(JOIN_AFTER_S):
+            return None
+        made = library.make_group(ranks, ids)
+        with self._lock:
+            self._made = made
+        if self._over.is_set():
+            return None
+        control = self._rpcs(lambda control: control)
+        communicators.join(control, ranks, epoch, made, BUDGET_S)
+        with self._lock:
+            self._ready = not self._over.is_set()
+            self.ready_after_s = time.monotonic() - self._started_s
+        if not self._ready:
+            return None
+        self._rpcs(self.tell)
+        _log.info("group %r: NCCL communicators beside its windows", ranks.name)
+        return made
+
+    def _paused(self, until_s: float) -> bool:
+        """Waits until so long after the group was READY; True where it is over."""
+        return self._over.wait(max(0.0, self._started_s + until_s - time.monotonic()))
+
+    def _watch(self, made: nccl.NcclGroup) -> None:
+        """Until the group closes or its communicators fail, which of a lost process is no news."""
+        failure = made.await_failure(float("inf"))
+        if failure and not self._over.wait(communicators.TOLD_S):
+            raise EpRuntimeError(failure)
+
+    def _failed(self, error: EpRuntimeError) -> None:
+        with self._lock:
+            self._ready, self._error = False, self._error or error
+        if self._over.is_set():
+            return
+        _log.warning("group %r goes on without NCCL communicators: %s", self._ranks.name, error)
+        try:
+            self._rpcs(self.tell)
+        except EpRuntimeError as failed:
+            _log.debug("group %r: NCCL not reported: %s", self._ranks.name, failed)
+
+    def tell(self, control: transport.ControlChannel) -> None:
+        """Says to the daemon what became of them; nothing while they are being made."""
+        with self._lock:
+            known = self._ready or self._error is not None
+            error = str(self._error or "")
+        if not known or self._over.is_set():
+            return
+        version = ""
+        with contextlib.suppress(EpRuntimeError):  # a library that is missing is the error
+            version = communicators.version_of(nccl.library())
+        communicators.report(control, self._ranks, version, error)
+
+    def end(self, why: EpRuntimeError) -> None:
+        """The group broke: what NCCL has under way ends with `why`."""
+        self._over.set()
+        with self._lock:
+            made, self._error = self._made, self._error or why
+        if made is not None:
+            made.abort(why)
+
+    def stop_making(self) -> None:
+        """The process ends: threads of NCCL that still join must not see it unload."""
+        with self._lock:
+            ready = self._ready
+        if not ready:
+            self.end(_closed(self._ranks.name))
+            self._join()
+
+    def close(self) -> None:
+        """Ends them: in good order where they are there, at once where they are being made."""
+        with self._lock:
+            ready, made = self._ready, self._made
+            self._over.set()
+        if ready and made is not None:
+            made.close()
+        else:
+            self.end(_closed(self._ranks.name))
+        self._join()
+
+    def _join(self) -> None:
+        """Waits for the thread where NCCL has it, which gives it back; not where the daemon has."""
+        if self._made is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
+
+
+def _closed(name: str) -> EpRuntimeError:
+    return StaleHandleError(f"group {name!r} was closed", group=name)

@@ -1,0 +1,290 @@
+"""NCCL communicators of a group that forms: unique ids of the daemon's, joined beside the others.
+
+Transport "nccl" makes them before the process reports itself attached, so that READY says that
+every rank's are there. Groups whose rows go through windows get theirs later (`nccl/beside.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from ep_runtime import errors, native, nccl, specs
+from ep_runtime.errors import EpRuntimeError, PeerLostError
+from ep_runtime.nccl import Ranks
+from ep_runtime.v1 import group_service_pb2, nccl_service_pb2, types_pb2
+from ep_runtime_client.daemons import transport
+
+_log = logging.getLogger("ep_runtime")
+
+# The daemon starts a process and loads libnccl from a cold disk.
+IDS_TIMEOUT_S = 40.0
+# How often to ask whether the group is still forming.
+_LOOK_S = 0.25
+# A rank that closes the group has taken part in its last call to the end. What others began with it
+# ends soon after, or waits for it in vain.
+LEFT_GRACE_S = 2.0
+# A process that is gone is told to all within this time.
+TOLD_S = 2.0
+_WATCH_JOIN_S = 5.0
+_OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupWithNccl(native.OpenGroup):
+    """A group as the CUDA library has it open, with the communicators that rows travel over.
+
+    Attributes:
+        nccl: the communicators.
+        ranks: that this process brought to them.
+        watch: looks after them.
+    """
+
+    nccl: nccl.NcclGroup
+    ranks: Ranks | None = None
+    watch: Watch | None = None
+
+    def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
+        """As `native.OpenGroup`; its calls between nodes name layers too."""
+        super().add_layers(layers)
+        self.nccl.add_layers(
+            [nccl.NcclLayer(item.id, item.name, item.fingerprint) for item in layers]
+        )
+
+    def check(self) -> str | None:
+        """As `native.OpenGroup`, then what NCCL found."""
+        found = super().check()
+        return self.nccl.check() if found is None else found
+
+    def end(self, why: EpRuntimeError) -> None:
+        """As `native.OpenGroup`: NCCL's calls wait for a rank that will not come."""
+        self.nccl.abort(why)
+
+    def restored(self, control: transport.ControlChannel) -> None:
+        """As `native.OpenGroup`: they are there."""
+        if self.ranks is not None and not self.nccl.over.is_set():
+            report(control, self.ranks, version_of(nccl.library()), "")
+
+    def close(self) -> None:
+        """The communicators first: what still runs on them would keep the windows mapped."""
+        self.nccl.close()
+        if self.watch is not None:
+            self.watch.join()
+        super().close()
+
+
+class Watch:
+    """A thread that looks after a group's communicators until it closes.
+
+    Args:
+        made: the communicators.
+        name: of the group.
+        left: world ranks whose processes have closed the group, of those that calls here need.
+        report: tells the daemon of an error that nobody here caused.
+    """
+
+    def __init__(
+        self,
+        made: nccl.NcclGroup,
+        name: str,
+        left: Callable[[], Iterable[int]],
+        report: Callable[[str], None],
+    ) -> None:
+        self._made, self._name = made, name
+        self._left, self._report = left, report
+        self._known: set[int] = set()
+        self._thread = threading.Thread(target=self._run, name="ep-runtime-nccl", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits, with a bound, until it has ended, which it does when the group closes."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(_WATCH_JOIN_S)
+
+    def _run(self) -> None:
+        until_s: float | None = None
+        while (failure := self._made.await_failure(_LOOK_S)) is not None:
+            if failure:
+                # Of a process that is gone the daemon knows more, and tells it.
+                if not self._known and not self._made.over.wait(TOLD_S):
+                    self._report(failure)
+                return
+            why = self._look()
+            if why is not None and until_s is None:
+                until_s = time.monotonic() + LEFT_GRACE_S
+            if why is not None and until_s is not None and time.monotonic() > until_s:
+                self._made.abort(why)
+                return
+
+    def _look(self) -> PeerLostError | None:
+        """Why calls with those that have left end; None where nobody has."""
+        why = None
+        for rank in sorted({*self._left(), *self._known}):
+            why = PeerLostError(
+                f"the process of rank {rank} closed group {self._name!r}",
+                group=self._name,
+                rank=rank,
+            )
+            if rank not in self._known:
+                self._known.add(rank)
+                self._made.rank_left(rank, why)
+        return why
+
+
+def end_calls(
+    group: native.OpenGroup | None,
+    name: str,
+    reason: str,
+    lost: Sequence[types_pb2.GroupMember] = (),
+) -> None:
+    """The daemon says that the group broke: what only it knows of ends now."""
+    if group is None:
+        return
+    fields: dict[str, object] = {"group": name}
+    who = f"group {name!r} is gone"
+    if lost:
+        rank, pid = int(lost[0].world_rank), int(lost[0].pid)
+        fields |= {"rank": rank, "process": pid}
+        who = f"process {pid} of rank {rank} in group {name!r} is gone"
+    group.end(PeerLostError(f"{who}: {reason}", **fields))
+
+
+def make(
+    control: transport.ControlChannel,
+    library: nccl.NcclLibrary,
+    ranks: nccl.Ranks,
+    budget_s: float,
+) -> nccl.NcclGroup:
+    """Communicators of this process's ranks, joined with the others; the daemon hears of it.
+
+    Raises:
+        RuntimeUnavailableError: no libnccl here or at the daemon.
+        StaleHandleError: the group is gone, or another process failed with these ids.
+        PeerLostError: a process of the group ended meanwhile.
+        OpTimeoutError: the others did not join within the budget.
+    """
+    version = ""
+    try:
+        version = version_of(library)
+        epoch, ids = unique_ids(control, ranks)
+        group = library.make_group(ranks, ids)
+        join(control, ranks, epoch, group, budget_s)
+    except EpRuntimeError as error:
+        report(control, ranks, version, str(error))
+        raise
+    report(control, ranks, version, "")
+    _log.info("group %r: NCCL %s communicators of %d ranks", ranks.name, version, ranks.ep_size)
+    return group
+
+
+def unique_ids(control: transport.ControlChannel, ranks: nccl.Ranks) -> tuple[int, list[bytes]]:
+    """(epoch of the group, one id per EP domain), which the daemon makes when it is first asked.
+
+    Raises:
+        As `make`, but OpTimeoutError.
+    """
+    epoch = int(_group(control, ranks).epoch)
+    found = control.call(
+        control.nccl.GetUniqueIds,
+        nccl_service_pb2.GetUniqueIdsRequest(name=ranks.name, generation=ranks.generation),
+        timeout_s=IDS_TIMEOUT_S,
+    )
+    return epoch, list(found.unique_ids)
+
+
+def join(
+    control: transport.ControlChannel,
+    ranks: nccl.Ranks,
+    epoch: int,
+    group: nccl.NcclGroup,
+    budget_s: float,
+) -> None:
+    """`group.init`, ended as soon as the daemon says that the group is over; closed where it fails.
+
+    Raises:
+        As `make`.
+    """
+    raised: list[EpRuntimeError] = []
+
+    def init() -> None:
+        try:
+            group.init(budget_s)
+        except EpRuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=init, name="ep-runtime-nccl-init", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + budget_s + nccl.CLOSE_TIMEOUT_S
+    try:
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(_LOOK_S)
+            over = _over(control, ranks, epoch) if thread.is_alive() else None
+            if over is not None:
+                group.abort(over)
+                thread.join(nccl.CLOSE_TIMEOUT_S)
+        if thread.is_alive():
+            raise EpRuntimeError(f"NCCL did not come back from making group {ranks.name!r}")
+        if raised:
+            raise raised[0]
+    except BaseException:
+        group.close()
+        raise
+
+
+def _group(control: transport.ControlChannel, ranks: nccl.Ranks) -> types_pb2.Group:
+    request = group_service_pb2.GetGroupRequest(name=ranks.name)
+    found: types_pb2.Group = control.call(control.groups.GetGroup, request).group
+    return found
+
+
+def _over(
+    control: transport.ControlChannel, ranks: nccl.Ranks, epoch: int
+) -> EpRuntimeError | None:
+    """Why the group's generation cannot become READY any more, over these nodes; None: it can."""
+    try:
+        found = _group(control, ranks)
+    except errors.RuntimeUnavailableError:
+        return None  # the processes form without it; it is asked again
+    except EpRuntimeError as error:
+        return error
+    same = found.generation == ranks.generation and found.epoch == epoch
+    if same and found.state not in _OVER:
+        return None
+    return PeerLostError(
+        f"group {ranks.name!r}, generation {ranks.generation}, ended while its NCCL communicators "
+        "were made",
+        group=ranks.name,
+    )
+
+
+def version_of(library: nccl.NcclLibrary) -> str:
+    """ "2.28.9". Raises as `nccl.NcclLibrary.version`."""
+    return nccl.version_text(library.version())
+
+
+def report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, error: str) -> None:
+    """Tells the daemon what became of the communicators; "" for `error`: they are there."""
+    request = nccl_service_pb2.ReportCommunicatorsRequest(
+        name=ranks.name, generation=ranks.generation, nccl_version=version, error=error
+    )
+    try:
+        control.call(control.nccl.ReportCommunicators, request)
+    except EpRuntimeError as failed:  # of a group that is gone nobody needs to hear
+        _log.debug("group %r: NCCL not reported: %s", ranks.name, failed)
+
+
+def ranks_of(
+    spec: specs.GroupSpec, generation: int, world_ranks: Sequence[int], ordinals: Sequence[int]
+) -> nccl.Ranks:
+    """What a process brings to the communicators of a group of that spec."""
+    return nccl.Ranks(
+        name=spec.name,
+        generation=generation,
+        ep_size=spec.ep_size,
+        world_ranks=tuple(world_ranks),
+        ordinals=tuple(ordinals),
+        op_timeout_s=spec.op_timeout_s,
+    )

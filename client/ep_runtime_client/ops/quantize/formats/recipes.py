@@ -1,0 +1,223 @@
+"""How the operands of a GEMM are quantized: `ep.recipes`.
+
+A recipe is a frozen, hashable value and a pytree without leaves: it may sit in a config, be a
+static argument, or lie inside a pytree that passes through `jit`.
+
+For every recipe x ~= data * scale. Everything below is computed in f32:
+
+- amax is the largest absolute value among the finite ones; one below 2^-126 counts as 0.
+- scale is amax / max for tensor and block scales, 1 where amax is 0 and never below 2^-126; it is
+  2^ceil(log2(amax / max)), exactly and within [2^-126, 2^127], for MXFP8 and for blocks with
+  power_of_two_scales. max is 448 for e4m3fn and 57344 for e5m2.
+- data is x * (1 / scale), rounded to nearest even. Nothing saturates but under delayed scaling,
+  where values past the largest one become the largest one.
+- NaN stays NaN at its own place. An infinity stays one in e5m2 and is NaN in e4m3fn, which has no
+  infinity. Neither touches an amax, so all other values keep theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.base import stored
+
+DATA_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+TILE = 128  # values that share a scale in BlockScaling, along each blocked dim
+MX_TILE = 32  # values that share a scale in MXFP8
+
+
+@stored.pytree()
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DelayedState:
+    """Amax histories of delayed scaling, newest first. No gradient flows through them.
+
+    Attributes:
+        x: [history, E] f32, of the rows that each expert got, over all ranks.
+        w: [history, E] f32, of each expert's kernel.
+    """
+
+    x: jax.Array
+    w: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What every recipe answers."""
+
+    quantizes: ClassVar[bool] = True
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales come from a state that the caller keeps."""
+        return False
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Dtype of quantized gradients."""
+        return DATA_DTYPES[0]
+
+    def data_dtype(self, gradient: bool = False) -> Any:
+        """Dtype of quantized data.
+
+        Args:
+            gradient: of the rows' gradients, instead of rows and kernels.
+
+        Returns:
+            A numpy dtype.
+        """
+        return jnp.dtype(self.gradient_dtype if gradient else DATA_DTYPES[0])
+
+    def init_state(self, num_experts: int) -> DelayedState:
+        """The state that delayed scaling starts from; other recipes have none.
+
+        Args:
+            num_experts: E.
+
+        Returns:
+            The state, of `TensorScaling(delayed=True)` alone.
+
+        Raises:
+            InvalidArgumentError: this recipe keeps no state.
+        """
+        raise InvalidArgumentError(
+            f"recipe must be TensorScaling(delayed=True) to have a state, got {self}",
+            argument="recipe",
+        )
+
+
+@stored.pytree()
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class BF16(Recipe):
+    """No quantization: bf16 operands, f32 sums, bf16 results unless `out_dtype` says otherwise."""
+
+    quantizes: ClassVar[bool] = False
+
+    @property
+    def gradient_dtype(self) -> str:
+        """bfloat16, as all operands."""
+        return "bfloat16"
+
+    def data_dtype(self, gradient: bool = False) -> Any:
+        """bfloat16, as all operands.
+
+        Args:
+            gradient: of the rows' gradients, which makes no difference.
+
+        Returns:
+            A numpy dtype.
+        """
+        return jnp.dtype(jnp.bfloat16)
+
+
+@stored.pytree()
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class TensorScaling(Recipe):
+    """One f32 scale per expert.
+
+    Attributes:
+        delayed: scales come from the amax of earlier calls instead of this one's. The caller keeps
+            the histories (`init_state`, `state=`); gradients always use their own amax.
+        history: how many earlier calls delayed scaling looks at.
+        gradient_dtype: "float8_e5m2", with more range, or "float8_e4m3fn", with more precision.
+
+    Raises:
+        InvalidArgumentError: history below 1, or an unknown dtype.
+
+    Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); delayed
+    scaling is Transformer Engine's.
+    """
+
+    delayed: bool = False
+    history: int = 16
+    gradient_dtype: str = "float8_e5m2"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.gradient_dtype)
+        if self.history < 1:
+            raise InvalidArgumentError(
+                f"history must be at least 1, got {self.history}", argument="history"
+            )
+
+    def init_state(self, num_experts: int) -> DelayedState:
+        """Empty histories, which stand for scales of 1.
+
+        Args:
+            num_experts: E.
+
+        Returns:
+            DelayedState of zeros, each [history, E] f32.
+
+        Raises:
+            InvalidArgumentError: this recipe is not delayed.
+        """
+        if not self.delayed:
+            return super().init_state(num_experts)
+        shape = (self.history, num_experts)
+        return DelayedState(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
+
+
+@stored.pytree()
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class BlockScaling(Recipe):
+    """One f32 scale per 1 x 128 values of rows, and per 128 x 128 values of a kernel.
+
+    Dims need not be multiples of 128: the last block is smaller.
+
+    Attributes:
+        power_of_two_scales: round scales up to powers of two, so that scaling itself is exact.
+        gradient_dtype: "float8_e4m3fn" or "float8_e5m2".
+
+    Raises:
+        InvalidArgumentError: an unknown dtype.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), 3.3.
+    """
+
+    power_of_two_scales: bool = False
+    gradient_dtype: str = "float8_e4m3fn"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.gradient_dtype)
+
+
+@stored.pytree()
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MXFP8(Recipe):
+    """One power-of-two scale (e8m0) per 32 values along the dim that a GEMM contracts.
+
+    Forward and backward contract different dims, so tensors are quantized twice from the same
+    input, once: rows along K' and, for the weight gradient, along the rows; kernels along K' and,
+    for the data gradient, along N'. K', N' and the rows of a slab must be multiples of 32.
+
+    Attributes:
+        gradient_dtype: "float8_e4m3fn" or "float8_e5m2".
+
+    Raises:
+        InvalidArgumentError: an unknown dtype.
+
+    Source: OCP Microscaling Formats v1.0 and arXiv:2310.10537; scales rounded up are from Mishra et
+    al. 2025 (arXiv:2506.08027).
+    """
+
+    gradient_dtype: str = "float8_e4m3fn"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.gradient_dtype)
+
+
+def _check_dtype(name: str) -> None:
+    if name not in DATA_DTYPES:
+        raise InvalidArgumentError(
+            f"gradient_dtype must be one of {DATA_DTYPES}, got {name!r}",
+            argument="gradient_dtype",
+        )

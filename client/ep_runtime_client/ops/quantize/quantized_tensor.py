@@ -1,0 +1,166 @@
+"""Quantized tensors: what grouped_quantize returns and grouped_gemm takes in place of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.base import stored
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.table import FORMATS, format_of
+from ep_runtime_client.ops.quantize.formats.tiles import row_scales, spread_tiles, widen
+
+
+@stored.pytree(*FORMATS)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """Values x ~= data * scale, with one scale for many values.
+
+    Rows have group_sizes, kernels have none. Rows past sum(group_sizes) hold zeros with scales of
+    1. Scales, where *mid are dims between the first of a row or kernel and the last:
+
+    | recipe | rows [R, C, *mid, K'] | kernels [E, K', *mid, N'] |
+    |---|---|---|
+    | BF16 | None | None |
+    | TensorScaling | f32 [R, L] | f32 [E] |
+    | BlockScaling | f32 [R, C, *mid, ceil(K'/128)] | f32 [E, ceil(K'/128), *mid, ceil(N'/128)] |
+    | MXFP8 | e8m0 [R, C, *mid, K'/32] | e8m0 [E, K'/32, *mid, N'] |
+    | MXFP8, scale_columns | e8m0 [R, C/32, *mid, K'] | e8m0 [E, K', *mid, N'/32] |
+
+    Rows may also be [rows, *mid, K'] with group_sizes [E]: then R is missing everywhere.
+
+    Attributes:
+        data: the values, 1 byte each (bf16 with BF16), in the shape of what was quantized.
+        scale: as the table says.
+        amax: f32 like scale with TensorScaling, else None. The largest finite absolute values.
+        data_columns: MXFP8 alone: the same values quantized with scale_columns, for the GEMM that
+            contracts the other dim.
+        scale_columns: as the table says.
+        group_sizes: int32 [R, L] or [E] of rows, None for kernels.
+        origin: what was quantized, where gradients go; None in a tensor that takes none. It costs
+            no memory in a compiled program that neither returns nor differentiates past it.
+        recipe: static.
+        transposed: kernels alone, [E, *mid, N', K']: `data` with K' along memory, as GPU kernels
+            multiply it forward; None where they make that copy themselves, or are not there.
+    """
+
+    data: jax.Array
+    scale: jax.Array | None
+    amax: jax.Array | None
+    data_columns: jax.Array | None
+    scale_columns: jax.Array | None
+    group_sizes: jax.Array | None
+    origin: jax.Array | None
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+    transposed: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        return tuple(self.data.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the values."""
+        return len(self.data.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the data."""
+        return self.data.dtype
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether these are rows of groups, and not kernels."""
+        return self.group_sizes is not None
+
+    def detached(self) -> QuantizedTensor:
+        """The same without `origin`: 8-bit data and scales alone. No gradient goes through it."""
+        return dataclasses.replace(self, origin=None)
+
+    def dequantize(self, dtype: Any = jnp.float32, *, columns: bool = False) -> jax.Array:
+        """data * scale, multiplied in f32.
+
+        Args:
+            dtype: of the result.
+            columns: MXFP8 alone: from the column-wise copy.
+
+        Returns:
+            The shape of the data; rows past sum(group_sizes) are zeros. Its gradient goes to what
+            was quantized, as if nothing had been rounded; those rows get zeros.
+
+        Raises:
+            InvalidArgumentError: columns of a tensor that has no column-wise copy.
+
+        Cost: one pass over the data.
+        """
+        data = self.data_columns if columns else self.data
+        scale = self.scale_columns if columns else self.scale
+        if data is None:
+            raise InvalidArgumentError(
+                f"columns must be False: {self.recipe} has no column-wise copy", argument="columns"
+            )
+        values = widen(data)
+        if scale is not None:
+            values = values * self._spread(scale, columns)
+        values = values.astype(dtype)
+        if self.origin is None:
+            return values
+        return straight_through(_laid_as(self.origin, values), values, self.group_sizes)
+
+    def _spread(self, scale: jax.Array, columns: bool) -> jax.Array:
+        """`scale` in f32, of a shape that broadcasts to the data's."""
+        scale, sizes = scale.astype(jnp.float32), self.group_sizes
+        form = format_of(self.recipe)
+        if form.per_group:
+            if sizes is None:
+                return scale.reshape(-1, *([1] * (self.ndim - 1)))
+            scale = row_scales(self.shape[sizes.ndim - 1], sizes, scale)
+            return scale.reshape(*scale.shape, *([1] * (self.ndim - scale.ndim)))
+        lead = None if sizes is None else sizes.ndim
+        for axis, tile in form.tiles(self.ndim, lead, columns=columns).items():
+            scale = spread_tiles(scale, axis, tile, self.shape[axis])
+        return scale
+
+
+def _laid_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x` with the layout that the type of `other` says, where types say layouts."""
+    wanted = jax.typeof(other).sharding
+    explicit = jax.sharding.AxisType.Explicit in tuple(wanted.mesh.axis_types)
+    if not explicit or jax.typeof(x).sharding == wanted:
+        return x
+    moved: jax.Array = jax.sharding.reshard(x, wanted)
+    return moved
+
+
+@jax.custom_vjp
+def straight_through(
+    origin: jax.Array, values: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+    """`values`, whose gradient goes to `origin` as it is; zeros past the rows of all groups."""
+    return values
+
+
+def _straight_through_fwd(
+    origin: jax.Array, values: jax.Array, group_sizes: jax.Array | None
+) -> Any:
+    return values, (jnp.zeros((), origin.dtype), group_sizes)
+
+
+def _straight_through_bwd(kept: Any, grad: jax.Array) -> Any:
+    like, group_sizes = kept
+    if group_sizes is not None:
+        lead = group_sizes.ndim
+        used = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
+        inside = jnp.arange(grad.shape[lead - 1], dtype=jnp.int32) < used
+        inside = inside.reshape(*inside.shape, *([1] * (grad.ndim - lead)))
+        grad = jnp.where(inside, grad, jnp.zeros((), grad.dtype))
+    return grad.astype(like.dtype), None, None
+
+
+straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)

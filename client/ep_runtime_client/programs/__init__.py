@@ -1,0 +1,1 @@
+"""What is asked of a compiled program: its collectives, what remat keeps, how it failed."""

@@ -1,0 +1,112 @@
+"""Errors that come out of compiled programs: XLA's own type around our text.
+
+A handler of the native library fails a program with one line of text, `EP_RUNTIME/<class>: ...`,
+which XLA wraps in an error type of its own. These two functions find our error in it again. Between
+nodes rows travel over collectives of XLA, which fail with its own words where a process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime import errors
+from ep_runtime_client.base.layers import live_groups
+
+if TYPE_CHECKING:
+    from ep_runtime_client.groups.group import Group
+
+# A dead process is told to every node within this time.
+TOLD_S = 2.0
+# In the text of a collective that failed.
+_COLLECTIVES = ("Gloo ", "NCCL ")
+
+
+def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
+    """The runtime's error that `exc` is, carries in its text, or was raised from; else None.
+
+    Args:
+        exc: any exception; its text and its `__cause__` chain are read.
+
+    Returns:
+        An EpRuntimeError of the class that the text names, or None.
+
+    Cost: none but reading; never raises.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = exc
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, errors.EpRuntimeError):
+            return current
+        found = errors.parse(str(current))
+        if found is not None:
+            return found
+        current = current.__cause__  # not __context__: that error may have been dealt with
+    return None
+
+
+@contextlib.contextmanager
+def translate_errors() -> Iterator[None]:
+    """Re-raises our errors out of compiled programs as their class, `from` the original.
+
+    Programs run asynchronously: keep the `block_until_ready`, or whatever else waits for the
+    result, inside the block.
+
+    Raises:
+        EpRuntimeError: the class named in the text of the original error. PeerLostError also where
+            a group of this process has lost a process, whatever the block raised and where it
+            raised nothing: its last values may be NaN. Where a collective of XLA failed, that is
+            waited for, 2 s.
+    """
+    try:
+        yield
+        _require_whole()
+    except errors.EpRuntimeError:
+        raise
+    except Exception as error:
+        found = error_of(error) or _lost_peer(error)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _require_whole() -> None:
+    for group in live_groups.all():
+        group.require_whole()
+
+
+def _lost_peer(error: Exception) -> errors.PeerLostError | None:
+    """Whatever fails where a peer is gone fails for that, an assertion about NaN too.
+
+    A collective sees a connection close before the daemons have told whose it was.
+    """
+    try:
+        _require_whole()
+    except errors.PeerLostError as lost:
+        return lost
+    if not any(word in str(error) for word in _COLLECTIVES):
+        return None
+    deadline, pause = time.monotonic() + TOLD_S, threading.Event()
+    while groups := live_groups.all():
+        for group in groups:
+            if group.is_gone:
+                return _lost(group)
+        if time.monotonic() > deadline:
+            break
+        pause.wait(0.01)
+    return None
+
+
+def _lost(group: Group) -> errors.PeerLostError:
+    fields: dict[str, Any] = {"group": group.name}
+    try:
+        group.require_open()
+    except errors.EpRuntimeError as gone:
+        why, fields = str(gone), {**gone.fields, **fields}
+    else:  # closed by another thread meanwhile
+        why = f"group {group.name!r} is gone"
+    return errors.PeerLostError(f"a collective between ranks failed: {why}", **fields)

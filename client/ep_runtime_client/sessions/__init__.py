@@ -1,0 +1,1 @@
+"""`connect()`, the session it returns, and the watchdog of a process that lost a peer."""

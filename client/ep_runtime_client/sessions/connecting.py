@@ -1,0 +1,80 @@
+"""`connect()`: which session a process gets, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ep_runtime import specs
+from ep_runtime_client.base import jax_state
+from ep_runtime_client.daemons import registry, transport
+from ep_runtime_client.daemons import runtime as runtimes
+from ep_runtime_client.sessions.session import Session
+from ep_runtime_client.sessions.watchdog import Watchdog
+
+
+@jax_state.eager
+def connect(
+    address: str | None = None,
+    *,
+    job: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    timeout_s: float = 30.0,
+    loss_grace_s: float | None = 5.0,
+) -> Session:
+    """Opens a session with a daemon; a context manager that frees everything at its end.
+
+    Where an error leaves the block, windows are kept for retain_s, as where the process dies.
+
+    There is one session per process and daemon: a second call returns the same one, which ends
+    when each call has been closed. Call it before JAX starts its backends.
+
+    Args:
+        address: `unix:///dir`, a daemon's socket directory (`unix:///dir?uid=N` where it is user
+            N's, neither ours nor root's); "embedded", a private daemon that ends with this
+            process; "node", a shared one that the first process starts and that ends after the
+            last; "none", no daemon and transport="xla" only. None takes $EP_RUNTIME_ADDRESS, else
+            the node's default daemon where it runs, else "embedded".
+        job: namespace of group names beside the uid. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
+            the jax.distributed coordinator, else the pid.
+        labels: shown by `ep-runtime sessions`.
+        timeout_s: how long to wait for the daemon, and in create_group for other processes.
+        loss_grace_s: a process of the job that dies leaves the others waiting in collectives of
+            XLA and at exit. Each of them ends with exit code 1 that long after it has heard, unless
+            it ended by itself, made another group or closed the session (then it ends that long
+            after it began to exit); None: never.
+
+    Returns:
+        The process's Session; `with` closes it.
+
+    Raises:
+        RuntimeUnavailableError: no daemon answers at a given address, or a started one fails.
+        PermissionDeniedError: the daemon does not serve this user; or the directory, or who serves
+            it, is neither ours, root's nor the named user's.
+        VersionSkewError: client and daemon share no protocol version.
+        InvalidArgumentError: a wrong argument, "embedded" in a job of several processes, or a
+            call under tracing.
+        SpecMismatchError: this process's session with the daemon has another job.
+
+    Cost: one RPC and one heartbeat thread; where a daemon has to be started, its start as well.
+    Nothing in a step.
+
+    Examples:
+        >>> session = ep.connect("embedded")  # without an address: the node's daemon, if it runs
+        >>> session.has_daemon, session.address.startswith("unix://")
+        (True, True)
+    """
+    transport.check_timeout(timeout_s)
+    if job is not None:
+        specs.check_name("job", job)
+    jax_state.prepare_cpu_pool()
+    return registry.sessions.acquire(
+        runtimes.choose(address),
+        lambda found: found.check_same_job(job),
+        lambda chosen: Session(
+            runtimes.open_runtime(chosen, timeout_s),
+            job,
+            dict(labels or {}),
+            timeout_s,
+            Watchdog(loss_grace_s),
+        ),
+    )

@@ -1,0 +1,472 @@
+"""A process's session with one daemon, and the groups made in it. Made by `connecting.py`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ep_runtime import env, specs
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    PeerLostError,
+    PermissionDeniedError,
+    RuntimeUnavailableError,
+    SpecMismatchError,
+)
+from ep_runtime.v1 import group_service_pb2, session_service_pb2
+from ep_runtime_client.base import jax_state
+from ep_runtime_client.daemons import registry, transport
+from ep_runtime_client.daemons import runtime as runtimes
+from ep_runtime_client.daemons.link import Callbacks, Link
+from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.groups import attach
+from ep_runtime_client.groups.group import Group
+from ep_runtime_client.sessions.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from jax.sharding import Mesh
+
+_log = logging.getLogger("ep_runtime")
+
+_Result = TypeVar("_Result")
+
+
+def default_job() -> str:
+    """The job's name where the caller gives none."""
+    return env.job() or jax_state.coordinator() or str(os.getpid())
+
+
+class Session:
+    """A process's session with one daemon. Thread-safe; make it with `connect`.
+
+    Attributes:
+        job: namespace of the session's groups.
+        timeout_s: how long calls that wait for others wait.
+    """
+
+    def __init__(
+        self,
+        runtime: runtimes.ReachedRuntime,
+        job: str | None,
+        labels: dict[str, str],
+        timeout_s: float,
+        watchdog: Watchdog,
+    ) -> None:
+        self.job = job if job is not None else default_job()
+        self._job_is_ours_alone = job is None and self.job == str(os.getpid())
+        self.timeout_s = timeout_s
+        self._runtime = runtime
+        self._watchdog = watchdog
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._forming: dict[str, threading.RLock] = {}
+        self._groups: dict[str, Group] = {}
+        self._ended: EpRuntimeError | None = None
+        self._closed = False
+        self._link: Link | None = None
+        if runtime.has_daemon:
+            self._link = Link(runtime, self._callbacks(labels))
+            try:
+                self._link.connect(timeout_s)
+            except BaseException:
+                self._shut()
+                raise
+
+    def _callbacks(self, labels: dict[str, str]) -> Callbacks:
+        request = session_service_pb2.OpenSessionRequest(
+            job=self.job, labels=labels, process_index=jax_state.process_index()
+        )
+        return Callbacks(request, self._restore, self._end, self._group_event)
+
+    @property
+    def session_id(self) -> str:
+        """The daemon's public name for the session; "" without a daemon."""
+        return self._link.session_id if self._link is not None else ""
+
+    @property
+    def token(self) -> str:
+        """The session's secret; "" without a daemon."""
+        return self._link.token if self._link is not None else ""
+
+    @property
+    def address(self) -> str:
+        """Where the daemon is, as `connect` takes it; "none" without one."""
+        place = self._runtime.place
+        return place.address if place is not None else runtimes.NONE
+
+    @property
+    def place(self) -> Place:
+        """Where the daemon is."""
+        if self._runtime.place is None:
+            raise InvalidArgumentError(
+                'this session was made with address="none" and has no daemon', argument="address"
+            )
+        return self._runtime.place
+
+    @property
+    def directory(self) -> Path:
+        """The daemon's socket directory."""
+        return self.place.directory
+
+    @property
+    def has_daemon(self) -> bool:
+        return self._runtime.has_daemon
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child of the process that connected."""
+        return os.getpid() == self._pid
+
+    @property
+    def alone(self) -> str:
+        """What of this session no other process can have; "" where groups may span several."""
+        if self.has_daemon and self._runtime.is_private:
+            return f"a private daemon of its own (this one's is at {self.address})"
+        if self.has_daemon and self._job_is_ours_alone:
+            return f"a job of its own (this one's is {self.job!r}, its pid)"
+        return ""
+
+    @property
+    def alive(self) -> bool:
+        """True while calls to the daemon may work."""
+        return self.is_ours and self._ended is None
+
+    @property
+    def daemon_pid(self) -> int | None:
+        """Process id of a daemon that this process started, else None."""
+        return self._runtime.child.pid if self._runtime.child is not None else None
+
+    @property
+    def link(self) -> Link:
+        """The connection. Raises where the session is over, forked or has no daemon."""
+        self.require_alive()
+        if self._link is None:
+            raise InvalidArgumentError(
+                'this session was made with address="none" and has no daemon', argument="address"
+            )
+        return self._link
+
+    @property
+    def control(self) -> transport.ControlChannel:
+        """The daemon's RPCs; waits up to `timeout_s` while the daemon is away. Raises as `link`."""
+        return self.link.control(self.timeout_s)
+
+    def run(self, work: Callable[[transport.ControlChannel], _Result]) -> _Result:
+        """`work` with the daemon's RPCs; again from its start where the daemon was restarted."""
+        return self.link.run(work, self.timeout_s)
+
+    @jax_state.eager
+    def create_group(
+        self,
+        name: str,
+        mesh: Mesh,
+        *,
+        ep_axis: str | tuple[str, ...],
+        outer_axes: str | tuple[str, ...] = (),
+        num_experts: int,
+        hidden_size: int,
+        max_tokens_per_rank: int,
+        recv_capacity_per_rank: int | None = None,
+        capacity_factor: float | None = None,
+        max_top_k: int = 8,
+        max_token_dtype: Any = "bfloat16",
+        alignment: int = 128,
+        lanes: int = 2,
+        on_overflow: Literal["drop", "error"] = "drop",
+        combine_precision: Literal["fast", "exact"] = "fast",
+        transport: Literal["auto", "memfd", "nvlink", "nccl", "xla"] = "auto",
+        partitioning: Literal["auto", "rule", "shard_map"] = "auto",
+        op_timeout_s: float = 600.0,
+        retain_s: float = 60.0,
+        num_sms: int | None = None,
+        replace: bool = False,
+    ) -> Group:
+        """Makes an expert-parallel group; collective over the mesh's processes.
+
+        The same name and settings again return the same group.
+
+        Args:
+            name: inside (uid, job).
+            mesh: the devices. The ranks of one EP group share every coordinate but `ep_axis`.
+            ep_axis: the axis, or axes, that experts are spread over.
+            outer_axes: axes that shard tokens beside it; every other axis replicates them.
+            num_experts: E of one EP group, a multiple of the ep axis's size.
+            hidden_size: H.
+            max_tokens_per_rank: T of one rank at most.
+            recv_capacity_per_rank: C, rows of one slab; None takes the no-drop worst case.
+            capacity_factor: C from the balanced load instead, at least 1.0.
+            max_top_k: largest K of a layer.
+            max_token_dtype: widest dtype of a token, by name or as `jnp.bfloat16`.
+            alignment: rows to which each expert's zone is aligned.
+            lanes: calls of the group that may move rows at once.
+            on_overflow: drop rows over C, or fail the step.
+            combine_precision: partial sums in the token dtype, or in fp32.
+            transport: how rows travel; "auto" is memfd on CPU and nvlink on GPUs that reach
+                each other, else nccl where there is a libnccl (over nodes: a cluster), else xla.
+            partitioning: who partitions the ops: "shard_map" is one around each, "rule" asks XLA's
+                partitioner where weights lie, "auto" asks it where nothing else tells.
+            op_timeout_s: how long a call waits for live but silent peers.
+            retain_s: how long windows outlive the last process; 0 in private runtimes.
+            num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: the fastest.
+            replace: take the place of a group of that name with other settings; one with the same
+                stays, and so do its layers (`Group.register_layer` replaces those).
+
+        Returns:
+            The Group; layers are registered in it.
+
+        Raises:
+            InvalidArgumentError: names the argument, what was wanted and what was given.
+            SpecMismatchError: the name has other settings here, or in another process.
+            GroupBusyError: a living process holds a rank; names it.
+            GroupNotReadyError: processes are missing after the session's timeout; names the ranks.
+            PoolExhaustedError: the daemon's memory limit.
+            NotImplementedError: the transport is not part of this version.
+
+        Cost: one RPC, then windows of `Group.staging_bytes_per_rank` bytes per rank are allocated
+        and mapped once; with "auto" in several processes one more exchange. Nothing in a step.
+
+        Source: the ranks of a group and its outer axes are those of GShard's expert and data
+        parallelism (arXiv:2006.16668); capacity_factor is GShard's and Switch Transformers'
+        (arXiv:2101.03961).
+
+        Examples:
+            >>> mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("fsdp", "ep"))
+            >>> group = session.create_group(
+            ...     "moe",
+            ...     mesh,
+            ...     ep_axis="ep",
+            ...     outer_axes=("fsdp",),
+            ...     num_experts=8,
+            ...     hidden_size=32,
+            ...     max_tokens_per_rank=8,
+            ...     max_top_k=2,
+            ...     max_token_dtype="float32",
+            ...     alignment=8,
+            ... )
+            >>> group.spec.num_slabs, group.spec.experts_per_rank, group.capacity_per_rank
+            (8, 2, 64)
+        """
+        spec = attach.resolve(
+            self,
+            mesh,
+            transport,
+            max_token_dtype,
+            name=name,
+            ep_axis=ep_axis,
+            outer_axes=outer_axes,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            max_tokens_per_rank=max_tokens_per_rank,
+            recv_capacity_per_rank=recv_capacity_per_rank,
+            capacity_factor=capacity_factor,
+            max_top_k=max_top_k,
+            alignment=alignment,
+            lanes=lanes,
+            on_overflow=on_overflow,
+            combine_precision=combine_precision,
+            partitioning=partitioning,
+            op_timeout_s=op_timeout_s,
+            retain_s=retain_s,
+            num_sms=num_sms,
+        )
+        if self._runtime.is_private:
+            spec = attach.without_retention(spec)
+        return self._create(spec, mesh, replace)
+
+    def _create(self, spec: specs.GroupSpec, mesh: Mesh, replace: bool) -> Group:
+        with self._forming_lock(spec.name):
+            self.require_alive()
+            found = self._groups.get(spec.name)
+            if found is not None and attach.is_same(found, spec, mesh, replace=replace):
+                return found
+            if found is not None:
+                found.step_aside()
+            group = attach.make_group(self, spec, mesh, replace=replace)
+            self._watchdog.stop()
+            with self._lock:
+                self._groups[spec.name] = group
+            return group
+
+    @jax_state.eager
+    def group(self, name: str, *, mesh: Mesh | None = None) -> Group:
+        """A group by name alone: this process's, or one that the daemon keeps for the job.
+
+        Args:
+            name: as in create_group.
+            mesh: its mesh; None lays the group's axes over `jax.devices()` in order.
+
+        Returns:
+            The Group, with the layers that the daemon knows.
+
+        Raises:
+            StaleHandleError: the daemon knows no such group.
+            GroupBusyError: a living process holds its ranks.
+            InvalidArgumentError: the mesh, or the devices of this process, do not fit it.
+
+        Cost: none for a group of this process; else as create_group, without a new allocation.
+        """
+        with self._forming_lock(name):
+            self.require_alive()
+            found = self._groups.get(name)
+            if found is not None:
+                found.require_open()
+                return found
+            spec = attach.stored_spec(self, name)
+            mesh = mesh if mesh is not None else attach.default_mesh(spec)
+            group = self._create(spec, mesh, False)
+            attach.adopt_layers(group)
+            return group
+
+    def _forming_lock(self, name: str) -> threading.RLock:
+        """One lock per name: groups of different names form side by side."""
+        with self._lock:
+            return self._forming.setdefault(name, threading.RLock())
+
+    def forget_group(self, group: Group) -> None:
+        """Called by a group that closes."""
+        with self._lock:
+            if self._groups.get(group.name) is group:
+                del self._groups[group.name]
+
+    def check_same_job(self, job: str | None) -> None:
+        """Raises SpecMismatchError where a second connect() asks for another job."""
+        if job is not None and job != self.job:
+            raise SpecMismatchError(
+                f"this process's session with {self.address} has job {self.job!r}, "
+                f"this call has job {job!r}; close that session first",
+                object="session",
+                field="job",
+                theirs=self.job,
+                ours=job,
+            )
+
+    def require_alive(self) -> None:
+        """Raises where the session was closed, fenced or inherited through fork."""
+        if not self.is_ours:
+            raise PermissionDeniedError(
+                f"this session belongs to pid {self._pid}; pid {os.getpid()} was forked from it "
+                "and must call ep.connect() itself",
+                pid=os.getpid(),
+                owner_pid=self._pid,
+            )
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended), **self._ended.fields)
+
+    def say_left(self, name: str, generation: int) -> None:
+        """Tells the daemon, now or once it is back, that this process unmapped a group."""
+        if self._link is not None and self.alive:
+            self._link.say_left(
+                group_service_pb2.CloseGroupRequest(name=name, generation=generation)
+            )
+
+    def _restore(self, control: transport.ControlChannel) -> None:
+        """The daemon was started again: says what this process holds."""
+        with self._lock:
+            groups = list(self._groups.values())
+        for group in groups:
+            if not group.is_gone:
+                group.restore(control, self.token)
+                self._watch(group)
+
+    def _end(self, error: EpRuntimeError) -> None:
+        """The daemon ended the session."""
+        self._ended = self._ended or error
+        _log.error("%s", error)
+
+    def _group_event(self, event: session_service_pb2.GroupEvent) -> None:
+        with self._lock:
+            group = self._groups.get(event.group)
+        if group is None or group.generation != event.generation:
+            return
+        group.changed(event.state, event.reason, event.lost_members)
+        self._watch(group)
+
+    def _watch(self, group: Group) -> None:
+        """Where the group has lost a process, this one is to end in time."""
+        try:
+            group.require_whole()
+        except PeerLostError as error:
+            self._watchdog.lost(group, error)
+
+    def close(self) -> None:
+        """Ends this `connect()`; the last one frees groups and windows at once. Idempotent."""
+        if self.is_ours and registry.sessions.release(self):
+            self.end()
+
+    def end(self, *, failed: bool = False) -> None:
+        """Ends the session, however many `connect()` calls share it.
+
+        Args:
+            failed: False frees everything at once; True, after an error, leaves the windows to
+                the job's next start, for retain_s.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            groups = list(self._groups.values())
+        for group in groups:
+            group.abandon() if failed else group.close()
+        if not failed:
+            self._watchdog.closed()
+        if self._link is not None and self.alive:
+            self._link.say_goodbye(failed=failed)
+        self._shut()
+
+    def _shut(self) -> None:
+        """Stops threads, channel and a private daemon; tells the daemon nothing."""
+        self._ended = RuntimeUnavailableError(
+            f"the session with {self.address} was closed", address=self.address
+        )
+        if self._link is not None:
+            self._link.stop()
+        self._runtime.stop()
+
+    def at_exit(self) -> None:
+        """The interpreter ends: no goodbye, so that retained windows wait for the next start."""
+        if self.is_ours and not self._closed:
+            self._closed = True
+            for group in [*self._groups.values()]:
+                if group.native_group is not None:
+                    group.native_group.stop_making()
+            self._shut()
+
+    def describe(self) -> dict[str, Any]:
+        """The session as plain values."""
+        about = {"address": self.address, "job": self.job, "session_id": self.session_id}
+        with self._lock:
+            return {**about, "pid": self._pid, "groups": sorted(self._groups)}
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends this `connect()` as `close` does; after an error windows are kept for retain_s."""
+        done = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if self.is_ours and registry.sessions.release(self):
+            self.end(failed=not done)
+
+    def __dir__(self) -> list[str]:
+        """What is for users; the rest is for this package."""
+        return sorted(_PUBLIC)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.address} job={self.job!r}>"
+
+
+_PUBLIC = (
+    *("job", "timeout_s", "address", "session_id", "daemon_pid", "alive"),
+    *("create_group", "group", "describe", "close"),
+)

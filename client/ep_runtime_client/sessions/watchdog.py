@@ -1,0 +1,157 @@
+"""Ends a process that lost a peer of its job and cannot end by itself.
+
+XLA's own collectives wait for the dead process, for up to 30 minutes, and JAX waits for it again at
+exit. Nothing can call a thread back that waits there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import enum
+import functools
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime.errors import EpRuntimeError, PeerLostError
+from ep_runtime_client.base import jax_state
+from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.programs.failures import TOLD_S
+
+if TYPE_CHECKING:
+    from ep_runtime_client.groups.group import Group
+
+_log = logging.getLogger("ep_runtime")
+
+EXIT_CODE = 1
+_FLUSH_S = 0.5
+
+
+class Watchdog:
+    """Counts down once a group of the session has lost a process. Thread-safe."""
+
+    def __init__(self, grace_s: float | None) -> None:
+        """None for `grace_s`: the program ends by itself, or goes on."""
+        self._grace_s = grace_s
+        if grace_s is not None and jax_state.num_processes() > 1:
+            _name_aborts()
+        self._lock = threading.Lock()
+        self._words: queue.SimpleQueue[_Word] | None = None  # to the countdown under way
+
+    def lost(self, group: Group, error: EpRuntimeError) -> None:
+        """A process of the group is gone: tells it, and begins to count."""
+        name = type(error).__name__
+        if self._grace_s is None:
+            _log.error("%s: %s", name, error)
+            return
+        _log.error(
+            "%s: %s; this process ends within %g s unless it makes another group",
+            name,
+            error,
+            self._grace_s,
+        )
+        with self._lock:
+            if self._words is not None:
+                return
+            words = self._words = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_count,
+            args=(group, error, self._grace_s, words),
+            name="ep-runtime-watchdog",
+            daemon=True,
+        )
+        thread.start()
+
+    def stop(self) -> None:
+        """The program goes on: it has made another group."""
+        with self._lock:
+            if self._words is not None:
+                self._words.put(_Word.GOES_ON)
+            self._words = None
+
+    def closed(self) -> None:
+        """The program goes on without the session; counts again where it exits, as JAX waits."""
+        with self._lock:
+            if self._words is not None:
+                self._words.put(_Word.CLOSED)
+                atexit.register(self._words.put, _Word.EXITS)  # it runs before JAX's, made earlier
+            self._words = None
+
+
+class _Word(enum.Enum):
+    GOES_ON = enum.auto()
+    CLOSED = enum.auto()
+    EXITS = enum.auto()
+
+
+def _count(
+    group: Group, error: EpRuntimeError, grace_s: float, words: queue.SimpleQueue[_Word]
+) -> None:
+    try:
+        if words.get(timeout=grace_s) is _Word.CLOSED:
+            words.get()
+            words.get(timeout=grace_s)
+    except queue.Empty:
+        _end(group, error, grace_s)
+
+
+def _end(group: Group, error: EpRuntimeError, grace_s: float) -> None:
+    try:
+        group.check()
+    except PeerLostError as of_a_call:  # where one has waited: it names layer and op
+        error = of_a_call
+    except EpRuntimeError:  # the group is closed
+        pass
+    text = f"{type(error).__name__}: {error}"
+    _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")
+
+
+@functools.cache  # and its handler lives on
+def _name_aborts() -> Any:
+    """Makes C++ that gives up after a loss say whom it lost; the handler, None where it cannot.
+
+    Gloo throws on a thread of its own where a dead peer's collectives are out of step, which ends
+    the process by std::terminate, at once and by no name.
+    """
+    try:  # the library that jaxlib has loaded: ours brings its own
+        library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        install = library["_ZSt13set_terminatePFvvE"]
+    except (OSError, AttributeError):
+        return None
+    install.restype = handler_type = ctypes.CFUNCTYPE(None)
+    before: list[Any] = []
+
+    def terminate() -> None:
+        deadline, pause = time.monotonic() + TOLD_S, threading.Event()
+        while time.monotonic() < deadline:
+            for group in live_groups.all():
+                try:
+                    group.require_whole()
+                except EpRuntimeError as error:
+                    text = f"{type(error).__name__}: {error}"
+                    _exit(text, "what waited for that process in C++ gave up")
+            pause.wait(0.01)
+        before[0]()
+
+    handler = handler_type(terminate)
+    before.append(install(handler))
+    return handler
+
+
+def _exit(text: str, ends: str) -> None:
+    os.write(2, f"ep-runtime: {text}; {ends}, with exit code {EXIT_CODE}\n".encode())
+    flush = threading.Thread(target=_flush, daemon=True)  # whoever hangs may hold the stream
+    flush.start()
+    flush.join(_FLUSH_S)
+    os._exit(EXIT_CODE)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
