@@ -14,8 +14,8 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.moe_cases import RECIPES, WEIGHTS
-from ep_runtime_bench.options import (
+from ep_runtime_bench.base.moe_cases import RECIPES, WEIGHTS
+from ep_runtime_bench.base.options import (
     ALSO,
     BENCHES,
     GPU_BENCHES,
@@ -27,11 +27,25 @@ from ep_runtime_bench.options import (
     BenchOptions,
     BenchReport,
 )
-from ep_runtime_bench.routing import ROUTINGS
+from ep_runtime_bench.base.routing import ROUTINGS
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import gpus
 
 GPU_EXPERTS = 256
+# Each has `run(options)`; {} is cpu or gpu.
+_MODULES = {
+    # Measured together, on the same operands.
+    "dispatch": "movement.{}_movement",
+    "combine": "movement.{}_movement",
+    "gemm": "one_device.{}_gemm",
+    "quantize": "one_device.quantize",
+    "permute": "one_device.permute",
+    "moe": "moe.moe",
+    "connect": "control.connect",
+    "staging": "control.staging",
+    "control": "control.control",
+    "compile": "compile.compile",
+}
 
 
 def _factors(text: str) -> tuple[float, ...]:
@@ -230,12 +244,7 @@ def _check_devices(options: BenchOptions) -> None:
 
 
 def _module(name: str, options: BenchOptions) -> str:
-    # Dispatch and combine are measured together, on the same operands.
-    if name == "gemm":
-        return "device_gemm" if options.on_gpus else "gemm"
-    if name not in ("dispatch", "combine"):
-        return name
-    return "device_movement" if options.on_gpus else "movement"
+    return _MODULES[name].format("gpu" if options.on_gpus else "cpu")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -249,7 +258,7 @@ def run(args: argparse.Namespace) -> int:
     reports: dict[str, BenchReport] = {}
     body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
     # Layers first: their processes need the devices' memory, which JAX in this one keeps.
-    for module in sorted(modules, key=lambda module: module != "moe"):
+    for module in sorted(modules, key=lambda module: module != _MODULES["moe"]):
         found = importlib.import_module(f"ep_runtime_bench.{module}").run(options)
         for known in found if isinstance(found, Iterator) else [found]:
             for report in known if isinstance(known, list) else [known]:

@@ -22,9 +22,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_bench import compile as compile_bench
-from ep_runtime_bench import gemm as gemm_bench
-from ep_runtime_bench.options import BenchOptions
+from ep_runtime_bench.base.options import BenchOptions
+from ep_runtime_bench.compile import compile as compile_bench
+from ep_runtime_bench.one_device import cpu_gemm as gemm_bench
 
 AXES = (("dp", 2), ("fsdp", 2), ("ep", 2))
 LAYERS, TOKENS, HIDDEN, MLP, TOP_K = 2, 64, 256, 512, 2

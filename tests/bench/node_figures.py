@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import ep_runtime as ep
-from ep_runtime_bench import routing
+from ep_runtime_bench.base import routing
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.transports import nodes_plan
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_bench import movement, timing
-from ep_runtime_bench.memcpy import Memcpy
-from ep_runtime_bench.options import BenchOptions, Sample
+from ep_runtime_bench.base import timing
+from ep_runtime_bench.base.options import BenchOptions, Sample
+from ep_runtime_bench.movement import cpu_movement
+from ep_runtime_bench.movement.memcpy import Memcpy
 
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "bench"]
 TIMEOUT_S = 240.0
@@ -69,7 +70,10 @@ def test_several_processes_compare_transports_and_memcpy(processes: int, devices
 def test_a_call_of_several_processes_took_as_long_as_the_slowest() -> None:
     one = [Sample("dispatch", "memfd", 64, [1.0, 5.0]), Sample("dispatch", "xla", 64, [2.0, 2.0])]
     two = [Sample("dispatch", "memfd", 64, [3.0, 4.0]), Sample("dispatch", "xla", 64, [1.0, 6.0])]
-    assert [sample.seconds for sample in movement.slowest([one, two])] == [[3.0, 5.0], [2.0, 6.0]]
+    assert [sample.seconds for sample in cpu_movement.slowest([one, two])] == [
+        [3.0, 5.0],
+        [2.0, 6.0],
+    ]
 
 
 def test_one_transport_alone_has_no_ratio_to_xla() -> None:

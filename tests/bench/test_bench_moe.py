@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_bench import cli, moe, moe_client, moe_stock, moe_trace
-from ep_runtime_bench.device_bench import AXIS, ROWS
-from ep_runtime_bench.moe_cases import (
+from ep_runtime_bench import cli
+from ep_runtime_bench.base.device_bench import AXIS, ROWS
+from ep_runtime_bench.base.moe_cases import (
     CASES,
     COMPILED,
     DROPLESS,
@@ -38,7 +38,8 @@ from ep_runtime_bench.moe_cases import (
     Profile,
     Step,
 )
-from ep_runtime_bench.options import BenchOptions
+from ep_runtime_bench.base.options import BenchOptions
+from ep_runtime_bench.moe import client, moe, stock_layer, trace
 
 RANKS = 2
 CASE = Case(tokens=8, hidden=16, inner=8, num_experts=4, top_k=2)
@@ -66,14 +67,14 @@ def test_stock_is_the_layer_and_drops_only_past_its_capacity(
 
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
     mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), (AXIS,))
-    stock = moe_client.make_operands(order_of(DROPLESS), mesh)
+    stock = client.make_operands(order_of(DROPLESS), mesh)
     rows, whole = ROWS, jax.sharding.PartitionSpec()
     how: dict[str, Any] = {"in_specs": (rows, whole, rows, rows), "out_specs": rows}
     found = {}
     for name, factor in ((DROPLESS, 1.0), (PADDED, float(CASE.num_experts)), ("dropping", 0.01)):
-        monkeypatch.setattr(moe_stock, "CAPACITY_FACTOR", factor)
-        monkeypatch.setattr(moe_stock, "_ROW_TILE", 1)
-        layer = moe_stock.make_layer(DROPLESS if name == DROPLESS else PADDED, CASE)
+        monkeypatch.setattr(stock_layer, "CAPACITY_FACTOR", factor)
+        monkeypatch.setattr(stock_layer, "_ROW_TILE", 1)
+        layer = stock_layer.make_layer(DROPLESS if name == DROPLESS else PADDED, CASE)
         mapped = jax.shard_map(layer, mesh=mesh, check_vma=False, **how)
         found[name] = np.asarray(jax.jit(mapped)(*stock))
     arrays = [np.asarray(array) for array in stock]
@@ -104,15 +105,15 @@ def by_hand(room: int, x: Any, router: Any, wi: Any, wo: Any) -> Any:
 def test_a_process_measures_both_variants_and_their_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(moe_client, "start_jax", lambda *args: None)
+    monkeypatch.setattr(client, "start_jax", lambda *args: None)
     ticks = itertools.count()
     heard: list[str] = []
-    measured = moe_client.measure(order_of("memfd"), heard.append, lambda: float(next(ticks)))
+    measured = client.measure(order_of("memfd"), heard.append, lambda: float(next(ticks)))
     assert heard == [READY, COMPILED]
     assert [step.variant for step in measured.steps] == [REMAT, ""]
     for step in measured.steps:
         assert [*step.step_s] == [1.0]  # one is enough by a clock that runs so fast
-        assert step.enqueued_s == 1.0 / moe_client.ENQUEUED
+        assert step.enqueued_s == 1.0 / client.ENQUEUED
         assert step.planned_bytes > 0
     assert measured.window_bytes > 0
     assert measured.dropped == 0
@@ -127,7 +128,7 @@ def test_a_process_measures_both_variants_and_their_kernels(
 
 def test_both_matmuls_of_stock_and_ours_start_from_the_same_values() -> None:
     mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), (AXIS,))
-    stock, ours = (moe_client.make_operands(order_of(name), mesh) for name in (PADDED, "memfd"))
+    stock, ours = (client.make_operands(order_of(name), mesh) for name in (PADDED, "memfd"))
     for theirs, mine in zip(stock, ours, strict=True):
         np.testing.assert_array_equal(np.asarray(theirs).ravel(), np.asarray(mine).ravel())
     x = np.asarray(stock[0])
@@ -161,7 +162,7 @@ def test_each_setting_is_a_subject_of_its_own_and_stock_has_none() -> None:
     )
     found = moe.orders(options.checked(), "address")
     fp8 = ep.recipes.TensorScaling()
-    assert [(each.label, moe_client._recipe(each)) for each in found] == [
+    assert [(each.label, client._recipe(each)) for each in found] == [
         ("nvlink", None),
         ("nvlink late", None),
         ("nvlink fp8", fp8),
@@ -221,12 +222,12 @@ def test_what_finds_no_row_is_counted() -> None:
     case = dataclasses.replace(CASE, tokens=256)
     order = dataclasses.replace(order_of("xla"), case=case, capacity_factor=1.0)
     with ep.connect("none") as session:
-        group = moe_client._create_group(order, mesh, session)
+        group = client._create_group(order, mesh, session)
         layer = group.register_layer("layer", top_k=CASE.top_k)
-        _, router, wi, wo = moe_client.make_operands(order, mesh)
+        _, router, wi, wo = client.make_operands(order, mesh)
         x = jnp.ones((RANKS * case.tokens, case.hidden))
         to_one_rank = jnp.zeros_like(router).at[:, :2].set([2.0, 1.0])
-        dropped = moe_client._run(order, layer, x, to_one_rank, wi, wo)[2].dropped
+        dropped = client._run(order, layer, x, to_one_rank, wi, wo)[2].dropped
     # Its even share is all that a rank has room for.
     assert group.capacity_per_rank == case.tokens * case.top_k
     assert dropped == (RANKS - 1) * case.tokens * case.top_k
@@ -295,15 +296,15 @@ def test_kernels_below_one_percent_are_summed_and_the_rest_is_no_kernel() -> Non
     ],
 )
 def test_parts_of_a_step_are_named_by_scope_and_direction(op_name: str, part: str) -> None:
-    assert moe_trace.part_of(op_name) == part
+    assert trace.part_of(op_name) == part
 
 
 def test_kernel_names_are_cut_to_what_tells_them_apart() -> None:
     full = "void ep::(anonymous namespace)::DispatchKernel<256>(ep::DispatchParams, int)"
-    assert moe_trace.short(full) == "DispatchKernel"
+    assert trace.short(full) == "DispatchKernel"
     full = "void ep_runtime::cuda::rows::(anonymous namespace)::QuantizeRows<true>(int)"
-    assert moe_trace.short(full) == "QuantizeRows"
-    assert moe_trace.short("loop_add_fusion_3") == "loop_add_fusion_3"
+    assert trace.short(full) == "QuantizeRows"
+    assert trace.short("loop_add_fusion_3") == "loop_add_fusion_3"
 
 
 def profile_of(*lines: Any) -> Any:
@@ -335,8 +336,8 @@ def test_kernels_of_a_gpu_are_those_on_streams_of_the_first_device() -> None:
         ("Stream #2(Compute)", ("a::DispatchKernel<2>", "call.1", 5, 5)),
         ("XLA Ops", ("call.1", "call.1", 0, 8)),
     )
-    events = moe_trace._events(profile_of(*streams))
-    found = moe_trace._totals(events, {"call.1": "forward dispatch"}, 0, 2)
+    events = trace._events(profile_of(*streams))
+    found = trace._totals(events, {"call.1": "forward dispatch"}, 0, 2)
     assert found.kernels == [
         KernelTime("forward dispatch", "DispatchKernel", 1.0, 4.0),
         KernelTime("", "nccl", 0.5, 1.0),
@@ -352,15 +353,15 @@ def test_steps_without_instructions_serve_the_parts_of_one_that_has_them() -> No
         *((gemm, "call.1", 0, 1), (gemm, "call.2", 1, 2), (copy, "", 3, 1)),
         *((gemm, "", 4, 1), (gemm, "", 5, 2)),
     )
-    events = [*moe_trace._events(profile_of(stream))]
-    found = moe_trace._totals(events, parts, 0, 2)
+    events = [*trace._events(profile_of(stream))]
+    found = trace._totals(events, parts, 0, 2)
     assert found.kernels == [
         KernelTime("backward experts", "GemmKernel", 1.0, 2.0),
         KernelTime("forward experts", "GemmKernel", 1.0, 1.0),
         KernelTime("", "MemcpyD2D", 0.5, 0.5),
     ]
     # The copy comes before the last step does.
-    assert [each.kernel for each in moe_trace._totals(events, parts, 1, 1).kernels] == [
+    assert [each.kernel for each in trace._totals(events, parts, 1, 1).kernels] == [
         "GemmKernel",
         "GemmKernel",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ep_runtime_bench import routing
+from ep_runtime_bench.base import routing
 
 RANKS, TOKENS, EXPERTS, TOP_K = 4, 24, 16, 3
 

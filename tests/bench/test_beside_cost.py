@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ep_runtime.errors import OpTimeoutError
-from ep_runtime_bench import beside_cost
+from ep_runtime_bench.control import beside_cost
 from ep_runtime_client.nccl import beside
 
 _LOG = """

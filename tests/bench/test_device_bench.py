@@ -14,16 +14,9 @@ from host_clock import host_clock
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime_bench import (
-    device_bench,
-    device_calls,
-    device_movement,
-    device_ops,
-    device_stock,
-    device_time,
-    routing,
-)
-from ep_runtime_bench.options import BenchOptions
+from ep_runtime_bench.base import device_bench, device_time, routing
+from ep_runtime_bench.base.options import BenchOptions
+from ep_runtime_bench.movement import device_ops, gpu_calls, gpu_movement, stock
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.movement.prepare import make_call
 
@@ -57,7 +50,7 @@ def test_every_op_is_timed_and_compared(session: ep.Session) -> None:
     also = ("combine_weighted", "dispatch_bwd", "combine_bwd")
     cases: dict[str, Any] = {"sms": (0, 24), "board": ("on", "off"), "precision": ("fast", "exact")}
     memfd = dataclasses.replace(OPTIONS, transports=("memfd",), also=also, **cases)
-    samples = device_calls.measure_all(bench_of(memfd, session))
+    samples = gpu_calls.measure_all(bench_of(memfd, session))
     assert [(s.op, s.sms, s.board) for s in samples] == [
         *((op, 0, "on") for op in ("clock", "prepare", "dispatch", "combine", "pair", *also)),
         *((op, 24, "on") for op in ("dispatch", "combine")),
@@ -67,9 +60,9 @@ def test_every_op_is_timed_and_compared(session: ep.Session) -> None:
         ("combine", 0, "off"),
     ]
     assert [s.precision for s in samples] == ["fast"] * 12 + ["exact"] * 6
-    assert all(len(s.kernel_us) == device_calls.CALLS for s in samples)
+    assert all(len(s.kernel_us) == gpu_calls.CALLS for s in samples)
     assert all(us > 0 for s in samples for us in s.kernel_us)
-    rows = device_movement.make_rows(memfd, samples)
+    rows = gpu_movement.make_rows(memfd, samples)
     assert len(rows) == len(samples) - 1
     assert {row["op"] for row in rows if "step_p50_us" in row} == {
         "prepare",
@@ -83,8 +76,8 @@ def test_every_op_is_timed_and_compared(session: ep.Session) -> None:
 @pytest.mark.slow
 def test_the_transport_of_collectives_is_compared_with(session: ep.Session) -> None:
     both = dataclasses.replace(OPTIONS, benches=("dispatch",), precision=("exact",))
-    samples = device_calls.measure_all(bench_of(both, session))
-    rows = device_movement.make_rows(both, samples)
+    samples = gpu_calls.measure_all(bench_of(both, session))
+    rows = gpu_movement.make_rows(both, samples)
     dispatches = [row for row in rows if row["op"] == "dispatch"]
     assert [row["transport"] for row in dispatches] == ["memfd", "xla"]
     assert all(row["ratio_to_xla"] > 0 for row in dispatches)
@@ -128,9 +121,9 @@ def test_every_call_waits_for_the_one_before(session: ep.Session, transport: str
     """XLA may merge or reorder whatever does not depend on the token."""
     bench = bench_of(OPTIONS, session)
     if transport == "stock":
-        ops = device_stock.make_ops(32)
+        ops = stock.make_ops(32)
         plan = jax.eval_shape(
-            bench.mapped(device_stock.planner(8)), jax.ShapeDtypeStruct((16, 2), jnp.int32)
+            bench.mapped(stock.planner(8)), jax.ShapeDtypeStruct((16, 2), jnp.int32)
         )
         operands = {"x": jax.ShapeDtypeStruct((16, 16), jnp.bfloat16), "plan": plan}
         operands["rows"] = jax.ShapeDtypeStruct((128, 16), jnp.bfloat16)
@@ -171,16 +164,16 @@ def test_stock_moves_every_slot_and_sums_it_back(monkeypatch: pytest.MonkeyPatch
         return out
 
     x_ranks, tokens, experts, top_k, width = 4, 6, 8, 3, 5
-    monkeypatch.setattr(device_stock.lax, "ragged_all_to_all", ragged)
+    monkeypatch.setattr(stock.lax, "ragged_all_to_all", ragged)
     idx = routing.topk_idx("zipf", x_ranks * tokens, experts, top_k)
     x = np.random.default_rng(0).standard_normal((x_ranks * tokens, width)).astype(np.float32)
-    capacity = device_stock.capacity_of(idx, x_ranks, experts)
+    capacity = stock.capacity_of(idx, x_ranks, experts)
     mesh = Mesh(np.array(jax.devices("cpu")[:x_ranks]), ("ep",))
-    ops = device_stock.make_ops(capacity)
+    ops = stock.make_ops(capacity)
 
     def both(x: jax.Array, idx: jax.Array) -> Any:
         token = jax.lax.axis_index("ep").astype(jnp.int32).reshape(1)
-        given: dict[str, Any] = {"x": x, "plan": device_stock.planner(experts)(idx)}
+        given: dict[str, Any] = {"x": x, "plan": stock.planner(experts)(idx)}
         given["rows"] = ops["dispatch"](token, given)
         return given["rows"], ops["combine"](token, given)
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
-from ep_runtime_bench import cli, device_calls, device_movement, device_time, routing
-from ep_runtime_bench.options import ALSO, LIKE, BenchOptions, DeviceSample
+from ep_runtime_bench import cli
+from ep_runtime_bench.base import device_time, routing
+from ep_runtime_bench.base.options import ALSO, LIKE, BenchOptions, DeviceSample
+from ep_runtime_bench.movement import gpu_calls, gpu_movement
 
 OPTIONS = BenchOptions(
     transports=("nvlink", "xla"),
@@ -42,7 +44,7 @@ def sample(
 
 def row_of(samples: list[DeviceSample]) -> dict[str, Any]:
     """The row of the last one."""
-    rows = device_movement.make_rows(OPTIONS, [CLOCK, *samples])
+    rows = gpu_movement.make_rows(OPTIONS, [CLOCK, *samples])
     last = samples[-1]
     (found,) = (
         row
@@ -112,7 +114,7 @@ def test_ratios_are_to_the_ceiling_of_as_many_blocks_and_to_what_stands_beside()
 def test_the_boards_cost_is_the_ratio_to_a_group_without_it() -> None:
     off = sample("dispatch", "nvlink", 50.0, board="off")
     others = [sample("combine", "nvlink", 10.0, board="off"), off]
-    rows = device_movement.make_rows(OPTIONS, [CLOCK, *others, sample("dispatch", "nvlink", 51.0)])
+    rows = gpu_movement.make_rows(OPTIONS, [CLOCK, *others, sample("dispatch", "nvlink", 51.0)])
     found = {row["board"]: row["ratio_to_board_off"] for row in rows if row["op"] == "dispatch"}
     assert found == {"on": 1.02, "off": None}
 
@@ -134,7 +136,7 @@ def test_a_call_of_several_processes_took_as_long_as_the_slowest() -> None:
     case = ("dispatch", "nvlink", 128, "uniform", "fast", 0, "on", 40)
     one = DeviceSample(*case, [1.0, 5.0], [0.1, 0.3])
     two = DeviceSample(*case, [3.0, 4.0], [0.2, 0.1])
-    (found,) = device_movement.slowest([[one], [two]])
+    (found,) = gpu_movement.slowest([[one], [two]])
     assert found == DeviceSample(*case, [3.0, 5.0], [0.2, 0.3])
 
 
@@ -217,7 +219,7 @@ def test_the_command_writes_a_table_and_keeps_every_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     made = [CLOCK, sample("dispatch", "ceiling", 40.0), sample("dispatch", "nvlink", 50.0)]
-    monkeypatch.setattr(device_calls, "measure", lambda options, address, member: made)
+    monkeypatch.setattr(gpu_calls, "measure", lambda options, address, member: made)
     monkeypatch.setattr(cli.gpus, "usable", lambda: 4)
     kept = tmp_path / "bench.json"
     words = ["dispatch", "--tokens", "128", "--experts", "16", "--top-k", "4", "--hidden", "512"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ep_runtime_bench import permute, quantize, row_bench
-from ep_runtime_bench.device_gemm import LOADS
-from ep_runtime_bench.options import BenchOptions
+from ep_runtime_bench.base.options import BenchOptions
+from ep_runtime_bench.one_device import permute, quantize
+from ep_runtime_bench.one_device import rows as one_device_rows
+from ep_runtime_bench.one_device.gpu_gemm import LOADS
 
 OPTIONS = BenchOptions(tokens_per_rank=64, top_k=2, hidden=64, num_experts=8, repeats=1)
 
@@ -22,10 +23,10 @@ class CountingTimer:
 
 @pytest.mark.parametrize("bench", [pytest.param(quantize, marks=pytest.mark.slow), permute])
 def test_every_subject_stands_beside_a_copy(bench: object) -> None:
-    sizes = row_bench.sizes_of(OPTIONS)
-    assert sizes == row_bench.RowSizes(128, 64)
+    sizes = one_device_rows.sizes_of(OPTIONS)
+    assert sizes == one_device_rows.RowSizes(128, 64)
     subjects = bench.make_subjects(OPTIONS, sizes)
-    found = [*row_bench.measure(OPTIONS, CountingTimer(), subjects)]
+    found = [*one_device_rows.measure(OPTIONS, CountingTimer(), subjects)]
     copied = 2 * 128 * 64 * 2 / 2 / 1e3
     assert [row["gb_s"] for row in found[:2]] == [round(copied, 1)] * 2
     for row in found[2:]:

@@ -17,7 +17,7 @@ TWICE = {"MoEBlock"}
 # What Flax, gRPC, JAX and `logging` call.
 OF_FRAMEWORKS = {"_same_tangent", "emit", "intercept_service", "setup"}
 # Methods of public classes.
-OF_USERS = {"from_separate", "to_separate"}
+OF_USERS = {"from_hf", "from_separate", "to_hf"}
 # What tests compare with, and how they see that an op reads no stale memory.
 OF_TESTS = {"poison_staging"}
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_bench import compile_model as model
+from ep_runtime_bench.compile import model
 from ep_runtime_client.ops.gemm import ops as gemm_ops
 
 LAYERS = 3

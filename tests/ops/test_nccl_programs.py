@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_bench import device_ops
-from ep_runtime_bench.options import PLAIN
+from ep_runtime_bench.base.options import PLAIN
+from ep_runtime_bench.movement import device_ops
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.movement.prepare import make_call
 from ep_runtime_client.ops.transports import between_nccl

@@ -24,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime import native
-from ep_runtime_bench import compile as bench
-from ep_runtime_bench import compile_model as model
+from ep_runtime_bench.compile import compile as bench
+from ep_runtime_bench.compile import model
 
 MESHES = ({"ep": 4}, {"fsdp": 2, "ep": 2})
 EXPERTS, TOP_K = 32, 2

@@ -22,7 +22,7 @@ from typing import Any
 
 from gpu.tools.nccl_check import BUDGET_S, Check
 
-from ep_runtime_bench import beside_cost
+from ep_runtime_bench.control import beside_cost
 
 # (what for, channels at most, NCCL_NVLS_ENABLE or NCCL's choice)
 CASES = (

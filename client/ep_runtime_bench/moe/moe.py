@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ep_runtime import env
-from ep_runtime_bench.daemon import warm_daemon
-from ep_runtime_bench.moe_cases import (
+from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_bench.base.moe_cases import (
     CASES,
     COMPILED,
     CPU_CASES,
@@ -37,8 +37,8 @@ from ep_runtime_bench.moe_cases import (
     Order,
     Step,
 )
-from ep_runtime_bench.options import STOCK_LAYERS, BenchOptions, BenchReport
-from ep_runtime_bench.timing import median, quantile
+from ep_runtime_bench.base.options import STOCK_LAYERS, BenchOptions, BenchReport
+from ep_runtime_bench.base.timing import median, quantile
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.daemons.children import python_command
@@ -168,7 +168,7 @@ class _Client:
         self._order = order
         self._heard: set[str] = set()
         command = python_command(
-            "ep_runtime_bench.moe_client", [json.dumps(dataclasses.asdict(order))]
+            "ep_runtime_bench.moe.client", [json.dumps(dataclasses.asdict(order))]
         )
         environment = env.child_environment() | _CLIENT_ENVIRONMENT
         environment.pop(_OLD_NAME, None)

@@ -1,7 +1,7 @@
 """What a bench on GPUs calls per device: the ops of our transports, and the ceiling probe.
 
 All take (token, operands) and return arrays that depend on the token, so that calls in one program
-run one after the other and none is merged with another (`device_time.py`).
+run one after the other and none is merged with another (`base/device_time.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_bench.device_time import DeviceOp
-from ep_runtime_bench.options import PLAIN
+from ep_runtime_bench.base.device_time import DeviceOp
+from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, arrays_type
 from ep_runtime_client.ops.kernels.ffi import ensure_registered

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ep_runtime_bench import device_time, routing
-from ep_runtime_bench.options import BenchOptions, DeviceSample
-from ep_runtime_bench.timing import median
+from ep_runtime_bench.base import device_time, routing
+from ep_runtime_bench.base.options import BenchOptions, DeviceSample
+from ep_runtime_bench.base.timing import median
 from ep_runtime_client.cli import render
 from ep_runtime_client.sessions.session import Session
 

@@ -1,4 +1,4 @@
-"""`python -m ep_runtime_bench.moe_client`: one MoE layer by one subject, in a fresh process.
+"""`python -m ep_runtime_bench.moe.client`: one MoE layer by one subject, in a fresh process.
 
 Peaks of memory are of a process's whole life, so each subject and case has one of its own. It
 says "ready" once JAX is up, "compiled" once its programs are, and last what it measured; it goes
@@ -23,9 +23,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_bench import moe_stock, moe_trace
-from ep_runtime_bench.device_bench import AXIS
-from ep_runtime_bench.moe_cases import (
+from ep_runtime_bench.base.device_bench import AXIS
+from ep_runtime_bench.base.moe_cases import (
     COMPILED,
     GO,
     READY,
@@ -36,7 +35,8 @@ from ep_runtime_bench.moe_cases import (
     Profile,
     Step,
 )
-from ep_runtime_bench.timing import median
+from ep_runtime_bench.base.timing import median
+from ep_runtime_bench.moe import stock_layer, trace
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups import estimate
 from ep_runtime_client.groups.group import Group
@@ -92,7 +92,7 @@ def _profile(program: Any, operands: Operands, step_s: float) -> Profile:
     # On CPU the threads of a step are not in the order of the steps.
     warm = min(MOST_WARM, round(ENOUGH_S / step_s)) if jax.default_backend() == "gpu" else 0
     try:
-        return moe_trace.profile(program.as_text(), lambda: program(*operands), warm=warm)
+        return trace.profile(program.as_text(), lambda: program(*operands), warm=warm)
     except RuntimeError as error:
         render.err(f"no profile: {error}")
         return Profile()
@@ -156,7 +156,7 @@ def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
     if layer is None:
         rows, whole = PartitionSpec(AXIS), PartitionSpec()
         settings: dict[str, Any] = {"in_specs": (rows, whole, rows, rows), "out_specs": rows}
-        body = moe_stock.make_layer(order.subject, order.case)
+        body = stock_layer.make_layer(order.subject, order.case)
         return {"": _loss(jax.shard_map(body, mesh=mesh, check_vma=False, **settings))}
 
     def block(*operands: jax.Array) -> jax.Array:

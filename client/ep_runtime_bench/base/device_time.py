@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ep_runtime_bench.timing import median
+from ep_runtime_bench.base.timing import median
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
 # (token int32 [1], arrays, hold_ns) -> the token, and nanoseconds uint32 [2], low word first. The

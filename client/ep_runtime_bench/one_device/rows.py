@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_bench.device_time import CallTimer, gpu_clock
-from ep_runtime_bench.options import BenchOptions, BenchReport
-from ep_runtime_bench.timing import in_turn, median
+from ep_runtime_bench.base.device_time import CallTimer, gpu_clock
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
+from ep_runtime_bench.base.timing import in_turn, median
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
 

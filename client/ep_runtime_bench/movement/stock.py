@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ep_runtime_bench import routing
-from ep_runtime_bench.device_bench import AXIS, Bench, Operands, token_rows
-from ep_runtime_bench.device_ops import zero_of
-from ep_runtime_bench.device_time import DeviceOp, chain
-from ep_runtime_bench.options import STOCK, DeviceSample
+from ep_runtime_bench.base import routing
+from ep_runtime_bench.base.device_bench import AXIS, Bench, Operands, token_rows
+from ep_runtime_bench.base.device_time import DeviceOp, chain
+from ep_runtime_bench.base.options import STOCK, DeviceSample
+from ep_runtime_bench.movement.device_ops import zero_of
 
 CALLS = 2
 REPEATS = 3

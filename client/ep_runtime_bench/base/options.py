@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
-from ep_runtime_bench.moe_cases import CASES, CPU_CASES, RECIPES, WEIGHTS
-from ep_runtime_bench.routing import ROUTINGS
+from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, RECIPES, WEIGHTS
+from ep_runtime_bench.base.routing import ROUTINGS
 from ep_runtime_client.cli.render import Column
 
 GPU_BENCHES = (

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ep_runtime_bench.moe_cases import KernelTime, Profile
+from ep_runtime_bench.base.moe_cases import KernelTime, Profile
 
 STEPS = 3
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*\bop_name="([^"]*)"', re.MULTILINE)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_bench.daemon import warm_daemon
-from ep_runtime_bench.options import BenchOptions, BenchReport, Sample
-from ep_runtime_bench.timing import median
+from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_bench.base.options import BenchOptions, BenchReport, Sample
+from ep_runtime_bench.base.timing import median
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator
 
@@ -45,7 +45,7 @@ def run(options: BenchOptions) -> BenchReport:
         EpRuntimeError: a process of several failed; what it said is on the terminal.
     """
     if options.processes == 1:
-        calls = importlib.import_module("ep_runtime_bench.movement_calls")
+        calls = importlib.import_module("ep_runtime_bench.movement.cpu_calls")
         samples: Sequence[Sample] = calls.measure(options, "embedded", Member())
     else:
         samples = slowest(measure_together(options, Sample))
@@ -69,7 +69,7 @@ def measure_together(options: BenchOptions, kind: Callable[..., _Sample]) -> lis
         tempfile.TemporaryDirectory(prefix="ep-runtime-bench-") as directory,
         reserved_coordinator() as coordinator,
         Members(
-            "ep_runtime_bench.worker",
+            "ep_runtime_bench.movement.worker",
             {"options": options.to_dict(), "address": address},
             processes=options.processes,
             directory=Path(directory),

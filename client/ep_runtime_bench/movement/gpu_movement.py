@@ -17,8 +17,8 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ep_runtime_bench import movement, routing
-from ep_runtime_bench.options import (
+from ep_runtime_bench.base import routing
+from ep_runtime_bench.base.options import (
     CEILING,
     LIKE,
     PLAIN,
@@ -27,7 +27,8 @@ from ep_runtime_bench.options import (
     BenchReport,
     DeviceSample,
 )
-from ep_runtime_bench.timing import median, quantile
+from ep_runtime_bench.base.timing import median, quantile
+from ep_runtime_bench.movement import cpu_movement
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.jobs.members import Member
 
@@ -61,10 +62,10 @@ def run(options: BenchOptions) -> BenchReport:
         EpRuntimeError: a process of several failed; what it said is on the terminal.
     """
     if options.processes == 1:
-        calls = importlib.import_module("ep_runtime_bench.device_calls")
+        calls = importlib.import_module("ep_runtime_bench.movement.gpu_calls")
         samples: Sequence[DeviceSample] = calls.measure(options, "embedded", Member())
     else:
-        samples = slowest(movement.measure_together(options, DeviceSample))
+        samples = slowest(cpu_movement.measure_together(options, DeviceSample))
     clock_us = min(median(s.kernel_us) for s in samples if s.op == "clock") if samples else 0.0
     where = "one process" if options.processes == 1 else f"{options.processes} processes"
     title = (

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_bench.device_bench import AXIS
-from ep_runtime_bench.device_stock import planner
-from ep_runtime_bench.moe_cases import PADDED, Case
+from ep_runtime_bench.base.device_bench import AXIS
+from ep_runtime_bench.base.moe_cases import PADDED, Case
+from ep_runtime_bench.movement.stock import planner
 
 CAPACITY_FACTOR = 1.25
 ROOM = 2

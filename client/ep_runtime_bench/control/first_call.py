@@ -1,4 +1,4 @@
-"""`python -m ep_runtime_bench.first_call`: one fresh client, its stages timed.
+"""`python -m ep_runtime_bench.control.first_call`: one fresh client, its stages timed.
 
 Prints one JSON object: "stages", of milliseconds, and on GPUs "nccl", what communicators cost.
 `bench connect` runs it against a warm daemon.
@@ -12,8 +12,8 @@ import sys
 import time
 from typing import Any
 
-from ep_runtime_bench import beside_cost
-from ep_runtime_bench.options import TRANSPORTS, ConnectSizes, Transport
+from ep_runtime_bench.base.options import TRANSPORTS, ConnectSizes, Transport
+from ep_runtime_bench.control import beside_cost
 
 
 class Stages:

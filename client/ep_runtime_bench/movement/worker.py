@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ep_runtime_bench.options import BenchOptions
+from ep_runtime_bench.base.options import BenchOptions
 from ep_runtime_client.jobs.members import Member, run_member
 
 
@@ -18,8 +18,8 @@ def work(order: dict[str, Any], member: Member) -> int:
         k: tuple(v) if isinstance(v, list) else v for k, v in order["options"].items()
     }
     options = BenchOptions(**said)
-    name = "device_calls" if options.on_gpus else "movement_calls"
-    calls = importlib.import_module(f"ep_runtime_bench.{name}")
+    name = "gpu_calls" if options.on_gpus else "cpu_calls"
+    calls = importlib.import_module(f"ep_runtime_bench.movement.{name}")
     samples = calls.measure(options, order["address"], member)
     found = json.dumps([dataclasses.asdict(sample) for sample in samples])
     (Path(member.directory) / f"{member.index}.json").write_text(found)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ep_runtime_bench.device_time import CallTimer, Clock, gpu_clock
-from ep_runtime_bench.options import BenchOptions, BenchReport
+from ep_runtime_bench.base.device_time import CallTimer, Clock, gpu_clock
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.ops.gemm import kernels_32

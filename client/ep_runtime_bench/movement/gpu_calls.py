@@ -18,14 +18,8 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime import env
-from ep_runtime_bench import (
-    device_network,
-    device_ops,
-    device_stock,
-    device_time,
-    routing,
-)
-from ep_runtime_bench.device_bench import (
+from ep_runtime_bench.base import device_time, routing
+from ep_runtime_bench.base.device_bench import (
     AXIS,
     ROWS,
     Bench,
@@ -35,14 +29,9 @@ from ep_runtime_bench.device_bench import (
     meeting,
     token_rows,
 )
-from ep_runtime_bench.options import (
-    CEILING,
-    LIKE,
-    PLAIN,
-    STOCK,
-    BenchOptions,
-    DeviceSample,
-)
+from ep_runtime_bench.base.options import CEILING, LIKE, PLAIN, STOCK, BenchOptions, DeviceSample
+from ep_runtime_bench.movement import device_ops, stock
+from ep_runtime_bench.movement import network as movement_network
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups.group import Group
@@ -88,7 +77,7 @@ def measure_all(bench: Bench) -> list[DeviceSample]:
         one.close()
     known.clear()
     if options.stock:
-        _may_fail(bench, STOCK, lambda: device_stock.measure(bench))
+        _may_fail(bench, STOCK, lambda: stock.measure(bench))
     return bench.samples
 
 
@@ -319,7 +308,7 @@ class _Case:
             "row_weights": array(ranks, capacity, dtype=jnp.float32),
             "dst_rank": array(count, ranks),
             "dst_row": array(count, ranks),
-            "blocks": array(*device_network.shape_of(self.bench, self.tokens), dtype=dtype),
+            "blocks": array(*movement_network.shape_of(self.bench, self.tokens), dtype=dtype),
         }
 
     def operands(self, name: str) -> Operands:
@@ -335,7 +324,7 @@ class _Case:
             "dst_row": bench.put(dst_row),
         }
         if self._plain:
-            given["blocks"] = device_network.blocks(bench, self.tokens)
+            given["blocks"] = movement_network.blocks(bench, self.tokens)
         given["plan"] = tuple(self._run("prepare")(_only(given, "prepare")))
         given["rows"], given["row_weights"] = self._run("dispatch")(_only(given, "dispatch"))
         return given
@@ -364,7 +353,7 @@ class _Case:
         if self.first and op in self._steps():
             step_s = self.bench.host_s(self._run(op), _only(given, op), 2 * self._repeats)
         counted = self._transport == "nccl" and op == "dispatch"
-        network = device_network.rows(self.bench, self._call, given) if counted else (0, 0)
+        network = movement_network.rows(self.bench, self._call, given) if counted else (0, 0)
         self._add(op, self._transport, name, kernel_us, step_s, network)
 
     @property

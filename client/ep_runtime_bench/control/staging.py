@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime import specs
-from ep_runtime_bench.daemon import warm_daemon
-from ep_runtime_bench.options import BenchOptions, BenchReport
+from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.groups import estimate

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime import env
-from ep_runtime_bench import beside_cost
-from ep_runtime_bench.daemon import warm_daemon
-from ep_runtime_bench.options import BenchOptions, BenchReport
-from ep_runtime_bench.timing import median
+from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
+from ep_runtime_bench.base.timing import median
+from ep_runtime_bench.control import beside_cost
 from ep_runtime_client.cli.render import Column
 
 CLIENTS = 5
@@ -85,7 +85,7 @@ def _row(stage: str, samples: list[float], without: list[float]) -> dict[str, An
 
 
 def _client(address: str, options: BenchOptions, environment: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-P", "-m", "ep_runtime_bench.first_call"]
+    command = [sys.executable, "-P", "-m", "ep_runtime_bench.control.first_call"]
     transport = "nvlink" if options.on_gpus else "memfd"
     sizes = json.dumps(dataclasses.asdict(options.sizes))
     words = ["--devices", str(options.devices), "--transport", transport, "--sizes", sizes]

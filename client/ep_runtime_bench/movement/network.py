@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_bench import routing
-from ep_runtime_bench.device_bench import Bench
+from ep_runtime_bench.base import routing
+from ep_runtime_bench.base.device_bench import Bench
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import arrays_type
 from ep_runtime_client.ops.transports import nodes_plan

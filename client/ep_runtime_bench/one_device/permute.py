@@ -10,25 +10,25 @@ import jax
 import jax.numpy as jnp
 
 import ep_runtime as ep
-from ep_runtime_bench import row_bench
-from ep_runtime_bench.options import BenchOptions, BenchReport
-from ep_runtime_bench.routing import topk_idx
-from ep_runtime_bench.row_bench import RowSizes, Subject
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
+from ep_runtime_bench.base.routing import topk_idx
+from ep_runtime_bench.one_device import rows as one_device_rows
+from ep_runtime_bench.one_device.rows import RowSizes, Subject
 from ep_runtime_client.ops.permutation import rows as permutation_rows
 
 
 def run(options: BenchOptions) -> BenchReport:
     """Measures every routing that the options name."""
     subjects = functools.partial(make_subjects, options)
-    return row_bench.run("permute", "permute and unpermute", options, subjects)
+    return one_device_rows.run("permute", "permute and unpermute", options, subjects)
 
 
 def make_subjects(options: BenchOptions, sizes: RowSizes) -> Iterator[Subject]:
     """What is measured: T * K rows of the sizes."""
     count, slots = max(1, sizes.rows // options.top_k), options.top_k
-    tokens = row_bench.draw(0, options.dtype, count, sizes.hidden)
-    weights = row_bench.draw(1, "float32", count, slots)
-    rows = row_bench.draw(2, options.dtype, count * slots, sizes.hidden)
+    tokens = one_device_rows.draw(0, options.dtype, count, sizes.hidden)
+    weights = one_device_rows.draw(1, "float32", count, slots)
+    rows = one_device_rows.draw(2, options.dtype, count * slots, sizes.hidden)
     # Each token read once, each row once.
     moved = tokens.nbytes + rows.nbytes
 

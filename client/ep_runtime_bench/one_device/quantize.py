@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_bench import row_bench
-from ep_runtime_bench.device_gemm import LOADS, loads
-from ep_runtime_bench.options import BenchOptions, BenchReport
-from ep_runtime_bench.row_bench import RowSizes, Subject
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
+from ep_runtime_bench.one_device import rows
+from ep_runtime_bench.one_device.gpu_gemm import LOADS, loads
+from ep_runtime_bench.one_device.rows import RowSizes, Subject
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.quantize import plain as quantize_plain
@@ -31,7 +31,7 @@ RECIPES: dict[str, tuple[recipes.Recipe, int, float]] = {
 def run(options: BenchOptions) -> BenchReport:
     """Measures every recipe and load."""
     subjects = functools.partial(make_subjects, options)
-    return row_bench.run("quantize", "quantization and SwiGLU", options, subjects)
+    return rows.run("quantize", "quantization and SwiGLU", options, subjects)
 
 
 def make_subjects(options: BenchOptions, sizes: RowSizes) -> Iterator[Subject]:
@@ -43,7 +43,7 @@ def make_subjects(options: BenchOptions, sizes: RowSizes) -> Iterator[Subject]:
         yield from _recipes(options, sizes, load, groups, used * sizes.hidden, item)
         yield from _activation(options, sizes, load, groups, used, item)
     shape = (GROUPS, sizes.hidden, sizes.hidden // 2)
-    w = row_bench.draw(3, options.dtype, *shape)
+    w = rows.draw(3, options.dtype, *shape)
     for name, (recipe, reads, written) in RECIPES.items():
         title = "weights, 128 x 128 blocks" if "128" in name else f"weights, {name}"
         moved = int(w.size * (reads * item + (1.0 if "128" in name else written)))
@@ -58,7 +58,7 @@ def _kernel(recipe: recipes.Recipe, w: jax.Array) -> Any:
 def _recipes(
     options: BenchOptions, sizes: RowSizes, load: str, groups: jax.Array, values: int, item: int
 ) -> Iterator[Subject]:
-    x = row_bench.draw(1, options.dtype, sizes.rows, sizes.hidden)
+    x = rows.draw(1, options.dtype, sizes.rows, sizes.hidden)
     for name, (recipe, reads, written) in RECIPES.items():
 
         def program(x: Any, groups: Any, recipe: recipes.Recipe = recipe) -> Any:
@@ -74,8 +74,8 @@ def _activation(
 ) -> Iterator[Subject]:
     static = Activation("silu", True, jnp.dtype(options.dtype))
     inner = sizes.hidden // 4
-    hidden = row_bench.draw(4, options.dtype, 1, sizes.rows, 2, inner)
-    grad = row_bench.draw(5, options.dtype, 1, sizes.rows, inner)
+    hidden = rows.draw(4, options.dtype, 1, sizes.rows, 2, inner)
+    grad = rows.draw(5, options.dtype, 1, sizes.rows, inner)
     row = inner * item * used
 
     def forward(hidden: Any, groups: Any) -> Any:

@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_bench import compile_model as model
-from ep_runtime_bench.options import BenchOptions, BenchReport
-from ep_runtime_bench.timing import median
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
+from ep_runtime_bench.base.timing import median
+from ep_runtime_bench.compile import model
 from ep_runtime_client.cli.render import Column
 from ep_runtime_client.sessions.session import Session
 

@@ -1,0 +1,1 @@
+"""`compile`: trace and compile time of a whole model, beside stock JAX's."""

@@ -1,0 +1,1 @@
+"""`control`, `connect` and `staging`: what the daemon costs, in time and in memory."""
