@@ -257,3 +257,22 @@ def test_a_rematerialised_gradient_needs_no_copy_of_its_slab(make_group: MakeGro
 
     # One is that of the matmul before, whose layout is another.
     assert (copies(ordered=True), copies(ordered=False)) == (1, 2)
+
+
+def test_a_function_is_named_by_what_it_computes() -> None:
+    def scaled(factor: float) -> Callable[..., jax.Array]:
+        return lambda gate, up: jax.nn.silu(factor * gate) * up
+
+    def with_slope(slope: float) -> Callable[..., jax.Array]:
+        kept = jax.custom_jvp(lambda gate: gate)
+        kept.defjvp(lambda primals, tangents: (primals[0], slope * tangents[0]))
+        return lambda gate, up: kept(gate) * up
+
+    def reads(table: Any) -> Callable[..., jax.Array]:
+        return lambda gate, up: gate * up * jnp.asarray(table)
+
+    for made, other in ((scaled, 2.0), (with_slope, 3.0), (reads, np.float32([2.0]))):
+        first, again, different = (
+            repr(Activation(made(value), True, F32)) for value in (1.0, 1.0, other)
+        )
+        assert first == again != different

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.activation import kernels
+from ep_runtime_client.ops.activation import identity, kernels
 from ep_runtime_client.ops.kernels import platform, row_blocks
 from ep_runtime_client.ops.kernels.ffi import register_for_gpus
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
@@ -57,6 +57,14 @@ class Activation:
     function: Function
     gated: bool
     dtype: Any
+
+    def __repr__(self) -> str:
+        """Equal in every process of a job, and for functions that compute the same."""
+        given = self.function
+        if not isinstance(given, str):
+            operands = 2 if self.gated and takes_two(given) else 1
+            given = identity.of(given, operands, self.wide)
+        return f"Activation({given}, gated={self.gated}, {jnp.dtype(self.dtype).name})"
 
     @property
     def wide(self) -> Any:
