@@ -62,6 +62,7 @@ _NAMES_OF = {
         "route",
         "update_expert_bias",
     ),
+    "ep_runtime_client.ops.routing.search": ("top_k",),
     "ep_runtime_client.ops.permutation.sort_chunks": ("sort_chunks",),
     "ep_runtime_client.ops.dense.api": ("dense",),
     "ep_runtime_client.ops.exporting": ("export_checks",),

@@ -48,6 +48,7 @@ from ep_runtime_client.ops.routing.api import aux_loss as aux_loss
 from ep_runtime_client.ops.routing.api import pad_tokens as pad_tokens
 from ep_runtime_client.ops.routing.api import route as route
 from ep_runtime_client.ops.routing.api import update_expert_bias as update_expert_bias
+from ep_runtime_client.ops.routing.search import top_k as top_k
 from ep_runtime_client.programs.explain import Collective as Collective
 from ep_runtime_client.programs.explain import Explanation as Explanation
 from ep_runtime_client.programs.explain import explain as explain

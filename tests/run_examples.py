@@ -18,6 +18,7 @@ FIRST_MET = {
     "Session.create_group": ep.Session.create_group,
     "Group.register_layer": ep.Group.register_layer,
     "route": ep.route,
+    "top_k": ep.top_k,
     "dispatch": ep.dispatch,
     "grouped_gemm": ep.grouped_gemm,
     "grouped_quantize": ep.grouped_quantize,

@@ -27,7 +27,6 @@ REFERENCE = doc_pages.ROOT / "docs/reference"
 
 # Which no argument can make fail.
 NEVER_RAISE = {
-    "aux_loss",
     "error_of",
     "sharding.Rules.on",
     "sharding.axes_of_entry",

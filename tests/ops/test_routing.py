@@ -145,3 +145,31 @@ def test_padding_adds_tokens_without_slots() -> None:
 def test_arguments_that_do_not_fit(logits: Any, arguments: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ep.route(logits, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_top_k_is_a_stable_descending_sort(dtype: Any) -> None:
+    x = np.random.default_rng(0).integers(-3, 4, (5, 7, 11)).astype(np.float32)
+    x[0, 0, 3] = -np.inf
+    order = np.argsort(-x, axis=-1, kind="stable")[..., :6]
+    factors = np.random.default_rng(1).standard_normal(order.shape).astype(np.float32)
+
+    def loss(x: Any) -> Any:
+        values, idx = ep.top_k(x, 6)
+        return (values.astype(jnp.float32) * factors).sum(), (values, idx)
+
+    narrow = jnp.asarray(x, dtype)
+    grad, (values, idx) = jax.jit(jax.grad(loss, has_aux=True))(narrow)
+    assert (values.dtype, idx.dtype, grad.dtype) == (dtype, jnp.int32, dtype)
+    np.testing.assert_array_equal(idx, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(x, order, -1))
+    want = np.zeros_like(x)
+    np.put_along_axis(want, order, factors, -1)
+    np.testing.assert_array_equal(grad, np.asarray(jnp.asarray(want, dtype)))
+
+
+def test_top_k_refuses_what_it_cannot_sort() -> None:
+    with pytest.raises(ValueError, match=r"k must be 1 to the last dim of x \[2, 3\], got 4"):
+        ep.top_k(jnp.zeros((2, 3)), 4)
+    with pytest.raises(ValueError, match="x must have a float dtype, got int32"):
+        ep.top_k(jnp.zeros((2, 3), jnp.int32), 1)

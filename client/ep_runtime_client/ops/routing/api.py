@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import stored
 from ep_runtime_client.ops.routing.options import RouteOptions, check
+from ep_runtime_client.ops.routing.search import largest, pick
 from ep_runtime_client.ops.tracing import eager
 
 # What keeps a sum of scores from being zero: DeepSeek's, and of softmax shares Ernie's smallest.
@@ -28,17 +29,21 @@ _SOFTPLUS_IS_EXP = -20.0
 
 @stored.pytree()
 class Routing(NamedTuple):
-    """A routing decision.
+    """A routing decision: of `route`, or of a router of your own for `moe(routing=)`.
 
     Attributes:
-        topk_idx: [..., K] int32. Experts in falling order of their (biased) score.
+        topk_idx: [..., K] int32. Experts in falling order of their (biased) score; -1 in one of
+            your own is a slot unused.
         topk_weights: [..., K] f32, differentiable in the logits.
-        probs: [..., E] f32. Every expert's share, without bias; `aux_loss` reads it.
+        probs: [..., E] f32. Every expert's share, without bias; `aux_loss` reads it. None in one of
+            your own that needs no such loss.
+        logits: [..., E] f32, what the rest was made of; nothing here reads it. Or None.
     """
 
     topk_idx: jax.Array
     topk_weights: jax.Array
-    probs: jax.Array
+    probs: jax.Array | None = None
+    logits: jax.Array | None = None
 
 
 def route(
@@ -78,7 +83,7 @@ def route(
 
     Returns:
         Routing with topk_idx [..., K] int32, topk_weights [..., K] f32, probs [..., E] f32 (the
-        softmax over all E, or each score over the sum of all + 1e-20).
+        softmax over all E, or each score over the sum of all + 1e-20), logits [..., E] f32.
 
     Raises:
         InvalidArgumentError: an argument does not fit E or another; names it with both numbers.
@@ -116,11 +121,11 @@ def _route(options: RouteOptions, logits: jax.Array, expert_bias: jax.Array | No
     choice = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
     choice = _within_best_groups(lax.stop_gradient(choice), options)
     # Kept with the plan: a backward pass of its own would search all experts again.
-    topk_idx = checkpoint_name(_top_k(choice, options.top_k)[1], "ep_plan")
+    topk_idx = checkpoint_name(largest(choice, options.top_k)[1], "ep_plan")
     weights = _weights(options, scores, probs, topk_idx)
     if options.scaling_factor != 1.0:
         weights = weights * options.scaling_factor
-    return Routing(topk_idx, weights, probs)
+    return Routing(topk_idx, weights, probs, logits)
 
 
 def _scores(options: RouteOptions, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -146,40 +151,17 @@ def _weights(
     normalize = options.normalize_weights
     if options.score_function == "softmax":
         if not options.use_pre_softmax and normalize is not False:
-            return jax.nn.softmax(_pick(scores, topk_idx), axis=-1)
-        shares = _pick(probs, topk_idx)
+            return jax.nn.softmax(pick(scores, topk_idx), axis=-1)
+        shares = pick(probs, topk_idx)
         return shares / jnp.maximum(_sum(shares), _LEAST_SHARES) if normalize else shares
     if normalize is None:
         normalize = options.top_k > 1
-    picked = _pick(scores, topk_idx)
+    picked = pick(scores, topk_idx)
     return picked / (_sum(picked) + _ADDED) if normalize else picked
 
 
 def _sum(values: jax.Array) -> jax.Array:
     return values.sum(-1, keepdims=True)
-
-
-def _pick(scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
-    """scores [..., E] at topk_idx [..., K], as a masked sum: a gather would be resharded."""
-    experts = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    chosen = topk_idx[..., None] == experts
-    return jnp.where(chosen, scores[..., None, :], 0.0).sum(-1)
-
-
-def _top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k` along the last dim as k argmaxes: the partitioner keeps a sharded batch apart,
-    where it gathers the operand of `lax.top_k` on every device (seen on CPU, JAX 0.10 to 0.12).
-    """
-    # A picked entry becomes -inf; one that the caller masked stays above that.
-    left = jnp.maximum(scores, jnp.finfo(scores.dtype).min)
-    entries = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    picked = []
-    for _ in range(k):
-        best = jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32)
-        picked.append(best)
-        left = jnp.where(entries == best, -jnp.inf, left)
-    index = jnp.concatenate(picked, axis=-1)
-    return _pick(scores, index), index
 
 
 def _within_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array:
@@ -189,8 +171,8 @@ def _within_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array:
         return choice
     lead, experts = choice.shape[:-1], choice.shape[-1]
     grouped = choice.reshape(*lead, num_groups, experts // num_groups)
-    score = _top_k(grouped, options.summed_scores)[0].sum(-1)
-    best = _top_k(score, group_topk)[1]
+    score = largest(grouped, options.summed_scores)[0].sum(-1)
+    best = largest(score, group_topk)[1]
     allowed = (best[..., None] == jnp.arange(num_groups)).any(-2)
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
@@ -217,14 +199,23 @@ def aux_loss(
     Returns:
         Scalar f32, differentiable in the logits through probs; 1 * coeff when balanced.
 
+    Raises:
+        InvalidArgumentError: a routing without probs.
+
     Cost: one pass over probs; over a sharded batch one all-reduce of [E] twice.
 
     Source: Switch Transformers (arXiv:2101.03961), equation 4, over K slots instead of one.
     """
-    experts, top_k = routing.probs.shape[-1], routing.topk_idx.shape[-1]
-    tokens: Any = prod(routing.probs.shape[:-1])
+    if routing.probs is None:
+        raise InvalidArgumentError(
+            "aux_loss needs routing.probs [..., E], every expert's share of every token, got None",
+            argument="routing.probs",
+        )
+    probs = routing.probs.astype(jnp.float32)
+    experts, top_k = probs.shape[-1], routing.topk_idx.shape[-1]
+    tokens: Any = prod(probs.shape[:-1])
     slots = tokens_per_expert(routing.topk_idx, experts).astype(jnp.float32)
-    shares = routing.probs.sum(tuple(range(routing.probs.ndim - 1)))
+    shares = probs.sum(tuple(range(probs.ndim - 1)))
     if axis_name is not None:
         shares, slots = lax.psum(shares, axis_name), lax.psum(slots, axis_name)
         tokens = tokens * lax.psum(1, axis_name)

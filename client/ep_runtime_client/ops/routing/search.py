@@ -1,0 +1,71 @@
+"""The largest entries of the last dim, without a sort or a gather."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops.tracing import eager
+
+
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest entries along the last dim and where they are; ties go to the lower index.
+
+    As `jax.lax.top_k`, for routers of your own: a batch that is sharded stays where it is, while
+    XLA gathers the operand of a sort on every device.
+
+    Args:
+        x: [..., E], a float dtype. -inf entries come last, NaN first.
+        k: how many, 1 to E.
+
+    Returns:
+        (values, idx): values [..., k] of x's dtype, in falling order; idx [..., k] int32, all
+        different. Differentiable in x through values, whose gradients go to the entries picked.
+
+    Raises:
+        InvalidArgumentError: k or the dtype does not fit; names it.
+
+    Cost: k passes over E, each an argmax and a masked sum; no collective.
+
+    Examples:
+        >>> values, idx = ep.top_k(jnp.array([[0.0, 2.0, 1.0, 2.0]]), 3)
+        >>> values.tolist(), idx.tolist()
+        ([[2.0, 2.0, 1.0]], [[1, 3, 2]])
+    """
+    shape, dtype = jnp.shape(x), jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise InvalidArgumentError(f"x must have a float dtype, got {dtype}", argument="x")
+    if not shape or not 1 <= k <= shape[-1]:
+        raise InvalidArgumentError(
+            f"k must be 1 to the last dim of x {list(shape)}, got {k}", argument="k"
+        )
+    found: tuple[jax.Array, jax.Array] = eager.run(_largest, k, jnp.asarray(x))
+    return found
+
+
+def _largest(k: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return largest(x, k)
+
+
+def largest(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k` along the last dim as k argmaxes: the partitioner keeps a sharded batch apart,
+    where it gathers the operand of `lax.top_k` on every device (seen on CPU, JAX 0.10 to 0.12).
+    """
+    # A picked entry becomes -inf; one that the caller masked stays above that.
+    left = jnp.maximum(scores, jnp.finfo(scores.dtype).min)
+    entries = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    picked = []
+    for _ in range(k):
+        best = jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32)
+        picked.append(best)
+        left = jnp.where(entries == best, -jnp.inf, left)
+    index = jnp.concatenate(picked, axis=-1)
+    return pick(scores, index), index
+
+
+def pick(scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
+    """scores [..., E] at topk_idx [..., K], as a masked sum: a gather would be resharded."""
+    experts = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    chosen = topk_idx[..., None] == experts
+    return jnp.where(chosen, scores[..., None, :], 0.0).sum(-1)
