@@ -28,6 +28,10 @@ def block(layer: ep.EpLayer, stack: ep.LayerStack, x: jax.Array, params: ep.MoEP
     y, aux, stats = ep.moe(layer, x, params, return_stats=True)
     counts: jax.Array = stats.tokens_per_expert
     counts.no_such_method  # E "Array" has no attribute
+    assert stats.routing is not None
+    own = ep.Routing(stats.routing.topk_idx, stats.routing.topk_weights)
+    y, aux = ep.moe(layer, x, ep.MoEParams(None, params.wi, params.wo), routing=own)
+    ep.moe(layer, x, params, routing=own.topk_idx)  # E No overload variant
     y, aux, stats = ep.moe(layer, x, params)  # E more than 2 values|Need more than 2
     ep.moe(layer, x, params, capasity=4)  # E "capasity"
     ep.moe(layer, x, params, capacity="4")  # E No overload variant
@@ -84,7 +88,8 @@ def test_the_options_that_checkers_know_are_those_of_moe() -> None:
 
     options = set(module_options.option_names())
     assert set(moe_options.MoEOptions.__annotations__) == options - {"return_stats"} | {
-        "expert_bias"
+        "expert_bias",
+        "routing",
     }
     assert set(moe_options.ModuleOptions.__annotations__) == options - {"gated"}
     assert "return_stats" in inspect.signature(ep.moe).parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -126,6 +127,7 @@ def test_our_classes_cross_an_export_as_arguments_and_results(layer: Any) -> Non
         jax.eval_shape(functools.partial(ep.moe, layer, return_stats=True), x, params),
         jax.eval_shape(sort, x, idx),
         jax.eval_shape(functools.partial(ep.route, top_k=TOP_K), x),
+        (ep.Routing(idx, weights), dataclasses.replace(params, router=None)),
         jax.eval_shape(ep.grouped_quantize, jnp.ones((32, 32)), sizes, ep.recipes.MXFP8()),
         recipe,
         recipe.init_state(EXPERTS),

@@ -42,7 +42,7 @@ def tokens(group: fakes.LocalGroup) -> jax.Array:
 def test_the_attributes_are_the_options_of_moe_with_their_defaults() -> None:
     own = {field.name: field.default for field in dataclasses.fields(ep.linen.MoEBlock)}
     for name, parameter in inspect.signature(ep.moe).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and name != "expert_bias":
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("expert_bias", "routing"):
             assert own[name] == parameter.default
 
 
@@ -154,6 +154,20 @@ def test_the_expert_bias_moves_in_its_own_collection(group: fakes.LocalGroup) ->
     found = moved["expert_bias"]["expert_bias"]
     np.testing.assert_array_equal(found, 0.5 * np.sign(load.mean() - load))
     assert set(moved) == {"expert_bias"}
+
+
+def test_a_block_without_a_router_is_called_with_a_routing(group: fakes.LocalGroup) -> None:
+    layer, x = group.register_layer("block", top_k=2), tokens(group)
+    block = ep.linen.MoEBlock(layer, MLP, use_router=False)
+    variables = nn.meta.unbox(block.init(KEY, x))
+    assert set(variables["params"]) == {"wi", "wo"}
+    routing = ep.route(x[:, :4], 2)
+    params = ep.MoEParams(None, **variables["params"])
+    want = ep.moe(layer, x, params, routing=routing)
+    got = block.apply(variables, x, routing=routing)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(InvalidArgumentError, match="has not with use_router=False"):
+        ep.linen.MoEBlock(layer, MLP, use_router=False, use_expert_bias=True).init(KEY, x)
 
 
 def test_what_cannot_be_called_says_why(group: fakes.LocalGroup) -> None:

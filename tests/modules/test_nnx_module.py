@@ -236,6 +236,24 @@ def test_the_expert_bias_is_state_that_no_optimizer_meets(group: fakes.LocalGrou
     np.testing.assert_array_equal(biased.tokens_per_expert, [16, 16, 0, 0])
 
 
+def test_a_block_without_a_router_is_called_with_a_routing(group: fakes.LocalGroup) -> None:
+    layer, x = group.register_layer("block", top_k=2), tokens(group)
+    block = ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), use_router=False, aux_loss_coeff=0.1)
+    assert "router" not in nnx.state(block)
+    routing = ep.route(x[:, :EXPERTS], 2)
+    want = ep.moe(layer, x, block.params, routing=routing, aux_loss_coeff=0.1)
+    jax.tree.map(np.testing.assert_array_equal, block(x, routing=routing), want)
+    with pytest.raises(InvalidArgumentError, match="got neither"):
+        block(x)
+    with pytest.raises(InvalidArgumentError, match="params.router must be None beside routing"):
+        ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0))(x, routing=routing)
+    options = {"routing": routing}
+    with pytest.raises(InvalidArgumentError, match="routing is of one call: make the module"):
+        ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), **options)
+    with pytest.raises(InvalidArgumentError, match="has not with use_router=False"):
+        ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), use_router=False, use_expert_bias=True)
+
+
 def test_rules_around_a_call_tell_how_parameters_lie(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("block", top_k=2)
     rules = ep.sharding.rules("shard-exp-on-fsdp").on(group.mesh)

@@ -33,13 +33,19 @@ class Dense:
     routing: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, x: Any, params: MoEParams) -> tuple[Any, Any]:
-        experts = params.router.shape[1]
+        assert params.router is not None
         logits = x @ params.router
         if params.router_bias is not None:
             logits = logits + params.router_bias
         routed = ep.route(logits, self.top_k, **self.routing)
-        chosen = jax.nn.one_hot(routed.topk_idx, experts, dtype=x.dtype)
-        spread = (chosen * routed.topk_weights[..., None]).sum(-2)
+        y = self.experts(x, params, routed.topk_idx, routed.topk_weights)
+        return y, ep.aux_loss(routed, coeff=self.coeff)
+
+    def experts(self, x: Any, params: MoEParams, topk_idx: Any, topk_weights: Any) -> Any:
+        """Every slot's expert on its token, weighted; a slot of -1 adds nothing."""
+        experts = params.wi.shape[0]
+        chosen = jax.nn.one_hot(topk_idx, experts, dtype=x.dtype)
+        spread = (chosen * topk_weights[..., None]).sum(-2)
         inner = jnp.einsum("...h,ehm->...em", x, params.wi.reshape(*params.wi.shape[:2], -1))
         if params.wi_bias is not None:
             inner = inner + params.wi_bias.reshape(experts, -1)
@@ -51,17 +57,22 @@ class Dense:
         out = jnp.einsum("...em,emh->...eh", inner, params.wo)
         if params.wo_bias is not None:
             out = out + params.wo_bias
-        y = jnp.einsum("...eh,...e->...h", out, spread)
-        return y, ep.aux_loss(routed, coeff=self.coeff)
+        return jnp.einsum("...eh,...e->...h", out, spread)
 
     def graded(self, x: Any, params: MoEParams) -> Any:
         """`graded` of the reference on one device, operands widened to f64."""
 
-        def wide(leaf: Any) -> Any:
-            return jnp.asarray(np.asarray(leaf, np.float64))
+        return in_f64(graded(self), x, params)
 
-        with jax.enable_x64(True):
-            return jax.device_get(jax.jit(graded(self))(wide(x), jax.tree.map(wide, params)))
+
+def in_f64(function: Callable[..., Any], *operands: Any) -> Any:
+    """`function` of operands widened to f64, on one device."""
+
+    def wide(leaf: Any) -> Any:
+        return jnp.asarray(np.asarray(leaf, np.float64))
+
+    with jax.enable_x64(True):
+        return jax.device_get(jax.jit(function)(*jax.tree.map(wide, operands)))
 
 
 def graded(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,7 +124,7 @@ def stock_moe(mesh: Mesh, top_k: int, capacity: int) -> Moe:
         in_specs=(rows, P(), P("ep", fsdp), P("ep", None, fsdp)),
         out_specs=rows,
     )
-    return lambda x, params: mapped(x, params.router, params.wi, params.wo)
+    return lambda x, params: mapped(x, *(getattr(params, name) for name in ("router", "wi", "wo")))
 
 
 def runtime_moe(layer: Any) -> Moe:

@@ -13,7 +13,7 @@ from ep_runtime_client.base.layers import EpLayer, LayerStack
 from ep_runtime_client.block import module_options
 from ep_runtime_client.block.moe import moe
 from ep_runtime_client.block.params import KernelInit, MoEParams, initializers, logical_axes
-from ep_runtime_client.ops.routing.api import update_expert_bias
+from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
 
 try:
     from flax import linen
@@ -35,6 +35,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         mlp_dim: M.
         use_bias, param_dtype, kernel_init: as in `init_moe_params`.
         use_expert_bias: with the variable `expert_bias`, f32 [E], in the collection of that name.
+        use_router: as in `init_moe_params`; without one every call has `routing=`.
 
     The other attributes are the keyword arguments of `ep.moe`.
 
@@ -56,6 +57,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     param_dtype: Any = jnp.float32
     kernel_init: KernelInit | None = None
     use_expert_bias: bool = False
+    use_router: bool = True
     activation: Any = "silu"
     recipe: Any = None
     score_function: str = "softmax"
@@ -77,26 +79,35 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
 
     def setup(self) -> None:
         module_options.check_source(self.layer_or_spec)
+        module_options.check_router(self.use_router, self.use_expert_bias)
         makers = initializers(
             self.layer_or_spec,
             self.mlp_dim,
             gated=self.gated,
             use_bias=self.use_bias,
+            use_router=self.use_router,
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,
         )
         made = {name: self.param(name, _boxed(name, make)) for name, make in makers.items()}
-        self.moe_params = MoEParams(**made)
+        self.moe_params = MoEParams(**{"router": None, **made})
         if self.use_expert_bias:
-            zeros = jnp.zeros((made["router"].shape[1],), jnp.float32)
+            zeros = jnp.zeros((made["wo"].shape[0],), jnp.float32)
             self.bias = self.variable("expert_bias", "expert_bias", lambda: zeros)
 
-    def __call__(self, x: jax.Array, layer_index: int | jax.Array | None = None) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        layer_index: int | jax.Array | None = None,
+        *,
+        routing: Routing | None = None,
+    ) -> Any:
         """Runs the block; shapes, results and errors are those of `ep.moe`.
 
         Args:
             x: [T, H] or [B, S, H].
             layer_index: of a layer stack, a Python int or a traced int32 scalar; else None.
+            routing: as in `ep.moe`, of a block without a router.
 
         Returns:
             (y, aux), with return_stats (y, aux, stats). While it initialises, from a LayerSpec
@@ -111,7 +122,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
             options["params_spec"] = module_options.rules_in_context(
                 linen.get_logical_axis_rules(), layer
             )
-        return moe(layer, x, self.moe_params, expert_bias=bias, **options)
+        return moe(layer, x, self.moe_params, routing=routing, expert_bias=bias, **options)
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
         """Moves the expert bias as `ep.update_expert_bias` does.

@@ -16,6 +16,11 @@ from ep_runtime_client.block.params import LOGICAL_AXES
 from ep_runtime_client.block.sharding import Rules, axes_of_entry
 
 EXTRA = "pip install 'ep-runtime[flax]'"
+# What a module gives to `moe` and how its users say it.
+NO_OPTIONS = {
+    "expert_bias": "a variable of the module: pass use_expert_bias=True",
+    "routing": "of one call: make the module with use_router=False and call block(x, routing=...)",
+}
 
 
 def check_source(source: Any) -> None:
@@ -29,23 +34,31 @@ def check_source(source: Any) -> None:
 
 
 def option_names() -> list[str]:
-    """The options of `moe` that a module passes on; expert_bias is a variable of the module."""
+    """The options of `moe` that a module passes on, the same in every call."""
     known = inspect.signature(moe).parameters
-    return [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY and n != "expert_bias"]
+    return [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY and n not in NO_OPTIONS]
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises InvalidArgumentError for an option that `moe` does not have."""
     names = option_names()
     for name in options:
-        if name == "expert_bias":
-            raise InvalidArgumentError(
-                "expert_bias is a variable of the module: pass use_expert_bias=True", argument=name
-            )
+        if name in NO_OPTIONS:
+            raise InvalidArgumentError(f"{name} is {NO_OPTIONS[name]}", argument=name)
         if name not in names:
             raise InvalidArgumentError(
                 f"{name} is no option of moe; it has {', '.join(names)}", argument=name
             )
+
+
+def check_router(use_router: bool, use_expert_bias: bool) -> None:
+    """Raises InvalidArgumentError for a bias of a router that is not there."""
+    if use_expert_bias and not use_router:
+        raise InvalidArgumentError(
+            "use_expert_bias=True is for the choice of the module's router, which it has not with "
+            "use_router=False; add a bias of your own where you call ep.route",
+            argument="use_expert_bias",
+        )
 
 
 def rules_in_context(

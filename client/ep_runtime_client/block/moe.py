@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime.specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.block import moe_checks, moe_shapes
+from ep_runtime_client.block import moe_checks, moe_routing, moe_shapes
 from ep_runtime_client.block.moe_checks import Recipes
 from ep_runtime_client.block.moe_options import MoEOptions
 from ep_runtime_client.block.params import MoEParams as MoEParams
@@ -33,7 +33,6 @@ from ep_runtime_client.ops.partitioning.roles import entries_of
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.packing import Matrix
 from ep_runtime_client.ops.routing import api as routing_api
-from ep_runtime_client.ops.routing.matmul import router_logits
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.tracing.varying import Axes
@@ -41,17 +40,23 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 @stored.pytree()
 class MoEStats(NamedTuple):
-    """What a step did; no gradient.
+    """What a step did; of `routing` alone there is a gradient.
 
     Attributes:
         tokens_per_expert: int32 [E], slots routed to each expert over the global batch.
         dropped: int32 [], slots that found no row, over the global batch.
         num_recv: int32 [R], aligned rows demanded of each slab.
+        routing: as `route` gave it, or the caller's: topk_idx and topk_weights [..., K], probs and
+            logits [..., E] (None where a caller's routing has none), laid out as x. Gradients flow
+            through its weights, probs and logits, as a z-loss, a balance loss per sequence or
+            Hugging Face's loss over all layers want it. Where no result of a program needs one,
+            it costs nothing.
     """
 
     tokens_per_expert: jax.Array
     dropped: jax.Array
     num_recv: jax.Array
+    routing: routing_api.Routing | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +115,7 @@ def moe(
     x: jax.Array,
     params: MoEParams,
     *,
+    routing: routing_api.Routing | None = None,
     activation: Function = "silu",
     recipe: Recipes = None,
     score_function: str = "softmax",
@@ -136,6 +142,10 @@ def moe(
         layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do.
         x: [T, H] or [B, S, H], laid out as `dispatch` wants tokens.
         params: the block's weights; experts on dim 0 over the ep axes.
+        routing: a router's of your own, laid out as x: topk_idx int32 [..., K] with K of the layer
+            (-1 is a slot unused), topk_weights [..., K], and probs [..., E] where aux_loss_coeff
+            is not 0. Gradients flow to topk_weights and probs. `params.router` is None then, and
+            the arguments that are as in `route` have their defaults.
         activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h).
         recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo); None
             computes in compute_dtype. The parameters themselves are quantized, and rows once per
@@ -190,27 +200,30 @@ def moe(
         (True, ())
     """
     moe_checks.check_params(params)
+    reading = {
+        "score_function": score_function,
+        "use_pre_softmax": use_pre_softmax,
+        "expert_bias": expert_bias,
+        "num_groups": num_groups,
+        "group_topk": group_topk,
+        "group_score_topk": group_score_topk,
+        "normalize_weights": normalize_weights,
+        "scaling_factor": scaling_factor,
+    }
     if isinstance(layer, LayerSpec):
-        y, aux, *rest = moe_shapes.shapes_of(layer, x, params, stats=return_stats)
-        return (y, aux, MoEStats(*rest)) if return_stats else (y, aux)
+        sizes = moe_shapes.check(layer, x, params)
+        routed = moe_routing.routed(x, params, sizes, routing, reading, aux_loss_coeff)
+        y, aux, counts, dropped, num_recv = moe_shapes.shapes_of(layer, x, params, sizes)
+        stats = MoEStats(counts, dropped, num_recv, routed)
+        return (y, aux, stats) if return_stats else (y, aux)
     static = resolve(layer)[0]
     recipes, specs = moe_checks.pair_of(recipe), moe_checks.specs_of(params_spec, params)
     moe_checks.check(static, x, params, specs, activation, gated)
     inner_axes = moe_checks.inner_axes(static.group_spec, params.wi, specs["wi"])
     moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
+    sizes = moe_routing.Sizes(x.shape[:-1], static.top_k, static.group_spec.num_experts)
     with scope("router", static):
-        routed = routing_api.route(
-            checkpoint_name(_logits(x, params), "ep_plan"),  # [..., E] beside rows of H: little
-            static.top_k,
-            score_function=score_function,
-            use_pre_softmax=use_pre_softmax,
-            expert_bias=expert_bias,
-            num_groups=num_groups,
-            group_topk=group_topk,
-            group_score_topk=group_score_topk,
-            normalize_weights=normalize_weights,
-            scaling_factor=scaling_factor,
-        )
+        routed = moe_routing.routed(x, params, sizes, routing, reading, aux_loss_coeff)
     if compute_dtype is None:
         narrow = any(r is not None and not r.quantizes for r in recipes)
         compute_dtype = jnp.bfloat16 if narrow else x.dtype
@@ -244,13 +257,6 @@ def moe(
 def _faster_before_wo(layer: EpLayer, activation: Activation) -> bool:
     """Whether kernels multiply weights into the activations: on GPUs, where windows are theirs."""
     return layer.group_spec.transport != "memfd" and activation_kernels.takes(activation)
-
-
-def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
-    logits = router_logits(x, params.router)
-    if params.router_bias is not None:
-        logits = logits + params.router_bias.astype(jnp.float32)
-    return logits
 
 
 def _run_experts(
@@ -351,4 +357,4 @@ def _stats(call: Call, routed: routing_api.Routing, dispatched: Dispatched) -> M
         axes = _batch_axes(call)
         if axes:
             counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)
-        return MoEStats(counts, counts.sum(dtype=jnp.int32) - kept, dispatched.num_recv)
+        return MoEStats(counts, counts.sum(dtype=jnp.int32) - kept, dispatched.num_recv, routed)

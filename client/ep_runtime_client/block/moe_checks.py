@@ -116,7 +116,7 @@ def check(
         raise InvalidArgumentError(
             f"x must be [T, {hidden}] or [B, S, {hidden}], got {list(x.shape)}", argument="x"
         )
-    if params.router.shape != (hidden, num_experts):
+    if params.router is not None and params.router.shape != (hidden, num_experts):
         raise InvalidArgumentError(
             f"router must be [H, E] = {[hidden, num_experts]}, whole inside a shard_map too, got "
             f"{list(params.router.shape)}",

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime_client.block.moe_checks import Recipes
 from ep_runtime_client.ops.activation.plain import Function
+from ep_runtime_client.ops.routing.api import Routing
 
 
 class _Shared(TypedDict, total=False):
@@ -35,6 +36,7 @@ class _Shared(TypedDict, total=False):
 class MoEOptions(_Shared, total=False):
     """Those of `moe`."""
 
+    routing: Routing | None
     expert_bias: jax.Array | None
     gated: bool
 

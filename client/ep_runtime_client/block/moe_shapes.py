@@ -11,33 +11,40 @@ from jax.interpreters import mlir
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
+from ep_runtime_client.block.moe_routing import Sizes
 from ep_runtime_client.block.params import MoEParams
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
 
-def shapes_of(spec: LayerSpec, x: jax.Array, params: MoEParams, *, stats: bool) -> tuple[Any, ...]:
-    """(y, aux), or (y, aux, tokens_per_expert, dropped, num_recv), without values.
-
-    They can be traced and differentiated; a program with them is refused when it is compiled.
-    How many slabs there are a LayerSpec does not know: num_recv is [1].
+def check(spec: LayerSpec, x: jax.Array, params: MoEParams) -> Sizes:
+    """What a routing of x looks like.
 
     Raises:
         InvalidArgumentError: shapes do not fit each other or the spec.
     """
-    hidden, experts = spec.hidden_size, spec.num_experts
-    wanted = (hidden or x.shape[-1], experts or params.router.shape[-1])
-    if x.shape[-1:] != wanted[:1] or params.router.shape != wanted:
+    name, found = "wi [E, H, ...]", params.wi.shape[1::-1]
+    if params.router is not None:
+        name, found = "router [H, E]", params.router.shape
+    wanted = (spec.hidden_size or x.shape[-1], spec.num_experts or params.wi.shape[0])
+    if x.shape[-1:] != wanted[:1] or found != wanted:
         raise InvalidArgumentError(
-            f"x [..., H] and router [H, E] must fit H={wanted[0]} and E={wanted[1]} of LayerSpec "
-            f"{spec.name!r}, got {list(x.shape)} and {list(params.router.shape)}",
+            f"x [..., H] and {name} must fit H={wanted[0]} and E={wanted[1]} of LayerSpec "
+            f"{spec.name!r}, got {list(x.shape)} and H={found[0]}, E={found[-1]}",
             argument="x",
         )
-    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.float32)]
-    if stats:
-        shapes = ((wanted[1],), (), (1,))
-        outs += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    made: tuple[Any, ...] = _made(spec.name, tuple(outs), (x, params))
+    return Sizes(tuple(x.shape[:-1]), spec.top_k, wanted[1])
+
+
+def shapes_of(spec: LayerSpec, x: jax.Array, params: MoEParams, sizes: Sizes) -> tuple[Any, ...]:
+    """(y, aux, tokens_per_expert, dropped, num_recv), without values.
+
+    They can be traced and differentiated; a program with them is refused when it is compiled.
+    How many slabs there are a LayerSpec does not know: num_recv is [1].
+    """
+    counts = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sizes.experts,), (), (1,))]
+    outs = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.float32), *counts)
+    made: tuple[Any, ...] = _made(spec.name, outs, (x, params))
     return made
 
 

@@ -13,7 +13,7 @@ from ep_runtime_client.block import module_options
 from ep_runtime_client.block.moe import moe
 from ep_runtime_client.block.moe_options import ModuleOptions
 from ep_runtime_client.block.params import KernelInit, MoEParams, init_moe_params, logical_axes
-from ep_runtime_client.ops.routing.api import update_expert_bias
+from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
 
 try:
     from flax import nnx
@@ -44,6 +44,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         rngs: its stream `params` draws the parameters.
         gated: as in `init_moe_params`.
         use_bias: as in `init_moe_params`.
+        use_router: as in `init_moe_params`; without one every call has `routing=`.
         param_dtype: as in `init_moe_params`.
         kernel_init: as in `init_moe_params`.
         use_expert_bias: with `expert_bias`, f32 [E], an ExpertBias of zeros.
@@ -71,6 +72,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         rngs: Any,
         gated: bool = True,
         use_bias: bool = False,
+        use_router: bool = True,
         param_dtype: Any = jnp.float32,
         kernel_init: KernelInit | None = None,
         use_expert_bias: bool = False,
@@ -78,6 +80,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
     ) -> None:
         module_options.check_source(layer_or_spec)
         module_options.check_options(options)
+        module_options.check_router(use_router, use_expert_bias)
         self.layer = layer_or_spec
         self._options = tuple(sorted({**options, "gated": gated}.items()))
         made = init_moe_params(
@@ -86,12 +89,14 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             mlp_dim,
             gated=gated,
             use_bias=use_bias,
+            use_router=use_router,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
         )
-        self.router, self.wi, self.wo = (
-            _variable(nnx.Param, name, getattr(made, name)) for name in ("router", "wi", "wo")
+        self.wi, self.wo = (
+            _variable(nnx.Param, name, getattr(made, name)) for name in ("wi", "wo")
         )
+        self.router = None if made.router is None else _variable(nnx.Param, "router", made.router)
         if made.wi_bias is not None and made.wo_bias is not None:
             self.wi_bias = _variable(nnx.Param, "wi_bias", made.wi_bias)
             self.wo_bias = _variable(nnx.Param, "wo_bias", made.wo_bias)
@@ -103,14 +108,22 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
     def params(self) -> MoEParams:
         """The parameters as `ep.moe` takes them."""
         biases = (self.wi_bias[...], self.wo_bias[...]) if self._use_bias else (None, None)
-        return MoEParams(self.router[...], self.wi[...], self.wo[...], *biases)
+        router = None if self.router is None else self.router[...]
+        return MoEParams(router, self.wi[...], self.wo[...], *biases)
 
-    def __call__(self, x: jax.Array, layer_index: int | jax.Array | None = None) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        layer_index: int | jax.Array | None = None,
+        *,
+        routing: Routing | None = None,
+    ) -> Any:
         """Runs the block; shapes, results and errors are those of `ep.moe`.
 
         Args:
             x: [T, H] or [B, S, H].
             layer_index: of a layer stack, a Python int or a traced int32 scalar; else None.
+            routing: as in `ep.moe`, of a block without a router.
 
         Returns:
             (y, aux), with the option return_stats (y, aux, stats).
@@ -122,7 +135,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             options["params_spec"] = module_options.rules_in_context(
                 spmd.get_logical_axis_rules(), layer
             )
-        return moe(layer, x, self.params, expert_bias=bias, **options)
+        return moe(layer, x, self.params, routing=routing, expert_bias=bias, **options)
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
         """Moves `expert_bias` as `ep.update_expert_bias` does; the module needs to have one.

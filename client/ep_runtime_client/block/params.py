@@ -39,7 +39,7 @@ class MoEParams:
     """Weights of a router and its experts. Letters: `ops/__init__.py`.
 
     Attributes:
-        router: [H, E].
+        router: [H, E], or None where each call of `moe` brings its `routing`.
         wi: [E, H, 2, M] (0 gate, 1 up), [E, H, 2M] (gate then up), or [E, H, M] ungated.
         wo: [E, M, H].
         wi_bias: [E, 2, M] ([E, 2M], [E, M] as wi is), or None.
@@ -47,7 +47,7 @@ class MoEParams:
         router_bias: [E], or None.
     """
 
-    router: jax.Array
+    router: jax.Array | None
     wi: jax.Array
     wo: jax.Array
     wi_bias: jax.Array | None = None
@@ -57,7 +57,7 @@ class MoEParams:
     @classmethod
     def from_separate(
         cls,
-        router: jax.Array,
+        router: jax.Array | None,
         wi_0: jax.Array,
         wi_1: jax.Array | None,
         wo: jax.Array,
@@ -71,7 +71,7 @@ class MoEParams:
         wi_1=None makes ungated parameters.
 
         Args:
-            router: [H, E].
+            router: [H, E], or None.
             wi_0: [E, H, M], the gate, or all there is.
             wi_1: [E, H, M], up; None makes ungated parameters.
             wo: [E, M, H].
@@ -167,6 +167,7 @@ def init_moe_params(
     *,
     gated: bool = True,
     use_bias: bool = False,
+    use_router: bool = True,
     param_dtype: Any = jnp.float32,
     kernel_init: KernelInit | None = None,
 ) -> MoEParams:
@@ -178,12 +179,14 @@ def init_moe_params(
         mlp_dim: M.
         gated: wi [E, H, 2, M] instead of [E, H, M].
         use_bias: with biases of the experts.
+        use_router: with a router; without one calls of `moe` bring their `routing`. The experts
+            are the same either way.
         param_dtype: of the experts; the router is float32 unless this is wider.
         kernel_init: an initializer of JAX, f(key, shape, dtype), called for each matrix by itself
             (the router, every expert's gate, up and wo), so that it sees the right fan-in.
 
     Returns:
-        MoEParams: router [H, E], wi [E, H, 2, M] or [E, H, M], wo [E, M, H], and the biases.
+        MoEParams: router [H, E] or None, wi [E, H, 2, M] or [E, H, M], wo [E, M, H], and biases.
 
     Raises:
         InvalidArgumentError: a spec without num_experts or hidden_size, or mlp_dim below 1.
@@ -199,14 +202,14 @@ def init_moe_params(
         mlp_dim,
         gated=gated,
         use_bias=use_bias,
+        use_router=use_router,
         param_dtype=param_dtype,
         kernel_init=kernel_init,
     )
-    # Three keys whatever there is beside them: a bias does not change the other values.
-    keys = [*jax.random.split(key, 3), key, key]
-    return MoEParams(
-        **{name: make(one) for (name, make), one in zip(makers.items(), keys, strict=False)}
-    )
+    # Three keys whatever there is: neither a bias nor a router changes the other values.
+    keys = dict(zip(("router", "wi", "wo"), jax.random.split(key, 3), strict=True))
+    made: dict[str, Any] = {name: make(keys.get(name, key)) for name, make in makers.items()}
+    return MoEParams(**{"router": None, **made})
 
 
 def initializers(
@@ -215,6 +218,7 @@ def initializers(
     *,
     gated: bool,
     use_bias: bool,
+    use_router: bool,
     param_dtype: Any,
     kernel_init: KernelInit | None,
 ) -> dict[str, Callable[[jax.Array], jax.Array]]:
@@ -234,6 +238,8 @@ def initializers(
         "wi": kernel((experts, hidden, *inner), hidden, param_dtype),
         "wo": kernel((experts, mlp_dim, hidden), mlp_dim, param_dtype),
     }
+    if not use_router:
+        del made["router"]
     if use_bias:
         made["wi_bias"] = lambda key: jnp.zeros((experts, *inner), param_dtype)
         made["wo_bias"] = lambda key: jnp.zeros((experts, hidden), param_dtype)

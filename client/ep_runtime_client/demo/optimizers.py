@@ -50,6 +50,6 @@ def matrices(params: dict[str, Any]) -> dict[str, Any]:
     """
     none = jax.tree.map(lambda leaf: None, params)
     attention = {"qkv": _MATRIX, "proj": _MATRIX}
-    experts = MoEParams(router=None, wi=_GATED, wo=_MATRIX)  # type: ignore[arg-type]
+    experts = MoEParams(router=None, wi=_GATED, wo=_MATRIX)
     blocks = [{**block, **attention, "moe": experts} for block in none["blocks"]]
     return {**none, "blocks": blocks}
