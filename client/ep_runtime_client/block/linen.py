@@ -69,6 +69,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     scaling_factor: float = 1.0
     aux_loss_coeff: float = 0.0
     apply_topk_weights_early: bool | None = None
+    apply_topk_weights_to_input: bool = False
     gated: bool = True
     compute_dtype: Any = None
     capacity: int | None = None

@@ -79,6 +79,8 @@ class _Block:
 
 
 Layer = EpLayer | TracedLayer | LayerSpec
+# What the router's weights multiply: dispatched rows, activations, or experts' outputs in combine.
+Weighted = Literal["rows", "activations", "outputs"]
 Result = tuple[jax.Array, jax.Array]
 ResultWithStats = tuple[jax.Array, jax.Array, MoEStats]
 
@@ -128,6 +130,7 @@ def moe(
     scaling_factor: float = 1.0,
     aux_loss_coeff: float = 0.0,
     apply_topk_weights_early: bool | None = None,
+    apply_topk_weights_to_input: bool = False,
     gated: bool = True,
     compute_dtype: Any = None,
     capacity: int | None = None,
@@ -165,6 +168,9 @@ def moe(
             Before wo is faster on GPUs whose kernels take the activation: they do it in their one
             pass, and the backward pass needs none of those outputs, so that they take no memory
             either. None: before wo there, in combine elsewhere, on CPU always.
+        apply_topk_weights_to_input: multiply the weights into the tokens before wi, in f32 and
+            rounded to compute_dtype, as Llama-4 has it; experts' outputs are summed as they are,
+            and so are their biases. Not beside apply_topk_weights_early=True.
         gated: whether wi holds gate and up.
         compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
             with BF16().
@@ -200,6 +206,7 @@ def moe(
         (True, ())
     """
     moe_checks.check_params(params)
+    moe_checks.check_weights(apply_topk_weights_early, apply_topk_weights_to_input)
     reading = {
         "score_function": score_function,
         "use_pre_softmax": use_pre_softmax,
@@ -240,23 +247,29 @@ def moe(
     call = call_of_plan(static, open_layer(layer)[2], dispatched.plan)
     token_axes = static.group_spec.token_axes
     block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
-    early = apply_topk_weights_early
-    if early is None:
-        early = _faster_before_wo(static, block.activation)
-    # A bias of wo is weighted too, so that beside one the weights wait for combine.
-    early = early and params.wo_bias is None
-    weights = dispatched.weights
-    expert_out = _run_experts(layer, block, dispatched, params, weights if early else None)
+    if apply_topk_weights_to_input:
+        weighted: Weighted = "rows"
+    else:
+        weighted = _weighted(static, block.activation, params, apply_topk_weights_early)
+    expert_out = _run_experts(layer, block, dispatched, params, weighted)
+    weights = dispatched.weights if weighted == "outputs" else None
     # The gradients of slack go to matmuls that stop before it, and to dispatch, which reads rows.
-    y = merge(layer, dispatched, expert_out, None if early else weights, clear_slack=False)
+    y = merge(layer, dispatched, expert_out, weights, clear_slack=False)
     y = y.astype(x.dtype)
     aux = _aux_loss(call, routed, aux_loss_coeff)
     return (y, aux, _stats(call, routed, dispatched)) if return_stats else (y, aux)
 
 
-def _faster_before_wo(layer: EpLayer, activation: Activation) -> bool:
-    """Whether kernels multiply weights into the activations: on GPUs, where windows are theirs."""
-    return layer.group_spec.transport != "memfd" and activation_kernels.takes(activation)
+def _weighted(
+    layer: EpLayer, activation: Activation, params: MoEParams, early: bool | None
+) -> Weighted:
+    """What is weighted where the result is the same: activations, or the experts' outputs."""
+    if early is None:
+        # Kernels multiply weights into activations on GPUs, where windows are theirs.
+        on_gpu = layer.group_spec.transport != "memfd"
+        early = on_gpu and activation_kernels.takes(activation)
+    # A bias of wo is weighted too, so that beside one the weights wait for combine.
+    return "activations" if early and params.wo_bias is None else "outputs"
 
 
 def _run_experts(
@@ -264,15 +277,19 @@ def _run_experts(
     block: _Block,
     dispatched: Dispatched,
     params: MoEParams,
-    row_weights: jax.Array | None,
+    weighted: Weighted,
 ) -> jax.Array:
     """The two matmuls of every expert: [R, C, H] -> [R, C, H]."""
     sizes, dtype = dispatched.group_sizes, block.activation.dtype
     (wi_recipe, wo_recipe), static = block.recipes, resolve(layer)[0]
     wi_bias, wo_bias = (_bias(block, name, params) for name in ("wi_bias", "wo_bias"))
     with scope("experts", static):
+        rows: Matrix = dispatched.tokens
+        if weighted == "rows":
+            linear, weights = Activation("linear", False, dtype), dispatched.weights
+            rows = _activated(layer, linear, wi_recipe, dispatched.tokens, weights, sizes, ())
         hidden = multiply(
-            dispatched.tokens,
+            rows,
             _operand(params.wi, wi_recipe, dtype),
             sizes,
             layer=layer,
@@ -280,11 +297,19 @@ def _run_experts(
             recipe=wi_recipe,
             out_dtype=dtype,
             rhs_spec=block.specs["wi"],
-            clear_slack=False,  # dispatch's gradient does not read it
+            clear_slack=False,  # the gradients of dispatch and of weighted rows do not read it
             beside="dispatch",
         )
         hidden = checkpoint_name(hidden, "ep_wi")
-        inner = _activated(layer, block, hidden, row_weights, sizes)
+        inner = _activated(
+            layer,
+            block.activation,
+            wo_recipe,
+            hidden,
+            dispatched.weights if weighted == "activations" else None,
+            sizes,
+            block.inner_axes,
+        )
         out = multiply(
             inner,
             _operand(params.wo, wo_recipe, dtype),
@@ -303,18 +328,18 @@ def _run_experts(
 
 def _activated(
     layer: EpLayer | TracedLayer,
-    block: _Block,
+    static: Activation,
+    recipe: Recipe | None,
     hidden: jax.Array,
     row_weights: jax.Array | None,
     sizes: jax.Array,
+    inner_axes: Axes | None,
 ) -> Matrix:
-    """What the second matmul takes: rows, or quantized ones where that saves a pass."""
-    static, recipe, inner_axes = block.activation, block.recipes[1], block.inner_axes
+    """What a matmul takes: rows, or quantized ones where that saves a pass."""
+    operands = (hidden, row_weights, sizes)
     if recipe is not None and quantized_op.takes(static, recipe, hidden):
-        return quantized_op.activate(
-            layer, static, recipe, hidden, row_weights, sizes, inner_axes=inner_axes
-        )
-    return activate(layer, static, hidden, row_weights, sizes, inner_axes=inner_axes)
+        return quantized_op.activate(layer, static, recipe, *operands, inner_axes=inner_axes)
+    return activate(layer, static, *operands, inner_axes=inner_axes)
 
 
 def _bias(block: _Block, name: str, params: MoEParams) -> jax.Array | None:

@@ -45,6 +45,16 @@ def pair_of(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
     return pair[0], pair[1]
 
 
+def check_weights(early: bool | None, to_input: bool) -> None:
+    """Raises InvalidArgumentError where weights would be multiplied twice."""
+    if early and to_input:
+        raise InvalidArgumentError(
+            "apply_topk_weights_early=True multiplies weights before wo and "
+            "apply_topk_weights_to_input=True before wi: give one",
+            argument="apply_topk_weights_to_input",
+        )
+
+
 def check_params(params: Any) -> None:
     """Raises InvalidArgumentError unless `params` are MoEParams."""
     if isinstance(params, MoEParams):

@@ -26,6 +26,7 @@ class _Shared(TypedDict, total=False):
     scaling_factor: float
     aux_loss_coeff: float
     apply_topk_weights_early: bool | None
+    apply_topk_weights_to_input: bool
     compute_dtype: Any
     capacity: int | None
     handle: int
