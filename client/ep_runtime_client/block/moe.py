@@ -189,7 +189,7 @@ def moe(
     Raises:
         InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap, or a second derivative.
+        NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
     Cost: one dispatch and one combine forward, the same backward; router logits in f32. Weights
     are gathered over outer axes that shard them (`grouped_gemm`); an axis that shards M costs one

@@ -49,7 +49,7 @@ def dense(
 
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit.
-        NotImplementedError: under vmap, or a second derivative.
+        NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
     Cost: one all-gather of the kernel forward and one backward, and one reduce-scatter of its
         gradient, over the axes it shares with the rows; never one of an activation.

@@ -96,7 +96,7 @@ def grouped_gemm(
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the weight lies on the mesh in a way
             that has no meaning (an ep axis off the expert dim, experts that do not divide).
-        NotImplementedError: under vmap, or a second derivative.
+        NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
     Cost: dots follow sum(group_sizes); per call one all-gather of rhs over its outer axes, of
         1-byte data and scales with a recipe; backward the same, and one reduce-scatter.

@@ -47,7 +47,7 @@ def combine(
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the plan is another layer's.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap, or a second derivative.
+        NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
     Cost: one row per (token, distinct rank) back; no host sync.
 

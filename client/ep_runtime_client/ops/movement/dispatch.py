@@ -56,7 +56,8 @@ def dispatch(
         InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer.
         CapacityOverflowError: out of the compiled program, in a group with on_overflow="error".
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap, the gradient of 1-byte tokens, or a second derivative.
+        NotImplementedError: the gradient of 1-byte tokens, a second derivative, or under any vmap
+            but one with spmd_axis_name over a mesh axis outside the group, as large as that axis.
 
     Inside a shard_map of the user R counts only the axes that are not manual, and so do the leading
     dims of every array.

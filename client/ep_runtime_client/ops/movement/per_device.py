@@ -27,7 +27,7 @@ from ep_runtime_client.ops.partitioning.meshes import (
 )
 from ep_runtime_client.ops.partitioning.specs import entry_axes, known_spec
 from ep_runtime_client.ops.tracing.ambient import check_ambient
-from ep_runtime_client.ops.tracing.unbatched import not_batched
+from ep_runtime_client.ops.tracing.batching import RULED, batched_over, one_each
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 
@@ -57,7 +57,7 @@ def run(
     Returns:
         What `body` returns, spread like the operands.
     """
-    operands = not_batched(*operands)
+    operands = batched_over(_outside(call), *operands, never=_never(call))
     cast = functools.partial(vary, call)
     if call.is_local:
         return jax.tree.map(cast, body(*map(cast, operands)))
@@ -66,7 +66,7 @@ def run(
         operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
     ambient = jax.sharding.get_abstract_mesh()
     mapped = jax.shard_map(
-        body,
+        one_each(body),
         mesh=mesh if ambient.empty else None,
         axis_names=set(call.free_axes),
         in_specs=tuple(in_specs),
@@ -135,6 +135,20 @@ def varied(call: Call, *operands: Any) -> Call:
         return call
     axes = varied_axes(*operands) | {a for a in call.manual if a in call.group.token_axes}
     return dataclasses.replace(call, varying=tuple(sorted(axes)))
+
+
+def _outside(call: Call) -> tuple[tuple[str, int], ...]:
+    """(axis, size) of the mesh axes over which a vmap may batch the call: each of their places is
+    an EP group of its own."""
+    if call.is_local:
+        return ()
+    taken = {*call.group.token_axes, *call.manual}
+    return tuple((axis, size) for axis, size in call.group.mesh_axes if axis not in taken)
+
+
+def _never(call: Call) -> str:
+    """Why no vmap batches the call at all."""
+    return RULED if call.group.partitioning == "rule" else ""
 
 
 def vary(call: Call, x: jax.Array) -> jax.Array:

@@ -59,7 +59,7 @@ def prepare(
     Raises:
         InvalidArgumentError: shapes, dtype, capacity or handle do not fit the layer.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under vmap.
+        NotImplementedError: under a vmap, as in `dispatch`.
 
     Cost: one exchange of E counts per rank and one of row numbers; no host sync.
 

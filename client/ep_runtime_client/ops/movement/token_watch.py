@@ -18,7 +18,7 @@ from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning import rule as partitioning_rule
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, say_once
-from ep_runtime_client.ops.tracing import unbatched
+from ep_runtime_client.ops.tracing.batching import batched_over
 from ep_runtime_client.ops.tracing.scopes import label
 
 
@@ -70,14 +70,22 @@ def watched(call: Call, tokens: jax.Array) -> jax.Array:
     told = call.manual or group.partitioning == "shard_map" or regions.explicit((tokens,))
     if told or not others or not isinstance(tokens, jax.core.Tracer):
         return tokens
-    where = regions.Where("rule", roles, call.mesh, label=label(layer), identity=layer.fingerprint)
+    where = regions.Where(
+        "rule",
+        roles,
+        call.mesh,
+        ruled=group.partitioning == "rule",
+        label=label(layer),
+        identity=layer.fingerprint,
+    )
     seen: jax.Array = _watch(_Watch(where, tokens.ndim), tokens)
     return seen
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _watch(op: _Watch, tokens: jax.Array) -> jax.Array:
-    return partitioning_rule.run(op, lambda tokens: (tokens,), *unbatched.not_batched(tokens))[0]
+    (tokens,) = batched_over(op.where.outside, tokens, never=op.where.never_batched)
+    return partitioning_rule.run(op, lambda tokens, *, vmapped=(): (tokens,), tokens)[0]
 
 
 @_watch.defjvp

@@ -1,7 +1,8 @@
-"""A partitioning rule as an op of a program, and as a shard_map where that program is exported.
+"""A partitioning rule as an op of a program, and as a shard_map where that cannot be.
 
 A rule calls back into Python while XLA partitions, so no exported program can hold one. What a
 program is made for is known when it is lowered, not while it is traced: the op holds both forms.
+Under a vmap, which no rule knows, the shard_map takes its place.
 
 JAX's own custom call asks anew for every call of a program, and names what it asks by an address.
 Ours has a name that every process gives alike: the layers of a model share one answer, and a
@@ -19,7 +20,7 @@ import jax
 from jax._src import custom_partitioning as jax_rule
 from jax._src import xla_bridge
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 from jaxlib import xla_client
 
 from ep_runtime import specs
@@ -31,11 +32,12 @@ TARGET = "ep_runtime.partitioned"
 def run(
     ruled: Callable[..., Any], mapped: Callable[..., Any], identity: int, *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`ruled(*operands)`, and `mapped(*operands)` where the program is exported.
+    """`ruled(*operands)`, and `mapped(*operands)` where the program is exported, or under vmap.
 
     Args:
         ruled: a function of custom_partitioning.
-        mapped: the same by a shard_map. It may raise where it cannot be that.
+        mapped: the same by a shard_map. It may raise where it cannot be that. Under a vmap it gets
+            its spmd_axis_name as `vmapped`.
         identity: of everything that the rule's callback depends on, the same in every process.
         operands: global arrays.
 
@@ -113,10 +115,21 @@ def _run_here(*operands: jax.Array, ruled: Any, mapped: Any, identity: int) -> A
     return jax.jit(jaxpr_as_fun(ruled))(*operands)
 
 
+def _vmapped(axis: Any, operands: Any, dims: Any, *, ruled: Any, mapped: Any, identity: int) -> Any:
+    """The op under a vmap that `batched_over` lets through."""
+    over = axis.spmd_name
+    run_each = jax.vmap(
+        partial(mapped, vmapped=over), dims, axis_size=axis.size, spmd_axis_name=over
+    )
+    results = run_each(*operands)
+    return results, (0,) * len(results)
+
+
 _partitioned_p = Primitive("ep_partitioned")
 _partitioned_p.multiple_results = True
 _partitioned_p.def_impl(_run_here)
 _partitioned_p.def_abstract_eval(lambda *_, ruled, mapped, identity: ruled.out_avals)
+batching.fancy_primitive_batchers[_partitioned_p] = _vmapped
 mlir.register_lowering(_partitioned_p, _lower)
 
 _register = partial(

@@ -14,6 +14,7 @@ from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of
 from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
+from ep_runtime_client.ops.tracing.batching import NO_LAYER, RULED
 from ep_runtime_client.ops.tracing.scopes import label
 from ep_runtime_client.ops.tracing.varying import Axes, varied_axes
 
@@ -28,6 +29,7 @@ class Where:
         mesh: of the shard_map or the rule; None stands for the one around.
         manual: axes of `roles` over which a shard_map around the op is manual.
         varying: axes that operands vary over, where a shard_map around tracks it.
+        ruled: whether the layer's group asks for the rule, and for nothing else.
         label: the layer's name as part of a scope; layers alike are equal and traced once.
         identity: of every setting of the layer that the program depends on.
     """
@@ -37,8 +39,22 @@ class Where:
     mesh: Mesh | AbstractMesh | None = None
     manual: Axes = ()
     varying: Axes = ()
+    ruled: bool = False
     label: str = dataclasses.field(default="-", compare=False)
     identity: int = 0
+
+    @property
+    def outside(self) -> tuple[tuple[str, int], ...]:
+        """(axis, size) of the mesh axes over which a vmap may batch the op."""
+        if self.roles is None or self.mode == "local":
+            return ()
+        taken = {*self.roles.slab, *self.manual}
+        return tuple((axis, size) for axis, size in self.roles.sizes if axis not in taken)
+
+    @property
+    def never_batched(self) -> str:
+        """Why no vmap batches the op at all; empty where one does."""
+        return RULED if self.ruled else NO_LAYER if self.roles is None else ""
 
     def named_in_programs(self) -> str:
         """Everything of this that a program depends on, in the same words in every process."""
@@ -92,7 +108,8 @@ def of_layer(
         # The layout of a traced weight the partitioner alone knows.
         open_axes = {*real} - {*(group.token_axes if slabs else ())}
         mode = "rule" if open_axes and not known else "shard_map"
-    return Where(mode, roles, mesh, manual, varying, label(static), static.fingerprint)
+    ruled = group.partitioning == "rule"
+    return Where(mode, roles, mesh, manual, varying, ruled, label(static), static.fingerprint)
 
 
 def alignment_of(layer: EpLayer | TracedLayer) -> int:

@@ -22,7 +22,7 @@ from ep_runtime_client.ops.partitioning.meshes import explicit_axes, typed
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
 from ep_runtime_client.ops.partitioning.rule import Op
-from ep_runtime_client.ops.tracing.unbatched import not_batched
+from ep_runtime_client.ops.tracing.batching import batched_over, one_each
 from ep_runtime_client.ops.tracing.varying import Axes, spread_over
 
 
@@ -35,17 +35,18 @@ def run(op: Op, arrived: Sequence[Entries], *operands: jax.Array) -> tuple[jax.A
         operands: global but for manual axes.
     """
     where = op.where
-    operands = not_batched(*operands)
+    operands = batched_over(where.outside, *operands, never=where.never_batched)
     with jax.named_scope(f"ep_{op.name}/{where.label}"):
         if where.mode == "rule":
-            return rule.run(op, functools.partial(_run_exported, op, arrived), *operands)
+            return rule.run(op, functools.partial(_run_unasked, op, arrived), *operands)
         return _run_known(op, where.roles, arrived, operands)
 
 
-def _run_exported(
-    op: Op, arrived: Sequence[Entries], *operands: jax.Array
+def _run_unasked(
+    op: Op, arrived: Sequence[Entries], *operands: jax.Array, vmapped: Axes = ()
 ) -> tuple[jax.Array, ...]:
-    """What stands in an exported program for the rule: nothing tells it how operands lie.
+    """What stands for the rule in an exported program, and under a vmap over the axes `vmapped`:
+    nothing tells how operands lie.
 
     Raises:
         InvalidArgumentError: there is no layer either, which would say on which mesh.
@@ -57,9 +58,10 @@ def _run_exported(
             "which mesh it runs; pass layer=, call it inside a shard_map, or use Explicit axes",
             argument="layer",
         )
-    if any(axis not in roles.ep for axis, size in roles.sizes if size > 1):
+    if any(axis not in roles.ep + vmapped for axis, size in roles.sizes if size > 1):
+        who = f"a vmap over {', '.join(vmapped)}" if vmapped else "an exported program"
         say_once(
-            f"an exported program takes weights of {roles.owner} whole but for "
+            f"{who} takes weights of {roles.owner} whole but for "
             f"{roles.named(roles.ep)}: it cannot ask how they lie over the other axes; rhs_spec=, "
             "params_spec= or Explicit axes say it"
         )
@@ -83,7 +85,7 @@ def _run_known(
     if AxisType.Explicit in tuple(mesh.axis_types):
         operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
     mapped = jax.shard_map(
-        resolved.local,
+        one_each(resolved.local),
         mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
         axis_names={axis for axis in mesh.axis_names if axis not in where.manual},
         in_specs=tuple(in_specs),

@@ -1,0 +1,100 @@
+"""What vmap may batch: an axis of the mesh outside the group, one index per device. Nothing else.
+
+An axis that is neither ep nor outer forms EP groups of its own. `jax.vmap(spmd_axis_name=axis)` of
+a batch as large as that axis gives each of them its own operands, as the stages of a pipeline
+have: the shard_map around an op splits the batch, and its per-device body meets a batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from ep_runtime_client.ops.tracing.varying import Axes
+
+_REASON = (
+    "ep ops cannot run under vmap: one call moves the tokens of all ranks at once, and its "
+    "buffers have one capacity. Put the batch into the token dims ([B, S, H]) instead."
+)
+
+# Why an op has no such vmap either.
+RULED = 'A group with partitioning="rule" has no exception; with "auto" or "shard_map" it has one.'
+NO_LAYER = "Without a layer nothing says which mesh axes are outside its group: pass layer=."
+
+
+def batched_over(
+    free: Iterable[tuple[str, int]], *operands: jax.Array, never: str = ""
+) -> tuple[jax.Array, ...]:
+    """`operands` of an op. A vmap that batches any of them ends here, but for the one allowed.
+
+    Args:
+        free: (axis, size) of the mesh axes that a batch may lie over.
+        never: why there is no such vmap here; empty where there is.
+
+    Raises:
+        NotImplementedError: gives the reason.
+    """
+    return tuple(_batched_p.bind(*operands, free=tuple(free), never=never))
+
+
+def one_each(body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body` of a shard_map for operands that may have a batch of one, which is what `batched_over`
+    leaves to a device."""
+
+    @custom_vmap
+    def run(*blocks: jax.Array) -> Any:
+        return body(*blocks)
+
+    @run.def_vmap
+    def _squeezed(axis_size: int, in_batched: Any, *blocks: jax.Array) -> Any:
+        if axis_size != 1:
+            raise NotImplementedError(_REASON)
+        alone = (x[0] if batched else x for x, batched in zip(blocks, in_batched, strict=True))
+        made = jax.tree.map(lambda x: x[None], run(*alone))
+        return made, jax.tree.map(lambda _: True, made)
+
+    return run
+
+
+def _check(axis: Any, free: tuple[tuple[str, int], ...], never: str) -> None:
+    """Raises NotImplementedError unless a vmap is over `free` axes, with an index for each device.
+
+    Args:
+        axis: JAX's record of the vmap.
+    """
+    names: Axes = axis.spmd_name or ()
+    if not names:
+        raise NotImplementedError(_REASON)
+    if never:
+        raise NotImplementedError(f"{_REASON} {never}")
+    sizes = dict(free)
+    other = [name for name in names if name not in sizes]
+    if other:
+        raise NotImplementedError(
+            f"{_REASON} spmd_axis_name={names} names {', '.join(other)}; the mesh axes outside "
+            f"the group here are {sizes or 'none'}"
+        )
+    if axis.size != prod(sizes[name] for name in names):
+        raise NotImplementedError(
+            f"{_REASON} Over spmd_axis_name={names} the batch must have one index for each of its "
+            f"{prod(sizes[name] for name in names)} places, and has {axis.size}"
+        )
+
+
+def _batch(axis: Any, operands: Any, dims: Any, *, free: Any, never: str) -> Any:
+    _check(axis, free, never)
+    return _batched_p.bind(*operands, free=free, never=never), dims
+
+
+_batched_p = Primitive("ep_batched_over")
+_batched_p.multiple_results = True
+_batched_p.def_impl(lambda *operands, free, never: operands)
+_batched_p.def_abstract_eval(lambda *operands, free, never: operands)
+batching.fancy_primitive_batchers[_batched_p] = _batch
+mlir.register_lowering(_batched_p, lambda ctx, *operands, free, never: operands)
