@@ -36,7 +36,7 @@ _NAMES_OF = {
     "ep_runtime_client.programs.explain": ("Collective", "Explanation", "explain"),
     "ep_runtime_client.programs.failures": ("error_of", "translate_errors"),
     "ep_runtime_client.groups.group": ("Group",),
-    "ep_runtime_client.base.layers": ("EpLayer", "LayerStack"),
+    "ep_runtime_client.base.layers": ("EpLayer", "LayerStack", "layer"),
     "ep_runtime_client.block.moe": (
         "MoEParams",
         "MoEStats",

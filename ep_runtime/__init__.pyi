@@ -17,6 +17,7 @@ from ep_runtime.specs import GroupSpec as GroupSpec
 from ep_runtime.specs import LayerSpec as LayerSpec
 from ep_runtime_client.base.layers import EpLayer as EpLayer
 from ep_runtime_client.base.layers import LayerStack as LayerStack
+from ep_runtime_client.base.layers import layer as layer
 from ep_runtime_client.block import convert as convert
 from ep_runtime_client.block import linen as linen
 from ep_runtime_client.block import nnx as nnx

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from daemon_fixtures import WAIT_S, start_daemon, wait_until
@@ -18,6 +19,7 @@ import ep_runtime as ep
 from ep_runtime import board, native
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.daemons import transport
 
 _ARGUMENTS: dict[str, Any] = {
     "ep_axis": "ep",
@@ -51,6 +53,30 @@ def test_a_group_holds_one_window_per_rank_and_a_board(
         board.board_bytes(group.spec)
     ]
     group.check()
+
+
+def test_lookups_under_tracing_ask_the_daemon_nothing(
+    session: ep.Session, mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    layer = group.register_layer("a", top_k=2)
+
+    def asked(*_: Any) -> Any:
+        raise AssertionError("an RPC under tracing")
+
+    found: list[Any] = []
+
+    def model(x: Any) -> Any:
+        here = ep.connect(session.address, job="tests").create_group("g", mesh, **_ARGUMENTS)
+        found.extend([here, here.register_layer("a", top_k=2), here.layer("a"), ep.layer("g/a")])
+        with pytest.raises(ep.InvalidArgumentError, match="call this outside jit"):
+            here.layer("b")
+        return x
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transport.ControlChannel, "call", asked)
+        jax.eval_shape(model, 1.0)
+    assert found == [group, layer, layer, layer]
 
 
 def test_closing_frees_at_once_whatever_retain_says(

@@ -41,6 +41,27 @@ def under_tracing() -> bool:
     return core is not None and not core.trace_state_clean()
 
 
+_OUTSIDE = "call this outside jit, grad and shard_map, once"
+
+
+def needs_eager(call: str, missing: str) -> None:
+    """Raises InvalidArgumentError under tracing, where `call` would have to make what is `missing`.
+
+    What exists in this process already it returns there too: a model may be built under eval_shape.
+    """
+    if under_tracing():
+        raise InvalidArgumentError(
+            f"{call}: {missing} in this process, and making it talks to the daemon: {_OUTSIDE}; "
+            "under tracing the same call then returns it",
+            function=call,
+        )
+
+
+def outside() -> str:
+    """What to add, under tracing, to an error that names a way to make something."""
+    return f"; {_OUTSIDE}" if under_tracing() else ""
+
+
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Makes a function raise under tracing: it talks to the daemon once, not per step."""
 
@@ -48,8 +69,7 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if under_tracing():
             raise InvalidArgumentError(
-                f"{function.__name__} talks to the daemon: call this outside jit, grad and "
-                "shard_map, once, and use its result inside",
+                f"{function.__name__} talks to the daemon: {_OUTSIDE}, and use its result inside",
                 function=function.__name__,
             )
         return function(*args, **kwargs)

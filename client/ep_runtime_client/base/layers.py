@@ -63,6 +63,46 @@ class LiveGroups:
 live_groups = LiveGroups()
 
 
+def layer(name: str) -> EpLayer | LayerStack:
+    """A layer of this process by "group/layer", wherever its session is; under tracing too.
+
+    Args:
+        name: the group's name, "/", and the name of a layer, a stack, or "stack[i]" in it.
+
+    Returns:
+        The EpLayer or LayerStack.
+
+    Raises:
+        StaleHandleError: nothing of that name is registered in this process; says what is. Or its
+            group is gone.
+        InvalidArgumentError: two groups whose names have a "/" give the name different meanings.
+
+    Cost: none; no RPC.
+
+    Examples:
+        >>> ep.layer("moe/block0/moe") == layer
+        True
+    """
+    groups = [group for group in live_groups.all() if name.startswith(f"{group.name}/")]
+    inside = [group.registered(name[len(group.name) + 1 :]) for group in groups]
+    found = [layer for layer in inside if layer is not None]
+    if len(found) > 1:
+        named = sorted(layer.group_spec.name for layer in found)
+        raise InvalidArgumentError(
+            f"{name!r} is a layer of each of the groups {named}; group.layer(name) takes the one "
+            "that is meant",
+            argument="name",
+        )
+    if not found:
+        there = [f"{group.name}/{one}" for group in live_groups.all() for one in group.layer_names]
+        raise StaleHandleError(
+            f'this process has no layer {name!r} ("group/layer"), it has {sorted(there)}',
+            layer=name,
+        )
+    found[0].group.require_open(found[0].name)
+    return found[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class EpLayer:
     """A registered layer. Get it from `Group.register_layer`, a stack, or `Group.layer(name)`.

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ep_runtime_client.base import jax_state
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.daemons.farewells import farewells
 
@@ -45,8 +46,19 @@ class OpenSessions:
             self._open[address.key] = (session, count + 1)
             return session
 
+    def find(self, address: Address) -> Session | None:
+        """The open session with that daemon; counts nothing."""
+        with self._lock:
+            session, _ = self._open.get(address.key, (None, 0))
+            return session if session is not None and session.alive else None
+
     def release(self, session: Session) -> bool:
-        """Counts one `close()`; True where it was the last one."""
+        """Counts one `close()`; True where it was the last one.
+
+        Under tracing it counts nothing, as a `connect()` there does not.
+        """
+        if jax_state.under_tracing():
+            return False
         with self._lock:
             for key, (found, count) in self._open.items():
                 if found is session:

@@ -130,8 +130,11 @@ def daemon_place(text: str | None) -> Place:
     return Place(address.directory, address.uid)
 
 
-def choose(address: str | None) -> Address:
+def choose(address: str | None, *, ask: bool = True) -> Address:
     """The address that `connect(address)` uses; starts nothing.
+
+    Without `ask` nobody is asked whether the node's default daemon answers: it does where this
+    process has a session with it.
 
     $EP_RUNTIME_ADDRESS counts as if typed; without it the node's default daemon where it answers,
     else an embedded one.
@@ -147,6 +150,9 @@ def choose(address: str | None) -> Address:
     if registry.sessions.embedded():
         return Address(EMBEDDED)  # the one that this process chose before
     default = env.runtime_directory()
+    if not ask:
+        known = Address(DIRECTORY, default)
+        return known if registry.sessions.find(known) is not None else Address(EMBEDDED)
     if children.answers(Place(default), transport.READ_TIMEOUT_S):
         return Address(DIRECTORY, default)
     _log.info("no daemon answers at unix://%s, so this process gets one of its own", default)

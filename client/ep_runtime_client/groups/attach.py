@@ -9,7 +9,7 @@ from ep_runtime import device_layout, specs, wire
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, session_service_pb2
 from ep_runtime.wire import CLUSTER
-from ep_runtime_client.base import meshes
+from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.base.dtypes import dtype_name
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups import estimate, forming
@@ -80,7 +80,7 @@ def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -
     field, ours, theirs = difference
     raise SpecMismatchError(
         f"group {spec.name!r} exists with {field}={theirs}, this call has {field}={ours}; make "
-        "them equal, or pass replace=True",
+        f"them equal, or pass replace=True{jax_state.outside()}",
         object=spec.name,
         field=field,
         theirs=theirs,

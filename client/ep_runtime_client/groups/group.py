@@ -97,7 +97,6 @@ class Group:
         """Bytes of one rank's window; 0 for transport "xla"."""
         return estimate.staging_bytes(self.spec)
 
-    @eager
     def register_layer(
         self,
         name: str,
@@ -107,7 +106,8 @@ class Group:
         in_flight: int = 1,
         replace: bool = False,
     ) -> EpLayer:
-        """Registers one layer and returns what ops take; the same settings again return it again.
+        """Registers one layer and returns what ops take; the same settings again return it again,
+        under tracing too.
 
         Args:
             name: unique in the group.
@@ -138,7 +138,6 @@ class Group:
         layer = specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
         return self.register_layers([layer], replace=replace)[0]
 
-    @eager
     def register_layers(
         self, layers: Iterable[specs.LayerSpec], *, replace: bool = False
     ) -> list[EpLayer]:
@@ -164,11 +163,11 @@ class Group:
                 if self._registrations.known(layer, None, replace=replace) is None:
                     self._registrations.check_same(layer, new.setdefault(layer.name, layer))
             if new:
+                jax_state.needs_eager("register_layers", self._without(*new))
                 self._register([*new.values()], [], replace)
             result = [self._registrations.known(layer, None) for layer in filled]
         return [layer for layer in result if isinstance(layer, EpLayer)]
 
-    @eager
     def register_layer_stack(
         self,
         name: str,
@@ -208,12 +207,12 @@ class Group:
         with self._lock:
             self.require_open()
             if self._registrations.known(filled, num_layers, replace=replace) is None:
+                jax_state.needs_eager("register_layer_stack", self._without(name))
                 self._register([], [wire.LayerStackSpec(filled, num_layers)], replace)
             stack = self._registrations.known(filled, num_layers)
         assert isinstance(stack, LayerStack)  # known compares num_layers
         return stack
 
-    @eager
     def layer(self, name: str) -> EpLayer | LayerStack:
         """A registered layer, a stack, or with "stack[i]" one layer of it, by name alone.
 
@@ -232,19 +231,34 @@ class Group:
             self.require_open()
             found = self._registrations.lookup(name)
             if found is None and self.session.has_daemon:
+                jax_state.needs_eager("layer", self._without(name))
                 request = layer_service_pb2.GetLayerRequest(group=self.name, name=name)
                 control = self.session.control
                 answer = control.call(control.layers.GetLayer, request)
                 self.adopt([wire.registered_from_proto(answer.layer)])
                 found = self._registrations.lookup(name)
             if found is None:
-                there = sorted(layer.name for layer in self._registrations.layers)
                 raise StaleHandleError(
-                    f"group {self.name!r} has no layer {name!r}, it has {there}",
+                    f"group {self.name!r} has no layer {name!r}, it has {self.layer_names}",
                     group=self.name,
                     layer=name,
                 )
             return found
+
+    def registered(self, name: str) -> EpLayer | LayerStack | None:
+        """As `layer`, of what this process knows; None where it knows none."""
+        with self._lock:
+            return self._registrations.lookup(name)
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Of the layers and stacks that this process knows."""
+        with self._lock:
+            return sorted(layer.name for layer in self._registrations.layers)
+
+    def _without(self, *names: str) -> str:
+        """What is missing here, for an error."""
+        return f"group {self.name!r} has no such layer {', '.join(map(repr, names))}"
 
     def _register(
         self, layers: list[specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool

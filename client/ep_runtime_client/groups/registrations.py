@@ -7,6 +7,7 @@ from typing import Any
 
 from ep_runtime import specs, wire
 from ep_runtime.errors import SpecMismatchError, StaleHandleError
+from ep_runtime_client.base import jax_state
 from ep_runtime_client.base.layers import EpLayer, LayerStack, layer_name
 
 AddNative = Callable[[Sequence[Any]], None]
@@ -135,7 +136,7 @@ class Registrations:
 def _mismatch(group: str, layer: str, field: str, theirs: Any, ours: Any) -> SpecMismatchError:
     return SpecMismatchError(
         f"layer {layer!r} of group {group!r} is registered with {field}={theirs}, "
-        f"this call has {field}={ours}; make them equal, or pass replace=True",
+        f"this call has {field}={ours}; make them equal, or pass replace=True{jax_state.outside()}",
         object=layer,
         field=field,
         theirs=theirs,

@@ -12,7 +12,6 @@ from ep_runtime_client.sessions.session import Session
 from ep_runtime_client.sessions.watchdog import Watchdog
 
 
-@jax_state.eager
 def connect(
     address: str | None = None,
     *,
@@ -26,7 +25,8 @@ def connect(
     Where an error leaves the block, windows are kept for retain_s, as where the process dies.
 
     There is one session per process and daemon: a second call returns the same one, which ends
-    when each call has been closed. Call it before JAX starts its backends.
+    when each call has been closed. Call it before JAX starts its backends. Under tracing it returns
+    the one that is open, without counting.
 
     Args:
         address: `unix:///dir`, a daemon's socket directory (`unix:///dir?uid=N` where it is user
@@ -51,8 +51,8 @@ def connect(
         PermissionDeniedError: the daemon does not serve this user; or the directory, or who serves
             it, is neither ours, root's nor the named user's.
         VersionSkewError: client and daemon share no protocol version.
-        InvalidArgumentError: a wrong argument, "embedded" in a job of several processes, or a
-            call under tracing.
+        InvalidArgumentError: a wrong argument, "embedded" in a job of several processes, or, under
+            tracing, no session yet.
         SpecMismatchError: this process's session with the daemon has another job.
 
     Cost: one RPC and one heartbeat thread; where a daemon has to be started, its start as well.
@@ -66,6 +66,8 @@ def connect(
     transport.check_timeout(timeout_s)
     if job is not None:
         specs.check_name("job", job)
+    if jax_state.under_tracing():
+        return _connected(runtimes.choose(address, ask=False), job)
     jax_state.prepare_cpu_pool()
     return registry.sessions.acquire(
         runtimes.choose(address),
@@ -78,3 +80,14 @@ def connect(
             Watchdog(loss_grace_s),
         ),
     )
+
+
+def _connected(chosen: runtimes.Address, job: str | None) -> Session:
+    """The open session with a daemon, under tracing."""
+    found = registry.sessions.find(chosen)
+    if found is None:
+        at = chosen.kind if chosen.directory is None else f"unix://{chosen.directory}"
+        jax_state.needs_eager("connect", f"there is no session with {at!r}")
+    assert found is not None
+    found.check_same_job(job)
+    return found

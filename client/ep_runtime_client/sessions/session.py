@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ep_runtime import env, specs
 from ep_runtime.errors import (
@@ -162,7 +162,6 @@ class Session:
         """`work` with the daemon's RPCs; again from its start where the daemon was restarted."""
         return self.link.run(work, self.timeout_s)
 
-    @jax_state.eager
     def create_group(
         self,
         name: str,
@@ -190,7 +189,8 @@ class Session:
     ) -> Group:
         """Makes an expert-parallel group; collective over the mesh's processes.
 
-        The same name and settings again return the same group.
+        The same name and settings again return the same group, under tracing too, where
+        transport="auto" is what it has.
 
         Args:
             name: inside (uid, job).
@@ -253,6 +253,12 @@ class Session:
             >>> group.spec.num_slabs, group.spec.experts_per_rank, group.capacity_per_rank
             (8, 2, 64)
         """
+        if jax_state.under_tracing():
+            here = self._groups.get(name)
+            if here is None:
+                jax_state.needs_eager("create_group", f"there is no group {name!r}")
+            elif transport == "auto":
+                transport = cast(Any, here.spec.transport)
         spec = attach.resolve(
             self,
             mesh,
@@ -286,6 +292,7 @@ class Session:
             found = self._groups.get(spec.name)
             if found is not None and attach.is_same(found, spec, mesh, replace=replace):
                 return found
+            jax_state.needs_eager("create_group", f"there is no such group {spec.name!r}")
             if found is not None:
                 found.step_aside()
             group = attach.make_group(self, spec, mesh, replace=replace)
@@ -294,7 +301,6 @@ class Session:
                 self._groups[spec.name] = group
             return group
 
-    @jax_state.eager
     def group(self, name: str, *, mesh: Mesh | None = None) -> Group:
         """A group by name alone: this process's, or one that the daemon keeps for the job.
 
@@ -318,6 +324,7 @@ class Session:
             if found is not None:
                 found.require_open()
                 return found
+            jax_state.needs_eager("group", f"there is no group {name!r}")
             spec = attach.stored_spec(self, name)
             mesh = mesh if mesh is not None else attach.default_mesh(spec)
             group = self._create(spec, mesh, False)
@@ -396,7 +403,10 @@ class Session:
             self._watchdog.lost(group, error)
 
     def close(self) -> None:
-        """Ends this `connect()`; the last one frees groups and windows at once. Idempotent."""
+        """Ends this `connect()`; the last one frees groups and windows at once. Idempotent.
+
+        Under tracing it does nothing: `connect()` counts nothing there.
+        """
         if self.is_ours and registry.sessions.release(self):
             self.end()
 
