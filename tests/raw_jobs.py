@@ -11,9 +11,8 @@ LAYERS = [specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
 STACKS = [wire.LayerStackSpec(specs.LayerSpec("blocks", top_k=1), 4)]
 
 
-def ready_pair(daemon, spec=SPEC):
-    """Two processes with one rank each, the group READY, layers registered."""
-    clients = [daemon.client(process=True) for _ in range(2)]
+def attached_pair(clients, spec=SPEC):
+    """The READY group of two processes with one rank each."""
     requests = [
         client.groups.CreateGroup.future(client.create_request(spec, [rank]), **client.how())
         for rank, client in enumerate(clients)
@@ -25,7 +24,14 @@ def ready_pair(daemon, spec=SPEC):
         client.groups.ReportAttached.future(client.attached_request(group), **client.how())
         for client, group in zip(clients, groups, strict=True)
     ]
-    (group, _) = [report.result().group for report in reports]
+    group, _ = [report.result().group for report in reports]
+    return group
+
+
+def ready_pair(daemon, spec=SPEC):
+    """Two processes with one rank each, the group READY, layers registered."""
+    clients = [daemon.client(process=True) for _ in range(2)]
+    group = attached_pair(clients, spec)
     layers, stacks = clients[0].register(group, LAYERS, STACKS)
     return clients, group, [*layers, *stacks]
 

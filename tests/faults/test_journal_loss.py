@@ -10,9 +10,10 @@ import random
 import pytest
 from harness import eventually, memfds_of
 from raw_client import make_spec
-from raw_jobs import SPEC, come_back, ready_pair
+from raw_jobs import SPEC, attached_pair, come_back, ready_pair
 
 from ep_runtime import board, errors, specs
+from ep_runtime_server.journal.file import MAGIC
 from ep_runtime_server.memory import devices
 
 # A directory may be new because it was wiped: for a while the first daemon on it takes the word of
@@ -180,6 +181,63 @@ def test_a_torn_journal_is_read_up_to_the_tear_and_the_rest_brought_back(
     assert again.group_states() == {"moe": "READY"}
     assert again.status().num_handles == 10
     assert again.client().create(make_spec("b", ranks=1)).group.generation > group.generation
+
+
+def ends_of_records(journal: bytes) -> list[int]:
+    """Where each record of windows or of a group ends."""
+    end, found = len(MAGIC), []
+    while any(journal[end : end + 4]):
+        text = end + 16  # behind length, checksum and number
+        end = text + int.from_bytes(journal[end : end + 4], "little")
+        if journal[text:end].startswith((b'["windows/', b'["group/')):
+            found.append(end)
+    return found
+
+
+def tear_after_each_record(daemon, restarted, clients, group, layers, behind=0):
+    """What the records behind the tear said is as true as ever; how many tears there were.
+
+    Tears are after the first `behind` bytes.
+    """
+    daemon.kill()
+    path = daemon.directory / "journal"
+    whole = path.read_bytes()
+    ends = [end for end in ends_of_records(whole) if end > behind]
+    tokens = [client.token for client in clients]
+    for end in ends:
+        path.write_bytes(whole[:end] + b"\xff")
+        daemon = restarted(daemon, "--log-level", "error")
+        for rank, client in enumerate(clients):
+            client.token = tokens[rank]  # of the session that the whole journal names
+            client.resume()
+            answer = client.restore(group, [rank], layers)
+            assert answer.group.generation == group.generation
+            if answer.wanted_ranks:
+                assert client.give_back(group)[1] == [], f"torn at {end} of {whole[:end]!r}"
+        assert daemon.group_states() == {"moe": "READY"}, f"torn at {end} of {whole[:end]!r}"
+        assert daemon.used_bytes == group.board_bytes + 2 * group.window_bytes
+        assert memfds_of(daemon.pid) == {*clients[0].process.do("inodes")}
+        assert daemon.status().recovery.lost_bytes == 0
+        daemon.kill()
+    return len(ends)
+
+
+def test_no_tear_gives_the_memory_of_living_processes_up(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    assert tear_after_each_record(daemon, restarted, clients, group, layers) > 4
+
+
+def test_nor_that_of_a_group_that_formed_again(daemon_process, restarted):
+    daemon = daemon_process()
+    clients, group, layers = ready_pair(daemon)
+    clients[1].process.kill()
+    eventually(lambda: daemon.group_states() == {"moe": "BROKEN"})
+    before = len((daemon.directory / "journal").read_bytes().rstrip(b"\0"))
+    clients[0].process.do("close")
+    clients[1] = daemon.client(process=True)
+    group = attached_pair(clients)
+    assert tear_after_each_record(daemon, restarted, clients, group, layers, before) > 4
 
 
 class TestGivingBack:

@@ -160,7 +160,14 @@ class Recovery:
         return found
 
     def _restore_group(self, group: GroupRecord) -> None:
-        """A formation that was under way is over: its callers ask again."""
+        """A formation that was under way is over: its callers ask again.
+
+        Where the end of the journal is cut, so is one whose memory nobody had fetched by then: who
+        fetched it since knows more (`rejoin.py`), and nobody else has anything of it.
+        """
+        fetched = group.windows is None or group.windows.holders
+        if self._incomplete_journal and group.members and not fetched and not group.spans:
+            group.formed = False
         if not group.formed:
             group.members = {}
             if group.windows is None and not group.previous and not len(group.layers):
@@ -223,14 +230,15 @@ class Recovery:
             missing = _missing_bytes(windows)
             if not missing or windows.holders or windows.state is WindowState.RELEASING:
                 continue
-            self.lost_bytes += missing
-            self._events.add(
-                "windows.lost",
-                f"{missing} bytes of {windows.owner}: nobody is left to give them back",
-                group=windows.owner.name,
-                generation=windows.generation,
-            )
             group = by_set.get(windows)
+            if group is None or group.formed:  # else nobody had them yet
+                self.lost_bytes += missing
+                self._events.add(
+                    "windows.lost",
+                    f"{missing} bytes of {windows.owner}: nobody is left to give them back",
+                    group=windows.owner.name,
+                    generation=windows.generation,
+                )
             if group is not None:
                 self._groups.memory_lost(group)
             else:

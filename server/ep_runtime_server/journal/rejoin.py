@@ -77,9 +77,10 @@ class Rejoin:
         await group.layers.rejoin(claim.layers, takes_word=self._recovery.takes_word)
         group.member(session, claim.generation)  # others had their turns
         member.attached = True
-        if group.restoring and group.windows is not None:
-            group.windows.assume(dict(zip(claim.ranks, claim.uuids, strict=False)))
-            group.windows.hold(session.session_id)
+        if group.windows is not None:
+            if group.restoring:
+                group.windows.assume(dict(zip(claim.ranks, claim.uuids, strict=False)))
+            group.windows.hold(session.session_id)  # a torn journal may not say so
         self._settle(group)
         return group, self._wanted(group)
 
@@ -94,9 +95,12 @@ class Rejoin:
     def _group_of(self, session: SessionRecord, claim: Holding) -> GroupRecord:
         group = self._groups.find(Owner(session.uid, session.job, claim.spec.name))
         known = group.generation if group is not None else 0
-        if self._recovery.takes_word and known < claim.generation <= shapes.MAX_GENERATION:
+        # Of a formation that the journal has under way, who was in it knows how it ended.
+        ended = group is not None and not group.formed and not group.members
+        least = known if ended else known + 1
+        if self._recovery.takes_word and least <= claim.generation <= shapes.MAX_GENERATION:
             if group is not None:
-                self._groups.take_away(group, PoisonReason.CLOSED, "a newer generation came back")
+                self._groups.take_away(group, PoisonReason.CLOSED, "a newer state of it came back")
             group = self._make(session, claim)
         if group is None:
             raise StaleHandleError(

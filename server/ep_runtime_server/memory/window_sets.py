@@ -84,8 +84,9 @@ class WindowSet:
 
     def hold(self, session_id: str) -> None:
         """The session has descriptors from now on."""
-        self.holders.add(session_id)
-        self.on_change(self)
+        if session_id not in self.holders:
+            self.holders.add(session_id)
+            self.on_change(self)
 
     def adopt(self, found: dict[int, Allocation], mapped: mmap.mmap | None) -> None:
         """Takes checked allocations by world rank, and the board's mapping where it is there."""
