@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
+import time
 
 import pytest
-from harness import FakeClock
+from harness import FakeClock, eventually
 from raw_client import connect, receive
 
 from ep_runtime import errors
@@ -14,6 +17,8 @@ from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_server.base import event_file, events
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers import credentials
+
+MOST_S = 1.0
 
 
 @pytest.fixture
@@ -92,11 +97,14 @@ def test_events_and_their_numbers_outlive_the_daemon(log, tmp_path):
     for number in range(5):
         log.add("group.formed", f"{number}", session_id="s", group="g", generation=number)
     before = log.after(0)
+    asyncio.run(log.written())
     again = EventLog(FakeClock(), tmp_path / "events")  # of a daemon that was killed: no close
     assert again.after(0)[:5] == before
     assert kinds(again)[5:] == ["server.events_kept"]
     again.add("group.formed", "new")
     assert [event.sequence for event in again.after(5)] == [6, 7]
+    for each in (log, again):
+        each.close()
 
 
 def test_a_daemon_that_starts_again_tells_of_the_one_before(daemon_process, restarted):
@@ -119,6 +127,7 @@ def odd_lines(line: bytes) -> list[bytes]:
 
 def test_lines_that_are_no_events_are_left_out(log, tmp_path):
     log.add("group.formed", "good", generation=1)
+    log.close()
     path = tmp_path / "events"
     good = path.read_bytes().strip()
     path.write_bytes(b"\n".join([*odd_lines(good), good, good, b'[2, 3.0, "torn']))
@@ -134,6 +143,9 @@ def test_the_file_is_as_long_as_what_is_kept(log, tmp_path, monkeypatch):
     monkeypatch.setattr(events, "MAX_EVENTS_PER_RING", 50)
     for number in range(5000):
         log.add("session.hello", "x" * 100, number=number)
+        if number % 100 == 0:
+            asyncio.run(log.written())
+    log.close()
     assert os.path.getsize(tmp_path / "events") < 110_000
     again = EventLog(FakeClock(), tmp_path / "events")
     assert again.after(0)[-2].fields == {"number": 4999}
@@ -144,3 +156,35 @@ def test_a_file_that_cannot_be_written_hurts_nobody(tmp_path):
     log = EventLog(FakeClock(), tmp_path / "events")
     log.add("group.formed", "x")
     assert kinds(log) == ["group.formed"]
+    log.close()
+
+
+class Disk:
+    """In the place of os.write: takes nothing until it is let go."""
+
+    def __init__(self, monkeypatch):
+        self.goes_on = threading.Event()
+        self._write = os.write
+        monkeypatch.setattr(event_file.os, "write", self.write)
+
+    def write(self, fd, data):
+        assert self.goes_on.wait(10.0)
+        return self._write(fd, data)
+
+
+def test_a_disk_that_takes_nothing_holds_nobody_and_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_file, "MAX_WAITING", 10)
+    monkeypatch.setattr(event_file, "WRITTEN_WITHIN_S", 0.1)
+    log, disk = EventLog(FakeClock(), tmp_path / "events"), Disk(monkeypatch)
+    started = time.monotonic()
+    for number in range(100):
+        log.add("session.hello", f"{number}")
+    asyncio.run(log.written())
+    assert time.monotonic() - started < MOST_S
+    disk.goes_on.set()
+    eventually(lambda: log._file._beside.empty)
+    log.tick()  # writes what had no room
+    log.close()
+    again = EventLog(FakeClock(), tmp_path / "events")
+    assert [event.message for event in again.after(0)][:100] == [f"{n}" for n in range(100)]
+    again.close()

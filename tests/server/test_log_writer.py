@@ -15,8 +15,9 @@ import pytest
 from harness import FakeClock, eventually
 
 from ep_runtime_server.base import limits
+from ep_runtime_server.base.beside import END_S
 from ep_runtime_server.base.events import EventLog, JsonLines
-from ep_runtime_server.base.log_writer import END_S, LogWriter
+from ep_runtime_server.base.log_writer import LogWriter
 
 PIPE_BYTES = 4096
 MOST_S = 1.0  # for an answer
@@ -54,7 +55,7 @@ def test_lines_that_nobody_reads_are_counted_and_told_once_there_is_room(pipe):
     log = LogWriter(pipe[1], max_lines=10)
     os.write(pipe[1], b"x" * PIPE_BYTES)
     log.emit(record("the thread waits with this one"))
-    eventually(log._lines.empty)
+    eventually(lambda: log.beside.empty)
     for number in range(50):
         log.emit(record(f"{number}"))
     assert log.take_lost() == 0  # to tell it now would be lost as well

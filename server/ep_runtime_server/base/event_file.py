@@ -1,44 +1,53 @@
 """Events in a file, one JSON line each: what a daemon that starts again still tells.
 
 Nothing depends on it. Where it cannot be written, or a line of it is none of ours, events are lost
-and the daemon goes on.
+and the daemon goes on. It is written beside the event loop: a disk may take long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import heapq
 import json
+import operator
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ep_runtime_server.base.beside import Beside
+
 REWRITE_AT_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 10
+MAX_WAITING = 1000  # lines
+WRITTEN_WITHIN_S = 1.0
 
 # sequence, wall_s, kind, session_id, group, message, fields
 Values = tuple[int, float, str, str, str, str, dict[str, Any]]
 _TYPES: tuple[Any, ...] = (int, (int, float), str, str, str, str, dict)
 
 
-def _line(values: tuple[Any, ...]) -> bytes:
+def _line(values: Values) -> bytes:
     return json.dumps(values, separators=(",", ":"), default=str).encode() + b"\n"
 
 
 class EventFile:
-    """Written line by line: what a killed daemon said is there."""
+    """Written line by line: what a killed daemon said, and waited to be `written`, is there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
-        self._bytes = self._rewritten_bytes = 0
-        self._open(path, os.O_APPEND)
+        self._rewritten_bytes = 0
+        self._open()
+        self._bytes = os.fstat(self._fd).st_size if self._fd >= 0 else 0  # since it was rewritten
+        self._gap = self._rewriting = False
+        self._beside = Beside("events", MAX_WAITING)
 
-    def _open(self, path: Path, how: int) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.suppress(OSError):
-            self._fd = os.open(path, flags | how, 0o600)
-            self._bytes = os.fstat(self._fd).st_size
+            self._fd = os.open(self._path, flags, 0o600)
 
     def read(self) -> Iterator[Values]:
         """What is there, by number; lines that are no events are left out."""
@@ -57,35 +66,56 @@ class EventFile:
 
     @property
     def wants_rewriting(self) -> bool:
-        """Whether most of it is of events that nobody keeps any more."""
-        return self._bytes > max(REWRITE_AT_BYTES, 2 * self._rewritten_bytes)
+        """Whether most of it is of events that nobody keeps any more, or some had no room."""
+        much = self._bytes > max(REWRITE_AT_BYTES, self._rewritten_bytes)
+        return (much or self._gap) and not self._rewriting and not self._beside.full
 
-    def append(self, values: tuple[Any, ...]) -> None:
-        self._write(_line(values))
+    def append(self, values: Values) -> None:
+        """Never waits."""
+        line = _line(values)
+        if len(line) <= MAX_LINE_BYTES:
+            self._bytes += len(line)
+            self._gap |= not self._beside.put(functools.partial(self._write, line))
 
     def _write(self, data: bytes) -> None:
-        if self._fd >= 0 and len(data) <= MAX_LINE_BYTES:
+        if self._fd >= 0:
             with contextlib.suppress(OSError):
-                self._bytes += os.write(self._fd, data)
+                os.write(self._fd, data)
 
-    def rewrite(self, events: Iterable[tuple[Any, ...]]) -> None:
-        """Puts a file of these events alone in the place of the old one."""
+    async def written(self) -> None:
+        """Returns when a daemon that starts again will know what was appended so far, or after
+        WRITTEN_WITHIN_S."""
+        await self._beside.settle(WRITTEN_WITHIN_S)
+
+    def rewrite(self, rings: Sequence[Sequence[Values]]) -> None:
+        """Puts a file of the events of these lists alone in the place of the old one. Never
+        waits."""
+        if self._beside.put(functools.partial(self._rewrite, rings)):
+            self._gap, self._rewriting, self._bytes = False, True, 0
+
+    def _rewrite(self, rings: Sequence[Sequence[Values]]) -> None:
+        events = heapq.merge(*rings, key=operator.itemgetter(0))
         fresh = self._path.with_name(f"{self._path.name}.new")
         data = b"".join(line for event in events if len(line := _line(event)) <= MAX_LINE_BYTES)
-        self._rewritten_bytes = len(data)
         try:
             fresh.unlink(missing_ok=True)
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
             os.rename(fresh, self._path)
-        except OSError:
-            self._rewritten_bytes = self._bytes  # not again with every event
+        except OSError:  # the old one goes on
             return
-        self.close()
-        self._open(self._path, os.O_APPEND)
+        finally:
+            self._rewritten_bytes, self._rewriting = len(data), False
+        self._close()
+        self._open()
 
     def close(self) -> None:
+        """Writes what is left, as far as the disk takes it in time."""
+        if self._beside.end():
+            self._close()
+
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

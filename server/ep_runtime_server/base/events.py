@@ -8,14 +8,13 @@ cause them. Events live on in a file, with their numbers, for a daemon that star
 from __future__ import annotations
 
 import collections
-import dataclasses
 import heapq
 import json
 import logging
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.event_file import EventFile
@@ -36,8 +35,7 @@ _DENIED = "denied"
 logger = logging.getLogger("ep_runtime_server")
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     sequence: int
     wall_s: float
     kind: str
@@ -113,10 +111,13 @@ class EventLog:
         )
         self._ring(kind).append(event)
         if self._file is not None:
-            self._file.append(dataclasses.astuple(event))
-            if self._file.wants_rewriting:
-                self._file.rewrite(dataclasses.astuple(event) for event in self.after(0))
+            self._file.append(event)
+            self._tidy(self._file)
         logger.log(level, message, extra={"event": event})
+
+    def _tidy(self, file: EventFile) -> None:
+        if file.wants_rewriting:
+            file.rewrite([list(ring) for ring in self._rings.values()])
 
     def deny(self, kind: str, cause: object, message: str, **fields: Any) -> None:
         """A denial, which ends in "denied"; told unless there were many of that cause, or of all.
@@ -138,6 +139,8 @@ class EventLog:
 
     def tick(self) -> None:
         """Says now and then how many denials were not told one by one, and what the log lost."""
+        if self._file is not None:
+            self._tidy(self._file)
         now_s = self._clock.monotonic_s()
         if now_s - self._told_s < TELL_SUPPRESSED_EVERY_S:
             return
@@ -155,6 +158,12 @@ class EventLog:
             [event for event in ring if event.sequence > sequence] for ring in self._rings.values()
         ]
         return list(heapq.merge(*rings, key=operator.attrgetter("sequence")))
+
+    async def written(self) -> None:
+        """Returns when a daemon that starts again will tell of all that happened so far; where the
+        disk does not take it, soon."""
+        if self._file is not None:
+            await self._file.written()
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,0 +1,65 @@
+"""Work beside the event loop, in order, on a thread of its own: a pipe or a disk may take long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+END_S = 1.0
+
+Work = Callable[[], None]
+
+
+class Beside:
+    """Does one piece of work after the other. What is put in raises nothing."""
+
+    def __init__(self, name: str, most_waiting: int) -> None:
+        self._work: queue.Queue[Work | None] = queue.Queue(most_waiting)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing waits; the last piece may still be under way."""
+        return self._work.empty()
+
+    @property
+    def full(self) -> bool:
+        return self._work.full()
+
+    def put(self, work: Work) -> bool:
+        """Whether there is room for it. Never waits."""
+        try:
+            self._work.put_nowait(work)
+        except queue.Full:
+            return False
+        return True
+
+    async def settle(self, within_s: float) -> None:
+        """Returns when all that was put in before is done, or after that time."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(done.set)
+
+        if self.put(tell):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await done.wait()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def end(self) -> bool:
+        """Does what is left, as far as it gets in time; whether that was all of it."""
+        try:
+            self._work.put(None, timeout=END_S)
+        except queue.Full:
+            return False
+        self._thread.join(END_S)
+        return not self._thread.is_alive()
