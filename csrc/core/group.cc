@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "core/registry.h"
+#include "core/runs.h"
 #include "core/stale.h"
 
 namespace ep_runtime {
@@ -259,9 +259,9 @@ void Group::Close(int64_t timeout_ns) {
 }
 
 Status Group::RunFailure(uint64_t run) {
-  Process& process = ThisProcess();
-  if (several_processes()) failures_.Import(&process.failed_runs);
-  return process.failed_runs.Get(run, process.launches);
+  Runs& runs = ThisProcessRuns();
+  if (several_processes()) failures_.Import(&runs.failed_runs);
+  return runs.failed_runs.Get(run, runs.launches);
 }
 
 void Group::FailRun(uint64_t run, const Status& error) {
@@ -269,11 +269,11 @@ void Group::FailRun(uint64_t run, const Status& error) {
     RecordError(error.text());
     return;
   }
-  Process& process = ThisProcess();
-  const bool is_new = process.failed_runs.Add(run, error);
+  Runs& runs = ThisProcessRuns();
+  const bool is_new = runs.failed_runs.Add(run, error);
   if (is_new && several_processes()) {
     // Who has not reached that site yet will: whatever it depends on is done everywhere.
-    const auto reached = process.launches.ReachedIn(run);
+    const auto reached = runs.launches.ReachedIn(run);
     if (!reached.empty()) failures_.Publish(reached.front(), error);
   }
   RecordError(error.text());

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/meeting.h"
-#include "core/registry.h"
+#include "core/runs.h"
 
 namespace ep_runtime {
 namespace {
@@ -66,7 +66,7 @@ MeetingPlace::Misfit MeetingPlace::FindMisfit(const MeetingSlot& slot) {
     found.other = {each.site_name, static_cast<uint32_t>(each.key[1])};
     // Every site of this run's program has a name here by now, so a name that has not is of
     // another program. Where XLA names one run differently, the budget decides.
-    found.certain = each.run == slot.run && !ThisProcess().site_names.Contains(each.site_name);
+    found.certain = each.run == slot.run && !ThisProcessRuns().site_names.Contains(each.site_name);
   }
   lock.Unlock();
   return found;

@@ -1,10 +1,8 @@
 #include "core/registry.h"
 
-#include <pthread.h>
-
-#include <atomic>
 #include <mutex>
 
+#include "core/per_process.h"
 #include "core/stale.h"
 
 namespace ep_runtime {
@@ -92,23 +90,6 @@ Status Registry::Resolve(uint64_t layer_id, uint64_t fingerprint, LayerEntry* la
   return Status();
 }
 
-namespace {
-
-std::atomic<Process*> process{nullptr};
-
-void ForgetParent() { process.store(new Process, std::memory_order_release); }
-
-}  // namespace
-
-Process& ThisProcess() {
-  static std::once_flag once;
-  // Never destroyed: XLA's threads may still end calls while the process exits. What a fork
-  // abandons leaks in the child for the same reason.
-  std::call_once(once, [] {
-    process.store(new Process, std::memory_order_release);
-    pthread_atfork(nullptr, nullptr, ForgetParent);
-  });
-  return *process.load(std::memory_order_acquire);
-}
+Process& ThisProcess() { return OfThisProcess<Process>(); }
 
 }  // namespace ep_runtime

@@ -9,10 +9,7 @@
 #include <vector>
 
 #include "core/call_threads.h"
-#include "core/failed_runs.h"
 #include "core/group.h"
-#include "core/launches.h"
-#include "core/site_names.h"
 
 namespace ep_runtime {
 
@@ -56,13 +53,8 @@ class Registry {
   std::unordered_map<uint64_t, Registered> layers_;
 };
 
-// What one process has once. A forked child gets a fresh one: its parent's threads are gone and
-// its mappings too, so it must open groups of its own.
 struct Process {
   Registry registry;
-  FailedRuns failed_runs;
-  SiteNames site_names;
-  Launches launches;
   CallThreads threads;
 };
 Process& ThisProcess();

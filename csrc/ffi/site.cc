@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "core/registry.h"
+#include "core/runs.h"
 
 namespace ep_runtime {
 namespace {
@@ -16,14 +16,14 @@ const XLA_FFI_TypeInfo SiteState::info = xla::ffi::MakeTypeInfo<SiteState>();
 
 Site::Site(const SiteKind& kind)
     : id_(++last_site),
-      name_(ThisProcess().site_names.Next(kind)),
-      born_(ThisProcess().launches.Now()) {}
+      name_(ThisProcessRuns().site_names.Next(kind)),
+      born_(ThisProcessRuns().launches.Now()) {}
 
 Site::Turn Site::Next(uint64_t run, int32_t device) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto [found, is_new] = calls_.try_emplace(run);
   if (is_new) {
-    found->second.launch = ThisProcess().launches.NumberOf(run, name_.name, born_);
+    found->second.launch = ThisProcessRuns().launches.NumberOf(run, name_.name, born_);
     order_.push_back(run);
     if (order_.size() > kMaxRuns) {
       calls_.erase(order_.front());

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/registry.h"
+#include "core/runs.h"
 #include "ffi/call_frame.h"
 #include "ffi/read_call.h"
 #include "ffi/site.h"
@@ -99,7 +100,7 @@ Status RunCall(const Pending& pending) {
 // here, so it comes last and with nothing held.
 void Finish(std::unique_ptr<Pending> pending) {
   const Status status = RunCall(*pending);
-  if (!status.ok()) ThisProcess().failed_runs.Add(pending->run, status);
+  if (!status.ok()) ThisProcessRuns().failed_runs.Add(pending->run, status);
   ffi::Promise promise = std::move(pending->promise);
   pending.reset();
   if (status.ok()) {
@@ -122,7 +123,7 @@ ffi::Future Execute(ffi::RunId run, int32_t device, SiteState* state, ffi::Dicti
   Status status = ReadFrame(args, rets, &pending->frame);
   if (status.ok()) status = ReadAttributes(attrs, &pending->attributes);
   if (!status.ok()) {
-    ThisProcess().failed_runs.Add(pending->run, status);
+    ThisProcessRuns().failed_runs.Add(pending->run, status);
     pending->promise.SetError(ToXla(status));
     return future;
   }
