@@ -1,4 +1,4 @@
-"""The structs, enums and constants of a group's board: the mirror of `csrc/core/board.h`.
+"""The structs, enums and constants of a group's board: the mirror of `csrc/core/memory/board.h`.
 
 A test compares every size and offset with the native library. All integers are little-endian and
 naturally aligned; every struct is a whole number of 64-byte lines.

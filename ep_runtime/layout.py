@@ -1,7 +1,7 @@
 """Integer arithmetic of slabs and lanes: who holds which expert, and how many rows fit.
 
 Pure Python integers, no array library: the same functions serve the client, the daemon and the
-tests. The native library repeats the parts that run per step in `csrc/core/layout.h`.
+tests. The native library repeats the parts that run per step in `csrc/core/memory/layout.h`.
 
 Shape letters: T tokens of one rank, K top_k, E experts, N ranks of one EP group, L experts of one
 rank, C rows of one slab.

@@ -73,7 +73,7 @@ class OnGpus:
 
 
 def _settings(spec: GroupSpec) -> str:
-    """A line for each setting of one value, as `csrc/core/settings.h` reads them."""
+    """A line for each setting of one value, as `csrc/core/base/settings.h` reads them."""
     lines: dict[str, int | str] = {}
     for name, value in spec.to_dict().items():
         if isinstance(value, float):

@@ -26,7 +26,7 @@ _NCCL = ("api.cc", "communicator.cc", "communicators.cc", "exchange.cc", "group.
 
 def _compile(name: str, sources: list[Path], *options: str) -> Path:
     """The library of these sources; built once for all processes, and again when they change."""
-    headers = (*_SOURCES.glob("core/*.h"), *_SOURCES.glob("ffi/nccl/nccl_table.h"))
+    headers = (*_SOURCES.glob("core/*/*.h"), *_SOURCES.glob("ffi/nccl/nccl_table.h"))
     read = [*sources, *sorted(_SOURCES.glob("cuda/nccl/*")), *sorted(headers)]
     said = " ".join(options).encode()
     key = hashlib.sha256(said.join(path.read_bytes() for path in read)).hexdigest()[:16]
@@ -61,7 +61,7 @@ def edge_library() -> Path:
     sources = [
         *(_SOURCES / "cuda" / "nccl" / name for name in _NCCL),
         _SOURCES / "ffi" / "nccl" / "nccl_table.cc",
-        _SOURCES / "core" / "status.cc",
+        _SOURCES / "core" / "base" / "status.cc",
         _OURS / "test_edge.cc",
     ]
     options = (f"-I{_SOURCES}", f'-DEP_RUNTIME_NCCL_SONAME="{_SONAME}"', "-Wall", "-Wextra")

@@ -1,7 +1,7 @@
 #ifndef EP_RUNTIME_CPU_DISPATCH_KERNELS_H_
 #define EP_RUNTIME_CPU_DISPATCH_KERNELS_H_
 
-#include "core/call.h"
+#include "core/groups/call.h"
 #include "cpu/plan_view.h"
 #include "cpu/row_ops.h"
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/plan.h"
+#include "core/memory/plan.h"
 
 namespace ep_runtime {
 namespace {

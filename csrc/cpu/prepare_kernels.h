@@ -1,7 +1,7 @@
 #ifndef EP_RUNTIME_CPU_PREPARE_KERNELS_H_
 #define EP_RUNTIME_CPU_PREPARE_KERNELS_H_
 
-#include "core/call.h"
+#include "core/groups/call.h"
 #include "cpu/plan_view.h"
 
 namespace ep_runtime {

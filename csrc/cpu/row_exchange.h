@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/call.h"
+#include "core/groups/call.h"
 #include "cpu/plan_view.h"
 
 namespace ep_runtime {

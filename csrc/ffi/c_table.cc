@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/board.h"
-#include "core/registry.h"
+#include "core/groups/registry.h"
+#include "core/memory/board.h"
 
 namespace ep_runtime {
 

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <memory>
 
-#include "core/group.h"
-#include "core/layout.h"
-#include "core/status.h"
+#include "core/base/status.h"
+#include "core/groups/group.h"
+#include "core/memory/layout.h"
 #include "ffi/target.h"
 
 namespace ep_runtime {
@@ -34,7 +34,7 @@ struct EpGroupOptions {
   int64_t max_top_k;
   int64_t max_token_bytes;
   int64_t lanes;
-  const char* settings;  // every setting of the group, as core/settings.h reads them
+  const char* settings;  // every setting of the group, as core/base/settings.h reads them
   int32_t debug;
   int32_t tell_progress;  // devices write what they do to the board
   const int64_t* local_ranks;

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/registry.h"
+#include "core/groups/registry.h"
 #include "cpu/row_ops.h"
 #include "ffi/c_table.h"
 #include "ffi/site.h"

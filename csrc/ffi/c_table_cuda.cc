@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/registry.h"
+#include "core/groups/registry.h"
 #include "cuda/device/device_group.h"
 #include "cuda/device/driver.h"
 #include "cuda/device/group_device.h"

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/call.h"
+#include "core/groups/call.h"
 #include "cpu/plan_view.h"
 #include "cpu/row_ops.h"
 #include "xla/ffi/api/ffi.h"

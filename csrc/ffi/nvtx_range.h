@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "core/board.h"
+#include "core/memory/board.h"
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "core/status.h"
+#include "core/base/status.h"
 #include "ffi/call_frame.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "core/runs.h"
+#include "core/runs/runs.h"
 
 namespace ep_runtime {
 namespace {

@@ -7,9 +7,9 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "core/launches.h"
-#include "core/meeting.h"
-#include "core/site_names.h"
+#include "core/meeting/meeting.h"
+#include "core/runs/launches.h"
+#include "core/runs/site_names.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ep_runtime {

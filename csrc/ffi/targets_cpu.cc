@@ -2,8 +2,8 @@
 #include <string>
 #include <utility>
 
-#include "core/registry.h"
-#include "core/runs.h"
+#include "core/groups/registry.h"
+#include "core/runs/runs.h"
 #include "ffi/call_frame.h"
 #include "ffi/read_call.h"
 #include "ffi/site.h"

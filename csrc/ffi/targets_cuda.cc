@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "core/registry.h"
+#include "core/groups/registry.h"
 #include "cuda/device/driver.h"
 #include "ffi/cuda_call.h"
 #include "ffi/gemm/grouped_gemm_ffi_cuda.h"

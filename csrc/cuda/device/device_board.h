@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/group.h"
+#include "core/groups/group.h"
 #include "cuda/device/device_group.h"
 
 namespace ep_runtime {

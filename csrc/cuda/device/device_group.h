@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "core/layout.h"
+#include "core/memory/layout.h"
 
 namespace ep_runtime {
 namespace cuda {

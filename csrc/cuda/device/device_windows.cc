@@ -1,6 +1,6 @@
 #include "cuda/device/device_windows.h"
 
-#include "core/layout.h"
+#include "core/memory/layout.h"
 
 namespace ep_runtime {
 namespace cuda {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/status.h"
+#include "core/base/status.h"
 #include "cuda/device/driver.h"
 
 namespace ep_runtime {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/registry.h"
+#include "core/groups/registry.h"
 
 namespace ep_runtime {
 namespace cuda {

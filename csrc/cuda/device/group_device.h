@@ -11,7 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/group.h"
+#include "core/groups/group.h"
 #include "cuda/device/device_board.h"
 #include "cuda/device/device_group.h"
 #include "cuda/device/device_windows.h"

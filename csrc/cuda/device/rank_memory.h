@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/group.h"
+#include "core/groups/group.h"
 #include "cuda/device/device_group.h"
 #include "cuda/movement/prepare_kernels.h"
 

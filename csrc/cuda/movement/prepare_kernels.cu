@@ -148,7 +148,7 @@ __device__ int64_t Zones(const int32_t* demand, int experts, int64_t level, int3
   return rows;
 }
 
-// The rule of KeptRows in core/plan.cc, by one warp.
+// The rule of KeptRows in core/memory/plan.cc, by one warp.
 __device__ void KeepRows(const int32_t* demand, int experts, int32_t capacity, int32_t alignment,
                          int32_t* kept) {
   const int lane = threadIdx.x % 32;
@@ -180,8 +180,8 @@ __device__ void KeepRows(const int32_t* demand, int experts, int32_t capacity, i
   }
 }
 
-// From the count matrix, what LayOutRows of core/plan.cc computes, and where this block's rows
-// start.
+// From the count matrix, what LayOutRows of core/memory/plan.cc computes, and where this block's
+// rows start.
 __device__ void LayOutRows(const DeviceCall& call, const PrepareParams& params,
                            const Experts& experts, int num_experts) {
   const int64_t stride = call.group->source_counts_bytes / 4;

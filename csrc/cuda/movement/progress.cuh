@@ -7,7 +7,7 @@
 
 #include <cstddef>
 
-#include "core/board.h"
+#include "core/memory/board.h"
 #include "cuda/device/device_group.h"
 
 namespace ep_runtime {

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <string>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 namespace ep_runtime {
 namespace nccl {

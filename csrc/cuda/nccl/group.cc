@@ -3,7 +3,7 @@
 #include <chrono>
 #include <utility>
 
-#include "core/stale.h"
+#include "core/groups/stale.h"
 
 namespace ep_runtime {
 namespace nccl {

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/plan.h"
+#include "core/memory/plan.h"
 #include "cuda/device/device_group.h"
 
 namespace gpu_test {

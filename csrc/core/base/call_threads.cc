@@ -1,0 +1,83 @@
+#include "core/base/call_threads.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <utility>
+
+#include "core/base/float_mode.h"
+
+namespace ep_runtime {
+namespace {
+
+constexpr size_t kStackBytes = 8 << 20;
+constexpr auto kIdleTime = std::chrono::seconds(30);
+
+struct Launch {
+  CallThreads* threads;
+  std::function<void()> work;
+};
+
+}  // namespace
+
+void CallThreads::Run(std::function<void()> work) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!idle_.empty()) {
+      Worker* worker = idle_.back();
+      idle_.pop_back();
+      worker->work = std::move(work);
+      worker->wake.notify_one();
+      return;
+    }
+  }
+  Start(std::move(work));
+}
+
+void CallThreads::Start(std::function<void()> work) {
+  auto launch = std::make_unique<Launch>(Launch{this, std::move(work)});
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  pthread_t thread;
+  const int failed = pthread_create(&thread, &attributes, &CallThreads::ThreadMain, launch.get());
+  pthread_attr_destroy(&attributes);
+  if (failed == 0) {
+    launch.release();
+    return;
+  }
+  // No thread to be had: run here. The call may then hold up the thread that would have brought
+  // its peers, but its wait is bounded and ends with an error that names them.
+  launch->work();
+}
+
+void* CallThreads::ThreadMain(void* self) {
+  std::unique_ptr<Launch> launch(static_cast<Launch*>(self));
+  pthread_setname_np(pthread_self(), "ep-call");
+  FlushSubnormals();
+  CallThreads* threads = launch->threads;
+  std::function<void()> work = std::move(launch->work);
+  launch.reset();
+  threads->Serve(std::move(work));
+  return nullptr;
+}
+
+void CallThreads::Serve(std::function<void()> first) {
+  Worker self;
+  self.work = std::move(first);
+  for (;;) {
+    self.work();
+    self.work = nullptr;  // releases what the call held before this thread goes idle
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.push_back(&self);
+    if (!self.wake.wait_for(lock, kIdleTime, [&] { return self.work != nullptr; })) {
+      idle_.erase(std::find(idle_.begin(), idle_.end(), &self));
+      return;
+    }
+  }
+}
+
+}  // namespace ep_runtime

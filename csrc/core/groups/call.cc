@@ -1,0 +1,241 @@
+#include "core/groups/call.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace ep_runtime {
+
+Call::Call(CallContext context)
+    : context_(std::move(context)),
+      ep_rank_(context_.world_rank % context_.group->sizes().ep_size),
+      ep_size_(context_.group->sizes().ep_size),
+      first_rank_(context_.world_rank - ep_rank_),
+      place_(context_.group->domain(first_rank_ / ep_size_)),
+      telemetry_(context_.group->telemetry(context_.world_rank)) {
+  record_.op = context_.op;
+  record_.layer_id = context_.layer.id;
+  record_.handle = context_.handle;
+  telemetry_.Open(&record_);
+}
+
+Call::~Call() {
+  WriteHandle(/*running=*/false);
+  telemetry_.Close(&record_, rows_, dropped_rows_);
+}
+
+std::vector<int64_t> Call::Ring() const {
+  std::vector<int64_t> ring(ep_size_);
+  for (int64_t i = 0; i < ep_size_; ++i) ring[i] = (ep_rank_ + i) % ep_size_;
+  return ring;
+}
+
+Status Call::TimedOut(int64_t waited_ns, int64_t waiting_for) const {
+  const double waited_s = static_cast<double>(waited_ns) * 1e-9;
+  const std::string peer = waiting_for < 0 ? "a lane" : "rank " + std::to_string(waiting_for);
+  return Error(Code::kDeadlineExceeded, "OpTimeoutError")
+      .Says("rank " + std::to_string(context_.world_rank) + " waited " + std::to_string(waited_s) +
+            " s in " + OpName(context_.op) + " of layer " + context_.layer.name + " for " + peer)
+      .With("rank", waiting_for)
+      .With("layer", context_.layer.name)
+      .With("op", std::string(OpName(context_.op)))
+      .With("epoch", static_cast<int64_t>(record_.epoch))
+      .With("waited_s", waited_s);
+}
+
+// What ends a wait besides its word. A closed group only ends meetings that are not complete:
+// a call with all ranks inside finishes by itself.
+Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const {
+  EP_RETURN_IF_ERROR(group().RunFailure(context_.run));
+  EP_RETURN_IF_ERROR(
+      group().Alive(context_.layer.name, context_.op, static_cast<int64_t>(record_.epoch)));
+  if (gathering && group().closed()) return group().ClosedError(context_.layer.name);
+  const int64_t waited_ns = NowNs() - started_ns;
+  if (waited_ns < group().options().op_timeout_ns) return Status();
+  return TimedOut(waited_ns, waiting_for);
+}
+
+// Sleeps end at the budget, and often enough to see a poison or a failed run.
+int64_t Call::SliceNs(int64_t started_ns) const {
+  const int64_t left_ns = started_ns + group().options().op_timeout_ns - NowNs();
+  return std::clamp(left_ns, int64_t{100'000}, kWaitSliceNs);
+}
+
+// What shows, while ranks of several processes gather, that some will not come. A rank that is
+// only late is waited for; where the wait ends at its budget, calls that missed each other are
+// named.
+Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t first_rank,
+                           int64_t started_ns) const {
+  if (!group().several_processes()) return Status();
+  for (int rank = 0; rank < place.ranks(); ++rank) {
+    // In this order: a rank joins its last call before its process leaves.
+    if (group().HasLeft(first_rank + rank) && !place.Joined(slot, rank)) {
+      return group().LeftError(context_.layer.name, context_.op, first_rank + rank);
+    }
+  }
+  const int64_t waited_ns = NowNs() - started_ns;
+  if (waited_ns < MeetingPlace::kMisfitNs) return Status();
+  const MeetingPlace::Misfit misfit = place.FindMisfit(slot);
+  const bool over = waited_ns >= group().options().op_timeout_ns;
+  if (misfit.text.empty() || !(misfit.certain || over)) return Status();
+  const Status error =
+      Error(Code::kFailedPrecondition, "SpecMismatchError")
+          .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name + " handle " +
+                std::to_string(context_.handle) +
+                ": ranks wait for each other in different calls: " + misfit.text +
+                "; the processes compiled or ran different programs. Compile the same programs in "
+                "the same order everywhere, use different handles for calls that do not depend on "
+                "each other, or restart all processes together")
+          .With("object", std::string("call"))
+          .With("rank", context_.world_rank)
+          .With("layer", context_.layer.name)
+          .With("op", std::string(OpName(context_.op)))
+          .With("calls", misfit.text);
+  group().FailElsewhere(misfit.other, error);  // by our names those who wait there do not find it
+  return error;
+}
+
+Status Call::FailedOnPeer(int64_t rank) const {
+  return Error(Code::kAborted, "PeerLostError")
+      .Says(std::string(OpName(context_.op)) + " of layer " + context_.layer.name +
+            " failed on a peer")
+      .With("rank", rank)
+      .With("layer", context_.layer.name)
+      .With("op", std::string(OpName(context_.op)))
+      .With("epoch", static_cast<int64_t>(record_.epoch));
+}
+
+// Records the error for the other calls of this run before anybody is woken to look for it.
+Status Call::Failed(Status error) {
+  group().FailRun(context_.run, error);
+  return error;
+}
+
+Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
+                  MeetingSlot** out) {
+  const CallTag tag{context_.key, context_.run,      context_.site,
+                    context_.op,  context_.layer.id, context_.handle};
+  const int64_t started_ns = NowNs();
+  // A run that failed on another device must not open meetings that nobody else will join.
+  EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));
+  MeetingSlot* slot = nullptr;
+  Status joined = place.Join(tag, rank, verdict, &slot);
+  if (!joined.ok()) {
+    EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));  // a poison says more
+    return joined;
+  }
+  for (;;) {
+    const uint32_t state = slot->state.load(std::memory_order_acquire);
+    if (state == kSlotGranted) break;
+    const int missing = place.FirstMissing(*slot);
+    const int64_t waiting_for = missing < 0 ? -1 : first_rank + missing;
+    Status error;
+    if (state == kSlotGathering) error = LookForAbsent(place, *slot, first_rank, started_ns);
+    if (error.ok()) error = Look(started_ns, state == kSlotGathering, waiting_for);
+    if (error.ok() && state == kSlotFailed) error = FailedOnPeer(waiting_for);
+    if (!error.ok()) {
+      error = Failed(std::move(error));
+      place.Leave(slot, /*failed=*/true);
+      return error;
+    }
+    telemetry_.Update(&record_, RankState::kMeeting, static_cast<int32_t>(waiting_for));
+    FutexWait(&slot->state, state, SliceNs(started_ns));
+  }
+  *out = slot;
+  return Status();
+}
+
+Status Call::Run(const std::function<Status(Call&)>& body) {
+  MeetingSlot* slot = nullptr;
+  Status status = Meet(place_, static_cast<int>(ep_rank_), first_rank_, Verdict(), &slot);
+  if (!status.ok()) return Failed(std::move(status));
+  record_.lane = slot->lane;
+  record_.epoch = slot->epoch;
+  telemetry_.Update(&record_, RankState::kRunning, -1);
+  WriteHandle(/*running=*/true);
+  status = body(*this);
+  if (!status.ok()) {
+    status = Failed(std::move(status));
+    place_.lane(record_.lane).failed.store(1, std::memory_order_release);
+    for (int rank = 0; rank < place_.ranks(); ++rank) {
+      FutexWakeAll(&place_.phase(record_.lane, rank));
+    }
+  }
+  place_.Leave(slot, !status.ok());
+  return status;
+}
+
+Status Call::GatherVerdict(int64_t demand, int64_t capacity) {
+  Verdict mine;
+  if (demand > capacity) mine = {static_cast<int32_t>(context_.world_rank), demand, capacity};
+  MeetingPlace& world = group().world();
+  MeetingSlot* slot = nullptr;
+  Status status = Meet(world, static_cast<int>(context_.world_rank), 0, mine, &slot);
+  if (!status.ok()) return Failed(std::move(status));
+  const Verdict all{slot->verdict_rank, slot->verdict_demand, slot->verdict_capacity};
+  world.Leave(slot, /*failed=*/false);
+  if (all.rank < 0) return Status();
+  return Failed(OverflowError(context_.layer.name, all.rank, all.demand, all.capacity));
+}
+
+void Call::Signal(uint32_t phase) {
+  Word& word = place_.phase(record_.lane, static_cast<int>(ep_rank_));
+  word.store(phase, std::memory_order_release);
+  FutexWakeAll(&word);
+}
+
+Status Call::Await(int64_t source, uint32_t phase) {
+  Word& word = place_.phase(record_.lane, static_cast<int>(source));
+  Word& failed = place_.lane(record_.lane).failed;
+  const int64_t started_ns = NowNs();
+  for (;;) {
+    const uint32_t seen = word.load(std::memory_order_acquire);
+    if (seen >= phase) break;
+    // In this order: a peer tells its error before it says that it failed.
+    const bool peer_failed = failed.load(std::memory_order_acquire) != 0;
+    EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/false, first_rank_ + source));
+    if (peer_failed) return FailedOnPeer(first_rank_ + source);
+    telemetry_.Update(&record_, RankState::kWaiting, static_cast<int32_t>(first_rank_ + source));
+    FutexWait(&word, seen, SliceNs(started_ns));
+  }
+  if (record_.state != RankState::kRunning) {
+    telemetry_.Update(&record_, RankState::kRunning, -1);
+  }
+  return Status();
+}
+
+Status Call::NextReady(std::vector<int64_t>* pending, uint32_t phase, int64_t* source) {
+  size_t chosen = 0;
+  for (size_t i = 0; i < pending->size(); ++i) {
+    const Word& word = place_.phase(record_.lane, static_cast<int>((*pending)[i]));
+    if (word.load(std::memory_order_acquire) >= phase) {
+      chosen = i;
+      break;
+    }
+  }
+  *source = (*pending)[chosen];
+  pending->erase(pending->begin() + static_cast<int64_t>(chosen));
+  return Await(*source, phase);
+}
+
+void Call::WriteHandle(bool running) {
+  const uint32_t index = context_.layer.handle_base + context_.handle;
+  if (index >= kMaxHandles || record_.lane < 0) return;
+  HandleRecord& handle = group().handle_record(index);
+  HandleState state = HandleState::kBusy;
+  if (!running) {
+    const bool ends = context_.op == OpCode::kCombine || context_.op == OpCode::kDispatchBwd;
+    state = ends ? HandleState::kIdle : HandleState::kOpen;
+    handle.rows.fetch_add(rows_, std::memory_order_relaxed);
+    handle.dropped_rows.fetch_add(dropped_rows_, std::memory_order_relaxed);
+    if (context_.world_rank == group().first_here())
+      handle.calls.fetch_add(1, std::memory_order_relaxed);
+  }
+  handle.state.store(static_cast<uint32_t>(state), std::memory_order_relaxed);
+  handle.last_op.store(static_cast<uint32_t>(context_.op), std::memory_order_relaxed);
+  handle.lane.store(record_.lane, std::memory_order_relaxed);
+  handle.epoch.store(record_.epoch, std::memory_order_relaxed);
+  handle.updated_ns.store(static_cast<uint64_t>(NowNs()), std::memory_order_relaxed);
+}
+
+}  // namespace ep_runtime

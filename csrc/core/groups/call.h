@@ -1,0 +1,102 @@
+#ifndef EP_RUNTIME_CORE_GROUPS_CALL_H_
+#define EP_RUNTIME_CORE_GROUPS_CALL_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "core/groups/group.h"
+#include "core/groups/registry.h"
+#include "core/meeting/meeting.h"
+
+namespace ep_runtime {
+
+// Everything that names one rank's part of a call.
+struct CallContext {
+  std::shared_ptr<Group> group;
+  LayerEntry layer;
+  OpCode op = OpCode::kNone;
+  int64_t world_rank = 0;
+  uint32_t handle = 0;
+  CallKey key{};
+  uint64_t run = 0;  // as XLA names it here
+  CallSite site{};
+};
+
+// One rank's part of one call. Between Run's meeting and its end the ranks of the domain share a
+// lane: each writes its part of its peers' windows, signals a phase, and awaits theirs.
+//
+// Every wait is bounded and ends early when the generation is poisoned or the run has failed.
+class Call {
+ public:
+  explicit Call(CallContext context);
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  // Meets the peers, runs `body` with the lane, and gives the lane back. An error of any rank
+  // ends the call on all of them.
+  Status Run(const std::function<Status(Call&)>& body);
+
+  // After Run, in a group with on_overflow="error": tells every rank of the world what this one
+  // demanded. All of them return the same CapacityOverflowError, or none does.
+  Status GatherVerdict(int64_t demand, int64_t capacity);
+
+  // Tells the peers that this rank's writes of `phase` (1, 2, ...) are in their windows.
+  void Signal(uint32_t phase);
+  // Waits until EP rank `source` has signalled `phase`.
+  Status Await(int64_t source, uint32_t phase);
+  // Removes from `pending` a source that has signalled `phase`; waits only when none has.
+  Status NextReady(std::vector<int64_t>* pending, uint32_t phase, int64_t* source);
+
+  Group& group() const { return *context_.group; }
+  const LayerEntry& layer() const { return context_.layer; }
+  int64_t ep_rank() const { return ep_rank_; }
+  int64_t ep_size() const { return ep_size_; }
+  // Sources or destinations, this rank first, then round the ring.
+  std::vector<int64_t> Ring() const;
+
+  // Lane parts of EP rank `dest` that `source` writes.
+  uint8_t* Rows(int64_t dest, int64_t source) const {
+    return group().Rows(first_rank_ + dest, record_.lane, source);
+  }
+  uint8_t* Entries(int64_t dest, int64_t source) const {
+    return group().Entries(first_rank_ + dest, record_.lane, source);
+  }
+  int32_t* Counts(int64_t dest, int64_t source) const {
+    return group().Counts(first_rank_ + dest, record_.lane, source);
+  }
+
+  // Reported to the board when the call ends.
+  void CountRows(int64_t rows, int64_t dropped_rows) {
+    rows_ = rows;
+    dropped_rows_ = dropped_rows;
+  }
+
+ private:
+  Status Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
+              MeetingSlot** slot);
+  Status Look(int64_t started_ns, bool gathering, int64_t waiting_for) const;
+  Status LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t first_rank,
+                       int64_t started_ns) const;
+  Status FailedOnPeer(int64_t rank) const;
+  int64_t SliceNs(int64_t started_ns) const;
+  Status TimedOut(int64_t waited_ns, int64_t waiting_for) const;
+  Status Failed(Status error);
+  void WriteHandle(bool running);
+
+  CallContext context_;
+  int64_t ep_rank_;
+  int64_t ep_size_;
+  int64_t first_rank_;  // world rank of EP rank 0 of this domain
+  MeetingPlace& place_;
+  RankTelemetry& telemetry_;
+  CallRecord record_;
+  int64_t rows_ = 0;
+  int64_t dropped_rows_ = 0;
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_GROUPS_CALL_H_

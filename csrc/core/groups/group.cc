@@ -1,0 +1,300 @@
+#include "core/groups/group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "core/groups/stale.h"
+#include "core/runs/runs.h"
+
+namespace ep_runtime {
+namespace {
+
+Status CheckSizes(const GroupSizes& sizes) {
+  const bool sane = sizes.ep_size > 0 && sizes.world_size > 0 &&
+                    sizes.world_size % sizes.ep_size == 0 && sizes.num_experts > 0 &&
+                    sizes.num_experts % sizes.ep_size == 0 && sizes.lanes > 0 &&
+                    sizes.world_size <= kMaxMeetingRanks;
+  if (sane) return Status();
+  return InvalidArgument(
+      "a group needs ep_size dividing world_size and num_experts, at least one lane and at most " +
+      std::to_string(kMaxMeetingRanks) + " ranks; got ep_size=" + std::to_string(sizes.ep_size) +
+      " world_size=" + std::to_string(sizes.world_size) + " num_experts=" +
+      std::to_string(sizes.num_experts) + " lanes=" + std::to_string(sizes.lanes));
+}
+
+}  // namespace
+
+Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& window_fds,
+                   std::shared_ptr<Group>* out) {
+  EP_RETURN_IF_ERROR(CheckSizes(options.sizes));
+  const int64_t on_host = options.window_bytes == 0 ? options.sizes.world_size : 0;
+  if (static_cast<int64_t>(window_fds.size()) != on_host) {
+    return InvalidArgument("window_fds must hold one fd per world rank, " +
+                           std::to_string(on_host) + ", got " + std::to_string(window_fds.size()));
+  }
+  std::shared_ptr<Group> group(new Group(std::move(options)));
+  EP_RETURN_IF_ERROR(group->CheckLocalRanks());
+  EP_RETURN_IF_ERROR(group->CheckHere(window_fds));
+  Mapping header;
+  EP_RETURN_IF_ERROR(Mapping::Map(board_fd, sizeof(BoardHeader), "board", &header));
+  const auto& board = *reinterpret_cast<const BoardHeader*>(header.data());
+  EP_RETURN_IF_ERROR(group->CheckBoard(board));
+  EP_RETURN_IF_ERROR(Mapping::Map(board_fd, board.board_bytes, "board", &group->board_));
+  group->windows_.resize(on_host);
+  for (int64_t rank = 0; rank < on_host; ++rank) {
+    if (window_fds[rank] < 0) continue;
+    EP_RETURN_IF_ERROR(
+        Mapping::Map(window_fds[rank], group->window_bytes(), "window", &group->windows_[rank]));
+  }
+  group->BindBoard();
+  *out = std::move(group);
+  return Status();
+}
+
+Status Group::CheckLocalRanks() {
+  local_.assign(sizes().world_size, false);
+  for (int64_t rank : options_.local_ranks) {
+    if (rank < 0 || rank >= sizes().world_size || local_[rank]) {
+      return InvalidArgument("local_ranks must be distinct and in [0, " +
+                             std::to_string(sizes().world_size) + "), got " + std::to_string(rank))
+          .With("argument", std::string("local_ranks"));
+    }
+    local_[rank] = true;
+    ++num_local_;
+  }
+  return Status();
+}
+
+// Ranks that share windows are all of this node, or none of them is.
+Status Group::CheckHere(const std::vector<int>& window_fds) {
+  num_here_ = sizes().world_size;
+  if (window_fds.empty()) return Status();
+  const auto is_here = [](int fd) { return fd >= 0; };
+  num_here_ = std::count_if(window_fds.begin(), window_fds.end(), is_here);
+  first_here_ = std::find_if(window_fds.begin(), window_fds.end(), is_here) - window_fds.begin();
+  for (int64_t rank : options_.local_ranks) {
+    const int64_t first = rank - rank % sizes().ep_size;
+    for (int64_t peer = first; peer < first + sizes().ep_size; ++peer) {
+      if (window_fds[peer] >= 0) continue;
+      return InvalidArgument("window_fds has none of rank " + std::to_string(peer) +
+                             ", which shares windows with rank " + std::to_string(rank))
+          .With("argument", std::string("window_fds"));
+    }
+  }
+  return Status();
+}
+
+int64_t Group::window_bytes() const {
+  return options_.window_bytes > 0 ? options_.window_bytes : WindowBytes(sizes());
+}
+
+Status Group::CheckBoard(const BoardHeader& header) const {
+  const GroupSizes& sizes = options_.sizes;
+  if (header.magic != kBoardMagic || header.version != kBoardVersion) {
+    return Error(Code::kFailedPrecondition, "VersionSkewError")
+        .Says("the board has version " + std::to_string(header.version) + ", this library reads " +
+              std::to_string(kBoardVersion))
+        .With("client", int64_t{kBoardVersion})
+        .With("daemon", int64_t{header.version});
+  }
+  if (header.generation != options_.generation) {
+    return Stale("group " + options_.name + ": the board has generation " +
+                 std::to_string(header.generation) + ", asked for " +
+                 std::to_string(options_.generation))
+        .With("group", options_.name)
+        .With("generation", static_cast<int64_t>(options_.generation));
+  }
+  if (header.world_size != sizes.world_size || header.ep_size != sizes.ep_size ||
+      header.lanes != sizes.lanes || header.window_bytes != static_cast<uint64_t>(window_bytes()) ||
+      header.max_handles != kMaxHandles || header.meeting_slots != kMeetingSlots) {
+    return Error(Code::kFailedPrecondition, "SpecMismatchError")
+        .Says("group " + options_.name + ": the board was made for " +
+              std::to_string(header.world_size) + " ranks and windows of " +
+              std::to_string(header.window_bytes) + " bytes, this process expects " +
+              std::to_string(sizes.world_size) + " and " + std::to_string(window_bytes()))
+        .With("object", std::string("group"));
+  }
+  return Status();
+}
+
+void Group::BindBoard() {
+  header_ = reinterpret_cast<BoardHeader*>(board_.data());
+  handles_ = reinterpret_cast<HandleRecord*>(board_.data() + header_->handles_offset);
+  failures_.Bind(header_,
+                 reinterpret_cast<FailureRecord*>(board_.data() + header_->failures_offset));
+  const PoisonWatch poison{&header_->poison_generation, options_.generation};
+  world_ = MeetingPlace(board_.data() + header_->world_offset, poison);
+  ranks_ = reinterpret_cast<RankRecord*>(board_.data() + header_->ranks_offset);
+  for (int64_t rank = 0; rank < sizes().world_size; ++rank) {
+    if (local_[rank]) {
+      ranks_[rank].pid = static_cast<uint32_t>(getpid());
+      ranks_[rank].left.store(0, std::memory_order_relaxed);
+    }
+    telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks_[rank]));
+  }
+  for (int64_t domain = 0; domain < sizes().num_domains(); ++domain) {
+    domains_.emplace_back(board_.data() + header_->domains_offset + domain * header_->domain_bytes,
+                          poison);
+    if (!options_.debug || windows_.empty()) continue;
+    domains_.back().on_grant = [this, domain](int lane) {
+      for (int64_t rank = 0; rank < sizes().ep_size; ++rank) {
+        std::memset(LaneStart(domain * sizes().ep_size + rank, lane), 0xFF,
+                    lane_layout_.lane_bytes);
+      }
+    };
+  }
+}
+
+Status Group::ClosedError(const std::string& layer_name) const {
+  return ClosedLayer(layer_name, options_.name, options_.generation);
+}
+
+Status Group::LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const {
+  const int64_t pid = ranks_[world_rank].pid;
+  return Stale(std::string(OpName(op)) + " of layer " + layer_name + ": process " +
+               std::to_string(pid) + " of rank " + std::to_string(world_rank) + " closed group " +
+               options_.name + " generation " + std::to_string(options_.generation) +
+               " and will not join this call")
+      .With("layer", layer_name)
+      .With("op", std::string(OpName(op)))
+      .With("rank", world_rank)
+      .With("process", pid)
+      .With("group", options_.name)
+      .With("generation", static_cast<int64_t>(options_.generation));
+}
+
+Status Group::PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) const {
+  const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
+  const bool known = rank >= 0 && rank < sizes().world_size;
+  const int64_t pid = known ? ranks_[rank].pid : 0;
+  // No process may be gone at all: ranks that live and do not reach each other are as lost.
+  std::string who = "a peer";
+  if (known && pid > 0) who = "process " + std::to_string(pid) + " of rank " + std::to_string(rank);
+  if (known && pid == 0) who = "the process of rank " + std::to_string(rank) + ", on another node,";
+  return Error(Code::kAborted, "PeerLostError")
+      .Says(std::string(OpName(op)) + " of layer " + layer_name + ": " + who + " in group " +
+            options_.name + " generation " + std::to_string(options_.generation) + " is gone")
+      .With("rank", rank)
+      .With("process", pid)
+      .With("layer", layer_name)
+      .With("op", std::string(OpName(op)))
+      .With("epoch", epoch)
+      .With("group", options_.name)
+      .With("generation", static_cast<int64_t>(options_.generation));
+}
+
+Status Group::Alive(const std::string& layer_name, OpCode op, int64_t epoch) const {
+  if (header_->poison_generation.load(std::memory_order_acquire) < options_.generation) {
+    return Status();
+  }
+  const auto generation = static_cast<int64_t>(options_.generation);
+  const std::string where = "group " + options_.name + " generation " + std::to_string(generation);
+  switch (static_cast<PoisonReason>(header_->poison_reason.load(std::memory_order_relaxed))) {
+    case PoisonReason::kPeerLost:
+      return PeerLost(layer_name, op, epoch);
+    case PoisonReason::kFenced:
+      return Error(Code::kUnauthenticated, "SessionFencedError")
+          .Says(where + ": its session was fenced; connect again and create the group anew")
+          .With("layer", layer_name)
+          .With("group", options_.name)
+          .With("generation", generation);
+    case PoisonReason::kReclaimed:
+      return Stale("layer " + layer_name + ": " + where + " was reclaimed")
+          .With("layer", layer_name)
+          .With("group", options_.name)
+          .With("generation", generation);
+    default:
+      return ClosedError(layer_name);
+  }
+}
+
+bool Group::HasLost() const {
+  if (header_->poison_generation.load(std::memory_order_acquire) < options_.generation) {
+    return false;
+  }
+  const auto reason = header_->poison_reason.load(std::memory_order_relaxed);
+  return static_cast<PoisonReason>(reason) == PoisonReason::kPeerLost;
+}
+
+Status Group::AtStart(uint64_t run, const std::string& layer_name, OpCode op) {
+  Status now = Alive(layer_name, op, /*epoch=*/0);
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto [found, is_new] = starts_.emplace(run, std::move(now));
+  const Status at_start = found->second;
+  if (is_new) {
+    start_order_.push_back(run);
+    if (start_order_.size() > kMaxRuns) {
+      starts_.erase(start_order_.front());
+      start_order_.pop_front();
+    }
+  }
+  return at_start;
+}
+
+bool Group::BeginCall() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed()) return false;
+  ++running_calls_;
+  return true;
+}
+
+void Group::EndCall() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--running_calls_ == 0) no_calls_.notify_all();
+}
+
+void Group::Close(int64_t timeout_ns) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  closed_.store(true, std::memory_order_release);
+  no_calls_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                     [&] { return running_calls_ == 0; });
+  if (device_ != nullptr && running_calls_ == 0) device_->Close();
+  for (int64_t rank : options_.local_ranks) {
+    ranks_[rank].left.store(1, std::memory_order_release);
+  }
+}
+
+Status Group::RunFailure(uint64_t run) {
+  Runs& runs = ThisProcessRuns();
+  if (several_processes()) failures_.Import(&runs.failed_runs);
+  return runs.failed_runs.Get(run, runs.launches);
+}
+
+void Group::FailRun(uint64_t run, const Status& error) {
+  if (HasLost()) {  // which ends every run by itself
+    RecordError(error.text());
+    return;
+  }
+  Runs& runs = ThisProcessRuns();
+  const bool is_new = runs.failed_runs.Add(run, error);
+  if (is_new && several_processes()) {
+    // Who has not reached that site yet will: whatever it depends on is done everywhere.
+    const auto reached = runs.launches.ReachedIn(run);
+    if (!reached.empty()) failures_.Publish(reached.front(), error);
+  }
+  RecordError(error.text());
+}
+
+void Group::RecordError(const std::string& text) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (first_error_.empty()) first_error_ = text;
+}
+
+std::string Group::TakeError() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (first_error_.empty() && device_ != nullptr) return device_->TakeError();
+  return std::exchange(first_error_, std::string());
+}
+
+void Group::FillStaging(int byte) {
+  for (const Mapping& window : windows_) {
+    if (window.bytes() > 0) std::memset(window.data(), byte, window.bytes());
+  }
+  if (device_ != nullptr) device_->FillStaging(byte);
+}
+
+}  // namespace ep_runtime

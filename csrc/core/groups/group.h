@@ -1,0 +1,176 @@
+#ifndef EP_RUNTIME_CORE_GROUPS_GROUP_H_
+#define EP_RUNTIME_CORE_GROUPS_GROUP_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/base/settings.h"
+#include "core/base/status.h"
+#include "core/meeting/failure_ring.h"
+#include "core/meeting/meeting.h"
+#include "core/meeting/telemetry.h"
+#include "core/memory/board.h"
+#include "core/memory/layout.h"
+#include "core/memory/mapping.h"
+
+namespace ep_runtime {
+
+struct GroupOptions {
+  std::string name;
+  uint64_t generation;
+  GroupSizes sizes;
+  Settings settings;
+  // Of the settings, what calls look at.
+  int64_t op_timeout_ns;
+  bool error_on_overflow;
+  bool exact_combine;
+  bool debug;                        // checks indices, fills undefined memory with 0xFF
+  std::vector<int64_t> local_ranks;  // world ranks that this process drives
+  int64_t window_bytes = 0;          // of windows that a GroupDevice maps; 0: in host memory
+  bool tell_progress = true;         // devices write what they do to the board
+};
+
+// What a group has on devices other than the CPU. Made before the group's first call.
+class GroupDevice {
+ public:
+  virtual ~GroupDevice() = default;
+  // No call is running any more: memory may be unmapped.
+  virtual void Close() = 0;
+  // The first error that a device left since the last time this was asked, or "".
+  virtual std::string TakeError() = 0;
+  virtual void FillStaging(int byte) = 0;
+};
+
+// One open group of this process: its board and every window it may write. Calls hold it by
+// shared_ptr, so memory stays mapped until the last one has returned.
+class Group {
+ public:
+  // Maps board and windows (one fd per world rank, -1 for a rank of another node, no fds for
+  // windows on a device) and checks that the board is this group's.
+  static Status Open(GroupOptions options, int board_fd, const std::vector<int>& window_fds,
+                     std::shared_ptr<Group>* out);
+
+  const GroupOptions& options() const { return options_; }
+  const GroupSizes& sizes() const { return options_.sizes; }
+  const LaneLayout& lane_layout() const { return lane_layout_; }
+
+  MeetingPlace& domain(int64_t index) { return domains_[index]; }
+  MeetingPlace& world() { return world_; }
+  RankTelemetry& telemetry(int64_t world_rank) { return *telemetry_[world_rank]; }
+  HandleRecord& handle_record(uint32_t index) { return handles_[index]; }
+
+  // Parts of `lane` of that world rank's window that EP rank `source` writes.
+  uint8_t* Rows(int64_t world_rank, int lane, int64_t source) const {
+    return LaneStart(world_rank, lane) + source * lane_layout_.source_rows_bytes;
+  }
+  uint8_t* Entries(int64_t world_rank, int lane, int64_t source) const {
+    return LaneStart(world_rank, lane) + lane_layout_.entries_offset +
+           source * lane_layout_.source_entries_bytes;
+  }
+  int32_t* Counts(int64_t world_rank, int lane, int64_t source) const {
+    return reinterpret_cast<int32_t*>(LaneStart(world_rank, lane) + lane_layout_.counts_offset +
+                                      source * lane_layout_.source_counts_bytes);
+  }
+
+  // True where other processes drive some of the ranks: of this node, where windows tell which.
+  bool several_processes() const { return num_local_ < num_here_; }
+  // The lowest world rank of this node: it counts the calls for the board.
+  int64_t first_here() const { return first_here_; }
+  bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
+  // True once the rank's process has closed the group, after its last call has ended.
+  bool HasLeft(int64_t world_rank) const {
+    return ranks_[world_rank].left.load(std::memory_order_acquire) != 0;
+  }
+  Status LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const;
+
+  // Success while the generation may be used; else the error by which every call leaves it.
+  Status Alive(const std::string& layer_name, OpCode op, int64_t epoch) const;
+  // As Alive, of the first call of that run in this process: a run that began whole goes on to its
+  // end, or some devices would wait in a collective of XLA for others whose calls had failed.
+  Status AtStart(uint64_t run, const std::string& layer_name, OpCode op);
+  // True once a process of the group is gone.
+  bool HasLost() const;
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+  Status ClosedError(const std::string& layer_name) const;
+
+  // Counts running calls; false once the group is closed.
+  bool BeginCall();
+  void EndCall();
+  // Refuses further calls and waits, at most `timeout_ns`, for the running ones.
+  void Close(int64_t timeout_ns);
+
+  // The error of a failed run, also where it failed in another process.
+  Status RunFailure(uint64_t run);
+  // Ends that run everywhere with `error`, unless it has failed already.
+  void FailRun(uint64_t run, const Status& error);
+  // The same of a run that this process has no part in.
+  void FailElsewhere(const Launches::Reached& reached, const Status& error) {
+    failures_.Publish(reached, error);
+  }
+
+  void RecordError(const std::string& text);
+  // The first error since the last time this was asked, or "".
+  std::string TakeError();
+
+  // Fills every lane of every window; for tests that prove that stale bytes do not leak.
+  void FillStaging(int byte);
+
+  const BoardHeader& header() const { return *header_; }
+  // For records that devices write: their clocks are not the host's.
+  void TellTime() {
+    header_->now_ns.store(static_cast<uint64_t>(NowNs()), std::memory_order_relaxed);
+  }
+  void Attach(std::unique_ptr<GroupDevice> device) { device_ = std::move(device); }
+  GroupDevice* device() const { return device_.get(); }
+
+ private:
+  explicit Group(GroupOptions options)
+      : options_(std::move(options)), lane_layout_(options_.sizes) {}
+
+  Status CheckLocalRanks();
+  Status CheckHere(const std::vector<int>& window_fds);
+  Status CheckBoard(const BoardHeader& header) const;
+  int64_t window_bytes() const;
+  Status PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) const;
+  void BindBoard();
+  uint8_t* LaneStart(int64_t world_rank, int lane) const {
+    return windows_[world_rank].data() + lane * lane_layout_.lane_bytes;
+  }
+
+  GroupOptions options_;
+  LaneLayout lane_layout_;
+  Mapping board_;
+  std::vector<Mapping> windows_;
+  BoardHeader* header_ = nullptr;
+  RankRecord* ranks_ = nullptr;
+  HandleRecord* handles_ = nullptr;
+  FailureRing failures_;
+  std::vector<bool> local_;
+  int64_t num_local_ = 0;
+  int64_t num_here_ = 0;
+  int64_t first_here_ = 0;
+  std::vector<MeetingPlace> domains_;
+  MeetingPlace world_;
+  std::vector<std::unique_ptr<RankTelemetry>> telemetry_;
+
+  std::atomic<bool> closed_{false};
+  std::mutex mutex_;
+  std::condition_variable no_calls_;
+  int64_t running_calls_ = 0;
+  std::string first_error_;
+  static constexpr size_t kMaxRuns = 256;  // more than XLA keeps in flight
+  std::unordered_map<uint64_t, Status> starts_;
+  std::deque<uint64_t> start_order_;
+  std::unique_ptr<GroupDevice> device_;
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_GROUPS_GROUP_H_

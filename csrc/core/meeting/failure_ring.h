@@ -1,0 +1,36 @@
+#ifndef EP_RUNTIME_CORE_MEETING_FAILURE_RING_H_
+#define EP_RUNTIME_CORE_MEETING_FAILURE_RING_H_
+
+#include <cstdint>
+#include <mutex>
+
+#include "core/base/status.h"
+#include "core/memory/board.h"
+#include "core/runs/failed_runs.h"
+#include "core/runs/launches.h"
+
+namespace ep_runtime {
+
+// Failed runs on the board, so that a run that fails in one process ends in all of them.
+class FailureRing {
+ public:
+  FailureRing() = default;
+
+  // Later failures count, earlier ones belong to runs that are over.
+  void Bind(BoardHeader* header, FailureRecord* records);
+
+  // `reached` names the run: a call site that this process has reached in it.
+  void Publish(const Launches::Reached& reached, const Status& error);
+  // Adds what was published since the last time.
+  void Import(FailedRuns* runs);
+
+ private:
+  Word64* claimed_ = nullptr;
+  FailureRecord* records_ = nullptr;
+  std::mutex mutex_;
+  std::atomic<uint64_t> seen_{0};
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_MEETING_FAILURE_RING_H_

@@ -1,0 +1,120 @@
+// Where the ranks of one call find each other.
+//
+// Devices start independent calls in different orders, so ranks meet by the call's key, and only
+// the last rank to arrive takes a lane: a lane taken on the way to a meeting would be a deadlock.
+#ifndef EP_RUNTIME_CORE_MEETING_MEETING_H_
+#define EP_RUNTIME_CORE_MEETING_MEETING_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "core/base/status.h"
+#include "core/memory/board.h"
+#include "core/runs/launches.h"
+
+namespace ep_runtime {
+
+// Names one call of one program run, the same on every rank.
+struct CallKey {
+  uint64_t call;    // call site, and how often it ran before in this run
+  uint64_t launch;  // of the program, by number; by XLA's name where one process drives all ranks
+};
+
+// The call site behind a key, as all processes name it; zeros where one process drives all ranks.
+struct CallSite {
+  uint64_t name;
+  uint32_t ordinal;     // among this process's sites of one layer, handle and op
+  uint32_t repetition;  // in this run
+};
+
+// What a call is; ranks that meet under one key must agree on it.
+struct CallTag {
+  CallKey key;
+  uint64_t run;  // as XLA names it here
+  CallSite site;
+  OpCode op;
+  uint64_t layer_id;
+  uint32_t handle;
+};
+
+struct Verdict {
+  int32_t rank = -1;  // lowest rank that overflowed, or -1
+  int64_t demand = 0;
+  int64_t capacity = 0;
+};
+
+// The word that ends every wait of a generation.
+struct PoisonWatch {
+  const Word64* word;
+  uint64_t generation;
+  bool poisoned() const { return word->load(std::memory_order_acquire) >= generation; }
+};
+
+// A meeting place on the board: a domain's, whose grants carry a lane, or the group's, which has
+// no lanes and gathers a verdict. Pointers stay valid as long as the board is mapped.
+class MeetingPlace {
+ public:
+  // What moved in this time is not looked at for misfits.
+  static constexpr int64_t kMisfitNs = 4'000'000'000;
+
+  MeetingPlace() = default;
+  MeetingPlace(uint8_t* control, PoisonWatch poison);
+
+  // Joins the meeting of `tag.key` as `rank`, without waiting. The slot is held until Leave.
+  // Verdicts of the ranks are merged: the lowest rank with one wins.
+  Status Join(const CallTag& tag, int rank, const Verdict& verdict, MeetingSlot** slot);
+
+  // Leaves a joined slot; the last one out frees the lane and grants the next meeting.
+  void Leave(MeetingSlot* slot, bool failed);
+
+  Lane& lane(int index) const { return lanes_[index]; }
+  Word& phase(int lane, int rank) const { return phases_[lane * ranks_ + rank].phase; }
+  int ranks() const { return static_cast<int>(ranks_); }
+
+  // The lowest rank that has not joined, or -1.
+  int FirstMissing(const MeetingSlot& slot) const;
+  bool Joined(const MeetingSlot& slot, int rank) const {
+    return slot.arrived[rank / 64].load(std::memory_order_acquire) >> (rank % 64) & 1;
+  }
+
+  // Another meeting of the same layer, handle and op, in which the ranks wait that are missing in
+  // `slot`; both have stood still for kMisfitNs.
+  struct Misfit {
+    std::string text;  // names both meetings; "" where there is none
+    Launches::Reached other{};
+    // This process's part of the run has no such call, so nobody will ever join both. Otherwise
+    // the ranks may only have reached two independent calls in another order.
+    bool certain = false;
+  };
+  Misfit FindMisfit(const MeetingSlot& slot);
+
+  // Runs under the lock each time a lane is granted; debug mode poisons the lane here.
+  std::function<void(int lane)> on_grant;
+
+ private:
+  MeetingSlot* Find(const CallKey& key);
+  MeetingSlot* Open(const CallTag& tag);
+  void Free(MeetingSlot* slot);
+  void GrantOrQueue(MeetingSlot* slot);
+  bool Grant(MeetingSlot* slot);
+  void RemoveFromReady(MeetingSlot* slot);
+  uint32_t IndexOf(const MeetingSlot* slot) const {
+    return static_cast<uint32_t>(slot - slots_) + 1;
+  }
+
+  bool SameOp(const MeetingSlot& one, const MeetingSlot& other) const;
+  std::string Describe(const MeetingSlot& slot) const;
+
+  PoisonWatch poison_{};
+  Control* control_ = nullptr;
+  Lane* lanes_ = nullptr;
+  PhaseWord* phases_ = nullptr;
+  uint32_t* heads_ = nullptr;
+  MeetingSlot* slots_ = nullptr;
+  uint32_t ranks_ = 0;
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_MEETING_MEETING_H_

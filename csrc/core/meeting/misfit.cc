@@ -1,0 +1,75 @@
+// Calls that will never meet: processes whose programs differ give one call different names.
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include "core/meeting/meeting.h"
+#include "core/runs/runs.h"
+
+namespace ep_runtime {
+namespace {
+
+constexpr size_t kMaskWords = kMaxMeetingRanks / 64;
+using Mask = std::array<uint64_t, kMaskWords>;
+
+Mask ArrivedIn(const MeetingSlot& slot) {
+  Mask mask;
+  for (size_t i = 0; i < kMaskWords; ++i) {
+    mask[i] = slot.arrived[i].load(std::memory_order_relaxed);
+  }
+  return mask;
+}
+
+bool Overlap(const Mask& one, const Mask& other) {
+  for (size_t i = 0; i < kMaskWords; ++i) {
+    if (one[i] & other[i]) return true;
+  }
+  return false;
+}
+
+std::string RanksOf(const Mask& mask) {
+  std::string text;
+  for (int64_t rank = 0; rank < kMaxMeetingRanks; ++rank) {
+    if (!(mask[rank / 64] >> (rank % 64) & 1)) continue;
+    text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return "EP ranks [" + text + "]";
+}
+
+}  // namespace
+
+bool MeetingPlace::SameOp(const MeetingSlot& one, const MeetingSlot& other) const {
+  return one.layer_id == other.layer_id && one.handle == other.handle && one.op == other.op;
+}
+
+std::string MeetingPlace::Describe(const MeetingSlot& slot) const {
+  return RanksOf(ArrivedIn(slot)) + " at call " + std::to_string(slot.site_ordinal) +
+         " repetition " + std::to_string(slot.repetition) + " of launch " +
+         std::to_string(slot.key[1]);
+}
+
+MeetingPlace::Misfit MeetingPlace::FindMisfit(const MeetingSlot& slot) {
+  SharedLock lock(&control_->lock);
+  if (!lock.Lock(kWaitSliceNs, [&] { return poison_.poisoned(); })) return {};
+  const auto settled = static_cast<uint64_t>(NowNs() - kMisfitNs);
+  const Mask here = ArrivedIn(slot);
+  Misfit found;
+  for (uint32_t i = 0; i < control_->used_slots && !found.certain; ++i) {
+    const MeetingSlot& each = slots_[i];
+    if (each.state.load(std::memory_order_relaxed) != kSlotGathering || &each == &slot ||
+        !SameOp(slot, each) || each.changed_ns > settled || slot.changed_ns > settled ||
+        Overlap(here, ArrivedIn(each))) {
+      continue;
+    }
+    found.text = Describe(slot) + ", " + Describe(each);
+    found.other = {each.site_name, static_cast<uint32_t>(each.key[1])};
+    // Every site of this run's program has a name here by now, so a name that has not is of
+    // another program. Where XLA names one run differently, the budget decides.
+    found.certain = each.run == slot.run && !ThisProcessRuns().site_names.Contains(each.site_name);
+  }
+  lock.Unlock();
+  return found;
+}
+
+}  // namespace ep_runtime

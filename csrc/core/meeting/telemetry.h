@@ -1,0 +1,43 @@
+#ifndef EP_RUNTIME_CORE_MEETING_TELEMETRY_H_
+#define EP_RUNTIME_CORE_MEETING_TELEMETRY_H_
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "core/memory/board.h"
+
+namespace ep_runtime {
+
+// What the board says about one call while it runs.
+struct CallRecord {
+  RankState state = RankState::kMeeting;
+  OpCode op = OpCode::kNone;
+  uint64_t layer_id = 0;
+  uint32_t handle = 0;
+  int32_t lane = -1;
+  uint64_t epoch = 0;
+  int32_t waiting_for = -1;  // world rank
+  int64_t since_ns = 0;
+};
+
+// The record of one rank. A rank may have several calls open; its record shows the oldest.
+class RankTelemetry {
+ public:
+  explicit RankTelemetry(RankRecord* record) : record_(record) {}
+
+  void Open(CallRecord* call);
+  void Update(CallRecord* call, RankState state, int32_t waiting_for);
+  void Close(CallRecord* call, int64_t rows, int64_t dropped_rows);
+
+ private:
+  void Publish();
+
+  std::mutex mutex_;
+  RankRecord* record_;
+  std::vector<CallRecord*> open_;
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_MEETING_TELEMETRY_H_

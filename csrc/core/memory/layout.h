@@ -1,0 +1,66 @@
+// Arithmetic of windows and slabs. `ep_runtime/board.py` and `ep_runtime/layout.py` hold the same
+// formulas in Python.
+#ifndef EP_RUNTIME_CORE_MEMORY_LAYOUT_H_
+#define EP_RUNTIME_CORE_MEMORY_LAYOUT_H_
+
+#include <cstdint>
+
+#include "core/memory/board.h"
+
+namespace ep_runtime {
+
+constexpr int64_t AlignUp(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+// The static sizes of a group. Letters: T tokens of one rank, K top_k, E experts, L experts of one
+// rank, N ranks of one EP group, C rows of one slab, H hidden.
+struct GroupSizes {
+  int64_t world_size;
+  int64_t ep_size;
+  int64_t num_experts;
+  int64_t hidden_size;
+  int64_t max_tokens_per_rank;
+  int64_t recv_capacity_per_rank;
+  int64_t max_top_k;
+  int64_t max_token_bytes;  // of one element
+  int64_t lanes;
+
+  int64_t num_domains() const { return world_size / ep_size; }
+  int64_t experts_per_rank() const { return num_experts / ep_size; }
+};
+
+// Where the parts of one lane lie. Each source writes only its own part of each region.
+struct LaneLayout {
+  int64_t source_rows_bytes;
+  int64_t source_entries_bytes;
+  int64_t source_counts_bytes;
+  int64_t entries_offset;
+  int64_t counts_offset;
+  int64_t lane_bytes;
+
+  explicit LaneLayout(const GroupSizes& sizes) {
+    const int64_t tokens = sizes.max_tokens_per_rank;
+    // Rounded up to 2: fp32 partials of half the tokens must fit where 2-byte rows of all do.
+    source_rows_bytes =
+        AlignUp(AlignUp(tokens, 2) * sizes.hidden_size * sizes.max_token_bytes, kLineBytes);
+    source_entries_bytes = AlignUp(tokens * sizes.max_top_k * 8, kLineBytes);
+    source_counts_bytes = AlignUp(sizes.num_experts * 4, kLineBytes);
+    entries_offset = sizes.ep_size * source_rows_bytes;
+    counts_offset = entries_offset + sizes.ep_size * source_entries_bytes;
+    lane_bytes = AlignUp(counts_offset + sizes.ep_size * source_counts_bytes, kPageBytes);
+  }
+};
+
+inline int64_t WindowBytes(const GroupSizes& sizes) {
+  return sizes.lanes * LaneLayout(sizes).lane_bytes;
+}
+
+inline int64_t ControlBytes(int64_t ranks, int64_t lanes) {
+  const int64_t head = sizeof(Control) + lanes * sizeof(Lane) + lanes * ranks * sizeof(PhaseWord);
+  return AlignUp(head + kMeetingSlots * (4 + sizeof(MeetingSlot)), kPageBytes);
+}
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_MEMORY_LAYOUT_H_

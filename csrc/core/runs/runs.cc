@@ -1,0 +1,9 @@
+#include "core/runs/runs.h"
+
+#include "core/base/per_process.h"
+
+namespace ep_runtime {
+
+Runs& ThisProcessRuns() { return OfThisProcess<Runs>(); }
+
+}  // namespace ep_runtime

@@ -1,0 +1,21 @@
+#ifndef EP_RUNTIME_CORE_RUNS_RUNS_H_
+#define EP_RUNTIME_CORE_RUNS_RUNS_H_
+
+#include "core/runs/failed_runs.h"
+#include "core/runs/launches.h"
+#include "core/runs/site_names.h"
+
+namespace ep_runtime {
+
+// What this process knows of its programs' runs: by which names all processes know them, and which
+// of them failed.
+struct Runs {
+  FailedRuns failed_runs;
+  SiteNames site_names;
+  Launches launches;
+};
+Runs& ThisProcessRuns();
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_RUNS_RUNS_H_
