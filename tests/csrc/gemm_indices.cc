@@ -8,9 +8,9 @@
 #include <set>
 #include <vector>
 
-#include "cuda/gemm/groups.cuh"
-#include "cuda/gemm/picked_tile.h"
-#include "cuda/gemm/transpose_tile.h"
+#include "cuda/gemm/copies/transpose_tile.h"
+#include "cuda/gemm/product/groups.cuh"
+#include "cuda/gemm/tile/picked_tile.h"
 
 ThreadIndex threadIdx;
 
@@ -85,7 +85,7 @@ struct Place {
   int at;  // of all slabs' lines
 };
 
-// One after the other, as grouped_gemm.h says.
+// One after the other, as product.h says.
 std::vector<Place> Expected(const Case& c) {
   const int groups = static_cast<int>(c.sizes.size()) / c.slabs;
   std::vector<Place> places;

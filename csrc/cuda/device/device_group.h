@@ -13,6 +13,9 @@ namespace cuda {
 constexpr int kMaxRanks = 32;  // of one EP group: a token's ranks are bits of one word
 constexpr int kMaxTopK = 32;   // a warp holds a token's slots in its lanes
 constexpr int kMaxPrepareBlocks = 64;
+// What a block of prepare counts in shared memory.
+constexpr int kMaxExperts = 2048;
+constexpr int64_t kMaxBlockSlots = 65535;  // of T * K, in 16 bits
 constexpr int kMaxBlocks = 256;
 constexpr int kFlagLine = 128;
 constexpr int kBarriers = 4;
@@ -55,6 +58,13 @@ struct BadIndex {
   int32_t slot;
   int32_t value;
   uint64_t layer_id;
+};
+
+// What on_overflow="error" reads after prepare, the same on every rank of the group.
+struct DeviceVerdict {
+  int32_t rank;  // lowest world rank whose demand is above its capacity, or -1
+  int32_t demand;
+  int32_t capacity;
 };
 
 // One 128-byte line per (lane, source): what the source runs in this lane.

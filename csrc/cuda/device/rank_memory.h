@@ -11,7 +11,6 @@
 
 #include "core/groups/group.h"
 #include "cuda/device/device_group.h"
-#include "cuda/movement/prepare_kernels.h"
 
 namespace ep_runtime {
 namespace cuda {

@@ -1,10 +1,10 @@
-#include "cuda/gemm/clear_slack.h"
+#include "cuda/gemm/copies/clear_slack.h"
 #include "cuda/gemm/grouped_gemm.h"
-#include "cuda/gemm/instances.h"
+#include "cuda/gemm/kernels/instances.h"
 #include "cuda/gemm/tensor_map.h"
-#include "cuda/gemm/tile_schedule.cuh"
+#include "cuda/gemm/tile/tile_schedule.cuh"
+#include "cuda/gemm/tile/wgmma.cuh"
 #include "cuda/gemm/tile_table.h"
-#include "cuda/gemm/wgmma.cuh"
 
 namespace ep_runtime {
 namespace cuda {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cuda/gemm/grouped_gemm.h"
+#include "cuda/gemm/product/product.h"
 
 namespace ep_runtime {
 namespace cuda {

@@ -1,7 +1,7 @@
 #include <algorithm>
 
+#include "cuda/bulk_copy.cuh"
 #include "cuda/movement/bench_kernels.h"
-#include "cuda/movement/bulk_copy.cuh"
 #include "cuda/movement/call.cuh"
 
 namespace ep_runtime {

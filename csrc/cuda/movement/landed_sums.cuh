@@ -2,7 +2,7 @@
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_LANDED_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_LANDED_SUMS_CUH_
 
-#include "cuda/movement/bulk_copy.cuh"
+#include "cuda/bulk_copy.cuh"
 #include "cuda/movement/call.cuh"
 
 namespace ep_runtime {

@@ -2,7 +2,7 @@
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PART_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PART_SUMS_CUH_
 
-#include "cuda/movement/bulk_copy.cuh"
+#include "cuda/bulk_copy.cuh"
 #include "cuda/movement/row_math.cuh"
 
 namespace ep_runtime {

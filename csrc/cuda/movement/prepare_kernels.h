@@ -8,16 +8,6 @@
 namespace ep_runtime {
 namespace cuda {
 
-constexpr int kMaxExperts = 2048;          // what the block's counters in shared memory allow
-constexpr int64_t kMaxBlockSlots = 65535;  // of T * K: a block counts its slots in 16 bits
-
-// What on_overflow="error" reads after prepare, the same on every rank of the group.
-struct DeviceVerdict {
-  int32_t rank;  // lowest world rank whose demand is above its capacity, or -1
-  int32_t demand;
-  int32_t capacity;
-};
-
 struct PrepareParams {
   DeviceGroup* group;  // device, never freed
   CallName name;

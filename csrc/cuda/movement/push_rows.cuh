@@ -2,7 +2,7 @@
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PUSH_ROWS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PUSH_ROWS_CUH_
 
-#include "cuda/movement/bulk_copy.cuh"
+#include "cuda/bulk_copy.cuh"
 #include "cuda/movement/call.cuh"
 #include "cuda/movement/staged_index.cuh"
 

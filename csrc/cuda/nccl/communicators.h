@@ -113,6 +113,10 @@ class Communicators {
 };
 
 }  // namespace nccl
+
+// How the communicators reach devices: CUDA's in the library, others in tests.
+nccl::Devices NcclDevices();
+
 }  // namespace ep_runtime
 
 #endif  // EP_RUNTIME_CUDA_NCCL_COMMUNICATORS_H_

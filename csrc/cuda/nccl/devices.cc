@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cuda/device/driver.h"
-#include "ffi/nccl/nccl_table.h"
+#include "cuda/nccl/communicators.h"
 
 namespace ep_runtime {
 namespace {

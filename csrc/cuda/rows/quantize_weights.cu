@@ -1,6 +1,6 @@
 #include <type_traits>
 
-#include "cuda/gemm/write_columns.cuh"
+#include "cuda/gemm/copies/write_columns.cuh"
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "cuda/device/driver.h"
-#include "cuda/gemm/dequantize.h"
+#include "cuda/gemm/copies/dequantize.h"
+#include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/grouped_gemm.h"
-#include "cuda/gemm/transpose.h"
 #include "ffi/gemm/grouped_gemm_ffi_cuda.h"
 #include "ffi/read_call.h"
 #include "xla/ffi/api/ffi.h"

@@ -6,7 +6,7 @@
 
 #include "cuda/device/driver.h"
 #include "cuda/gemm/grouped_gemm.h"
-#include "cuda/gemm/groups.h"
+#include "cuda/gemm/product/groups.h"
 #include "ffi/read_call.h"
 
 namespace ep_runtime {

@@ -61,9 +61,6 @@ struct EpNcclTable {
   int64_t (*try_sum)(int64_t group, int64_t budget_ns, EpNcclText);
 };
 
-// How the communicators reach devices: CUDA's in the library, others in tests.
-nccl::Devices NcclDevices();
-
 }  // namespace ep_runtime
 
 #endif  // EP_RUNTIME_FFI_NCCL_NCCL_TABLE_H_

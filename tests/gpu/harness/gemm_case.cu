@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cuda/gemm/transpose.h"
+#include "cuda/gemm/copies/transpose.h"
 #include "gemm_case.h"
 
 namespace gemm_test {

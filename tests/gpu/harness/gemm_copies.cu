@@ -8,8 +8,8 @@
 #include <random>
 #include <type_traits>
 
-#include "cuda/gemm/dequantize.h"
-#include "cuda/gemm/transpose.h"
+#include "cuda/gemm/copies/dequantize.h"
+#include "cuda/gemm/copies/transpose.h"
 #include "gemm_case.h"
 #include "gemm_copies.h"
 

@@ -11,7 +11,7 @@ build=${BUILD_DIR:-build/gpu}
 program=$build/gemm_main
 
 build_all() {
-  build_harness "$program" csrc/cuda/gemm/*.cu csrc/cuda/gemm/*.cc \
+  build_harness "$program" csrc/cuda/gemm/*.cu csrc/cuda/gemm/*/*.cu csrc/cuda/gemm/*.cc \
     tests/gpu/harness/gemm_*.cu tests/gpu/harness/gemm_*.cc
 }
 

@@ -1,0 +1,103 @@
+#include "cuda/gemm/copies/transpose.h"
+#include "cuda/gemm/copies/transpose_tile.h"
+#include "cuda/gemm/product/groups.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+namespace {
+
+constexpr int kLines = kPaddedTo;       // of a tile: it is one group's
+constexpr int kColumns = 32;            // of a tile
+constexpr int kThreads = 256;           // each transposes 4 x 4 values
+constexpr int kBlocksPerProcessor = 5;  // some read while others write
+// Of blocks beside each other in a line; each takes every kAcross-th tile, and looks for its rows
+// once.
+constexpr int kAcross = 8;
+
+struct Place {
+  const float* from;  // the tile's first line
+  float* to;          // where its first column's values go
+  int64_t pitch;      // of `to`
+  int32_t width;      // of a line of `from`
+  int32_t lines;      // that there are; zeros stand for the others
+};
+
+__device__ __forceinline__ void ReadTile(const Place& place, int32_t column, float4* tile) {
+  const int vector = FloatVector(threadIdx.x);
+  const int four = FloatFour(threadIdx.x);
+  const int32_t at = column + 4 * vector;
+  float4 lines[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int line = 4 * four + i;
+    lines[i] = make_float4(0, 0, 0, 0);
+    if (line < place.lines && at < place.width) {
+      lines[i] = __ldg(reinterpret_cast<const float4*>(
+          place.from + static_cast<int64_t>(line) * place.width + at));
+    }
+  }
+  tile[TransposedVector(4 * vector, four)] =
+      make_float4(lines[0].x, lines[1].x, lines[2].x, lines[3].x);
+  tile[TransposedVector(4 * vector + 1, four)] =
+      make_float4(lines[0].y, lines[1].y, lines[2].y, lines[3].y);
+  tile[TransposedVector(4 * vector + 2, four)] =
+      make_float4(lines[0].z, lines[1].z, lines[2].z, lines[3].z);
+  tile[TransposedVector(4 * vector + 3, four)] =
+      make_float4(lines[0].w, lines[1].w, lines[2].w, lines[3].w);
+}
+
+// A warp writes one column's values at a time.
+__device__ __forceinline__ void WriteTile(const Place& place, int32_t column, const float4* tile) {
+  const int four = WrittenFour(threadIdx.x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int inside = FloatColumn(threadIdx.x, i);
+    if (column + inside >= place.width) continue;
+    *reinterpret_cast<float4*>(place.to + (column + inside) * place.pitch + 4 * four) =
+        tile[TransposedVector(inside, four)];
+  }
+}
+
+// All threads of a block: every kAcross-th tile of the lines that `place` names.
+__device__ __forceinline__ void TransposeLines(const Place& place) {
+  __shared__ float4 tile[kLines / 4 * kColumns];
+  for (int32_t column = blockIdx.y * kColumns; column < place.width; column += kAcross * kColumns) {
+    ReadTile(place, column, tile);
+    __syncthreads();
+    WriteTile(place, column, tile);
+    __syncthreads();
+  }
+}
+
+// blockIdx.x: tile of a slab's line in the result, .z: slab.
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+    TransposeRows(const TransposedFloatRows rows) {
+  const int32_t at = blockIdx.x * kLines;
+  const int slab = blockIdx.z;
+  const Rows found = FindRowsAt(rows.groups, slab, at);
+  if (found.size == 0) return;
+  const int64_t line = PaddedSlabRows(rows.groups.slab_rows, rows.groups.groups_per_slab);
+  TransposeLines({rows.from + static_cast<int64_t>(found.start) * rows.width,
+                  rows.to + slab * line + at, rows.slabs * line, rows.width, found.size});
+}
+
+dim3 Grid(int64_t lines, int32_t width, int32_t planes) {
+  const int across = (width + kColumns - 1) / kColumns;
+  return dim3(static_cast<unsigned>((lines + kLines - 1) / kLines),
+              across < kAcross ? across : kAcross, planes);
+}
+
+}  // namespace
+
+cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatRows& rows) {
+  if (rows.width % 4 != 0) return cudaErrorInvalidValue;
+  const int64_t line = PaddedSlabRows(rows.groups.slab_rows, rows.groups.groups_per_slab);
+  if (rows.slabs == 0 || line == 0 || rows.width == 0) return cudaSuccess;
+  TransposeRows<<<Grid(line, rows.width, rows.slabs), kThreads, 0, stream>>>(rows);
+  return cudaGetLastError();
+}
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime

@@ -1,0 +1,37 @@
+#include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
+#include "cuda/gemm/kernels/instances.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+namespace {
+
+template <class Traits>
+cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments& args, int blocks) {
+  constexpr int kBytes = sizeof(SharedMemory<Traits>);
+  static_assert(kBytes <= 227 << 10, "a block has 227 KiB");
+  const cudaError_t error = cudaFuncSetAttribute(
+      GroupedGemmKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  GroupedGemmKernel<Traits>
+      <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, args);
+  return cudaGetLastError();
+}
+
+template <GemmProduct product, FloatType type, FloatType out, int columns>
+constexpr Instance Make() {
+  using Traits = KernelTraits<product, Element<type>, Element<out>, columns>;
+  return {product, type, type, out, columns, false, Summing::kWhole, &Launch<Traits>};
+}
+
+#define EP_MAKE_DIRECT(product, type, out, columns) \
+  Make<GemmProduct::product, FloatType::type, FloatType::out, columns>(),
+constexpr Instance kInstances[] = {EP_GEMM_DIRECT(EP_MAKE_DIRECT)};
+
+}  // namespace
+
+Instances DirectInstances() { return {kInstances, sizeof(kInstances) / sizeof(kInstances[0])}; }
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime

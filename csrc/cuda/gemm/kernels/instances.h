@@ -1,0 +1,155 @@
+// Every kernel there is, in one list; sources of their own compile parts of it side by side.
+#ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_INSTANCES_H_
+#define EP_RUNTIME_CUDA_GEMM_KERNELS_INSTANCES_H_
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/gemm/kernels/kernel_arguments.cuh"
+#include "cuda/gemm/product/product.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+struct Maps {
+  CUtensorMap lhs;
+  CUtensorMap rhs;
+  CUtensorMap out;
+};
+
+// How sums of a tile come about.
+enum class Summing : int32_t {
+  kWhole = 0,     // in the tensor cores, from the first contracted element to the last
+  kPromoted = 1,  // every 128 contracted elements they are added to f32 sums
+  kByGroup = 2,   // likewise, times their group's scales: experts have several groups
+  kByBlock = 3,   // likewise, times the block's scales
+};
+
+struct Instance {
+  GemmProduct product;
+  FloatType lhs;
+  FloatType rhs;
+  FloatType out;
+  int32_t tile_columns;
+  bool queued;
+  Summing summing;
+  cudaError_t (*launch)(cudaStream_t, const Maps&, const KernelArguments&, int blocks);
+};
+
+struct Instances {
+  const Instance* first;
+  size_t count;
+};
+
+// X(product, type, out type, columns)
+#define EP_GEMM_DIRECT(X)           \
+  X(kForward, kBF16, kBF16, 256)    \
+  X(kForward, kBF16, kBF16, 128)    \
+  X(kForward, kBF16, kF32, 256)     \
+  X(kForward, kF16, kF16, 256)      \
+  X(kForward, kF16, kF32, 256)      \
+  X(kDataGrad, kBF16, kBF16, 256)   \
+  X(kDataGrad, kBF16, kBF16, 128)   \
+  X(kDataGrad, kBF16, kF32, 256)    \
+  X(kDataGrad, kF16, kF16, 256)     \
+  X(kDataGrad, kF16, kF32, 256)     \
+  X(kWeightGrad, kBF16, kBF16, 256) \
+  X(kWeightGrad, kBF16, kBF16, 128) \
+  X(kWeightGrad, kBF16, kF32, 256)  \
+  X(kWeightGrad, kF16, kF16, 256)   \
+  X(kWeightGrad, kF16, kF32, 256)
+Instances DirectInstances();
+
+// X(product, lhs type, rhs type, out type, columns, summing)
+#define EP_GEMM_QUEUED_16(X)                       \
+  X(kWeightGrad, kBF16, kBF16, kBF16, 256, kWhole) \
+  X(kWeightGrad, kBF16, kBF16, kBF16, 128, kWhole) \
+  X(kWeightGrad, kF16, kF16, kF16, 256, kWhole)
+Instances Queued16Instances();
+
+// Both operands have the contracted dim along memory: data gradients are forward products.
+#define EP_GEMM_ROWS_8(X)                          \
+  X(kForward, kE4M3, kE4M3, kBF16, 256, kWhole)    \
+  X(kForward, kE4M3, kE4M3, kF32, 256, kWhole)     \
+  X(kForward, kE5M2, kE4M3, kBF16, 256, kWhole)    \
+  X(kForward, kE5M2, kE4M3, kF32, 256, kWhole)     \
+  X(kForward, kE4M3, kE4M3, kBF16, 256, kPromoted) \
+  X(kForward, kE4M3, kE4M3, kF32, 256, kPromoted)  \
+  X(kForward, kE5M2, kE4M3, kBF16, 256, kPromoted) \
+  X(kForward, kE5M2, kE4M3, kF32, 256, kPromoted)  \
+  X(kForward, kE4M3, kE4M3, kBF16, 256, kByBlock)  \
+  X(kForward, kE4M3, kE4M3, kF32, 256, kByBlock)   \
+  X(kForward, kE5M2, kE4M3, kBF16, 256, kByBlock)  \
+  X(kForward, kE5M2, kE4M3, kF32, 256, kByBlock)
+Instances Rows8Instances();
+
+#define EP_GEMM_WEIGHTS_8(X)                          \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kWhole)    \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kWhole)     \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kWhole)    \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kWhole)     \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kPromoted) \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kPromoted)  \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kPromoted) \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kPromoted)  \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kByGroup)  \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kByGroup)   \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kByGroup)  \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kByGroup)
+Instances Weights8Instances();
+
+#define EP_GEMM_GRADS_32(X) X(kDataGrad, kTF32, kTF32, kF32, 256, kWhole)
+Instances Grads32Instances();
+// A kernel of its own, which transposes the weights in registers.
+Instances Forward32Instances();
+
+#define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, 256, kWhole)
+Instances Weights32Instances();
+
+// f32 in memory; copies to shared memory round it to 10 bits behind the point.
+struct Tf32 {
+  float value;
+};
+
+// The C++ type of one of `FloatType`.
+template <FloatType type>
+struct ElementOf;
+template <>
+struct ElementOf<FloatType::kF32> {
+  using T = float;
+};
+template <>
+struct ElementOf<FloatType::kBF16> {
+  using T = __nv_bfloat16;
+};
+template <>
+struct ElementOf<FloatType::kF16> {
+  using T = __half;
+};
+template <>
+struct ElementOf<FloatType::kE4M3> {
+  using T = __nv_fp8_e4m3;
+};
+template <>
+struct ElementOf<FloatType::kE5M2> {
+  using T = __nv_fp8_e5m2;
+};
+template <>
+struct ElementOf<FloatType::kTF32> {
+  using T = Tf32;
+};
+template <FloatType type>
+using Element = typename ElementOf<type>::T;
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_KERNELS_INSTANCES_H_

@@ -1,0 +1,39 @@
+// What a kernel is told of a product beside its tensor maps.
+#ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_KERNEL_ARGUMENTS_CUH_
+#define EP_RUNTIME_CUDA_GEMM_KERNELS_KERNEL_ARGUMENTS_CUH_
+
+#include <cstdint>
+
+#include "cuda/gemm/product/groups.cuh"
+#include "cuda/gemm/tile/store_tile.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+// Of 8-bit operands. A block's scales are at: lhs[row * lhs_width + depth / 128],
+// rhs[expert * rhs_plane + column / 128 * rhs_column + depth / 128 * rhs_depth].
+struct Scales {
+  const float* lhs;
+  const float* rhs;
+  int32_t last_row;   // of lhs; tiles may go past it
+  int32_t lhs_width;  // blocks
+  int32_t rhs_plane;  // floats
+  int32_t rhs_column;
+  int32_t rhs_depth;
+  int32_t last_column;  // block; tiles may lie past it
+};
+
+struct KernelArguments {
+  Groups groups;
+  OutShape out;
+  int32_t depth;  // contracted elements, where the groups do not say it
+  int32_t band;
+  Scales scales;
+};
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_KERNELS_KERNEL_ARGUMENTS_CUH_

@@ -1,0 +1,97 @@
+// Sums of 8-bit products in f32: what the tensor cores add up of 128 contracted elements leaves
+// them, is multiplied by its scales where blocks have some, and is added to sums of a thread's own.
+//
+// A tile's columns are multiplied in parts of 128, one after the other: a warpgroup's registers
+// have room for the sums of a whole tile and the products of one part. Tiles of 128 columns are
+// bound by what they load. The warpgroups do not take turns: that costs more than adding at the
+// same time does.
+#ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_
+#define EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_
+
+#include "cuda/gemm/kernels/block_scales.cuh"
+#include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
+#include "cuda/gemm/kernels/instances.h"
+#include "cuda/gemm/tile/wgmma.cuh"
+#include "cuda/gemm/tile/work_queue.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+constexpr int kPartColumns = kScaledValues;
+constexpr int kPartSums = kPartColumns / 2;  // of a thread
+constexpr uint64_t kPartOffset = (kPartColumns / kPieceSide * kPieceBytes) >> 4;
+
+// Begins sums = the products of one stage with 128 columns.
+template <class Traits>
+__device__ __forceinline__ void BeginPart(uint64_t lhs, uint64_t rhs, float (&sums)[kPartSums]) {
+  constexpr int kSteps = 128 / 32;  // bytes of a line, of one instruction
+  constexpr uint64_t kStep = StepOffset<Along::kContracted>();
+  HoldSums(sums);
+  FenceOperands();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    Multiply8<typename Traits::Lhs, typename Traits::Rhs>(sums, lhs + step * kStep,
+                                                          rhs + step * kStep, step > 0);
+  }
+  CommitProducts();
+}
+
+// total += sums, times what belongs to them.
+template <Summing kSumming>
+__device__ __forceinline__ void Promote(const float (&sums)[kPartSums], const Factors& factors,
+                                        float* total) {
+#pragma unroll
+  for (int i = 0; i < kPartSums; ++i) {
+    // One scale after the other: the product of two small ones is no f32. Where each block has two,
+    // there is no time for that.
+    if constexpr (kSumming == Summing::kByGroup) {
+      total[i] += sums[i] * factors.of[0] * factors.of[1];
+    } else if constexpr (kSumming == Summing::kByBlock) {
+      total[i] += sums[i] * factors.of[i / 2 % 2];
+    } else {
+      total[i] += sums[i];
+    }
+  }
+}
+
+// total += what one range contributes, stage by stage.
+template <class Traits, class Memory>
+__device__ __forceinline__ void SumPromoted(const KernelArguments& args, const Work& work,
+                                            int warpgroup, Memory* memory,
+                                            RingPlace<Traits::kStages>* place,
+                                            float (&total)[Traits::kColumns / 2]) {
+  if (work.size == 0) return;
+  Factors factors{{1, 1}};
+  if constexpr (Traits::kSumming == Summing::kByGroup) {
+    factors.of[0] = LoadEarly(args.scales.lhs + work.group);
+    factors.of[1] = LoadEarly(args.scales.rhs + work.group);
+  }
+  float sums[kPartSums];
+#pragma unroll
+  for (int i = 0; i < kPartSums; ++i) sums[i] = 0;
+#pragma unroll 1
+  for (int32_t done = 0; done < work.size; done += Traits::kDepth, place->Advance()) {
+    WaitBarrier(SharedAddress(&memory->full[place->stage]), place->parity);
+    const uint32_t stage = SharedAddress(memory->stages[place->stage]);
+    const uint64_t lhs = DescribeOperand<Along::kContracted>(stage + warpgroup * kPieceBytes);
+    const uint64_t rhs = DescribeOperand<Along::kContracted>(stage + Traits::kLhsBytes);
+#pragma unroll
+    for (int part = 0; part < kTileParts; ++part) {
+      if constexpr (Traits::kByBlock) {
+        factors = BlockFactors(memory->scales[place->stage], warpgroup, part);
+      }
+      BeginPart<Traits>(lhs, rhs + part * kPartOffset, sums);
+      WaitProducts<0>();
+      HoldSums(sums);
+      if (part + 1 == kTileParts) ReleaseStage(SharedAddress(&memory->empty[place->stage]));
+      Promote<Traits::kSumming>(sums, factors, total + part * kPartSums);
+    }
+  }
+}
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_

@@ -1,0 +1,30 @@
+#ifndef EP_RUNTIME_CUDA_GEMM_TILE_RING_CUH_
+#define EP_RUNTIME_CUDA_GEMM_TILE_RING_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+// Place in the ring of buffers, and how often it went round.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void Advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_TILE_RING_CUH_

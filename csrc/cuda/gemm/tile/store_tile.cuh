@@ -1,0 +1,201 @@
+// From a warpgroup's sums to 64 rows of the output, through shared memory.
+#ifndef EP_RUNTIME_CUDA_GEMM_TILE_STORE_TILE_CUH_
+#define EP_RUNTIME_CUDA_GEMM_TILE_STORE_TILE_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "cuda/bulk_copy.cuh"
+#include "cuda/gemm/product/product.h"
+#include "cuda/gemm/tile/async_copy.cuh"
+#include "cuda/gemm/tile/tile_schedule.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+constexpr int kStoredRows = 64;
+constexpr int kChunkBytes = kStoredRows * 128;  // lines of 128 bytes, swizzled as tensor copies do
+constexpr int kStagingBytes = 2 * kChunkBytes;  // one is written while the other is read
+
+struct OutShape {
+  void* data;
+  int32_t rows;
+  int32_t columns;
+  const void* bias;  // [experts, columns] or null
+  FloatType bias_type;
+};
+
+__device__ __forceinline__ float2 LoadPair(const void* values, FloatType type, int64_t index) {
+  switch (type) {
+    case FloatType::kBF16:
+      return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(
+          static_cast<const __nv_bfloat16*>(values) + index));
+    case FloatType::kF16:
+      return __half22float2(
+          *reinterpret_cast<const __half2*>(static_cast<const __half*>(values) + index));
+    default:
+      break;
+  }
+  return *reinterpret_cast<const float2*>(static_cast<const float*>(values) + index);
+}
+
+template <typename Out>
+__device__ __forceinline__ uint32_t RoundPair(float first, float second) {
+  if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// A product leaves thread t with rows t / 4 and t / 4 + 8 of its warp's 16, and of every 8 columns
+// those at 2 * (t % 4): four sums per 8 columns. `sums` are those of the chunk's columns.
+template <typename Out>
+__device__ __forceinline__ void WriteChunk(uint32_t chunk, const float* sums) {
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t warp_rows = threadIdx.x % 128 / 32 * 16;
+  if constexpr (sizeof(Out) == 2) {
+    // Lane l names a line of matrix l / 8: rows below or above 8 first, then the next 8 columns.
+    const uint32_t line = warp_rows + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      const uint32_t vector = 2 * pair + lane / 16;
+      const uint32_t to = chunk + line * 128 + ((vector ^ line % 8) << 4);
+      const float* s = sums + 8 * pair;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                   "r"(RoundPair<Out>(s[0], s[1])), "r"(RoundPair<Out>(s[2], s[3])),
+                   "r"(RoundPair<Out>(s[4], s[5])), "r"(RoundPair<Out>(s[6], s[7]))
+                   : "memory");
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t line = warp_rows + lane / 4 + 8 * half;
+#pragma unroll
+      for (int eight = 0; eight < 4; ++eight) {
+        const uint32_t vector = 2 * eight + lane % 4 / 2;
+        const uint32_t to = chunk + line * 128 + ((vector ^ line % 8) << 4) + lane % 2 * 8;
+        const float* s = sums + 4 * eight + 2 * half;
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(s[0]), "f"(s[1]) : "memory");
+      }
+    }
+  }
+}
+
+// The first `rows` lines of a chunk to the output, columns past its last left out.
+template <typename Out>
+__device__ __forceinline__ void CopyChunk(const OutShape& out, uint32_t chunk, int32_t row,
+                                          int32_t rows, int32_t column) {
+  constexpr int kVector = 16 / sizeof(Out);
+#pragma unroll
+  for (int i = 0; i < kStoredRows / 16; ++i) {
+    const int line = i * 16 + threadIdx.x % 128 / 8;
+    const int vector = threadIdx.x % 8;
+    const int32_t at = column + vector * kVector;
+    if (line >= rows || at >= out.columns) continue;
+    uint4 bits;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                 : "r"(chunk + line * 128 + ((vector ^ line % 8) << 4))
+                 : "memory");
+    Out* to = static_cast<Out*>(out.data) + static_cast<int64_t>(row + line) * out.columns + at;
+    *reinterpret_cast<uint4*>(to) = bits;
+  }
+}
+
+// To the sums of the chunk that starts at `column`.
+template <int kSums>
+__device__ __forceinline__ void AddBias(const OutShape& out, int32_t expert, int32_t column,
+                                        float (&sums)[kSums]) {
+  const int64_t first = static_cast<int64_t>(expert) * out.columns;
+#pragma unroll
+  for (int eight = 0; eight < kSums / 4; ++eight) {
+    const int32_t at = column + eight * 8 + threadIdx.x % 4 * 2;
+    if (at >= out.columns) continue;
+    const float2 bias = LoadPair(out.bias, out.bias_type, first + at);
+    sums[4 * eight] += bias.x;
+    sums[4 * eight + 1] += bias.y;
+    sums[4 * eight + 2] += bias.x;
+    sums[4 * eight + 3] += bias.y;
+  }
+}
+
+// Stores this warpgroup's rows of a tile; the copies may still read `staging` when it returns.
+// kByExpert: the output is [experts, rows, columns] and the map knows where a plane ends. `turn`
+// counts this warpgroup's chunks, of all tiles.
+template <bool kByExpert, typename Out, int kSums>
+__device__ __forceinline__ void StoreTile(const OutShape& out, const CUtensorMap* map,
+                                          const Tile& tile, int warpgroup, uint8_t* staging,
+                                          const float (&sums)[kSums], uint32_t* turn) {
+  constexpr int kChunkColumns = 128 / sizeof(Out);
+  constexpr int kChunkSums = kChunkColumns / 2;
+  const int32_t row = tile.row + warpgroup * kStoredRows;
+  const int32_t rows = tile.row_end - row;
+  if (rows <= 0) return;
+  const bool leads = threadIdx.x % 128 == 0;
+  const bool whole = kByExpert || rows >= kStoredRows;
+#pragma unroll
+  for (int i = 0; i < kSums / kChunkSums; ++i) {
+    const int32_t column = tile.column + i * kChunkColumns;
+    if (column < out.columns) {
+      const uint32_t chunk = SharedAddress(staging) + (*turn)++ % 2 * kChunkBytes;
+      if (leads) WaitStoresRead<1>();
+      SyncNamed(1 + warpgroup, 128);
+      float part[kChunkSums];
+#pragma unroll
+      for (int j = 0; j < kChunkSums; ++j) part[j] = sums[i * kChunkSums + j];
+      if (!kByExpert && out.bias != nullptr) AddBias(out, tile.expert, column, part);
+      WriteChunk<Out>(chunk, part);
+      FenceSharedForCopies();
+      SyncNamed(1 + warpgroup, 128);
+      if (!whole) CopyChunk<Out>(out, chunk, row, rows, column);
+      if (leads) {
+        if (whole) StoreBox(map, {column, row, kByExpert ? tile.expert : 0}, chunk);
+        // An empty one too: waits count one group a chunk.
+        CommitStores();
+      }
+    }
+  }
+}
+
+// Stores this warpgroup's rows of a tile of [experts, rows, columns] at once; `staging` has room
+// for them, and its copies go on while the warpgroup multiplies.
+template <typename Out, int kSums>
+__device__ __forceinline__ void StoreWholeTile(const OutShape& out, const CUtensorMap* map,
+                                               const Tile& tile, int warpgroup, uint8_t* staging,
+                                               const float (&sums)[kSums]) {
+  constexpr int kChunkColumns = 128 / sizeof(Out);
+  constexpr int kChunkSums = kChunkColumns / 2;
+  constexpr int kChunks = kSums / kChunkSums;
+  const int32_t row = tile.row + warpgroup * kStoredRows;
+  if (row >= tile.row_end) return;
+  const bool leads = threadIdx.x % 128 == 0;
+  if (leads) WaitStoresRead<0>();
+  SyncNamed(1 + warpgroup, 128);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    WriteChunk<Out>(SharedAddress(staging) + i * kChunkBytes, sums + i * kChunkSums);
+  }
+  FenceSharedForCopies();
+  SyncNamed(1 + warpgroup, 128);
+  if (!leads) return;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int32_t column = tile.column + i * kChunkColumns;
+    if (column < out.columns) {
+      StoreBox(map, {column, row, tile.expert}, SharedAddress(staging) + i * kChunkBytes);
+    }
+  }
+  CommitStores();
+}
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_TILE_STORE_TILE_CUH_

@@ -1,0 +1,188 @@
+// Which output tiles a cluster of two blocks computes, in which order.
+//
+// A cluster takes two tiles at a time: two under each other, which share their columns' operand, or
+// where only one row tile of a group is left, two beside each other, which share their rows'. Every
+// block walks the list by itself from the group sizes; nothing is written.
+#ifndef EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_
+#define EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/gemm/product/groups.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+constexpr int kTileRows = 128;
+constexpr int kTileDepth = 64;
+constexpr int kMaxExperts = 1024;
+constexpr int kClusterBlocks = 2;
+
+struct Tile {
+  int32_t expert;
+  int32_t group;    // whose rows these are; of no meaning where the output is the experts'
+  int32_t row;      // of the output
+  int32_t column;   // may lie past the last column: nothing is stored then
+  int32_t row_end;  // rows from here on belong to others
+  bool share_rows;  // the cluster's other block has the same rows; otherwise the same columns
+};
+
+struct Cluster {
+  uint32_t rank;   // of this block in it
+  uint32_t index;  // of all clusters
+  uint32_t count;
+};
+
+// The tiles of one matrix of `rows` rows, two by two.
+struct TilePairs {
+  int32_t row_tiles;
+  int32_t column_tiles;
+
+  __device__ TilePairs(int32_t rows, int32_t column_tiles)
+      : row_tiles((rows + kTileRows - 1) / kTileRows), column_tiles(column_tiles) {}
+  __device__ uint32_t Count() const {
+    return row_tiles / 2 * column_tiles + (row_tiles & 1) * ((column_tiles + 1) / 2);
+  }
+  // Tile coordinates of block `rank` in pair `index`; bands of row tiles go over all columns.
+  __device__ void Locate(uint32_t index, uint32_t rank, int32_t band, int32_t* row_tile,
+                         int32_t* column_tile, bool* share_rows) const {
+    const uint32_t pairs = row_tiles / 2;
+    *share_rows = index >= pairs * column_tiles;
+    if (*share_rows) {
+      *row_tile = row_tiles - 1;
+      *column_tile = 2 * (index - pairs * column_tiles) + rank;
+      return;
+    }
+    const uint32_t first = index / (band * column_tiles) * band;
+    const uint32_t height = min(static_cast<uint32_t>(band), pairs - first);
+    const uint32_t inside = index - first * column_tiles;
+    *row_tile = 2 * (first + inside % height) + rank;
+    *column_tile = inside / height;
+  }
+};
+
+// Output rows are the groups' rows: all tiles cost the same, clusters take them in turn.
+class RowTileSchedule {
+ public:
+  __device__ RowTileSchedule(const Groups& groups, int32_t column_tiles, int32_t tile_columns,
+                             int32_t band, Cluster cluster)
+      : groups_(groups),
+        column_tiles_(column_tiles),
+        tile_columns_(tile_columns),
+        band_(band),
+        cluster_(cluster),
+        next_(cluster.index) {}
+
+  __device__ bool Next(Tile* tile) {
+    while (next_ >= end_) {
+      if (++group_ == groups_.num_groups) return false;
+      const int slab = group_ / groups_.groups_per_slab;
+      if (slab != slab_) {
+        slab_ = slab;
+        rows_ = {slab * groups_.slab_rows, 0};
+      }
+      rows_.start += rows_.size;
+      rows_.size = GroupSize(groups_, group_, (slab + 1) * groups_.slab_rows - rows_.start);
+      begin_ = end_;
+      end_ += TilePairs(rows_.size, column_tiles_).Count();
+    }
+    int32_t row_tile;
+    int32_t column_tile;
+    TilePairs(rows_.size, column_tiles_)
+        .Locate(next_ - begin_, cluster_.rank, band_, &row_tile, &column_tile, &tile->share_rows);
+    tile->expert = group_ % groups_.num_experts;
+    tile->group = group_;
+    tile->row = rows_.start + row_tile * kTileRows;
+    tile->row_end = rows_.start + rows_.size;
+    tile->column = column_tile * tile_columns_;
+    next_ += cluster_.count;
+    return true;
+  }
+
+ private:
+  const Groups groups_;
+  const int32_t column_tiles_;
+  const int32_t tile_columns_;
+  const int32_t band_;
+  const Cluster cluster_;
+  int group_ = -1;
+  int slab_ = -1;
+  Rows rows_{0, 0};
+  uint32_t begin_ = 0;  // pairs of tiles before this group
+  uint32_t end_ = 0;
+  uint32_t next_;
+};
+
+// Output rows are features, and a tile costs as much as its expert has rows. Experts come in order
+// of falling cost, and every other round of clusters runs backwards: sums of the clusters' costs
+// differ by little.
+class ExpertTileSchedule {
+ public:
+  __device__ ExpertTileSchedule(const uint16_t* order, int32_t num_experts, int32_t rows,
+                                int32_t column_tiles, int32_t tile_columns, int32_t band,
+                                Cluster cluster)
+      : order_(order),
+        rows_(rows),
+        pairs_(rows, column_tiles),
+        tile_columns_(tile_columns),
+        band_(band),
+        cluster_(cluster),
+        end_(num_experts * pairs_.Count()) {}
+
+  __device__ bool Next(Tile* tile) {
+    const uint32_t place = round_ & 1 ? cluster_.count - 1 - cluster_.index : cluster_.index;
+    const uint32_t index = round_ * cluster_.count + place;
+    // The last round may end before this cluster's turn.
+    if (index >= end_) return false;
+    ++round_;
+    const uint32_t each = pairs_.Count();
+    int32_t row_tile;
+    int32_t column_tile;
+    pairs_.Locate(index % each, cluster_.rank, band_, &row_tile, &column_tile, &tile->share_rows);
+    tile->expert = order_[index / each];
+    tile->row = row_tile * kTileRows;
+    tile->row_end = rows_;
+    tile->column = column_tile * tile_columns_;
+    return true;
+  }
+
+ private:
+  const uint16_t* order_;
+  const int32_t rows_;
+  const TilePairs pairs_;
+  const int32_t tile_columns_;
+  const int32_t band_;
+  const Cluster cluster_;
+  const uint32_t end_;
+  uint32_t round_ = 0;
+};
+
+// Writes experts to `order`, those with most rows first; `cost` has room for them. All threads of a
+// block; both are whole after the block's next barrier.
+__device__ inline void OrderExperts(const Groups& groups, uint32_t* cost, uint16_t* order) {
+  for (int expert = threadIdx.x; expert < groups.num_experts; expert += blockDim.x) {
+    uint32_t steps = 0;
+    for (int group = expert; group < groups.num_groups; group += groups.num_experts) {
+      steps += (GroupSize(groups, group, groups.slab_rows) + kTileDepth - 1) / kTileDepth;
+    }
+    cost[expert] = steps;
+  }
+  __syncthreads();
+  for (int expert = threadIdx.x; expert < groups.num_experts; expert += blockDim.x) {
+    const uint32_t mine = cost[expert];
+    int place = 0;
+    for (int other = 0; other < groups.num_experts; ++other) {
+      place += cost[other] > mine || (cost[other] == mine && other < expert);
+    }
+    order[place] = static_cast<uint16_t>(expert);
+  }
+}
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_

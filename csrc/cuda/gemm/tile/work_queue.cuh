@@ -1,0 +1,80 @@
+// What the loading warp tells the multiplying ones, through shared memory.
+#ifndef EP_RUNTIME_CUDA_GEMM_TILE_WORK_QUEUE_CUH_
+#define EP_RUNTIME_CUDA_GEMM_TILE_WORK_QUEUE_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/bulk_copy.cuh"
+#include "cuda/gemm/tile/async_copy.cuh"
+#include "cuda/gemm/tile/ring.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+constexpr int kQueuedWork = 4;
+
+// One range of contracted elements that a tile sums over.
+struct Work {
+  int32_t row;
+  int32_t column;
+  int32_t row_end;
+  int32_t expert;  // -1: there is no more
+  int32_t group;
+  int32_t size;  // of the range
+  int32_t last;  // of the tile
+  int32_t unused;
+};
+static_assert(sizeof(Work) == 2 * sizeof(int4), "as it is read");
+
+struct WorkQueue {
+  int4 work[kQueuedWork][2];
+  uint64_t full[kQueuedWork];
+  uint64_t empty[kQueuedWork];  // every reading warp has it
+};
+
+// One thread, before the block's first barrier.
+__device__ __forceinline__ void InitQueue(WorkQueue* queue, uint32_t reading_warps) {
+  for (int i = 0; i < kQueuedWork; ++i) {
+    InitBarrier(SharedAddress(&queue->full[i]), 1);
+    InitBarrier(SharedAddress(&queue->empty[i]), reading_warps);
+  }
+}
+
+// Tells the multiplying warpgroups of one range. The loading warp, all its lanes.
+__device__ __forceinline__ void PushWork(const Work& work, RingPlace<kQueuedWork>* place,
+                                         WorkQueue* queue) {
+  if (threadIdx.x % 32 == 0) {
+    WaitBarrier(SharedAddress(&queue->empty[place->stage]), place->parity ^ 1);
+    queue->work[place->stage][0] = make_int4(work.row, work.column, work.row_end, work.expert);
+    queue->work[place->stage][1] = make_int4(work.group, work.size, work.last, 0);
+    Arrive(SharedAddress(&queue->full[place->stage]));
+  }
+  __syncwarp();
+  place->Advance();
+}
+
+// The same in all lanes, and the compiler sees it.
+__device__ __forceinline__ int4 SameInWarp(int4 value) {
+  return make_int4(__shfl_sync(0xFFFFFFFFu, value.x, 0), __shfl_sync(0xFFFFFFFFu, value.y, 0),
+                   __shfl_sync(0xFFFFFFFFu, value.z, 0), __shfl_sync(0xFFFFFFFFu, value.w, 0));
+}
+
+// All threads of a warpgroup.
+__device__ __forceinline__ Work TakeWork(RingPlace<kQueuedWork>* place, WorkQueue* queue) {
+  WaitBarrier(SharedAddress(&queue->full[place->stage]), place->parity);
+  const int4 tile = SameInWarp(queue->work[place->stage][0]);
+  const int4 range = SameInWarp(queue->work[place->stage][1]);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&queue->empty[place->stage]));
+  place->Advance();
+  return {tile.x, tile.y, tile.z, tile.w, range.x, range.y, range.z, 0};
+}
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_TILE_WORK_QUEUE_CUH_
