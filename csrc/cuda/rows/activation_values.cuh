@@ -3,7 +3,7 @@
 #ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_VALUES_CUH_
 #define EP_RUNTIME_CUDA_ROWS_ACTIVATION_VALUES_CUH_
 
-#include "cuda/movement/row_math.cuh"
+#include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/activation_math.cuh"
 
 namespace ep_runtime {

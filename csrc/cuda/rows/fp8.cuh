@@ -5,7 +5,7 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
-#include "cuda/movement/row_math.cuh"
+#include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/quantize.h"
 
 namespace ep_runtime {

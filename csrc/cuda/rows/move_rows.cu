@@ -1,4 +1,4 @@
-#include "cuda/movement/row_math.cuh"
+#include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/move_rows.h"
 #include "cuda/rows/row_groups.cuh"
 

@@ -1,7 +1,7 @@
 #include <string>
 
 #include "cuda/device/driver.h"
-#include "cuda/movement/bench_kernels.h"
+#include "cuda/movement/bench/bench_kernels.h"
 #include "ffi/cuda_call.h"
 
 namespace ep_runtime {

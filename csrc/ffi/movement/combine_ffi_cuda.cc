@@ -1,4 +1,4 @@
-#include "cuda/movement/combine_kernels.h"
+#include "cuda/movement/combine/combine_kernels.h"
 #include "ffi/cuda_call.h"
 
 namespace ep_runtime {

@@ -1,4 +1,4 @@
-#include "cuda/movement/dispatch_kernels.h"
+#include "cuda/movement/dispatch/dispatch_kernels.h"
 #include "ffi/cuda_call.h"
 
 namespace ep_runtime {

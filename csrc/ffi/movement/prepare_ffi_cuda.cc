@@ -1,6 +1,6 @@
 #include <string>
 
-#include "cuda/movement/prepare_kernels.h"
+#include "cuda/movement/prepare/prepare_kernels.h"
 #include "ffi/cuda_call.h"
 
 namespace ep_runtime {

@@ -7,9 +7,9 @@
 #include <random>
 #include <string>
 
-#include "cuda/movement/combine_kernels.h"
-#include "cuda/movement/dispatch_kernels.h"
-#include "cuda/movement/prepare_kernels.h"
+#include "cuda/movement/combine/combine_kernels.h"
+#include "cuda/movement/dispatch/dispatch_kernels.h"
+#include "cuda/movement/prepare/prepare_kernels.h"
 #include "device_world.h"
 #include "reference.h"
 

@@ -12,7 +12,7 @@ build=${BUILD_DIR:-build/gpu}
 program=$build/kernels_main
 
 build_all() {
-  build_harness "$program" csrc/cuda/movement/*_kernels.cu csrc/core/memory/plan.cc \
+  build_harness "$program" csrc/cuda/movement/*/*_kernels.cu csrc/core/memory/plan.cc \
     tests/gpu/harness/kernels_main.cu tests/gpu/harness/timing.cu
 }
 

@@ -7,7 +7,7 @@
 #include <functional>
 
 #include "case_runner.h"
-#include "cuda/movement/bench_kernels.h"
+#include "cuda/movement/bench/bench_kernels.h"
 
 namespace gpu_test {
 

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "cuda/bulk_copy.cuh"
-#include "cuda/movement/bench_kernels.h"
-#include "cuda/movement/call.cuh"
+#include "cuda/movement/bench/bench_kernels.h"
+#include "cuda/movement/call/call.cuh"
 
 namespace ep_runtime {
 namespace cuda {

@@ -1,7 +1,7 @@
 // What a rank's kernels tell on the board while they run: one thread stores, nobody waits for it.
 // Records may be read half new; every field of 16 bytes or less is whole.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_PROGRESS_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_PROGRESS_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_PROGRESS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_CALL_PROGRESS_CUH_
 
 #include <cuda_runtime.h>
 
@@ -167,4 +167,4 @@ __device__ inline void TellEnd(const DeviceGroup* group, CallStart start, uint64
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_PROGRESS_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_PROGRESS_CUH_

@@ -1,8 +1,8 @@
 // The receiving half of dispatch and of combine's backward: which rows arrive, and where they go.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_PLACE_ROWS_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_PLACE_ROWS_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 
-#include "cuda/movement/call.cuh"
+#include "cuda/movement/call/call.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -144,4 +144,4 @@ struct OwnTokens {
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_PLACE_ROWS_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_

@@ -1,10 +1,10 @@
 // The sending half of dispatch and of combine's backward.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_PUSH_ROWS_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_PUSH_ROWS_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PUSH_ROWS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PUSH_ROWS_CUH_
 
 #include "cuda/bulk_copy.cuh"
-#include "cuda/movement/call.cuh"
-#include "cuda/movement/staged_index.cuh"
+#include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/staged_index.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -211,4 +211,4 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const Ring& 
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_PUSH_ROWS_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PUSH_ROWS_CUH_

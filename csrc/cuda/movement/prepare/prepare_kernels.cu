@@ -1,7 +1,7 @@
-#include "cuda/movement/call.cuh"
-#include "cuda/movement/check_indices.cuh"
-#include "cuda/movement/prepare_kernels.h"
-#include "cuda/movement/staged_index.cuh"
+#include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/staged_index.cuh"
+#include "cuda/movement/prepare/check_indices.cuh"
+#include "cuda/movement/prepare/prepare_kernels.h"
 
 namespace ep_runtime {
 namespace cuda {

@@ -1,9 +1,9 @@
 // Zeros for the rows of a slab that no entry fills: padding, and what follows the last zone.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_EMPTY_ROWS_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_EMPTY_ROWS_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_EMPTY_ROWS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_EMPTY_ROWS_CUH_
 
 #include "cuda/bulk_copy.cuh"
-#include "cuda/movement/call.cuh"
+#include "cuda/movement/call/call.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -91,4 +91,4 @@ __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_EMPTY_ROWS_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_EMPTY_ROWS_CUH_

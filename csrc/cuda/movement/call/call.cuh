@@ -1,11 +1,11 @@
 // One rank's part of a call on the device: epoch and lane, flags, bounded waits, and the end.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_CALL_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_
 
 #include <cuda_runtime.h>
 
 #include "cuda/device/device_group.h"
-#include "cuda/movement/progress.cuh"
+#include "cuda/movement/call/progress.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -339,4 +339,4 @@ __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[k
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_

@@ -1,8 +1,8 @@
-#include "cuda/movement/combine_kernels.h"
-#include "cuda/movement/landed_sums.cuh"
-#include "cuda/movement/part_sums.cuh"
-#include "cuda/movement/place_rows.cuh"
-#include "cuda/movement/staged_index.cuh"
+#include "cuda/movement/call/staged_index.cuh"
+#include "cuda/movement/call/staged_rows.cuh"
+#include "cuda/movement/combine/combine_kernels.h"
+#include "cuda/movement/combine/landed_sums.cuh"
+#include "cuda/movement/combine/part_sums.cuh"
 
 namespace ep_runtime {
 namespace cuda {

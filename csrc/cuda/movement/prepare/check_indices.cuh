@@ -1,10 +1,10 @@
 // EP_RUNTIME_DEBUG=1: expert indices that name no expert. They are unused slots all the same, so
 // that the ranks' calls still meet; the outputs of later calls become NaN and the host hears of it.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_CHECK_INDICES_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_CHECK_INDICES_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_CHECK_INDICES_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_CHECK_INDICES_CUH_
 
-#include "cuda/movement/call.cuh"
-#include "cuda/movement/prepare_kernels.h"
+#include "cuda/movement/call/call.cuh"
+#include "cuda/movement/prepare/prepare_kernels.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -33,4 +33,4 @@ __device__ inline void CheckIndices(const DeviceCall& call, const PrepareParams&
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_CHECK_INDICES_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_PREPARE_CHECK_INDICES_CUH_

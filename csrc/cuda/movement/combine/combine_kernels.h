@@ -1,5 +1,5 @@
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_KERNELS_H_
-#define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_KERNELS_H_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_COMBINE_KERNELS_H_
+#define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_COMBINE_KERNELS_H_
 
 #include <cuda_runtime.h>
 
@@ -42,4 +42,4 @@ cudaError_t LaunchCombine(cudaStream_t stream, const CombineParams& params);
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_COMBINE_KERNELS_H_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_COMBINE_COMBINE_KERNELS_H_

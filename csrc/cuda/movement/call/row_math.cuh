@@ -1,6 +1,6 @@
 // Arithmetic on 16-byte pieces of rows. Every product is rounded before it is added, as on CPU.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_ROW_MATH_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_ROW_MATH_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_ROW_MATH_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_CALL_ROW_MATH_CUH_
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -118,4 +118,4 @@ inline uint32_t NanPattern(RowType type) {
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_ROW_MATH_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_ROW_MATH_CUH_

@@ -1,9 +1,9 @@
 // Tells peers which sums of a block are in their windows: one warp for all of the block.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_LANDED_SUMS_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_LANDED_SUMS_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_
 
 #include "cuda/bulk_copy.cuh"
-#include "cuda/movement/call.cuh"
+#include "cuda/movement/call/call.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -87,4 +87,4 @@ struct LandedSums {
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_LANDED_SUMS_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_

@@ -1,6 +1,6 @@
 // What a bench runs beside the ops: the link's ceiling, and the device's clock.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_BENCH_KERNELS_H_
-#define EP_RUNTIME_CUDA_MOVEMENT_BENCH_KERNELS_H_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_BENCH_BENCH_KERNELS_H_
+#define EP_RUNTIME_CUDA_MOVEMENT_BENCH_BENCH_KERNELS_H_
 
 #include <cuda_runtime.h>
 
@@ -41,4 +41,4 @@ cudaError_t LaunchClock(cudaStream_t stream, const ClockParams& params);
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_BENCH_KERNELS_H_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_BENCH_BENCH_KERNELS_H_

@@ -1,9 +1,9 @@
 // What one warp sums, the ring that it loads the parts through, and its sums.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_PART_SUMS_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_PART_SUMS_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PART_SUMS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PART_SUMS_CUH_
 
 #include "cuda/bulk_copy.cuh"
-#include "cuda/movement/row_math.cuh"
+#include "cuda/movement/call/row_math.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -168,4 +168,4 @@ __device__ __forceinline__ void StoreSums(const Sums<kType>& sums, uint8_t* out,
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_PART_SUMS_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PART_SUMS_CUH_

@@ -1,8 +1,8 @@
 // One row of combine's backward: weight * grad, and grad . expert_out over the halving tree.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_PLACE_GRADS_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_PLACE_GRADS_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_GRADS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_GRADS_CUH_
 
-#include "cuda/movement/row_math.cuh"
+#include "cuda/movement/call/row_math.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -146,4 +146,4 @@ struct GradRow {
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_PLACE_GRADS_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_GRADS_CUH_

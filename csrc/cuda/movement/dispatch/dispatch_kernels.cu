@@ -1,10 +1,10 @@
 #include <algorithm>
 
-#include "cuda/movement/dispatch_kernels.h"
-#include "cuda/movement/empty_rows.cuh"
-#include "cuda/movement/place_grads.cuh"
-#include "cuda/movement/place_rows.cuh"
-#include "cuda/movement/push_rows.cuh"
+#include "cuda/movement/call/staged_rows.cuh"
+#include "cuda/movement/dispatch/dispatch_kernels.h"
+#include "cuda/movement/dispatch/empty_rows.cuh"
+#include "cuda/movement/dispatch/place_grads.cuh"
+#include "cuda/movement/dispatch/push_rows.cuh"
 
 namespace ep_runtime {
 namespace cuda {

@@ -1,5 +1,5 @@
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_KERNELS_H_
-#define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_KERNELS_H_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PREPARE_KERNELS_H_
+#define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PREPARE_KERNELS_H_
 
 #include <cuda_runtime.h>
 
@@ -28,4 +28,4 @@ cudaError_t LaunchPrepare(cudaStream_t stream, const PrepareParams& params);
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_PREPARE_KERNELS_H_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PREPARE_KERNELS_H_

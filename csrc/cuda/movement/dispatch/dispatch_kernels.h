@@ -1,5 +1,5 @@
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_KERNELS_H_
-#define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_KERNELS_H_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_DISPATCH_KERNELS_H_
+#define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_DISPATCH_KERNELS_H_
 
 #include <cuda_runtime.h>
 
@@ -56,4 +56,4 @@ cudaError_t LaunchCombineBwd(cudaStream_t stream, const CombineBwdParams& params
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_KERNELS_H_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_DISPATCH_KERNELS_H_

@@ -1,8 +1,8 @@
 // Which staged row of which rank a token is, from the plan's dst_rank.
-#ifndef EP_RUNTIME_CUDA_MOVEMENT_STAGED_INDEX_CUH_
-#define EP_RUNTIME_CUDA_MOVEMENT_STAGED_INDEX_CUH_
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_INDEX_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_INDEX_CUH_
 
-#include "cuda/movement/call.cuh"
+#include "cuda/movement/call/call.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -151,4 +151,4 @@ __device__ inline bool IndexTokens(const DeviceCall& call, StagedIndexShared* sh
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_MOVEMENT_STAGED_INDEX_CUH_
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_INDEX_CUH_
