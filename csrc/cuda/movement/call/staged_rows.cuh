@@ -1,4 +1,4 @@
-// The receiving half of dispatch and of combine's backward: which rows arrive, and where they go.
+// Staged rows, as a plan has them: how many each source sends, and which entries one has.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 
@@ -26,16 +26,6 @@ struct SourceCounts {
     most = __reduce_max_sync(~0u, lane == call.me ? 0 : staged);
   }
 };
-
-// Tells the board how many rows this rank receives, and how many were dropped where another prepare
-// than this library's made the plan; by one whole warp.
-__device__ inline void CountReceived(const DeviceCall& call, const CallName& name,
-                                     const Plan& plan) {
-  const int lane = threadIdx.x % 32;
-  const int32_t rows =
-      __reduce_add_sync(~0u, lane < call.ranks ? plan.recv_count[lane * 4 + 1] : 0);
-  if (lane == 0) CountRows(call.group, BoardIndex(name), rows, max(plan.recv_count[3], 0));
-}
 
 // A staged row of a peer and its entries; lane i holds the i-th.
 struct StagedRow {
@@ -77,67 +67,6 @@ struct StagedRow {
         static_cast<uint32_t>(slot) >= static_cast<uint32_t>(sizes.top_k)) {
       row = -1;
     }
-  }
-};
-
-// The staged rows of one warp of `step` warps, in the order of their numbers.
-struct StagedRows {
-  const DeviceCall& call;
-  const Plan& plan;
-  const SourceCounts& counts;
-  int next;
-  int step;
-
-  __device__ StagedRow Next() {
-    const int total = call.ranks > 1 ? counts.most * (call.ranks - 1) : 0;
-    StagedRow row{};
-    row.staged = -1;
-    while (row.staged < 0 && next < total) {
-      row.Find(call, plan, counts, next);
-      next += step;
-    }
-    return row;
-  }
-};
-
-// Tokens of this rank, in order; every warp that has time takes the next. Reads run ahead of use.
-struct OwnTokens {
-  const DeviceCall& call;
-  const Plan& plan;
-  const CallSizes& sizes;
-  uint32_t ticket;     // lane 0's
-  int32_t token = -1;  // -1: there is none
-  int32_t rank = -1;   // lane k: of slot k
-  int32_t row = -1;
-
-  __device__ OwnTokens(const DeviceCall& c, const Plan& p, const CallSizes& s)
-      : call(c), plan(p), sizes(s), ticket(0) {
-    Draw();
-    Advance();
-  }
-  __device__ void Draw() {
-    if (threadIdx.x % 32 == 0) ticket = TakeTicketAlone(call, kItemTicket);
-  }
-  __device__ void Advance() {
-    const uint32_t drawn = __shfl_sync(~0u, ticket, 0);
-    if (drawn >= static_cast<uint32_t>(sizes.tokens)) {
-      token = -1;
-      return;
-    }
-    Draw();
-    const int lane = threadIdx.x % 32;
-    token = static_cast<int32_t>(drawn);
-    rank = row = -1;
-    if (lane < sizes.top_k) {
-      const int64_t slot = int64_t{token} * sizes.top_k + lane;
-      rank = plan.dst_rank[slot];
-      row = plan.dst_row[slot];
-    }
-  }
-  // Lane k: the row of slot k where it is one of this rank, else -1.
-  __device__ int32_t OwnRow() const {
-    const bool good = static_cast<uint32_t>(row) < static_cast<uint32_t>(sizes.capacity);
-    return rank == call.me && good ? row : -1;
   }
 };
 

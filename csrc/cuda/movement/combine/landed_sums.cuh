@@ -7,6 +7,7 @@
 
 namespace ep_runtime {
 namespace cuda {
+namespace combine {
 
 // Where a sum went: the flag that its peer waits for.
 struct SumPlace {
@@ -84,6 +85,7 @@ struct LandedSums {
   }
 };
 
+}  // namespace combine
 }  // namespace cuda
 }  // namespace ep_runtime
 

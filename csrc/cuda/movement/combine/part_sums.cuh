@@ -7,6 +7,7 @@
 
 namespace ep_runtime {
 namespace cuda {
+namespace combine {
 
 constexpr int kVectors = 4;                      // of a row that a lane sums at a time
 constexpr int kPieceBytes = 32 * 16 * kVectors;  // of a row that a warp sums at a time
@@ -165,6 +166,7 @@ __device__ __forceinline__ void StoreSums(const Sums<kType>& sums, uint8_t* out,
   }
 }
 
+}  // namespace combine
 }  // namespace cuda
 }  // namespace ep_runtime
 

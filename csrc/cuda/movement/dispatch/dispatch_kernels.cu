@@ -1,13 +1,14 @@
 #include <algorithm>
 
-#include "cuda/movement/call/staged_rows.cuh"
 #include "cuda/movement/dispatch/dispatch_kernels.h"
 #include "cuda/movement/dispatch/empty_rows.cuh"
+#include "cuda/movement/dispatch/place_copies.cuh"
 #include "cuda/movement/dispatch/place_grads.cuh"
 #include "cuda/movement/dispatch/push_rows.cuh"
 
 namespace ep_runtime {
 namespace cuda {
+namespace dispatch {
 namespace {
 
 constexpr int kMaxPlaceWarps = 14;        // of combine's backward
@@ -26,141 +27,14 @@ struct CopyKind {
   bool past_zones;  // zeros there too
 };
 
-__device__ inline const uint32_t* FlagOf(const DeviceCall& call, const StagedRow& row) {
-  return call.Ready(call.me, row.source) + row.staged;
-}
-
-// A row to copy to the slab rows of the lanes that have one.
-struct PlaceItem {
-  const uint8_t* from;
-  int32_t row;  // -1: none
-  float weight;
-};
-
-// What a warp copies: its staged rows as they arrive, and this rank's own tokens between them.
-struct PlaceItems {
-  const DeviceCall& call;
-  const DispatchParams& params;
-  StagedRows& rows;
-  OwnTokens own;
-  StagedRow arrival;
-  StagedRow after;
-
-  __device__ PlaceItems(const DeviceCall& c, const DispatchParams& p, StagedRows& r)
-      : call(c), params(p), rows(r), own(c, p.plan, p.sizes) {
-    arrival = rows.Next();
-    arrival.ReadEntries(params.plan, params.sizes);
-    after = rows.Next();
-  }
-
-  // The next item that is here. Where there is none yet, waits for it, or returns false; false
-  // after a wait: all are done, or the call failed.
-  __device__ bool Take(bool wait, PlaceItem* item) {
-    if (arrival.staged >= 0 && Arrived()) return TakeArrival(item);
-    for (; own.token >= 0; own.Advance()) {
-      item->row = own.OwnRow();
-      if (!__any_sync(~0u, item->row >= 0)) continue;
-      item->from =
-          static_cast<const uint8_t*>(params.tokens) + int64_t{own.token} * params.row_bytes;
-      item->weight = 1.0f;
-      if (params.weights != nullptr && item->row >= 0) {
-        item->weight = params.weights[int64_t{own.token} * params.sizes.top_k + threadIdx.x % 32];
-      }
-      own.Advance();
-      return true;
-    }
-    if (!wait || arrival.staged < 0) return false;
-    bool alive = true;
-    if (threadIdx.x % 32 == 0) {
-      alive = AwaitWord(call, FlagOf(call, arrival), call.tag, arrival.source);
-    }
-    if (__shfl_sync(~0u, alive, 0) == 0) return false;
-    __syncwarp();
-    return TakeArrival(item);
-  }
-
- private:
-  __device__ bool Arrived() const {
-    const bool here = __all_sync(~0u, LoadAcquireSys(FlagOf(call, arrival)) == call.tag);
-    __syncwarp();
-    return here;
-  }
-  __device__ bool TakeArrival(PlaceItem* item) {
-    arrival.CheckEntries(params.sizes);
-    item->from = call.Rows(call.me, arrival.source) + int64_t{arrival.staged} * params.row_bytes;
-    item->row = arrival.row;
-    item->weight = 1.0f;
-    if (params.weights != nullptr && arrival.row >= 0) {
-      const auto* sent = reinterpret_cast<const float*>(call.Entries(call.me, arrival.source));
-      item->weight = __ldcg(&sent[int64_t{arrival.staged} * params.sizes.top_k + arrival.slot]);
-    }
-    arrival = after;
-    arrival.ReadEntries(params.plan, params.sizes);
-    after = rows.Next();
-    return true;
-  }
-};
-
-// Stores one piece of an item from `buffer` to every row of it.
-__device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& params,
-                                  uint32_t offset, const uint8_t* buffer, uint32_t bytes) {
+// Tells the board how many rows this rank receives, and how many were dropped where another prepare
+// than this library's made the plan; by one whole warp.
+__device__ inline void CountReceived(const DeviceCall& call, const CallName& name,
+                                     const Plan& plan) {
   const int lane = threadIdx.x % 32;
-  uint8_t* recv = static_cast<uint8_t*>(params.recv) + offset;
-  for (uint32_t left = __ballot_sync(~0u, item.row >= 0); left != 0; left &= left - 1) {
-    const int64_t to = __shfl_sync(~0u, item.row, __ffs(left) - 1);
-    if (lane == 0) BulkStore(recv + to * params.row_bytes, buffer, bytes);
-  }
-  if (lane == 0) CommitStores();
-}
-
-// Copies a warp's items to their slab rows. The next one is loaded while this one is stored.
-// `first`: pieces that went through the ring before; no copies of theirs are under way.
-template <int kBuffers>
-__device__ void PlaceRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
-                          int pieces, int first, StagedRows& rows) {
-  const int lane = threadIdx.x % 32;
-  PlaceItems items(call, params, rows);
-  const auto bytes_at = [&](int piece) {
-    return min(ring.piece_bytes, params.row_bytes - piece * ring.piece_bytes);
-  };
-  int loaded = first;  // pieces
-  const auto load = [&](const PlaceItem& item, int piece) {
-    const int slot = loaded++ % kBuffers;
-    if (lane != 0) return;
-    FenceProxyAsync();
-    WaitStoresRead<kBuffers - 2>();
-    ring.barriers[slot].Load(ring.Buffer(slot), item.from + piece * ring.piece_bytes,
-                             bytes_at(piece));
-  };
-  int stored = first;  // pieces
-  PlaceItem item;
-  bool more = items.Take(true, &item);
-  if (more) load(item, 0);
-  while (more) {
-    PlaceItem next;
-    more = false;
-    for (int piece = 0; piece < pieces; ++piece, ++stored) {
-      const int slot = stored % kBuffers;
-      if (piece + 1 < pieces) {
-        load(item, piece + 1);
-      } else {
-        more = items.Take(false, &next);
-        if (more) load(next, 0);
-      }
-      if (lane == 0) ring.barriers[slot].Wait(stored / kBuffers & 1);
-      StorePiece(item, params, piece * ring.piece_bytes, ring.Buffer(slot), bytes_at(piece));
-    }
-    if (params.recv_weights != nullptr && item.row >= 0) {
-      params.recv_weights[item.row] = item.weight;
-    }
-    if (!more) {
-      more = items.Take(true, &next);
-      if (more) load(next, 0);
-    }
-    item = next;
-  }
-  if (lane == 0) WaitStores<0>();
-  __syncwarp();
+  const int32_t rows =
+      __reduce_add_sync(~0u, lane < call.ranks ? plan.recv_count[lane * 4 + 1] : 0);
+  if (lane == 0) CountRows(call.group, BoardIndex(name), rows, max(plan.recv_count[3], 0));
 }
 
 __device__ void ZeroWeightsPastZones(const DispatchParams& params, int part, int parts) {
@@ -250,69 +124,6 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
       {params.recv_weights, params.recv_weights != nullptr ? int64_t{params.sizes.capacity} * 4 : 0,
        0x7FC00000u}};
   EndCall(call, outputs);
-}
-
-// The gradients of one token's rows here; a bit of `mine` per lane whose `row` is one.
-template <RowType kType>
-__device__ void WriteGrads(const CombineBwdParams& params, const void* grad, uint32_t mine,
-                           int32_t lane_row, float* tree) {
-  for (; mine != 0; mine &= mine - 1) {
-    const int64_t row = __shfl_sync(~0u, lane_row, __ffs(mine) - 1);
-    const int64_t offset = row * params.row_bytes;
-    const bool scale = params.weights != nullptr;
-    const GradRow<kType> one{
-        static_cast<const uint4*>(grad),
-        params.expert_out == nullptr ? nullptr
-                                     : reinterpret_cast<const uint4*>(
-                                           static_cast<const uint8_t*>(params.expert_out) + offset),
-        reinterpret_cast<uint4*>(static_cast<uint8_t*>(params.d_expert_out) + offset),
-        params.sizes.width,
-        scale,
-        scale ? params.weights[row] : 1.0f};
-    const float dot = one.Write(tree);
-    if (params.d_weights != nullptr && threadIdx.x % 32 == 0) params.d_weights[row] = dot;
-  }
-}
-
-// Gradients of this rank's own tokens, then of what arrives; warps take what is next.
-template <RowType kType>
-__device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& params, float* tree) {
-  const int lane = threadIdx.x % 32;
-  const CallSizes& sizes = params.sizes;
-  const SourceCounts counts(call, params.plan, sizes.tokens);
-  const uint32_t own = sizes.tokens;
-  const uint32_t total = own + (call.ranks > 1 ? counts.most * (call.ranks - 1) : 0);
-  for (uint32_t item = TakeTicket(call, kItemTicket); item < total;) {
-    const uint32_t next = TakeTicket(call, kItemTicket);
-    if (item < own) {
-      int32_t row = -1;
-      if (lane < sizes.top_k) {
-        const int64_t slot = int64_t{item} * sizes.top_k + lane;
-        if (params.plan.dst_rank[slot] == call.me) row = params.plan.dst_row[slot];
-        if (row >= sizes.capacity) row = -1;
-      }
-      const auto* grad =
-          static_cast<const uint8_t*>(params.grad) + int64_t{item} * params.row_bytes;
-      WriteGrads<kType>(params, grad, __ballot_sync(~0u, row >= 0), row, tree);
-    } else {
-      StagedRow row{};
-      row.Find(call, params.plan, counts, static_cast<int>(item - own));
-      row.ReadEntries(params.plan, sizes);
-      row.CheckEntries(sizes);
-      if (row.staged >= 0) {
-        bool alive = true;
-        if (lane == 0) {
-          alive = AwaitWord(call, FlagOf(call, row), call.tag, row.source);
-          FenceProxyAsync();
-        }
-        if (__shfl_sync(~0u, alive, 0) == 0) break;
-        __syncwarp();
-        const auto* grad = call.Rows(call.me, row.source) + int64_t{row.staged} * params.row_bytes;
-        WriteGrads<kType>(params, grad, __ballot_sync(~0u, row.row >= 0), row.row, tree);
-      }
-    }
-    item = next;
-  }
 }
 
 struct GradLayout {
@@ -413,25 +224,28 @@ cudaError_t LaunchGrads(cudaStream_t stream, const CombineBwdParams& params) {
 }
 
 }  // namespace
+}  // namespace dispatch
 
 cudaError_t LaunchDispatch(cudaStream_t stream, const DispatchParams& params) {
-  if (!GoodSizes(params.sizes, params.grid, params.row_bytes)) return cudaErrorInvalidValue;
-  return LaunchCopies(stream, params, {OpCode::kDispatch, false});
+  if (!dispatch::GoodSizes(params.sizes, params.grid, params.row_bytes))
+    return cudaErrorInvalidValue;
+  return dispatch::LaunchCopies(stream, params, {OpCode::kDispatch, false});
 }
 
 cudaError_t LaunchCombineBwd(cudaStream_t stream, const CombineBwdParams& params) {
-  if (!GoodSizes(params.sizes, params.grid, params.row_bytes)) return cudaErrorInvalidValue;
+  if (!dispatch::GoodSizes(params.sizes, params.grid, params.row_bytes))
+    return cudaErrorInvalidValue;
   if ((params.expert_out == nullptr) != (params.d_weights == nullptr)) return cudaErrorInvalidValue;
   if (params.type == RowType::kBytes) return cudaErrorInvalidValue;
   if (params.weights == nullptr && params.expert_out == nullptr) {
     const DispatchParams copies{params.group,        params.name, params.sizes, params.type,
                                 params.row_bytes,    params.grad, nullptr,      params.plan,
                                 params.d_expert_out, nullptr,     params.grid};
-    return LaunchCopies(stream, copies, {OpCode::kCombineBwd, params.clear_slack});
+    return dispatch::LaunchCopies(stream, copies, {OpCode::kCombineBwd, params.clear_slack});
   }
-  return params.type == RowType::kF32    ? LaunchGrads<RowType::kF32>(stream, params)
-         : params.type == RowType::kBF16 ? LaunchGrads<RowType::kBF16>(stream, params)
-                                         : LaunchGrads<RowType::kF16>(stream, params);
+  return params.type == RowType::kF32    ? dispatch::LaunchGrads<RowType::kF32>(stream, params)
+         : params.type == RowType::kBF16 ? dispatch::LaunchGrads<RowType::kBF16>(stream, params)
+                                         : dispatch::LaunchGrads<RowType::kF16>(stream, params);
 }
 
 }  // namespace cuda

@@ -7,6 +7,7 @@
 
 namespace ep_runtime {
 namespace cuda {
+namespace dispatch {
 
 constexpr int kZeroBytes = 8192;  // at the start of a block's dynamic shared memory
 constexpr int kEmptyRowsPerTicket = 8;
@@ -88,6 +89,7 @@ __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
   __syncwarp();
 }
 
+}  // namespace dispatch
 }  // namespace cuda
 }  // namespace ep_runtime
 

@@ -8,6 +8,7 @@
 
 namespace ep_runtime {
 namespace cuda {
+namespace dispatch {
 
 constexpr int kPieceBytes = 8192;  // most that one buffer holds of a row
 constexpr int kMaxBuffers = 4;
@@ -208,6 +209,7 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const Ring& 
   return total;
 }
 
+}  // namespace dispatch
 }  // namespace cuda
 }  // namespace ep_runtime
 

@@ -8,6 +8,7 @@
 
 namespace ep_runtime {
 namespace cuda {
+namespace prepare {
 
 // By every thread of prepare's kernel.
 __device__ inline void CheckIndices(const DeviceCall& call, const PrepareParams& params,
@@ -30,6 +31,7 @@ __device__ inline void CheckIndices(const DeviceCall& call, const PrepareParams&
   }
 }
 
+}  // namespace prepare
 }  // namespace cuda
 }  // namespace ep_runtime
 

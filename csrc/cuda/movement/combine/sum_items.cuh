@@ -1,0 +1,107 @@
+// A warp sums the parts of its items, and loads those of the next one meanwhile.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_SUM_ITEMS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_SUM_ITEMS_CUH_
+
+#include "cuda/movement/combine/part_sums.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace combine {
+
+// Sums one piece of an item, keeping the ring full with `refill` on the way.
+template <RowType kType, bool kExact, bool kWeighted, bool kForPeer, typename Refill>
+__device__ __forceinline__ void SumPiece(PartRing<kType, kExact>* ring, const Item& item, int piece,
+                                         const Refill& refill) {
+  const int vectors = min(kPieceBytes, ring->row_bytes - piece * kPieceBytes) / 16;
+  const auto done = [&]() {
+    __syncwarp();
+    ++ring->used;
+    refill();
+  };
+  Sums<kType> own;
+  Clear<kType>(own);
+  if constexpr (kForPeer) {
+    for (int part = 0; part < item.count; ++part) {
+      PartVectors<kType, false> x;
+      x.Read(ring->Await(), vectors);
+      done();
+      x.template AddTo<kWeighted>(__shfl_sync(~0u, item.weight, part), own);
+    }
+    constexpr int kWide = PartRing<kType, kExact>::kWide;
+    StoreSums<kType, kExact>(own, item.out + int64_t{piece} * kPieceBytes * kWide, vectors);
+  } else {
+    Sums<kType> sums;
+    Clear<kType>(sums);
+    for (int part = 0; part < item.count; ++part) {
+      if ((item.own >> part & 1) == 0) {
+        PartVectors<kType, kExact> x;
+        x.Read(ring->Await(), vectors);
+        done();
+        x.template AddTo<false>(1.0f, sums);
+        continue;
+      }
+      PartVectors<kType, false> x;
+      x.Read(ring->Await(), vectors);
+      done();
+      x.template AddTo<kWeighted>(__shfl_sync(~0u, item.weight, part), own);
+      const bool last = part + 1 == item.count || (item.own >> (part + 1) & 1) == 0;
+      if (last) AddOwn<kType, kExact>(own, sums);
+    }
+    if constexpr (PartRing<kType, kExact>::kWide > 1) {
+      if (ring->wide_out) {
+        constexpr int kWide = PartRing<kType, kExact>::kWide;
+        StoreSums<kType, true>(sums, item.out + int64_t{piece} * kPieceBytes * kWide, vectors);
+        return;
+      }
+    }
+    StoreSums<kType, false>(sums, item.out + int64_t{piece} * kPieceBytes, vectors);
+  }
+}
+
+// Runs a warp's items. `source` has: bool Fetch(Item*) for the item that was drawn last, Draw() for
+// the next one, bool Ready(item) that does not wait, bool Await(item) that does, and Finish(item)
+// after its sums are stored.
+template <RowType kType, bool kExact, bool kWeighted, bool kForPeer, typename Source>
+__device__ void SumItems(PartRing<kType, kExact>& ring, Source& source) {
+  const int pieces = (ring.row_bytes + kPieceBytes - 1) / kPieceBytes;
+  Item item;
+  if (!source.Fetch(&item) || !source.Await(item)) return;
+  source.Draw();
+  Cursor at{0, 0};
+  while (true) {
+    Item next;
+    Cursor next_at{0, 0};
+    while (!ring.Full() && !at.Done(item, pieces)) {
+      ring.Issue(item, at);
+      at.Advance(item);
+    }
+    const bool more = source.Fetch(&next);
+    const bool ready = more && source.Ready(next);
+    const auto refill = [&]() {
+      if (!at.Done(item, pieces)) {
+        ring.Issue(item, at);
+        at.Advance(item);
+      } else if (ready && !next_at.Done(next, pieces)) {
+        ring.Issue(next, next_at);
+        next_at.Advance(next);
+      }
+    };
+    for (int piece = 0; piece < pieces; ++piece) {
+      // Late enough that a slow warp holds no more than it sums and loads.
+      if (more && piece + 1 == pieces) source.Draw();
+      SumPiece<kType, kExact, kWeighted, kForPeer>(&ring, item, piece, refill);
+    }
+    source.Finish(item);
+    if (!more || (!ready && !source.Await(next))) break;
+    item = next;
+    at = next_at;
+  }
+  // Loads that were issued must land before the ring is used again, or given away.
+  for (; ring.used < ring.issued; ++ring.used) ring.Await();
+}
+
+}  // namespace combine
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_COMBINE_SUM_ITEMS_CUH_

@@ -1,0 +1,54 @@
+// What a block of prepare counts, and which tokens its warps own.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_EXPERTS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_EXPERTS_CUH_
+
+#include "cuda/movement/call/call.cuh"
+#include "cuda/movement/prepare/prepare_kernels.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace prepare {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+
+// Arrays over experts lie in dynamic shared memory.
+struct Experts {
+  int32_t* demand;   // [E] rows asked, all sources
+  int32_t* kept;     // [E]
+  int32_t* base;     // [E] first row of the expert in its rank's slab
+  int32_t* first;    // [E] rows of earlier sources and of this rank's earlier blocks
+  int32_t* sources;  // [E] rows of earlier sources alone
+  uint16_t* counts;  // [kWarps, E] slots of each warp, then of the earlier warps
+
+  static size_t Bytes(int experts) { return AlignUp(experts * int64_t{5 * 4 + kWarps * 2}, 16); }
+  __device__ Experts(uint8_t* shared, int experts) {
+    demand = reinterpret_cast<int32_t*>(shared);
+    kept = demand + experts;
+    base = kept + experts;
+    first = base + experts;
+    sources = first + experts;
+    counts = reinterpret_cast<uint16_t*>(sources + experts);
+  }
+};
+
+// Warps own whole tokens, in order: no other warp or block has slots between a warp's own.
+struct TokenRange {
+  int32_t begin;
+  int32_t end;
+  __device__ TokenRange(int64_t tokens, int part, int parts)
+      : begin(static_cast<int32_t>(tokens * part / parts)),
+        end(static_cast<int32_t>(tokens * (part + 1) / parts)) {}
+};
+
+__device__ inline int ExpertOf(const PrepareParams& params, int64_t slot, int64_t end,
+                               int num_experts) {
+  const int32_t expert = slot < end ? params.topk_idx[slot] : -1;
+  return expert >= 0 && expert < num_experts ? expert : -1;
+}
+
+}  // namespace prepare
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_PREPARE_EXPERTS_CUH_

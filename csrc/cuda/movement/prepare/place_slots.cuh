@@ -1,0 +1,137 @@
+// Phase 4 of prepare: where the rows of this rank's slots go, and how many go to each rank.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PLACE_SLOTS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PLACE_SLOTS_CUH_
+
+#include "cuda/movement/call/staged_index.cuh"
+#include "cuda/movement/prepare/experts.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace prepare {
+
+struct PrepareShared {
+  int32_t warp_counts[kWarps][kMaxRanks];  // entries of each warp to each rank
+  int32_t warp_staged[kWarps][kMaxRanks];
+  int32_t warp_halves[kWarps][kMaxRanks];
+  int32_t block_entries[kMaxRanks];  // of earlier blocks
+  int32_t block_staged[kMaxRanks];
+  int32_t received[kMaxRanks][4];  // what recv_count gets
+  int32_t entries_before[kMaxRanks + 1];
+  int32_t staged_before[kMaxRanks + 1];
+};
+
+// Writes dst_rank and dst_row of the warp's slots and counts, per rank (lane r), its entries and
+// staged rows, and those of the first half of the tokens.
+__device__ inline void PlaceSlots(const DeviceCall& call, const PrepareParams& params,
+                                  const Experts& experts, int num_experts, const TokenRange& range,
+                                  PrepareShared* shared) {
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int top_k = params.sizes.top_k;
+  uint16_t* mine = experts.counts + warp * num_experts;
+  const int64_t end = int64_t{range.end} * top_k;
+  for (int64_t at = int64_t{range.begin} * top_k; at < end; at += 32) {
+    const int64_t slot = at + lane;
+    const int expert = ExpertOf(params, slot, end, num_experts);
+    const uint32_t same = __match_any_sync(~0u, expert);
+    int32_t rank = -1;
+    int32_t row = -1;
+    if (expert >= 0) {
+      const int32_t position =
+          experts.first[expert] + mine[expert] + __popc(same & ((1u << lane) - 1));
+      if (position < experts.kept[expert]) {
+        rank = expert / params.sizes.experts;
+        row = experts.base[expert] + position;
+      }
+    }
+    __syncwarp();
+    if (expert >= 0 && lane == __ffs(same) - 1) {
+      mine[expert] = static_cast<uint16_t>(mine[expert] + __popc(same));
+    }
+    __syncwarp();
+    if (slot < end) {
+      params.plan.dst_rank[slot] = rank;
+      params.plan.dst_row[slot] = row;
+    }
+  }
+  __syncwarp();
+  const int half = (params.sizes.tokens + 1) / 2;
+  int32_t entries = 0;
+  int32_t staged = 0;
+  int32_t first_half = 0;
+  for (int start = range.begin; start < range.end; start += 32) {
+    const int64_t token = start + lane;
+    uint32_t mask = 0;
+    for (int k = 0; k < top_k; ++k) {
+      const int32_t rank =
+          token < range.end ? __ldcg(&params.plan.dst_rank[token * top_k + k]) : -1;
+      if (rank >= 0) mask |= 1u << rank;
+      for (int r = 0; r < call.ranks; ++r) {
+        const int32_t found = __popc(__ballot_sync(~0u, rank == r));
+        if (lane == r) entries += found;
+      }
+    }
+    for (int r = 0; r < call.ranks; ++r) {
+      const uint32_t found = __ballot_sync(~0u, mask >> r & 1);
+      const uint32_t early = __ballot_sync(~0u, token < half);
+      if (lane == r) {
+        staged += __popc(found);
+        first_half += __popc(found & early);
+      }
+    }
+  }
+  shared->warp_counts[warp][lane] = entries;
+  shared->warp_staged[warp][lane] = staged;
+  shared->warp_halves[warp][lane] = first_half;
+  __syncthreads();
+}
+
+// Block sums over warps go to scratch; the warps' become sums over earlier warps. [3][blocks][32].
+__device__ inline void SumBlock(const DeviceCall& call, PrepareShared* shared) {
+  const int lane = threadIdx.x % 32;
+  const int which = threadIdx.x / 32;
+  if (which < 3) {
+    auto* counts = which == 0   ? shared->warp_counts
+                   : which == 1 ? shared->warp_staged
+                                : shared->warp_halves;
+    int32_t sum = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      const int32_t count = counts[w][lane];
+      counts[w][lane] = sum;
+      sum += count;
+    }
+    ScratchBlockCounts(call)[(which * kMaxBlocks + blockIdx.x) * kMaxRanks + lane] = sum;
+  }
+}
+
+// Sums over earlier blocks. The first block also tells every rank what this one sends it: the
+// words after the entries flags' line of the counts flag.
+__device__ inline void SumBlocks(const DeviceCall& call, PrepareShared* shared) {
+  const int lane = threadIdx.x % 32;
+  const int which = threadIdx.x / 32;
+  if (which < 3) {
+    const int32_t* counts = ScratchBlockCounts(call) + which * kMaxBlocks * kMaxRanks;
+    int32_t before = 0;
+    int32_t all = 0;
+#pragma unroll 8
+    for (int b = 0; b < gridDim.x; ++b) {
+      const int32_t count = __ldcg(&counts[b * kMaxRanks + lane]);
+      before += b < blockIdx.x ? count : 0;
+      all += count;
+    }
+    if (which == 0) shared->block_entries[lane] = before;
+    if (which == 1) shared->block_staged[lane] = before;
+    if (blockIdx.x == 0 && lane < call.ranks) {
+      // Column order of recv_count: staged rows, entries, staged rows of the first half.
+      const int column = which == 0 ? 1 : which == 1 ? 0 : 2;
+      reinterpret_cast<int32_t*>(call.CountsFlag(lane, call.me))[4 + column] = all;
+    }
+  }
+  __syncthreads();
+}
+
+}  // namespace prepare
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PLACE_SLOTS_CUH_
