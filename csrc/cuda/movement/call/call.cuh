@@ -1,4 +1,13 @@
 // One rank's part of a call on the device: epoch and lane, flags, bounded waits, and the end.
+//
+// A group's calls on one rank run one after another. Each has an epoch, one more than the last, and
+// lane epoch % lanes of every window. Call e begins by telling all ranks so (CallLine), and ends
+// only once all ranks have begun it, and so have ended e - 1. Who begins call e therefore knows
+// that e - 2 is over everywhere: with two lanes or more, nobody reads what it overwrites. Flags are
+// not cleared: they hold the tag of a call, which has its epoch and name in it.
+//
+// Every wait for another block or rank looks, now and then, at what ends it early: a failure of
+// this rank, a poisoned generation, a closed group, the budget, a peer that runs another call.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_
 

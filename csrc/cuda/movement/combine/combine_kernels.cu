@@ -1,3 +1,37 @@
+// combine, and dispatch's backward, which is a combine of d_recv that carries d_weights too.
+//
+// One kernel: the first `sum_blocks` blocks sum this rank's tokens, the others send and then help.
+//
+//   who                   does                                         waits for
+//   sum block             IndexTokens: where every rank has staged     the other sum blocks
+//                         each token -> table in scratch               (barriers 0 and 1)
+//   reduce block: all     PeerSums: of a peer's token, its rows here   the last warp, where that
+//   warps but the last    in slot order -> Rows(peer, me);             is 8 sums behind
+//                         d_weights -> Entries(peer, me)
+//     the last            Publish: Ready(peer, me)[staged]             the block's other warps
+//     all, then           go on as a sum block does                    the table (barrier 1)
+//   every warp            TokenSums: sums of lower ranks, own rows,    Ready(me, rank)[staged] of
+//                         sums of higher ranks -> tokens;              all peers that have a part
+//                         d_weights of all -> d_topk_weights
+//
+// F(dest, source) lies in the window of `dest`, in the lane of this call, and `source` alone writes
+// it. A token, and a staged row of a peer, has one warp: the first ones are dealt out, later ones
+// drawn from a counter.
+//
+// A token's sum has one order, whoever takes it and whatever arrives first: ranks in order, the
+// rows of a rank in slot order. Each rank's part is rounded as it travels (in f32 with `exact`),
+// and this rank's own is rounded alike: runs are equal bit for bit.
+//
+// Order: a sum is in the peer's window before its flag is. The warp stores it, meets, and counts it
+// with release. The last warp acquires the count, executes one fence of system scope for all it
+// found, and stores the flags. Of a warp that sums a token each lane acquires the flag of one rank;
+// they meet, and pass to the copy engine's proxy (FenceProxyAsync), which loads the parts.
+//
+// Waits form no circle: sums for peers wait for no peer, sums of tokens for those alone, the table
+// for no peer either. All blocks are resident at once. With `exact`, where a lane does not hold f32
+// sums of all tokens, each half of the tokens has a launch, and an epoch, of its own. Begin and end
+// of the call, and why its lane is free: call.cuh. A call that fails leaves NaN.
+
 #include "cuda/movement/combine/combine_kernels.h"
 #include "cuda/movement/combine/landed_sums.cuh"
 #include "cuda/movement/combine/part_sums.cuh"

@@ -1,3 +1,36 @@
+// dispatch, and combine's backward, which is a dispatch of the gradient.
+//
+// One kernel: the first `push_blocks` blocks send, the others place what arrives, side by side.
+//
+//   who                   does                                         waits for
+//   push block: warps     PushRows: a token's row, once to each peer   its own copies
+//   with buffers          that keeps it: Rows(dest, me); its weights:
+//                         Entries(dest, me)
+//     the warp after      PublishTokens: Ready(dest, me)[staged]       the block's senders
+//     senders, then       place this rank's own tokens -> the slab;    (as place blocks)
+//                         of combine's backward also what arrives
+//   place block: all      PlaceRows, PlaceGrads: Rows(me, source),     Ready(me, source)[staged]
+//   warps but the last    and this rank's own tokens -> the slab
+//     the last            dispatch: zeros for weights past the last    nobody
+//                         zone; rows received -> the board
+//   whoever is done       FillEmptyRows: zeros -> rows of no entry     nobody
+//
+// F(dest, source) lies in the window of `dest`, in the lane of this call, and `source` alone writes
+// it. A row of the slab has one writer: the warp that took its token, or that drew its number among
+// the empty ones. This rank's tokens are drawn from a counter, as is all that combine's backward
+// places; what arrives for dispatch is dealt out in advance. Who takes what changes no bit.
+//
+// Order: a row is in the peer's window before its flag is. The sender waits until its copies have
+// landed, passes from the copy engine's proxy to its own (FenceProxyAsync), and counts the token
+// with release. The warp after acquires the count, executes one fence of system scope for all it
+// found, and stores the flags. Who places acquires the flag, and passes to the copy engine's proxy
+// before it loads the row. Staged rows are numbered as prepare numbered them, by token, and tokens
+// are sent in about that order: who goes by the numbers waits for few.
+//
+// Waits form no circle: sending waits for no peer, placing for peers' sending alone. But push
+// blocks must run while place blocks wait, on every rank: all are resident at once. Begin and end
+// of the call, and why its lane is free: call.cuh. A call that fails leaves NaN, zeros of bytes.
+
 #include <algorithm>
 
 #include "cuda/movement/dispatch/dispatch_kernels.h"

@@ -1,3 +1,42 @@
+// prepare: which row of which rank every slot gets, and what each rank will receive.
+//
+// One kernel whose blocks are all resident. A warp owns whole tokens, in order: rows are numbered
+// by sums over earlier ranks, blocks and warps, so a plan is the same every time.
+//
+//   phase            who                   reads -> writes
+//   1 CountSlots     every warp            topk_idx -> the block's slots by expert: scratch
+//     all blocks of this rank meet (barrier 0)
+//   2 SendCounts     every block           scratch -> slots of earlier blocks: shared memory
+//                    block 0               scratch -> this rank's count row: Counts(dest, me)
+//     every block waits for CountsFlag(me, source) of all sources, this rank included
+//   3 LayOutRows     every block, alike    Counts(me, source) -> what every expert keeps, and
+//                                          where its rows begin: shared memory
+//   4 PlaceSlots     every warp            topk_idx -> dst_rank, dst_row
+//     SumBlock       every block           -> its entries and staged rows for each rank: scratch
+//     all blocks of this rank meet (barrier 1)
+//   5 SumBlocks      every block           scratch -> those of earlier blocks: shared memory
+//                    block 0               scratch -> totals, beside CountsFlag(dest, me)
+//     SendEntries    every warp            dst_rank, dst_row -> Entries(dest, me)
+//     WriteSizes     block 0, warp 0       -> kept, group_sizes, num_recv
+//     GatherVerdict  block 0, warp 0       -> verdict, where on_overflow="error": it waits for
+//                                          the verdict lines of all ranks of the world
+//     every block waits for EntriesFlag(me, source, block) of all sources' blocks
+//   6 WriteReceived  all blocks, by rows   Entries(me, source), totals -> recv_count,
+//                                          staged_start, staged_row, staged_slot
+//
+// F(dest, source) lies in the window of `dest`, in the lane of this call, and `source` alone writes
+// it. All ranks run the same number of blocks: a receiver waits for as many flags of a source as it
+// has blocks itself.
+//
+// Order: a flag is stored with release of system scope, by a thread that has met its block since
+// the block stored what is behind the flag: block 0's count row behind CountsFlag, a block's
+// entries behind its EntriesFlag, and the totals behind that of block 0. A thread that waits
+// acquires the flag and then meets its own block, all of which may read now. What peers wrote is
+// read past the L1 cache (__ldcg), which may hold the bytes of an earlier call.
+//
+// Waits form no circle: nobody waits for a phase later than its own, on any rank. Begin and end of
+// the call, and why its lane is free: call.cuh. A call that fails leaves zeros.
+
 #include "cuda/movement/prepare/check_indices.cuh"
 #include "cuda/movement/prepare/count_slots.cuh"
 #include "cuda/movement/prepare/exchange_entries.cuh"
