@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from ep_runtime import specs
-from ep_runtime_client.block.params import LOGICAL_AXES, MoEParams, init_moe_params, logical_axes
+from ep_runtime_client.block.params import (
+    LOGICAL_AXES,
+    MoEParams,
+    init_moe_params,
+    logical_axes,
+    of_named,
+    to_named,
+)
 
 SPEC = specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
 
@@ -39,6 +46,24 @@ def test_separate_kernels_come_back_as_they_were() -> None:
         params = init_moe_params(jax.random.key(0), SPEC, 5, gated=gated, use_bias=True)
         again = MoEParams.from_separate(**params.to_separate())
         jax.tree.map(np.testing.assert_array_equal, params, again)
+
+
+def test_a_pair_is_kept_as_it_is() -> None:
+    params = init_moe_params(jax.random.key(0), SPEC, 5, use_bias=True, separate=True)
+    names = jax.tree_util.tree_leaves_with_path(params)
+    assert [jax.tree_util.keystr(path) for path, _ in names][1:3] == [".wi[0]", ".wi[1]"]
+    assert [x.shape for x in params.wi] == [(4, 6, 5)] * 2
+    assert [x.shape for x in params.wi_bias] == [(4, 5)] * 2
+    assert not np.array_equal(*params.wi)
+    parts = params.to_separate()
+    assert (parts["wi_0"], parts["wi_1"]) == params.wi
+    one = MoEParams.from_separate(**parts)
+    jax.tree.map(np.testing.assert_array_equal, one.to_separate(), parts)
+    jax.tree.map(np.testing.assert_array_equal, of_named(to_named(params)), params)
+    fresh = init_moe_params(jax.random.key(0), SPEC, 5)
+    np.testing.assert_array_equal(fresh.wo, params.wo)
+    with pytest.raises(ValueError, match="separate"):
+        init_moe_params(jax.random.key(0), SPEC, 5, gated=False, separate=True)
 
 
 def test_gate_then_up_in_one_dim_is_taken_apart_too() -> None:

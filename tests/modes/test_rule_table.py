@@ -40,11 +40,12 @@ class Row:
 
     Attributes:
         axes: the mesh.
-        weight: PartitionSpec entries of rhs.
+        weight: PartitionSpec entries of rhs; of a pair those of each.
         moved: collectives of forward and backward, by kind and dtype.
         recipe: how operands are quantized.
         k, n: K' and N'.
         bias: whether there is one.
+        pair: whether rhs is gate and up of [E, K', M]; n is then (2, M).
     """
 
     axes: dict[str, int]
@@ -54,6 +55,7 @@ class Row:
     k: int = 16
     n: tuple[int, ...] = (8,)
     bias: bool = False
+    pair: bool = False
 
 
 PLAIN = {(GATHER, "f32"): 2, (SCATTER, "f32"): 1}
@@ -85,6 +87,24 @@ ROWS = {
     "tp on N'": Row(EP_TP, ("ep", None, "tp"), {(SUM, "f32"): 1}),
     "tp on K'": Row(EP_TP, ("ep", "tp"), {(SUM, "f32"): 1}, bias=True),
     "tp on M of gate and up": Row(EP_TP, ("ep", None, None, "tp"), {(SUM, "f32"): 1}, n=(2, 8)),
+    "a pair, fsdp on K' and tp on M": Row(
+        NO_EP,
+        (None, "fsdp", "tp"),
+        # What moves of the one array, as halves; d_x over tp; d_bias and both of d_w over dp.
+        {(GATHER, "f32"): 4, (SUM, "f32"): 4, (SCATTER, "f32"): 2},
+        n=(2, 8),
+        bias=True,
+        pair=True,
+    ),
+    "a pair, one scale each": Row(
+        NO_EP,
+        (None, "fsdp", "tp"),
+        # Gathered as one array, as it is quantized.
+        {(GATHER, "u8"): 2, (SUM, "f32"): 6, (SCATTER, "f32"): 2},
+        recipes.TensorScaling(),
+        n=(2, 8),
+        pair=True,
+    ),
     "fsdp and tp, one scale each": Row(
         NO_EP,
         (None, "fsdp", "tp"),
@@ -95,6 +115,22 @@ ROWS = {
 }
 SLOW_ROWS = {
     "fsdp on N'": Row(DP_FSDP_EP, ("ep", None, "fsdp"), PLAIN | {(SUM, "f32"): 1}),
+    "a pair, experts over ep and fsdp": Row(
+        FSDP_EP,
+        (("ep", "fsdp"),),
+        {(GATHER, "f32"): 4, (SCATTER, "f32"): 2},
+        n=(2, 8),
+        pair=True,
+    ),
+    "a pair, two copies": Row(
+        FSDP_EP,
+        ("ep", None, "fsdp"),
+        {(GATHER, "u8"): 4, (SCATTER, "f32"): 2},
+        recipes.MXFP8(),
+        k=32,
+        n=(2, 128),
+        pair=True,
+    ),
     "a tuple on K'": Row(DP_FSDP_EP, ("ep", ("fsdp", "dp")), PLAIN),
     "both outer axes": Row(
         DP_FSDP_EP, ("ep", "dp", "fsdp"), {(GATHER, "f32"): 4, (SCATTER, "f32"): 2}
@@ -160,7 +196,8 @@ class Program:
         shapes = [(slabs, 32, row.k), (experts, row.k, *row.n), (slabs, 32, *row.n)]
         lhs, rhs, grad = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
         bias = rng.standard_normal((experts, *row.n)).astype(np.float32) if row.bias else None
-        return [lhs, rhs, bias, sizes, grad]
+        weight: Any = (rhs[:, :, 0], rhs[:, :, 1]) if row.pair else rhs
+        return [lhs, weight, bias, sizes, grad]
 
     def _step(self, layer: Any, lhs: Any, rhs: Any, bias: Any, sizes: Any, grad: Any) -> Any:
         def forward(lhs: Any, rhs: Any, bias: Any) -> Any:
@@ -174,10 +211,11 @@ class Program:
 
     def placed(self) -> list[Any]:
         weight = self.row.weight
-        specs = [self.slab, PartitionSpec(*weight), None, self.slab, self.slab]
-        specs[2] = PartitionSpec(weight[0], *weight[2:])
+        between = (None,) if self.row.pair else ()
+        bias = PartitionSpec(weight[0], *between, *weight[2:])
+        specs = [self.slab, PartitionSpec(*weight), bias, self.slab, self.slab]
         return [
-            None if array is None else jax.device_put(array, NamedSharding(self.group.mesh, spec))
+            jax.device_put(array, NamedSharding(self.group.mesh, spec))
             for array, spec in zip(self.arrays, specs, strict=True)
         ]
 
@@ -193,8 +231,8 @@ class Program:
     def defined(self, results: Any) -> list[Any]:
         """Results without the rows past the last group."""
         rows = np.arange(32) < self.arrays[3].sum(-1)[:, None]
-        out, d_lhs, *others = (None if x is None else np.array(x) for x in results)
-        return [out[rows], d_lhs[rows], *(x for x in others if x is not None)]
+        out, d_lhs, *others = map(np.array, jax.tree.leaves(results))
+        return [out[rows], d_lhs[rows], *others]
 
 
 @pytest.mark.parametrize("row", ALL_ROWS)
@@ -213,7 +251,8 @@ def test_a_row_moves_what_the_table_says_and_equals_one_device(
     if "tp" not in row.axes:
         assert out.sharding.is_equivalent_to(slab, out.ndim)
         assert d_lhs.sharding.is_equivalent_to(slab, d_lhs.ndim)
-    assert d_rhs.sharding.is_equivalent_to(program.placed()[1].sharding, d_rhs.ndim)
+    for got, want in zip(*map(jax.tree.leaves, (d_rhs, program.placed()[1])), strict=True):
+        assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
     found = program.defined(results)
     for got, want in zip(found, program.defined(program.on_one_device()), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())

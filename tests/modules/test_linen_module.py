@@ -46,6 +46,26 @@ def test_the_attributes_are_the_options_of_moe_with_their_defaults() -> None:
             assert own[name] == parameter.default
 
 
+def test_gate_and_up_may_be_parameters_of_their_own(group: fakes.LocalGroup) -> None:
+    layer, x = group.register_layer("block", top_k=2), tokens(group)
+    block = ep.linen.MoEBlock(layer, MLP, separate=True, use_bias=True)
+    variables = block.init(KEY, x)
+    made = variables["params"]
+    assert {*made} == {"router", "wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias"}
+    assert made["wi_0"].names == ("exp", "embed_moe", "mlp_moe")
+    made = nn.meta.unbox(made)
+    params = ep.MoEParams(
+        made["router"],
+        (made["wi_0"], made["wi_1"]),
+        made["wo"],
+        (made["wi_0_bias"], made["wi_1_bias"]),
+        made["wo_bias"],
+    )
+    y = jax.jit(lambda variables: block.apply(variables, x)[0])(variables)
+    wanted = jax.jit(lambda params: ep.moe(layer, x, params)[0])(params)
+    np.testing.assert_array_equal(y, wanted)
+
+
 def test_the_block_is_ep_moe_with_its_parameters(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("block", top_k=2)
     options: dict[str, Any] = {"aux_loss_coeff": 0.1, "activation": "gelu", "gated": False}

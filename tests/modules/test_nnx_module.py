@@ -65,6 +65,21 @@ def test_the_block_is_ep_moe_with_its_parameters(group: fakes.LocalGroup) -> Non
         np.testing.assert_array_equal(grads[name][...], getattr(meant_grads, name))
 
 
+def test_gate_and_up_may_be_parameters_of_their_own(group: fakes.LocalGroup) -> None:
+    layer, x = group.register_layer("block", top_k=2), tokens(group)
+    block = ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), use_bias=True, separate=True)
+    names = {"router", "wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias"}
+    assert set(nnx.to_pure_dict(nnx.state(block))) == names
+    assert block.wi_1.get_metadata()["out_sharding"] == ("exp", "embed_moe", "mlp_moe")
+    meant = ep.init_moe_params(nnx.Rngs(0).params(), layer, MLP, use_bias=True, separate=True)
+    jax.tree.map(np.testing.assert_array_equal, block.params, meant)
+    grads = nnx.jit(nnx.grad(lambda block, x: jnp.sin(block(x)[0]).sum()))(block, x)
+    wanted = jax.jit(jax.grad(lambda params: jnp.sin(ep.moe(layer, x, params)[0]).sum()))(meant)
+    for index, name in enumerate(("wi_0", "wi_1")):
+        np.testing.assert_array_equal(grads[name][...], wanted.wi[index])
+        np.testing.assert_array_equal(grads[f"{name}_bias"][...], wanted.wi_bias[index])
+
+
 def test_the_same_key_gives_the_parameters_of_init_moe_params() -> None:
     block = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(3), param_dtype=jnp.bfloat16)
     meant = ep.init_moe_params(nnx.Rngs(3).params(), SPEC, MLP, param_dtype=jnp.bfloat16)

@@ -286,3 +286,88 @@ def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(make_group: MakeG
     )
     got = jax.jit(graded(mapped))(x, params)
     assert worst_error(got, Dense(TOP_K).graded(x, params)) < 2e-5
+
+
+def apart(both: Any) -> tuple[Any, Any]:
+    """Gate and up of wi [E, H, 2, M] or its bias."""
+    return both[..., 0, :], both[..., 1, :]
+
+
+def kept_apart(params: MoEParams) -> MoEParams:
+    return dataclasses.replace(params, wi=apart(params.wi), wi_bias=apart(params.wi_bias))
+
+
+PAIRS = dataclasses.replace(
+    LAYOUTS["fsdp2 ep2 tp2"], wi=Spec("ep", "fsdp", "tp"), wi_bias=Spec("ep", "tp")
+)
+
+
+@pytest.mark.parametrize(
+    ("partitioning", "recipe"),
+    [("rule", None), ("shard_map", None), ("rule", ep.recipes.TensorScaling())],
+    ids=["rule", "shard_map", "rule, 8-bit"],
+)
+def test_gate_and_up_kept_apart_give_the_bits_of_the_one_array(
+    make_group: MakeGroup, partitioning: str, recipe: Any
+) -> None:
+    layout = LAYOUTS["fsdp2 ep2 tp2"]
+    group = open_group(make_group, layout, partitioning=partitioning)
+    x, one = place(group, layout, make_params(group.register_layer("moe", top_k=TOP_K)))
+    halves = kept_apart(one)
+    specs = dataclasses.replace(PAIRS.specs, wi=(PAIRS.wi,) * 2, wi_bias=(PAIRS.wi_bias,) * 2)
+    placed = jax.tree.map(
+        lambda array, spec: jax.device_put(array, NamedSharding(group.mesh, spec)), halves, specs
+    )
+    told = partitioning == "shard_map"
+    found = []
+    for params, spec in ((one, layout.specs), (placed, specs)):
+        program = compiled(group, x, params, recipe=recipe, params_spec=spec if told else None)
+        assert explain_text(program.as_text()).num_others == 0
+        found.append(program(x, params))
+    ((y, aux), (d_x, d_one)), (got, (got_x, d_halves)) = found
+    jax.tree.map(np.testing.assert_array_equal, (got, got_x), ((y, aux), d_x))
+    jax.tree.map(np.testing.assert_array_equal, d_halves, kept_apart(d_one))
+    for left, right in zip(d_halves.wi, placed.wi, strict=True):
+        assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
+
+
+def test_what_is_no_pair_of_halves_is_refused_by_name(make_group: MakeGroup) -> None:
+    group = open_group(make_group, LAYOUTS["dp2 ep4"])
+    layer = group.register_layer("moe", top_k=TOP_K)
+    one = make_params(layer)
+    halves, x = kept_apart(one), jnp.zeros((TOKENS, HIDDEN))
+    wrong = {
+        "wi_bias must both be pairs": dataclasses.replace(halves, wi_bias=one.wi_bias),
+        "wi must be [E, H, M]": (halves, {"gated": False}),
+        "got float32[8, 8] and float32[8, 7]": dataclasses.replace(
+            halves, wi_bias=(halves.wi_bias[0], halves.wi_bias[1][:, 1:])
+        ),
+        "one spec for gate and up": (
+            halves,
+            {"params_spec": dataclasses.replace(PAIRS.specs, wi=(Spec("ep"), Spec()))},
+        ),
+    }
+    for words, given in wrong.items():
+        params, options = given if isinstance(given, tuple) else (given, {})
+        with pytest.raises(ep.InvalidArgumentError, match=re.escape(words)):
+            moe(layer, x, params, **options)
+
+
+def test_rules_place_and_tell_a_pair(make_group: MakeGroup) -> None:
+    layout = LAYOUTS["fsdp2 ep2 tp2"]
+    group = open_group(make_group, layout, partitioning="shard_map")
+    layer = group.register_layer("moe", top_k=TOP_K)
+    rules = ep.sharding.rules("fsdp+ep").on(group.mesh)
+    params = init_moe_params(jax.random.key(0), layer, INNER, use_bias=True, separate=True)
+    shardings = rules.shardings({"moe": params, "mu": (params, 0 * params.router)}, group.mesh)
+    assert shardings["moe"].wi[1].spec == Spec("ep", "fsdp", "tp")
+    assert shardings["mu"][0].wi_bias[0].spec == Spec("ep", "tp")
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w]), params)
+    assert rules.shardings(stacked, group.mesh).wi[0].spec == Spec(None, "ep", "fsdp", "tp")
+    placed = jax.device_put(params, shardings["moe"])
+    x, _ = place(group, layout, make_params(layer))
+    program = compiled(group, x, placed, params_spec=rules)
+    moved = explain_text(program.as_text()).collectives
+    assert not [one for one in moved if one.cause == "reshard" and one.bytes > 4 * EXPERTS * HIDDEN]
+    y, want = program(x, placed)[0][0], compiled(group, x, params)(x, params)[0][0]
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)

@@ -97,7 +97,7 @@ def stock_moe(mesh: Mesh, top_k: int, capacity: int) -> Moe:
     def whole(weight: jax.Array, dim: int) -> jax.Array:
         return weight if fsdp is None else lax.all_gather(weight, fsdp, axis=dim, tiled=True)
 
-    def local(x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array) -> jax.Array:
+    def local(x: jax.Array, router: jax.Array, wi: Any, wo: jax.Array) -> jax.Array:
         tokens, num_experts = x.reshape(-1, HIDDEN), router.shape[1]
         ranks = num_experts // wi.shape[0]
         picked, expert = lax.top_k(tokens @ router, top_k)

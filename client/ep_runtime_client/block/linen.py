@@ -12,7 +12,7 @@ from ep_runtime.specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack
 from ep_runtime_client.block import module_options
 from ep_runtime_client.block.moe import moe
-from ep_runtime_client.block.params import KernelInit, MoEParams, initializers, logical_axes
+from ep_runtime_client.block.params import KernelInit, initializers, logical_axes, of_named
 from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
 
 try:
@@ -24,8 +24,9 @@ except ImportError as error:
 class MoEBlock(linen.Module):  # type: ignore[misc]
     """Router, dispatch, experts and combine: `ep.moe` with its parameters, as a linen module.
 
-    Parameters are `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of `MoEParams`,
-    boxed by `with_logical_partitioning` with the names of `logical_axes` (`block/params.py`).
+    Parameters are `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of `MoEParams`;
+    with `separate` `wi_0` (gate) and `wi_1` (up) and their `wi_0_bias`, `wi_1_bias`. They are boxed
+    by `with_logical_partitioning` with the names of `logical_axes` (`block/params.py`).
     Rules that are in place when the block is called tell `ep.moe` how they lie (`params_spec`).
     Layers are static fields: they reach no variable and no checkpoint.
 
@@ -33,7 +34,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         layer_or_spec: a registered layer; a layer stack, of which each call names one layer; or a
             LayerSpec with num_experts and hidden_size, which initialises and needs no daemon.
         mlp_dim: M.
-        use_bias, param_dtype, kernel_init: as in `init_moe_params`.
+        use_bias, param_dtype, kernel_init, separate: as in `init_moe_params`.
         use_expert_bias: with the variable `expert_bias`, f32 [E], in the collection of that name.
         use_router: as in `init_moe_params`; without one every call has `routing=`.
 
@@ -56,6 +57,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     use_bias: bool = False
     param_dtype: Any = jnp.float32
     kernel_init: KernelInit | None = None
+    separate: bool = False
     use_expert_bias: bool = False
     use_router: bool = True
     activation: Any = "silu"
@@ -89,9 +91,10 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
             use_router=self.use_router,
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,
+            separate=self.separate,
         )
         made = {name: self.param(name, _boxed(name, make)) for name, make in makers.items()}
-        self.moe_params = MoEParams(**{"router": None, **made})
+        self.moe_params = of_named(made)
         if self.use_expert_bias:
             zeros = jnp.zeros((made["wo"].shape[0],), jnp.float32)
             self.bias = self.variable("expert_bias", "expert_bias", lambda: zeros)

@@ -32,6 +32,7 @@ from ep_runtime_client.ops.movement.dispatch import call_of_plan, dispatch
 from ep_runtime_client.ops.partitioning.roles import entries_of
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.packing import Matrix
+from ep_runtime_client.ops.quantize.pair import is_pair, paired
 from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
@@ -344,21 +345,31 @@ def _activated(
 
 def _bias(block: _Block, name: str, params: MoEParams) -> jax.Array | None:
     """A bias with the trailing dims of its kernel, whole over manual axes that shard tokens."""
-    bias: jax.Array | None = getattr(params, name)
+    bias: Any = getattr(params, name)
     if bias is None:
         return None
+    if is_pair(bias):
+        return jnp.stack([_gathered(block, name, each) for each in bias], 1)
+    bias = _gathered(block, name, bias)
+    wi: Any = params.wi
+    if name == "wi_bias" and bias.ndim != wi.ndim - 1:
+        bias = bias.reshape(bias.shape[0], *wi.shape[2:])
+    found: jax.Array = bias
+    return found
+
+
+def _gathered(block: _Block, name: str, bias: jax.Array) -> jax.Array:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for dim, axes in enumerate(entries_of(block.specs[name], bias.ndim)):
         over = tuple(axis for axis in axes if axis in manual and axis in block.token_axes)
         if over and dim:
             bias = lax.all_gather(bias, over, axis=dim, tiled=True)
-    if name == "wi_bias" and bias.ndim != params.wi.ndim - 1:
-        bias = bias.reshape(bias.shape[0], *params.wi.shape[2:])
     return bias
 
 
-def _operand(kernel: jax.Array, recipe: Recipe | None, dtype: Any) -> jax.Array:
+def _operand(kernel: Any, recipe: Recipe | None, dtype: Any) -> Any:
     """The kernel as the matmul takes it: a recipe quantizes the parameter itself."""
+    kernel = paired(kernel, "params.wi")
     return kernel.astype(dtype) if recipe is None else kernel
 
 

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import EpLayer
-from ep_runtime_client.block.params import MoEParams, check_all_or_none, logical_axes
+from ep_runtime_client.block.params import Halves, MoEParams, check_all_or_none, logical_axes
 from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Function
 from ep_runtime_client.ops.partitioning.regions import known_entries
 from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_both, paired
 from ep_runtime_client.ops.tracing.varying import Axes
 
 Recipes = Recipe | tuple[Recipe | None, Recipe | None] | None
@@ -78,7 +79,7 @@ def specs_of(given: Any, params: MoEParams) -> dict[str, PartitionSpec | None]:
     if given is None:
         return dict.fromkeys(names)
     if isinstance(given, MoEParams):
-        return {name: getattr(given, name) for name in names}
+        return {name: _one_spec(name, getattr(given, name)) for name in names}
     if not callable(getattr(given, "spec", None)):
         raise InvalidArgumentError(
             "params_spec must be MoEParams of PartitionSpecs or rules of ep.sharding, got "
@@ -86,25 +87,47 @@ def specs_of(given: Any, params: MoEParams) -> dict[str, PartitionSpec | None]:
             argument="params_spec",
         )
     arrays = {name: getattr(params, name) for name in names}
+    arrays = {name: array[0] if is_pair(array) else array for name, array in arrays.items()}
     return {
         name: None if array is None else given.spec(logical_axes(name, array.ndim))
         for name, array in arrays.items()
     }
 
 
-def inner_axes(group: GroupSpec, wi: jax.Array, spec: PartitionSpec | None) -> Axes | None:
+def _one_spec(name: str, spec: Any) -> PartitionSpec | None:
+    """The spec of a parameter; that of a pair is of each.
+
+    Raises:
+        InvalidArgumentError: those of a pair differ.
+    """
+    if not is_pair(spec):
+        found: PartitionSpec | None = spec
+        return found
+    if len({*spec}) != 1:
+        raise InvalidArgumentError(
+            f"{name} of params_spec must have one spec for gate and up, got {spec}",
+            argument="params_spec",
+        )
+    return _one_spec(name, spec[0])
+
+
+def inner_axes(group: GroupSpec, wi: Halves, spec: PartitionSpec | None) -> Axes | None:
     """Mesh axes on M, which rows keep behind wi; None where nothing tells.
 
     Raises:
         InvalidArgumentError: they lie on wi [E, H, 2M], where no shard has both gate and up.
     """
-    entries: Entries | None = known_entries(wi, wi.ndim)
+    one = wi[0] if isinstance(wi, tuple | list) else wi
+    entries: Entries | None = known_entries(one, one.ndim)
     if spec is not None:
-        entries = entries_of(spec, wi.ndim)
+        entries = entries_of(spec, one.ndim)
     if entries is None:
         return None
     sizes = group.axis_sizes
     return tuple(a for a in entries[-1] if a not in group.token_axes and sizes.get(a, 1) > 1)
+
+
+_GATED_FORMS = "[E, H, 2, M], [E, H, 2M] or a pair of [E, H, M]"
 
 
 def check(
@@ -132,7 +155,11 @@ def check(
             f"{list(params.router.shape)}",
             argument="params.router",
         )
-    wi, wo = (_whole(getattr(params, name), specs[name]) for name in ("wi", "wo"))
+    given, wo = paired(params.wi, "params.wi"), _whole(params.wo, specs["wo"])
+    if isinstance(given, Pair):
+        wi = of_both(_whole(given.gate, specs["wi"]), 2)
+    else:
+        wi = _whole(given, specs["wi"])
     inner = wo[1]
     fits = wi[:2] == (wo[0], hidden) and wo[2:] == (hidden,)
     if (
@@ -141,12 +168,29 @@ def check(
         or len(wi) not in ((3, 4) if gated else (3,))
     ):
         raise InvalidArgumentError(
-            f"wi must be {'[E, H, 2, M] or [E, H, 2M]' if gated else '[E, H, M]'} and wo "
+            f"wi must be {_GATED_FORMS if gated else '[E, H, M]'} and wo "
             f"[E, M, H] with H={hidden}, got {list(wi)} and {list(wo)}; inside a shard_map "
             "params_spec says over which manual axes they are still sharded",
             argument="params.wi",
         )
     check_all_or_none({"wi_bias": params.wi_bias, "wo_bias": params.wo_bias})
+    _check_halves_of_bias(params)
+
+
+def _check_halves_of_bias(params: MoEParams) -> None:
+    bias: Any = params.wi_bias
+    if bias is not None and is_pair(bias) != is_pair(params.wi):
+        raise InvalidArgumentError(
+            "wi and wi_bias must both be pairs (gate, up), or neither", argument="params.wi_bias"
+        )
+    if not is_pair(bias):
+        return
+    found = [f"{x.dtype}{list(x.shape)}" for x in bias]
+    if len(found) != 2 or found[0] != found[1] or bias[0].ndim != 2:
+        raise InvalidArgumentError(
+            f"wi_bias (gate, up) must be two arrays [E, M] of one dtype, got {' and '.join(found)}",
+            argument="params.wi_bias",
+        )
 
 
 def _whole(array: jax.Array, spec: PartitionSpec | None) -> tuple[int, ...]:
@@ -161,10 +205,10 @@ def _whole(array: jax.Array, spec: PartitionSpec | None) -> tuple[int, ...]:
 
 def check_halves(group: GroupSpec, params: MoEParams, gated: bool, inner: Axes | None) -> None:
     """Raises InvalidArgumentError where axes lie on [E, H, 2M]: no shard has both gate and up."""
-    if gated and params.wi.ndim == 3 and inner:
+    if gated and len(getattr(params.wi, "shape", ())) == 3 and inner:
         sizes = group.axis_sizes
         raise InvalidArgumentError(
             f"wi [E, H, 2M] has {', '.join(f'{a}={sizes[a]}' for a in inner)} on its last dim, "
-            "where no shard has both gate and up of a column; pass wi as [E, H, 2, M]",
+            "where no shard has both gate and up of a column; pass wi as [E, H, 2, M] or a pair",
             argument="params.wi",
         )

@@ -13,6 +13,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
 from ep_runtime_client.block.moe_routing import Sizes
 from ep_runtime_client.block.params import MoEParams
+from ep_runtime_client.ops.quantize.pair import is_pair
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -23,10 +24,11 @@ def check(spec: LayerSpec, x: jax.Array, params: MoEParams) -> Sizes:
     Raises:
         InvalidArgumentError: shapes do not fit each other or the spec.
     """
-    name, found = "wi [E, H, ...]", params.wi.shape[1::-1]
+    wi: Any = params.wi[0] if is_pair(params.wi) else params.wi
+    name, found = "wi [E, H, ...]", wi.shape[1::-1]
     if params.router is not None:
         name, found = "router [H, E]", params.router.shape
-    wanted = (spec.hidden_size or x.shape[-1], spec.num_experts or params.wi.shape[0])
+    wanted = (spec.hidden_size or x.shape[-1], spec.num_experts or wi.shape[0])
     if x.shape[-1:] != wanted[:1] or found != wanted:
         raise InvalidArgumentError(
             f"x [..., H] and {name} must fit H={wanted[0]} and E={wanted[1]} of LayerSpec "

@@ -12,7 +12,14 @@ from ep_runtime_client.base.layers import EpLayer, LayerStack
 from ep_runtime_client.block import module_options
 from ep_runtime_client.block.moe import moe
 from ep_runtime_client.block.moe_options import ModuleOptions
-from ep_runtime_client.block.params import KernelInit, MoEParams, init_moe_params, logical_axes
+from ep_runtime_client.block.params import (
+    KernelInit,
+    MoEParams,
+    init_moe_params,
+    logical_axes,
+    of_named,
+    to_named,
+)
 from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
 
 try:
@@ -31,7 +38,8 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
     """Router, dispatch, experts and combine: `ep.moe` with its parameters.
 
     Parameters are nnx.Params `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of
-    `MoEParams`. Their `out_sharding` metadata are the logical names of `params.LOGICAL_AXES`: under
+    `MoEParams`; with `separate` `wi_0` (gate) and `wi_1` (up) and their `wi_0_bias`, `wi_1_bias`.
+    Their `out_sharding` metadata are the logical names of `params.LOGICAL_AXES`: under
     `jax.set_mesh` and `nnx.logical_axis_rules(rules.logical)` they are made sharded, elsewhere
     `ep.sharding.rules(...).shardings(nnx.state(block), mesh)` places them. Rules that are in place
     when the block is called tell `ep.moe` how its parameters lie (`params_spec`). The layer is a
@@ -47,6 +55,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         use_router: as in `init_moe_params`; without one every call has `routing=`.
         param_dtype: as in `init_moe_params`.
         kernel_init: as in `init_moe_params`.
+        separate: as in `init_moe_params`.
         use_expert_bias: with `expert_bias`, f32 [E], an ExpertBias of zeros.
         **options: the other keyword arguments of `ep.moe`, the same in every call.
 
@@ -75,6 +84,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         use_router: bool = True,
         param_dtype: Any = jnp.float32,
         kernel_init: KernelInit | None = None,
+        separate: bool = False,
         use_expert_bias: bool = False,
         **options: Unpack[ModuleOptions],
     ) -> None:
@@ -92,24 +102,19 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             use_router=use_router,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
+            separate=separate,
         )
-        self.wi, self.wo = (
-            _variable(nnx.Param, name, getattr(made, name)) for name in ("wi", "wo")
-        )
-        self.router = None if made.router is None else _variable(nnx.Param, "router", made.router)
-        if made.wi_bias is not None and made.wo_bias is not None:
-            self.wi_bias = _variable(nnx.Param, "wi_bias", made.wi_bias)
-            self.wo_bias = _variable(nnx.Param, "wo_bias", made.wo_bias)
-        self._use_bias = use_bias
+        named = to_named(made)
+        self._names = tuple(named)
+        for name, value in named.items():
+            setattr(self, name, _variable(nnx.Param, name, value))
         zeros = jnp.zeros((made.wo.shape[0],), jnp.float32)
         self.expert_bias = _variable(ExpertBias, "router_bias", zeros) if use_expert_bias else None
 
     @property
     def params(self) -> MoEParams:
         """The parameters as `ep.moe` takes them."""
-        biases = (self.wi_bias[...], self.wo_bias[...]) if self._use_bias else (None, None)
-        router = None if self.router is None else self.router[...]
-        return MoEParams(router, self.wi[...], self.wo[...], *biases)
+        return of_named({name: getattr(self, name)[...] for name in self._names})
 
     def __call__(
         self,

@@ -15,8 +15,10 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer
+from ep_runtime_client.ops.quantize.pair import is_pair
 
 KernelInit = Callable[..., jax.Array]
+Halves = jax.Array | tuple[jax.Array, jax.Array]
 
 # Logical names of the dims of a gated block's parameters, as sharding rules know them: exp experts,
 # embed_moe H, mlp_moe M of the experts, embed H elsewhere. None: a dim that nothing is spread over
@@ -30,6 +32,8 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "wo_bias": ("exp", "embed_moe"),
     "router_bias": (None,),
 }
+# The fields of what modules keep apart.
+_FIELDS = {"wi_0": "wi", "wi_1": "wi", "wi_0_bias": "wi_bias", "wi_1_bias": "wi_bias"}
 
 
 @stored.pytree()
@@ -40,17 +44,18 @@ class MoEParams:
 
     Attributes:
         router: [H, E], or None where each call of `moe` brings its `routing`.
-        wi: [E, H, 2, M] (0 gate, 1 up), [E, H, 2M] (gate then up), or [E, H, M] ungated.
+        wi: [E, H, 2, M] (0 gate, 1 up), [E, H, 2M] (gate then up), a pair (gate, up) of
+            [E, H, M], which is read where it lies, or [E, H, M] ungated.
         wo: [E, M, H].
-        wi_bias: [E, 2, M] ([E, 2M], [E, M] as wi is), or None.
+        wi_bias: [E, 2, M] ([E, 2M], a pair of [E, M], or [E, M], as wi is), or None.
         wo_bias: [E, H], or None; both biases or neither.
         router_bias: [E], or None.
     """
 
     router: jax.Array | None
-    wi: jax.Array
+    wi: Halves
     wo: jax.Array
-    wi_bias: jax.Array | None = None
+    wi_bias: Halves | None = None
     wo_bias: jax.Array | None = None
     router_bias: jax.Array | None = None
 
@@ -68,7 +73,8 @@ class MoEParams:
     ) -> MoEParams:
         """From checkpoints that keep gate and up apart: wi_0, wi_1 [E, H, M], biases [E, M].
 
-        wi_1=None makes ungated parameters.
+        wi_1=None makes ungated parameters. To keep them apart here too, without a copy, is
+        `MoEParams(router, (wi_0, wi_1), wo, ...)`.
 
         Args:
             router: [H, E], or None.
@@ -102,25 +108,55 @@ class MoEParams:
     def to_separate(self) -> dict[str, jax.Array | None]:
         """The arguments of `from_separate`, by name; wi_1 is None for ungated parameters."""
         inner = self.wo.shape[1]
-        experts, hidden = self.wi.shape[:2]
-        gated = self.wi.size == 2 * experts * hidden * inner
-        wi, bias = self.wi, self.wi_bias
-        if gated:
-            wi = wi.reshape(experts, hidden, 2, inner)
-            bias = None if bias is None else bias.reshape(experts, 2, inner)
+        halves = _apart(self.wi, 2, inner)
+        biases = (None, None) if self.wi_bias is None else _apart(self.wi_bias, 1, inner)
         return {
             "router": self.router,
-            "wi_0": wi[:, :, 0] if gated else wi,
-            "wi_1": wi[:, :, 1] if gated else None,
+            "wi_0": halves[0],
+            "wi_1": halves[1],
             "wo": self.wo,
-            "wi_0_bias": bias[:, 0] if gated and bias is not None else bias,
-            "wi_1_bias": bias[:, 1] if gated and bias is not None else None,
+            "wi_0_bias": biases[0],
+            "wi_1_bias": biases[1],
             "wo_bias": self.wo_bias,
             "router_bias": self.router_bias,
         }
 
 
-def check_all_or_none(biases: Mapping[str, jax.Array | None]) -> None:
+def _apart(both: Halves, lead: int, inner: int) -> tuple[jax.Array, jax.Array | None]:
+    """Gate and up of wi or wi_bias with `lead` dims before M; up is None where there is none."""
+    if isinstance(both, tuple | list):
+        return both[0], both[1]
+    if math.prod(both.shape[lead:]) == inner:
+        return both, None
+    both = both.reshape(*both.shape[:lead], 2, inner)
+    return both[..., 0, :], both[..., 1, :]
+
+
+def to_named(params: MoEParams) -> dict[str, jax.Array]:
+    """The arrays that are there by the names of `initializers`."""
+    named: dict[str, Any] = {}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if is_pair(value):
+            names = [name for name in _FIELDS if _FIELDS[name] == field.name]
+            named |= zip(names, value, strict=True)
+        elif value is not None:
+            named[field.name] = value
+    return named
+
+
+def of_named(made: Mapping[str, Any]) -> MoEParams:
+    """The inverse of `to_named`."""
+    fields: dict[str, Any] = {"router": None}
+    fields |= {name: value for name, value in made.items() if name not in _FIELDS}
+    for field in ("wi", "wi_bias"):
+        halves = tuple(made[name] for name in _FIELDS if _FIELDS[name] == field and name in made)
+        if halves:
+            fields[field] = halves
+    return MoEParams(**fields)
+
+
+def check_all_or_none(biases: Mapping[str, Any]) -> None:
     """Raises InvalidArgumentError that names the missing ones where only some biases are given."""
     missing = sorted(name for name, bias in biases.items() if bias is None)
     if missing and len(missing) < len(biases):
@@ -136,9 +172,10 @@ def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
     """Logical names of the dims of one parameter of the block.
 
     Args:
-        name: a field of MoEParams.
-        ndim: of the array. wi [E, H, M] and wi_bias [E, M] lack the dim of gate and up;
-            wi [E, H, 2M] (gate then up) looks the same, and no axis may lie on its last dim.
+        name: a field of MoEParams, or wi_0, wi_1, wi_0_bias, wi_1_bias of a module.
+        ndim: of the array. wi [E, H, M] and wi_bias [E, M], ungated or each of a pair, lack the
+            dim of gate and up; wi [E, H, 2M] (gate then up) looks the same, and no axis may lie on
+            its last dim.
 
     Returns:
         A name or None per dim, for `ep.sharding`, flax's partitioning or rules of the user.
@@ -146,6 +183,7 @@ def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
     Raises:
         InvalidArgumentError: no such parameter, or it cannot have so many dims.
     """
+    name = _FIELDS.get(name, name)
     names = LOGICAL_AXES.get(name)
     if names is None:
         raise InvalidArgumentError(
@@ -170,6 +208,7 @@ def init_moe_params(
     use_router: bool = True,
     param_dtype: Any = jnp.float32,
     kernel_init: KernelInit | None = None,
+    separate: bool = False,
 ) -> MoEParams:
     """Fresh parameters: normal with variance 1 / fan-in, biases zero.
 
@@ -184,12 +223,16 @@ def init_moe_params(
         param_dtype: of the experts; the router is float32 unless this is wider.
         kernel_init: an initializer of JAX, f(key, shape, dtype), called for each matrix by itself
             (the router, every expert's gate, up and wo), so that it sees the right fan-in.
+        separate: wi is a pair (gate, up) of [E, H, M], and its bias one of [E, M]; other values
+            than without it are drawn.
 
     Returns:
-        MoEParams: router [H, E] or None, wi [E, H, 2, M] or [E, H, M], wo [E, M, H], and biases.
+        MoEParams: router [H, E] or None, wi [E, H, 2, M], a pair of [E, H, M], or [E, H, M], wo
+        [E, M, H], and the biases.
 
     Raises:
-        InvalidArgumentError: a spec without num_experts or hidden_size, or mlp_dim below 1.
+        InvalidArgumentError: a spec without num_experts or hidden_size, mlp_dim below 1, or what
+            is not gated kept separate.
 
     Cost: one draw of every matrix on the default device, or sharded under `jax.jit` with
     out_shardings.
@@ -205,11 +248,12 @@ def init_moe_params(
         use_router=use_router,
         param_dtype=param_dtype,
         kernel_init=kernel_init,
+        separate=separate,
     )
     # Three keys whatever there is: neither a bias nor a router changes the other values.
     keys = dict(zip(("router", "wi", "wo"), jax.random.split(key, 3), strict=True))
-    made: dict[str, Any] = {name: make(keys.get(name, key)) for name, make in makers.items()}
-    return MoEParams(**{"router": None, **made})
+    keys |= zip(("wi_0", "wi_1"), jax.random.split(keys["wi"]), strict=True)
+    return of_named({name: make(keys.get(name, key)) for name, make in makers.items()})
 
 
 def initializers(
@@ -221,12 +265,21 @@ def initializers(
     use_router: bool,
     param_dtype: Any,
     kernel_init: KernelInit | None,
+    separate: bool,
 ) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """What makes each parameter out of a key, by its name; arguments as in `init_moe_params`."""
+    """What makes each parameter out of a key, by its name; arguments as in `init_moe_params`.
+
+    Names are fields of MoEParams; separate ones are wi_0 and wi_1, wi_0_bias and wi_1_bias.
+    """
     experts, hidden = _sizes(layer_or_spec)
     if mlp_dim < 1:
         raise InvalidArgumentError(f"mlp_dim must be at least 1, got {mlp_dim}", argument="mlp_dim")
-    inner = (2, mlp_dim) if gated else (mlp_dim,)
+    if separate and not gated:
+        raise InvalidArgumentError(
+            "separate keeps gate and up apart, got gated=False", argument="separate"
+        )
+    inner = (2, mlp_dim) if gated and not separate else (mlp_dim,)
+    halves = ("wi_0", "wi_1") if separate else ("wi",)
 
     def kernel(shape: tuple[int, ...], fan_in: int, dtype: Any) -> Callable[[jax.Array], jax.Array]:
         if kernel_init is None:
@@ -235,13 +288,14 @@ def initializers(
 
     made = {
         "router": kernel((hidden, experts), hidden, jnp.promote_types(param_dtype, "float32")),
-        "wi": kernel((experts, hidden, *inner), hidden, param_dtype),
+        **dict.fromkeys(halves, kernel((experts, hidden, *inner), hidden, param_dtype)),
         "wo": kernel((experts, mlp_dim, hidden), mlp_dim, param_dtype),
     }
     if not use_router:
         del made["router"]
     if use_bias:
-        made["wi_bias"] = lambda key: jnp.zeros((experts, *inner), param_dtype)
+        for name in halves:
+            made[f"{name}_bias"] = lambda key: jnp.zeros((experts, *inner), param_dtype)
         made["wo_bias"] = lambda key: jnp.zeros((experts, hidden), param_dtype)
     return made
 

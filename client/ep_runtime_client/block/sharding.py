@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.block.params import LOGICAL_AXES, MoEParams, logical_axes
 from ep_runtime_client.ops.partitioning.roles import say_once
+from ep_runtime_client.ops.quantize.pair import is_pair
 
 KINDS = ("fsdp+ep", "shard-exp-on-fsdp")
 
@@ -277,14 +278,16 @@ def _has_names(leaf: Any) -> bool:
 def _of_params(here: Rules, params: MoEParams, mesh: Mesh, where: str) -> MoEParams:
     fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     stacked = _stacked_dims(fields)
-    placed = {}
-    for name, value in fields.items():
+
+    def place(name: str, value: Any, at: str) -> Any:
+        if is_pair(value):
+            return tuple(place(name, each, f"{at}[{i}]") for i, each in enumerate(value))
         if not hasattr(value, "shape"):  # None, or what optax puts in the place of a masked array
-            placed[name] = value
-            continue
+            return value
         names = (None,) * stacked + logical_axes(name, len(value.shape) - stacked)
-        placed[name] = _placed(here, names, value, mesh, f"{where}.{name}")
-    return MoEParams(**placed)
+        return _placed(here, names, value, mesh, at)
+
+    return MoEParams(**{name: place(name, x, f"{where}.{name}") for name, x in fields.items()})
 
 
 def _stacked_dims(fields: Mapping[str, Any]) -> int:
@@ -293,9 +296,10 @@ def _stacked_dims(fields: Mapping[str, Any]) -> int:
         if hasattr(fields[name], "shape"):
             return len(fields[name].shape) - dims
     most = [
-        len(fields[name].shape) - len(LOGICAL_AXES[name])
+        len(value.shape) - len(LOGICAL_AXES[name]) + int(is_pair(fields[name]))
         for name in ("wi", "wi_bias")
-        if hasattr(fields[name], "shape")
+        for value in (fields[name] if is_pair(fields[name]) else [fields[name]])
+        if hasattr(value, "shape")
     ]
     return max(0, *most, 0)
 

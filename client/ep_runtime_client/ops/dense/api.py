@@ -170,7 +170,7 @@ def _multiplied(call: DenseCall, x: jax.Array, kernel: jax.Array) -> tuple[Matri
     return _tagged(q_x, "ep_q_x"), _tagged(q_w, "ep_q_w")
 
 
-def _tagged(q: Matrix, name: str) -> QuantizedTensor:
+def _tagged(q: Any, name: str) -> QuantizedTensor:
     assert isinstance(q, QuantizedTensor)
     kept = quantize_ops.raw(dataclasses.replace(q, amax=None))
     tagged: QuantizedTensor = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), kept)

@@ -23,14 +23,15 @@ from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of,
 from ep_runtime_client.ops.quantize.delayed import Delayed
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
-from ep_runtime_client.ops.quantize.packing import Matrix
+from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
+from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
 @overload
 def grouped_gemm(
     lhs: Matrix,
-    rhs: Matrix,
+    rhs: Matrix | tuple[jax.Array, jax.Array],
     group_sizes: jax.Array,
     *,
     layer: EpLayer | TracedLayer | None = None,
@@ -43,7 +44,7 @@ def grouped_gemm(
 @overload
 def grouped_gemm(
     lhs: Matrix,
-    rhs: Matrix,
+    rhs: Matrix | tuple[jax.Array, jax.Array],
     group_sizes: jax.Array,
     *,
     layer: EpLayer | TracedLayer | None = None,
@@ -55,7 +56,7 @@ def grouped_gemm(
 ) -> tuple[jax.Array, DelayedState]: ...
 def grouped_gemm(
     lhs: Matrix,
-    rhs: Matrix,
+    rhs: Matrix | tuple[jax.Array, jax.Array],
     group_sizes: jax.Array,
     *,
     layer: EpLayer | TracedLayer | None = None,
@@ -71,7 +72,9 @@ def grouped_gemm(
         lhs: [R, C, K'] rows as dispatch lays them out, or [rows, K']; float, or a QuantizedTensor
             of rows. Rows past the last group are neither read nor trusted.
         rhs: [E, K', *N'] kernels (trailing dims such as [2, M] stay apart), or a QuantizedTensor
-            of kernels. Its expert dim is sharded over the ep axes; outer axes on any dim are
+            of kernels, or a pair (gate, up) of [E, K', M] each: the result is that of the one
+            [E, K', 2, M], bit for bit, and the gradient a pair. What a recipe quantizes of a pair
+            is one array. Its expert dim is sharded over the ep axes; outer axes on any dim are
             gathered off it, after quantization; other axes stay on N', or are summed over on K'.
         group_sizes: [R, L] int32, rows of each group, on the device; [E] for [rows, K']. Group l
             of slab r is expert (r * L + l) % E.
@@ -81,8 +84,9 @@ def grouped_gemm(
         recipe: how plain operands are quantized, in backward too; None and BF16 quantize nothing.
         out_dtype: of the result and its gradient; None is lhs's, or bf16 with BF16() and where lhs
             is quantized.
-        rhs_spec: how rhs lies on the mesh, where that cannot be seen: the axes of a manual
-            shard_map around the call by which it is still sharded, or those of a traced array.
+        rhs_spec: how rhs, or each of a pair, lies on the mesh, where that cannot be seen: the axes
+            of a manual shard_map around the call by which it is still sharded, or those of a
+            traced array.
         state: with TensorScaling(delayed=True), the histories that scales come from.
 
     Returns:
@@ -128,7 +132,7 @@ def grouped_gemm(
 
 def multiply(
     lhs: Matrix,
-    rhs: Matrix,
+    rhs: Any,
     group_sizes: jax.Array,
     *,
     layer: EpLayer | TracedLayer | None,
@@ -143,31 +147,32 @@ def multiply(
     """`grouped_gemm`. Without `clear_slack` nobody reads the gradient of rows past the last group:
     GPUs leave them as they are, and write nothing for a capacity that is not used. Rows `beside`
     dispatch come whole, those beside combine are needed whole."""
+    kernel: Kernel = paired(rhs, "rhs")
     flat_rows = group_sizes.ndim == 1
-    check_gemm(lhs, rhs, _whole_kernel(rhs, rhs_spec, layer), group_sizes, bias, recipe)
-    plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, rhs))
+    check_gemm(lhs, kernel, _whole_kernel(kernel, rhs_spec, layer), group_sizes, bias, recipe)
+    plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, kernel))
     check_state(recipe, state, plain=plain)
     if recipe is not None and not recipe.quantizes:
-        lhs, rhs = (_cast(x, jnp.bfloat16) for x in (lhs, rhs))
+        lhs, kernel = _cast(lhs, jnp.bfloat16), _cast(kernel, jnp.bfloat16)
         recipe = None
     if flat_rows:
         lhs, group_sizes = jax.tree.map(lambda x: x[None], lhs), group_sizes[None]
     group_sizes = group_sizes.astype(jnp.int32)
-    call = _call(lhs, rhs, group_sizes, bias, layer, recipe, out_dtype, rhs_spec)
+    call = _call(lhs, kernel, group_sizes, bias, layer, recipe, out_dtype, rhs_spec)
     gemm = dataclasses.replace(call.gemm, clear_slack=clear_slack)
     call = dataclasses.replace(call, gemm=gemm, beside=beside)
-    out, state = _run(call, lhs, rhs, bias, group_sizes, state)
+    out, state = _run(call, lhs, kernel, bias, group_sizes, state)
     out = out[0] if flat_rows else out
     return out if state is None else (out, state)
 
 
-def _cast(x: Matrix, dtype: Any) -> Matrix:
+def _cast(x: Any, dtype: Any) -> Any:
     return x if isinstance(x, QuantizedTensor) else x.astype(dtype)
 
 
 def _call(
     lhs: Matrix,
-    rhs: Matrix,
+    rhs: Kernel,
     group_sizes: jax.Array,
     bias: jax.Array | None,
     layer: EpLayer | TracedLayer | None,
@@ -177,8 +182,8 @@ def _call(
 ) -> GemmCall:
     """The static side of a call."""
     operands = [x for x in (_values(lhs), _values(rhs), bias, group_sizes) if x is not None]
-    known = regions.known_entries(_values(rhs), rhs.ndim)
-    given = known if rhs_spec is None else entries_of(rhs_spec, rhs.ndim)
+    known = _known(rhs)
+    given = known if rhs_spec is None else _told(rhs, rhs_spec)
     rows = regions.known_entries(_values(lhs), lhs.ndim)
     if layer is None:
         where = regions.of_operands(operands, rhs_spec)
@@ -186,7 +191,7 @@ def _call(
         where = regions.of_layer(layer, operands, known=given is not None)
     given = given or padded((), rhs.ndim)
     if where.manual:
-        given = _with_manual_experts(where, entries_of(rhs_spec, rhs.ndim))
+        given = _with_manual_experts(where, _told(rhs, rhs_spec))
     if layer is None and where.mode == "shard_map":
         roles = _read_off(where, rows or padded((), lhs.ndim), rhs, group_sizes)
         where = dataclasses.replace(where, roles=roles)
@@ -209,13 +214,40 @@ def _call(
         # One of unknown layout lies as its weight does.
         known = regions.known_entries(bias, rhs.ndim - 1)
         bias_entries = (given[0], *given[2:]) if known is None else known
-    types = tuple(regions.type_of(x) for x in (_origin(lhs), _origin(rhs), bias))
-    rows = rows or padded((), lhs.ndim)
-    return GemmCall(where, recipe, gemm, num_experts, rows, given, bias_entries, types)
+    typed = (_origin(lhs), _origin(rhs), bias)
+    types = tuple(tuple(map(regions.type_of, jax.tree.leaves(x))) for x in typed)
+    rows, both = rows or padded((), lhs.ndim), isinstance(rhs, Pair)
+    static = (where, recipe, gemm, num_experts, rows, given, bias_entries, types)
+    return GemmCall(*static, paired=both)
+
+
+def _known(rhs: Kernel) -> Entries | None:
+    """Entries of a weight where they are known; those of a pair per dim of [E, K', 2, M].
+
+    Raises:
+        InvalidArgumentError: gate and up of a pair lie on the mesh in two ways.
+    """
+    if not isinstance(rhs, Pair):
+        return regions.known_entries(_values(rhs), rhs.ndim)
+    gate, up = (regions.known_entries(each, rhs.ndim - 1) for each in (rhs.gate, rhs.up))
+    if gate is None or up is None:
+        return None
+    if gate != up:
+        raise InvalidArgumentError(
+            f"gate and up of a pair must lie alike, got {gate} and {up}", argument="rhs"
+        )
+    return of_both(gate, ())
+
+
+def _told(rhs: Kernel, spec: PartitionSpec | None) -> Entries:
+    """Entries of a weight by its rhs_spec; that of a pair is of each."""
+    if isinstance(rhs, Pair):
+        return of_both(entries_of(spec, rhs.ndim - 1), ())
+    return entries_of(spec, rhs.ndim)
 
 
 def _whole_kernel(
-    rhs: Matrix, rhs_spec: PartitionSpec | None, layer: EpLayer | TracedLayer | None
+    rhs: Kernel, rhs_spec: PartitionSpec | None, layer: EpLayer | TracedLayer | None
 ) -> tuple[int, ...]:
     """The shape of rhs once it is gathered over the manual axes of rhs_spec.
 
@@ -226,23 +258,23 @@ def _whole_kernel(
     if layer is not None:
         gathered &= {*resolve(layer)[0].group_spec.token_axes}
     shape = list(rhs.shape)
-    for dim, axes in enumerate(entries_of(rhs_spec, rhs.ndim)):
+    for dim, axes in enumerate(_told(rhs, rhs_spec)):
         if dim > 0:
             manual = (axis for axis in axes if axis in gathered)
             shape[dim] *= prod(ambient.shape[axis] for axis in manual)
     return tuple(shape)
 
 
-def _values(x: Matrix) -> jax.Array:
+def _values(x: Kernel) -> Any:
     return x.data if isinstance(x, QuantizedTensor) else x
 
 
-def _origin(x: Matrix) -> jax.Array | None:
+def _origin(x: Kernel) -> jax.Array | Pair | None:
     """Where the gradient of an operand goes."""
     return x.origin if isinstance(x, QuantizedTensor) else x
 
 
-def _blocks(recipe: Recipe | None, rhs: Matrix) -> tuple[int, ...]:
+def _blocks(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
     tile = format_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe).tile
     return tuple(tile if dim in (1, rhs.ndim - 1) else 1 for dim in range(rhs.ndim))
 
@@ -254,7 +286,7 @@ def _with_manual_experts(where: Where, entries: Entries) -> Entries:
     return (missing + entries[0], *entries[1:])
 
 
-def _read_off(where: Where, lhs: Entries, rhs: Matrix, group_sizes: jax.Array) -> Roles:
+def _read_off(where: Where, lhs: Entries, rhs: Kernel, group_sizes: jax.Array) -> Roles:
     assert where.roles is not None
     num_slabs, num_groups = group_sizes.shape
     return read_off(
@@ -298,7 +330,7 @@ def _remedy(where: Where) -> str:
 def _run(
     call: GemmCall,
     lhs: Matrix,
-    rhs: Matrix,
+    rhs: Kernel,
     bias: jax.Array | None,
     group_sizes: jax.Array,
     state: DelayedState | None,
@@ -306,7 +338,8 @@ def _run(
     primals: list[Any] = []
     quantized: list[Any] = []
     for x, entries in ((lhs, call.lhs), (rhs, call.rhs)):
-        primals.append(spread.settle(call.where, _origin(x), entries))
+        lies = of_each(entries) if isinstance(x, Pair) else entries
+        primals.append(spread.settle(call.where, _origin(x), lies))
         detached = None
         if isinstance(x, QuantizedTensor):
             detached = dataclasses.replace(

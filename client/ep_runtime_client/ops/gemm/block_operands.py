@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.quantize.formats.format import Part, flat, matrix
 from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
@@ -41,10 +43,14 @@ def kernel_reader(
     """Reads one expert's kernel [K', everything else].
 
     Args:
-        operand: [G, K', *N'] array or QuantizedTensor.
+        operand: [G, K', *N'] array, Pair or QuantizedTensor.
         columns: the GEMM contracts N': MXFP8 reads its column-wise copy.
         dtype: what an array is cast to; None leaves it.
     """
+    if isinstance(operand, Pair):
+        # One expert's at a time: sums over N' then run as those of the one array do.
+        halves = [kernel_reader(half, dtype=dtype) for half in (operand.gate, operand.up)]
+        return lambda expert: Part(jnp.concatenate([read(expert).values for read in halves], 1))
     if not isinstance(operand, QuantizedTensor):
         return lambda expert: Part(matrix(_cast(row_blocks.pick(operand, expert), dtype)))
     return format_of(operand.recipe).kernel_reader(operand, columns=columns)

@@ -29,11 +29,9 @@ def check_gemm(
             f"recipe must be one of ep.recipes or None, got {recipe!r}", argument="recipe"
         )
     for name, x in (("lhs", lhs), ("rhs", rhs)):
-        if not isinstance(x, QuantizedTensor) and not jnp.issubdtype(
-            jnp.result_type(x), jnp.floating
-        ):
+        if not isinstance(x, QuantizedTensor) and not jnp.issubdtype(x.dtype, jnp.floating):
             raise InvalidArgumentError(
-                f"{name} must be floating or a QuantizedTensor, got {jnp.result_type(x)}",
+                f"{name} must be floating or a QuantizedTensor, got {x.dtype}",
                 argument=name,
             )
     lead = jnp.ndim(group_sizes)

@@ -21,6 +21,7 @@ import numpy as np
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.ffi import bound, once, targets
+from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
@@ -77,12 +78,12 @@ def forward(
     out_dtype: Any,
     cast: Any,
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | Pair,
     bias: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.forward`, but rows past the last group are undefined."""
-    kernels = _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
+    kernels = _flat(rhs, cast)
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
     shape = (rows.shape[0], kernels.shape[2])
     way = {"data_grad": 0, "clear_slack": 0}
@@ -104,11 +105,11 @@ def data_grad(
     cast: Any,
     clear_slack: bool,
     grad: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | Pair,
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
-    kernels = _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
+    kernels = _flat(rhs, cast)
     rows = _cast(grad, cast).reshape(-1, kernels.shape[2])
     shape = (rows.shape[0], rhs.shape[1])
     none = jnp.zeros((0, 0), jnp.float32)
@@ -132,6 +133,13 @@ def weight_grad(
     shape = (experts, rows.shape[1], grads.shape[1])
     out = _call(TARGETS[1], shape, out_dtype, group_sizes, rows, grads)
     return out.reshape(experts, rows.shape[1], *trailing)
+
+
+def _flat(rhs: jax.Array | Pair, cast: Any) -> jax.Array:
+    """Kernels [G, K', N']; those of a pair are copied behind each other."""
+    if isinstance(rhs, Pair):
+        return jnp.concatenate([_cast(rhs.gate, cast), _cast(rhs.up, cast)], 2)
+    return _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:

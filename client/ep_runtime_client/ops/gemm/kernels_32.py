@@ -26,6 +26,7 @@ import numpy as np
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels.ffi import targets
+from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets("ep_tf32_grouped_gemm_dw_v1")
@@ -58,7 +59,7 @@ def forward(
     out_dtype: Any,
     cast: Any,
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | Pair,
     bias: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
@@ -72,7 +73,7 @@ def data_grad(
     cast: Any,
     clear_slack: bool,
     grad: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | Pair,
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.data_grad`; rows past the last group are undefined unless cleared."""

@@ -19,7 +19,8 @@ from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import kernel_factors, row_factors, rows_roles
-from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
+from ep_runtime_client.ops.quantize.packing import Packing, Value, gather, unpack
+from ep_runtime_client.ops.quantize.pair import of_both, of_each
 from ep_runtime_client.ops.tracing import slack
 
 
@@ -65,8 +66,8 @@ class _GemmOp:
         return grouped(
             roles,
             arrived[0],
-            arrived[first],
-            shapes[first],
+            self.rhs.of_values(arrived[first], ()),
+            self.rhs.of_values(shapes[first], 2),
             bias=arrived[after] if self.has_bias else (),
             blocks=self.rhs.blocks,
             ruled=self.where.mode == "rule",
@@ -149,7 +150,7 @@ class GemmForward(_GemmOp):
 @dataclasses.dataclass(frozen=True)
 class GemmBackward(_GemmOp):
     """lhs leaves, rhs leaves, bias, group_sizes, grad [R, C, *N'], rhs itself -> d_lhs, d_rhs,
-    d_bias.
+    d_bias; of a pair two of each rhs.
 
     Attributes:
         recipe: how the gradient is quantized; None leaves it.
@@ -157,12 +158,14 @@ class GemmBackward(_GemmOp):
             gradient is to lie like it. It is not read.
         weight_dtype: of d_rhs.
         bias_dtype: of d_bias.
+        paired: whether the weight is a pair; quantized, its leaves are those of one array.
     """
 
     recipe: Recipe | None
     weight_dtype: Any
     bias_dtype: Any
     has_rhs: bool = False
+    paired: bool = False
 
     def resolve(
         self,
@@ -178,7 +181,10 @@ class GemmBackward(_GemmOp):
         shared = self._shared(roles)
         weight, given = place.weight, len(self.taken(place))
         if self.has_rhs:
-            weight = expert_weight(roles, arrived[-1], shapes[-1], blocks=self.rhs.blocks)
+            own, shape = arrived[-1], shapes[-1]
+            if self.paired:
+                own, shape = of_both(own, ()), of_both(shape, 2)
+            weight = expert_weight(roles, own, shape, blocks=self.rhs.blocks)
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             lhs, rhs, bias, sizes = self.opened(place, blocks)
@@ -200,14 +206,21 @@ class GemmBackward(_GemmOp):
                 gemm = dataclasses.replace(gemm, out_dtype=wide(grad, rhs))
             # What is added up over devices stays wide.
             dtype = None if roles.real(shared) else self.weight_dtype
-            d_lhs, d_rhs = plain.pullback(gemm, lhs, rhs, grad, sizes, dtype)
+            d_lhs, d_rhs = plain.pullback(gemm, lhs, rhs, grad, sizes, dtype, paired=self.paired)
             d_lhs = sums.total(slack.cleared(d_lhs, sizes), summed)
-            d_rhs = sums.back(d_rhs, weight.taken_off, shared)
-            return d_lhs.astype(self.gemm.out_dtype), d_rhs.astype(self.weight_dtype), *d_bias
+            taken_off = self._each(weight.taken_off)
+            d_weights = [sums.back(each, taken_off, shared) for each in jax.tree.leaves(d_rhs)]
+            d_weights = [each.astype(self.weight_dtype) for each in d_weights]
+            return d_lhs.astype(self.gemm.out_dtype), *d_weights, *d_bias
 
-        operands = (*self.taken(place), place.out, *([weight.lies] if self.has_rhs else []))
+        lies = [self._each(weight.lies)] * (1 + int(self.paired))
+        operands = (*self.taken(place), place.out, *(lies if self.has_rhs else []))
         bias = (place.bias.entries,) if self.has_bias else ()
-        return Resolved(operands, (place.lhs, weight.lies, *bias), local)
+        return Resolved(operands, (place.lhs, *lies, *bias), local)
+
+    def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
+        """What there is per dim of the weight, per dim of one of its arrays."""
+        return of_each(values) if self.paired else tuple(values)
 
     def _shared(self, roles: Roles) -> tuple[str, ...]:
         """Axes over which the weight's gradient adds up."""
@@ -215,14 +228,16 @@ class GemmBackward(_GemmOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         kernel = kernel_factors(self.rhs.ndim)
-        own = " ".join([kernel[0], *(f"{factor}_own" for factor in kernel[1:])])
+        count = 1 + int(self.paired)
+        named = [kernel[0], *(f"{factor}_own" for factor in kernel[1:])] if self.has_rhs else kernel
+        own = [" ".join(self._each(named))] * count
         # Without a layer nothing holds rows to the slabs' layout, and the weight's K' would bring
         # its fsdp axis to their gradient.
         rows = row_factors(3, "j" if self.where.roles is None else "k")
-        made = [" ".join(rows), own if self.has_rhs else " ".join(kernel)]
+        made = [" ".join(rows), *own]
         if self.has_bias:
             made.append(" ".join([kernel[0], *kernel[2:]]))
-        itself = [own] if self.has_rhs else []
+        itself = own if self.has_rhs else []
         return [*self.shared_factors(), self.out_factors, *itself], made
 
 

@@ -6,8 +6,8 @@ they take.
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the weights on
 this device, K' contracted, N' the kernel's trailing dims (one, or more such as [2, M]).
 
-Operands are arrays or QuantizedTensors, in any mix. Quantized ones are widened block by block, the
-dot itself is f32.
+Operands are arrays or QuantizedTensors, in any mix; kernels may be a Pair too, as [G, K', 2, M].
+Quantized ones are widened block by block, the dot itself is f32.
 
 Every function takes rows [C, ...] with group_sizes [L], or [S, C, ...] with [S, L]; group l of
 slab s uses expert (s * L + l) % G. Rows past sum(group_sizes) are neither read nor trusted and
@@ -35,6 +35,7 @@ from ep_runtime_client.ops.kernels import platform, row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import Blocks, RowBlock
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize.formats.format import Part
+from ep_runtime_client.ops.quantize.pair import Pair, of_each
 
 Kernel = Callable[..., jax.Array]
 
@@ -113,7 +114,8 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
     """
 
     def plain(grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Array:
-        return _gradients(gemm, None, rhs, grad, group_sizes)[0]
+        d_lhs: jax.Array = _gradients(gemm, None, rhs, grad, group_sizes)[0]
+        return d_lhs
 
     by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
     if by is None:
@@ -128,7 +130,8 @@ def weight_grad(
     group_sizes: jax.Array,
     num_experts: int | None = None,
     out_dtype: Any = None,
-) -> jax.Array:
+    paired: bool = False,
+) -> Any:
     """Gradient of the kernels.
 
     Args:
@@ -139,20 +142,21 @@ def weight_grad(
         group_sizes: [L] int32.
         num_experts: G; None is as many as there are groups.
         out_dtype: of the result; None is the dtype of sums, f32 (f64 where an operand is f64).
+        paired: N' is [2, M], and the kernels are a Pair.
 
     Returns:
-        [G, K', *N'], zeros for experts without rows.
+        [G, K', *N'], or a Pair of [G, K', M]; zeros for experts without rows.
     """
     experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
     dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
 
-    def plain(lhs: Any, grad: Any, group_sizes: jax.Array) -> jax.Array:
-        return _gradients(gemm, lhs, None, grad, group_sizes, experts, dtype)[0]
+    def plain(lhs: Any, grad: Any, group_sizes: jax.Array) -> Any:
+        return _gradients(gemm, lhs, None, grad, group_sizes, experts, dtype, paired)[0]
 
     by = _served_by(gemm, lhs, grad, _kernel_shape(experts, lhs, grad, group_sizes), group_sizes)
     if by is None:
         return plain(lhs, grad, group_sizes)
-    kernel = _weight_kernel(gemm, by, experts, dtype)
+    kernel = _weight_kernel(gemm, by, experts, dtype, paired)
     return platform.choose(kernel, plain, lhs, grad, group_sizes)
 
 
@@ -163,7 +167,9 @@ def pullback(
     grad: Any,
     group_sizes: jax.Array,
     out_dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    *,
+    paired: bool = False,
+) -> tuple[jax.Array, Any]:
     """`data_grad` and `weight_grad`; in plain JAX one loop, which reads the gradient once."""
     experts = rhs.shape[0]
     dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
@@ -171,15 +177,15 @@ def pullback(
     shape = _kernel_shape(experts, lhs, grad, group_sizes)
     if by is not _served_by(gemm, lhs, grad, shape, group_sizes):
         d_lhs = data_grad(gemm, grad, rhs, group_sizes)
-        return d_lhs, weight_grad(gemm, lhs, grad, group_sizes, experts, out_dtype)
+        return d_lhs, weight_grad(gemm, lhs, grad, group_sizes, experts, out_dtype, paired)
 
-    def plain(lhs: Any, rhs: Any, grad: Any, group_sizes: jax.Array) -> tuple[jax.Array, ...]:
-        return _gradients(gemm, lhs, rhs, grad, group_sizes, experts, dtype)
+    def plain(lhs: Any, rhs: Any, grad: Any, group_sizes: jax.Array) -> tuple[Any, ...]:
+        return _gradients(gemm, lhs, rhs, grad, group_sizes, experts, dtype, paired)
 
-    def kernels(lhs: Any, rhs: Any, grad: Any, group_sizes: jax.Array) -> tuple[jax.Array, ...]:
+    def kernels(lhs: Any, rhs: Any, grad: Any, group_sizes: jax.Array) -> tuple[Any, ...]:
         assert by is not None
         d_lhs = _data_kernel(gemm, by)(grad, rhs, group_sizes)
-        return d_lhs, _weight_kernel(gemm, by, experts, dtype)(lhs, grad, group_sizes)
+        return d_lhs, _weight_kernel(gemm, by, experts, dtype, paired)(lhs, grad, group_sizes)
 
     operands = (lhs, rhs, grad, group_sizes)
     d_lhs, d_rhs = plain(*operands) if by is None else platform.choose(kernels, plain, *operands)
@@ -195,8 +201,18 @@ def _data_kernel(gemm: Gemm, by: GemmKernels) -> Kernel:
     return functools.partial(by.data_grad, *static)
 
 
-def _weight_kernel(gemm: Gemm, by: GemmKernels, experts: int, dtype: Any) -> Kernel:
-    return functools.partial(by.weight_grad, dtype, gemm.compute_dtype, experts)
+def _weight_kernel(
+    gemm: Gemm, by: GemmKernels, experts: int, dtype: Any, paired: bool
+) -> Callable[..., Any]:
+    kernel = functools.partial(by.weight_grad, dtype, gemm.compute_dtype, experts)
+    if not paired:
+        return kernel
+
+    def halves(*operands: Any) -> Pair:
+        both = kernel(*operands)
+        return Pair(both[:, :, 0], both[:, :, 1])
+
+    return halves
 
 
 def _gradients(
@@ -207,13 +223,14 @@ def _gradients(
     group_sizes: jax.Array,
     experts: int = 0,
     weight_dtype: Any = None,
-) -> tuple[jax.Array, ...]:
+    paired: bool = False,
+) -> tuple[Any, ...]:
     """Gradients of the rows, unless rhs is None, and of the kernels, unless lhs is None."""
     lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes)
     read = functools.partial(row_reader, lead=lead, dtype=gemm.compute_dtype)
-    outs: list[jax.Array] = []
-    steps: list[Callable[[RowBlock, jax.Array], jax.Array]] = []
+    outs: list[Any] = []
+    steps: list[Callable[[RowBlock, Any], Any]] = []
     if rhs is not None:
         grads, kernels = read(grad), kernel_reader(rhs, columns=True, dtype=gemm.compute_dtype)
         outs.append(jnp.zeros((blocks.num_rows, rhs.shape[1]), gemm.out_dtype))
@@ -225,16 +242,20 @@ def _gradients(
         steps.append(to_rows)
     if lhs is not None:
         rows, columns = read(lhs, columns=True), read(grad, columns=True)
-        width = math.prod(grad.shape[lead:])
-        outs.append(jnp.zeros((experts, lhs.shape[-1], width), _wide(lhs, grad)))
+        count = 1 + int(paired)
+        width = math.prod(grad.shape[lead:]) // count
+        outs.append([jnp.zeros((experts, lhs.shape[-1], width), _wide(lhs, grad))] * count)
 
-        def to_kernels(block: RowBlock, out: jax.Array) -> jax.Array:
+        def to_kernels(block: RowBlock, out: list[jax.Array]) -> list[jax.Array]:
             product = _dot(rows(block), columns(block), (0, 0))
-            return row_blocks.add_at(out, blocks.expert(block, experts), product)
+            expert = blocks.expert(block, experts)
+            parts = jnp.split(product, 2, axis=1) if paired else [product]
+            summed = zip(out, parts, strict=True)
+            return [row_blocks.add_at(each, expert, part) for each, part in summed]
 
         steps.append(to_kernels)
 
-    def step(block: RowBlock, outs: list[jax.Array]) -> list[jax.Array]:
+    def step(block: RowBlock, outs: list[Any]) -> list[Any]:
         return [each(block, out) for each, out in zip(steps, outs, strict=True)]
 
     made = row_blocks.loop(blocks, step, outs, lhs, rhs, grad)
@@ -242,7 +263,9 @@ def _gradients(
         made[0] = made[0].reshape(*grad.shape[:lead], rhs.shape[1])
     if lhs is not None:
         shape = _kernel_shape(experts, lhs, grad, group_sizes)
-        made[-1] = made[-1].reshape(shape).astype(weight_dtype)
+        shape = of_each(shape) if paired else shape
+        kernels_made = [each.reshape(shape).astype(weight_dtype) for each in made[-1]]
+        made[-1] = Pair(*kernels_made) if paired else kernels_made[0]
     return tuple(made)
 
 

@@ -16,7 +16,8 @@ from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
-from ep_runtime_client.ops.quantize.packing import Matrix, pack
+from ep_runtime_client.ops.quantize.packing import Kernel, Matrix, pack
+from ep_runtime_client.ops.quantize.pair import Pair, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 
@@ -24,7 +25,7 @@ from ep_runtime_client.ops.tracing import eager, first_order, slack
 # without origin, group_sizes [R, L], given scales of rows [R, L] and kernels [E] or None.
 Operands = tuple[
     jax.Array | None,
-    jax.Array | None,
+    jax.Array | Pair | None,
     jax.Array | None,
     QuantizedTensor | None,
     QuantizedTensor | None,
@@ -46,9 +47,10 @@ class GemmCall:
         lhs: entries of the rows [R, C, K'].
         rhs: entries of the weight, where they are known.
         bias: entries of the bias, likewise.
-        types: entries of lhs, rhs and bias that their gradients must have as types; None of one
-            that is not there, or where types say nothing.
+        types: entries that the gradients of every array of lhs, rhs and bias must have as types;
+            None where types say nothing.
         beside: as `GemmForward` takes it.
+        paired: whether rhs is a pair; its entries are those of [E, K', 2, M].
     """
 
     where: Where
@@ -58,8 +60,9 @@ class GemmCall:
     lhs: Entries
     rhs: Entries
     bias: Entries
-    types: tuple[Entries | None, ...] = (None, None, None)
+    types: tuple[tuple[Entries | None, ...], ...] = ((), (), ())
     beside: str | None = None
+    paired: bool = False
 
 
 def run(call: GemmCall, operands: Operands) -> tuple[jax.Array, Amax]:
@@ -77,12 +80,12 @@ def _primal(call: GemmCall, *operands: Any) -> tuple[jax.Array, Amax]:
 def _multiplied(
     call: GemmCall,
     lhs: jax.Array | None,
-    rhs: jax.Array | None,
+    rhs: jax.Array | Pair | None,
     q_lhs: QuantizedTensor | None,
     q_rhs: QuantizedTensor | None,
     group_sizes: jax.Array,
     scales: tuple[jax.Array, jax.Array] | None,
-) -> tuple[Matrix, Matrix, Amax]:
+) -> tuple[Matrix, Kernel, Amax]:
     """What the GEMM multiplies: quantized here where there is a recipe for plain operands."""
     rows, kernel = _either(q_lhs, lhs), _either(q_rhs, rhs)
     if call.recipe is None:
@@ -93,29 +96,29 @@ def _multiplied(
     if q_rhs is None:
         transposed = kernels_8.transposes(call.recipe, kernel.shape)
         kernel_op = quantize_ops.QuantizeKernel(
-            call.where, call.recipe, kernel.shape, scaled, transposed
+            call.where, call.recipe, kernel.shape, scaled, transposed, call.paired
         )
-        q = quantize_ops.kernel(kernel_op, call.rhs, _array(kernel), *w_scale)
+        q = quantize_ops.kernel(kernel_op, call.rhs, _unquantized(kernel), *w_scale)
         found.append(q.amax)
         kernel = _tagged(q, "ep_q_w")
     if q_lhs is None:
         rows_op = quantize_ops.QuantizeRows(
             call.where, call.recipe, 3, call.num_experts, scaled, clear_slack=slack.checked()
         )
-        q = quantize_ops.rows(rows_op, call.lhs, _array(rows), group_sizes, *x_scale)
+        q = quantize_ops.rows(rows_op, call.lhs, _unquantized(rows), group_sizes, *x_scale)
         found.append(q.amax)
         rows = _tagged(dataclasses.replace(q, group_sizes=None), "ep_q_x")
     return rows, kernel, (found[1], found[0]) if scaled else None
 
 
-def _either(quantized: QuantizedTensor | None, plain: jax.Array | None) -> Matrix:
+def _either(quantized: QuantizedTensor | None, plain: Any) -> Any:
     if quantized is not None:
         return quantized
     assert plain is not None
     return plain
 
 
-def _array(x: Matrix) -> jax.Array:
+def _unquantized(x: Any) -> Any:
     assert not isinstance(x, QuantizedTensor)
     return x
 
@@ -128,7 +131,7 @@ def _tagged(q: QuantizedTensor, name: str) -> QuantizedTensor:
 
 
 def _forward(
-    call: GemmCall, rows: Matrix, kernel: Matrix, bias: jax.Array | None, group_sizes: jax.Array
+    call: GemmCall, rows: Matrix, kernel: Kernel, bias: jax.Array | None, group_sizes: jax.Array
 ) -> jax.Array:
     lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True)
     rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False)
@@ -145,8 +148,14 @@ def _fwd(call: GemmCall, *operands: Any) -> Any:
 
 def _bwd(call: GemmCall, kept: Any, grads_out: tuple[jax.Array, Any]) -> Any:
     grads = eager.shared(_pullback, call, kept, grads_out[0])
-    typed = [spread.typed_as(*each) for each in zip(grads, call.types, strict=True)]
+    typed = [_typed(*each) for each in zip(grads, call.types, strict=True)]
     return (*typed, None, None, None, None)
+
+
+def _typed(grad: Any, types: tuple[Entries | None, ...]) -> Any:
+    leaves, tree = jax.tree.flatten(grad)
+    typed = [spread.typed_as(*each) for each in zip(leaves, types, strict=True)]
+    return jax.tree.unflatten(tree, typed)
 
 
 def _forward_kept(call: GemmCall, *operands: Any) -> Any:
@@ -170,7 +179,7 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
     lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True, columns=True)
     rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False, columns=True)
     dtypes = [grad.dtype if like is None else like.dtype for like in likes]
-    itself = [like for like in likes[1:] if like is not None and like.ndim]
+    itself = [] if likes[1] is None or not likes[1].ndim else jax.tree.leaves(likes[1])
     gemm = dataclasses.replace(call.gemm, out_dtype=dtypes[0])
     bias_dtype = None if bias is None else bias.dtype
     op = GemmBackward(
@@ -183,16 +192,20 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
         dtypes[1],
         bias_dtype,
         bool(itself),
+        call.paired,
     )
     others = [] if bias is None else [bias]
     known = [] if bias is None else [call.bias]
-    rest = (*known, padded((), 2), padded((), grad.ndim), *(call.rhs for _ in itself))
+    own = of_each(call.rhs) if call.paired else call.rhs
+    rest = (*known, padded((), 2), padded((), grad.ndim), *[own] * len(itself))
     arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *rest)
     operands = (*lhs, *rhs, *others, group_sizes, grad, *itself)
-    d_lhs, d_rhs, *d_bias = spread.run(op, arrived, *operands)
+    d_lhs, *others = spread.run(op, arrived, *operands)
+    count = 1 + int(call.paired)
+    d_rhs, d_bias = others[:count], others[count:]
     return (
         None if likes[0] is None else d_lhs,
-        None if likes[1] is None else d_rhs,
+        None if likes[1] is None else Pair(*d_rhs) if call.paired else d_rhs[0],
         d_bias[0] if d_bias else None,
     )
 

@@ -13,12 +13,15 @@ from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import kernels
+from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.rounding import finite_max
 from ep_runtime_client.ops.quantize.slabs import Slabs
 
 
-def kernel_amax(w: jax.Array) -> jax.Array:
+def kernel_amax(w: jax.Array | Pair) -> jax.Array:
     """[G, ...] -> f32 [G]: the largest finite absolute value of each expert's kernel."""
+    if isinstance(w, Pair):
+        return jnp.maximum(kernel_amax(w.gate), kernel_amax(w.up))
 
     def plain(w: jax.Array) -> jax.Array:
         return finite_max(w.astype(jnp.float32), tuple(range(1, w.ndim)))

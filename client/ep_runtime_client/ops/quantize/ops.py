@@ -25,7 +25,15 @@ from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
-from ep_runtime_client.ops.quantize.packing import Matrix, Packing, gather, pack_fields, unpack
+from ep_runtime_client.ops.quantize.packing import (
+    Kernel,
+    Packing,
+    Value,
+    gather,
+    pack_fields,
+    unpack,
+)
+from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed")
@@ -112,14 +120,15 @@ class QuantizeRows:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeKernel:
-    """w [E, K', *N'], and f32 scale [E] where it is given -> leaves.
+    """w [E, K', *N'] or gate and up [E, K', M], and f32 scale [E] where it is given -> leaves.
 
     Attributes:
         where: where it runs.
         recipe: how.
-        shape: of w.
+        shape: of w; of a pair [E, K', 2, M].
         scaled: whether the scale is given (delayed scaling).
         transposed: whether a copy with K' along memory is made too.
+        paired: whether gate and up come apart; the leaves are those of one array.
     """
 
     where: Where
@@ -127,6 +136,7 @@ class QuantizeKernel:
     shape: tuple[int, ...]
     scaled: bool = False
     transposed: bool = False
+    paired: bool = False
 
     name: ClassVar[str] = "grouped_quantize"
 
@@ -153,11 +163,15 @@ class QuantizeKernel:
         shapes: Sequence[tuple[int, ...]],
         wanted: Sequence[Entries] | None,
     ) -> Resolved:
-        weight = expert_weight(roles, arrived[0], shapes[0], blocks=self.packing.blocks)
-        over = weight.amax_axes()
+        given, shape = arrived[0], shapes[0]
+        if self.paired:
+            given, shape = of_both(given, ()), of_both(shape, 2)
+        weight = expert_weight(roles, given, shape, blocks=self.packing.blocks)
+        over, count, each = weight.amax_axes(), 1 + int(self.paired), self._each
 
-        def local(w: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
-            w = gather(w, weight.before)
+        def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            arrays = [gather(block, each(weight.before)) for block in blocks[:count]]
+            w, scale = Pair(*arrays) if self.paired else arrays[0], blocks[count:]
             if scale:
                 amax = kernel_amax(w)
                 amax = jax.lax.pmax(amax, over) if over else amax
@@ -166,14 +180,19 @@ class QuantizeKernel:
                 q = plain.quantize_kernel(self.recipe, w, over, transposed=self.transposed)
             return raw_leaves(q)
 
-        operands = (weight.lies, *([weight.entries[:1]] if self.scaled else []))
+        scales = [weight.entries[:1]] if self.scaled else []
+        operands = (*[each(weight.lies)] * count, *scales)
         return Resolved(operands, tuple(self.packing.spread(weight.entries)), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
         values = kernel_factors(len(self.shape))
         whole = uneven(self.where, self.shape, self.packing.blocks)
         made = [f"{factor}_whole" if dim in whole else factor for dim, factor in enumerate(values)]
-        return [" ".join(values), *(["e"] if self.scaled else [])], self.packing.factors(made)
+        given = [" ".join(self._each(values))] * (1 + int(self.paired))
+        return [*given, *(["e"] if self.scaled else [])], self.packing.factors(made)
+
+    def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
+        return of_each(values) if self.paired else tuple(values)
 
 
 def uneven(where: Where, shape: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -201,10 +220,13 @@ def rows(
 
 
 def kernel(
-    op: QuantizeKernel, arrived: Entries, w: jax.Array, *scale: jax.Array
+    op: QuantizeKernel, arrived: Entries, w: jax.Array | Pair, *scale: jax.Array
 ) -> QuantizedTensor:
-    """The op on kernels."""
-    leaves = spread.run(op, (arrived, *([arrived[:1]] * len(scale))), w, *scale)
+    """The op on kernels; `arrived` per dim of the op's shape."""
+    arrays = jax.tree.leaves(w)
+    lies = of_each(arrived) if op.paired else arrived
+    given = (*[lies] * len(arrays), *[arrived[:1]] * len(scale))
+    leaves = spread.run(op, given, *arrays, *scale)
     result = unpack(op.packing, leaves)
     assert isinstance(result, QuantizedTensor)
     return result
@@ -255,7 +277,7 @@ def raw(q: QuantizedTensor) -> QuantizedTensor:
     return result
 
 
-def from_raw(x: Matrix, *, rows: bool) -> Matrix:
+def from_raw(x: Kernel, *, rows: bool) -> Kernel:
     """The inverse of `raw` for what this package quantized; anything else as it is."""
     if not isinstance(x, QuantizedTensor) or x.data.dtype != jax.numpy.uint8:
         return x

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,12 @@ from ep_runtime_client.ops.partitioning.roles import Entries
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 Matrix = jax.Array | QuantizedTensor
+Kernel = Matrix | Pair
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +30,12 @@ class Packing:
     """How leaves make up an operand. Hashable.
 
     Attributes:
-        names: the QuantizedTensor's field of each leaf; one "" for a plain array.
+        names: the QuantizedTensor's field of each leaf; one "" for a plain array, two for a pair.
         dtypes: of each leaf, before it became uint8.
         recipe: None for a plain array.
         ndim: dims of the values.
         rows: whether these are rows of groups, and not kernels.
+        paired: whether the leaves are gate and up of a Pair.
     """
 
     names: tuple[str, ...]
@@ -39,6 +43,7 @@ class Packing:
     recipe: Recipe | None
     ndim: int
     rows: bool
+    paired: bool = False
 
     def __len__(self) -> int:
         return len(self.names)
@@ -57,9 +62,14 @@ class Packing:
         """Entries of every leaf from those of the values."""
         return [self._laid(name, entries)[: self.leaf_ndim(name)] for name in self.names]
 
-    @staticmethod
-    def _laid(name: str, values: Any) -> Any:
+    def of_values(self, leaf: Sequence[Value], between: Value) -> tuple[Value, ...]:
+        """What there is per dim of the first leaf, per dim of the values; `between` gate and up."""
+        return of_both(leaf, between) if self.paired else tuple(leaf)
+
+    def _laid(self, name: str, values: Any) -> Any:
         """What there is per dim of the values, per dim of a leaf."""
+        if self.paired:
+            return of_each(values)
         return (values[0], *values[2:], values[1]) if name == "transposed" else values
 
     def per_group(self, name: str) -> bool:
@@ -70,7 +80,7 @@ class Packing:
         """Dims of a leaf: tensor scales have those of the groups alone."""
         if self.per_group(name):
             return 2 if self.rows else 1
-        return self.ndim
+        return self.ndim - int(self.paired)
 
     def factors(self, values: Sequence[str]) -> list[str]:
         """Factors of every leaf in a Shardy rule, from those of the values."""
@@ -85,14 +95,17 @@ class Packing:
         return found
 
 
-def pack(x: Matrix, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:
+def pack(x: Kernel, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:
     """The leaves that one direction of a GEMM reads.
 
     Args:
-        x: an array or a QuantizedTensor; rows have the slab dim in front.
+        x: an array, a Pair or a QuantizedTensor; rows have the slab dim in front.
         rows: whether these are rows of groups.
         columns: take MXFP8's column-wise copy, which backward reads, instead of the row-wise one.
     """
+    if isinstance(x, Pair):
+        leaves = [bits(x.gate), bits(x.up)]
+        return leaves, Packing(("", ""), (x.dtype, x.dtype), None, x.ndim, rows, paired=True)
     if not isinstance(x, QuantizedTensor):
         return [bits(x)], Packing(("",), (x.dtype,), None, x.ndim, rows)
     names = ["data", "scale"]
@@ -115,12 +128,12 @@ def pack_fields(
 
 def unpack(
     packing: Packing, leaves: Sequence[jax.Array], group_sizes: jax.Array | None = None
-) -> Matrix:
+) -> Kernel:
     """The operand that leaves stand for; rows take the group sizes that they lie by."""
     raw = zip(leaves, packing.dtypes, strict=True)
     values = [from_bits(leaf, dtype) for leaf, dtype in raw]
     if packing.recipe is None:
-        return values[0]
+        return Pair(*values) if packing.paired else values[0]
     fields: dict[str, Any] = dict.fromkeys(
         ("data", "scale", "amax", "data_columns", "scale_columns", "group_sizes", "origin")
     )

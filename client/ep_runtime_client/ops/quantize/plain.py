@@ -11,12 +11,16 @@ of 1. Nothing here is differentiable; `grouped_quantize` is, straight through.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from ep_runtime_client.ops.quantize.formats.format import Axes, RowOptions
+from ep_runtime_client.ops.quantize.formats.layouts import of_halves
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tensor import scaled_kernel, scaled_rows
+from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
@@ -75,13 +79,14 @@ def scale_rows(
 
 
 def quantize_kernel(
-    recipe: Recipe, w: jax.Array, reduce_axes: Axes = (), *, transposed: bool = False
+    recipe: Recipe, w: jax.Array | Pair, reduce_axes: Axes = (), *, transposed: bool = False
 ) -> QuantizedTensor:
     """Quantizes kernels.
 
     Args:
         recipe: how.
-        w: [G, K', *mid, N'] any float dtype; tiles run over dim 1 and the last dim.
+        w: [G, K', *mid, N'] any float dtype, or a Pair of [G, K', M], which comes out as one
+            [G, K', 2, M]; tiles run over dim 1 and the last dim.
         reduce_axes: manual mesh axes that split dims other than 0; TensorScaling takes each amax
             over them. Other recipes need local dims that are multiples of their tiles instead.
         transposed: TensorScaling and BlockScaling alone: make a copy with K' along memory too.
@@ -92,13 +97,17 @@ def quantize_kernel(
     Raises:
         InvalidArgumentError: MXFP8, and K' or N' is no multiple of 32.
     """
-    leaves = format_of(recipe).quantize_kernel(recipe, w, reduce_axes, transposed=transposed)
+    form = format_of(recipe)
+    make = functools.partial(
+        form.quantize_kernel, recipe, reduce_axes=reduce_axes, transposed=transposed
+    )
+    leaves = of_halves(make, w) if isinstance(w, Pair) and not form.per_group else make(w)
     return _tensor(recipe, None, **leaves)
 
 
 def scale_kernel(
     recipe: Recipe,
-    w: jax.Array,
+    w: jax.Array | Pair,
     scale: jax.Array,
     amax: jax.Array | None = None,
     *,

@@ -89,9 +89,9 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def quantize_kernel(
-        self, recipe: Recipe, w: jax.Array, reduce_axes: Axes, *, transposed: bool
+        self, recipe: Recipe, w: Any, reduce_axes: Axes, *, transposed: bool
     ) -> Leaves:
-        """`plain.quantize_kernel`."""
+        """`plain.quantize_kernel`; formats with one scale per kernel take a Pair too."""
 
     def tiles(self, ndim: int, lead: int | None, *, columns: bool = False) -> dict[int, int]:
         """Values per scale of the axes that have fewer scales than values.

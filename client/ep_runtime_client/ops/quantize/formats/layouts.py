@@ -1,4 +1,5 @@
-"""8-bit kernels as they lie and with K' along memory too, which GPUs multiply forward."""
+"""8-bit kernels as they lie and with K' along memory too, which GPUs multiply forward; and those
+of gate and up as one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import kernels
+from ep_runtime_client.ops.quantize.formats.format import Leaves
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.pair import DIM, Pair
 
 
 def both_layouts(
@@ -32,3 +35,19 @@ def both_layouts(
 
     kernel = functools.partial(kernels.transposed_kernel, dtype, power_of_two)
     return either(kernels.takes(w, None, transposed=True), kernel, plain, w, scale)
+
+
+def of_halves(made: Callable[[jax.Array], Leaves], w: Pair) -> Leaves:
+    """Leaves of kernels [G, K', 2, M] whose halves `made` quantizes by themselves.
+
+    Products of 8-bit kernels take one array. It is what quantization writes anyway; the weights
+    themselves stay apart.
+    """
+    gate, up = made(w.gate), made(w.up)
+
+    def stacked(name: str) -> jax.Array:
+        axis = 1 if name == "transposed" else DIM
+        both = jnp.stack([bits(gate[name]), bits(up[name])], axis)
+        return from_bits(both, gate[name].dtype)
+
+    return {name: stacked(name) for name in gate}

@@ -20,9 +20,10 @@ from ep_runtime_client.ops.quantize.formats.format import (
     OnGpu,
     RowOptions,
 )
-from ep_runtime_client.ops.quantize.formats.layouts import both_layouts
+from ep_runtime_client.ops.quantize.formats.layouts import both_layouts, of_halves
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.rounding import round_scaled, scale_of
 from ep_runtime_client.ops.quantize.slabs import Slabs
 
@@ -45,7 +46,7 @@ class TensorFormat(Format):
         return {"data": data, "scale": scale, "amax": amax}
 
     def quantize_kernel(
-        self, recipe: Recipe, w: jax.Array, reduce_axes: Axes, *, transposed: bool
+        self, recipe: Recipe, w: jax.Array | Pair, reduce_axes: Axes, *, transposed: bool
     ) -> Leaves:
         dtype = recipe.data_dtype()
         amax = over(kernel_amax(w), reduce_axes)
@@ -83,8 +84,10 @@ def _scaled_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array, scale: jax.Ar
     return data.reshape(x.shape)
 
 
-def scaled_kernel(dtype: Any, w: jax.Array, scale: jax.Array, *, transposed: bool) -> Leaves:
+def scaled_kernel(dtype: Any, w: jax.Array | Pair, scale: jax.Array, *, transposed: bool) -> Leaves:
     """Data of kernels [G, K', *mid, N'] by the given scales, f32 [G]; saturates."""
+    if isinstance(w, Pair):
+        return of_halves(lambda half: scaled_kernel(dtype, half, scale, transposed=transposed), w)
     if transposed:
 
         def made(w: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
