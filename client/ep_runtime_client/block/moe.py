@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime.specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.block import moe_checks, moe_routing, moe_shapes
+from ep_runtime_client.block import moe_checks, moe_routing, moe_shapes, qwix
 from ep_runtime_client.block.moe_checks import Recipes
 from ep_runtime_client.block.moe_options import MoEOptions
 from ep_runtime_client.block.params import MoEParams as MoEParams
@@ -113,6 +113,7 @@ def moe(
     return_stats: bool,
     **options: Unpack[MoEOptions],
 ) -> Result | ResultWithStats: ...
+@qwix.apart
 def moe(
     layer: Layer,
     x: jax.Array,
