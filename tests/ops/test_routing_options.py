@@ -190,6 +190,19 @@ def test_square_roots_of_softplus_at_the_ends_of_f32() -> None:
         np.testing.assert_allclose(grad[0], wanted, rtol=1e-5, atol=1e-37)
 
 
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("low", [-46.0, -90.0, -150.0, -np.inf])
+def test_scores_of_nearly_nothing_have_finite_gradients(score: str, low: float) -> None:
+    """A token that is masked out, or a router that has gone astray."""
+
+    def loss(logits: Any) -> Any:
+        routed = ep.route(logits, 2, score_function=score)
+        return routed.topk_weights[0, 0] + routed.probs[0, 0]
+
+    grad = jax.jit(jax.grad(loss))(np.full((1, 4), low, np.float32))
+    assert np.isfinite(np.asarray(grad)).all()
+
+
 def test_shares_too_small_to_divide_by_stay_finite() -> None:
     """A bias, or routing groups, may choose experts that the softmax gives nothing."""
     logits = np.array([[0.0, 0.0, -200.0, -210.0]], np.float32)

@@ -135,7 +135,7 @@ def _scores(options: RouteOptions, logits: jax.Array) -> tuple[jax.Array, jax.Ar
         return (probs if options.use_pre_softmax else logits), probs
     of = jax.nn.sigmoid if options.score_function == "sigmoid" else _sqrt_softplus
     scores = of(logits)
-    return scores, scores / (_sum(scores) + _ADDED)
+    return scores, _part_of(_sum(scores) + _ADDED, scores)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -153,15 +153,21 @@ def _weights(
         if not options.use_pre_softmax and normalize is not False:
             return jax.nn.softmax(pick(scores, topk_idx), axis=-1)
         shares = pick(probs, topk_idx)
-        return shares / jnp.maximum(_sum(shares), _LEAST_SHARES) if normalize else shares
+        return _part_of(jnp.maximum(_sum(shares), _LEAST_SHARES), shares) if normalize else shares
     if normalize is None:
         normalize = options.top_k > 1
     picked = pick(scores, topk_idx)
-    return picked / (_sum(picked) + _ADDED) if normalize else picked
+    return _part_of(_sum(picked) + _ADDED, picked) if normalize else picked
 
 
 def _sum(values: jax.Array) -> jax.Array:
     return values.sum(-1, keepdims=True)
+
+
+def _part_of(total: jax.Array, values: jax.Array) -> jax.Array:
+    """values / total, whose gradient has no total**-2: of 1e-20 that is inf in f32."""
+    scale = lax.stop_gradient(total)
+    return values / scale / (total / scale)
 
 
 def _within_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array:
