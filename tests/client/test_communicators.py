@@ -20,7 +20,7 @@ from ep_runtime import board, native, nccl
 from ep_runtime.board_abi import RankRecordStruct
 from ep_runtime.errors import EpRuntimeError, PeerLostError, RuntimeUnavailableError
 from ep_runtime.v1 import types_pb2
-from ep_runtime_client.groups import forming
+from ep_runtime_client.groups import formed
 from ep_runtime_client.nccl import communicators
 
 
@@ -177,7 +177,7 @@ def test_a_board_names_the_ranks_that_left() -> None:
     spec = make_spec(transport="memfd")
     fd = os.memfd_create("board")
     os.ftruncate(fd, board.board_bytes(spec))
-    memory = forming.Memory([(types_pb2.WindowDescriptor(world_rank=-1), fd)])
+    memory = formed.Memory([(types_pb2.WindowDescriptor(world_rank=-1), fd)])
     with mmap.mmap(fd, 0) as page:
         board.format_board(memoryview(page), spec, 7)
         assert memory.left() == []

@@ -23,7 +23,7 @@ import faulthandler, json, sys
 faulthandler.dump_traceback_later(45, exit=True)  # says where it hangs, before we give it up
 import ep_runtime as ep
 from ep_runtime import specs
-from ep_runtime_client.groups import forming
+from ep_runtime_client.groups import forming, registering
 from ep_runtime_client.sessions import session
 
 def say(step):
@@ -40,7 +40,7 @@ with ep.connect(job="kills") as s:
     formed = forming.form(s, spec, forming.Claim((0, 1, 2, 3)), replace=False)
     say("formed")
     layers = [specs.check_layer(spec, specs.LayerSpec(f"l{i}", top_k=2)) for i in range(50)]
-    forming.register(s, spec, formed.generation, layers, [])
+    registering.register(s, spec, formed.generation, layers, [])
     say("registered")
     forming.leave(s, "g", formed.generation, formed.native_group)
     say("left")

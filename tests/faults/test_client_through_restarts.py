@@ -19,7 +19,7 @@ _PROLOGUE = """
 import json, sys
 import ep_runtime as ep
 from ep_runtime import specs
-from ep_runtime_client.groups import forming
+from ep_runtime_client.groups import forming, registering
 
 def say(**values):
     print(json.dumps(values), flush=True)
@@ -32,8 +32,8 @@ _PROGRAM = """
 session = ep.connect(job="kills", timeout_s=60)
 formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
 layers = [specs.check_layer(spec, specs.LayerSpec(f"l{i}", top_k=2)) for i in range(3)]
-found, _ = forming.register(session, spec, formed.generation, layers, [], replace=False)
-again, _ = forming.register(session, spec, formed.generation, layers, [], replace=False)
+found, _ = registering.register(session, spec, formed.generation, layers, [], replace=False)
+again, _ = registering.register(session, spec, formed.generation, layers, [], replace=False)
 say(generation=formed.generation, bases=[item.handle_base for item in found],
     same=[item.base_id for item in found] == [item.base_id for item in again])
 sys.stdin.readline()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import device_layout, specs, wire
-from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    SpecMismatchError,
+    StaleHandleError,
+)
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, session_service_pb2
 from ep_runtime.wire import CLUSTER
 from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.base.dtypes import dtype_name
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups import estimate, forming
-from ep_runtime_client.groups.group import Group, discard
+from ep_runtime_client.groups.group import Group
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -97,7 +103,8 @@ def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: 
     try:
         live_groups.add(group)
     except BaseException:
-        discard(group)
+        with contextlib.suppress(EpRuntimeError):  # what closing raises must not hide it
+            group.close()
         raise
     ours = meshes.rank_devices(mesh, spec)[claim.ranks[0]]  # XLA tells of its own process's alone
     estimate.report(group.spec, ours, len(claim.ranks))

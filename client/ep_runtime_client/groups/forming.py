@@ -6,15 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import uuid
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ep_runtime import board_file, device_layout, env, native, nccl, specs, wire
+from ep_runtime import device_layout, env, native, nccl, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
-from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
+from ep_runtime.v1 import group_service_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.place import Place
 from ep_runtime_client.groups import allocator
+from ep_runtime_client.groups.formed import Formed, Memory, fetch, restore
 from ep_runtime_client.nccl import beside, communicators
 
 if TYPE_CHECKING:
@@ -28,62 +27,6 @@ WITH_NCCL_BESIDE = ("nvlink",)
 
 # In the place of the descriptor of a window that is another node's.
 _NOT_HERE = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Formed:
-    """A group that is READY.
-
-    Attributes:
-        spec: as asked for, and how many ranks share windows.
-        generation: the daemon's; 0 without a daemon.
-        native_group: as the native library has it; None for transport "xla".
-        reattached: retained windows were taken over and nothing was allocated.
-        ranks: world ranks that this process claims.
-        memory: descriptors of board and windows; empty for transport "xla".
-        uuids: of the GPUs that drive the ranks; empty for other devices.
-    """
-
-    spec: specs.GroupSpec
-    generation: int
-    native_group: native.OpenGroup | None
-    reattached: bool
-    ranks: tuple[int, ...] = ()
-    memory: Memory = dataclasses.field(default_factory=lambda: Memory([]))
-    uuids: tuple[str, ...] = ()
-
-
-class Memory:
-    """Descriptors of a group's board and windows, kept to give them to a restarted daemon."""
-
-    def __init__(self, held: list[tuple[types_pb2.WindowDescriptor, int]]) -> None:
-        self._held = held
-
-    @property
-    def window_ranks(self) -> list[int]:
-        """World ranks whose windows are among them."""
-        return sorted(item.world_rank for item, _ in self._held if item.world_rank >= 0)
-
-    def of(self, ranks: Sequence[int]) -> list[tuple[types_pb2.WindowDescriptor, int]]:
-        """Those of these world ranks; -1 is the board."""
-        wanted = set(ranks)
-        return [(item, fd) for item, fd in self._held if item.world_rank in wanted]
-
-    def poison(self, generation: int) -> board_file.Poison | None:
-        """Why that generation must be left, as the board itself says; None where it goes on."""
-        for _, fd in self.of([-1]):
-            return board_file.read_poison(fd, generation)
-        return None
-
-    def left(self) -> list[int]:
-        """World ranks of this node whose processes have closed the group, as the board says."""
-        for _, fd in self.of([-1]):
-            return board_file.left_ranks(fd)
-        return []
-
-    def close(self) -> None:
-        held, self._held = self._held, []
-        transport.close_all([fd for _, fd in held])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +136,7 @@ class _Formation:
         memory, native_group = Memory([]), None
         try:
             if answer.group.window_bytes:
-                memory = _fetch(self._session, control, spec.name, generation)
+                memory = fetch(self._session, control, spec.name, generation)
                 here = [int(m.world_rank) for m in answer.group.members if not m.node]
                 native_group = _map(spec, generation, memory, self._claim, here)
         except BaseException:
@@ -205,16 +148,8 @@ class _Formation:
 
     def _goes_on(self, control: transport.ControlChannel, formed: Formed) -> bool:
         """Whether the daemon that was started again still knows what this process holds."""
-        request = group_service_pb2.RestoreGroupRequest(
-            spec=wire.group_spec_to_proto(formed.spec),
-            generation=formed.generation,
-            world_ranks=formed.ranks,
-            device_uuids=formed.uuids,
-            window_ranks=formed.memory.window_ranks,
-        )
-        place, token = self._session.place, self._session.token
         try:
-            restore(place, token, control, request, formed.memory)
+            restore(self._session.place, self._session.token, control, formed)
         except (RuntimeUnavailableError, SessionFencedError):
             raise
         except EpRuntimeError:
@@ -253,25 +188,6 @@ def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
         return ()
     found = native.library("cuda").devices()
     return tuple(found[ordinal] for ordinal in claim.ordinals)
-
-
-def _fetch(
-    session: Session, control: transport.ControlChannel, name: str, generation: int
-) -> Memory:
-    """The descriptors of the group's board and of every window of this node."""
-    ticket = control.call(
-        control.groups.AcquireWindows,
-        group_service_pb2.AcquireWindowsRequest(name=name, generation=generation),
-    )
-    try:
-        return Memory(
-            transport.redeem(
-                session.place, session.token, ticket.ticket, transport.MUTATE_TIMEOUT_S
-            )
-        )
-    except RuntimeUnavailableError:
-        control.lost = True
-        raise
 
 
 def _map(
@@ -322,86 +238,3 @@ def unmap(native_group: native.OpenGroup | None) -> None:
     """Unmaps the windows once running calls are over, which is waited for with a bound."""
     if native_group is not None:
         native_group.close()
-
-
-def restore(
-    place: Place,
-    token: str,
-    control: transport.ControlChannel,
-    request: group_service_pb2.RestoreGroupRequest,
-    memory: Memory,
-) -> types_pb2.Group:
-    """Tells a daemon that was started again what this process holds of a group.
-
-    Raises:
-        RuntimeUnavailableError: it is gone again.
-        EpRuntimeError: it does not have the group any more, and says why.
-    """
-    timeout_s = transport.MUTATE_TIMEOUT_S
-    answer = control.call(control.groups.RestoreGroup, request, timeout_s=timeout_s)
-    if answer.wanted_ranks:
-        held = memory.of(answer.wanted_ranks)
-        transport.return_windows(place, token, request.spec.name, held, timeout_s)
-    group: types_pb2.Group = answer.group
-    return group
-
-
-def register(
-    session: Session,
-    spec: specs.GroupSpec,
-    generation: int,
-    layers: Sequence[specs.LayerSpec],
-    stacks: Sequence[wire.LayerStackSpec],
-    *,
-    replace: bool = False,
-) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
-    """Registers layers and stacks, thousands in one call, all of one call or none; without a
-    daemon numbers them here.
-
-    Raises:
-        SpecMismatchError: a name is registered with other settings, and no `replace`.
-        PoolExhaustedError: more handles than a board holds.
-        StaleHandleError: the group is gone.
-    """
-    if not session.has_daemon:
-        return (
-            [wire.RegisteredLayer(s, 0, specs.layer_id(spec.name, s.name), 0) for s in layers],
-            [
-                wire.RegisteredLayer(
-                    s.spec, s.num_layers, specs.stack_base_id(spec.name, s.spec.name), 0
-                )
-                for s in stacks
-            ],
-        )
-    found: tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]] = ([], [])
-    for first in range(0, len(layers) + len(stacks) or 1, wire.MAX_LAYERS_PER_CALL):
-        last = first + wire.MAX_LAYERS_PER_CALL
-        stacks_from = max(0, first - len(layers))
-        answer = _register_some(
-            session,
-            layer_service_pb2.RegisterLayersRequest(
-                op_id=uuid.uuid4().hex,
-                group=spec.name,
-                generation=generation,
-                layers=[wire.layer_spec_to_proto(item) for item in layers[first:last]],
-                stacks=[
-                    wire.stack_spec_to_proto(item)
-                    for item in stacks[stacks_from : max(0, last - len(layers))]
-                ],
-                replace=replace,
-            ),
-        )
-        found[0].extend(wire.registered_from_proto(item) for item in answer.layers)
-        found[1].extend(wire.registered_from_proto(item) for item in answer.stacks)
-    return found
-
-
-def _register_some(
-    session: Session, request: layer_service_pb2.RegisterLayersRequest
-) -> layer_service_pb2.RegisterLayersResponse:
-    answer: layer_service_pb2.RegisterLayersResponse = session.run(
-        lambda control: control.call(
-            control.layers.RegisterLayers, request, timeout_s=transport.MUTATE_TIMEOUT_S
-        )
-    )
-    return answer

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import board, errors, specs, wire
+from ep_runtime import errors, specs, wire
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
-from ep_runtime.v1 import group_service_pb2, layer_service_pb2, types_pb2
+from ep_runtime.v1 import layer_service_pb2, types_pb2
 from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.base.jax_state import eager
 from ep_runtime_client.base.layers import EpLayer, LayerStack, live_groups
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.groups import estimate, forming
-from ep_runtime_client.groups.losses import Loss
+from ep_runtime_client.groups import estimate, forming, registering
+from ep_runtime_client.groups.formed import Formed, restore
+from ep_runtime_client.groups.health import GroupHealth
 from ep_runtime_client.groups.registrations import Registrations
-from ep_runtime_client.nccl import communicators
 from ep_runtime_client.programs import failures
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Group:
         reattached: True where the windows of an earlier process were taken over.
     """
 
-    def __init__(self, session: Session, mesh: Mesh, formed: forming.Formed) -> None:
+    def __init__(self, session: Session, mesh: Mesh, formed: Formed) -> None:
         self.name = formed.spec.name
         self.spec = formed.spec
         self.mesh = mesh
@@ -59,33 +58,20 @@ class Group:
         self.generation = formed.generation
         self.native_group = formed.native_group
         self.reattached = formed.reattached
-        self._ranks = formed.ranks
-        self._memory = formed.memory
-        self._uuids = formed.uuids
+        self._formed = formed
+        self._health = GroupHealth(formed)
         self._lock = threading.RLock()
         self._registrations = Registrations(formed.spec)
-        self._gone: str | None = None
-        self._broken = False
-        self._loss: Loss | None = None  # where a process of it is gone
-        self._told: errors.PeerLostError | None = None  # the same, as a call told it
-        self._report: errors.EpRuntimeError | None = None  # what `check` has to raise
-        self._closed = False
 
     @property
     def closed(self) -> bool:
         """True after close()."""
-        return self._closed
+        return self._health.closed
 
     @property
     def is_gone(self) -> bool:
         """True where it was closed here, taken away by the daemon, or a process of it is gone."""
-        if not self._closed and self._gone is None:
-            poison = self._memory.poison(self.generation)  # is there before the daemon's event
-            if poison is not None:
-                self._broken = poison.reason is board.PoisonReason.PEER_LOST
-                self._loss = Loss(poison.rank, poison.pid) if self._broken else None
-                self._gone = f"{poison.reason.name.replace('_', ' ').lower()}, says its board"
-        return self._closed or self._gone is not None
+        return self._health.is_gone
 
     @property
     def capacity_per_rank(self) -> int:
@@ -263,7 +249,7 @@ class Group:
     def _register(
         self, layers: list[specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool
     ) -> None:
-        made = forming.register(
+        made = registering.register(
             self.session, self.spec, self.generation, layers, stacks, replace=replace
         )
         self.adopt([*made[0], *made[1]])
@@ -301,25 +287,16 @@ class Group:
         Cost: none without arrays: it reads what the library kept; with arrays the wait for them.
         """
         if arrays is not None:
+            import jax  # a control plane without JAX has no arrays
+
             with failures.translate_errors():
-                _block_until_ready(arrays)
+                jax.block_until_ready(arrays)
         # What the device saw says more than that the group is gone, which follows from it.
-        found = self._reported()
+        found = self._health.take_report()
         if found is not None:
-            self._report = None
             raise found
         self.require_open()
         return arrays
-
-    def _reported(self) -> errors.EpRuntimeError | None:
-        """The first error of the group's calls that nobody has been told of; keeps it."""
-        if self._report is None and self.native_group is not None and not self._closed:
-            text = self.native_group.check()
-            if text is not None:
-                self._report = errors.parse(text) or errors.EpRuntimeError(text)
-                if isinstance(self._report, errors.PeerLostError):
-                    self._told = self._report
-        return self._report
 
     def describe(self) -> dict[str, Any]:
         """Everything about the group as plain values."""
@@ -330,7 +307,7 @@ class Group:
             "name": self.name,
             "job": self.session.job,
             "generation": self.generation,
-            "state": self._state(),
+            "state": str(self._health),
             "spec": self.spec.to_dict(),
             "ep_size": self.spec.ep_size,
             "num_slabs": self.spec.num_slabs,
@@ -343,9 +320,6 @@ class Group:
             "layers": layers,
         }
 
-    def _state(self) -> str:
-        return "CLOSED" if self._closed else "BROKEN" if self.is_gone else "READY"
-
     def require_open(self, layer: str | None = None) -> None:
         """Raises where the group cannot be used any more.
 
@@ -353,38 +327,16 @@ class Group:
             PeerLostError: a process of it is gone.
             StaleHandleError: it was closed or reclaimed, or is another process's.
         """
-        self.require_whole(layer)
-        if self.is_gone:
-            reason = "was closed" if self._closed else f"is gone: {self._gone}"
-            subject = f"layer {layer!r}: " if layer is not None else ""
-            raise StaleHandleError(
-                f"{subject}group {self.name!r}, generation {self.generation}, {reason}; "
-                "create it again",
-                group=self.name,
-                layer=layer,
-                generation=self.generation,
-            )
+        self._health.require_open(layer)
         self.session.require_alive()
 
     def require_whole(self, layer: str | None = None) -> None:
         """Raises PeerLostError where a process of the group, still open here, is gone."""
-        if self.is_gone and self._loss is not None and not self._closed:
-            self._reported()
-            if self._told is not None:  # a call's own words name op and layer
-                raise errors.PeerLostError(str(self._told), **self._told.fields)
-            raise self._loss.error(self.name, self.generation, layer)
+        self._health.require_whole(layer)
 
     def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any] = ()) -> None:
         """The daemon says that the group changed; of one that is gone every layer is stale."""
-        if state in (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED):
-            self._broken = state == types_pb2.GROUP_STATE_BROKEN
-            poison = self._memory.poison(self.generation)
-            if lost:
-                self._loss = Loss(int(lost[0].world_rank), int(lost[0].pid), reason)
-            elif poison is not None and poison.reason is board.PoisonReason.PEER_LOST:
-                self._loss = Loss(poison.rank, poison.pid, reason)
-            self._gone = self._gone or reason or "was taken away by the daemon"
-            communicators.end_calls(self.native_group, self.name, self._gone, lost)
+        self._health.changed(state, reason, lost)
 
     def restore(self, control: transport.ControlChannel, token: str) -> None:
         """Gives the group back to a daemon that was started again.
@@ -396,23 +348,13 @@ class Group:
             SessionFencedError: of the session.
         """
         place, layers = self.session.place, self._registrations.items
-        step = wire.MAX_LAYERS_PER_CALL
         try:
-            for first in range(0, len(layers) or 1, step):
-                request = group_service_pb2.RestoreGroupRequest(
-                    spec=wire.group_spec_to_proto(self.spec),
-                    generation=self.generation,
-                    world_ranks=self._ranks,
-                    layers=[wire.registered_to_proto(x) for x in layers[first : first + step]],
-                    device_uuids=self._uuids,
-                    window_ranks=self._memory.window_ranks,
-                )
-                found = forming.restore(place, token, control, request, self._memory)
+            found = restore(place, token, control, self._formed, layers)
         except (errors.RuntimeUnavailableError, errors.SessionFencedError):
             raise
         except errors.EpRuntimeError as error:
             _log.error("group %r did not outlive the daemon's restart: %s", self.name, error)
-            self._gone = self._gone or str(error)
+            self._health.give_up(str(error))
         else:
             self.changed(found.state, "lost a process while the daemon was away")
             if self.native_group is not None:
@@ -424,7 +366,7 @@ class Group:
         A broken group keeps its claim: the daemon forms it anew on the same memory. Any other is
         closed.
         """
-        if self._broken:
+        if self._health.broken:
             self.abandon()
         else:
             self.close()
@@ -434,20 +376,20 @@ class Group:
         self._settle()
         if self._shut():
             forming.unmap(self.native_group)
-            self._memory.close()
+            self._formed.memory.close()
 
     def _settle(self) -> None:
         """Waits, bounded, for calls under way."""
-        if self.native_group is not None and not self._closed and self.session.is_ours:
+        if self.native_group is not None and not self.closed and self.session.is_ours:
             within_s = LOST_SETTLE_S if self.is_gone else jax_state.SETTLE_S
             jax_state.settle(meshes.devices_of(self.mesh).ravel(), within_s)
 
     def _shut(self) -> bool:
         """Refuses further use; False where that has happened."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return False
-            self._closed = True
+            self._health.closed = True
         live_groups.remove(self)
         self.session.forget_group(self)
         return self.session.is_ours
@@ -461,23 +403,11 @@ class Group:
         self._settle()
         if self._shut():
             forming.leave(self.session, self.name, self.generation, self.native_group)
-            self._memory.close()
+            self._formed.memory.close()
 
     def __dir__(self) -> list[str]:
         """What is for users; the rest is for this package."""
         return sorted(_PUBLIC)
 
     def __repr__(self) -> str:
-        return f"<Group {self.name!r} {self._state()} generation={self.generation}>"
-
-
-def _block_until_ready(arrays: Any) -> None:
-    import jax  # a control plane without JAX has no arrays
-
-    jax.block_until_ready(arrays)
-
-
-def discard(group: Group) -> None:
-    """Closes a group where an error already travels; what closing raises must not hide it."""
-    with contextlib.suppress(errors.EpRuntimeError):
-        group.close()
+        return f"<Group {self.name!r} {self._health} generation={self.generation}>"

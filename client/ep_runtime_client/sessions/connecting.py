@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ep_runtime import specs
+from ep_runtime.errors import SpecMismatchError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import registry, transport
 from ep_runtime_client.daemons import runtime as runtimes
@@ -71,7 +72,7 @@ def connect(
     jax_state.prepare_cpu_pool()
     return registry.sessions.acquire(
         runtimes.choose(address),
-        lambda found: found.check_same_job(job),
+        lambda found: _check_same_job(found, job),
         lambda chosen: Session(
             runtimes.open_runtime(chosen, timeout_s),
             job,
@@ -89,5 +90,18 @@ def _connected(chosen: runtimes.Address, job: str | None) -> Session:
         at = chosen.kind if chosen.directory is None else f"unix://{chosen.directory}"
         jax_state.needs_eager("connect", f"there is no session with {at!r}")
     assert found is not None
-    found.check_same_job(job)
+    _check_same_job(found, job)
     return found
+
+
+def _check_same_job(found: Session, job: str | None) -> None:
+    """Raises SpecMismatchError where a second connect() asks for another job."""
+    if job is not None and job != found.job:
+        raise SpecMismatchError(
+            f"this process's session with {found.address} has job {found.job!r}, "
+            f"this call has job {job!r}; close that session first",
+            object="session",
+            field="job",
+            theirs=found.job,
+            ours=job,
+        )

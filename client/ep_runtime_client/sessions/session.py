@@ -9,14 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from ep_runtime import env, specs
+from ep_runtime import env
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
-    PeerLostError,
     PermissionDeniedError,
     RuntimeUnavailableError,
-    SpecMismatchError,
 )
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client.base import jax_state
@@ -26,6 +24,7 @@ from ep_runtime_client.daemons.link import Callbacks, Link
 from ep_runtime_client.daemons.place import Place
 from ep_runtime_client.groups import attach
 from ep_runtime_client.groups.group import Group
+from ep_runtime_client.sessions.open_groups import OpenGroups
 from ep_runtime_client.sessions.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -38,9 +37,10 @@ _log = logging.getLogger("ep_runtime")
 _Result = TypeVar("_Result")
 
 
-def default_job() -> str:
-    """The job's name where the caller gives none."""
-    return env.job() or jax_state.coordinator() or str(os.getpid())
+def _no_daemon() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        'this session was made with address="none" and has no daemon', argument="address"
+    )
 
 
 class Session:
@@ -59,31 +59,29 @@ class Session:
         timeout_s: float,
         watchdog: Watchdog,
     ) -> None:
-        self.job = job if job is not None else default_job()
-        self._job_is_ours_alone = job is None and self.job == str(os.getpid())
+        own = str(os.getpid())
+        self.job = job if job is not None else env.job() or jax_state.coordinator() or own
+        self._job_is_ours_alone = job is None and self.job == own
         self.timeout_s = timeout_s
         self._runtime = runtime
         self._watchdog = watchdog
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._forming: dict[str, threading.RLock] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups = OpenGroups(self, watchdog)
         self._ended: EpRuntimeError | None = None
         self._closed = False
         self._link: Link | None = None
         if runtime.has_daemon:
-            self._link = Link(runtime, self._callbacks(labels))
+            request = session_service_pb2.OpenSessionRequest(
+                job=self.job, labels=labels, process_index=jax_state.process_index()
+            )
+            restored, changed = self._groups.restore, self._groups.changed
+            self._link = Link(runtime, Callbacks(request, restored, self._end, changed))
             try:
                 self._link.connect(timeout_s)
             except BaseException:
                 self._shut()
                 raise
-
-    def _callbacks(self, labels: dict[str, str]) -> Callbacks:
-        request = session_service_pb2.OpenSessionRequest(
-            job=self.job, labels=labels, process_index=jax_state.process_index()
-        )
-        return Callbacks(request, self._restore, self._end, self._group_event)
 
     @property
     def session_id(self) -> str:
@@ -105,9 +103,7 @@ class Session:
     def place(self) -> Place:
         """Where the daemon is."""
         if self._runtime.place is None:
-            raise InvalidArgumentError(
-                'this session was made with address="none" and has no daemon', argument="address"
-            )
+            raise _no_daemon()
         return self._runtime.place
 
     @property
@@ -148,9 +144,7 @@ class Session:
         """The connection. Raises where the session is over, forked or has no daemon."""
         self.require_alive()
         if self._link is None:
-            raise InvalidArgumentError(
-                'this session was made with address="none" and has no daemon', argument="address"
-            )
+            raise _no_daemon()
         return self._link
 
     @property
@@ -284,22 +278,7 @@ class Session:
         )
         if self._runtime.is_private:
             spec = attach.without_retention(spec)
-        return self._create(spec, mesh, replace)
-
-    def _create(self, spec: specs.GroupSpec, mesh: Mesh, replace: bool) -> Group:
-        with self._forming_lock(spec.name):
-            self.require_alive()
-            found = self._groups.get(spec.name)
-            if found is not None and attach.is_same(found, spec, mesh, replace=replace):
-                return found
-            jax_state.needs_eager("create_group", f"there is no such group {spec.name!r}")
-            if found is not None:
-                found.step_aside()
-            group = attach.make_group(self, spec, mesh, replace=replace)
-            self._watchdog.stop()
-            with self._lock:
-                self._groups[spec.name] = group
-            return group
+        return self._groups.create(spec, mesh, replace=replace)
 
     def group(self, name: str, *, mesh: Mesh | None = None) -> Group:
         """A group by name alone: this process's, or one that the daemon keeps for the job.
@@ -318,41 +297,11 @@ class Session:
 
         Cost: none for a group of this process; else as create_group, without a new allocation.
         """
-        with self._forming_lock(name):
-            self.require_alive()
-            found = self._groups.get(name)
-            if found is not None:
-                found.require_open()
-                return found
-            jax_state.needs_eager("group", f"there is no group {name!r}")
-            spec = attach.stored_spec(self, name)
-            mesh = mesh if mesh is not None else attach.default_mesh(spec)
-            group = self._create(spec, mesh, False)
-            attach.adopt_layers(group)
-            return group
-
-    def _forming_lock(self, name: str) -> threading.RLock:
-        """One lock per name: groups of different names form side by side."""
-        with self._lock:
-            return self._forming.setdefault(name, threading.RLock())
+        return self._groups.find(name, mesh)
 
     def forget_group(self, group: Group) -> None:
         """Called by a group that closes."""
-        with self._lock:
-            if self._groups.get(group.name) is group:
-                del self._groups[group.name]
-
-    def check_same_job(self, job: str | None) -> None:
-        """Raises SpecMismatchError where a second connect() asks for another job."""
-        if job is not None and job != self.job:
-            raise SpecMismatchError(
-                f"this process's session with {self.address} has job {self.job!r}, "
-                f"this call has job {job!r}; close that session first",
-                object="session",
-                field="job",
-                theirs=self.job,
-                ours=job,
-            )
+        self._groups.forget(group)
 
     def require_alive(self) -> None:
         """Raises where the session was closed, fenced or inherited through fork."""
@@ -373,34 +322,10 @@ class Session:
                 group_service_pb2.CloseGroupRequest(name=name, generation=generation)
             )
 
-    def _restore(self, control: transport.ControlChannel) -> None:
-        """The daemon was started again: says what this process holds."""
-        with self._lock:
-            groups = list(self._groups.values())
-        for group in groups:
-            if not group.is_gone:
-                group.restore(control, self.token)
-                self._watch(group)
-
     def _end(self, error: EpRuntimeError) -> None:
         """The daemon ended the session."""
         self._ended = self._ended or error
         _log.error("%s", error)
-
-    def _group_event(self, event: session_service_pb2.GroupEvent) -> None:
-        with self._lock:
-            group = self._groups.get(event.group)
-        if group is None or group.generation != event.generation:
-            return
-        group.changed(event.state, event.reason, event.lost_members)
-        self._watch(group)
-
-    def _watch(self, group: Group) -> None:
-        """Where the group has lost a process, this one is to end in time."""
-        try:
-            group.require_whole()
-        except PeerLostError as error:
-            self._watchdog.lost(group, error)
 
     def close(self) -> None:
         """Ends this `connect()`; the last one frees groups and windows at once. Idempotent.
@@ -421,8 +346,7 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-            groups = list(self._groups.values())
-        for group in groups:
+        for group in self._groups.all():
             group.abandon() if failed else group.close()
         if not failed:
             self._watchdog.closed()
@@ -443,7 +367,7 @@ class Session:
         """The interpreter ends: no goodbye, so that retained windows wait for the next start."""
         if self.is_ours and not self._closed:
             self._closed = True
-            for group in [*self._groups.values()]:
+            for group in self._groups.all():
                 if group.native_group is not None:
                     group.native_group.stop_making()
             self._shut()
@@ -451,8 +375,7 @@ class Session:
     def describe(self) -> dict[str, Any]:
         """The session as plain values."""
         about = {"address": self.address, "job": self.job, "session_id": self.session_id}
-        with self._lock:
-            return {**about, "pid": self._pid, "groups": sorted(self._groups)}
+        return {**about, "pid": self._pid, "groups": sorted(g.name for g in self._groups.all())}
 
     def __enter__(self) -> Session:
         return self

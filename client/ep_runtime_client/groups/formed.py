@@ -1,0 +1,124 @@
+"""A group that is READY as this process holds it, and how it is given to a daemon anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ep_runtime import board_file, native, specs, wire
+from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime.v1 import group_service_pb2, types_pb2
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.place import Place
+
+if TYPE_CHECKING:
+    from ep_runtime_client.sessions.session import Session
+
+
+class Memory:
+    """Descriptors of a group's board and windows, kept to give them to a restarted daemon."""
+
+    def __init__(self, held: list[tuple[types_pb2.WindowDescriptor, int]]) -> None:
+        self._held = held
+
+    @property
+    def window_ranks(self) -> list[int]:
+        """World ranks whose windows are among them."""
+        return sorted(item.world_rank for item, _ in self._held if item.world_rank >= 0)
+
+    def of(self, ranks: Sequence[int]) -> list[tuple[types_pb2.WindowDescriptor, int]]:
+        """Those of these world ranks; -1 is the board."""
+        wanted = set(ranks)
+        return [(item, fd) for item, fd in self._held if item.world_rank in wanted]
+
+    def poison(self, generation: int) -> board_file.Poison | None:
+        """Why that generation must be left, as the board itself says; None where it goes on."""
+        for _, fd in self.of([-1]):
+            return board_file.read_poison(fd, generation)
+        return None
+
+    def left(self) -> list[int]:
+        """World ranks of this node whose processes have closed the group, as the board says."""
+        for _, fd in self.of([-1]):
+            return board_file.left_ranks(fd)
+        return []
+
+    def close(self) -> None:
+        held, self._held = self._held, []
+        transport.close_all([fd for _, fd in held])
+
+
+@dataclasses.dataclass(frozen=True)
+class Formed:
+    """A group that is READY.
+
+    Attributes:
+        spec: as asked for, and how many ranks share windows.
+        generation: the daemon's; 0 without a daemon.
+        native_group: as the native library has it; None for transport "xla".
+        reattached: retained windows were taken over and nothing was allocated.
+        ranks: world ranks that this process claims.
+        memory: descriptors of board and windows; empty for transport "xla".
+        uuids: of the GPUs that drive the ranks; empty for other devices.
+    """
+
+    spec: specs.GroupSpec
+    generation: int
+    native_group: native.OpenGroup | None
+    reattached: bool
+    ranks: tuple[int, ...] = ()
+    memory: Memory = dataclasses.field(default_factory=lambda: Memory([]))
+    uuids: tuple[str, ...] = ()
+
+
+def fetch(
+    session: Session, control: transport.ControlChannel, name: str, generation: int
+) -> Memory:
+    """The descriptors of the group's board and of every window of this node."""
+    ticket = control.call(
+        control.groups.AcquireWindows,
+        group_service_pb2.AcquireWindowsRequest(name=name, generation=generation),
+    )
+    try:
+        return Memory(
+            transport.redeem(
+                session.place, session.token, ticket.ticket, transport.MUTATE_TIMEOUT_S
+            )
+        )
+    except RuntimeUnavailableError:
+        control.lost = True
+        raise
+
+
+def restore(
+    place: Place,
+    token: str,
+    control: transport.ControlChannel,
+    formed: Formed,
+    layers: Sequence[wire.RegisteredLayer] = (),
+) -> types_pb2.Group:
+    """Tells a daemon that was started again what this process holds of a group.
+
+    Raises:
+        RuntimeUnavailableError: it is gone again.
+        EpRuntimeError: it does not have the group any more, and says why.
+    """
+    found: types_pb2.Group
+    timeout_s = transport.MUTATE_TIMEOUT_S
+    for first in range(0, len(layers) or 1, wire.MAX_LAYERS_PER_CALL):
+        some = layers[first : first + wire.MAX_LAYERS_PER_CALL]
+        request = group_service_pb2.RestoreGroupRequest(
+            spec=wire.group_spec_to_proto(formed.spec),
+            generation=formed.generation,
+            world_ranks=formed.ranks,
+            layers=[wire.registered_to_proto(layer) for layer in some],
+            device_uuids=formed.uuids,
+            window_ranks=formed.memory.window_ranks,
+        )
+        answer = control.call(control.groups.RestoreGroup, request, timeout_s=timeout_s)
+        if answer.wanted_ranks:
+            held = formed.memory.of(answer.wanted_ranks)
+            transport.return_windows(place, token, formed.spec.name, held, timeout_s)
+        found = answer.group
+    return found
