@@ -18,7 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from ep_runtime import errors, specs
+from ep_runtime import errors, layer_specs, specs
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.v1 import types_pb2
 
@@ -51,7 +51,7 @@ _MAX_ERROR_TEXT = 1500
 class LayerStackSpec:
     """`num_layers` layers alike; the spec's name is the stack's."""
 
-    spec: specs.LayerSpec
+    spec: layer_specs.LayerSpec
     num_layers: int
 
 
@@ -62,7 +62,7 @@ class RegisteredLayer:
     Handle h of layer i has the index handle_base + i * spec.in_flight + h on the group's board.
     """
 
-    spec: specs.LayerSpec
+    spec: layer_specs.LayerSpec
     num_layers: int
     base_id: int
     handle_base: int
@@ -145,7 +145,7 @@ def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
     )
 
 
-def layer_spec_to_proto(spec: specs.LayerSpec) -> types_pb2.LayerSpec:
+def layer_spec_to_proto(spec: layer_specs.LayerSpec) -> types_pb2.LayerSpec:
     return types_pb2.LayerSpec(
         name=spec.name,
         top_k=spec.top_k,
@@ -156,9 +156,9 @@ def layer_spec_to_proto(spec: specs.LayerSpec) -> types_pb2.LayerSpec:
     )
 
 
-def layer_spec_from_proto(message: types_pb2.LayerSpec) -> specs.LayerSpec:
+def layer_spec_from_proto(message: types_pb2.LayerSpec) -> layer_specs.LayerSpec:
     """Raises InvalidArgumentError naming the field that no spec may have."""
-    return specs.LayerSpec(
+    return layer_specs.LayerSpec(
         name=message.name,
         top_k=message.top_k,
         alignment=message.alignment if message.HasField("alignment") else None,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ep_runtime import specs
+from ep_runtime import layer_specs, specs
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.base.layers import EpLayer, LayerStack, layer_name, live_groups
 
@@ -82,14 +82,14 @@ class LocalGroup:
             raise StaleHandleError(f"layer {layer.name!r}: group {self.name!r} was closed")
 
     def register_layer(self, name: str, **settings: Any) -> EpLayer:
-        filled = specs.check_layer(self.spec, specs.LayerSpec(name, **settings))
-        layer = EpLayer(self.spec, filled, specs.layer_id(self.name, name))
+        filled = layer_specs.check_layer(self.spec, layer_specs.LayerSpec(name, **settings))
+        layer = EpLayer(self.spec, filled, layer_specs.layer_id(self.name, name))
         self._add(layer, [(layer.base_id, name)])
         return layer
 
     def register_layer_stack(self, name: str, num_layers: int, **settings: Any) -> LayerStack:
-        filled = specs.check_layer(self.spec, specs.LayerSpec(name, **settings))
-        base = specs.stack_base_id(self.name, name)
+        filled = layer_specs.check_layer(self.spec, layer_specs.LayerSpec(name, **settings))
+        base = layer_specs.stack_base_id(self.name, name)
         stack = LayerStack(self.spec, filled, num_layers, base)
         self._add(stack, [(base + i, layer_name(name, i)) for i in range(num_layers)])
         return stack

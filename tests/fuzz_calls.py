@@ -18,7 +18,7 @@ from fuzzing import Answers
 from google.protobuf.message import DecodeError
 from raw_client import WAIT_S, Client, make_spec
 
-from ep_runtime import specs, wire
+from ep_runtime import layer_specs, wire
 from ep_runtime.v1 import (
     group_service_pb2,
     layer_service_pb2,
@@ -40,7 +40,7 @@ _SESSIONS = 8
 _NEW_SESSION_EVERY = 50
 
 
-_LAYER = specs.LayerSpec("l", top_k=1, alignment=4)
+_LAYER = layer_specs.LayerSpec("l", top_k=1, alignment=4)
 
 
 def _models() -> list[Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from raw_client import make_spec
 
-from ep_runtime import specs, wire
+from ep_runtime import layer_specs, wire
 
 SPEC = make_spec(ranks=2, retain_s=60.0)
-LAYERS = [specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
-STACKS = [wire.LayerStackSpec(specs.LayerSpec("blocks", top_k=1), 4)]
+LAYERS = [layer_specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
+STACKS = [wire.LayerStackSpec(layer_specs.LayerSpec("blocks", top_k=1), 4)]
 
 
 def attached_pair(clients, spec=SPEC):

@@ -23,7 +23,7 @@ from harness import DaemonProcess, Watcher, eventually
 from raw_client import WAIT_S, Client, make_spec
 from raw_jobs import come_back, ready_pair
 
-from ep_runtime import board, specs
+from ep_runtime import board, layer_specs
 
 MIB = 1 << 20
 
@@ -57,7 +57,7 @@ def memory(directory: Path, count: int) -> None:
             group = client.create(make_spec(ranks=1)).group
             client.fetch(group)
             client.attached(group)
-            client.register(group, [specs.LayerSpec(f"l/{i}", top_k=1) for i in range(48)])
+            client.register(group, [layer_specs.LayerSpec(f"l/{i}", top_k=1) for i in range(48)])
         status = daemon.status()
         assert status.num_sessions == count
         say("RSS of the daemon, no client", [before / MIB], "MiB")
@@ -104,7 +104,7 @@ def restarts(directory: Path, count: int, pairs: int) -> None:
     daemon = DaemonProcess(directory, "--log-level", "error")
     jobs = [ready_pair(daemon, make_spec(f"moe{i}", retain_s=60.0)) for i in range(pairs)]
     for clients, group, _ in jobs:
-        many = [specs.LayerSpec(f"more/{i}", top_k=1) for i in range(1000)]
+        many = [layer_specs.LayerSpec(f"more/{i}", top_k=1) for i in range(1000)]
         clients[0].register(group, many)
     for _ in range(count):
         started = time.perf_counter()
@@ -136,7 +136,7 @@ def one_layer(directory: Path, count: int) -> None:
         samples = []
         for number in range(count):
             started = time.perf_counter()
-            client.register(group, [specs.LayerSpec(f"one/{number}", top_k=1)])
+            client.register(group, [layer_specs.LayerSpec(f"one/{number}", top_k=1)])
             samples.append(1e3 * (time.perf_counter() - started))
         say("RegisterLayers of one layer, journalled", samples, "ms")
         client.process.kill()

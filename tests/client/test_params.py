@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from ep_runtime import specs
+from ep_runtime import layer_specs
 from ep_runtime_client.block.params import (
     LOGICAL_AXES,
     MoEParams,
@@ -18,7 +18,7 @@ from ep_runtime_client.block.params import (
     to_named,
 )
 
-SPEC = specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
+SPEC = layer_specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
 
 
 def test_every_parameter_has_one_name_per_dim() -> None:

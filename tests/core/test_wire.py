@@ -7,7 +7,7 @@ import pickle
 import grpc
 import pytest
 
-from ep_runtime import errors, specs, wire
+from ep_runtime import errors, layer_specs, specs, wire
 from ep_runtime.v1 import types_pb2
 
 
@@ -71,9 +71,9 @@ def test_an_empty_or_unknown_spec_is_refused_by_field():
 
 @pytest.mark.parametrize("alignment", [None, 16])
 def test_layers_and_stacks_come_back_equal(alignment):
-    layer = specs.LayerSpec("a", top_k=2, alignment=alignment, in_flight=2)
+    layer = layer_specs.LayerSpec("a", top_k=2, alignment=alignment, in_flight=2)
     stack = wire.LayerStackSpec(layer, 7)
-    registered = wire.RegisteredLayer(layer, 7, specs.stack_base_id("g", "a"), 5, True)
+    registered = wire.RegisteredLayer(layer, 7, layer_specs.stack_base_id("g", "a"), 5, True)
     assert wire.stack_spec_from_proto(wire.stack_spec_to_proto(stack)) == stack
     assert wire.registered_from_proto(wire.registered_to_proto(registered)) == registered
     assert registered.num_handles == 14

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from native_memory import Memory, make_memory, make_spec
 
-from ep_runtime import native, specs
+from ep_runtime import layer_specs, native
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
 _names = itertools.count()
@@ -62,7 +62,7 @@ class NativeGroup:
         self.axes, self.top_k, self.alignment = axes, top_k, alignment
         devices = np.array(jax.devices("cpu")[: self.spec.world_size])
         self.mesh = Mesh(devices.reshape([*axes.values()]), [*axes])
-        self.layer_id = specs.layer_id(self.spec.name, "moe")
+        self.layer_id = layer_specs.layer_id(self.spec.name, "moe")
         ensure_registered()
         self._map(generation, debug, memory or make_memory(self.spec, generation), local_ranks)
         self.add_layers(in_flight, num_layers)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import LayerSpec
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.cli.machine import gpus
 from ep_runtime_client.demo.cli import add_arguments, make_config
 from ep_runtime_client.demo.config import DemoConfig, default_ep_size

@@ -14,7 +14,7 @@ import pytest
 from fuzzing import inputs
 from raw_client import make_spec
 
-from ep_runtime import board, board_abi, board_records, specs
+from ep_runtime import board, board_abi, board_records, layer_specs
 from ep_runtime_server.base.clock import SystemClock
 from ep_runtime_server.groups import lateness
 from ep_runtime_server.groups.record import GroupRecord
@@ -64,7 +64,7 @@ def test_no_field_of_a_board_hurts_the_daemon(daemon_process):
     client = daemon.client()
     spec = make_spec()
     group = client.create(spec).group
-    client.register(group, [specs.LayerSpec("a", top_k=1)])
+    client.register(group, [layer_specs.LayerSpec("a", top_k=1)])
     (item, fd), *rest = client.fetch(group)
     client.attached(group)
     numbers = random.Random(1)
@@ -99,7 +99,7 @@ def group_of_two():
     group = GroupRecord(Owner(7, "job", "moe"), spec, 1)
     group.windows = WindowSet(group.owner, spec, 1, 0.0)
     group.windows.board = mapped
-    asyncio.run(group.layers.register([specs.LayerSpec("a", top_k=1)], []))
+    asyncio.run(group.layers.register([layer_specs.LayerSpec("a", top_k=1)], []))
     return group, mapped
 
 

@@ -18,7 +18,7 @@ Start = Callable[..., Program]
 _PROLOGUE = """
 import json, sys
 import ep_runtime as ep
-from ep_runtime import specs
+from ep_runtime import layer_specs, specs
 from ep_runtime_client.groups import forming, registering
 
 def say(**values):
@@ -31,7 +31,7 @@ spec = specs.make_group_spec(
 _PROGRAM = """
 session = ep.connect(job="kills", timeout_s=60)
 formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
-layers = [specs.check_layer(spec, specs.LayerSpec(f"l{i}", top_k=2)) for i in range(3)]
+layers = [layer_specs.check_layer(spec, layer_specs.LayerSpec(f"l{i}", top_k=2)) for i in range(3)]
 found, _ = registering.register(session, spec, formed.generation, layers, [], replace=False)
 again, _ = registering.register(session, spec, formed.generation, layers, [], replace=False)
 say(generation=formed.generation, bases=[item.handle_base for item in found],

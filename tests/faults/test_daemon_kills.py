@@ -10,10 +10,10 @@ import pytest
 from harness import eventually, memfds_of
 from raw_client import WAIT_S, make_spec, new_op_id
 
-from ep_runtime import errors, specs
+from ep_runtime import errors, layer_specs
 
 SPEC = make_spec(ranks=2)
-LAYERS = [specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
+LAYERS = [layer_specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
 
 # Every point with the times it is reached between hello and goodbye.
 POINTS = {

@@ -7,7 +7,7 @@ from harness import eventually
 from raw_client import make_spec
 from raw_jobs import SPEC, come_back, ready_pair
 
-from ep_runtime import errors, specs
+from ep_runtime import errors, layer_specs
 from ep_runtime.v1 import session_service_pb2
 
 # Every attempt to get space fails, as often as the case says; the daemon tries every second.
@@ -36,7 +36,7 @@ def test_a_disk_that_is_full_from_the_restart_on_disturbs_no_job(daemon_process,
     clients[0].call(clients[0].sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
     assert clients[1].attached(group).generation == group.generation
     for refused in (
-        lambda: clients[0].register(group, [specs.LayerSpec("new", top_k=1)]),
+        lambda: clients[0].register(group, [layer_specs.LayerSpec("new", top_k=1)]),
         lambda: clients[0].create(make_spec("other", ranks=1)),
         lambda: again.client(),
     ):

@@ -12,7 +12,7 @@ from harness import eventually, memfds_of
 from raw_client import make_spec
 from raw_jobs import SPEC, attached_pair, come_back, ready_pair
 
-from ep_runtime import board, errors, specs
+from ep_runtime import board, errors, layer_specs
 from ep_runtime_server.journal.file import MAGIC
 from ep_runtime_server.memory import devices
 
@@ -46,7 +46,7 @@ def test_processes_bring_everything_back_without_a_journal(daemon_process, resta
     assert (status.num_layers, status.num_handles) == (before.num_layers, before.num_handles)
     newer = again.client().create(make_spec("other", ranks=1)).group.generation
     assert newer > group.generation
-    (more,), _ = clients[0].register(group, [specs.LayerSpec("later", top_k=1)])
+    (more,), _ = clients[0].register(group, [layer_specs.LayerSpec("later", top_k=1)])
     assert more.handle_base == max(x.handle_base + x.num_handles for x in layers)
     clients[1].process.kill()
     eventually(lambda: again.group_states() == {"moe": "BROKEN", "other": "FORMING"})

@@ -12,7 +12,7 @@ from harness import Watcher, eventually, memfds_of
 from raw_client import make_spec
 from raw_jobs import LAYERS, SPEC, come_back, ready_pair
 
-from ep_runtime import errors, specs
+from ep_runtime import errors, layer_specs
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.journal.file import Journal
@@ -57,7 +57,7 @@ def test_what_is_registered_later_gets_other_handles(daemon_process, restarted):
     clients, group, layers = ready_pair(daemon)
     restarted(daemon)
     come_back(clients, group, layers)
-    (more,), _ = clients[0].register(group, [specs.LayerSpec("later", top_k=1)])
+    (more,), _ = clients[0].register(group, [layer_specs.LayerSpec("later", top_k=1)])
     taken = max(layer.handle_base + layer.num_handles for layer in layers)
     assert more.handle_base == taken
 
@@ -110,7 +110,7 @@ def test_registering_one_by_one_does_not_write_all_of_it_again(daemon_process):
     group = client.create(make_spec(ranks=1)).group
     sizes = []
     for number in range(60):
-        client.register(group, [specs.LayerSpec(f"moe/{number}", top_k=1)])
+        client.register(group, [layer_specs.LayerSpec(f"moe/{number}", top_k=1)])
         sizes.append(daemon.status().journal.bytes)
     first, last = sizes[10] - sizes[9], sizes[59] - sizes[58]
     assert last < 1.1 * first

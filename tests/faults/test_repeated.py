@@ -13,7 +13,7 @@ import pytest
 from harness import DaemonProcess, eventually, memfds_of
 from raw_jobs import SPEC, come_back, ready_pair
 
-from ep_runtime import errors, specs
+from ep_runtime import errors, layer_specs
 
 pytestmark = [pytest.mark.timeout(900)]
 TIMES = [2, pytest.param(50, marks=pytest.mark.slow)]
@@ -81,7 +81,7 @@ def test_full_disks(daemon_process, restarted, count):
         full = ("--log-level", "error", "--testing", "failpoint:journal.reserve=enospc:2")
         daemon = restarted(daemon, *full)
         come_back(clients, group, layers)
-        wanted = [specs.LayerSpec(f"new/{number}", top_k=1)]
+        wanted = [layer_specs.LayerSpec(f"new/{number}", top_k=1)]
         with pytest.raises(errors.PoolExhaustedError, match="journal"):
             clients[0].register(group, wanted)
         eventually(lambda: not daemon.status().journal.error, within_s=4.0)  # noqa: B023

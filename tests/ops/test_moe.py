@@ -15,7 +15,7 @@ from dense_moe import Dense, graded, worst_error
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime import specs
+from ep_runtime import layer_specs
 from ep_runtime_client.block import moe as block
 from ep_runtime_client.block.moe import MoEParams, MoEStats, init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
@@ -257,7 +257,7 @@ def test_routing_and_stats_gather_no_tokens(group: fakes.LocalGroup) -> None:
 
 
 def test_parameters_from_a_spec_need_no_layer() -> None:
-    spec = specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
+    spec = layer_specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
     params = init_moe_params(jax.random.key(0), spec, 5, param_dtype=jnp.bfloat16)
     assert params.wi.shape == (4, 6, 2, 5)
     assert params.wo.shape == (4, 5, 6)
@@ -265,11 +265,11 @@ def test_parameters_from_a_spec_need_no_layer() -> None:
     again = MoEParams.from_separate(**params.to_separate())
     jax.tree.map(np.testing.assert_array_equal, params, again)
     with pytest.raises(ValueError, match="needs num_experts and hidden_size"):
-        init_moe_params(jax.random.key(0), specs.LayerSpec("moe", top_k=2), 5)
+        init_moe_params(jax.random.key(0), layer_specs.LayerSpec("moe", top_k=2), 5)
 
 
 def test_a_layer_spec_stands_for_a_layer_in_eval_shape_alone() -> None:
-    spec = specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
+    spec = layer_specs.LayerSpec("moe", top_k=2, num_experts=4, hidden_size=6)
     x = jnp.ones((8, 6), jnp.bfloat16)
 
     def loss(key: Any) -> Any:

@@ -13,7 +13,7 @@ from harness import eventually
 from http2_calls import UnreadCalls
 from raw_client import WAIT_S, Stubs, make_spec, new_op_id
 
-from ep_runtime import errors, specs, wire
+from ep_runtime import errors, layer_specs, wire
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, session_service_pb2, types_pb2
 from ep_runtime_server.callers import admission
 from ep_runtime_server.rpc import interceptor
@@ -195,7 +195,7 @@ def test_a_user_who_reads_no_answers_has_few_of_them(daemon, monkeypatch):
 
 def test_bytes_of_answers_that_nobody_reads_are_counted(daemon, monkeypatch):
     client = daemon.client()
-    client.register(client.create(make_spec()).group, [specs.LayerSpec("x" * 100, top_k=1)])
+    client.register(client.create(make_spec()).group, [layer_specs.LayerSpec("x" * 100, top_k=1)])
     size = client.call(client.groups.GetGroup, GET_GROUP).ByteSize()
     monkeypatch.setattr(admission, "MAX_ANSWER_BYTES_PER_USER", 4 * size)
 

@@ -12,7 +12,7 @@ import pytest
 from harness import as_uid, eventually
 from raw_client import WAIT_S, Stubs, make_spec
 
-from ep_runtime import errors, specs, wire
+from ep_runtime import errors, layer_specs, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_server import config
@@ -138,7 +138,7 @@ def test_large_answers_pass_whole(daemon):
     client = daemon.client()
     group = client.ready(make_spec())
     names = [f"layer-{'x' * 90}-{i}" for i in range(4000)]
-    client.register(group, [specs.LayerSpec(name, top_k=1) for name in names])
+    client.register(group, [layer_specs.LayerSpec(name, top_k=1) for name in names])
     found = ask(client, "ListLayers", page_size=4000).layers
     assert [layer.layer.spec.name for layer in found] == names
 

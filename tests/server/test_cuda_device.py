@@ -14,7 +14,7 @@ import pytest
 from harness import as_uid, eventually
 from raw_client import WAIT_S, close_fds, make_spec
 
-from ep_runtime import board, errors, specs
+from ep_runtime import board, errors, layer_specs
 from ep_runtime.v1 import types_pb2
 from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.memory.cuda_device import (
@@ -127,7 +127,7 @@ def test_what_devices_write_is_listed_and_they_are_told_the_time(gpu_daemon):
     found = client.fetch(group)
     shown = mmap.mmap(found[0][1], 0)
     client.attached(group)
-    (layer,), _ = client.register(group, [specs.LayerSpec("moe/0", top_k=2)])
+    (layer,), _ = client.register(group, [layer_specs.LayerSpec("moe/0", top_k=2)])
     eventually(lambda: board_time(shown) > 0, within_s=5.0)
     assert abs(time.monotonic_ns() - board_time(shown)) < 60e9
     where = board.board_layout(SPEC)

@@ -9,7 +9,7 @@ import pytest
 from harness import both_ready, eventually
 from raw_client import WAIT_S, close_fds, make_spec, new_op_id
 
-from ep_runtime import board, errors, specs
+from ep_runtime import board, errors, layer_specs
 from ep_runtime.v1 import group_service_pb2, types_pb2
 
 READY = types_pb2.GROUP_STATE_READY
@@ -246,7 +246,7 @@ class TestRetention:
         inodes = [row[3] for row in first.fetch(group)]
         first.process.do("map")
         first.attached(group)
-        layers, stacks = first.register(group, [specs.LayerSpec("a", top_k=1)])
+        layers, stacks = first.register(group, [layer_specs.LayerSpec("a", top_k=1)])
         used = clocked.used_bytes
         first.process.kill()
         eventually(lambda: clocked.group_states() == {"moe": "RETAINED"})
@@ -260,7 +260,7 @@ class TestRetention:
         assert [row[3] for row in second.fetch(again.group)] == inodes
         second.attached(again.group)
         assert clocked.used_bytes == used
-        ((layer,), _) = second.register(again.group, [specs.LayerSpec("a", top_k=1)])
+        ((layer,), _) = second.register(again.group, [layer_specs.LayerSpec("a", top_k=1)])
         assert layer.already_registered
         assert (layer.base_id, layer.handle_base) == (layers[0].base_id, layers[0].handle_base)
         clocked.advance(1000)  # the retained time ended with the claim
@@ -316,7 +316,7 @@ def test_attaching_by_name_alone(daemon):
     spec = make_spec()
     client = daemon.client()
     group = client.ready(spec)
-    client.register(group, [specs.LayerSpec("a", top_k=2)])
+    client.register(group, [layer_specs.LayerSpec("a", top_k=2)])
     found = client.call(client.groups.GetGroup, group_service_pb2.GetGroupRequest(name="moe"))
     assert found.group == client.create(spec).group
     assert [layer.spec.name for layer in found.layers] == ["a"]
@@ -342,7 +342,7 @@ def test_a_group_of_pure_jax_collectives_holds_no_memory(daemon):
     assert daemon.used_bytes == 0
     with pytest.raises(errors.InvalidArgumentError, match="needs no windows"):
         client.ticket(group)
-    client.register(group, [specs.LayerSpec("a", top_k=1)])
+    client.register(group, [layer_specs.LayerSpec("a", top_k=1)])
 
 
 @pytest.mark.parametrize(

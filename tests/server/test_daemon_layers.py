@@ -8,8 +8,8 @@ import time
 import pytest
 from raw_client import make_spec, new_op_id
 
-from ep_runtime import board, errors, specs, wire
-from ep_runtime.specs import LayerSpec
+from ep_runtime import board, errors, layer_specs, wire
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2
 from ep_runtime.wire import LayerStackSpec
 from ep_runtime_server.groups import layers
@@ -39,8 +39,8 @@ def test_layers_get_their_ids_and_dense_handles(client, group):
     )
     assert [layer.handle_base for layer in layers + stacks] == [0, 1, 3]
     assert stacks[0].num_handles == 6
-    assert layers[0].base_id == specs.layer_id("moe", "a")
-    assert stacks[0].base_id == specs.stack_base_id("moe", "s")
+    assert layers[0].base_id == layer_specs.layer_id("moe", "a")
+    assert stacks[0].base_id == layer_specs.stack_base_id("moe", "s")
     filled = layers[0].spec
     assert (filled.alignment, filled.num_experts, filled.hidden_size) == (4, 8, 16)
     assert not any(layer.already_registered for layer in layers + stacks)
@@ -159,7 +159,7 @@ def test_the_board_limits_handles_and_says_so(client, group):
 
 
 def test_two_names_with_one_id_are_refused(monkeypatch):
-    monkeypatch.setattr(specs, "layer_id", lambda group, layer: 7)
+    monkeypatch.setattr(layer_specs, "layer_id", lambda group, layer: 7)
     table = LayerTable(make_spec())
     with pytest.raises(errors.InvalidArgumentError, match="same id as 'a'"):
         asyncio.run(table.register([LayerSpec("a", top_k=1), LayerSpec("b", top_k=1)], []))
@@ -207,8 +207,8 @@ def test_ids_of_board_records_name_their_layers():
     table = LayerTable(make_spec())
     layers, stacks = [LayerSpec("a", top_k=1)], [LayerStackSpec(LayerSpec("s", top_k=1), 3)]
     asyncio.run(table.register(layers, stacks))
-    base = specs.stack_base_id("moe", "s")
-    assert table.name_of_id(specs.layer_id("moe", "a")) == "a"
+    base = layer_specs.stack_base_id("moe", "s")
+    assert table.name_of_id(layer_specs.layer_id("moe", "a")) == "a"
     assert [table.name_of_id(base + i) for i in range(4)] == ["s[0]", "s[1]", "s[2]", ""]
     assert table.name_of_id(12345) == ""
 

@@ -14,7 +14,7 @@ import pytest
 from harness import eventually
 from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, redeem
 
-from ep_runtime import board, errors, specs
+from ep_runtime import board, errors, layer_specs
 from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.memory import devices
@@ -118,7 +118,7 @@ def live_until(daemon, step: int) -> None:
     if step >= Step.ATTACH:
         client.attached(group)
     if step >= Step.REGISTER:
-        client.register(group, [specs.LayerSpec("a", top_k=1)])
+        client.register(group, [layer_specs.LayerSpec("a", top_k=1)])
     if step == Step.CLOSE:
         client.close_group(group)
     if step >= Step.GOODBYE:
@@ -182,7 +182,7 @@ def test_counters_and_the_kernel_agree_on_what_is_held(daemon):
 def test_a_board_that_a_client_wrecked_does_not_hurt_the_daemon(daemon):
     client = daemon.client()
     group = client.ready(make_spec())
-    client.register(group, [specs.LayerSpec("a", top_k=1)])
+    client.register(group, [layer_specs.LayerSpec("a", top_k=1)])
     found = client.fetch(group)
     for value in (0xFF, 0x00, 0x7F):
         with mmap.mmap(found[0][1], found[0][0].bytes) as mapped:

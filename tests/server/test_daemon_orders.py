@@ -9,7 +9,7 @@ import pytest
 from harness import Watcher, both_ready, eventually
 from raw_client import close_fds, make_spec
 
-from ep_runtime import board, errors, specs
+from ep_runtime import board, errors, layer_specs
 from ep_runtime.v1 import types_pb2
 
 
@@ -24,7 +24,7 @@ class TestReclaim:
         eventually(lambda: watcher.kinds() == ["group"])
         assert watcher.events[0].group.state == types_pb2.GROUP_STATE_CLOSED
         with pytest.raises(errors.StaleHandleError):
-            client.register(group, [specs.LayerSpec("a", top_k=1)])
+            client.register(group, [layer_specs.LayerSpec("a", top_k=1)])
         client.process.kill()
         eventually(lambda: daemon.used_bytes == 0)
 

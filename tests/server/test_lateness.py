@@ -13,7 +13,7 @@ import pytest
 from harness import eventually
 from raw_client import make_spec
 
-from ep_runtime import board, specs
+from ep_runtime import board, layer_specs
 from ep_runtime.board_abi import OpCode, RankRecordStruct, RankState
 from ep_runtime_server.groups import lateness
 
@@ -49,7 +49,7 @@ def job(daemon):
     """(client, board of four ranks, id of the layer "moe/0")."""
     client = daemon.client()
     shown = Board(client, make_spec(ranks=4))
-    (layer,), _ = client.register(shown.group, [specs.LayerSpec("moe/0", top_k=2)])
+    (layer,), _ = client.register(shown.group, [layer_specs.LayerSpec("moe/0", top_k=2)])
     yield client, shown, layer.base_id
     with contextlib.suppress(BufferError):
         shown.map.close()

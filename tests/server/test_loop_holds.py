@@ -12,7 +12,7 @@ import grpc
 import pytest
 from raw_client import WAIT_S, close_fds, connect, make_spec, new_op_id, receive
 
-from ep_runtime import board, errors, specs, wire
+from ep_runtime import board, errors, layer_specs, wire
 from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
 HOLD_S = 0.1
@@ -88,7 +88,7 @@ def register(count, name=lambda number: f"l{number}"):
 def restore(count):
     def send(client):
         layers = [
-            wire.RegisteredLayer(specs.LayerSpec(f"l{i}", top_k=1, alignment=8), 0, i, i)
+            wire.RegisteredLayer(layer_specs.LayerSpec(f"l{i}", top_k=1, alignment=8), 0, i, i)
             for i in range(count)
         ]
         return client.restore(client.group, layers=layers)
@@ -147,7 +147,7 @@ def test_a_request_is_answered_in_short_turns(daemon, busy, server_loop, attack)
 
 
 def test_lists_of_a_full_board_come_in_short_turns(daemon, busy, server_loop):
-    stacks = [wire.LayerStackSpec(specs.LayerSpec("s", top_k=1), board.MAX_HANDLES)]
+    stacks = [wire.LayerStackSpec(layer_specs.LayerSpec("s", top_k=1), board.MAX_HANDLES)]
     busy.register(busy.group, stacks=stacks)
     with Turns(server_loop) as turns:
         assert len(daemon.ask("ListHandles", page_size=10_000).handles) == 10_000

@@ -11,7 +11,7 @@ from fuzzing import MANY_INPUTS, inputs
 from raw_client import make_spec
 
 from ep_runtime import board
-from ep_runtime.specs import LayerSpec
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.wire import LayerStackSpec
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.journal.file import Journal

@@ -7,7 +7,7 @@ from harness import eventually
 from raw_client import close_fds, make_spec
 
 from ep_runtime import board, errors
-from ep_runtime.specs import LayerSpec
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_server import main
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.quotas import UserLimits

@@ -12,7 +12,7 @@ import operator
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import specs
+from ep_runtime import layer_specs, specs
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class EpLayer:
     """
 
     group_spec: specs.GroupSpec
-    spec: specs.LayerSpec
+    spec: layer_specs.LayerSpec
     base_id: int
     index: int = 0
 
@@ -191,7 +191,7 @@ class LayerStack:
     """
 
     group_spec: specs.GroupSpec
-    spec: specs.LayerSpec
+    spec: layer_specs.LayerSpec
     num_layers: int
     base_id: int
 

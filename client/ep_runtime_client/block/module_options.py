@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import LayerSpec
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer, resolve
 from ep_runtime_client.block.moe import moe
 from ep_runtime_client.block.params import LOGICAL_AXES

@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import LayerSpec
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.block.moe_routing import Sizes
 from ep_runtime_client.block.params import MoEParams
 from ep_runtime_client.ops.quantize.pair import is_pair

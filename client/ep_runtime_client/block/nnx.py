@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from ep_runtime.specs import LayerSpec
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack
 from ep_runtime_client.block import module_options
 from ep_runtime_client.block.moe import moe

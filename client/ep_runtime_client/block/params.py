@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import LayerSpec
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer
 from ep_runtime_client.ops.quantize.pair import is_pair

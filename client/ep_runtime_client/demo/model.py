@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import ep_runtime as ep
-from ep_runtime.specs import LayerSpec
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.quantize.formats import recipes
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import errors, specs, wire
+from ep_runtime import errors, layer_specs, specs, wire
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
 from ep_runtime.v1 import layer_service_pb2, types_pb2
 from ep_runtime_client.base import jax_state, meshes
@@ -121,11 +121,11 @@ class Group:
             >>> layer.name, layer.top_k, layer.group is group
             ('block0/moe', 2, True)
         """
-        layer = specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
+        layer = layer_specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
         return self.register_layers([layer], replace=replace)[0]
 
     def register_layers(
-        self, layers: Iterable[specs.LayerSpec], *, replace: bool = False
+        self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool = False
     ) -> list[EpLayer]:
         """Registers any number of layers, 4096 with one call to the daemon: all of them or none.
 
@@ -141,10 +141,10 @@ class Group:
 
         Cost: one RPC for 4096 layers.
         """
-        filled = [specs.check_layer(self.spec, layer) for layer in layers]
+        filled = [layer_specs.check_layer(self.spec, layer) for layer in layers]
         with self._lock:
             self.require_open()
-            new: dict[str, specs.LayerSpec] = {}
+            new: dict[str, layer_specs.LayerSpec] = {}
             for layer in filled:
                 if self._registrations.known(layer, None, replace=replace) is None:
                     self._registrations.check_same(layer, new.setdefault(layer.name, layer))
@@ -188,8 +188,8 @@ class Group:
                 f"num_layers must be 1 to {specs.MAX_STACK_LAYERS}, got {num_layers}",
                 argument="num_layers",
             )
-        layer = specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
-        filled = specs.check_layer(self.spec, layer)
+        layer = layer_specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
+        filled = layer_specs.check_layer(self.spec, layer)
         with self._lock:
             self.require_open()
             if self._registrations.known(filled, num_layers, replace=replace) is None:
@@ -247,7 +247,7 @@ class Group:
         return f"group {self.name!r} has no such layer {', '.join(map(repr, names))}"
 
     def _register(
-        self, layers: list[specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool
+        self, layers: list[layer_specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool
     ) -> None:
         made = registering.register(
             self.session, self.spec, self.generation, layers, stacks, replace=replace

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ep_runtime import specs, wire
+from ep_runtime import layer_specs, specs, wire
 from ep_runtime.v1 import layer_service_pb2
 from ep_runtime_client.daemons import transport
 
@@ -18,7 +18,7 @@ def register(
     session: Session,
     spec: specs.GroupSpec,
     generation: int,
-    layers: Sequence[specs.LayerSpec],
+    layers: Sequence[layer_specs.LayerSpec],
     stacks: Sequence[wire.LayerStackSpec],
     *,
     replace: bool = False,
@@ -33,10 +33,13 @@ def register(
     """
     if not session.has_daemon:
         return (
-            [wire.RegisteredLayer(s, 0, specs.layer_id(spec.name, s.name), 0) for s in layers],
+            [
+                wire.RegisteredLayer(s, 0, layer_specs.layer_id(spec.name, s.name), 0)
+                for s in layers
+            ],
             [
                 wire.RegisteredLayer(
-                    s.spec, s.num_layers, specs.stack_base_id(spec.name, s.spec.name), 0
+                    s.spec, s.num_layers, layer_specs.stack_base_id(spec.name, s.spec.name), 0
                 )
                 for s in stacks
             ],

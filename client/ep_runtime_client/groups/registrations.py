@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ep_runtime import specs, wire
+from ep_runtime import layer_specs, specs, wire
 from ep_runtime.errors import SpecMismatchError, StaleHandleError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.base.layers import EpLayer, LayerStack, layer_name
@@ -46,7 +46,7 @@ class Registrations:
         return None
 
     def known(
-        self, wanted: specs.LayerSpec, num_layers: int | None, *, replace: bool = False
+        self, wanted: layer_specs.LayerSpec, num_layers: int | None, *, replace: bool = False
     ) -> EpLayer | LayerStack | None:
         """The registration of that name; None where there is none, or with `replace` another.
 
@@ -64,7 +64,7 @@ class Registrations:
         self.check_same(wanted, found.spec)
         return found
 
-    def check_same(self, wanted: specs.LayerSpec, found: specs.LayerSpec) -> None:
+    def check_same(self, wanted: layer_specs.LayerSpec, found: layer_specs.LayerSpec) -> None:
         """Raises SpecMismatchError, with the first field that differs."""
         for field, ours in vars(wanted).items():
             if vars(found)[field] != ours:

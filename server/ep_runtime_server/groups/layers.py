@@ -7,14 +7,15 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ep_runtime import board, specs
+from ep_runtime import board, layer_specs, specs
 from ep_runtime.errors import (
     InvalidArgumentError,
     PoolExhaustedError,
     SpecMismatchError,
     StaleHandleError,
 )
-from ep_runtime.specs import GroupSpec, LayerSpec
+from ep_runtime.layer_specs import LayerSpec
+from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
 from ep_runtime_server.base.pacing import paced
 
@@ -177,8 +178,8 @@ class LayerTable:
         overlap = any(base < end for (base, _), end in zip(taken[1:], ends, strict=False))
         outside = bool(taken) and (taken[0][0] < 0 or ends[-1] > board.MAX_HANDLES)
         async for layer in paced(new):
-            filled = specs.check_layer(self._group, layer.spec)
-            make_id = specs.stack_base_id if layer.num_layers else specs.layer_id
+            filled = layer_specs.check_layer(self._group, layer.spec)
+            make_id = layer_specs.stack_base_id if layer.num_layers else layer_specs.layer_id
             right_id = layer.base_id == make_id(self._group.name, layer.spec.name)
             if filled != layer.spec or not right_id or overlap or outside or layer.num_layers < 0:
                 raise InvalidArgumentError(
@@ -188,13 +189,13 @@ class LayerTable:
                 )
 
     def _plan(self, spec: LayerSpec, num_layers: int, added: _Addition) -> RegisteredLayer:
-        filled = specs.check_layer(self._group, spec)
+        filled = layer_specs.check_layer(self._group, spec)
         known = added.layers.get(spec.name) or self._layers.get(spec.name)
         if known is not None and not self._gives_way(known, filled, num_layers, added):
             self._compare(known, filled, num_layers)
             return dataclasses.replace(known, already_registered=True)
         self._check_names(spec.name, num_layers, added)
-        make_id = specs.stack_base_id if num_layers else specs.layer_id
+        make_id = layer_specs.stack_base_id if num_layers else layer_specs.layer_id
         base_id = make_id(self._group.name, spec.name)
         taken = self._ids.get(base_id) or added.ids.get(base_id)
         if taken not in (None, spec.name):

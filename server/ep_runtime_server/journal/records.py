@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ep_runtime import board
-from ep_runtime.specs import GroupSpec, LayerSpec, make_group_spec
+from ep_runtime.layer_specs import LayerSpec
+from ep_runtime.specs import GroupSpec, make_group_spec
 from ep_runtime.wire import RegisteredLayer, group_spec_to_proto
 from ep_runtime_server.callers.sessions import LIVE, SessionRecord, SessionState
 from ep_runtime_server.groups.fsm import State

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import GroupSpec, LayerSpec
+from ep_runtime.layer_specs import LayerSpec
+from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.calls.call import PlanMeta

@@ -1,0 +1,122 @@
+"""What a layer of a group is: frozen, hashable, checked against its group. Letters: `layout.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from ep_runtime import layout
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import (
+    MAX_STACK_LAYERS,
+    GroupSpec,
+    check_at_least,
+    check_holds_rows,
+    check_name,
+    stable_id,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a group: its name and how it routes.
+
+    Args:
+        name: unique in the group.
+        top_k: K, experts per token, at most the group's max_top_k.
+        alignment: rows; None takes the group's.
+        in_flight: dispatches of this layer that may be open at once, at most the group's lanes.
+        num_experts: E; only needed where a spec stands for a layer (initialisers, export).
+        hidden_size: H; likewise.
+    """
+
+    name: str
+    top_k: int
+    alignment: int | None = None
+    in_flight: int = 1
+    num_experts: int | None = None
+    hidden_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_name("layer", self.name)
+        check_at_least("top_k", self.top_k, 1)
+        check_at_least("in_flight", self.in_flight, 1)
+        if self.alignment is not None:
+            check_at_least("alignment", self.alignment, 1)
+
+
+def layer_id(group_name: str, layer_name: str) -> int:
+    """The 63-bit id that a plain layer has in compiled programs."""
+    return stable_id("layer", group_name, layer_name)
+
+
+def stack_base_id(group_name: str, stack_name: str) -> int:
+    """Id of layer 0 of a stack; layer i has base + i (the low 20 bits of a base are zero)."""
+    return stable_id("stack", group_name, stack_name) & ~(MAX_STACK_LAYERS - 1)
+
+
+def check_layer(group: GroupSpec, layer: LayerSpec) -> LayerSpec:
+    """`layer` with the group's defaults filled in.
+
+    Raises:
+        InvalidArgumentError: the layer asks for more than the group has, with both numbers.
+    """
+    if layer.top_k > group.max_top_k:
+        raise InvalidArgumentError(
+            f"layer {layer.name!r} has top_k={layer.top_k}, "
+            f"group {group.name!r} has max_top_k={group.max_top_k}",
+            argument="top_k",
+        )
+    if layer.top_k > group.num_experts:
+        raise InvalidArgumentError(
+            f"layer {layer.name!r} has top_k={layer.top_k}, "
+            f"group {group.name!r} has num_experts={group.num_experts}",
+            argument="top_k",
+        )
+    if layer.in_flight > group.lanes:
+        raise InvalidArgumentError(
+            f"layer {layer.name!r} has in_flight={layer.in_flight}, "
+            f"group {group.name!r} has lanes={group.lanes}",
+            argument="in_flight",
+        )
+    for argument in ("num_experts", "hidden_size"):
+        wanted = getattr(layer, argument)
+        if wanted is not None and wanted != getattr(group, argument):
+            raise InvalidArgumentError(
+                f"layer {layer.name!r} has {argument}={wanted}, "
+                f"group {group.name!r} has {argument}={getattr(group, argument)}",
+                argument=argument,
+            )
+    filled = dataclasses.replace(
+        layer,
+        alignment=layer.alignment or group.alignment,
+        num_experts=group.num_experts,
+        hidden_size=group.hidden_size,
+    )
+    _check_capacity(group, filled)
+    return filled
+
+
+# Thousands of layers of a group differ in their names alone.
+_no_drop_rows = functools.lru_cache(maxsize=256)(layout.recv_capacity)
+
+
+def _check_capacity(group: GroupSpec, layer: LayerSpec) -> None:
+    """A slab holds rows of the layer, and of a no-drop group all of them."""
+    sizes = {
+        "num_experts": group.num_experts,
+        "max_tokens_per_rank": group.max_tokens_per_rank,
+        "ep_size": group.ep_size,
+    }
+    bound = _no_drop_rows(top_k=group.max_top_k, alignment=group.alignment, **sizes)
+    assert layer.alignment is not None  # check_layer filled it in
+    needed = _no_drop_rows(top_k=layer.top_k, alignment=layer.alignment, **sizes)
+    if group.recv_capacity_per_rank >= bound and needed > group.recv_capacity_per_rank:
+        raise InvalidArgumentError(
+            f"layer {layer.name!r} (top_k={layer.top_k}, alignment={layer.alignment}) needs "
+            f"{needed} rows per rank, the no-drop group {group.name!r} has "
+            f"{group.recv_capacity_per_rank}",
+            argument="alignment",
+        )
+    of = f" of layer {layer.name!r}"
+    check_holds_rows("recv_capacity_per_rank", group.recv_capacity_per_rank, layer.alignment, of)
