@@ -101,7 +101,9 @@ LAYERS: dict[str, Layer] = {
         "n_routed_experts",
         "expert_ffn_hidden_size",
     ),
-    "Gemma-4": Layer("gemma4", "Gemma4TextRouter, Gemma4TextExperts", "Gemma4TextConfig", "num_experts"),
+    "Gemma-4": Layer(
+        "gemma4", "Gemma4TextRouter, Gemma4TextExperts", "Gemma4TextConfig", "num_experts"
+    ),
 }
 
 

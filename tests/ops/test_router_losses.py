@@ -1,0 +1,113 @@
+"""Losses that read `MoEStats.routing`, as the page "A training job" shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ep_runtime as ep
+
+LAYERS, BATCH, SEQUENCE, HIDDEN, EXPERTS, TOP_K = 3, 4, 8, 16, 8, 2
+
+
+def z_loss(routing: Any) -> jax.Array:
+    """ST-MoE (arXiv:2202.08906), equation 5: logits stay small."""
+    return jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)).mean()
+
+
+def balance_per_sequence(routing: Any) -> jax.Array:
+    """DeepSeek-V3 (arXiv:2412.19437), equations 17 to 20, of tokens [B, S, H]."""
+    experts, top_k = routing.probs.shape[-1], routing.topk_idx.shape[-1]
+    chosen = jax.nn.one_hot(routing.topk_idx, experts).sum(2)  # [B, S, E]
+    load = experts / top_k * chosen.mean(1)
+    return (load * routing.probs.mean(1)).sum(-1).mean()
+
+
+def balance_of_layers(routings: Any) -> jax.Array:
+    """Transformers' load_balancing_loss_func: one mean over the tokens of all layers."""
+    experts = routings.logits.shape[-1]
+    chosen = jax.nn.one_hot(routings.topk_idx, experts)  # [layers, ..., K, E]
+    load = chosen.reshape(-1, *chosen.shape[-2:]).mean(0)
+    shares = jax.nn.softmax(routings.logits).reshape(-1, experts).mean(0)
+    return experts * (load * shares).sum()
+
+
+def softmax(x: Any) -> Any:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def drawn() -> Any:
+    shape = (LAYERS, BATCH, SEQUENCE, EXPERTS)
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def test_a_z_loss_is_its_formula() -> None:
+    logits = drawn()[0]
+    wanted = (np.log(np.exp(np.float64(logits)).sum(-1)) ** 2).mean()
+    np.testing.assert_allclose(z_loss(ep.route(logits, TOP_K)), wanted, rtol=1e-5)
+
+
+def test_balance_per_sequence_is_its_formula() -> None:
+    logits = drawn()[0]
+    scores = 1 / (1 + np.exp(-np.float64(logits)))
+    shares = scores / scores.sum(-1, keepdims=True)
+    chosen = np.argsort(-scores, -1, kind="stable")[..., :TOP_K]
+    wanted = 0.0
+    for sequence in range(BATCH):
+        counts = np.bincount(chosen[sequence].ravel(), minlength=EXPERTS)
+        load = EXPERTS / (TOP_K * SEQUENCE) * counts
+        wanted += (load * shares[sequence].mean(0)).sum() / BATCH
+    routing = ep.route(logits, TOP_K, score_function="sigmoid")
+    np.testing.assert_allclose(balance_per_sequence(routing), wanted, rtol=1e-5)
+
+
+def test_balance_of_layers_is_its_formula() -> None:
+    logits = drawn()
+    flat = np.float64(logits).reshape(-1, EXPERTS)
+    chosen = np.argsort(-flat, -1, kind="stable")[:, :TOP_K]
+    load = np.stack([np.bincount(slot, minlength=EXPERTS) for slot in chosen.T]) / len(flat)
+    wanted = EXPERTS * (load * softmax(flat).mean(0)).sum()
+    np.testing.assert_allclose(balance_of_layers(ep.route(logits, TOP_K)), wanted, rtol=1e-5)
+
+
+def test_a_scan_over_layers_stacks_what_they_read(
+    make_group: Callable[..., fakes.LocalGroup],
+) -> None:
+    group = make_group(
+        axes={"ep": 2}, num_experts=EXPERTS, hidden_size=HIDDEN, max_tokens_per_rank=16
+    )
+    stack = group.register_layer_stack("blocks", LAYERS, top_k=TOP_K)
+    params = ep.init_moe_params(jax.random.key(0), stack, 8)
+    routers = jax.random.normal(jax.random.key(1), (LAYERS, HIDDEN, EXPERTS))
+    x = jax.random.normal(jax.random.key(2), (BATCH, SEQUENCE, HIDDEN))
+
+    def layer(x: Any, index: Any, router: Any) -> Any:
+        block = ep.MoEParams(router, params.wi, params.wo)
+        y, _, stats = ep.moe(stack[index], x, block, return_stats=True)
+        return x + y, stats.routing
+
+    def total(routings: Any) -> Any:
+        per_layer = jax.vmap(lambda each: z_loss(each) + balance_per_sequence(each))(routings)
+        return per_layer.sum() + balance_of_layers(routings)
+
+    def scanned(routers: Any) -> Any:
+        steps = (jnp.arange(LAYERS), routers)
+        return total(jax.lax.scan(lambda x, each: layer(x, *each), x, steps)[1])
+
+    def looped(routers: Any) -> Any:
+        y, routings = x, []
+        for index in range(LAYERS):
+            y, routing = layer(y, index, routers[index])
+            routings.append(routing)
+        return total(jax.tree.map(lambda *each: jnp.stack(each), *routings))
+
+    got, want = (jax.jit(jax.value_and_grad(f))(routers) for f in (scanned, looped))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-5)
+    assert (np.abs(got[1]).max((1, 2)) > 0).all()
