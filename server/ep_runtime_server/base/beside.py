@@ -13,7 +13,7 @@ END_S = 1.0
 Work = Callable[[], None]
 
 
-class Beside:
+class SideThread:
     """Does one piece of work after the other. What is put in raises nothing."""
 
     def __init__(self, name: str, most_waiting: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_runtime_server.base.beside import Beside
+from ep_runtime_server.base.beside import SideThread
 
 REWRITE_AT_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 10
@@ -42,7 +42,7 @@ class EventFile:
         self._open()
         self._bytes = os.fstat(self._fd).st_size if self._fd >= 0 else 0  # since it was rewritten
         self._gap = self._rewriting = False
-        self._beside = Beside("events", MAX_WAITING)
+        self._beside = SideThread("events", MAX_WAITING)
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 
-from ep_runtime_server.base.beside import Beside
+from ep_runtime_server.base.beside import SideThread
 
 MAX_LINES = 10_000
 
@@ -18,7 +18,7 @@ class LogWriter(logging.Handler):
         super().__init__()
         self._fd = fd
         self._refused = self._unwritten = self._told = 0
-        self.beside = Beside("log", max_lines)
+        self.beside = SideThread("log", max_lines)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Never waits."""

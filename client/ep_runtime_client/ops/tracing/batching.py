@@ -51,14 +51,14 @@ def one_each(body: Callable[..., Any]) -> Callable[..., Any]:
     def run(*blocks: jax.Array) -> Any:
         return body(*blocks)
 
-    @run.def_vmap
-    def _squeezed(axis_size: int, in_batched: Any, *blocks: jax.Array) -> Any:
+    def squeezed(axis_size: int, in_batched: Any, *blocks: jax.Array) -> Any:
         if axis_size != 1:
             raise NotImplementedError(_REASON)
         alone = (x[0] if batched else x for x, batched in zip(blocks, in_batched, strict=True))
         made = jax.tree.map(lambda x: x[None], run(*alone))
         return made, jax.tree.map(lambda _: True, made)
 
+    run.def_vmap(squeezed)
     return run
 
 
