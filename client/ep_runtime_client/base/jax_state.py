@@ -133,7 +133,8 @@ def prepare_cpu_pool() -> None:
     if len(jax.devices("cpu")) > 1:
         _log.warning(
             "JAX started its CPU backend before ep.connect(), with %d threads for %d devices; "
-            "more than 32 launches in flight may hang. Connect first, or set PJRT_NPROC=%d",
+            "more than 32 launches in flight may hang. Connect first, set PJRT_NPROC=%d before JAX "
+            "starts, or wait for a result now and then",
             threads,
             len(jax.devices("cpu")),
             _MIN_CPU_THREADS,
