@@ -200,3 +200,31 @@ def test_what_cannot_be_called_says_why(group: fakes.LocalGroup) -> None:
         ep.linen.MoEBlock(stack, MLP).apply(variables, x)
     with pytest.raises(InvalidArgumentError, match="got str"):
         ep.linen.MoEBlock("block", MLP).init(KEY, x)
+
+
+def test_a_scan_that_gives_no_index_shares_one_layer(group: fakes.LocalGroup) -> None:
+    layer, x, depth = group.register_layer("shared", top_k=2), tokens(group), 3
+
+    class Residual(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, _: None) -> Any:
+            return x + ep.linen.MoEBlock(layer, MLP, name="moe")(x)[0], None
+
+    scanned = nn.scan(
+        Residual,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=depth,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )()
+    variables = nn.meta.unbox(scanned.init(KEY, x, None))
+
+    def looped(variables: Any) -> jax.Array:
+        y = x
+        for i in range(depth):
+            one = jax.tree.map(lambda a, i=i: a[i], variables["params"]["moe"])
+            y = y + ep.moe(layer, y, ep.MoEParams(**one))[0]
+        return y
+
+    got = jax.jit(lambda variables: scanned.apply(variables, x, None)[0])(variables)
+    np.testing.assert_allclose(got, jax.jit(looped)(variables), rtol=1e-5, atol=1e-6)

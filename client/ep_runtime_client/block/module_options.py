@@ -107,7 +107,9 @@ def layer_for_call(
         if layer_index is None:
             raise InvalidArgumentError(
                 f"layer_index must say which of the {source.num_layers} layers of stack "
-                f"{source.name!r} this call is, got None",
+                f"{source.name!r} this call is, got None: scan over "
+                f"jnp.arange({source.num_layers}) beside the parameters, or count in the carry. A "
+                "scan that can do neither takes one registered layer, whose name its layers share",
                 argument="layer_index",
             )
         return source[layer_index]
