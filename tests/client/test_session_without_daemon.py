@@ -261,8 +261,10 @@ def test_calls_under_tracing_say_to_go_outside(session: ep.Session, mesh: Any) -
     group = session.create_group("g", mesh, **_ARGUMENTS)
     calls = {
         "create_group": lambda: session.create_group("h", mesh, **_ARGUMENTS),
-        "register_layers": lambda: group.register_layer("a", top_k=1),
+        "register_layer": lambda: group.register_layer("a", top_k=1),
+        "register_layers": lambda: group.register_layers([ep.LayerSpec("a", top_k=1)]),
         "register_layer_stack": lambda: group.register_layer_stack("a", 2, top_k=1),
+        "layer": lambda: group.layer("a"),
         "group": lambda: session.group("h"),
         "check": group.check,
     }
@@ -272,7 +274,7 @@ def test_calls_under_tracing_say_to_go_outside(session: ep.Session, mesh: Any) -
             call()
             return x
 
-        with pytest.raises(ep.InvalidArgumentError, match=f"^{name}.*call this outside jit"):
+        with pytest.raises(ep.InvalidArgumentError, match=f"^{name} .*call this outside jit"):
             jax.jit(program)(1.0)
 
 

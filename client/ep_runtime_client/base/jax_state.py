@@ -45,14 +45,14 @@ _OUTSIDE = "call this outside jit, grad and shard_map, once"
 
 
 def needs_eager(call: str, missing: str) -> None:
-    """Raises InvalidArgumentError under tracing, where `call` would have to make what is `missing`.
+    """Raises InvalidArgumentError under tracing, where `call` finds not what is `missing` here.
 
     What exists in this process already it returns there too: a model may be built under eval_shape.
     """
     if under_tracing():
         raise InvalidArgumentError(
-            f"{call}: {missing} in this process, and making it talks to the daemon: {_OUTSIDE}; "
-            "under tracing the same call then returns it",
+            f"{call} finds no {missing} in this process, and talks to the daemon about it: "
+            f"{_OUTSIDE}; under tracing the same call then returns it",
             function=call,
         )
 

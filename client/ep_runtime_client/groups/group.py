@@ -122,7 +122,7 @@ class Group:
             ('block0/moe', 2, True)
         """
         layer = layer_specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
-        return self.register_layers([layer], replace=replace)[0]
+        return self._registered([layer], replace, "register_layer")[0]
 
     def register_layers(
         self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool = False
@@ -141,6 +141,11 @@ class Group:
 
         Cost: one RPC for 4096 layers.
         """
+        return self._registered(layers, replace, "register_layers")
+
+    def _registered(
+        self, layers: Iterable[layer_specs.LayerSpec], replace: bool, call: str
+    ) -> list[EpLayer]:
         filled = [layer_specs.check_layer(self.spec, layer) for layer in layers]
         with self._lock:
             self.require_open()
@@ -149,7 +154,7 @@ class Group:
                 if self._registrations.known(layer, None, replace=replace) is None:
                     self._registrations.check_same(layer, new.setdefault(layer.name, layer))
             if new:
-                jax_state.needs_eager("register_layers", self._without(*new))
+                jax_state.needs_eager(call, self._such(*new))
                 self._register([*new.values()], [], replace)
             result = [self._registrations.known(layer, None) for layer in filled]
         return [layer for layer in result if isinstance(layer, EpLayer)]
@@ -193,7 +198,7 @@ class Group:
         with self._lock:
             self.require_open()
             if self._registrations.known(filled, num_layers, replace=replace) is None:
-                jax_state.needs_eager("register_layer_stack", self._without(name))
+                jax_state.needs_eager("register_layer_stack", self._such(name))
                 self._register([], [wire.LayerStackSpec(filled, num_layers)], replace)
             stack = self._registrations.known(filled, num_layers)
         assert isinstance(stack, LayerStack)  # known compares num_layers
@@ -216,8 +221,9 @@ class Group:
         with self._lock:
             self.require_open()
             found = self._registrations.lookup(name)
+            if found is None:
+                jax_state.needs_eager("layer", self._such(name))
             if found is None and self.session.has_daemon:
-                jax_state.needs_eager("layer", self._without(name))
                 request = layer_service_pb2.GetLayerRequest(group=self.name, name=name)
                 control = self.session.control
                 answer = control.call(control.layers.GetLayer, request)
@@ -242,9 +248,12 @@ class Group:
         with self._lock:
             return sorted(layer.name for layer in self._registrations.layers)
 
-    def _without(self, *names: str) -> str:
-        """What is missing here, for an error."""
-        return f"group {self.name!r} has no such layer {', '.join(map(repr, names))}"
+    def _such(self, *names: str) -> str:
+        """Layers that are missing here, for an error."""
+        return (
+            f"such layer {', '.join(map(repr, names[:8]))} of group {self.name!r}, which has "
+            f"{self.layer_names},"
+        )
 
     def _register(
         self, layers: list[layer_specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool

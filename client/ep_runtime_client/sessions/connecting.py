@@ -89,7 +89,7 @@ def _connected(chosen: runtimes.Address, job: str | None) -> Session:
     found = registry.sessions.find(chosen)
     if found is None:
         at = chosen.kind if chosen.directory is None else f"unix://{chosen.directory}"
-        jax_state.needs_eager("connect", f"there is no session with {at!r}")
+        jax_state.needs_eager("connect", f"session with {at!r}")
     assert found is not None
     _check_same_job(found, job)
     return found

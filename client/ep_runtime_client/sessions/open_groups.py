@@ -45,7 +45,7 @@ class OpenGroups:
             found = self.get(spec.name)
             if found is not None and attach.is_same(found, spec, mesh, replace=replace):
                 return found
-            jax_state.needs_eager("create_group", f"there is no such group {spec.name!r}")
+            jax_state.needs_eager("create_group", f"such group {spec.name!r}")
             if found is not None:
                 found.step_aside()
             group = attach.make_group(self._session, spec, mesh, replace=replace)
@@ -62,7 +62,7 @@ class OpenGroups:
             if found is not None:
                 found.require_open()
                 return found
-            jax_state.needs_eager("group", f"there is no group {name!r}")
+            jax_state.needs_eager("group", f"group {name!r}")
             spec = attach.stored_spec(self._session, name)
             mesh = mesh if mesh is not None else attach.default_mesh(spec)
             group = self.create(spec, mesh, replace=False)

@@ -250,7 +250,7 @@ class Session:
         if jax_state.under_tracing():
             here = self._groups.get(name)
             if here is None:
-                jax_state.needs_eager("create_group", f"there is no group {name!r}")
+                jax_state.needs_eager("create_group", f"group {name!r}")
             elif transport == "auto":
                 transport = cast(Any, here.spec.transport)
         spec = attach.resolve(
