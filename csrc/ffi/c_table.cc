@@ -73,10 +73,8 @@ void EpRemoveLayers(int64_t group, const uint64_t* ids, int64_t count) {
 }
 
 void EpCloseGroup(int64_t group, int64_t timeout_ns) {
-  std::shared_ptr<Group> found = ThisProcess().registry.FindGroup(group);
-  if (found == nullptr) return;
-  ThisProcess().registry.RemoveGroup(group);
-  found->Close(timeout_ns);
+  std::shared_ptr<Group> found = ThisProcess().registry.RemoveGroup(group);
+  if (found != nullptr) found->Close(timeout_ns);
 }
 
 // Length of the text, 0 for none.

@@ -21,16 +21,8 @@ Site::Site(const SiteKind& kind)
 
 Site::Turn Site::Next(uint64_t run, int32_t device) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto [found, is_new] = calls_.try_emplace(run);
-  if (is_new) {
-    found->second.launch = ThisProcessRuns().launches.NumberOf(run, name_.name, born_);
-    order_.push_back(run);
-    if (order_.size() > kMaxRuns) {
-      calls_.erase(order_.front());
-      order_.pop_front();
-    }
-  }
-  Calls& calls = found->second;
+  auto [calls, is_new] = calls_.Add(run);
+  if (is_new) calls.launch = ThisProcessRuns().launches.NumberOf(run, name_.name, born_);
   return {calls.launch, calls.of_device[device]++};
 }
 

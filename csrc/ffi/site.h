@@ -2,11 +2,11 @@
 #define EP_RUNTIME_FFI_SITE_H_
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 
+#include "core/base/recent_map.h"
 #include "core/meeting/meeting.h"
 #include "core/runs/launches.h"
 #include "core/runs/site_names.h"
@@ -51,8 +51,7 @@ class Site {
     uint32_t launch;
     std::unordered_map<int32_t, uint32_t> of_device;
   };
-  std::unordered_map<uint64_t, Calls> calls_;  // by run
-  std::deque<uint64_t> order_;
+  RecentMap<uint64_t, Calls, kMaxRuns> calls_;  // by run
 };
 
 // What XLA keeps for a call site. Calls copy the pointer: they may outlive the executable.

@@ -221,38 +221,13 @@ bool Group::HasLost() const {
 }
 
 Status Group::AtStart(uint64_t run, const std::string& layer_name, OpCode op) {
-  Status now = Alive(layer_name, op, /*epoch=*/0);
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto [found, is_new] = starts_.emplace(run, std::move(now));
-  const Status at_start = found->second;
-  if (is_new) {
-    start_order_.push_back(run);
-    if (start_order_.size() > kMaxRuns) {
-      starts_.erase(start_order_.front());
-      start_order_.pop_front();
-    }
-  }
-  return at_start;
-}
-
-bool Group::BeginCall() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (closed()) return false;
-  ++running_calls_;
-  return true;
-}
-
-void Group::EndCall() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (--running_calls_ == 0) no_calls_.notify_all();
+  return starts_.Decide(run, [&] { return Alive(layer_name, op, /*epoch=*/0); });
 }
 
 void Group::Close(int64_t timeout_ns) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  closed_.store(true, std::memory_order_release);
-  no_calls_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
-                     [&] { return running_calls_ == 0; });
-  if (device_ != nullptr && running_calls_ == 0) device_->Close();
+  const bool quiet = calls_.Close(timeout_ns);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (device_ != nullptr && quiet) device_->Close();
   for (int64_t rank : options_.local_ranks) {
     ranks_[rank].left.store(1, std::memory_order_release);
   }

@@ -1,24 +1,23 @@
 #ifndef EP_RUNTIME_CORE_GROUPS_GROUP_H_
 #define EP_RUNTIME_CORE_GROUPS_GROUP_H_
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "core/base/settings.h"
 #include "core/base/status.h"
+#include "core/groups/running_calls.h"
 #include "core/meeting/failure_ring.h"
 #include "core/meeting/meeting.h"
 #include "core/meeting/telemetry.h"
 #include "core/memory/board.h"
 #include "core/memory/layout.h"
 #include "core/memory/mapping.h"
+#include "core/runs/run_starts.h"
 
 namespace ep_runtime {
 
@@ -97,12 +96,12 @@ class Group {
   Status AtStart(uint64_t run, const std::string& layer_name, OpCode op);
   // True once a process of the group is gone.
   bool HasLost() const;
-  bool closed() const { return closed_.load(std::memory_order_acquire); }
+  bool closed() const { return calls_.closed(); }
   Status ClosedError(const std::string& layer_name) const;
 
   // Counts running calls; false once the group is closed.
-  bool BeginCall();
-  void EndCall();
+  bool BeginCall() { return calls_.Begin(); }
+  void EndCall() { calls_.End(); }
   // Refuses further calls and waits, at most `timeout_ns`, for the running ones.
   void Close(int64_t timeout_ns);
 
@@ -160,14 +159,10 @@ class Group {
   MeetingPlace world_;
   std::vector<std::unique_ptr<RankTelemetry>> telemetry_;
 
-  std::atomic<bool> closed_{false};
+  RunningCalls calls_;
+  RunStarts starts_;
   std::mutex mutex_;
-  std::condition_variable no_calls_;
-  int64_t running_calls_ = 0;
   std::string first_error_;
-  static constexpr size_t kMaxRuns = 256;  // more than XLA keeps in flight
-  std::unordered_map<uint64_t, Status> starts_;
-  std::deque<uint64_t> start_order_;
   std::unique_ptr<GroupDevice> device_;
 };
 

@@ -3,12 +3,10 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
-#include <map>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 
+#include "core/base/recent_map.h"
 #include "core/base/status.h"
 #include "core/runs/launches.h"
 
@@ -33,10 +31,8 @@ class FailedRuns {
 
   mutable std::mutex mutex_;
   std::atomic<bool> any_{false};
-  std::unordered_map<uint64_t, Status> errors_;
-  std::deque<uint64_t> order_;
-  std::map<Elsewhere, Status> elsewhere_;
-  std::deque<Elsewhere> elsewhere_order_;
+  RecentMap<uint64_t, Status, kMaxRuns> errors_;
+  RecentMap<Elsewhere, Status, kMaxRuns> elsewhere_;
 };
 
 }  // namespace ep_runtime

@@ -19,26 +19,18 @@ Launches::Moment Launches::Now() {
 
 uint32_t Launches::NumberOf(uint64_t run, uint64_t site, Moment born) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto [found, is_new] = runs_.try_emplace(run);
-  if (is_new) {
-    found->second.number = Count(static_cast<uint32_t>(run), born);
-    order_.push_back(run);
-  }
-  found->second.sites.push_back(site);
-  const uint32_t number = found->second.number;
-  if (order_.size() > kMaxRuns) {
-    runs_.erase(order_.front());
-    order_.pop_front();
-  }
-  return number;
+  auto [found, is_new] = runs_.Add(run);
+  if (is_new) found.number = Count(static_cast<uint32_t>(run), born);
+  found.sites.push_back(site);
+  return found.number;
 }
 
 std::vector<Launches::Reached> Launches::ReachedIn(uint64_t run) const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Reached> reached;
-  auto found = runs_.find(run);
-  if (found == runs_.end()) return reached;
-  for (uint64_t site : found->second.sites) reached.push_back({site, found->second.number});
+  const Run* found = runs_.Find(run);
+  if (found == nullptr) return reached;
+  for (uint64_t site : found->sites) reached.push_back({site, found->number});
   return reached;
 }
 

@@ -4,8 +4,9 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
+
+#include "core/base/recent_map.h"
 
 namespace ep_runtime {
 
@@ -67,8 +68,7 @@ class Launches {
   mutable std::mutex mutex_;
   Moment clock_ = 0;
   std::deque<Family> families_;
-  std::unordered_map<uint64_t, Run> runs_;
-  std::deque<uint64_t> order_;
+  RecentMap<uint64_t, Run, kMaxRuns> runs_;
 };
 
 }  // namespace ep_runtime

@@ -215,18 +215,10 @@ Status CudaGroup::FirstFailure() const {
 }
 
 Status CudaGroup::Decide(uint64_t run, const std::string& layer_name, OpCode op) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = runs_.find(run);
-  if (found != runs_.end()) return found->second;
-  Status status = FirstFailure();
-  if (status.ok()) status = group_->Alive(layer_name, op, /*epoch=*/0);
-  runs_.emplace(run, status);
-  run_order_.push_back(run);
-  if (run_order_.size() > kMaxRuns) {
-    runs_.erase(run_order_.front());
-    run_order_.pop_front();
-  }
-  return status;
+  return starts_.Decide(run, [&] {
+    const Status failure = FirstFailure();
+    return failure.ok() ? group_->Alive(layer_name, op, /*epoch=*/0) : failure;
+  });
 }
 
 std::string CudaGroup::TakeError() {

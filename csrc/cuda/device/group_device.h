@@ -4,14 +4,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "core/groups/group.h"
+#include "core/runs/run_starts.h"
 #include "cuda/device/device_board.h"
 #include "cuda/device/device_group.h"
 #include "cuda/device/device_windows.h"
@@ -48,8 +47,7 @@ class CudaGroup : public GroupDevice {
   const LocalRank* OfDevice(int device) const;
   const LaunchBlocks& blocks() const { return blocks_; }
 
-  // Whether that run may go on. The first call of a run decides for all devices of the process:
-  // one that left a run which the others stay in would hang XLA's next collective.
+  // Whether that run may go on; RunStarts says why its first call decides.
   Status Decide(uint64_t run, const std::string& layer_name, OpCode op);
 
   void Close() override;
@@ -69,9 +67,6 @@ class CudaGroup : public GroupDevice {
   Status ErrorOf(const BadIndex& record) const;
   Status ReplayError(const FailRecord& record) const;
 
-  // Runs that are remembered; more than XLA keeps in flight.
-  static constexpr size_t kMaxRuns = 1024;
-
   const Group* group_;  // owns this
   DeviceWindows windows_;
   DeviceBoard board_;
@@ -82,8 +77,7 @@ class CudaGroup : public GroupDevice {
 
   std::mutex mutex_;
   bool told_ = false;  // TakeError has returned the failure
-  std::unordered_map<uint64_t, Status> runs_;
-  std::deque<uint64_t> run_order_;
+  RunStarts starts_;
 };
 
 }  // namespace cuda

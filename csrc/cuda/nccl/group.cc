@@ -1,9 +1,8 @@
 #include "cuda/nccl/group.h"
 
-#include <chrono>
 #include <utility>
 
-#include "core/groups/stale.h"
+#include "core/base/per_process.h"
 
 namespace ep_runtime {
 namespace nccl {
@@ -45,17 +44,10 @@ Communicator* NcclGroup::OfDevice(int device) const {
 }
 
 Status NcclGroup::Decide(uint64_t run) {
-  Status now = Alive();
-  if (now.ok()) now = communicators_->Failure();
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto [found, is_new] = runs_.emplace(run, now);
-  if (!is_new) return found->second;
-  run_order_.push_back(run);
-  if (run_order_.size() > kMaxRuns) {
-    runs_.erase(run_order_.front());
-    run_order_.pop_front();
-  }
-  return now;
+  return starts_.Decide(run, [this] {
+    const Status over = Alive();
+    return over.ok() ? communicators_->Failure() : over;
+  });
 }
 
 void NcclGroup::RankLeft(int64_t world_rank, const Status& why) {
@@ -100,26 +92,8 @@ void NcclGroup::Abort(const Status& why) {
   communicators_->Abort();
 }
 
-bool NcclGroup::BeginCall() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_) return false;
-  ++running_calls_;
-  return true;
-}
-
-void NcclGroup::EndCall() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (--running_calls_ == 0) no_calls_.notify_all();
-}
-
 void NcclGroup::Close(int64_t timeout_ns) {
-  bool quiet = false;
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    closed_ = true;
-    quiet = no_calls_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
-                               [&] { return running_calls_ == 0; });
-  }
+  const bool quiet = calls_.Close(timeout_ns);
   communicators_->Close(quiet ? kFinalizeNs : 0);
 }
 
@@ -134,68 +108,7 @@ std::string NcclGroup::TakeError() {
   return failure.text();
 }
 
-int64_t NcclRegistry::Add(std::shared_ptr<NcclGroup> group) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  groups_.emplace(++last_id_, std::move(group));
-  return last_id_;
-}
-
-std::shared_ptr<NcclGroup> NcclRegistry::Find(int64_t id) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = groups_.find(id);
-  return found == groups_.end() ? nullptr : found->second;
-}
-
-Status NcclRegistry::AddLayers(int64_t group_id, const std::vector<Layer>& layers) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = groups_.find(group_id);
-  if (found == groups_.end()) {
-    return Stale("no open group has the number " + std::to_string(group_id));
-  }
-  const NcclGroupOptions& options = found->second->options();
-  for (const Layer& layer : layers) {
-    layers_[layer.id] =
-        Registered{layer, group_id, found->second, options.name, options.generation};
-  }
-  return Status();
-}
-
-std::shared_ptr<NcclGroup> NcclRegistry::Remove(int64_t group_id) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = groups_.find(group_id);
-  if (found == groups_.end()) return nullptr;
-  std::shared_ptr<NcclGroup> group = std::move(found->second);
-  groups_.erase(found);
-  for (auto& [id, registered] : layers_) {
-    if (registered.group_id == group_id) registered.group = nullptr;
-  }
-  return group;
-}
-
-Status NcclRegistry::Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* name,
-                             std::shared_ptr<NcclGroup>* group) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = layers_.find(layer_id);
-  if (found == layers_.end()) {
-    return UnknownLayer(layer_id);
-  }
-  const Registered& registered = found->second;
-  *name = registered.layer.name;
-  if (registered.group == nullptr) {
-    return ClosedLayer(registered.layer.name, registered.group_name, registered.generation);
-  }
-  if (registered.layer.fingerprint != fingerprint) {
-    return OtherLayer(registered.layer.name, registered.group_name, registered.generation,
-                      fingerprint, registered.layer.fingerprint);
-  }
-  *group = registered.group;
-  return Status();
-}
-
-NcclRegistry& ThisProcessGroups() {
-  static auto* const groups = new NcclRegistry;
-  return *groups;
-}
+NcclRegistry& ThisProcessGroups() { return OfThisProcess<NcclRegistry>(); }
 
 }  // namespace nccl
 }  // namespace ep_runtime

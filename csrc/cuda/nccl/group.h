@@ -1,9 +1,7 @@
 #ifndef EP_RUNTIME_CUDA_NCCL_GROUP_H_
 #define EP_RUNTIME_CUDA_NCCL_GROUP_H_
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -11,6 +9,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/groups/layer_table.h"
+#include "core/groups/running_calls.h"
+#include "core/runs/run_starts.h"
 #include "cuda/nccl/communicators.h"
 #include "cuda/nccl/exchange.h"
 
@@ -41,9 +42,8 @@ class NcclGroup {
   // The communicator of the rank that the device drives, or null.
   Communicator* OfDevice(int device) const;
 
-  // Whether that run may go on. The first call of a run decides for all devices of the process:
-  // one that left a run which the others stay in would hang XLA's next collective. For the same
-  // reason a call that fails later fills its results and says nothing to XLA.
+  // Whether that run may go on; RunStarts says why its first call decides. For the same reason a
+  // call that fails later fills its results and says nothing to XLA.
   Status Decide(uint64_t run);
   // One call's part on one device: `issue` is called on the communicator inside an NCCL group, and
   // sends to `peers` and receives from them.
@@ -61,8 +61,8 @@ class NcclGroup {
   // communicators are aborted, or a bound is over.
   void Abort(const Status& why);
   // Counts running calls; false once closed.
-  bool BeginCall();
-  void EndCall();
+  bool BeginCall() { return calls_.Begin(); }
+  void EndCall() { calls_.End(); }
   // Refuses further calls, waits at most `timeout_ns` for the running ones, then ends the
   // communicators: in good order where nothing failed.
   void Close(int64_t timeout_ns);
@@ -75,21 +75,15 @@ class NcclGroup {
   Status Alive() const;
   Status Left(const Communicator& communicator, const Peers& peers) const;
 
-  // Runs that are remembered; more than XLA keeps in flight.
-  static constexpr size_t kMaxRuns = 1024;
-
   const NcclGroupOptions options_;
   std::unique_ptr<Communicators> communicators_;
 
+  RunningCalls calls_;
+  RunStarts starts_;
   mutable std::mutex mutex_;
-  std::condition_variable no_calls_;
   Status over_;
   std::unordered_map<int64_t, Status> left_;  // by world rank
-  bool closed_ = false;
   bool told_ = false;
-  int64_t running_calls_ = 0;
-  std::unordered_map<uint64_t, Status> runs_;
-  std::deque<uint64_t> run_order_;
 };
 
 struct Layer {
@@ -98,33 +92,8 @@ struct Layer {
   uint64_t fingerprint;
 };
 
-// Groups and layers of this process. Programs carry layer ids only; calls resolve them here.
-class NcclRegistry {
- public:
-  int64_t Add(std::shared_ptr<NcclGroup> group);
-  std::shared_ptr<NcclGroup> Find(int64_t id) const;
-  Status AddLayers(int64_t group_id, const std::vector<Layer>& layers);
-  // Layers stay known by name: their calls say that the group is closed.
-  std::shared_ptr<NcclGroup> Remove(int64_t group_id);
-  Status Resolve(uint64_t layer_id, uint64_t fingerprint, std::string* name,
-                 std::shared_ptr<NcclGroup>* group) const;
-
- private:
-  struct Registered {
-    Layer layer;
-    int64_t group_id;
-    std::shared_ptr<NcclGroup> group;  // null once closed
-    std::string group_name;
-    uint64_t generation;
-  };
-
-  mutable std::mutex mutex_;
-  int64_t last_id_ = 0;
-  std::unordered_map<int64_t, std::shared_ptr<NcclGroup>> groups_;
-  std::unordered_map<uint64_t, Registered> layers_;
-};
-
-// Never destroyed: XLA's threads may still end calls while the process exits.
+// What this process has open over NCCL.
+using NcclRegistry = LayerTable<Layer, NcclGroup>;
 NcclRegistry& ThisProcessGroups();
 
 }  // namespace nccl

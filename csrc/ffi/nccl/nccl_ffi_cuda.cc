@@ -134,11 +134,11 @@ Status CallNccl(uint64_t run, const ffi::Dictionary& attrs, NcclCall* call) {
   if (node_size.has_error() || rail.has_error()) {
     return InvalidArgument("attributes must hold node_size and rail as int64");
   }
-  std::string layer;
+  nccl::Layer layer;
   std::shared_ptr<nccl::NcclGroup> group;
   EP_RETURN_IF_ERROR(nccl::ThisProcessGroups().Resolve(attributes.layer_id, attributes.fingerprint,
                                                        &layer, &group));
-  if (!group->BeginCall()) return group->ClosedError(layer);
+  if (!group->BeginCall()) return group->ClosedError(layer.name);
   const Status status = RunInGroup(*group, run, *node_size, *rail != 0, call);
   group->EndCall();
   return status;

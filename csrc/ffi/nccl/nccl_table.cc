@@ -56,11 +56,12 @@ int64_t MakeGroup(const EpNcclOptions* options, EpNcclText error) {
   made.purpose = {options->carries_rows != 0, static_cast<int>(options->max_channels)};
   if (status.ok()) status = ReadPlaces(*options, &made.places);
   if (!status.ok()) return Fail(status, error);
-  return nccl::ThisProcessGroups().Add(nccl::NcclGroup::Make(*api, NcclDevices(), std::move(made)));
+  return nccl::ThisProcessGroups().AddGroup(
+      nccl::NcclGroup::Make(*api, NcclDevices(), std::move(made)));
 }
 
 int64_t InitGroup(int64_t group, int64_t budget_ns, EpNcclText error) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
   const Status status = found == nullptr
                             ? Stale("no open group has the number " + std::to_string(group))
                             : found->Init(budget_ns);
@@ -68,7 +69,7 @@ int64_t InitGroup(int64_t group, int64_t budget_ns, EpNcclText error) {
 }
 
 int64_t TrySum(int64_t group, int64_t budget_ns, EpNcclText error) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
   const Status status = found == nullptr
                             ? Stale("no open group has the number " + std::to_string(group))
                             : found->TrySum(budget_ns);
@@ -85,29 +86,29 @@ int64_t AddLayers(int64_t group, const EpNcclLayer* layers, int64_t count, EpNcc
 }
 
 void AbortGroup(int64_t group, const char* why) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
   if (found != nullptr) found->Abort(Status(Code::kAborted, why));
 }
 
 int64_t CheckGroup(int64_t group, EpNcclText text) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
   return found == nullptr ? 0 : Say(found->TakeError(), text);
 }
 
 void CloseGroup(int64_t group, int64_t timeout_ns) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Remove(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().RemoveGroup(group);
   if (found != nullptr) found->Close(timeout_ns);
 }
 
 int64_t AwaitFailure(int64_t group, int64_t timeout_ns, EpNcclText text) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
   Status failure;
   if (found == nullptr || !found->AwaitFailure(timeout_ns, &failure)) return -1;
   return failure.ok() ? 0 : Say(failure.text(), text);
 }
 
 void RankLeft(int64_t group, int64_t world_rank, const char* why) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
   if (found != nullptr) found->RankLeft(world_rank, Status(Code::kAborted, why));
 }
 

@@ -64,7 +64,7 @@ extern "C" __attribute__((visibility("default"))) int64_t
 TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rail, int gathers,
              const uint8_t* from, uint8_t* to, int64_t bytes, char* text, int64_t size) {
   using namespace ep_runtime;  // NOLINT: as the library
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().Find(group);
+  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
   Status status = found == nullptr ? Stale("no such group") : found->Decide(run);
   const bool runs = status.ok();
   if (runs) {

@@ -1,0 +1,45 @@
+#ifndef EP_RUNTIME_CORE_GROUPS_RUNNING_CALLS_H_
+#define EP_RUNTIME_CORE_GROUPS_RUNNING_CALLS_H_
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+namespace ep_runtime {
+
+// The calls of a group that are running: who closes it waits for them.
+class RunningCalls {
+ public:
+  // False once closed.
+  bool Begin() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed()) return false;
+    ++running_;
+    return true;
+  }
+  void End() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--running_ == 0) none_.notify_all();
+  }
+  // Refuses further calls and waits, at most `timeout_ns`, for the running ones; false where some
+  // still run.
+  bool Close(int64_t timeout_ns) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    closed_.store(true, std::memory_order_release);
+    return none_.wait_for(lock, std::chrono::nanoseconds(timeout_ns),
+                          [&] { return running_ == 0; });
+  }
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+
+ private:
+  std::atomic<bool> closed_{false};
+  std::mutex mutex_;
+  std::condition_variable none_;
+  int64_t running_ = 0;
+};
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_GROUPS_RUNNING_CALLS_H_
