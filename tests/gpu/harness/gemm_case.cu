@@ -1,12 +1,9 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "cuda/gemm/copies/transpose.h"
 #include "gemm_case.h"
+#include "gemm_expected.cuh"
 
 namespace gemm_test {
 namespace {
@@ -21,50 +18,6 @@ constexpr double kWideSums = 1e-5;
 constexpr double kPromotedSums = 1e-3;
 constexpr double kNarrowSums = 2e-3;
 
-__device__ inline uint32_t Hash(uint64_t index, uint32_t seed) {
-  uint32_t x = static_cast<uint32_t>(index) * 0x9E3779B1u ^
-               static_cast<uint32_t>(index >> 32) * 0x85EBCA77u ^ seed * 0xC2B2AE3Du;
-  x ^= x >> 16;
-  x *= 0x7FEB352Du;
-  x ^= x >> 15;
-  x *= 0x846CA68Bu;
-  return x ^ x >> 16;
-}
-
-__device__ inline float NormalAt(uint64_t index, uint32_t seed) {
-  const float u = (Hash(index, seed) + 1.0f) * 2.3283064e-10f;
-  const float v = Hash(index, seed + 77) * 2.3283064e-10f;
-  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
-}
-
-__device__ inline void StoreFloat(void* data, FloatType type, int64_t i, float value) {
-  if (type == FloatType::kBF16) static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(value);
-  if (type == FloatType::kF16) static_cast<__half*>(data)[i] = __float2half(value);
-  if (type == FloatType::kF32 || type == FloatType::kTF32) static_cast<float*>(data)[i] = value;
-  if (type == FloatType::kE4M3) static_cast<__nv_fp8_e4m3*>(data)[i] = __nv_fp8_e4m3(value);
-  if (type == FloatType::kE5M2) static_cast<__nv_fp8_e5m2*>(data)[i] = __nv_fp8_e5m2(value);
-}
-
-// To 10 bits behind the point, ties to even; what is no number stays.
-__device__ inline float RoundToTf32(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  if (!isfinite(value)) return value;
-  return __uint_as_float((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFFu);
-}
-
-__device__ inline float LoadFloat(const void* data, FloatType type, int64_t i) {
-  if (type == FloatType::kBF16) return static_cast<const __nv_bfloat16*>(data)[i];
-  if (type == FloatType::kF16) return static_cast<const __half*>(data)[i];
-  if (type == FloatType::kE4M3) {
-    return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(data)[i]);
-  }
-  if (type == FloatType::kE5M2) {
-    return static_cast<float>(static_cast<const __nv_fp8_e5m2*>(data)[i]);
-  }
-  const float value = static_cast<const float*>(data)[i];
-  return type == FloatType::kTF32 ? RoundToTf32(value) : value;
-}
-
 // Normal values, or integers of -2 to 2; NaN in rows of no group.
 __global__ void Fill(void* data, FloatType type, int64_t rows, int64_t width, uint32_t seed,
                      float scale, bool whole, const int* row_group) {
@@ -74,87 +27,6 @@ __global__ void Fill(void* data, FloatType type, int64_t rows, int64_t width, ui
     const float value = whole ? static_cast<float>(Hash(i, seed) % 5) - 2 : NormalAt(i, seed);
     StoreFloat(data, type, i, slack ? nanf("") : scale * value);
   }
-}
-
-struct Check {
-  GemmProduct product;
-  FloatType type, rhs_type, out_type;
-  GemmScaling scaling;
-  int64_t rows;
-  int in_features, out_features, experts, groups;
-  const void *lhs, *rhs, *bias, *out;
-  const float *lhs_scale, *rhs_scale;
-  const int *row_group, *starts, *sizes;
-  bool clear_slack;
-  double sums;  // tolerance
-};
-
-struct Sum {
-  double value = 0;
-  double size = 0;
-  __device__ void Add(double a, double b) {
-    value += a * b;
-    size += fabs(a * b);
-  }
-};
-
-// What a product of `depth` of a row's and a weight's values is multiplied by.
-__device__ inline double ScaleAt(const Check& c, int64_t row, int column, int64_t d) {
-  if (c.scaling == GemmScaling::kNone) return 1;
-  const int group = c.row_group[row], expert = group % c.experts;
-  if (c.scaling == GemmScaling::kTensor) {
-    return static_cast<double>(c.lhs_scale[group]) * c.rhs_scale[expert];
-  }
-  const bool forward = c.product == GemmProduct::kForward;
-  const int in = (c.in_features + 127) / 128, out = (c.out_features + 127) / 128;
-  const int64_t k = forward ? d / 128 : column / 128, n = forward ? column / 128 : d / 128;
-  return static_cast<double>(c.lhs_scale[row * (forward ? in : out) + d / 128]) *
-         c.rhs_scale[(expert * static_cast<int64_t>(in) + k) * out + n];
-}
-
-__device__ inline void ExpectWeight(const Check& c, int64_t row, int column, Sum* sum) {
-  const int64_t k_count = c.in_features, n_count = c.out_features;
-  const int64_t feature = row % k_count;
-  for (int g = static_cast<int>(row / k_count); g < c.groups; g += c.experts) {
-    const bool scaled = c.scaling != GemmScaling::kNone;
-    const double scale = scaled ? static_cast<double>(c.lhs_scale[g]) * c.rhs_scale[g] : 1;
-    for (int64_t r = c.starts[g]; r < c.starts[g] + c.sizes[g]; ++r) {
-      sum->Add(scale * LoadFloat(c.lhs, c.type, r * k_count + feature),
-               LoadFloat(c.rhs, c.rhs_type, r * n_count + column));
-    }
-  }
-}
-
-// `width` is of an output row. Returns whether somebody owns the element.
-__device__ inline bool Expect(const Check& c, int64_t row, int column, Sum* sum) {
-  const int64_t k_count = c.in_features, n_count = c.out_features;
-  if (c.product == GemmProduct::kWeightGrad) {
-    ExpectWeight(c, row, column, sum);
-    return true;
-  }
-  if (c.row_group[row] < 0) return false;
-  const int expert = c.row_group[row] % c.experts;
-  const bool forward = c.product == GemmProduct::kForward;
-  const int64_t depth = forward ? k_count : n_count;
-  for (int64_t d = 0; d < depth; ++d) {
-    const int64_t at = forward ? (expert * k_count + d) * n_count + column
-                               : (expert * k_count + column) * n_count + d;
-    sum->Add(ScaleAt(c, row, column, d) * LoadFloat(c.lhs, c.type, row * depth + d),
-             LoadFloat(c.rhs, c.rhs_type, at));
-  }
-  if (c.bias != nullptr) {
-    const float bias = LoadFloat(c.bias, FloatType::kF32, expert * n_count + column);
-    sum->value += bias;
-    sum->size += fabs(static_cast<double>(bias));
-  }
-  return true;
-}
-
-// What is there where no group has a row: zeros, or the poison from before.
-__device__ inline bool IsSlack(const Check& c, int64_t i) {
-  const uint32_t want = c.clear_slack ? 0 : 0xFFFFFFFFu;
-  if (c.out_type == FloatType::kF32) return static_cast<const uint32_t*>(c.out)[i] == want;
-  return static_cast<const uint16_t*>(c.out)[i] == static_cast<uint16_t>(want);
 }
 
 __global__ void CompareAll(Check c, int64_t elements, int width, int64_t stride, Mismatch* result) {
