@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kStackBytes = 8 << 20;
 constexpr auto kIdleTime = std::chrono::seconds(30);
 
-struct Launch {
+struct ThreadStart {
   CallThreads* threads;
   std::function<void()> work;
 };
@@ -37,30 +37,30 @@ void CallThreads::Run(std::function<void()> work) {
 }
 
 void CallThreads::Start(std::function<void()> work) {
-  auto launch = std::make_unique<Launch>(Launch{this, std::move(work)});
+  auto start = std::make_unique<ThreadStart>(ThreadStart{this, std::move(work)});
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
   pthread_attr_setstacksize(&attributes, kStackBytes);
   pthread_t thread;
-  const int failed = pthread_create(&thread, &attributes, &CallThreads::ThreadMain, launch.get());
+  const int failed = pthread_create(&thread, &attributes, &CallThreads::ThreadMain, start.get());
   pthread_attr_destroy(&attributes);
   if (failed == 0) {
-    launch.release();
+    start.release();
     return;
   }
   // No thread to be had: run here. The call may then hold up the thread that would have brought
   // its peers, but its wait is bounded and ends with an error that names them.
-  launch->work();
+  start->work();
 }
 
 void* CallThreads::ThreadMain(void* self) {
-  std::unique_ptr<Launch> launch(static_cast<Launch*>(self));
+  std::unique_ptr<ThreadStart> start(static_cast<ThreadStart*>(self));
   pthread_setname_np(pthread_self(), "ep-call");
   FlushSubnormals();
-  CallThreads* threads = launch->threads;
-  std::function<void()> work = std::move(launch->work);
-  launch.reset();
+  CallThreads* threads = start->threads;
+  std::function<void()> work = std::move(start->work);
+  start.reset();
   threads->Serve(std::move(work));
   return nullptr;
 }

@@ -59,7 +59,7 @@ struct Source {
 
 // Pieces of a lane's turn, output o of vector u at u * kOut + o, and where in a row they are.
 template <RowType kType, int kUnroll, int kOut>
-struct Turn {
+struct TurnPieces {
   static constexpr int kPieces = kUnroll * kOut;
   int64_t row;  // of all slabs
   int first;    // vector of the warp's first lane
@@ -143,7 +143,7 @@ __device__ __forceinline__ float OverRow(const Params& p, int64_t row, Take take
       const int vector = base + u * 32 + lane;
       if (vector < vectors) source[u].Load(p, row, vector);
     }
-    Turn<kType, S::kUnroll, S::kOut> turn;
+    TurnPieces<kType, S::kUnroll, S::kOut> turn;
     turn.row = row;
     turn.first = base;
 #pragma unroll

@@ -16,7 +16,7 @@ constexpr int kBlocksPerProcessor = 4;  // some read while others write
 // once.
 constexpr int kAcross = 8;
 
-struct Place {
+struct BytePlace {
   const uint8_t* from;  // the tile's first line
   uint8_t* to;          // where its first column's values go
   int64_t pitch;        // of `to`
@@ -27,7 +27,7 @@ struct Place {
 
 // The line's 16-byte vectors come in an order of their own, so that a warp's reads of 16 lines each
 // meet no bank twice.
-__device__ __forceinline__ void ReadTile(const Place& place, int32_t column, uint4* tile) {
+__device__ __forceinline__ void ReadTile(const BytePlace& place, int32_t column, uint4* tile) {
   uint4 vectors[kSide * kSide / 16 / kThreads];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void ReadTile(const Place& place, int32_t column, uin
 }
 
 // All threads of a block: every kAcross-th tile of the lines that `place` names.
-__device__ __forceinline__ void TransposeLines(const Place& place) {
+__device__ __forceinline__ void TransposeLines(const BytePlace& place) {
   __shared__ uint4 tile[kSide * kSide / 16];
   for (int32_t column = blockIdx.y * kSide; column < place.width; column += kAcross * kSide) {
     ReadTile(place, column, tile);

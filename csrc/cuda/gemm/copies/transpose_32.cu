@@ -15,7 +15,7 @@ constexpr int kBlocksPerProcessor = 5;  // some read while others write
 // once.
 constexpr int kAcross = 8;
 
-struct Place {
+struct FloatPlace {
   const float* from;  // the tile's first line
   float* to;          // where its first column's values go
   int64_t pitch;      // of `to`
@@ -23,7 +23,7 @@ struct Place {
   int32_t lines;      // that there are; zeros stand for the others
 };
 
-__device__ __forceinline__ void ReadTile(const Place& place, int32_t column, float4* tile) {
+__device__ __forceinline__ void ReadTile(const FloatPlace& place, int32_t column, float4* tile) {
   const int vector = FloatVector(threadIdx.x);
   const int four = FloatFour(threadIdx.x);
   const int32_t at = column + 4 * vector;
@@ -48,7 +48,8 @@ __device__ __forceinline__ void ReadTile(const Place& place, int32_t column, flo
 }
 
 // A warp writes one column's values at a time.
-__device__ __forceinline__ void WriteTile(const Place& place, int32_t column, const float4* tile) {
+__device__ __forceinline__ void WriteTile(const FloatPlace& place, int32_t column,
+                                          const float4* tile) {
   const int four = WrittenFour(threadIdx.x);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -60,7 +61,7 @@ __device__ __forceinline__ void WriteTile(const Place& place, int32_t column, co
 }
 
 // All threads of a block: every kAcross-th tile of the lines that `place` names.
-__device__ __forceinline__ void TransposeLines(const Place& place) {
+__device__ __forceinline__ void TransposeLines(const FloatPlace& place) {
   __shared__ float4 tile[kLines / 4 * kColumns];
   for (int32_t column = blockIdx.y * kColumns; column < place.width; column += kAcross * kColumns) {
     ReadTile(place, column, tile);

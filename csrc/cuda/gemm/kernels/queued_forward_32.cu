@@ -45,12 +45,12 @@ struct Memory {
 static_assert(sizeof(Memory) <= 227 << 10, "a block has 227 KiB");
 
 // What this thread picks.
-struct Lane {
+struct Picks {
   int box;
   int columns[2];
   int depth;
 
-  __device__ Lane() {
+  __device__ Picks() {
     const int thread = threadIdx.x % 128;
     box = PickedBox(thread);
     columns[0] = PickedColumn(thread, 0);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void MultiplyPart(uint32_t rows, int part, const Part
 }
 
 // sums[half][4 * j + 2 * which + e]: column `which` of the half, row 8 * j + 2 * (lane % 4) + e.
-__device__ __forceinline__ void SumTile(int32_t size, int warpgroup, const Lane& lane,
+__device__ __forceinline__ void SumTile(int32_t size, int warpgroup, const Picks& lane,
                                         Memory* memory, RingPlace<kStages>* place,
                                         float (&sums)[kHalves][64]) {
   uint32_t offsets[4];
@@ -201,7 +201,7 @@ __device__ __forceinline__ float LoadBias(const OutShape& out, int32_t expert, i
 }
 
 // 64 rows of one half's columns to two chunks of staging, one a box.
-__device__ __forceinline__ void WriteRows(uint32_t staging, const Lane& lane, const float* sums,
+__device__ __forceinline__ void WriteRows(uint32_t staging, const Picks& lane, const float* sums,
                                           const float (&bias)[2]) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void WriteRows(uint32_t staging, const Lane& lane, co
 
 // The copies may still read `staging` when it returns.
 __device__ __forceinline__ void StoreSums(const OutShape& out, const CUtensorMap* map,
-                                          const Work& work, int warpgroup, const Lane& lane,
+                                          const Work& work, int warpgroup, const Picks& lane,
                                           uint8_t* staging, const float (&sums)[kHalves][64]) {
   const bool leads = threadIdx.x % 128 == 0;
   const uint32_t to = SharedAddress(staging);
@@ -250,7 +250,7 @@ __device__ __forceinline__ void StoreSums(const OutShape& out, const CUtensorMap
 __device__ __forceinline__ void MultiplyTiles(const KernelArguments& args,
                                               const CUtensorMap* out_map, int warpgroup,
                                               Memory* memory) {
-  const Lane lane;
+  const Picks lane;
   RingPlace<kStages> place;
   RingPlace<kQueuedWork> next;
   while (true) {

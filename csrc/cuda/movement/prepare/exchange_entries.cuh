@@ -10,11 +10,11 @@ namespace cuda {
 namespace prepare {
 
 // One kept row on its way to the rank that gets it: 8 bytes, as the window has per slot.
-struct Entry {
+struct SentEntry {
   int32_t row;
   uint32_t staged;  // number of its staged row * 64 + 32 if it is that row's first entry + slot
 };
-static_assert(sizeof(Entry) == sizeof(uint2), "stored at once");
+static_assert(sizeof(SentEntry) == sizeof(uint2), "stored at once");
 
 // Sends the entries of the warp's slots, token by token, to the ranks that get the rows.
 __device__ inline void SendEntries(const DeviceCall& call, const PrepareParams& params,
@@ -43,8 +43,8 @@ __device__ inline void SendEntries(const DeviceCall& call, const PrepareParams& 
     const int32_t staged =
         __shfl_sync(~0u, next_staged, rank & 31) + __popc(firsts & ((2u << lane) - 1)) - 1;
     if (rank >= 0) {
-      const Entry sent{row, static_cast<uint32_t>(staged) << 6 | (first ? 32u : 0u) |
-                                static_cast<uint32_t>(slot)};
+      const SentEntry sent{row, static_cast<uint32_t>(staged) << 6 | (first ? 32u : 0u) |
+                                    static_cast<uint32_t>(slot)};
       auto* entries = reinterpret_cast<uint2*>(call.Entries(rank, call.me));
       entries[entry] = make_uint2(static_cast<uint32_t>(sent.row), sent.staged);
     }
