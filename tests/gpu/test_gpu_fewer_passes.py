@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu.jobs.layouts import TRIAL
+from gpu.jobs.layouts import TRANSPORT, TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -135,13 +135,14 @@ def session() -> Iterator[ep.Session]:
         yield made
 
 
+@pytest.mark.parametrize("weighted", ["early", "to_input"])
 @pytest.mark.parametrize("name", ["tensor", "blocks"])
 def test_the_moe_block_holds_them_and_gives_the_same_bits(
-    gpus: list[Any], session: ep.Session, name: str, monkeypatch: pytest.MonkeyPatch
+    gpus: list[Any], session: ep.Session, name: str, weighted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh, tokens = Mesh(np.array(gpus), ("ep",)), 256
     group = session.create_group(
-        f"fewer passes {name}",
+        f"fewer passes {name} {weighted}",
         mesh,
         ep_axis="ep",
         transport="xla",
@@ -158,7 +159,7 @@ def test_the_moe_block_holds_them_and_gives_the_same_bits(
     x = put(_drawn(7, tokens * len(gpus), 256))
 
     def loss(x: Any, params: Any) -> Any:
-        options: dict[str, Any] = {"recipe": _RECIPES[name], "apply_topk_weights_early": True}
+        options = {"recipe": _RECIPES[name], f"apply_topk_weights_{weighted}": True}
         return jnp.sin(moe(layer, x, params, **options)[0].astype(jnp.float32)).sum()
 
     run = jax.value_and_grad(loss, argnums=(0, 1))
@@ -173,3 +174,42 @@ def test_the_moe_block_holds_them_and_gives_the_same_bits(
     if not TRIAL:
         assert "ep_activation_v1" in _calls(run, x, params)
     jax.tree.map(_same_bits, found, jax.block_until_ready(jax.jit(run)(x, params)))
+
+
+def test_weights_of_tokens_multiply_rows_once_they_are_dispatched(
+    gpus: list[Any], session: ep.Session
+) -> None:
+    """One expert per token: the same as tokens that are multiplied before."""
+    mesh, tokens, hidden = Mesh(np.array(gpus), ("ep",)), 256, 256
+    sizes = {"num_experts": 8, "hidden_size": hidden, "max_tokens_per_rank": tokens}
+    group = session.create_group(
+        "weighted tokens", mesh, ep_axis="ep", transport=TRANSPORT, **sizes
+    )
+    layer = group.register_layer("moe", top_k=1)
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("ep")))
+    made = init_moe_params(jax.random.key(0), layer, 256, use_router=False)
+    params = jax.tree.map(put, made)
+    rows = tokens * len(gpus)
+    x, weights = put(_drawn(7, rows, hidden)), put(_drawn(8, rows, 1, dtype="float32"))
+    idx = put(np.random.default_rng(3).integers(-1, 8, (rows, 1), np.int32))
+
+    def inside(x: Any, weights: Any, params: Any) -> Any:
+        routing = ep.Routing(idx, weights)
+        return moe(layer, x, params, routing=routing, apply_topk_weights_to_input=True)[0]
+
+    def before(x: Any, weights: Any, params: Any) -> Any:
+        x = (x.astype(jnp.float32) * weights).astype(x.dtype)
+        return moe(layer, x, params, routing=ep.Routing(idx, jnp.ones_like(weights)))[0]
+
+    def graded(run: Any) -> Any:
+        def loss(*operands: Any) -> Any:
+            y = run(*operands)
+            return jnp.sin(y.astype(jnp.float32)).sum(), y
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(x, weights, params)
+
+    got, want = (jax.device_get(graded(run)) for run in (inside, before))
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        left, right = (np.asarray(each, np.float32) for each in (left, right))
+        np.testing.assert_allclose(left, right, rtol=2e-2, atol=2e-2 * np.abs(right).max())
+    _same_bits(got[1], want[1], "y")
