@@ -1,13 +1,14 @@
 #ifndef EP_RUNTIME_FFI_CALL_FRAME_H_
 #define EP_RUNTIME_FFI_CALL_FRAME_H_
 
+#include <array>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
-#include "core/groups/call.h"
-#include "cpu/plan_view.h"
-#include "cpu/row_ops.h"
+#include "core/base/status.h"
+#include "core/memory/board.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ep_runtime {
@@ -20,53 +21,124 @@ struct Buffer {
   xla::ffi::DataType dtype;
   Dims dims;
 
-  int64_t dim(size_t index) const { return index < dims.size() ? dims[index] : -1; }
-  bool empty() const;
+  int64_t bytes() const;
+};
+
+// What holds a `T` in memory; 8-bit floats travel as uint8.
+template <typename T>
+constexpr xla::ffi::DataType TypeOf() {
+  if (std::is_same_v<T, float>) return xla::ffi::DataType::F32;
+  if (std::is_same_v<T, int32_t>) return xla::ffi::DataType::S32;
+  if (std::is_same_v<T, uint32_t>) return xla::ffi::DataType::U32;
+  static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || std::is_same_v<T, uint8_t>));
+  return xla::ffi::DataType::U8;
+}
+
+// That float type in any enum of row or element types; false for other types.
+template <typename Enum>
+bool ToFloatType(xla::ffi::DataType type, Enum* out) {
+  switch (type) {
+    case xla::ffi::DataType::F32:
+      *out = Enum::kF32;
+      return true;
+    case xla::ffi::DataType::BF16:
+      *out = Enum::kBF16;
+      return true;
+    case xla::ffi::DataType::F16:
+      *out = Enum::kF16;
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string TextOf(xla::ffi::DataType type);
+
+// "<call>: <text>", of that argument.
+Error Refused(const char* call, const char* argument, const std::string& text);
+
+// A buffer by the names of the call and of the operand or result. Errors say both, what was
+// expected and what came.
+class Operand {
+ public:
+  Operand(const char* call, const char* name, const Buffer& buffer)
+      : call_(call), name_(name), buffer_(&buffer) {}
+
+  const char* name() const { return name_; }
+  void* data() const { return buffer_->data; }
+  xla::ffi::DataType type() const { return buffer_->dtype; }
+  const Dims& dims() const { return buffer_->dims; }
+  int64_t dim(size_t index) const { return index < dims().size() ? dims()[index] : -1; }
+  int64_t element_bytes() const { return static_cast<int64_t>(xla::ffi::ByteWidth(type())); }
+
+  Status CheckShape(const Dims& want) const;
+  Status CheckType(xla::ffi::DataType want) const;
+  Status Check(xla::ffi::DataType type, const Dims& want) const;
+  // Checks, then hands out the memory.
+  template <typename T>
+  Status Read(const Dims& want, T** out) const {
+    return Read(TypeOf<std::remove_const_t<T>>(), want, out);
+  }
+  template <typename T>
+  Status Read(xla::ffi::DataType type, const Dims& want, T** out) const {
+    EP_RETURN_IF_ERROR(Check(type, want));
+    *out = static_cast<T*>(data());
+    return Status();
+  }
+  // Zeros of that many dims: nothing is given.
+  bool absent(size_t num_dims) const;
+  template <typename T>
+  Status ReadIfGiven(const Dims& want, T** out) const {
+    return absent(want.size()) ? Status() : Read(want, out);
+  }
+  // Absent unless `wanted`.
+  template <typename T>
+  Status ReadIf(bool wanted, const Dims& want, T** out) const {
+    if (wanted) return Read(want, out);
+    return Check(TypeOf<std::remove_const_t<T>>(), Dims(want.size(), 0));
+  }
+  // f32, bf16 or f16.
+  template <typename Enum>
+  Status ReadFloatType(Enum* out) const {
+    return ToFloatType(type(), out) ? Status() : MustBe("float32, bfloat16 or float16");
+  }
+  // "<call>: <name> must be <want>"
+  Error MustBe(const std::string& want) const;
+
+ private:
+  const char* call_;
+  const char* name_;
+  const Buffer* buffer_;
 };
 
 // What XLA handed to one call. XLA's own frame is gone once the handler returns.
 struct CallFrame {
-  OpCode op;
-  const char* call = nullptr;  // names in errors what is no op of a group
+  const char* call;           // names it in errors
+  OpCode op = OpCode::kNone;  // of a group
   std::vector<Buffer> args;
   std::vector<Buffer> rets;
+
+  // The first operands and results, whose number is checked, in the order of these names.
+  template <typename... Names>
+  std::array<Operand, sizeof...(Names)> Args(Names... names) const {
+    return Named(args, 0, names...);
+  }
+  template <typename... Names>
+  std::array<Operand, sizeof...(Names)> Rets(Names... names) const {
+    return Named(rets, 0, names...);
+  }
+  template <typename... Names>
+  std::array<Operand, sizeof...(Names)> Named(const std::vector<Buffer>& buffers, size_t first,
+                                              Names... names) const {
+    return {{Operand(call, names, buffers[first++])...}};
+  }
+
+  Status CheckCount(size_t num_args, size_t num_rets) const;
 };
 
-// Errors name op, argument, what was expected and what came.
-Status CheckShape(const CallFrame& frame, const char* name, const Buffer& got, const Dims& want);
-Status CheckType(const CallFrame& frame, const char* name, const Buffer& got,
-                 xla::ffi::DataType want);
-Status CheckArray(const CallFrame& frame, const char* name, const Buffer& got,
-                  xla::ffi::DataType type, const Dims& want);
-Status CheckCount(const CallFrame& frame, size_t args, size_t rets);
-
-// T, K, C, L, H against what the group and the layer allow. `element_bytes` of one row element.
-Status CheckSizes(const CallFrame& frame, const CallContext& context, const Sizes& sizes,
-                  int64_t element_bytes);
-
-// The nine plan arrays among `buffers` from `first` on; their shapes follow from `sizes`.
-Status ReadPlan(const CallFrame& frame, const std::vector<Buffer>& buffers, size_t first,
-                const Sizes& sizes, int64_t ep_size, MutablePlan* plan);
-inline Plan Const(const MutablePlan& plan) {
-  return {plan.dst_rank,    plan.dst_row, plan.recv_count,  plan.staged_start, plan.staged_row,
-          plan.staged_slot, plan.kept,    plan.group_sizes, plan.num_recv};
-}
-
-// The type of rows that are summed; 1-byte and integer rows only travel.
-Status ReadRowType(const CallFrame& frame, const char* name, const Buffer& got, RowType* type);
-int64_t ElementBytes(const Buffer& buffer);
-
-// Fills what a call that cannot be made returns: NaN, integers 0.
+// Every byte of what a call that cannot be made returns: NaN, integers 0.
+uint8_t LostByte(xla::ffi::DataType type);
 void FillLost(const CallFrame& frame);
-
-constexpr size_t kPlanArrays = 9;
-
-// Checks and bindings of one op: reads `frame`, runs the kernel. One per <op>_ffi.cc.
-Status CallPrepare(const CallFrame& frame, CallContext context);
-Status CallDispatch(const CallFrame& frame, CallContext context);
-Status CallCombine(const CallFrame& frame, CallContext context);
-Status CallDispatchBwd(const CallFrame& frame, CallContext context);
-Status CallCombineBwd(const CallFrame& frame, CallContext context);
 
 }  // namespace ep_runtime
 

@@ -3,12 +3,16 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
+#include "core/groups/call.h"
 #include "cuda/device/group_device.h"
 #include "ffi/call_frame.h"
+#include "ffi/target.h"
 
 namespace ep_runtime {
 
-// One device's part of a call: what to launch on, beside the operands.
+// One device's part of a call: what to launch on, and what CUDA's kernels take.
 struct CudaCall {
   const CallFrame& frame;
   const CallContext& context;
@@ -18,21 +22,21 @@ struct CudaCall {
   cudaStream_t stream;
   bool clear_slack;  // of the gradient of rows
 
-  // Checks shapes and types of the plan arrays from `first` on among `buffers`.
-  Status ReadPlan(const std::vector<Buffer>& buffers, size_t first, const Sizes& sizes,
-                  cuda::MutablePlan* plan) const;
   // The bytes of a row: bulk copies move 16 at a time.
-  Status RowBytes(const char* name, const Buffer& rows, int64_t width, int32_t* bytes) const;
+  Status ReadRowBytes(const Operand& rows, int64_t width, int32_t* bytes) const;
+  // Types that kernels do not calculate with travel as bytes.
+  template <typename Params>
+  Status ReadRows(const Operand& rows, int64_t width, Params* params) const {
+    if (!ToFloatType(rows.type(), &params->type)) params->type = cuda::RowType::kBytes;
+    return ReadRowBytes(rows, width, &params->row_bytes);
+  }
   // Rows that are summed: f32, bf16 or f16.
-  Status SummedType(const char* name, const Buffer& rows, cuda::RowType* type) const;
+  Status ReadSummed(const Operand& rows, cuda::RowType* type) const;
+  // Whether tokens may be f32 sums of narrower rows.
+  bool may_widen() const { return context.group->options().exact_combine; }
   // A launch that failed, by the op's name.
   Status Launched(cudaError_t error) const;
 };
-
-// f32, bf16 or f16: what kernels calculate with. False for any other type.
-bool ToRowType(xla::ffi::DataType dtype, cuda::RowType* type);
-cuda::CallSizes ToCuda(const Sizes& sizes);
-cuda::Plan Const(const cuda::MutablePlan& plan);
 
 // Checks and launches of one op. One per <op>_ffi_cuda.cc.
 Status LaunchPrepareCall(const CudaCall& call);
@@ -42,7 +46,7 @@ Status LaunchDispatchBwdCall(const CudaCall& call);
 Status LaunchCombineBwdCall(const CudaCall& call);
 // Of the bench. The clock belongs to no group.
 Status LaunchCeilingCall(const CudaCall& call);
-Status LaunchClockCall(const CallFrame& frame, cudaStream_t stream, int64_t hold_ns);
+extern XLA_FFI_Handler* const kClockV1;
 
 }  // namespace ep_runtime
 

@@ -3,7 +3,6 @@
 #define EP_RUNTIME_FFI_READ_CALL_H_
 
 #include <cstdint>
-#include <utility>
 
 #include "core/base/status.h"
 #include "ffi/call_frame.h"
@@ -23,13 +22,12 @@ xla::ffi::Error ToXla(const Status& status);
 Status ReadFrame(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets, CallFrame* frame);
 Status ReadAttributes(const xla::ffi::Dictionary& attrs, Attributes* out);
 
-// What XLA hears of a call that belongs to no group: `launch` takes its frame.
+// What XLA hears of a call that ends before its handler returns: `launch` finds `frame` filled.
 template <typename Launch>
 xla::ffi::Error Answer(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets,
-                       const Launch& launch) {
-  CallFrame frame{};
-  Status status = ReadFrame(args, rets, &frame);
-  if (status.ok()) status = launch(std::move(frame));
+                       CallFrame* frame, const Launch& launch) {
+  Status status = ReadFrame(args, rets, frame);
+  if (status.ok()) status = launch();
   return status.ok() ? xla::ffi::Error::Success() : ToXla(status);
 }
 

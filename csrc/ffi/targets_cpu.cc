@@ -4,7 +4,7 @@
 
 #include "core/groups/registry.h"
 #include "core/runs/runs.h"
-#include "ffi/call_frame.h"
+#include "ffi/cpu_call.h"
 #include "ffi/read_call.h"
 #include "ffi/site.h"
 #include "ffi/target.h"
@@ -29,8 +29,9 @@ struct Pending {
 
 Status ReadScalar(const CallFrame& frame, size_t index, const char* name, int64_t* out) {
   if (frame.args.size() <= index) return InvalidArgument(std::string(name) + " operand is missing");
-  EP_RETURN_IF_ERROR(CheckArray(frame, name, frame.args[index], ffi::DataType::S32, {1}));
-  *out = *static_cast<const int32_t*>(frame.args[index].data);
+  const int32_t* value = nullptr;
+  EP_RETURN_IF_ERROR(Operand(frame.call, name, frame.args[index]).Read({1}, &value));
+  *out = *value;
   return Status();
 }
 
@@ -115,6 +116,7 @@ ffi::Future Execute(ffi::RunId run, int32_t device, SiteState* state, ffi::Dicti
                     ffi::RemainingArgs args, ffi::RemainingRets rets) {
   auto pending = std::make_unique<Pending>();
   ffi::Future future(pending->promise);
+  pending->frame.call = OpName(op);
   pending->frame.op = op;
   pending->site = state->site;
   pending->run = static_cast<uint64_t>(run.run_id);

@@ -30,9 +30,10 @@ using LaunchFn = Status (*)(const CudaCall& call);
 struct Launch {
   ffi::RunId run;
   cudaStream_t stream;
-  Attributes attributes;
-  CallFrame frame;
   LaunchFn launch_fn;
+  CallFrame frame;
+  Attributes attributes;
+  const int32_t* layer_index;
 };
 
 Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
@@ -62,19 +63,19 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
   context.world_rank = rank->world_rank;
   context.handle = launch.attributes.handle;
   // The rank operand is for hosts that can read it; here the device says who it is.
-  const auto* layer_index = static_cast<const int32_t*>(launch.frame.args[1].data);
-  const cuda::CallName name{launch.attributes.layer_id, layer_index, launch.attributes.handle,
-                            layer.handle_base + launch.attributes.handle,
+  const cuda::CallName name{launch.attributes.layer_id, launch.layer_index,
+                            launch.attributes.handle, layer.handle_base + launch.attributes.handle,
                             static_cast<uint32_t>(layer.in_flight)};
   const NvtxRange range(op, layer.name);
   return launch.launch_fn(CudaCall{launch.frame, context, *device_group, *rank, name, launch.stream,
                                    launch.attributes.clear_slack});
 }
 
-Status LaunchCall(const Launch& launch) {
+Status LaunchCall(const ffi::Dictionary& attrs, Launch& launch) {
+  EP_RETURN_IF_ERROR(ReadAttributes(attrs, &launch.attributes));
   if (launch.frame.args.size() < 2) return InvalidArgument("layer_index operand is missing");
-  EP_RETURN_IF_ERROR(
-      CheckArray(launch.frame, "layer_index", launch.frame.args[1], ffi::DataType::S32, {1}));
+  const auto [rank, layer_index] = launch.frame.Args("rank", "layer_index");
+  EP_RETURN_IF_ERROR(layer_index.Read({1}, &launch.layer_index));
   LayerEntry layer;
   std::shared_ptr<Group> group;
   // Of a stack this is layer 0: its settings are every layer's, and only the device knows which.
@@ -91,30 +92,8 @@ Status LaunchCall(const Launch& launch) {
 template <OpCode op, LaunchFn launch_fn>
 ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  Launch launch{run, stream, {}, {}, launch_fn};
-  launch.frame.op = op;
-  Status status = ReadFrame(args, rets, &launch.frame);
-  if (status.ok()) status = ReadAttributes(attrs, &launch.attributes);
-  if (status.ok()) status = LaunchCall(launch);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
-}
-
-ffi::Error ReadClock(cudaStream_t stream, int64_t hold_ns, ffi::RemainingArgs args,
-                     ffi::RemainingRets rets) {
-  return Answer(args, rets,
-                [&](CallFrame frame) { return LaunchClockCall(frame, stream, hold_ns); });
-}
-
-ffi::Error GroupedGemm(cudaStream_t stream, int64_t data_grad, int64_t clear_slack,
-                       ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Answer(args, rets, [&](CallFrame frame) {
-    return LaunchGroupedGemmCall(std::move(frame), stream, {data_grad != 0, clear_slack != 0});
-  });
-}
-
-ffi::Error GroupedGemmDw(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Answer(args, rets,
-                [&](CallFrame frame) { return LaunchGroupedGemmDwCall(std::move(frame), stream); });
+  Launch launch{run, stream, launch_fn, {OpName(op), op, {}, {}}, {}, nullptr};
+  return Answer(args, rets, &launch.frame, [&] { return LaunchCall(attrs, launch); });
 }
 
 #define EP_RUNTIME_BINDING                      \
@@ -137,25 +116,6 @@ XLA_FFI_DEFINE_HANDLER(kPrepareSyncV1, (Execute<OpCode::kPrepare, LaunchPrepareC
                        EP_RUNTIME_BINDING);
 EP_RUNTIME_CUDA_TARGET(kDispatchCeilingV1, OpCode::kDispatch, LaunchCeilingCall);
 EP_RUNTIME_CUDA_TARGET(kCombineCeilingV1, OpCode::kCombine, LaunchCeilingCall);
-XLA_FFI_DEFINE_HANDLER(kClockV1, ReadClock,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Attr<int64_t>("hold_ns")
-                           .RemainingArgs()
-                           .RemainingRets(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kGroupedGemmV1, GroupedGemm,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Attr<int64_t>("data_grad")
-                           .Attr<int64_t>("clear_slack")
-                           .RemainingArgs()
-                           .RemainingRets(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(
-    kGroupedGemmDwV1, GroupedGemmDw,
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets(),
-    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

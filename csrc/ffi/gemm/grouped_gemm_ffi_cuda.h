@@ -3,21 +3,26 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
+#include "cuda/gemm/grouped_gemm.h"
 #include "ffi/call_frame.h"
 #include "ffi/target.h"
 
 namespace ep_runtime {
 
-// Calls of no group: operands and a stream are all they need. What the tensor copies are told of an
-// operand, its address included, is an argument of the kernel: XLA captures anew where it changes.
-struct GroupedGemmAttributes {
-  bool data_grad;    // not the forward product
-  bool clear_slack;  // rows of no group get zeros
-};
-Status LaunchGroupedGemmCall(CallFrame frame, cudaStream_t stream,
-                             const GroupedGemmAttributes& attributes);
-Status LaunchGroupedGemmDwCall(CallFrame frame, cudaStream_t stream);
+// What the tensor copies are told of an operand, its address included, is an argument of the
+// kernel: XLA captures anew where it changes.
+Status LaunchGemm(const CallFrame& frame, cudaStream_t stream, cuda::GroupedGemmParams params);
 
+inline void SetFeatures(int64_t experts, int64_t in, int64_t out, cuda::GroupedGemmParams* params) {
+  params->num_experts = static_cast<int32_t>(experts);
+  params->in_features = static_cast<int32_t>(in);
+  params->out_features = static_cast<int32_t>(out);
+}
+
+extern XLA_FFI_Handler* const kGroupedGemmV1;
+extern XLA_FFI_Handler* const kGroupedGemmDwV1;
 // Of f32 operands, which are rounded to tf32.
 extern XLA_FFI_Handler* const kTf32GroupedGemmDwV1;
 

@@ -25,7 +25,6 @@ namespace ep_runtime {
 namespace {
 
 namespace ffi = xla::ffi;
-using xla::ffi::DataType;
 
 // One device's part of one call.
 struct NcclCall {
@@ -33,51 +32,26 @@ struct NcclCall {
   cudaStream_t stream;
   nccl::Peers peers;
   nccl::Blocks blocks;
-
-  const Buffer& given() const { return frame.args[0]; }
-  const Buffer& result() const { return frame.rets[0]; }
 };
-
-int64_t BytesOf(const Buffer& buffer) {
-  int64_t bytes = ElementBytes(buffer);
-  for (int64_t dim : buffer.dims) bytes *= dim;
-  return bytes;
-}
-
-bool IsFloat(DataType type) {
-  switch (type) {
-    case DataType::PRED:
-    case DataType::S8:
-    case DataType::S16:
-    case DataType::S32:
-    case DataType::S64:
-    case DataType::U8:
-    case DataType::U16:
-    case DataType::U32:
-    case DataType::U64:
-      return false;
-    default:
-      return true;
-  }
-}
 
 // blocks [P, ...] -> [P, ...]; of an all-gather block [...] -> [P, ...]. A second operand is not
 // read: benches chain calls by it.
 Status CheckBlocks(NcclCall* call) {
   const CallFrame& frame = call->frame;
-  EP_RETURN_IF_ERROR(CheckCount(frame, frame.args.size() == 2 ? 2 : 1, 1));
-  Dims want = call->given().dims;
+  EP_RETURN_IF_ERROR(frame.CheckCount(frame.args.size() == 2 ? 2 : 1, 1));
+  const auto [given] = frame.Args("blocks");
+  const auto [result] = frame.Rets("result");
+  Dims want = given.dims();
   if (call->blocks.gathers) {
     want.insert(want.begin(), call->peers.count);
   } else if (want.empty() || want[0] != call->peers.count) {
     want.resize(std::max<size_t>(want.size(), 1));
     want[0] = call->peers.count;
-    return CheckShape(frame, "blocks", call->given(), want);
+    return given.CheckShape(want);
   }
-  EP_RETURN_IF_ERROR(CheckArray(frame, "result", call->result(), call->given().dtype, want));
-  call->blocks.sent = static_cast<const uint8_t*>(call->given().data);
-  call->blocks.received = static_cast<uint8_t*>(call->result().data);
-  call->blocks.bytes = BytesOf(call->result()) / call->peers.count;
+  EP_RETURN_IF_ERROR(result.Read(given.type(), want, &call->blocks.received));
+  call->blocks.sent = static_cast<const uint8_t*>(given.data());
+  call->blocks.bytes = frame.rets[0].bytes() / call->peers.count;
   return Status();
 }
 
@@ -94,8 +68,8 @@ Status Exchange(nccl::NcclGroup& group, nccl::Communicator& communicator, const 
     return nccl::SendBlocks(*api, peers, blocks, comm, call.stream);
   });
   // Of a call that failed: NaN in floats, 0 in integers, as kernels leave it.
-  const uint8_t filling = IsFloat(call.result().dtype) ? 0xFF : 0;
-  const int64_t bytes = BytesOf(call.result());
+  const uint8_t filling = LostByte(call.frame.rets[0].dtype);
+  const int64_t bytes = call.frame.rets[0].bytes();
   // What an abort leaves may become an index or a trip count before anybody hears of it.
   if (status.ok()) {
     return communicator.mark()->Guard(call.stream, blocks.received, bytes, filling);
@@ -151,9 +125,8 @@ ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
   call.stream = stream;
   call.blocks.gathers = gathers;
   call.frame.call = gathers ? "ep_nccl_all_gather_v1" : "ep_nccl_exchange_v1";
-  Status status = ReadFrame(args, rets, &call.frame);
-  if (status.ok()) status = CallNccl(static_cast<uint64_t>(run.run_id), attrs, &call);
-  return status.ok() ? ffi::Error::Success() : ToXla(status);
+  return Answer(args, rets, &call.frame,
+                [&] { return CallNccl(static_cast<uint64_t>(run.run_id), attrs, &call); });
 }
 
 #define EP_RUNTIME_NCCL_BINDING                 \

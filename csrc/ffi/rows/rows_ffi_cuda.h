@@ -1,11 +1,7 @@
-// Custom calls that go over rows. They belong to no group: operands and a stream are all they need,
-// and each is one launch or two without workspace.
+// Custom calls that go over rows, each one launch or two without workspace.
 #ifndef EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
 #define EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
 
-#include <cuda_runtime.h>
-
-#include "cuda/device/device_group.h"
 #include "cuda/rows/row_groups.h"
 #include "ffi/call_frame.h"
 #include "ffi/target.h"
@@ -14,11 +10,7 @@ namespace ep_runtime {
 
 // Rows [S * C, width] in slabs of equal size, and group_sizes s32 [S, L], maybe [S, 0] of one group
 // of all rows.
-Status ReadRowGroups(const CallFrame& frame, const Buffer& sizes, const char* name,
-                     const Buffer& rows, cuda::rows::RowGroups* groups);
-// f32, bf16 or f16.
-Status ReadFloatRows(const CallFrame& frame, const char* name, const Buffer& got,
-                     cuda::RowType* type);
+Status ReadRowGroups(const Operand& sizes, const Operand& rows, cuda::rows::RowGroups* groups);
 
 // One per <op>_ffi_cuda.cc.
 extern XLA_FFI_Handler* const kActivationV1;
