@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
@@ -173,3 +175,16 @@ def test_top_k_refuses_what_it_cannot_sort() -> None:
         ep.top_k(jnp.zeros((2, 3)), 4)
     with pytest.raises(ValueError, match="x must have a float dtype, got int32"):
         ep.top_k(jnp.zeros((2, 3), jnp.int32), 1)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_top_k_of_a_sharded_batch_moves_nothing(explicit: bool) -> None:
+    mesh = fakes.mesh_of({"ep": 4}, explicit=explicit)
+    rows = NamedSharding(mesh, PartitionSpec("ep"))
+    x = jax.device_put(np.random.default_rng(2).standard_normal((16, 8)), rows)
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda x: ep.top_k(x, 2)).lower(x).compile()
+        values, idx = program(x)
+    assert "all-" not in program.as_text()
+    assert values.sharding.is_equivalent_to(rows, 2)
+    np.testing.assert_array_equal(idx, jax.lax.top_k(np.asarray(x), 2)[1])

@@ -28,7 +28,7 @@ def check(spec: LayerSpec, x: jax.Array, params: MoEParams) -> Sizes:
     name, found = "wi [E, H, ...]", wi.shape[1::-1]
     if params.router is not None:
         name, found = "router [H, E]", params.router.shape
-    wanted = (spec.hidden_size or x.shape[-1], spec.num_experts or wi.shape[0])
+    wanted = (spec.hidden_size or x.shape[-1], spec.num_experts or found[-1])
     if x.shape[-1:] != wanted[:1] or found != wanted:
         raise InvalidArgumentError(
             f"x [..., H] and {name} must fit H={wanted[0]} and E={wanted[1]} of LayerSpec "
