@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 from typing import Any
@@ -128,17 +129,13 @@ def test_what_transformers_stacks_in_memory_is_the_same(family: str) -> None:
 def test_other_forms_of_wi_are_written_alike(family: str) -> None:
     given = checkpoint(family)
     params = ep.convert.from_hf(family, given, layer=2)
-    bias = params.wi_bias
-    flat = ep.MoEParams(
-        params.router,
-        params.wi.reshape(EXPERTS, HIDDEN, 2 * INNER),
-        params.wo,
-        None if bias is None else bias.reshape(EXPERTS, 2 * INNER),
-        params.wo_bias,
-        params.router_bias,
-    )
-    for name, array in ep.convert.to_hf(family, flat, layer=2).items():
-        equal_bits(array, given[name])
+    wi, bias = params.wi, params.wi_bias
+    fused = (wi.reshape(EXPERTS, HIDDEN, -1), None if bias is None else bias.reshape(EXPERTS, -1))
+    apart = ((wi[:, :, 0], wi[:, :, 1]), None if bias is None else (bias[:, 0], bias[:, 1]))
+    for wi, bias in (fused, apart):
+        other = dataclasses.replace(params, wi=wi, wi_bias=bias)
+        for name, array in ep.convert.to_hf(family, other, layer=2).items():
+            equal_bits(array, given[name])
 
 
 def test_arrays_of_jax_and_torch_are_taken() -> None:
