@@ -102,6 +102,7 @@ MODELS: dict[str, Model] = {
         (*softmax((True, False), **LFM2), *softmax((True,), **LFM2 | {"use_expert_bias": False})),
     ),
     "Ernie-4.5": Model(oracles.ernie, (ERNIE,), "moe_k"),
+    "Llama-4": Model(oracles.llama4, (*softmax(num_experts_per_tok=1), *softmax())),
     "Phi-3.5": Model(
         oracles.phimoe,
         # As released, and so large that several experts are near the best.
