@@ -1,4 +1,4 @@
-"""The rooms of csrc/: each includes only what lies on floors below its own."""
+"""The rooms of csrc/: who includes whom, and that no two types have one name."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ def _floor(path: Path) -> int:
     raise AssertionError(f"{path} lies in no room: name its floor in {Path(__file__).name}")
 
 
+def _sources() -> list[Path]:
+    return [path for path in _SOURCES.rglob("*.*") if path.suffix in {".h", ".cc", ".cu", ".cuh"}]
+
+
 def _includes(path: Path) -> list[Path]:
     """The files of csrc/ that the file includes, relative to it."""
     named = re.findall(r'^#include "([^"]+)"', path.read_text(), re.M)
@@ -47,7 +51,7 @@ def _includes(path: Path) -> list[Path]:
 
 
 def test_rooms_include_only_what_lies_below() -> None:
-    files = [path for path in _SOURCES.rglob("*.*") if re.fullmatch(r"\.(h|cc|cuh?)", path.suffix)]
+    files = _sources()
     assert len(files) > 150
     upward = [
         f"{path.relative_to(_SOURCES)} includes {included}"
@@ -62,9 +66,26 @@ def test_every_include_of_ours_exists() -> None:
     roots = "|".join(sorted({floor.split("/")[0] for floor in _FLOORS}))
     missing = [
         f"{path.relative_to(_SOURCES)} includes {name}"
-        for path in _SOURCES.rglob("*.*")
-        if re.fullmatch(r"\.(h|cc|cuh?)", path.suffix)
+        for path in _sources()
         for name in re.findall(rf'^#include "((?:{roots})/[^"]+)"', path.read_text(), re.M)
         if not (_SOURCES / name).exists()
     ]
     assert not missing
+
+
+# One kind of call, with host pointers in csrc/cpu and with device pointers in csrc/cuda.
+_ON_BOTH = {"PrepareParams", "DispatchParams", "CombineParams", "CombineBwdParams", "RowType"}
+
+_TYPE = re.compile(
+    r"^\s*(?:struct|class|enum class|enum)(?: alignas\(\d+\))? (\w+)[^;{}()<>]*\{", re.M
+)
+
+
+def test_no_two_types_have_one_name() -> None:
+    homes: dict[str, set[str]] = {}
+    for path in _sources():
+        for name in _TYPE.findall(path.read_text()):
+            homes.setdefault(name, set()).add(path.relative_to(_SOURCES).as_posix())
+    assert len(homes) > 200
+    twins = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
+    assert set(twins) == _ON_BOTH, twins
