@@ -23,6 +23,7 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster.node_servicer import check_certificate
+from ep_runtime_server.journal import file as journal_file
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.nodes.config import Endpoint
 from ep_runtime_server.nodes.facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts
@@ -273,6 +274,40 @@ def test_a_slow_disk_holds_who_asks_and_not_the_loop(coordinator, monkeypatch):
         await facts.durable()
 
     asyncio.run(scene())
+
+
+def test_nor_does_one_on_which_the_file_is_written_anew(coordinator, monkeypatch):
+    facts, asked, taken = coordinator.facts, threading.Event(), threading.Event()
+    coordinator.nodes.join(identity("b"))
+    before, sync = facts.next_epoch(), os.fsync
+
+    def slow(fd: int) -> None:
+        asked.set()
+        assert taken.wait(10.0)
+        sync(fd)
+
+    monkeypatch.setattr(journal_file, "COMPACT_AT_BYTES", 0)
+    monkeypatch.setattr(os, "fsync", slow)
+
+    async def scene() -> int:
+        facts.next_epoch()
+        assert await asyncio.to_thread(asked.wait, 10.0)
+        epoch = facts.next_epoch()  # known here
+        facts.commit("1/job/moe", epoch)
+        facts.forget("b")
+        telling = asyncio.ensure_future(facts.durable())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not telling.done()  # and told to nobody
+        taken.set()
+        await telling
+        return epoch
+
+    assert asyncio.run(scene()) == before + 2
+    coordinator.restart()
+    facts = coordinator.facts
+    assert (facts.epoch, facts.committed_epoch("1/job/moe")) == (before + 2, before + 2)
+    assert "b" not in facts.nodes
 
 
 def test_what_a_disk_does_not_keep_is_written_anew_or_not_said(coordinator, monkeypatch):

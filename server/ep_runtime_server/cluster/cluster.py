@@ -323,4 +323,4 @@ class Cluster:
         if self.membership is not None:
             await self.membership.leave()
         await self.peers.close()
-        self.facts.close()
+        await self.facts.end()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
-from ep_runtime_server.journal.file import Journal
+from ep_runtime_server.base.beside import END_S
+from ep_runtime_server.journal.file import Journal, Record
 from ep_runtime_server.nodes.identity import is_identity
 
 _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
@@ -22,6 +24,9 @@ MAX_EPOCHS_AHEAD = 1 << 24
 
 # Of groups whose last view was committed; who still asks about an older one was away for long.
 MAX_COMMITTED = 4096
+
+# Records that wait while a new file is written.
+MAX_LATE = 4096
 
 
 class ClusterFacts:
@@ -37,6 +42,10 @@ class ClusterFacts:
         self._journal = journal
         self._num_put = self._num_durable = 0
         self._syncing: asyncio.Future[None] | None = None
+        # While a new file is written: by whom, and the records that it gets afterwards. Nobody
+        # else touches the journal then.
+        self._anew: asyncio.Future[None] | None = None
+        self._late: list[Record] = []
         facts = journal.take_facts()
         self.unreadable = sorted(key for key, value in facts.items() if not _is_fact(key, value))
         self._facts: dict[str, Any] = {
@@ -115,7 +124,7 @@ class ClusterFacts:
     def forget(self, node: str) -> None:
         """A node left. Where that cannot be written a restart takes it for unreachable."""
         if self._facts.pop(_NODE + node, None) is not None:
-            self._journal.append([(_NODE + node, None)])
+            self._drop(_NODE + node)
 
     def committed_epoch(self, group: str) -> int:
         """Of the group's last committed view; 0 for none."""
@@ -128,7 +137,7 @@ class ClusterFacts:
         if len(known) > MAX_COMMITTED:
             oldest = min(known, key=lambda key: int(self._facts[key]))
             del self._facts[oldest]
-            self._journal.append([(oldest, None)])
+            self._drop(oldest)
 
     async def durable(self) -> None:
         """Returns once all that is known now survives a crash of the host: who was told must find
@@ -146,12 +155,17 @@ class ClusterFacts:
     async def _sync(self) -> None:
         """One for all who wait. A disk may take long, and the event loop does not wait for it."""
         try:
+            await self._settled()
             journal, count = self._journal, self._num_put
             try:
                 await asyncio.to_thread(journal.begin_sync())
             except OSError as error:  # no descriptor is left
                 journal.error = error.strerror or str(error)
-            if journal.error and not journal.compact(self._facts):
+            await self._settled()
+            if journal.error:
+                self._write_anew()
+                await self._settled()
+            if journal.error:
                 raise PoolExhaustedError(
                     f"cannot keep what the cluster must know: {journal.error}; retry",
                     reason=journal.error,
@@ -163,16 +177,68 @@ class ClusterFacts:
     def _put(self, key: str, value: Any) -> None:
         """Written before it counts, and told to others once it is `durable`."""
         journal = self._journal
-        if journal.wants_compaction:
-            journal.compact(self._facts)
-        journal.admit()
-        if not journal.append([(key, value)]):
-            raise PoolExhaustedError(
-                f"cannot write what the cluster must know ({key}): {journal.error}; retry",
-                reason=journal.error,
-            )
+        if self._anew is None and journal.wants_compaction:
+            failed = bool(journal.error)
+            self._write_anew()
+            if failed and self._anew is not None:
+                raise PoolExhaustedError(
+                    f"cannot write what the cluster must know ({key}) before its file is written "
+                    "anew; retry"
+                )
+        if self._anew is not None:
+            if len(self._late) >= MAX_LATE:
+                raise PoolExhaustedError(
+                    f"cannot write what the cluster must know ({key}): {MAX_LATE} records wait for "
+                    "the disk; retry"
+                )
+            self._late.append((key, value))
+        else:
+            journal.admit()
+            if not journal.append([(key, value)]):
+                raise PoolExhaustedError(
+                    f"cannot write what the cluster must know ({key}): {journal.error}; retry",
+                    reason=journal.error,
+                )
         self._facts[key] = value
         self._num_put += 1
+
+    def _drop(self, key: str) -> None:
+        """Where that cannot be written a restart still knows it."""
+        if self._anew is None:
+            self._journal.append([(key, None)])
+        elif len(self._late) < MAX_LATE:
+            self._late.append((key, None))
+
+    def _write_anew(self) -> None:
+        """Begins to put a file of what is known now in the journal's place, beside the event loop;
+        does it where there is none: then nobody is served."""
+        facts = dict(self._facts)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._journal.compact(facts)
+            return
+        self._anew = asyncio.ensure_future(self._compact(facts))
+
+    async def _compact(self, facts: Mapping[str, Any]) -> None:
+        try:
+            await asyncio.to_thread(self._journal.compact, facts)
+        finally:
+            self._anew = None
+            late, self._late = self._late, []
+            if late:  # where that fails the next new file has them
+                self._journal.append(late)
+
+    async def _settled(self) -> None:
+        while self._anew is not None:
+            await asyncio.shield(self._anew)
+
+    async def end(self) -> None:
+        """Closes the journal; a new file that takes longer than END_S is left to init."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._settled()
+                self.close()
 
     def close(self) -> None:
         self._journal.close()
