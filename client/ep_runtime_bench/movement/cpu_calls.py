@@ -14,8 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_bench.base.options import ROW_ITEM_BYTES, BenchOptions, Sample, Transport
 from ep_runtime_bench.base.timing import in_turn
-from ep_runtime_bench.movement.cpu_movement import MEMCPY
-from ep_runtime_bench.movement.memcpy import Memcpy
+from ep_runtime_bench.movement.memcpy import MEMCPY, Memcpy
 from ep_runtime_client.groups.group import Group
 from ep_runtime_client.jobs.members import Member, start_jax
 from ep_runtime_client.sessions.session import Session

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+MEMCPY = "memcpy"  # of a subject
+
 
 class Memcpy:
     """Copies `size` bytes between two warm buffers, one thread per usable CPU.

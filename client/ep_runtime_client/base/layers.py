@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ep_runtime import layer_specs, specs
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
@@ -19,7 +19,30 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-    from ep_runtime_client.groups.group import Group
+
+class LiveGroup(Protocol):
+    """A `Group` of this process, as far as layers, ops and programs go."""
+
+    name: str
+    spec: specs.GroupSpec
+    mesh: Mesh
+    session: Any
+
+    @property
+    def is_gone(self) -> bool: ...
+
+    @property
+    def layer_names(self) -> list[str]: ...
+
+    def registered(self, name: str) -> EpLayer | LayerStack | None: ...
+
+    def require_layer(self, layer: EpLayer) -> None: ...
+
+    def require_open(self, layer: str | None = None) -> None: ...
+
+    def require_whole(self, layer: str | None = None) -> None: ...
+
+    def check(self, arrays: Any = None) -> Any: ...
 
 
 class LiveGroups:
@@ -27,9 +50,9 @@ class LiveGroups:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, LiveGroup] = {}
 
-    def add(self, group: Group) -> None:
+    def add(self, group: LiveGroup) -> None:
         """Raises InvalidArgumentError where another live group of this process has the name."""
         with self._lock:
             other = self._groups.get(group.name)
@@ -41,16 +64,16 @@ class LiveGroups:
                 )
             self._groups[group.name] = group
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: LiveGroup) -> None:
         with self._lock:
             if self._groups.get(group.name) is group:
                 del self._groups[group.name]
 
-    def get(self, name: str) -> Group | None:
+    def get(self, name: str) -> LiveGroup | None:
         with self._lock:
             return self._groups.get(name)
 
-    def all(self) -> list[Group]:
+    def all(self) -> list[LiveGroup]:
         with self._lock:
             return list(self._groups.values())
 
@@ -153,7 +176,7 @@ class EpLayer:
         )
 
     @property
-    def group(self) -> Group:
+    def group(self) -> LiveGroup:
         """The live group. Raises StaleHandleError where this process has none of that name."""
         group = live_groups.get(self.group_spec.name)
         if group is None:
@@ -201,7 +224,7 @@ class LayerStack:
         return self.spec.name
 
     @property
-    def group(self) -> Group:
+    def group(self) -> LiveGroup:
         """The live group. Raises StaleHandleError where this process has none of that name."""
         return self._layer(0).group
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client.base import jax_state
-from ep_runtime_client.daemons import children, registry, transport
+from ep_runtime_client.daemons import children, transport
 from ep_runtime_client.daemons.place import Place
 
 _log = logging.getLogger("ep_runtime")
@@ -128,35 +128,6 @@ def daemon_place(text: str | None) -> Place:
             f"{argument}={text!r} names no daemon to ask; give unix:///dir", argument=argument
         )
     return Place(address.directory, address.uid)
-
-
-def choose(address: str | None, *, ask: bool = True) -> Address:
-    """The address that `connect(address)` uses; starts nothing.
-
-    Without `ask` nobody is asked whether the node's default daemon answers: it does where this
-    process has a session with it.
-
-    $EP_RUNTIME_ADDRESS counts as if typed; without it the node's default daemon where it answers,
-    else an embedded one.
-
-    Raises:
-        PermissionDeniedError: the default daemon's directory could be another user's doing.
-    """
-    if address is not None:
-        return parse_address(address)
-    given = env.address()
-    if given is not None:
-        return parse_address(given, "EP_RUNTIME_ADDRESS")
-    if registry.sessions.embedded():
-        return Address(EMBEDDED)  # the one that this process chose before
-    default = env.runtime_directory()
-    if not ask:
-        known = Address(DIRECTORY, default)
-        return known if registry.sessions.find(known) is not None else Address(EMBEDDED)
-    if children.answers(Place(default), transport.READ_TIMEOUT_S):
-        return Address(DIRECTORY, default)
-    _log.info("no daemon answers at unix://%s, so this process gets one of its own", default)
-    return Address(EMBEDDED)
 
 
 def open_runtime(address: Address, timeout_s: float) -> ReachedRuntime:

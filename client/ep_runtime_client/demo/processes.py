@@ -15,6 +15,7 @@ from ep_runtime_client.daemons import runtime
 from ep_runtime_client.demo import nodes
 from ep_runtime_client.demo.config import DemoConfig, Transport
 from ep_runtime_client.jobs.members import Members, reserved_coordinator
+from ep_runtime_client.sessions import connecting
 
 
 def run(config: DemoConfig) -> int:
@@ -26,7 +27,7 @@ def run(config: DemoConfig) -> int:
             transport = spanning if config.transport == "auto" else config.transport
             ready = dataclasses.replace(config, transport=transport, addresses=tuple(addresses))
             return _run(ready)
-    if config.address is None and runtime.choose(None).kind == runtime.EMBEDDED:
+    if config.address is None and connecting.choose(None).kind == runtime.EMBEDDED:
         config = dataclasses.replace(config, address=runtime.NODE)
     return _run(config)
 

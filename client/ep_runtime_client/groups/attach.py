@@ -20,15 +20,14 @@ from ep_runtime_client.base.dtypes import dtype_name
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups import estimate, forming
 from ep_runtime_client.groups.group import Group
+from ep_runtime_client.groups.owner import GroupOwner
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ep_runtime_client.sessions.session import Session
-
 
 def resolve(
-    session: Session, mesh: Any, transport: str, max_token_dtype: Any, **arguments: Any
+    session: GroupOwner, mesh: Any, transport: str, max_token_dtype: Any, **arguments: Any
 ) -> specs.GroupSpec:
     """The spec of create_group's arguments on a concrete mesh.
 
@@ -51,7 +50,7 @@ def resolve(
     )
 
 
-def _in_cluster(session: Session) -> bool:
+def _in_cluster(session: GroupOwner) -> bool:
     control = session.control
     request = session_service_pb2.GetServerInfoRequest()
     return CLUSTER in control.call(control.sessions.GetServerInfo, request).features
@@ -94,7 +93,7 @@ def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -
     )
 
 
-def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
+def make_group(session: GroupOwner, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
     """Forms the group and makes it this process's live group of that name."""
     _check_free(session, spec.name)
     _check_shared(session, spec.name, mesh)
@@ -111,7 +110,7 @@ def make_group(session: Session, spec: specs.GroupSpec, mesh: Mesh, *, replace: 
     return group
 
 
-def _check_free(session: Session, name: str) -> None:
+def _check_free(session: GroupOwner, name: str) -> None:
     """Layers find their group by name, so a name is open once in a process."""
     other = live_groups.get(name)
     if other is not None and other.session is not session:
@@ -122,7 +121,7 @@ def _check_free(session: Session, name: str) -> None:
         )
 
 
-def _check_shared(session: Session, name: str, mesh: Mesh) -> None:
+def _check_shared(session: GroupOwner, name: str, mesh: Mesh) -> None:
     """Raises InvalidArgumentError where the mesh's other processes cannot come to the group."""
     processes = meshes.processes_of(mesh)
     if len(processes) > 1 and session.alone:
@@ -160,7 +159,7 @@ def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
     return forming.Claim(tuple(ours), tuple(ordinals) if device_layout.on_device(spec) else ())
 
 
-def stored_spec(session: Session, name: str) -> specs.GroupSpec:
+def stored_spec(session: GroupOwner, name: str) -> specs.GroupSpec:
     """The spec that the daemon keeps for a group of the session's job.
 
     Raises:

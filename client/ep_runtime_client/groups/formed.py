@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ep_runtime import board_file, native, specs, wire
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime.v1 import group_service_pb2, types_pb2
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.place import Place
-
-if TYPE_CHECKING:
-    from ep_runtime_client.sessions.session import Session
+from ep_runtime_client.groups.owner import GroupOwner
 
 
 class Memory:
@@ -73,7 +70,7 @@ class Formed:
 
 
 def fetch(
-    session: Session, control: transport.ControlChannel, name: str, generation: int
+    session: GroupOwner, control: transport.ControlChannel, name: str, generation: int
 ) -> Memory:
     """The descriptors of the group's board and of every window of this node."""
     ticket = control.call(

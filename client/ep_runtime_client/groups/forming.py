@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import uuid
-from typing import TYPE_CHECKING
 
 from ep_runtime import device_layout, env, native, nccl, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
@@ -14,10 +13,8 @@ from ep_runtime.v1 import group_service_pb2
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.groups import allocator
 from ep_runtime_client.groups.formed import Formed, Memory, fetch, restore
+from ep_runtime_client.groups.owner import GroupOwner
 from ep_runtime_client.nccl import beside, communicators
-
-if TYPE_CHECKING:
-    from ep_runtime_client.sessions.session import Session
 
 # The daemon answers at `wait`; the call's own deadline only ends a call nobody answers.
 _GRACE_S = 5.0
@@ -37,7 +34,7 @@ class Claim:
     ordinals: tuple[int, ...] = ()
 
 
-def form(session: Session, spec: specs.GroupSpec, claim: Claim, *, replace: bool) -> Formed:
+def form(session: GroupOwner, spec: specs.GroupSpec, claim: Claim, *, replace: bool) -> Formed:
     """Makes the group at the daemon and maps its windows here.
 
     Raises:
@@ -61,7 +58,7 @@ class _Formation:
     """
 
     def __init__(
-        self, session: Session, spec: specs.GroupSpec, claim: Claim, *, replace: bool
+        self, session: GroupOwner, spec: specs.GroupSpec, claim: Claim, *, replace: bool
     ) -> None:
         self._session = session
         self._spec = spec
@@ -173,7 +170,7 @@ def _left(formed: Formed) -> list[int]:
     ]
 
 
-def _say_failed(session: Session, ranks: nccl.Ranks, error: str) -> None:
+def _say_failed(session: GroupOwner, ranks: nccl.Ranks, error: str) -> None:
     """A communicator failed without a process of the group being gone."""
     if not session.has_daemon:
         return
@@ -226,7 +223,7 @@ def on_gpus(claim: Claim) -> native.OnGpus:
 
 
 def leave(
-    session: Session, name: str, generation: int, native_group: native.OpenGroup | None
+    session: GroupOwner, name: str, generation: int, native_group: native.OpenGroup | None
 ) -> None:
     """Unmaps the windows and leaves the group; a daemon that is away hears of it later."""
     unmap(native_group)

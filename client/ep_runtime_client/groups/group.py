@@ -17,13 +17,13 @@ from ep_runtime_client.daemons import transport
 from ep_runtime_client.groups import estimate, forming, registering
 from ep_runtime_client.groups.formed import Formed, restore
 from ep_runtime_client.groups.health import GroupHealth
+from ep_runtime_client.groups.owner import GroupOwner
 from ep_runtime_client.groups.registrations import Registrations
 from ep_runtime_client.programs import failures
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ep_runtime_client.sessions.session import Session
 
 _log = logging.getLogger("ep_runtime")
 _PUBLIC = (
@@ -50,7 +50,7 @@ class Group:
         reattached: True where the windows of an earlier process were taken over.
     """
 
-    def __init__(self, session: Session, mesh: Mesh, formed: Formed) -> None:
+    def __init__(self, session: GroupOwner, mesh: Mesh, formed: Formed) -> None:
         self.name = formed.spec.name
         self.spec = formed.spec
         self.mesh = mesh

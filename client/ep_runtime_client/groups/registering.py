@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ep_runtime import layer_specs, specs, wire
 from ep_runtime.v1 import layer_service_pb2
 from ep_runtime_client.daemons import transport
-
-if TYPE_CHECKING:
-    from ep_runtime_client.sessions.session import Session
+from ep_runtime_client.groups.owner import GroupOwner
 
 
 def register(
-    session: Session,
+    session: GroupOwner,
     spec: specs.GroupSpec,
     generation: int,
     layers: Sequence[layer_specs.LayerSpec],
@@ -68,7 +65,7 @@ def register(
 
 
 def _register_some(
-    session: Session, request: layer_service_pb2.RegisterLayersRequest
+    session: GroupOwner, request: layer_service_pb2.RegisterLayersRequest
 ) -> layer_service_pb2.RegisterLayersResponse:
     answer: layer_service_pb2.RegisterLayersResponse = session.run(
         lambda control: control.call(

@@ -11,13 +11,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_runtime import errors
-from ep_runtime_client.base.layers import live_groups
-
-if TYPE_CHECKING:
-    from ep_runtime_client.groups.group import Group
+from ep_runtime_client.base.layers import LiveGroup, live_groups
 
 # A dead process is told to every node within this time.
 TOLD_S = 2.0
@@ -101,7 +98,7 @@ def _lost_peer(error: Exception) -> errors.PeerLostError | None:
     return None
 
 
-def _lost(group: Group) -> errors.PeerLostError:
+def _lost(group: LiveGroup) -> errors.PeerLostError:
     fields: dict[str, Any] = {"group": group.name}
     try:
         group.require_open()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
-from ep_runtime import specs
+from ep_runtime import env, specs
 from ep_runtime.errors import SpecMismatchError
 from ep_runtime_client.base import jax_state
-from ep_runtime_client.daemons import registry, transport
+from ep_runtime_client.daemons import children, transport
 from ep_runtime_client.daemons import runtime as runtimes
+from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.sessions import registry
 from ep_runtime_client.sessions.session import Session
 from ep_runtime_client.sessions.watchdog import Watchdog
+
+_log = logging.getLogger("ep_runtime")
 
 
 def connect(
@@ -69,10 +74,10 @@ def connect(
     if job is not None:
         specs.check_name("job", job)
     if jax_state.under_tracing():
-        return _connected(runtimes.choose(address, ask=False), job)
+        return _connected(choose(address, ask=False), job)
     jax_state.prepare_cpu_pool()
-    return registry.sessions.acquire(
-        runtimes.choose(address),
+    opened: Session = registry.sessions.acquire(
+        choose(address),
         lambda found: _check_same_job(found, job),
         lambda chosen: Session(
             runtimes.open_runtime(chosen, timeout_s),
@@ -82,11 +87,12 @@ def connect(
             Watchdog(loss_grace_s),
         ),
     )
+    return opened
 
 
 def _connected(chosen: runtimes.Address, job: str | None) -> Session:
     """The open session with a daemon, under tracing."""
-    found = registry.sessions.find(chosen)
+    found: Session | None = registry.sessions.find(chosen)
     if found is None:
         at = chosen.kind if chosen.directory is None else f"unix://{chosen.directory}"
         jax_state.needs_eager("connect", f"session with {at!r}")
@@ -106,3 +112,36 @@ def _check_same_job(found: Session, job: str | None) -> None:
             theirs=found.job,
             ours=job,
         )
+
+
+def choose(address: str | None, *, ask: bool = True) -> runtimes.Address:
+    """The address that `connect(address)` uses; starts nothing.
+
+    Without `ask` nobody is asked whether the node's default daemon answers: it does where this
+    process has a session with it.
+
+    $EP_RUNTIME_ADDRESS counts as if typed; without it the node's default daemon where it answers,
+    else an embedded one.
+
+    Raises:
+        PermissionDeniedError: the default daemon's directory could be another user's doing.
+    """
+    if address is not None:
+        return runtimes.parse_address(address)
+    given = env.address()
+    if given is not None:
+        return runtimes.parse_address(given, "EP_RUNTIME_ADDRESS")
+    if registry.sessions.embedded():
+        return runtimes.Address(runtimes.EMBEDDED)  # the one that this process chose before
+    default = env.runtime_directory()
+    if not ask:
+        known = runtimes.Address(runtimes.DIRECTORY, default)
+        return (
+            known
+            if registry.sessions.find(known) is not None
+            else runtimes.Address(runtimes.EMBEDDED)
+        )
+    if children.answers(Place(default), transport.READ_TIMEOUT_S):
+        return runtimes.Address(runtimes.DIRECTORY, default)
+    _log.info("no daemon answers at unix://%s, so this process gets one of its own", default)
+    return runtimes.Address(runtimes.EMBEDDED)

@@ -12,18 +12,17 @@ from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.groups import attach
 from ep_runtime_client.groups.group import Group
+from ep_runtime_client.groups.owner import GroupOwner
 from ep_runtime_client.sessions.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ep_runtime_client.sessions.session import Session
-
 
 class OpenGroups:
     """By name. Thread-safe: groups of different names form side by side."""
 
-    def __init__(self, session: Session, watchdog: Watchdog) -> None:
+    def __init__(self, session: GroupOwner, watchdog: Watchdog) -> None:
         self._session = session
         self._watchdog = watchdog
         self._lock = threading.RLock()

@@ -18,12 +18,13 @@ from ep_runtime.errors import (
 )
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client.base import jax_state
-from ep_runtime_client.daemons import registry, transport
 from ep_runtime_client.daemons import runtime as runtimes
+from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.link import Callbacks, Link
 from ep_runtime_client.daemons.place import Place
 from ep_runtime_client.groups import attach
 from ep_runtime_client.groups.group import Group
+from ep_runtime_client.sessions import registry
 from ep_runtime_client.sessions.open_groups import OpenGroups
 from ep_runtime_client.sessions.watchdog import Watchdog
 

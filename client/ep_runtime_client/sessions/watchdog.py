@@ -17,15 +17,12 @@ import queue
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_runtime.errors import EpRuntimeError, PeerLostError
 from ep_runtime_client.base import jax_state
-from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.base.layers import LiveGroup, live_groups
 from ep_runtime_client.programs.failures import TOLD_S
-
-if TYPE_CHECKING:
-    from ep_runtime_client.groups.group import Group
 
 _log = logging.getLogger("ep_runtime")
 
@@ -44,7 +41,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._words: queue.SimpleQueue[_Word] | None = None  # to the countdown under way
 
-    def lost(self, group: Group, error: EpRuntimeError) -> None:
+    def lost(self, group: LiveGroup, error: EpRuntimeError) -> None:
         """A process of the group is gone: tells it, and begins to count."""
         name = type(error).__name__
         if self._grace_s is None:
@@ -91,7 +88,7 @@ class _Word(enum.Enum):
 
 
 def _count(
-    group: Group, error: EpRuntimeError, grace_s: float, words: queue.SimpleQueue[_Word]
+    group: LiveGroup, error: EpRuntimeError, grace_s: float, words: queue.SimpleQueue[_Word]
 ) -> None:
     try:
         if words.get(timeout=grace_s) is _Word.CLOSED:
@@ -101,7 +98,7 @@ def _count(
         _end(group, error, grace_s)
 
 
-def _end(group: Group, error: EpRuntimeError, grace_s: float) -> None:
+def _end(group: LiveGroup, error: EpRuntimeError, grace_s: float) -> None:
     try:
         group.check()
     except PeerLostError as of_a_call:  # where one has waited: it names layer and op

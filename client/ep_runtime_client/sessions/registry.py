@@ -6,32 +6,43 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.daemons.farewells import farewells
-
-if TYPE_CHECKING:
-    from ep_runtime_client.daemons.runtime import Address
-    from ep_runtime_client.sessions.session import Session
+from ep_runtime_client.daemons.runtime import Address
 
 
-class OpenSessions:
+class OpenSession(Protocol):
+    """What this asks of a session."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def end(self) -> None: ...
+
+    def at_exit(self) -> None: ...
+
+
+_Session = TypeVar("_Session", bound=OpenSession)
+
+
+class OpenSessions(Generic[_Session]):
     """Open sessions by daemon, each with the number of its `connect()` calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._open: dict[str, tuple[Session, int]] = {}
-        self._inherited: list[Session] = []
+        self._open: dict[str, tuple[_Session, int]] = {}
+        self._inherited: list[_Session] = []
         self._installed = False
 
     def acquire(
         self,
         address: Address,
-        check: Callable[[Session], None],
-        make: Callable[[Address], Session],
-    ) -> Session:
+        check: Callable[[_Session], None],
+        make: Callable[[Address], _Session],
+    ) -> _Session:
         """The session with that daemon, made where there is none or the one there is over."""
         with self._lock:
             self._install()
@@ -46,13 +57,13 @@ class OpenSessions:
             self._open[address.key] = (session, count + 1)
             return session
 
-    def find(self, address: Address) -> Session | None:
+    def find(self, address: Address) -> _Session | None:
         """The open session with that daemon; counts nothing."""
         with self._lock:
             session, _ = self._open.get(address.key, (None, 0))
             return session if session is not None and session.alive else None
 
-    def release(self, session: Session) -> bool:
+    def release(self, session: _Session) -> bool:
         """Counts one `close()`; True where it was the last one.
 
         Under tracing it counts nothing, as a `connect()` there does not.
@@ -100,4 +111,4 @@ class OpenSessions:
             session.at_exit()
 
 
-sessions = OpenSessions()
+sessions: OpenSessions[Any] = OpenSessions()
