@@ -20,7 +20,7 @@ from ep_runtime_client.block.moe import init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
-from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Activation
+from ep_runtime_client.ops.activation.function import ACTIVATIONS, Activation
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import kernels_8
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels

@@ -17,7 +17,7 @@ from references import grouped as reference
 
 import ep_runtime as ep
 from ep_runtime_client.ops.activation import plain as activation_plain
-from ep_runtime_client.ops.activation.plain import Activation
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import kernels_16, kernels_32
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 

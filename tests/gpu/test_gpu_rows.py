@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import plain as activation_plain
-from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Activation
+from ep_runtime_client.ops.activation.function import ACTIVATIONS, Activation
 from ep_runtime_client.ops.gemm import kernels_bias
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.activation.op import activate
-from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.programs.explain import explain
 

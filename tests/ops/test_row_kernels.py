@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
+from ep_runtime_client.ops.activation import function
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import plain as activation_plain
-from ep_runtime_client.ops.activation.plain import Activation
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import kernels_bias
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows, platform, serve
@@ -75,8 +76,8 @@ def test_gpus_activate_by_kernels_and_cpus_do_not(shape: Any, weighted: bool) ->
 
 
 def test_every_named_function_has_a_kernel() -> None:
-    assert {*activation_kernels.FUNCTIONS} == {*activation_plain.ACTIVATIONS}
-    numbers = {activation_plain.ACTIVATIONS[n]: k for n, k in activation_kernels.FUNCTIONS.items()}
+    assert {*activation_kernels.FUNCTIONS} == {*function.ACTIVATIONS}
+    numbers = {function.ACTIVATIONS[n]: k for n, k in activation_kernels.FUNCTIONS.items()}
     assert sorted(numbers.values()) == list(range(7))
 
 

@@ -14,7 +14,7 @@ from ep_runtime_bench.one_device import rows
 from ep_runtime_bench.one_device.gpu_gemm import LOADS, loads
 from ep_runtime_bench.one_device.rows import RowSizes, Subject
 from ep_runtime_client.ops.activation import plain as activation_plain
-from ep_runtime_client.ops.activation.plain import Activation
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.quantize.formats.tiles import bits

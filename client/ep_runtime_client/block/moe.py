@@ -22,8 +22,8 @@ from ep_runtime_client.block.params import MoEParams as MoEParams
 from ep_runtime_client.block.params import init_moe_params as init_moe_params
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import quantized_op
+from ep_runtime_client.ops.activation.function import Activation, Function
 from ep_runtime_client.ops.activation.op import activate
-from ep_runtime_client.ops.activation.plain import Activation, Function
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Dispatched
 from ep_runtime_client.ops.gemm.api import multiply

@@ -14,7 +14,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.block.params import Halves, MoEParams, check_all_or_none, logical_axes
-from ep_runtime_client.ops.activation.plain import ACTIVATIONS, Function
+from ep_runtime_client.ops.activation.function import ACTIVATIONS, Function
 from ep_runtime_client.ops.partitioning.regions import known_entries
 from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ep_runtime_client.block.moe_checks import Recipes
-from ep_runtime_client.ops.activation.plain import Function
+from ep_runtime_client.ops.activation.function import Function
 from ep_runtime_client.ops.routing.api import Routing
 
 

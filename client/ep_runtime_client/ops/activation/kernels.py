@@ -16,7 +16,7 @@ from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import targets
 
 if TYPE_CHECKING:
-    from ep_runtime_client.ops.activation.plain import Activation
+    from ep_runtime_client.ops.activation.function import Activation
 
 TARGETS = targets("ep_activation_v1", "ep_activation_bwd_v1")
 # Numbers of csrc/cuda/rows/activation.h.

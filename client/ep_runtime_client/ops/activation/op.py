@@ -11,7 +11,7 @@ import jax
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation import plain
-from ep_runtime_client.ops.activation.plain import Activation
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums

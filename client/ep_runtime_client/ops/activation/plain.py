@@ -9,9 +9,7 @@ S: slabs on this device, one but where nothing is spread.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.activation import identity, kernels
+from ep_runtime_client.ops.activation import kernels
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.kernels import platform, row_blocks
 from ep_runtime_client.ops.kernels.ffi import register_for_gpus
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
@@ -30,70 +29,6 @@ from ep_runtime_client.ops.tracing import slack
 GPU_BLOCK_ROWS = 8192
 
 Result = TypeVar("Result")
-Function = str | Callable[..., jax.Array]
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "linear": lambda x: x,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """What is computed of a row. Hashable: a static argument.
-
-    Attributes:
-        function: a name of ACTIVATIONS, f(gate), f(gate, up), or f(h) where not gated.
-        gated: whether rows hold gate and up.
-        dtype: of the result; computed in f32, or in f64 where that is the dtype.
-    """
-
-    function: Function
-    gated: bool
-    dtype: Any
-
-    def __repr__(self) -> str:
-        """Equal in every process of a job, and for functions that compute the same."""
-        given = self.function
-        if not isinstance(given, str):
-            operands = 2 if self.gated and takes_two(given) else 1
-            given = identity.of(given, operands, self.wide)
-        return f"Activation({given}, gated={self.gated}, {jnp.dtype(self.dtype).name})"
-
-    @property
-    def wide(self) -> Any:
-        return jnp.float64 if self.dtype == jnp.float64 else jnp.float32
-
-    def rows(self, hidden: jax.Array) -> jax.Array:
-        """[block, 2, M], [block, 2M] or, not gated, [block, M] -> [block, M], wide."""
-        given = self.function
-        function: Callable[..., jax.Array] = ACTIVATIONS[given] if isinstance(given, str) else given
-        hidden = hidden.astype(self.wide)
-        if not self.gated:
-            return function(hidden)
-        gate, up = jnp.split(hidden, 2, axis=1)
-        gate, up = (x.reshape(x.shape[0], -1) for x in (gate, up))
-        return function(gate, up) if takes_two(function) else function(gate) * up
-
-
-def takes_two(function: Callable[..., jax.Array]) -> bool:
-    """Whether `function` wants (gate, up) instead of (gate)."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    required = [
-        p
-        for p in parameters
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    return len(required) == 2
 
 
 def forward(

@@ -22,7 +22,7 @@ from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import from_bits, num_tiles
 
 if TYPE_CHECKING:
-    from ep_runtime_client.ops.activation.plain import Activation
+    from ep_runtime_client.ops.activation.function import Activation
 
 TARGETS = targets("ep_activation_amax_v1", "ep_quantize_activation_v1")
 _F32 = jnp.dtype(jnp.float32)

@@ -14,8 +14,8 @@ from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation import op as activation_op
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.activation.op import ActivationOp
-from ep_runtime_client.ops.activation.plain import Activation
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.resolved import Resolved

@@ -16,7 +16,7 @@ import jax
 
 from ep_runtime_client.ops.activation import plain
 from ep_runtime_client.ops.activation import quantized_kernels as kernels
-from ep_runtime_client.ops.activation.plain import Activation
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.activation.quantized_kernels import ActivationOperands
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import plain as quantize_plain
