@@ -51,4 +51,17 @@ Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
   return Status();
 }
 
+Status CheckHandle(const LayerEntry& layer, uint32_t handle) {
+  if (static_cast<int64_t>(handle) < layer.in_flight) return Status();
+  return InvalidArgument("layer " + layer.name + ": handle must be below in_flight=" +
+                         std::to_string(layer.in_flight) + ", got " + std::to_string(handle))
+      .With("argument", std::string("handle"));
+}
+
+Error OtherMesh(int device, const std::string& group) {
+  return InvalidArgument("CUDA device " + std::to_string(device) + " drives no rank of group " +
+                         group + "; the program runs on another mesh")
+      .With("argument", std::string("mesh"));
+}
+
 }  // namespace ep_runtime

@@ -3,8 +3,10 @@
 #define EP_RUNTIME_FFI_READ_CALL_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/base/status.h"
+#include "core/groups/registry.h"
 #include "ffi/call_frame.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -21,6 +23,10 @@ struct Attributes {
 xla::ffi::Error ToXla(const Status& status);
 Status ReadFrame(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets, CallFrame* frame);
 Status ReadAttributes(const xla::ffi::Dictionary& attrs, Attributes* out);
+
+Status CheckHandle(const LayerEntry& layer, uint32_t handle);
+// Of a CUDA device that drives no rank of that group.
+Error OtherMesh(int device, const std::string& group);
 
 // What XLA hears of a call that ends before its handler returns: `launch` finds `frame` filled.
 template <typename Launch>

@@ -49,12 +49,7 @@ Status RunInGroup(const Pending& pending, const LayerEntry& layer,
                            " was made with another mesh")
         .With("rank", world_rank);
   }
-  if (static_cast<int64_t>(pending.attributes.handle) >= layer.in_flight) {
-    return InvalidArgument("layer " + layer.name +
-                           ": handle must be below in_flight=" + std::to_string(layer.in_flight) +
-                           ", got " + std::to_string(pending.attributes.handle))
-        .With("argument", std::string("handle"));
-  }
+  EP_RETURN_IF_ERROR(CheckHandle(layer, pending.attributes.handle));
   CallContext context;
   context.group = group;
   context.layer = layer;

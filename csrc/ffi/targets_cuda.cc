@@ -45,17 +45,8 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
   int device = -1;
   EP_RETURN_IF_ERROR(cuda::Check(cudaGetDevice(&device), "cudaGetDevice"));
   const cuda::LocalRank* rank = device_group->OfDevice(device);
-  if (rank == nullptr) {
-    return InvalidArgument("CUDA device " + std::to_string(device) + " drives no rank of group " +
-                           group->options().name + "; the program runs on another mesh")
-        .With("argument", std::string("mesh"));
-  }
-  if (static_cast<int64_t>(launch.attributes.handle) >= layer.in_flight) {
-    return InvalidArgument("layer " + layer.name +
-                           ": handle must be below in_flight=" + std::to_string(layer.in_flight) +
-                           ", got " + std::to_string(launch.attributes.handle))
-        .With("argument", std::string("handle"));
-  }
+  if (rank == nullptr) return OtherMesh(device, group->options().name);
+  EP_RETURN_IF_ERROR(CheckHandle(layer, launch.attributes.handle));
   CallContext context;
   context.group = group;
   context.layer = layer;

@@ -90,11 +90,7 @@ Status RunInGroup(nccl::NcclGroup& group, uint64_t run, int64_t node_size, bool 
   int device = -1;
   EP_RETURN_IF_ERROR(cuda::Check(cudaGetDevice(&device), "cudaGetDevice"));
   nccl::Communicator* communicator = group.OfDevice(device);
-  if (communicator == nullptr) {
-    return InvalidArgument("CUDA device " + std::to_string(device) + " drives no rank of group " +
-                           group.options().name + "; the program runs on another mesh")
-        .With("argument", std::string("mesh"));
-  }
+  if (communicator == nullptr) return OtherMesh(device, group.options().name);
   call->peers = nccl::PeersOf(communicator->place().rank, ep_size, node_size, rail);
   EP_RETURN_IF_ERROR(CheckBlocks(call));
   return Exchange(group, *communicator, *call);
