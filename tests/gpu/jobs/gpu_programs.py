@@ -30,6 +30,7 @@ class Layers:
         stack: three layers of that group.
         other: of a second group, with two halves that have experts of their own.
         rule: of a third one, partitioned by custom_partitioning.
+        staged: of a fourth one, whose halves are stages of a pipeline.
         mesh: of the first group.
     """
 
@@ -38,13 +39,15 @@ class Layers:
     stack: ep.LayerStack
     other: ep.EpLayer
     rule: ep.EpLayer
+    staged: ep.EpLayer
     mesh: Mesh
 
 
 def layers_on(devices: Any, group: Callable[..., Any]) -> Layers:
-    """Layers in three groups that `group(name, mesh, **settings)` makes, on a row of devices."""
+    """Layers in four groups that `group(name, mesh, **settings)` makes, on a row of devices."""
     mesh = Mesh(np.array(devices), ("ep",))
     halves = Mesh(mesh.devices.reshape(-1, max(mesh.size // 2, 1)), ("dp", "ep"))
+    stages = Mesh(halves.devices, ("stage", "ep"))
     first = group("first", mesh)
     return Layers(
         one=first.register_layer("one", top_k=TOP_K),
@@ -52,6 +55,7 @@ def layers_on(devices: Any, group: Callable[..., Any]) -> Layers:
         stack=first.register_layer_stack("stack", 3, top_k=TOP_K),
         other=group("second", halves, outer_axes="dp").register_layer("other", top_k=TOP_K),
         rule=group("rule", mesh, partitioning="rule").register_layer("rule", top_k=TOP_K),
+        staged=group("staged", stages).register_layer("staged", top_k=TOP_K),
         mesh=mesh,
     )
 
@@ -105,6 +109,32 @@ def rule(layers: Layers) -> Any:
         return jnp.cos(block(layers.rule, x, idx, weights)).sum()
 
     return _graded(loss)
+
+
+def stages(layers: Layers) -> Any:
+    """Blocks of two stages, each with its own weights."""
+    count = layers.staged.mesh.shape["stage"]
+    own = [
+        ep.init_moe_params(key, layers.staged, 32)
+        for key in jax.random.split(jax.random.key(2), count)
+    ]
+    params = jax.tree.map(lambda *each: jnp.stack(each), *own)
+
+    def loss(x: Any, params: Any) -> Any:
+        def stage(x: Any, own: Any) -> Any:
+            return x + ep.moe(layers.staged, x, own)[0]
+
+        x = x.reshape(count, -1, HIDDEN)
+        return jnp.cos(jax.vmap(stage, spmd_axis_name="stage")(x, params)).sum()
+
+    @jax.jit
+    def run(x: Any, idx: Any, weights: Any) -> Any:
+        del idx, weights
+        value, (d_x, d_params) = jax.value_and_grad(loss, argnums=(0, 1))(x, params)
+        # On the mesh of the tokens nothing could say how the stages' gradients lie.
+        return value, d_x, jax.tree.map(lambda grad: jnp.square(grad).sum(), d_params)
+
+    return run
 
 
 def donated(layers: Layers) -> Any:
@@ -201,6 +231,7 @@ PROGRAMS = (
     interleaved,
     two_groups,
     rule,
+    stages,
     donated,
     loops,
     moe,

@@ -12,9 +12,10 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.custom_batching import custom_vmap
-from jax.extend.core import Primitive
+from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
+from jax.interpreters import partial_eval as pe
 
 from ep_runtime_client.ops.tracing.varying import Axes
 
@@ -47,18 +48,11 @@ def one_each(body: Callable[..., Any]) -> Callable[..., Any]:
     """`body` of a shard_map for operands that may have a batch of one, which is what `batched_over`
     leaves to a device."""
 
-    @custom_vmap
     def run(*blocks: jax.Array) -> Any:
-        return body(*blocks)
+        traced, shapes = jax.make_jaxpr(body, return_shape=True)(*blocks)
+        results = _alone_p.bind(*blocks, call_jaxpr=traced)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    def squeezed(axis_size: int, in_batched: Any, *blocks: jax.Array) -> Any:
-        if axis_size != 1:
-            raise NotImplementedError(_REASON)
-        alone = (x[0] if batched else x for x, batched in zip(blocks, in_batched, strict=True))
-        made = jax.tree.map(lambda x: x[None], run(*alone))
-        return made, jax.tree.map(lambda _: True, made)
-
-    run.def_vmap(squeezed)
     return run
 
 
@@ -92,9 +86,33 @@ def _batch(axis: Any, operands: Any, dims: Any, *, free: Any, never: str) -> Any
     return _batched_p.bind(*operands, free=free, never=never), dims
 
 
+def _squeezed(axis: Any, blocks: Any, dims: Any, *, call_jaxpr: Any) -> Any:
+    if axis.size != 1:
+        raise NotImplementedError(_REASON)
+    alone = [
+        x if dim is None else lax.squeeze(x, [dim]) for x, dim in zip(blocks, dims, strict=True)
+    ]
+    results = _alone_p.bind(*alone, call_jaxpr=call_jaxpr)
+    return [x[None] for x in results], (0,) * len(results)
+
+
+def _run(*blocks: jax.Array, call_jaxpr: Any) -> Any:
+    return jaxpr_as_fun(call_jaxpr)(*blocks)
+
+
 _batched_p = Primitive("ep_batched_over")
 _batched_p.multiple_results = True
 _batched_p.def_impl(lambda *operands, free, never: operands)
 _batched_p.def_abstract_eval(lambda *operands, free, never: operands)
 batching.fancy_primitive_batchers[_batched_p] = _batch
 mlir.register_lowering(_batched_p, lambda ctx, *operands, free, never: operands)
+
+_alone_p = Primitive("ep_alone")
+_alone_p.multiple_results = True
+_alone_p.def_impl(_run)
+_alone_p.def_effectful_abstract_eval(
+    lambda *blocks, call_jaxpr: (call_jaxpr.out_avals, call_jaxpr.effects)
+)
+batching.fancy_primitive_batchers[_alone_p] = _squeezed
+pe.dce_rules[_alone_p] = pe.dce_jaxpr_closed_call_rule  # what nobody uses is not called
+mlir.register_lowering(_alone_p, mlir.lower_fun(_run, multiple_results=True))
