@@ -42,6 +42,20 @@ def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
     )
 
 
+def sizes_of(spec: specs.GroupSpec) -> dict[str, int]:
+    """The spec's sizes by name, and what they take."""
+    sizes = of_spec(spec)
+    return {
+        "ep_size": spec.ep_size,
+        "num_slabs": spec.num_slabs,
+        "world_size": spec.world_size,
+        "experts_per_rank": spec.experts_per_rank,
+        "capacity_per_rank": spec.recv_capacity_per_rank,
+        "staging_bytes_per_rank": sizes.staging_bytes_per_rank,
+        "dispatched_bytes_per_layer": sizes.dispatched_bytes_per_layer,
+    }
+
+
 def staging_bytes(spec: specs.GroupSpec) -> int:
     """Bytes of one rank's window."""
     if spec.transport == "xla":

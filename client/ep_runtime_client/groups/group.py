@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_runtime import errors, layer_specs, specs, wire
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
-from ep_runtime.v1 import layer_service_pb2, types_pb2
+from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.base.jax_state import eager
 from ep_runtime_client.base.layers import EpLayer, LayerStack, live_groups
@@ -154,7 +154,7 @@ class Group:
                 if self._registrations.known(layer, None, replace=replace) is None:
                     self._registrations.check_same(layer, new.setdefault(layer.name, layer))
             if new:
-                jax_state.needs_eager(call, self._such(*new))
+                jax_state.needs_eager(call, self._registrations.such(*new))
                 self._register([*new.values()], [], replace)
             result = [self._registrations.known(layer, None) for layer in filled]
         return [layer for layer in result if isinstance(layer, EpLayer)]
@@ -198,7 +198,7 @@ class Group:
         with self._lock:
             self.require_open()
             if self._registrations.known(filled, num_layers, replace=replace) is None:
-                jax_state.needs_eager("register_layer_stack", self._such(name))
+                jax_state.needs_eager("register_layer_stack", self._registrations.such(name))
                 self._register([], [wire.LayerStackSpec(filled, num_layers)], replace)
             stack = self._registrations.known(filled, num_layers)
         assert isinstance(stack, LayerStack)  # known compares num_layers
@@ -222,12 +222,9 @@ class Group:
             self.require_open()
             found = self._registrations.lookup(name)
             if found is None:
-                jax_state.needs_eager("layer", self._such(name))
+                jax_state.needs_eager("layer", self._registrations.such(name))
             if found is None and self.session.has_daemon:
-                request = layer_service_pb2.GetLayerRequest(group=self.name, name=name)
-                control = self.session.control
-                answer = control.call(control.layers.GetLayer, request)
-                self.adopt([wire.registered_from_proto(answer.layer)])
+                self.adopt([registering.ask(self.session, self.name, name)])
                 found = self._registrations.lookup(name)
             if found is None:
                 raise StaleHandleError(
@@ -246,14 +243,7 @@ class Group:
     def layer_names(self) -> list[str]:
         """Of the layers and stacks that this process knows."""
         with self._lock:
-            return sorted(layer.name for layer in self._registrations.layers)
-
-    def _such(self, *names: str) -> str:
-        """Layers that are missing here, for an error."""
-        return (
-            f"such layer {', '.join(map(repr, names[:8]))} of group {self.name!r}, which has "
-            f"{self.layer_names},"
-        )
+            return self._registrations.names
 
     def _register(
         self, layers: list[layer_specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool
@@ -309,7 +299,6 @@ class Group:
 
     def describe(self) -> dict[str, Any]:
         """Everything about the group as plain values."""
-        sizes = estimate.of_spec(self.spec)
         with self._lock:
             layers = self._registrations.describe()
         return {
@@ -318,13 +307,7 @@ class Group:
             "generation": self.generation,
             "state": str(self._health),
             "spec": self.spec.to_dict(),
-            "ep_size": self.spec.ep_size,
-            "num_slabs": self.spec.num_slabs,
-            "world_size": self.spec.world_size,
-            "experts_per_rank": self.spec.experts_per_rank,
-            "capacity_per_rank": sizes.capacity_per_rank,
-            "staging_bytes_per_rank": sizes.staging_bytes_per_rank,
-            "dispatched_bytes_per_layer": sizes.dispatched_bytes_per_layer,
+            **estimate.sizes_of(self.spec),
             "reattached": self.reattached,
             "layers": layers,
         }

@@ -73,3 +73,15 @@ def _register_some(
         )
     )
     return answer
+
+
+def ask(session: GroupOwner, group: str, name: str) -> wire.RegisteredLayer:
+    """A layer or a stack that the daemon knows by name.
+
+    Raises:
+        StaleHandleError: it knows none.
+    """
+    request = layer_service_pb2.GetLayerRequest(group=group, name=name)
+    control = session.control
+    answer = control.call(control.layers.GetLayer, request)
+    return wire.registered_from_proto(answer.layer)

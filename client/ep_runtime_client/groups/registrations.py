@@ -29,6 +29,17 @@ class Registrations:
         return list(self._layers.values())
 
     @property
+    def names(self) -> list[str]:
+        return sorted(self._layers)
+
+    def such(self, *names: str) -> str:
+        """Layers that are missing here, for an error."""
+        return (
+            f"such layer {', '.join(map(repr, names[:8]))} of group {self._group.name!r}, which "
+            f"has {self.names},"
+        )
+
+    @property
     def items(self) -> list[wire.RegisteredLayer]:
         """As the daemon gave them."""
         return list(self._items.values())

@@ -37,6 +37,15 @@ class OpenGroups:
         with self._lock:
             return self._groups.get(name)
 
+    def transport_of(self, name: str, said: str) -> str:
+        """What was said of a group; under tracing, which asks nobody, "auto" is what it has."""
+        if not jax_state.under_tracing():
+            return said
+        here = self.get(name)
+        if here is None:
+            jax_state.needs_eager("create_group", f"group {name!r}")
+        return here.spec.transport if here is not None and said == "auto" else said
+
     def create(self, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
         """The group as `Session.create_group` returns it."""
         with self._forming_lock(spec.name):

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ep_runtime import env
 from ep_runtime.errors import (
@@ -248,16 +248,10 @@ class Session:
             >>> group.spec.num_slabs, group.spec.experts_per_rank, group.capacity_per_rank
             (8, 2, 64)
         """
-        if jax_state.under_tracing():
-            here = self._groups.get(name)
-            if here is None:
-                jax_state.needs_eager("create_group", f"group {name!r}")
-            elif transport == "auto":
-                transport = cast(Any, here.spec.transport)
         spec = attach.resolve(
             self,
             mesh,
-            transport,
+            self._groups.transport_of(name, transport),
             max_token_dtype,
             name=name,
             ep_axis=ep_axis,
