@@ -260,10 +260,11 @@ STANDS_IN = {
 }
 
 
-def stand_in(target: str, shape: Any, dtype: Any, *operands: Any, **way: Any) -> jax.Array:
+def stand_in(target: str, shapes: Any, dtype: Any, *operands: Any, **way: Any) -> list[jax.Array]:
+    shape = (*shapes[0][:-1], len(shapes) * shapes[0][-1])
     made = STANDS_IN[target](shape, *(np.asarray(x) for x in operands), **way)
     assert made.shape == shape
-    return jnp.asarray(made, dtype)
+    return [jnp.asarray(part, dtype) for part in np.split(made, len(shapes), -1)]
 
 
 @pytest.mark.parametrize(
@@ -280,8 +281,8 @@ def stand_in(target: str, shape: Any, dtype: Any, *operands: Any, **way: Any) ->
 def test_what_the_kernels_are_given_makes_the_products(
     recipe: Any, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_8, "_call", stand_in)
-    monkeypatch.setattr(kernels_16, "_call", stand_in)
+    monkeypatch.setattr(kernels_8, "_calls", stand_in)
+    monkeypatch.setattr(kernels_16, "_calls", stand_in)
     lhs, rhs, bias = (x[:experts] for x in drawn(dtype=np.float32))
     grad = np.random.default_rng(1).standard_normal((2, 192, 2, 128)).astype(np.float32)
     sizes = jnp.asarray(SIZES)
@@ -297,11 +298,13 @@ def test_what_the_kernels_are_given_makes_the_products(
         kernels_8.data_grad(jnp.float32, None, False, grads, kernel, sizes),
         gemm_plain._gradients(gemm, None, kernel, grads, sizes)[0],
     )
-    got = kernels_8.weight_grad(jnp.float32, None, experts, rows, grads, sizes)
+    got = kernels_8.weight_grad(jnp.float32, None, experts, False, rows, grads, sizes)
     want = gemm_plain._gradients(gemm, rows, None, grads, sizes, experts, jnp.float32)[0]
     # Rows with block scales are rounded to bf16 on the way.
     limit = 2.0**-8 if recipe == BLOCK else 1e-5
     assert np.abs(np.asarray(got - want)).max() <= limit * np.abs(np.asarray(want)).max()
+    pair = kernels_8.weight_grad(jnp.float32, None, experts, True, rows, grads, sizes)
+    np.testing.assert_array_equal(jnp.stack([pair.gate, pair.up], 2), got)
 
 
 def near(got: Any, want: Any) -> None:
@@ -352,7 +355,7 @@ def test_kernels_come_from_the_quantizer_in_both_layouts(
 def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
     recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_8, "_call", stand_in)
+    monkeypatch.setattr(kernels_8, "_calls", stand_in)
     monkeypatch.delitem(STANDS_IN, "ep_transpose_weights_v1")
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(dtype=np.float32))
     sizes = jnp.asarray(SIZES)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops.gemm import families, kernels_16
+from ep_runtime_client.ops.gemm import families, kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.api import multiply
 from ep_runtime_client.ops.kernels import platform
@@ -32,7 +32,8 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
     mine = jnp.arange(lhs.shape[1]) < SIZES.sum(-1)[:, None]
     out = ep.grouped_gemm(lhs, rhs, SIZES, bias=bias, **options)
-    return jnp.sin(jnp.where(mine[..., None], out, 0).astype(jnp.float32)).sum()
+    mine = mine.reshape(*mine.shape, *([1] * (out.ndim - 2)))
+    return jnp.sin(jnp.where(mine, out, 0).astype(jnp.float32)).sum()
 
 
 # Sizes that no other test has: JAX keeps what it traced with or without the library.
@@ -79,6 +80,24 @@ def test_the_bf16_recipe_takes_the_kernels_for_f32_parameters() -> None:
     # f32 gradients times bf16 operands are f32 products.
     wide = graded(recipe=recipes.BF16(), out_dtype=jnp.float32)
     assert calls(wide, *drawn(jnp.float32)) == [1, 0]
+
+
+@pytest.mark.parametrize("half", [64, 40])
+def test_the_kernels_read_and_make_a_pair_where_it_lies(
+    half: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel_weights._say_copied.cache_clear()
+    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0",))
+    lhs, rhs, bias = drawn(n=2 * half)
+    pair = (rhs[..., :half], rhs[..., half:])
+    operands = (lhs, pair, bias.reshape(8, 2, half))
+    assert calls(graded(), *operands) == [2, 1]
+    text = jax.jit(graded()).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    copied = half % 64 != 0
+    one = f"tensor<8x104x{2 * half}xbf16>", f"tensor<8x104x2x{half}xbf16>"
+    assert any(array in text for array in one) == copied
+    said = [record.getMessage() for record in caplog.records if "M=40" in record.getMessage()]
+    assert len(said) == int(copied)
 
 
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

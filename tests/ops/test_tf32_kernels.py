@@ -17,6 +17,7 @@ import ep_runtime as ep
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.quantize.pair import Pair
 
 SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
 TARGETS = (*kernels_16.TARGETS, *kernels_32.TARGETS, *kernels_8.TARGETS)
@@ -160,22 +161,26 @@ STANDS_IN = {
 }
 
 
-def stand_in(target: str, shape: Any, *operands: Any, **way: Any) -> jax.Array:
-    made: Any = STANDS_IN[target](shape, *(np.asarray(x) for x in operands), **way)
+def stand_in(target: str, shapes: Any, *operands: Any, **way: Any) -> list[jax.Array]:
+    shape = (*shapes[0][:-1], len(shapes) * shapes[0][-1])
+    given = [np.asarray(x) for x in operands]
+    if len(given) == 5:  # the second array of a pair
+        given[2] = np.concatenate([given[2], given.pop()], 2)
+    made: Any = STANDS_IN[target](shape, *given, **way)
     assert made.shape == shape
-    return jnp.asarray(made, jnp.float32)
+    return [jnp.asarray(part, jnp.float32) for part in np.split(made, len(shapes), -1)]
 
 
-def stand_in_as(target: str, shape: Any, dtype: Any, *operands: Any, **way: Any) -> jax.Array:
-    return stand_in(target, shape, *operands, **way).astype(dtype)
+def stand_in_as(target: str, shapes: Any, dtype: Any, *operands: Any, **way: Any) -> Any:
+    return [made.astype(dtype) for made in stand_in(target, shapes, *operands, **way)]
 
 
 @pytest.mark.parametrize("experts", [8, 4], ids=["own experts", "shared experts"])
 def test_what_the_kernels_are_given_makes_the_products(
     experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_32, "_call", stand_in)
-    monkeypatch.setattr(kernels_16, "_call", stand_in_as)
+    monkeypatch.setattr(kernels_32, "_calls", stand_in)
+    monkeypatch.setattr(kernels_16, "_calls", stand_in_as)
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(experts=experts))
     rng = np.random.default_rng(1)
     grad = jnp.asarray(rng.standard_normal((2, 192, 2, 14)), jnp.float32)
@@ -188,9 +193,44 @@ def test_what_the_kernels_are_given_makes_the_products(
     near(got, gemm_plain._gradients(gemm, None, rhs, grad, sizes)[0])
     for slab, used in enumerate(SIZES.sum(-1)):
         np.testing.assert_array_equal(got[slab, used:], 0)
-    got = kernels_32.weight_grad(jnp.float32, None, experts, lhs, grad, sizes)
+    got = kernels_32.weight_grad(jnp.float32, None, experts, False, lhs, grad, sizes)
     want = gemm_plain._gradients(gemm, lhs, None, grad, sizes, experts, jnp.float32)[0]
     assert np.abs(np.asarray(got - want)).max() <= limit(want)
+
+
+@pytest.mark.parametrize("half", [64, 14])
+def test_a_pair_makes_the_products_of_its_one_array(
+    half: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read apart where the kernels can, and copied into one array elsewhere."""
+    seen: list[int] = []
+
+    def counted(target: str, shapes: Any, *operands: Any, **way: Any) -> Any:
+        seen.append(len(shapes) + len(operands))
+        return stand_in(target, shapes, *operands, **way)
+
+    monkeypatch.setattr(kernels_32, "_calls", counted)
+    monkeypatch.setattr(kernels_16, "_calls", lambda t, s, _, *x, **way: counted(t, s, *x, **way))
+    rng = np.random.default_rng(0)
+    shapes = [(2, 192, 36), (8, 36, 2, half), (8, 2, half), (2, 192, 2, half)]
+    lhs, rhs, bias, grad = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+    sizes = jnp.asarray(SIZES)
+
+    def products(rhs: Any, paired: bool) -> list[Any]:
+        seen.clear()
+        return [
+            kernels_32.forward(jnp.float32, None, lhs, rhs, bias, sizes),
+            kernels_32.data_grad(jnp.float32, None, True, grad, rhs, sizes),
+            kernels_32.weight_grad(jnp.float32, None, 8, paired, lhs, grad, sizes),
+        ]
+
+    want, alone = products(rhs, False), [*seen]
+    got = products(Pair(rhs[:, :, 0], rhs[:, :, 1]), True)
+    apart = int(half % 64 == 0)
+    assert seen == [count + apart * (index in (0, 1, 4)) for index, count in enumerate(alone)]
+    got[2] = jnp.stack([got[2].gate, got[2].up], 2)
+    for mine, meant in zip(got, want, strict=True):
+        np.testing.assert_array_equal(mine, meant)
 
 
 def limit(want: Any) -> float:

@@ -12,6 +12,7 @@ namespace gemm {
 namespace {
 
 constexpr int kBlockValues = 128;  // that share a scale, along each dim
+constexpr int kHalfMultiple = 64;  // of a pair's columns: boxes of 128 bytes lie in one half
 
 bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 1; }
 
@@ -50,6 +51,20 @@ const Instance* FindInstance(const GroupedGemmParams& params) {
   return nullptr;
 }
 
+bool IsPair(const GroupedGemmParams& p) { return p.rhs_up != nullptr || p.out_up != nullptr; }
+
+// Columns of one array of weights.
+int32_t WeightColumns(const GroupedGemmParams& p) {
+  return IsPair(p) ? p.out_features / 2 : p.out_features;
+}
+
+bool PairFits(const GroupedGemmParams& p) {
+  if (!IsPair(p)) return true;
+  const bool by_expert = p.product == GemmProduct::kWeightGrad;
+  const bool one = by_expert ? p.rhs_up == nullptr : p.out_up == nullptr;
+  return one && p.out_features % (2 * kHalfMultiple) == 0 && (by_expert || !IsNarrow(p));
+}
+
 int64_t RowsOf(const GroupedGemmParams& p) {
   return static_cast<int64_t>(p.num_slabs) * p.slab_rows;
 }
@@ -76,7 +91,7 @@ bool Fits(const GroupedGemmParams& p) {
   return p.num_slabs >= 0 && p.slab_rows >= 0 && rows < INT32_MAX && p.groups_per_slab >= 0 &&
          p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.in_features % multiple == 0 &&
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
-         (p.bias == nullptr || p.product == GemmProduct::kForward) && ScalesFit(p);
+         (p.bias == nullptr || p.product == GemmProduct::kForward) && ScalesFit(p) && PairFits(p);
 }
 
 Array LhsOf(const GroupedGemmParams& p) {
@@ -95,12 +110,12 @@ Array RhsOf(const GroupedGemmParams& p) {
   if (IsNarrow(p) && p.product == GemmProduct::kForward) {
     return {p.rhs, p.rhs_type, p.in_features, p.out_features, p.num_experts};
   }
-  return {p.rhs, p.rhs_type, p.out_features, p.in_features, p.num_experts};
+  return {p.rhs, p.rhs_type, WeightColumns(p), p.in_features, p.num_experts};
 }
 
 Array OutOf(const GroupedGemmParams& p) {
   if (p.product == GemmProduct::kWeightGrad) {
-    return {p.out, p.out_type, p.out_features, p.in_features, p.num_experts};
+    return {p.out, p.out_type, WeightColumns(p), p.in_features, p.num_experts};
   }
   const bool backward = p.product == GemmProduct::kDataGrad;
   return {p.out, p.out_type, backward ? p.in_features : p.out_features, RowsOf(p), 1};
@@ -109,12 +124,15 @@ Array OutOf(const GroupedGemmParams& p) {
 cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps) {
   // Weights that registers pick come in boxes as deep as a stage.
   const bool picks = p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
+  const int rhs_lines = picks ? kPickedLines : kPieceSide;
   cudaError_t error = DescribeArray(LhsOf(p), kPieceSide, &maps->lhs);
-  if (error == cudaSuccess) {
-    error = DescribeArray(RhsOf(p), picks ? kPickedLines : kPieceSide, &maps->rhs);
-  }
+  if (error == cudaSuccess) error = DescribeArray(RhsOf(p), rhs_lines, &maps->rhs);
   if (error == cudaSuccess) error = DescribeArray(OutOf(p), kStoredRows, &maps->out);
-  return error;
+  maps->up = maps->rhs;
+  if (error != cudaSuccess || !IsPair(p)) return error;
+  Array up = p.rhs_up != nullptr ? RhsOf(p) : OutOf(p);
+  up.data = p.rhs_up != nullptr ? p.rhs_up : p.out_up;
+  return DescribeArray(up, p.rhs_up != nullptr ? rhs_lines : kStoredRows, &maps->up);
 }
 
 Groups GroupsOf(const GroupedGemmParams& p) {
@@ -145,6 +163,7 @@ KernelArguments MakeArguments(const GroupedGemmParams& p) {
   const bool backward = p.product == GemmProduct::kDataGrad;
   args.depth = backward ? p.out_features : p.in_features;
   args.band = p.tuning.band;
+  args.half = IsPair(p) ? WeightColumns(p) : INT32_MAX;
   args.out.data = p.out;
   // Where groups are rows of the output they say themselves how many.
   args.out.rows = p.in_features;
@@ -158,9 +177,11 @@ KernelArguments MakeArguments(const GroupedGemmParams& p) {
 // Output without products: there are no rows at all, or nothing to contract.
 cudaError_t StoreZeros(cudaStream_t stream, const GroupedGemmParams& p) {
   if (p.product != GemmProduct::kWeightGrad) return cudaErrorInvalidValue;
-  const size_t element = BytesOf(p.out_type);
-  return cudaMemsetAsync(p.out, 0, element * p.num_experts * p.in_features * p.out_features,
-                         stream);
+  const size_t bytes =
+      size_t{1} * BytesOf(p.out_type) * p.num_experts * p.in_features * WeightColumns(p);
+  const cudaError_t error = cudaMemsetAsync(p.out, 0, bytes, stream);
+  if (error != cudaSuccess || p.out_up == nullptr) return error;
+  return cudaMemsetAsync(p.out_up, 0, bytes, stream);
 }
 
 cudaError_t ClearSlackOf(cudaStream_t stream, const GroupedGemmParams& p, int processors) {

@@ -124,12 +124,11 @@ Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_g
 // ep_fp8_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs u8 [K', S * P], grad u8 [N', S * P],
 //                           lhs_scale f32 [S, L], rhs_scale f32 [S, L]; slab_rows=C, e5m2: grad
 //                           is)
-//   -> [G, K', N'] bf16 or f32; P is PaddedSlabRows(C, L)
+//   -> [G, K', N'] bf16 or f32, or of a pair two [G, K', N' / 2]; P is PaddedSlabRows(C, L)
 Status LaunchDw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows, int64_t e5m2) {
-  EP_RETURN_IF_ERROR(frame.CheckCount(5, 1));
+  EP_RETURN_IF_ERROR(frame.CheckCount(5, CountWeightGrads(frame)));
   const auto [group_sizes, lhs, grad, lhs_scale, rhs_scale] =
       frame.Args("group_sizes", "lhs", "grad", "lhs_scale", "rhs_scale");
-  const auto [out] = frame.Rets("out");
   GroupedGemmParams params{};
   params.product = GemmProduct::kWeightGrad;
   params.scaling = GemmScaling::kTensor;
@@ -142,8 +141,7 @@ Status LaunchDw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows, 
       slabs * cuda::gemm::PaddedSlabRows(params.slab_rows, params.groups_per_slab);
   EP_RETURN_IF_ERROR(lhs.CheckShape({lhs.dim(0), padded}));
   EP_RETURN_IF_ERROR(grad.CheckShape({grad.dim(0), padded}));
-  EP_RETURN_IF_ERROR(out.CheckShape({out.dim(0), lhs.dim(0), grad.dim(0)}));
-  SetFeatures(out.dim(0), lhs.dim(0), grad.dim(0), &params);
+  EP_RETURN_IF_ERROR(ReadWeightGrads(frame, lhs.dim(0), grad.dim(0), &params));
   EP_RETURN_IF_ERROR(ReadScales(group_sizes, lhs_scale, rhs_scale, &params));
   return LaunchGemm(frame, stream, params);
 }

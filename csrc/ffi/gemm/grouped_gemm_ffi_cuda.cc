@@ -18,6 +18,18 @@ Status LaunchGemm(const CallFrame& frame, cudaStream_t stream, GroupedGemmParams
   return cuda::Check(cuda::LaunchGroupedGemm(stream, params), frame.call);
 }
 
+Status ReadWeightGrads(const CallFrame& frame, int64_t in, int64_t out, GroupedGemmParams* params) {
+  const bool pair = CountWeightGrads(frame) == 2;
+  const auto [first] = frame.Rets("out");
+  EP_RETURN_IF_ERROR(first.CheckShape({first.dim(0), in, pair ? out / 2 : out}));
+  SetFeatures(first.dim(0), in, out, params);
+  if (!pair) return Status();
+  const auto [gate, up] = frame.Rets("out", "out_up");
+  EP_RETURN_IF_ERROR(up.Check(gate.type(), gate.dims()));
+  params->out_up = up.data();
+  return Status();
+}
+
 namespace {
 
 // group_sizes [S, L] of slabs of `slab_rows` rows.
@@ -66,10 +78,12 @@ Status ReadBias(const Operand& bias, GroupedGemmParams* params) {
 // ep_grouped_gemm_v1(group_sizes s32 [S, L], lhs [S * C, K'], rhs [G, K', N'],
 //                    bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> [S * C, N']
 //   data_grad=1: lhs [S * C, N'], no bias -> [S * C, K']
+//   with a fifth operand that and rhs are a pair, [G, K', N' / 2] each
 //   f32 operands are rounded to tf32.
 Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_grad,
                      int64_t clear_slack) {
-  EP_RETURN_IF_ERROR(frame.CheckCount(4, 1));
+  const bool pair = frame.args.size() == 5;
+  EP_RETURN_IF_ERROR(frame.CheckCount(pair ? 5 : 4, 1));
   const auto [group_sizes, lhs, rhs, bias] = frame.Args("group_sizes", "lhs", "rhs", "bias");
   const auto [result] = frame.Rets("out");
   GroupedGemmParams params{};
@@ -77,8 +91,13 @@ Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_g
   EP_RETURN_IF_ERROR(ReadRows(group_sizes, lhs, &params));
   EP_RETURN_IF_ERROR(ReadTypes(frame, &params));
   if (params.type == FloatType::kF32) params.type = params.rhs_type = FloatType::kTF32;
-  const int64_t rows = lhs.dim(0), in = rhs.dim(1), out = rhs.dim(2);
-  EP_RETURN_IF_ERROR(rhs.CheckShape({rhs.dim(0), in, out}));
+  const int64_t rows = lhs.dim(0), in = rhs.dim(1), out = rhs.dim(2) * (pair ? 2 : 1);
+  EP_RETURN_IF_ERROR(rhs.CheckShape({rhs.dim(0), in, rhs.dim(2)}));
+  if (pair) {
+    const Operand up(frame.call, "rhs_up", frame.args[4]);
+    EP_RETURN_IF_ERROR(up.Check(rhs.type(), rhs.dims()));
+    params.rhs_up = up.data();
+  }
   EP_RETURN_IF_ERROR(lhs.CheckShape({rows, data_grad != 0 ? out : in}));
   EP_RETURN_IF_ERROR(result.CheckShape({rows, data_grad != 0 ? in : out}));
   SetFeatures(rhs.dim(0), in, out, &params);
@@ -87,27 +106,26 @@ Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_g
   return LaunchGemm(frame, stream, params);
 }
 
-// ep_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs [S * C, K'], grad [S * C, N']) -> [G, K', N']
+// ep_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs [S * C, K'], grad [S * C, N']) -> [G, K', N'],
+//                       or of a pair two [G, K', N' / 2]
 Status LaunchDw(const CallFrame& frame, cudaStream_t stream) {
-  EP_RETURN_IF_ERROR(frame.CheckCount(3, 1));
+  EP_RETURN_IF_ERROR(frame.CheckCount(3, CountWeightGrads(frame)));
   const auto [group_sizes, lhs, grad] = frame.Args("group_sizes", "lhs", "grad");
-  const auto [out] = frame.Rets("out");
   GroupedGemmParams params{};
   params.product = GemmProduct::kWeightGrad;
   EP_RETURN_IF_ERROR(ReadRows(group_sizes, lhs, &params));
   EP_RETURN_IF_ERROR(ReadTypes(frame, &params));
   EP_RETURN_IF_ERROR(grad.CheckShape({lhs.dim(0), grad.dim(1)}));
-  EP_RETURN_IF_ERROR(out.CheckShape({out.dim(0), lhs.dim(1), grad.dim(1)}));
-  SetFeatures(out.dim(0), lhs.dim(1), grad.dim(1), &params);
+  EP_RETURN_IF_ERROR(ReadWeightGrads(frame, lhs.dim(1), grad.dim(1), &params));
   return LaunchGemm(frame, stream, params);
 }
 
 // ep_tf32_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs f32 [K', S * P], grad f32 [N', S * P];
-//                            slab_rows=C) -> f32 [G, K', N']; P is PaddedSlabRows(C, L)
+//                            slab_rows=C) -> f32 [G, K', N'], or of a pair two [G, K', N' / 2];
+//                            P is PaddedSlabRows(C, L)
 Status LaunchTf32Dw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows) {
-  EP_RETURN_IF_ERROR(frame.CheckCount(3, 1));
+  EP_RETURN_IF_ERROR(frame.CheckCount(3, CountWeightGrads(frame)));
   const auto [group_sizes, lhs, grad] = frame.Args("group_sizes", "lhs", "grad");
-  const auto [out] = frame.Rets("out");
   GroupedGemmParams params{};
   params.product = GemmProduct::kWeightGrad;
   EP_RETURN_IF_ERROR(ReadSizes(group_sizes, slab_rows, &params));
@@ -118,8 +136,7 @@ Status LaunchTf32Dw(const CallFrame& frame, cudaStream_t stream, int64_t slab_ro
       params.num_slabs * cuda::gemm::PaddedSlabRows(slab_rows, params.groups_per_slab);
   EP_RETURN_IF_ERROR(lhs.CheckShape({lhs.dim(0), padded}));
   EP_RETURN_IF_ERROR(grad.CheckShape({grad.dim(0), padded}));
-  EP_RETURN_IF_ERROR(out.CheckShape({out.dim(0), lhs.dim(0), grad.dim(0)}));
-  SetFeatures(out.dim(0), lhs.dim(0), grad.dim(0), &params);
+  EP_RETURN_IF_ERROR(ReadWeightGrads(frame, lhs.dim(0), grad.dim(0), &params));
   return LaunchGemm(frame, stream, params);
 }
 

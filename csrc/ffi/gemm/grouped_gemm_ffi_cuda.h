@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/gemm/grouped_gemm.h"
@@ -20,6 +21,12 @@ inline void SetFeatures(int64_t experts, int64_t in, int64_t out, cuda::GroupedG
   params->in_features = static_cast<int32_t>(in);
   params->out_features = static_cast<int32_t>(out);
 }
+
+// Results of a call that makes the gradient of weights: two of a pair.
+inline size_t CountWeightGrads(const CallFrame& frame) { return frame.rets.size() == 2 ? 2 : 1; }
+// [G, in, out], or of a pair two [G, in, out / 2]; sets the features and the second result.
+Status ReadWeightGrads(const CallFrame& frame, int64_t in, int64_t out,
+                       cuda::GroupedGemmParams* params);
 
 extern XLA_FFI_Handler* const kGroupedGemmV1;
 extern XLA_FFI_Handler* const kGroupedGemmDwV1;

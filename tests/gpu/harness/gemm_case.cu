@@ -117,6 +117,7 @@ Data::Data(const GemmCase& c) : case_(c), layout_(LayOut(c)) {
   out_ = Allocate(out_bytes_ + kGuardBytes);
   result_ = static_cast<Mismatch*>(Allocate(sizeof(Mismatch)));
   FillOperands();
+  if (c.pair) SplitWeights();
   if (c.narrow()) FillScales();
   if (c.bias) {
     bias_ = Allocate(c.experts * out * 4);
@@ -148,6 +149,19 @@ void Data::FillOperands() {
   const int64_t each = BytesOf(c.type);
   if (by_expert) transposed_lhs_ = poisoned(lhs_width() * padded * each);
   transposed_rhs_ = poisoned((by_expert ? out * padded : rhs_rows() * out) * each);
+}
+
+void Data::SplitWeights() {
+  const bool by_expert = case_.product == GemmProduct::kWeightGrad;
+  const int64_t bytes =
+      by_expert ? out_bytes_ / 2 : rhs_rows() * case_.out_features * BytesOf(case_.rhs_type) / 2;
+  for (void*& half : halves_) half = Allocate(bytes + kGuardBytes);
+  if (by_expert) return;
+  const size_t width = bytes / rhs_rows();
+  for (int i = 0; i < 2; ++i) {
+    CHECK_CUDA(cudaMemcpy2D(halves_[i], width, static_cast<uint8_t*>(rhs_) + i * width, 2 * width,
+                            width, rhs_rows(), cudaMemcpyDeviceToDevice));
+  }
 }
 
 void Data::FillScales() {
@@ -238,12 +252,42 @@ ec::GroupedGemmParams Data::Params() const {
   params.bias = bias_;
   params.bias_type = FloatType::kF32;
   params.out = out_;
+  if (c.pair && c.product == GemmProduct::kWeightGrad) {
+    params.out = halves_[0];
+    params.out_up = halves_[1];
+  } else if (c.pair) {
+    params.rhs = halves_[0];
+    params.rhs_up = halves_[1];
+  }
   params.clear_slack = c.clear_slack;
   params.tuning = c.tuning;
   return params;
 }
 
-void Data::Poison() { CHECK_CUDA(cudaMemset(out_, 0xFF, out_bytes_ + kGuardBytes)); }
+void Data::Poison() {
+  CHECK_CUDA(cudaMemset(out_, 0xFF, out_bytes_ + kGuardBytes));
+  if (!case_.pair || case_.product != GemmProduct::kWeightGrad) return;
+  for (void* half : halves_) CHECK_CUDA(cudaMemset(half, 0xFF, out_bytes_ / 2 + kGuardBytes));
+}
+
+cudaError_t Data::Launch(cudaStream_t stream) const {
+  const cudaError_t error = ec::LaunchGroupedGemm(stream, Params());
+  if (error != cudaSuccess || !case_.pair || case_.product != GemmProduct::kWeightGrad) {
+    return error;
+  }
+  // As one array, which is compared; a guard that was written makes it wrong.
+  const int64_t rows = int64_t{case_.experts} * case_.in_features;
+  const size_t width = out_bytes_ / 2 / rows;
+  auto* out = static_cast<uint8_t*>(out_);
+  for (int i = 0; i < 2; ++i) {
+    CHECK_CUDA(cudaMemcpy2DAsync(out + i * width, 2 * width, halves_[i], width, width, rows,
+                                 cudaMemcpyDeviceToDevice, stream));
+    CHECK_CUDA(cudaMemcpyAsync(out + out_bytes_ + i * (kGuardBytes / 2),
+                               static_cast<uint8_t*>(halves_[i]) + out_bytes_ / 2, kGuardBytes / 2,
+                               cudaMemcpyDeviceToDevice, stream));
+  }
+  return cudaSuccess;
+}
 
 Mismatch Data::Compare(int64_t stride) {
   const GemmCase& c = case_;
@@ -278,7 +322,7 @@ unsigned long long Data::RunTwiceAndDiffer(cudaStream_t stream) {
   CHECK_CUDA(cudaMemsetAsync(out_, 0xFF, out_bytes_, stream));
   CHECK_CUDA(cudaMemsetAsync(count, 0, 8, stream));
   Transpose(stream);
-  CHECK_CUDA(ec::LaunchGroupedGemm(stream, Params()));
+  CHECK_CUDA(Launch(stream));
   CountDifferent<<<kBlocks, kThreads, 0, stream>>>(before, static_cast<uint8_t*>(out_), out_bytes_,
                                                    count);
   unsigned long long different = 0;

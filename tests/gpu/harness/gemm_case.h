@@ -45,11 +45,16 @@ struct GemmCase {
   std::vector<int> sizes;  // [slabs * groups]
   bool bias = false;
   bool clear_slack = false;
+  // The weights, or their gradient, are two arrays of half the columns.
+  bool pair = false;
   ec::GemmTuning tuning;
 
   int groups_per_slab() const { return static_cast<int>(sizes.size()) / slabs; }
   int64_t rows() const { return int64_t{slabs} * slab_rows; }
   bool narrow() const { return ec::BytesOf(type) == 1; }
+  bool can_be_pair() const {
+    return out_features % 128 == 0 && (product == GemmProduct::kWeightGrad || !narrow());
+  }
   // Products want transposed copies.
   bool transposed() const {
     return product == GemmProduct::kWeightGrad ? ec::BytesOf(type) != 2
@@ -87,6 +92,8 @@ class Data {
   ec::GroupedGemmParams Params() const;
   // What 8-bit and tf32 operands need before: copies with the contracted dim along memory.
   void Transpose(cudaStream_t stream) const;
+  // The product, of a pair too.
+  cudaError_t Launch(cudaStream_t stream) const;
   void Poison();
   void Tune(const ec::GemmTuning& tuning) { case_.tuning = tuning; }
   // Compares every `stride`-th element of the output with what it must be.
@@ -101,6 +108,7 @@ class Data {
   template <typename T>
   T* Upload(const std::vector<T>& values);
   void FillOperands();
+  void SplitWeights();
   void FillScales();
   int64_t lhs_width() const;
   int64_t rhs_rows() const;
@@ -122,6 +130,7 @@ class Data {
   float* rhs_scale_ = nullptr;
   void* bias_ = nullptr;
   void* out_ = nullptr;
+  void* halves_[2] = {nullptr, nullptr};  // of the weights, or of the output with guards behind
   Mismatch* result_ = nullptr;
 };
 

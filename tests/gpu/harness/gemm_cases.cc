@@ -97,6 +97,7 @@ std::vector<GemmCase> Shapes(GemmProduct p, Kind kind) {
   };
   add("one tile", {128}, 128, wide(64), 256);
   add("one pair of tiles", {256}, 256, 256, 256);
+  add("halves of 64 in one tile", {70, 0, 130}, 256, wide(72), 128);
   add("ring goes round", {1024}, 1024, 1024, 1024);
   add("zones of 128", {256, 128, 0, 384, 0}, 1024, 512, 768);
   add("zones of 16", {16, 240, 0, 48, 144, 400}, 1000, 192, 320);
@@ -213,6 +214,10 @@ GemmCase RandomCase(std::mt19937& random, Kind kind) {
   const bool one_each = c.product != GemmProduct::kWeightGrad || OfOneGroupEach(c);
   if (kind == Kind::kTensor && one_each && below(2) == 0) c.tuning = {256, 1, true, false};
   c.tuning.band = 1 + below(9);
+  if (c.out_features >= 128 && below(4) == 0) {
+    c.out_features = c.out_features / 128 * 128;
+    c.pair = c.can_be_pair();
+  }
   return c;
 }
 
@@ -234,6 +239,13 @@ std::vector<GemmCase> FixedCases(GemmProduct product, Kind kind, bool small) {
     other.bias = product == GemmProduct::kForward;
     other.clear_slack = product == GemmProduct::kDataGrad;
     if (product != GemmProduct::kWeightGrad) all.push_back(other);
+  }
+  const size_t alone = all.size();
+  for (size_t i = 0; i < alone; ++i) {
+    if (!all[i].can_be_pair()) continue;
+    GemmCase pair = all[i];
+    pair.pair = true;
+    all.push_back(pair);
   }
   return all;
 }

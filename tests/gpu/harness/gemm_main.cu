@@ -26,13 +26,14 @@ void OnAlarm(int) {
 
 void Describe(const GemmCase& c) {
   std::printf(
-      "%s, %s, %s x %s -> %s, %d x %d rows, %d experts, K' %d, N' %d, tile %d, band %d%s%s%s%s%s, "
+      "%s, %s, %s x %s -> %s, %d x %d rows, %d experts, K' %d, N' %d, tile %d, band "
+      "%d%s%s%s%s%s%s, "
       "sizes",
       c.name.c_str(), Name(c.product), Name(c.type), Name(c.rhs_type), Name(c.out_type), c.slabs,
       c.slab_rows, c.experts, c.in_features, c.out_features, c.tuning.tile_columns, c.tuning.band,
       c.tuning.queued ? ", queued" : "", c.tuning.promoted ? ", promoted" : "",
       c.scaling == GemmScaling::kBlock ? ", block scales" : "",
-      c.whole_numbers ? ", whole numbers" : "",
+      c.whole_numbers ? ", whole numbers" : "", c.pair ? ", pair" : "",
       c.clear_slack ? ", slack cleared"
       : c.bias      ? ", bias"
                     : "");
@@ -57,7 +58,7 @@ bool Run(const GemmCase& c, bool quiet, double* worst) {
   alarm(kLimitSeconds);
   Data data(c);
   CHECK_CUDA(cudaDeviceSynchronize());
-  const cudaError_t launched = ec::LaunchGroupedGemm(nullptr, data.Params());
+  const cudaError_t launched = data.Launch(nullptr);
   const cudaError_t ended = cudaDeviceSynchronize();
   if (launched != cudaSuccess || ended != cudaSuccess) {
     std::printf("FAILED  launch: %s, end: %s: ", cudaGetErrorString(launched),

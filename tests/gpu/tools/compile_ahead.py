@@ -87,9 +87,10 @@ def nodes_of(transport: str) -> dict[str, int]:
 
 
 def scanned(
-    devices: np.ndarray, transport: str, recipe: Any, policy: Any
+    devices: np.ndarray, transport: str, recipe: Any, policy: Any, *, separate: bool = False
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A scan over layers in bf16, with its gradients; and its operands."""
+    """A scan over layers in bf16, with its gradients; and its operands. `separate`: gate and up
+    are a pair."""
     tokens, hidden, width, mesh = 128, 256, 128, Mesh(devices, ("ep",))
     group = fakes.local_group(
         mesh=mesh,
@@ -114,9 +115,10 @@ def scanned(
         return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
     experts, each = PartitionSpec(None, "ep"), group.spec.num_experts
+    half = array(experts, COUNT, each, hidden, width)
     params = ep.MoEParams(
         array(PartitionSpec(), COUNT, hidden, each),
-        array(experts, COUNT, each, hidden, 2, width),
+        (half, half) if separate else array(experts, COUNT, each, hidden, 2, width),
         array(experts, COUNT, each, width, hidden),
     )
     x = array(PartitionSpec("ep"), tokens * mesh.size, hidden)
@@ -152,6 +154,10 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
     for (name, policy), recipe in itertools.product(kept.items(), RECIPES):
         run, given = scanned(devices, transport, recipe, policy)
         yield f"scanned {type(recipe).__name__}, keeps {name}", lambda run=run: run, given
+    if transport == TRANSPORTS[0]:
+        for recipe in RECIPES[:2]:
+            run, given = scanned(devices, transport, recipe, None, separate=True)
+            yield f"scanned {type(recipe).__name__}, a pair", lambda run=run: run, given
 
 
 def faults(before: custom_calls.Calls, text: str) -> list[str]:

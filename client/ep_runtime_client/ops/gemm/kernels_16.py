@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ep_runtime_client.ops.gemm import kernel_weights
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.ffi import bound, once, targets
@@ -83,12 +85,13 @@ def forward(
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.forward`, but rows past the last group are undefined."""
-    kernels = _flat(rhs, cast)
+    kernels, *up = kernel_weights.taken(rhs, cast)
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
-    shape = (rows.shape[0], kernels.shape[2])
+    shape = (rows.shape[0], math.prod(rhs.shape[2:]))
     way = {"data_grad": 0, "clear_slack": 0}
     biases = flat_bias(bias, rhs.shape[0])
-    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, biases, **way)
+    operands = (rows, kernels, biases, *up)
+    (out,) = _calls(TARGETS[0], (shape,), out_dtype, group_sizes, *operands, **way)
     return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
 
 
@@ -109,12 +112,13 @@ def data_grad(
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
-    kernels = _flat(rhs, cast)
-    rows = _cast(grad, cast).reshape(-1, kernels.shape[2])
+    kernels, *up = kernel_weights.taken(rhs, cast)
+    rows = _cast(grad, cast).reshape(-1, math.prod(rhs.shape[2:]))
     shape = (rows.shape[0], rhs.shape[1])
     none = jnp.zeros((0, 0), jnp.float32)
     way = {"data_grad": 1, "clear_slack": int(clear_slack)}
-    out = _call(TARGETS[0], shape, out_dtype, group_sizes, rows, kernels, none, **way)
+    operands = (rows, kernels, none, *up)
+    (out,) = _calls(TARGETS[0], (shape,), out_dtype, group_sizes, *operands, **way)
     return out.reshape(*grad.shape[: group_sizes.ndim], rhs.shape[1])
 
 
@@ -122,47 +126,43 @@ def weight_grad(
     out_dtype: Any,
     cast: Any,
     experts: int,
+    paired: bool,
     lhs: jax.Array,
     grad: jax.Array,
     group_sizes: jax.Array,
-) -> jax.Array:
+) -> jax.Array | Pair:
     """As `plain.weight_grad`; sums are f32 and rounded once."""
-    trailing = grad.shape[group_sizes.ndim :]
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
     grads = _cast(grad, cast).reshape(rows.shape[0], -1)
-    shape = (experts, rows.shape[1], grads.shape[1])
-    out = _call(TARGETS[1], shape, out_dtype, group_sizes, rows, grads)
-    return out.reshape(experts, rows.shape[1], *trailing)
 
+    def call(shapes: kernel_weights.Shapes) -> list[jax.Array]:
+        return _calls(TARGETS[1], shapes, out_dtype, group_sizes, rows, grads)
 
-def _flat(rhs: jax.Array | Pair, cast: Any) -> jax.Array:
-    """Kernels [G, K', N']; those of a pair are copied behind each other."""
-    if isinstance(rhs, Pair):
-        return jnp.concatenate([_cast(rhs.gate, cast), _cast(rhs.up, cast)], 2)
-    return _cast(rhs, cast).reshape(*rhs.shape[:2], -1)
+    trailing = grad.shape[group_sizes.ndim :]
+    return kernel_weights.made(call, experts, rows.shape[1], trailing, paired)
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
 
 
-def _call(
+def _calls(
     target: str,
-    shape: tuple[int, ...],
+    shapes: kernel_weights.Shapes,
     out_dtype: Any,
     group_sizes: jax.Array,
     *operands: jax.Array,
     **attributes: int,
-) -> jax.Array:
+) -> list[jax.Array]:
     wanted = jnp.dtype(out_dtype)
     made = wanted if wanted == operands[0].dtype else jnp.dtype(jnp.float32)
     sizes = group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
     values = {name: np.int64(value) for name, value in attributes.items()}
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, made))
-    out: jax.Array = call(*bound(sizes, *operands), **values)
+    results = tuple(jax.ShapeDtypeStruct(shape, made) for shape in shapes)
+    outs = tuple(jax.ffi.ffi_call(target, results)(*bound(sizes, *operands), **values))
     if target != TARGETS[1]:  # gradients of weights nobody uses but a stack, into which they go
-        out = once(out)
-    return out.astype(wanted)
+        outs = once(outs)
+    return [out.astype(wanted) for out in outs]
 
 
 KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)

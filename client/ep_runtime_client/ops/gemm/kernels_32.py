@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops.gemm import kernels_8, kernels_16
+from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels.ffi import targets
 from ep_runtime_client.ops.quantize.pair import Pair
@@ -85,18 +85,22 @@ def weight_grad(
     out_dtype: Any,
     cast: Any,
     experts: int,
+    paired: bool,
     lhs: jax.Array,
     grad: jax.Array,
     group_sizes: jax.Array,
-) -> jax.Array:
+) -> jax.Array | Pair:
     """As `plain.weight_grad`; sums are f32 and rounded once."""
     del cast
     lead, sizes = group_sizes.ndim, _sizes(group_sizes)
     slab_rows = lhs.shape[lead - 1]
     transposed = [_transposed_rows(x, slab_rows, sizes) for x in (lhs, grad)]
-    shape = (experts, transposed[0].shape[0], transposed[1].shape[0])
-    out = _call(TARGETS[0], shape, sizes, *transposed, slab_rows=slab_rows)
-    return out.astype(out_dtype).reshape(experts, shape[1], *grad.shape[lead:])
+
+    def call(shapes: kernel_weights.Shapes) -> list[jax.Array]:
+        outs = _calls(TARGETS[0], shapes, sizes, *transposed, slab_rows=slab_rows)
+        return [out.astype(out_dtype) for out in outs]
+
+    return kernel_weights.made(call, experts, transposed[0].shape[0], grad.shape[lead:], paired)
 
 
 def _transposed_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Array:
@@ -104,20 +108,20 @@ def _transposed_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Arra
     slabs, groups = sizes.shape
     rows = x.astype(jnp.float32).reshape(slabs * slab_rows, -1)
     shape = (rows.shape[1], slabs * kernels_8.padded_rows(slab_rows, groups))
-    return _call(kernels_8.TRANSPOSE_ROWS, shape, sizes, rows)
+    (out,) = _calls(kernels_8.TRANSPOSE_ROWS, (shape,), sizes, rows)
+    return out
 
 
 def _sizes(group_sizes: jax.Array) -> jax.Array:
     return group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
 
 
-def _call(
-    target: str, shape: tuple[int, ...], *operands: jax.Array, **attributes: int
-) -> jax.Array:
+def _calls(
+    target: str, shapes: kernel_weights.Shapes, *operands: jax.Array, **attributes: int
+) -> list[jax.Array]:
     values = {name: np.int64(value) for name, value in attributes.items()}
-    made = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32)))
-    out: jax.Array = made(*operands, **values)
-    return out
+    results = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32)) for shape in shapes)
+    return list(jax.ffi.ffi_call(target, results)(*operands, **values))
 
 
 KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime_client.ops.gemm import kernels_16
+from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels import serve as kernels_serve
@@ -36,6 +36,7 @@ from ep_runtime_client.ops.quantize.formats.format import OnGpu
 from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import bits
+from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets(
@@ -192,24 +193,28 @@ def weight_grad(
     out_dtype: Any,
     cast: Any,
     experts: int,
+    paired: bool,
     lhs: QuantizedTensor,
     grad: QuantizedTensor,
     group_sizes: jax.Array,
-) -> jax.Array:
+) -> jax.Array | Pair:
     """As `plain.weight_grad`; sums are f32 and rounded once."""
     del cast  # of arrays alone
     if not _on_gpu(lhs).columns:
         left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
-        return kernels_16.weight_grad(out_dtype, None, experts, left, right, group_sizes)
+        return kernels_16.weight_grad(out_dtype, None, experts, paired, left, right, group_sizes)
     assert lhs.scale is not None
     assert grad.scale is not None
     sizes, lead = _sizes(group_sizes), group_sizes.ndim
     transposed = [_transposed_rows(x, group_sizes) for x in (lhs, grad)]
     scales = [lhs.scale.reshape(sizes.shape), grad.scale.reshape(sizes.shape)]
-    shape = (experts, transposed[0].shape[0], transposed[1].shape[0])
     way = {"slab_rows": lhs.shape[lead - 1], "e5m2": int(grad.dtype == _E5M2)}
-    out = _call(_GEMM_DW, shape, _made(out_dtype), sizes, *transposed, *scales, **way)
-    return out.astype(out_dtype).reshape(experts, shape[1], *grad.shape[lead:])
+
+    def call(shapes: kernel_weights.Shapes) -> list[jax.Array]:
+        outs = _calls(_GEMM_DW, shapes, _made(out_dtype), sizes, *transposed, *scales, **way)
+        return [out.astype(out_dtype) for out in outs]
+
+    return kernel_weights.made(call, experts, transposed[0].shape[0], grad.shape[lead:], paired)
 
 
 def padded_rows(slab_rows: int, groups: int) -> int:
@@ -275,10 +280,20 @@ def _made(out_dtype: Any) -> Any:
 def _call(
     target: str, shape: tuple[int, ...], dtype: Any, *operands: jax.Array, **attributes: int
 ) -> jax.Array:
+    (out,) = _calls(target, (shape,), dtype, *operands, **attributes)
+    return once(out)
+
+
+def _calls(
+    target: str,
+    shapes: kernel_weights.Shapes,
+    dtype: Any,
+    *operands: jax.Array,
+    **attributes: int,
+) -> list[jax.Array]:
     values = {name: np.int64(value) for name, value in attributes.items()}
-    made = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, dtype))
-    out: jax.Array = made(*bound(*operands), **values)
-    return out if target == _GEMM_DW else once(out)
+    results = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return list(jax.ffi.ffi_call(target, results)(*bound(*operands), **values))
 
 
 KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)

@@ -204,15 +204,7 @@ def _data_kernel(gemm: Gemm, by: GemmKernels) -> Kernel:
 def _weight_kernel(
     gemm: Gemm, by: GemmKernels, experts: int, dtype: Any, paired: bool
 ) -> Callable[..., Any]:
-    kernel = functools.partial(by.weight_grad, dtype, gemm.compute_dtype, experts)
-    if not paired:
-        return kernel
-
-    def halves(*operands: Any) -> Pair:
-        both = kernel(*operands)
-        return Pair(both[:, :, 0], both[:, :, 1])
-
-    return halves
+    return functools.partial(by.weight_grad, dtype, gemm.compute_dtype, experts, paired)
 
 
 def _gradients(

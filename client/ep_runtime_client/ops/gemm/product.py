@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from ep_runtime_client.ops.quantize.pair import Pair
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
@@ -53,11 +55,11 @@ class GemmKernels:
             past the last group are undefined.
         data_grad: (out_dtype, cast, clear_slack, grad, rhs, group_sizes) -> as `plain.data_grad`;
             rows past the last group are undefined unless cleared.
-        weight_grad: (out_dtype, cast, experts, lhs, grad, group_sizes) -> as `plain.weight_grad`;
-            sums are f32 and rounded once.
+        weight_grad: (out_dtype, cast, experts, paired, lhs, grad, group_sizes) -> as
+            `plain.weight_grad`; sums are f32 and rounded once.
     """
 
     takes: Callable[[Product], bool]
     forward: Callable[..., jax.Array]
     data_grad: Callable[..., jax.Array]
-    weight_grad: Callable[..., jax.Array]
+    weight_grad: Callable[..., jax.Array | Pair]

@@ -14,7 +14,7 @@ cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments&
       GroupedGemmKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   GroupedGemmKernel<Traits>
-      <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, args);
+      <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, maps.up, args);
   return cudaGetLastError();
 }
 

@@ -80,7 +80,7 @@ __device__ __forceinline__ void ForEachRange(const KernelArguments& args, int ex
 
 // Loads one stage of a tile's operands; what the cluster shares, each block loads half of.
 template <class Traits>
-__device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const CUtensorMap* rhs_map,
+__device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halves& rhs_maps,
                                           const Tile& tile, int32_t depth, uint32_t rank,
                                           uint32_t stage, uint32_t full) {
   constexpr uint16_t kBoth = 3;
@@ -101,8 +101,9 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const CUte
   for (int piece = 0; piece < Traits::kRhsPieces; ++piece) {
     const int32_t column = tile.column + piece * kPieceSide;
     const int32_t plane = Traits::kRagged ? 0 : tile.expert;
-    const Coordinates at = Traits::kRhs == Along::kContracted ? Coordinates{depth, column, plane}
-                                                              : Coordinates{column, depth, plane};
+    Coordinates at = Traits::kRhs == Along::kContracted ? Coordinates{depth, column, plane}
+                                                        : Coordinates{column, depth, plane};
+    const CUtensorMap* rhs_map = Traits::kRagged ? rhs_maps.first : FindHalf(rhs_maps, &at.x);
     const uint32_t to = stage + Traits::kLhsBytes + piece * kPieceBytes;
     if (tile.share_rows) {
       LoadBox(rhs_map, at, to, full);
@@ -115,8 +116,8 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const CUte
 // The loading warp, all its lanes.
 template <class Traits, class Schedule>
 __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUtensorMap* lhs_map,
-                                          const CUtensorMap* rhs_map, Schedule schedule,
-                                          uint32_t rank, SharedMemory<Traits>* memory) {
+                                          const Halves& rhs_maps, Schedule schedule, uint32_t rank,
+                                          SharedMemory<Traits>* memory) {
   const bool leads = threadIdx.x % 32 == 0;
   RingPlace<Traits::kStages> place;
   Tile tile;
@@ -126,7 +127,7 @@ __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUt
       for (int32_t done = 0; done < size; done += kTileDepth, place.Advance()) {
         if (leads) {
           WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
-          LoadStage<Traits>(lhs_map, rhs_map, tile, start + done, rank,
+          LoadStage<Traits>(lhs_map, rhs_maps, tile, start + done, rank,
                             SharedAddress(memory->stages[place.stage]),
                             SharedAddress(&memory->full[place.stage]));
         }
@@ -211,6 +212,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     GroupedGemmKernel(const __grid_constant__ CUtensorMap lhs_map,
                       const __grid_constant__ CUtensorMap rhs_map,
                       const __grid_constant__ CUtensorMap out_map,
+                      const __grid_constant__ CUtensorMap up_map,
                       const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(1024) uint8_t dynamic[];
   auto* memory = reinterpret_cast<SharedMemory<Traits>*>(dynamic);
@@ -225,6 +227,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     PrefetchMap(&lhs_map);
     PrefetchMap(&rhs_map);
     PrefetchMap(&out_map);
+    PrefetchMap(&up_map);
   }
   if constexpr (Traits::kRagged) {
     OrderExperts(args.groups, reinterpret_cast<uint32_t*>(memory->stages[0]), memory->order);
@@ -237,7 +240,8 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
   if (warpgroup == kMultipliers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoaderRegisters));
     if (threadIdx.x / 32 == 4 * kMultipliers) {
-      LoadTiles<Traits>(args, &lhs_map, &rhs_map, schedule, rank, memory);
+      LoadTiles<Traits>(args, &lhs_map, Halves{&rhs_map, &up_map, args.half}, schedule, rank,
+                        memory);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplierRegisters));
@@ -247,8 +251,9 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     while (schedule.Next(&tile)) {
       float sums[Traits::kColumns / 2];
       MultiplyTile<Traits>(args, tile, warpgroup, memory, &place, sums);
-      StoreTile<Traits::kRagged, typename Traits::Out>(args.out, &out_map, tile, warpgroup,
-                                                       memory->staging[warpgroup], sums, &turn);
+      StoreTile<Traits::kRagged, typename Traits::Out>(
+          args.out, Halves{&out_map, &up_map, args.half}, tile, warpgroup,
+          memory->staging[warpgroup], sums, &turn);
     }
     if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
   }

@@ -22,6 +22,7 @@ struct Maps {
   CUtensorMap lhs;
   CUtensorMap rhs;
   CUtensorMap out;
+  CUtensorMap up;  // of a pair's second array of weights, whether it is read or written
 };
 
 // How sums of a tile come about.

@@ -29,6 +29,7 @@ struct KernelArguments {
   OutShape out;
   int32_t depth;  // contracted elements, where the groups do not say it
   int32_t band;
+  int32_t half;  // columns of the first of a pair's arrays; INT32_MAX: there is one array
   Scales scales;
 };
 

@@ -59,7 +59,7 @@ struct Picks {
   }
 };
 
-__device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const CUtensorMap* rhs_map,
+__device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halves& rhs_maps,
                                           const Tile& tile, int32_t depth, uint32_t rank,
                                           uint32_t stage, uint32_t full) {
   constexpr uint16_t kBoth = 3;
@@ -76,7 +76,8 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const CUte
   }
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
-    const Coordinates at{tile.column + box * kBoxColumns, depth, tile.expert};
+    Coordinates at{tile.column + box * kBoxColumns, depth, tile.expert};
+    const CUtensorMap* rhs_map = FindHalf(rhs_maps, &at.x);
     const uint32_t to = stage + kRowBytes + box * kBoxBytes;
     if (tile.share_rows) {
       LoadBox(rhs_map, at, to, full);
@@ -88,8 +89,7 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const CUte
 
 // The loading warp, all its lanes.
 __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUtensorMap* lhs_map,
-                                          const CUtensorMap* rhs_map, Cluster cluster,
-                                          Memory* memory) {
+                                          const Halves& rhs_maps, Cluster cluster, Memory* memory) {
   const bool leads = threadIdx.x % 32 == 0;
   auto schedule = MakeSchedule<Traits>(args, nullptr, cluster);
   RingPlace<kStages> place;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUt
     for (int32_t done = 0; done < args.depth; done += kDepth, place.Advance()) {
       if (leads) {
         WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
-        LoadStage(lhs_map, rhs_map, tile, done, cluster.rank,
+        LoadStage(lhs_map, rhs_maps, tile, done, cluster.rank,
                   SharedAddress(memory->stages[place.stage]),
                   SharedAddress(&memory->full[place.stage]));
       }
@@ -272,6 +272,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     ForwardKernel(const __grid_constant__ CUtensorMap lhs_map,
                   const __grid_constant__ CUtensorMap rhs_map,
                   const __grid_constant__ CUtensorMap out_map,
+                  const __grid_constant__ CUtensorMap up_map,
                   const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(1024) uint8_t dynamic[];
   auto* memory = reinterpret_cast<Memory*>(dynamic);
@@ -286,13 +287,14 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     PrefetchMap(&lhs_map);
     PrefetchMap(&rhs_map);
     PrefetchMap(&out_map);
+    PrefetchMap(&up_map);
   }
   SyncCluster();
   if (warpgroup == kMultipliers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFinderRegisters));
     if (threadIdx.x / 32 == 4 * kMultipliers) {
       const Cluster cluster{ClusterRank(), blockIdx.x / kClusterBlocks, gridDim.x / kClusterBlocks};
-      LoadTiles(args, &lhs_map, &rhs_map, cluster, memory);
+      LoadTiles(args, &lhs_map, Halves{&rhs_map, &up_map, args.half}, cluster, memory);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
@@ -307,7 +309,7 @@ cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments&
   const cudaError_t error =
       cudaFuncSetAttribute(ForwardKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  ForwardKernel<<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, args);
+  ForwardKernel<<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, maps.up, args);
   return cudaGetLastError();
 }
 

@@ -92,8 +92,8 @@ __device__ __forceinline__ void ForEachWork(const KernelArguments& args, const T
 // The loading warp, all its lanes.
 template <class Traits, class Schedule>
 __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CUtensorMap* lhs_map,
-                                           const CUtensorMap* rhs_map, Schedule schedule,
-                                           uint32_t rank, QueuedMemory<Traits>* memory) {
+                                           const Halves& rhs_maps, Schedule schedule, uint32_t rank,
+                                           QueuedMemory<Traits>* memory) {
   const bool leads = threadIdx.x % 32 == 0;
   RingPlace<Traits::kStages> place;
   RingPlace<kQueuedWork> next;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
       for (int32_t done = 0; done < rows.size; done += Traits::kDepth, place.Advance()) {
         if (leads) {
           WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
-          LoadStage<Traits>(lhs_map, rhs_map, tile, rows.start + done, rank,
+          LoadStage<Traits>(lhs_map, rhs_maps, tile, rows.start + done, rank,
                             SharedAddress(memory->stages[place.stage]),
                             SharedAddress(&memory->full[place.stage]));
         }
@@ -207,9 +207,8 @@ __device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgro
 }
 
 template <class Traits>
-__device__ __forceinline__ void MultiplyQueued(const KernelArguments& args,
-                                               const CUtensorMap* out_map, int warpgroup,
-                                               QueuedMemory<Traits>* memory) {
+__device__ __forceinline__ void MultiplyQueued(const KernelArguments& args, const Halves& out_maps,
+                                               int warpgroup, QueuedMemory<Traits>* memory) {
   RingPlace<Traits::kStages> place;
   RingPlace<kQueuedWork> next;
   uint32_t turn = 0;
@@ -219,10 +218,10 @@ __device__ __forceinline__ void MultiplyQueued(const KernelArguments& args,
     if (work.expert < 0) break;
     const Tile tile{work.expert, work.group, work.row, work.column, work.row_end, false};
     if constexpr (Traits::kStagesWhole) {
-      StoreWholeTile<typename Traits::Out>(args.out, out_map, tile, warpgroup,
+      StoreWholeTile<typename Traits::Out>(args.out, out_maps, tile, warpgroup,
                                            memory->staging[warpgroup], sums);
     } else {
-      StoreTile<Traits::kRagged, typename Traits::Out>(args.out, out_map, tile, warpgroup,
+      StoreTile<Traits::kRagged, typename Traits::Out>(args.out, out_maps, tile, warpgroup,
                                                        memory->staging[warpgroup], sums, &turn);
     }
   }
@@ -244,6 +243,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     QueuedGemmKernel(const __grid_constant__ CUtensorMap lhs_map,
                      const __grid_constant__ CUtensorMap rhs_map,
                      const __grid_constant__ CUtensorMap out_map,
+                     const __grid_constant__ CUtensorMap up_map,
                      const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(1024) uint8_t dynamic[];
   auto* memory = reinterpret_cast<QueuedMemory<Traits>*>(dynamic);
@@ -254,6 +254,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     PrefetchMap(&lhs_map);
     PrefetchMap(&rhs_map);
     PrefetchMap(&out_map);
+    PrefetchMap(&up_map);
   }
   if constexpr (Traits::kRagged) {
     OrderExperts(args.groups, reinterpret_cast<uint32_t*>(memory->stages[0]), memory->order);
@@ -264,7 +265,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFinderRegisters));
     if (threadIdx.x / 32 == 4 * kMultipliers) {
       const Cluster cluster{rank, blockIdx.x / kClusterBlocks, gridDim.x / kClusterBlocks};
-      LoadQueued<Traits>(args, &lhs_map, &rhs_map,
+      LoadQueued<Traits>(args, &lhs_map, Halves{&rhs_map, &up_map, args.half},
                          MakeSchedule<Traits>(args, memory->order, cluster), rank, memory);
     }
     if constexpr (Traits::kByBlock) {
@@ -273,7 +274,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
-    MultiplyQueued<Traits>(args, &out_map, warpgroup, memory);
+    MultiplyQueued<Traits>(args, Halves{&out_map, &up_map, args.half}, warpgroup, memory);
   }
   // Neither block's memory goes while the other may load into it or arrive there.
   SyncCluster();
@@ -289,7 +290,7 @@ cudaError_t LaunchQueued(cudaStream_t stream, const Maps& maps, const KernelArgu
       QueuedGemmKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   QueuedGemmKernel<Traits>
-      <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, args);
+      <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, maps.up, args);
   return cudaGetLastError();
 }
 

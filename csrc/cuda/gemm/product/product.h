@@ -80,15 +80,19 @@ struct GroupedGemmParams {
   int32_t out_features;        // N', likewise
   const int32_t* group_sizes;  // [S, L], device; what exceeds C in sum is cut off
   // Both device, 16-byte aligned. P: PaddedSlabRows(C, L).
-  const void* lhs;         // [S * C, K'] (kDataGrad: N'); 8-bit, tf32 kWeightGrad: [K', S * P]
-  const void* rhs;         // [G, K', N'] (kWeightGrad: [S * C, N']); 8-bit kForward: [G, N', K'],
-                           // 8-bit, tf32 kWeightGrad: [N', S * P]
+  const void* lhs;  // [S * C, K'] (kDataGrad: N'); 8-bit, tf32 kWeightGrad: [K', S * P]
+  const void* rhs;  // [G, K', N'] (kWeightGrad: [S * C, N']); 8-bit kForward: [G, N', K'],
+                    // 8-bit, tf32 kWeightGrad: [N', S * P]
+  // Gate and up kept apart stand for one array of weights: N' is two halves, multiples of 64 each;
+  // rhs (kWeightGrad: out) is [G, K', N' / 2], and this is the second. Null: there is one array.
+  const void* rhs_up;      // 16-bit and tf32 operands alone
   const float* lhs_scale;  // kTensor: [S, L]; kBlock: [S * C, ceil(K' / 128)] (kDataGrad: N')
   const float* rhs_scale;  // kTensor: [G] (kWeightGrad: [S, L]);
                            // kBlock: [G, ceil(K' / 128), ceil(N' / 128)]; no kWeightGrad
   const void* bias;        // [G, N'] bias_type, device; null: none. kForward only
   FloatType bias_type;
   void* out;         // out_type, device, 16-byte aligned. Experts without rows get zeros.
+  void* out_up;      // kWeightGrad alone, as rhs_up
   bool clear_slack;  // rows of no group get zeros; they are left as they are without it
   GemmTuning tuning;
 };

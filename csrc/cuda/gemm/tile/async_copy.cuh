@@ -72,6 +72,19 @@ struct Coordinates {
 __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+// One array, or two that stand for one whose lines are theirs behind each other.
+struct Halves {
+  const CUtensorMap* first;
+  const CUtensorMap* second;
+  int32_t width;  // of the first, a multiple of a box; INT32_MAX: there is one array
+};
+// The map that has what is at `x` along memory; `x` becomes its place there.
+__device__ __forceinline__ const CUtensorMap* FindHalf(const Halves& halves, int32_t* x) {
+  if (*x < halves.width) return halves.first;
+  *x -= halves.width;
+  return halves.second;
+}
+
 // One box of the map to `shared`; its bytes count at `barrier`.
 __device__ __forceinline__ void LoadBox(const CUtensorMap* map, Coordinates at, uint32_t shared,
                                         uint32_t barrier) {

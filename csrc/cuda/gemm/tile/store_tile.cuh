@@ -126,11 +126,12 @@ __device__ __forceinline__ void AddBias(const OutShape& out, int32_t expert, int
 }
 
 // Stores this warpgroup's rows of a tile; the copies may still read `staging` when it returns.
-// kByExpert: the output is [experts, rows, columns] and the map knows where a plane ends. `turn`
-// counts this warpgroup's chunks, of all tiles.
+// kByExpert: the output is [experts, rows, columns], of two halves where it is a pair, and a map
+// knows where a plane ends; else it is one array. `turn` counts this warpgroup's chunks, of all
+// tiles.
 template <bool kByExpert, typename Out, int kSums>
-__device__ __forceinline__ void StoreTile(const OutShape& out, const CUtensorMap* map,
-                                          const Tile& tile, int warpgroup, uint8_t* staging,
+__device__ __forceinline__ void StoreTile(const OutShape& out, const Halves& maps, const Tile& tile,
+                                          int warpgroup, uint8_t* staging,
                                           const float (&sums)[kSums], uint32_t* turn) {
   constexpr int kChunkColumns = 128 / sizeof(Out);
   constexpr int kChunkSums = kChunkColumns / 2;
@@ -155,7 +156,10 @@ __device__ __forceinline__ void StoreTile(const OutShape& out, const CUtensorMap
       SyncNamed(1 + warpgroup, 128);
       if (!whole) CopyChunk<Out>(out, chunk, row, rows, column);
       if (leads) {
-        if (whole) StoreBox(map, {column, row, kByExpert ? tile.expert : 0}, chunk);
+        if (whole) {
+          Coordinates at{column, row, kByExpert ? tile.expert : 0};
+          StoreBox(kByExpert ? FindHalf(maps, &at.x) : maps.first, at, chunk);
+        }
         // An empty one too: waits count one group a chunk.
         CommitStores();
       }
@@ -166,7 +170,7 @@ __device__ __forceinline__ void StoreTile(const OutShape& out, const CUtensorMap
 // Stores this warpgroup's rows of a tile of [experts, rows, columns] at once; `staging` has room
 // for them, and its copies go on while the warpgroup multiplies.
 template <typename Out, int kSums>
-__device__ __forceinline__ void StoreWholeTile(const OutShape& out, const CUtensorMap* map,
+__device__ __forceinline__ void StoreWholeTile(const OutShape& out, const Halves& maps,
                                                const Tile& tile, int warpgroup, uint8_t* staging,
                                                const float (&sums)[kSums]) {
   constexpr int kChunkColumns = 128 / sizeof(Out);
@@ -188,7 +192,9 @@ __device__ __forceinline__ void StoreWholeTile(const OutShape& out, const CUtens
   for (int i = 0; i < kChunks; ++i) {
     const int32_t column = tile.column + i * kChunkColumns;
     if (column < out.columns) {
-      StoreBox(map, {column, row, tile.expert}, SharedAddress(staging) + i * kChunkBytes);
+      Coordinates at{column, row, tile.expert};
+      const CUtensorMap* map = FindHalf(maps, &at.x);
+      StoreBox(map, at, SharedAddress(staging) + i * kChunkBytes);
     }
   }
   CommitStores();

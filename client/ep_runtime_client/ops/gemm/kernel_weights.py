@@ -1,0 +1,68 @@
+"""Weights as the GPU kernels take and make them: one array, or gate and up of a pair.
+
+Boxes of the kernels' copies must lie in one half, so that halves are multiples of MULTIPLE wide;
+others are copied into one array first, and gradients out of one, which is said once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.quantize.pair import Pair
+
+MULTIPLE = 64
+Shapes = tuple[tuple[int, ...], ...]
+_log = logging.getLogger(__name__)
+
+
+def taken(rhs: jax.Array | Pair, cast: Any) -> tuple[jax.Array, ...]:
+    """Kernels [G, K', N'], or gate and up [G, K', M], cast to a dtype unless that is None."""
+
+    def narrowed(x: jax.Array) -> jax.Array:
+        return x if cast is None else x.astype(cast)
+
+    if not isinstance(rhs, Pair):
+        return (narrowed(rhs).reshape(*rhs.shape[:2], -1),)
+    halves = (narrowed(rhs.gate), narrowed(rhs.up))
+    return halves if _apart(rhs.shape[-1]) else (jnp.concatenate(halves, 2),)
+
+
+def made(
+    call: Callable[[Shapes], Sequence[jax.Array]],
+    experts: int,
+    features: int,
+    trailing: Sequence[int],
+    paired: bool,
+) -> jax.Array | Pair:
+    """The gradient of kernels [G, K', *N'], or of a Pair: `call` makes arrays of some shapes."""
+    columns = math.prod(trailing)
+    if paired and _apart(trailing[-1]):
+        gate, up = call(((experts, features, columns // 2),) * 2)
+        return Pair(gate, up)
+    (whole,) = call(((experts, features, columns),))
+    whole = whole.reshape(experts, features, *trailing)
+    return Pair(whole[:, :, 0], whole[:, :, 1]) if paired else whole
+
+
+def _apart(half: int) -> bool:
+    if half % MULTIPLE and platform.gpus():
+        _say_copied(half)
+    return half % MULTIPLE == 0
+
+
+@functools.cache
+def _say_copied(half: int) -> None:
+    _log.warning(
+        "gate and up of M=%d are copied into one array for every product, and their gradients out "
+        "of one: the GPU kernels take a pair whose M is a multiple of %d",
+        half,
+        MULTIPLE,
+    )
