@@ -28,6 +28,8 @@ from ep_runtime_bench.base.options import (
     BenchReport,
 )
 from ep_runtime_bench.base.routing import ROUTINGS
+from ep_runtime_bench.base.train_cases import MODELS, REMATS
+from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import gpus
 
@@ -41,6 +43,7 @@ _MODULES = {
     "quantize": "one_device.quantize",
     "permute": "one_device.permute",
     "moe": "moe.moe",
+    "train": "train.train",
     "connect": "control.connect",
     "staging": "control.staging",
     "control": "control.control",
@@ -132,9 +135,12 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
             gpu.weights,
             f"of {', '.join(WEIGHTS)}: router weights of `moe` before wo, or in combine",
         ),
+        ("--models", gpu.models, f"of {', '.join(MODELS)}: that `train` trains"),
+        ("--remat", gpu.remat, f"of {', '.join(REMATS)}: what backward of `train` finds again"),
+        ("--routed", gpu.routings, f"of {', '.join(TRAIN_ROUTINGS)}: where tokens of `train` go"),
     ):
         said = ",".join(chosen) or "none"
-        anywhere = flag in ("--cases", "--recipe", "--weights")
+        anywhere = flag not in ("--routing", "--precision", "--board", "--also")
         what = f"{text}; {said}" if anywhere else f"on GPUs: {text}; {said}"
         parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
     parser.add_argument(
@@ -217,6 +223,9 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         capacity=args.capacity,
         recipes=args.recipe,
         weights=args.weights,
+        models=args.models,
+        remat=args.remat,
+        routings=args.routed,
         top_k=args.top_k,
         num_experts=experts,
         repeats=args.repeats,
@@ -229,7 +238,7 @@ def _default_transports(benches: tuple[str, ...]) -> tuple[str, ...]:
     """GPUs where there are some and every bench runs on them; a layer stands beside stock JAX."""
     able = all(name in GPU_BENCHES for name in benches)
     found = ON_GPUS if able and gpus.usable() else ON_CPU
-    return (found[0], STOCK) if benches == ("moe",) else found
+    return (found[0], STOCK) if benches in (("moe",), ("train",)) else found
 
 
 def _check_devices(options: BenchOptions) -> None:
@@ -258,7 +267,8 @@ def run(args: argparse.Namespace) -> int:
     reports: dict[str, BenchReport] = {}
     body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
     # Layers first: their processes need the devices' memory, which JAX in this one keeps.
-    for module in sorted(modules, key=lambda module: module != _MODULES["moe"]):
+    apart = (_MODULES["moe"], _MODULES["train"])
+    for module in sorted(modules, key=lambda module: module not in apart):
         found = importlib.import_module(f"ep_runtime_bench.{module}").run(options)
         for known in found if isinstance(found, Iterator) else [found]:
             for report in known if isinstance(known, list) else [known]:

@@ -23,13 +23,13 @@ from jax.sharding import Mesh
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_bench import cli
+from ep_runtime_bench.base import clients
+from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.device_bench import AXIS, ROWS
 from ep_runtime_bench.base.moe_cases import (
     CASES,
-    COMPILED,
     DROPLESS,
     PADDED,
-    READY,
     REMAT,
     Case,
     KernelTime,
@@ -162,7 +162,7 @@ def test_each_setting_is_a_subject_of_its_own_and_stock_has_none() -> None:
     )
     found = moe.orders(options.checked(), "address")
     fp8 = ep.recipes.TensorScaling()
-    assert [(each.label, client._recipe(each)) for each in found] == [
+    assert [(each.label, client.recipe_of(each.recipe)) for each in found] == [
         ("nvlink", None),
         ("nvlink late", None),
         ("nvlink fp8", fp8),
@@ -199,11 +199,11 @@ def test_what_is_known_so_far_is_saved_when_a_process_of_ours_fails(
     kernels = [KernelTime("forward experts", "GroupedGemmKernel", 1.0, 0.5)]
     first = Measured([Step("", [1.0], 1.0, None, 0)], 0, Profile(kernels, 1.0, 0.5))
 
-    def measured(_: Any) -> Iterator[Any]:
-        yield ("small-experts", "memfd"), first
+    def measured(wanted: Any, *_: Any) -> Iterator[Any]:
+        yield next(one for one in wanted if one.name == "small-experts"), dataclasses.asdict(first)
         raise RuntimeError("the second failed")
 
-    monkeypatch.setattr(moe, "_measure", measured)
+    monkeypatch.setattr(clients, "measured", measured)
     monkeypatch.setattr(moe, "warm_daemon", lambda: contextlib.nullcontext("address"))
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
@@ -381,11 +381,15 @@ def test_a_process_that_fails_is_fatal_only_where_it_is_ours(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit(7)"]
-    monkeypatch.setattr(moe, "python_command", lambda *args: command)
-    assert [*moe._measure([order_of(PADDED), order_of(DROPLESS)])] == []
+    monkeypatch.setattr(clients, "python_command", lambda *args: command)
+
+    def measured(*subjects: str) -> list[Any]:
+        return [*clients.measured([*map(order_of, subjects)], "tests", 60.0)]
+
+    assert measured(PADDED, DROPLESS) == []
     assert f"{PADDED}: no figures, it ended with exit code 7" in capfd.readouterr().err
     with pytest.raises(RuntimeError, match="memfd failed"):
-        [*moe._measure([order_of("memfd"), order_of(PADDED)])]
+        measured("memfd", PADDED)
 
 
 @pytest.mark.slow

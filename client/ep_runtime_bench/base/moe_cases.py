@@ -16,8 +16,6 @@ REMAT = "remat"
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
 # Where the router's weights are multiplied: into the activations before wo, or in combine.
 WEIGHTS = ("early", "late")
-# What processes and bench say to each other.
-READY, COMPILED, GO = "ready", "compiled", "go"
 
 
 @dataclasses.dataclass(frozen=True)

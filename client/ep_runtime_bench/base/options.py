@@ -11,6 +11,8 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
 from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, RECIPES, WEIGHTS
 from ep_runtime_bench.base.routing import ROUTINGS
+from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, REMATS
+from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli.render import Column
 
 GPU_BENCHES = (
@@ -20,6 +22,7 @@ GPU_BENCHES = (
     "quantize",
     "permute",
     "moe",
+    "train",
     "connect",
     "staging",
 )
@@ -76,6 +79,9 @@ class BenchOptions:
         capacity: capacity factors of our slabs that `moe` measures; 0 is room for any routing.
         recipes: that `moe` measures, names of its RECIPES.
         weights: likewise, of its WEIGHTS.
+        models: that `train` trains, names of its MODELS.
+        remat: what its backward finds again, of REMATS.
+        routings: where its tokens go, of TRAIN_ROUTINGS.
         top_k: K.
         num_experts: E.
         repeats: timed calls of each subject.
@@ -104,6 +110,9 @@ class BenchOptions:
     capacity: tuple[float, ...] = (0.0,)
     recipes: tuple[str, ...] = RECIPES[:1]
     weights: tuple[str, ...] = WEIGHTS[:1]
+    models: tuple[str, ...] = tuple(MODELS)[:1]
+    remat: tuple[str, ...] = REMATS[:1]
+    routings: tuple[str, ...] = TRAIN_ROUTINGS[:1]
     top_k: int = 8
     num_experts: int = 64
     repeats: int = 15
@@ -122,6 +131,9 @@ class BenchOptions:
             ("--cases", self.cases, tuple(CASES)),
             ("--recipe", self.recipes, RECIPES),
             ("--weights", self.weights, WEIGHTS),
+            ("--models", self.models, tuple(MODELS)),
+            ("--remat", self.remat, REMATS),
+            ("--routed", self.routings, TRAIN_ROUTINGS),
         )
         for argument, values, choices in checks:
             unknown = [value for value in values if value not in choices]
@@ -179,6 +191,7 @@ class BenchOptions:
     def _check_cases(self) -> None:
         known = CASES if self.on_gpus else CPU_CASES
         odd = [name for name in self.cases if known[name].num_experts % self.devices]
+        self._check_models()
         if "moe" in self.benches and odd:
             raise InvalidArgumentError(
                 f"--devices must divide the experts of every case, got {self.devices} with "
@@ -196,6 +209,18 @@ class BenchOptions:
                 f"--capacity must be 0 or factors of at least 1, got {self.capacity}",
                 argument="capacity",
             )
+
+    def _check_models(self) -> None:
+        known = MODELS if self.on_gpus else CPU_MODELS
+        for name in self.models if "train" in self.benches else ():
+            model = known[name]
+            ranks, rest = divmod(self.devices, 2 if model.beside else 1)
+            if rest or not ranks or model.num_experts % ranks:
+                raise InvalidArgumentError(
+                    f"--devices must be {'2 x ' if model.beside else ''}a divisor of the "
+                    f"{model.num_experts} experts of {name}, got {self.devices}",
+                    argument="devices",
+                )
 
     @property
     def on_gpus(self) -> bool:
@@ -219,9 +244,9 @@ class BenchOptions:
         if unknown:
             raise InvalidArgumentError(f"--also must be of {ALSO}, got {unknown}", argument="also")
         if not self.on_gpus:
-            if self.stock and self.benches != ("moe",):
+            if self.stock and self.benches not in (("moe",), ("train",)):
                 raise InvalidArgumentError(
-                    f"--transports {STOCK} stands beside nvlink alone, but for moe, got "
+                    f"--transports {STOCK} stands beside nvlink alone, but for moe and train, got "
                     f"{self.transports}",
                     argument="transports",
                 )

@@ -23,11 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_bench.base import clients
+from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import (
-    COMPILED,
-    GO,
-    READY,
     RECIPES,
     REMAT,
     Measured,
@@ -135,12 +134,12 @@ def _run(order: Order, layer: Any, *operands: jax.Array) -> Any:
     """Our layer's (y, aux, stats) of (x, router, wi, wo)."""
     x, router, wi, wo = operands
     params = ep.MoEParams(router, wi, wo)
-    options: dict[str, Any] = {"recipe": _recipe(order), "return_stats": True}
+    options: dict[str, Any] = {"recipe": recipe_of(order.recipe), "return_stats": True}
     options["apply_topk_weights_early"] = order.weights == "early"
     return ep.moe(layer, x, params, **options)
 
 
-def _recipe(order: Order) -> recipes.Recipe | None:
+def recipe_of(name: str) -> recipes.Recipe | None:
     """The one of that name in RECIPES."""
     makers: dict[str, Callable[[], recipes.Recipe]] = {
         "bf16": recipes.BF16,
@@ -148,7 +147,7 @@ def _recipe(order: Order) -> recipes.Recipe | None:
         "fp8-block": recipes.BlockScaling,
         "mxfp8": recipes.MXFP8,
     }
-    return None if order.recipe == RECIPES[0] else makers[order.recipe]()
+    return None if name == RECIPES[0] else makers[name]()
 
 
 def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
@@ -261,17 +260,9 @@ def _planned_bytes(program: Any) -> int:
     return int(sum(parts) - plan.alias_size_in_bytes)
 
 
-def _told(stage: str) -> None:
-    """Says the stage to the parent and waits for its word; without a parent nobody wants us."""
-    sys.stdout.write(stage + "\n")
-    sys.stdout.flush()
-    if sys.stdin.readline().strip() != GO:
-        sys.exit("the bench that started this process has ended")
-
-
 def main() -> int:
     order = Order.from_dict(json.loads(sys.argv[1]))
-    measured = measure(order, _told, time.perf_counter)
+    measured = measure(order, clients.tell, time.perf_counter)
     sys.stdout.write(json.dumps(dataclasses.asdict(measured)) + "\n")
     return 0
 

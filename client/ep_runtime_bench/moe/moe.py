@@ -11,48 +11,33 @@ device with our windows; every subject and case is measured in a fresh process.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import itertools
-import json
-import subprocess
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ep_runtime import env
+from ep_runtime_bench.base import clients
 from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import (
     CASES,
-    COMPILED,
     CPU_CASES,
     DROPLESS,
-    GO,
     PADDED,
-    READY,
     RECIPES,
     WEIGHTS,
     Measured,
     Order,
+    Profile,
     Step,
 )
 from ep_runtime_bench.base.options import STOCK_LAYERS, BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median, quantile
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
-from ep_runtime_client.daemons.children import python_command
 
+CLIENT = "ep_runtime_bench.moe.client"
 CLIENT_TIMEOUT_S = 120.0
-# One after the other they would take seconds each; a measurement waits until all of them are up.
-STARTED_TOGETHER = 3
 SHOWN = 0.01  # of a step: kernels that take less are summed up
-# Processes that have started already share the devices with the one that measures.
-_CLIENT_ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "XLA_CLIENT_MEM_FRACTION": "0.9",
-}
-_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
 COLUMNS = (
     Column("case", "CASE"),
     Column("subject", "SUBJECT"),
@@ -92,9 +77,11 @@ def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
     """
     found: dict[tuple[str, str], Measured] = {}
     with warm_daemon() as address:
-        for key, measured in _measure(orders(options, address)):
-            found[key] = measured
-            for line in kernel_lines({key: measured}):
+        wanted = orders(options, address)
+        for order, said in clients.measured(wanted, CLIENT, CLIENT_TIMEOUT_S):
+            key = (order.name, order.label)
+            found[key] = Measured.from_dict(said)
+            for line in kernel_lines({key: found[key]}):
                 render.err(line)
             yield _reports(options, found)
 
@@ -131,92 +118,6 @@ def orders(options: BenchOptions, address: str) -> list[Order]:
             how = (options.devices, platform, options.dtype, options.repeats, address)
             found.append(Order(subject, name, case, *how, factor, recipe, weights))
     return found
-
-
-def _measure(wanted: list[Order]) -> Iterator[tuple[tuple[str, str], Measured]]:
-    """One process after the other; JAX starts in those that come next while one compiles."""
-    left = collections.deque(wanted)
-    waiting: collections.deque[_Client] = collections.deque()
-    with contextlib.ExitStack() as all_ended:
-
-        def start_some() -> None:
-            for _ in range(min(STARTED_TOGETHER, len(left))):
-                waiting.append(all_ended.enter_context(_Client(left.popleft())))
-
-        start_some()
-        for order in wanted:
-            client = waiting.popleft()
-            client.hear(READY)
-            if not waiting:
-                start_some()
-            client.go()
-            for other in waiting:
-                other.hear(READY)  # from here on they are quiet
-            client.hear(COMPILED)
-            client.go()
-            found = client.result()
-            if found is not None:
-                yield (order.name, order.label), found
-            elif not order.is_stock:
-                raise RuntimeError(f"{order.name}: {order.label} failed, see above")
-
-
-class _Client:
-    """Context manager: one process; none outlives the block, or a stage CLIENT_TIMEOUT_S."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._heard: set[str] = set()
-        command = python_command(
-            "ep_runtime_bench.moe.client", [json.dumps(dataclasses.asdict(order))]
-        )
-        environment = env.child_environment() | _CLIENT_ENVIRONMENT
-        environment.pop(_OLD_NAME, None)
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
-        self._limit = self._limited()
-
-    def _limited(self) -> threading.Timer:
-        timer = threading.Timer(CLIENT_TIMEOUT_S, self._process.kill)
-        timer.daemon = True
-        timer.start()
-        return timer
-
-    def __enter__(self) -> _Client:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._limit.cancel()
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.communicate()
-
-    def hear(self, stage: str) -> None:
-        """Waits until it has said that stage, or has ended."""
-        assert self._process.stdout is not None
-        if stage not in self._heard:
-            self._process.stdout.readline()
-            self._heard.add(stage)
-            self._limit.cancel()  # it may wait for its turn as long as others need
-
-    def go(self) -> None:
-        """Lets it begin the next stage."""
-        self._limit.cancel()
-        self._limit = self._limited()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `result` tells that it has ended
-            self._process.stdin.write(GO + "\n")
-            self._process.stdin.flush()
-
-    def result(self) -> Measured | None:
-        """What it measured; None, with a line that says why, where it failed."""
-        out, _ = self._process.communicate()
-        if self._process.returncode == 0:
-            return Measured.from_dict(json.loads(out))
-        order = self._order
-        code = self._process.returncode
-        render.err(f"{order.name}: {order.label}: no figures, it ended with exit code {code}")
-        return None
 
 
 def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
@@ -285,19 +186,24 @@ def kernel_lines(found: Found) -> Iterator[str]:
 
 
 def kernel_rows(found: Found) -> Iterator[dict[str, Any]]:
-    """Per case of ours: kernels above SHOWN of a step, the others together, and the time of none.
+    """Of every case, `kernel_rows_of` its profile."""
+    return kernel_rows_of({key: measured.profile for key, measured in found.items()})
+
+
+def kernel_rows_of(profiles: Mapping[tuple[str, str], Profile]) -> Iterator[dict[str, Any]]:
+    """Of every profile: kernels above SHOWN of a step, the others together, the time of none.
 
     Copies and fills count as kernels. Those that run at the same time can sum to more than a step.
     """
-    for (case, subject), measured in found.items():
-        kernels, step_s = measured.profile.kernels, measured.profile.step_s
+    for (case, subject), profile in profiles.items():
+        kernels, step_s = profile.kernels, profile.step_s
         if not kernels:
             continue
         shown = [each for each in kernels if each.step_s > SHOWN * step_s]
         rest = [each for each in kernels if each.step_s <= SHOWN * step_s]
         lines = [(each.part, each.kernel, each.calls, each.step_s) for each in shown]
         lines.append(("others", "", sum(e.calls for e in rest), sum(e.step_s for e in rest)))
-        lines.append(("no kernel", "", 0.0, measured.profile.idle_s))
+        lines.append(("no kernel", "", 0.0, profile.idle_s))
         for part, kernel, calls, seconds in lines:
             yield {
                 "case": case,

@@ -24,18 +24,22 @@ CAPACITY_FACTOR = 1.25
 ROOM = 2
 _ROW_TILE = 8
 
-Layer = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Layer = Callable[..., jax.Array]
 
 
 def make_layer(subject: str, case: Case) -> Layer:
-    """f(x, router, wi, wo) -> y [T, H] of PADDED or DROPLESS."""
+    """f(x, router, wi, wo) -> y [T, H] of PADDED or DROPLESS; PADDED also takes experts [T, K]."""
     return _padded(case) if subject == PADDED else _dropless(case)
 
 
-def _routed(x: jax.Array, router: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """Experts [T, K] and their weights, which sum to 1."""
+def routed(
+    x: jax.Array, router: jax.Array, top_k: int, experts: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Experts [T, K], those given or the router's, and their weights, which sum to 1."""
     shares = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
-    weights, experts = lax.top_k(shares, top_k)
+    if experts is None:
+        experts = lax.top_k(shares, top_k)[1]
+    weights = jnp.take_along_axis(shares, experts, axis=-1)
     return experts, weights / weights.sum(-1, keepdims=True)
 
 
@@ -63,8 +67,14 @@ def _padded(case: Case) -> Layer:
     room = math.ceil(even * CAPACITY_FACTOR / _ROW_TILE) * _ROW_TILE
     rows = case.num_experts * room
 
-    def layer(x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array) -> jax.Array:
-        experts, weights = _routed(x, router, case.top_k)
+    def layer(
+        x: jax.Array,
+        router: jax.Array,
+        wi: jax.Array,
+        wo: jax.Array,
+        given: jax.Array | None = None,
+    ) -> jax.Array:
+        experts, weights = routed(x, router, case.top_k, given)
         order, place = _sorted_places(experts, case.num_experts)
         row = experts.reshape(-1)[order] * room + place
         row = jnp.where(place < room, row, rows)  # past the end: dropped
@@ -87,7 +97,7 @@ def _dropless(case: Case) -> Layer:
     room = ROOM * slots
 
     def layer(x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array) -> jax.Array:
-        experts, weights = _routed(x, router, top_k)
+        experts, weights = routed(x, router, top_k)
         p = make_plan(experts)
         there = (p["sent_from"], p["sent"], p["sent_to"], p["received"])
         home = (p["received_from"], p["received"], p["received_to"], p["sent"])

@@ -1,0 +1,152 @@
+"""Fresh processes that measure one subject each, one after the other.
+
+Peaks of memory are of a process's whole life. JAX starts in those that come next while one
+compiles; while one measures, the others are quiet.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ep_runtime import env
+from ep_runtime_client.cli import render
+from ep_runtime_client.daemons.children import python_command
+
+# What processes and bench say to each other.
+READY, COMPILED, GO = "ready", "compiled", "go"
+# One after the other they would take seconds each; a measurement waits until all of them are up.
+STARTED_TOGETHER = 3
+# Processes that have started already share the devices with the one that measures.
+_ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_CLIENT_MEM_FRACTION": "0.9",
+}
+_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
+
+
+class Order(Protocol):
+    """What one process is told: a dataclass that JSON can hold."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def is_stock(self) -> bool: ...
+
+
+OrderT = TypeVar("OrderT", bound=Order)
+
+
+def measured(
+    orders: Sequence[OrderT], module: str, limit_s: float
+) -> Iterator[tuple[OrderT, dict[str, Any]]]:
+    """What the process of each order found, `python -m module ORDER`; stock ones may fail.
+
+    Args:
+        orders: in the order in which they are measured.
+        module: whose `main` reads an order and tells its stages (`tell`).
+        limit_s: of a stage of one process.
+
+    Raises:
+        RuntimeError: a process of ours failed; one of stock JAX is only said.
+    """
+    left = collections.deque(orders)
+    waiting: collections.deque[_Client] = collections.deque()
+    with contextlib.ExitStack() as all_ended:
+
+        def start_some() -> None:
+            for _ in range(min(STARTED_TOGETHER, len(left))):
+                client = _Client(left.popleft(), module, limit_s)
+                waiting.append(all_ended.enter_context(client))
+
+        start_some()
+        for order in orders:
+            client = waiting.popleft()
+            client.hear(READY)
+            if not waiting:
+                start_some()
+            client.go()
+            for other in waiting:
+                other.hear(READY)  # from here on they are quiet
+            client.hear(COMPILED)
+            client.go()
+            found = client.result()
+            if found is not None:
+                yield order, found
+            elif not order.is_stock:
+                raise RuntimeError(f"{order.name}: {order.label} failed, see above")
+
+
+class _Client:
+    """Context manager: one process; none outlives the block, or a stage `limit_s`."""
+
+    def __init__(self, order: Order, module: str, limit_s: float) -> None:
+        self._order = order
+        self._limit_s = limit_s
+        self._heard: set[str] = set()
+        said: Any = order
+        command = python_command(module, [json.dumps(dataclasses.asdict(said))])
+        environment = env.child_environment() | _ENVIRONMENT
+        environment.pop(_OLD_NAME, None)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
+        self._limit = self._limited()
+
+    def _limited(self) -> threading.Timer:
+        timer = threading.Timer(self._limit_s, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def __enter__(self) -> _Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._limit.cancel()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def hear(self, stage: str) -> None:
+        """Waits until it has said that stage, or has ended."""
+        assert self._process.stdout is not None
+        if stage not in self._heard:
+            self._process.stdout.readline()
+            self._heard.add(stage)
+            self._limit.cancel()  # it may wait for its turn as long as others need
+
+    def go(self) -> None:
+        """Lets it begin the next stage."""
+        self._limit.cancel()
+        self._limit = self._limited()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `result` tells that it has ended
+            self._process.stdin.write(GO + "\n")
+            self._process.stdin.flush()
+
+    def result(self) -> dict[str, Any] | None:
+        """What it measured; None, with a line that says why, where it failed."""
+        out, _ = self._process.communicate()
+        if self._process.returncode == 0:
+            found: dict[str, Any] = json.loads(out)
+            return found
+        order, code = self._order, self._process.returncode
+        render.err(f"{order.name}: {order.label}: no figures, it ended with exit code {code}")
+        return None
+
+
+def tell(stage: str) -> None:
+    """Of a process: says the stage and waits for the word; without a parent nobody wants it."""
+    sys.stdout.write(stage + "\n")
+    sys.stdout.flush()
+    if sys.stdin.readline().strip() != GO:
+        sys.exit("the bench that started this process has ended")

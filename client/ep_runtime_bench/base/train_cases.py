@@ -1,0 +1,153 @@
+"""What `bench train` measures: whole models of known shapes, by whom, how, and what comes back.
+
+Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ep_runtime_bench.base.moe_cases import RECIPES, Case, Profile
+
+STOCK = "stock padded"
+# What backward finds again: everything, what `ep.remat_policy()` saves, or of our names alone.
+REMATS = ("none", "default", "plan", "first")
+# Where tokens go: as the router says as it was initialised, or to experts drawn beforehand.
+ROUTINGS = ("router", "uniform", "zipf", "double")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder with an MoE block in every layer; its experts are gated.
+
+    Attributes:
+        layers: scanned.
+        hidden: H.
+        heads: of the attention.
+        inner: M of an expert.
+        num_experts: E.
+        top_k: K.
+        sequence: S.
+        batch: sequences of one device.
+        vocabulary: rows of the embedding, which is the head too.
+        beside: a mesh axis of two devices beside ep, "fsdp" or "tp"; "" for ep alone.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    inner: int
+    num_experts: int
+    top_k: int
+    sequence: int
+    batch: int
+    vocabulary: int
+    beside: str = ""
+
+    @property
+    def case(self) -> Case:
+        """One of its MoE layers."""
+        tokens = self.batch * self.sequence
+        return Case(tokens, self.hidden, self.inner, self.num_experts, self.top_k)
+
+
+_SMALL = Model(8, 2048, 16, 1024, 64, 8, 2048, 4, 32_000)
+_TINY = Model(2, 64, 4, 32, 16, 4, 32, 1, 128)
+MODELS: dict[str, Model] = {
+    "8-layers": _SMALL,
+    "deepseek-like": Model(2, 7168, 56, 2048, 64, 8, 2048, 2, 32_000),
+    "fsdp-ep": dataclasses.replace(_SMALL, beside="fsdp"),
+    "ep-tp": dataclasses.replace(_SMALL, beside="tp"),
+}
+# Small enough for a laptop.
+CPU_MODELS: dict[str, Model] = {
+    "8-layers": _TINY,
+    "deepseek-like": dataclasses.replace(_TINY, hidden=128, heads=8, inner=64),
+    "fsdp-ep": dataclasses.replace(_TINY, beside="fsdp"),
+    "ep-tp": dataclasses.replace(_TINY, beside="tp"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What one fresh process is told.
+
+    Attributes:
+        subject: a transport, or STOCK.
+        name: of the model, and of the routing where it is not the router's.
+        model: what is trained.
+        devices: of the mesh.
+        platform: "gpu" or "cpu".
+        dtype: of parameters and tokens.
+        repeats: rounds of timed steps.
+        address: of the daemon.
+        capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
+        recipe: of RECIPES.
+        remat: of REMATS.
+        routing: of ROUTINGS.
+    """
+
+    subject: str
+    name: str
+    model: Model
+    devices: int
+    platform: str
+    dtype: str
+    repeats: int
+    address: str
+    capacity_factor: float = 0.0
+    recipe: str = RECIPES[0]
+    remat: str = REMATS[0]
+    routing: str = ROUTINGS[0]
+
+    @property
+    def label(self) -> str:
+        """The subject, and what of its settings is not the first choice."""
+        said = [self.subject]
+        said += [self.recipe] * (self.recipe != RECIPES[0])
+        said += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
+        said += [f"remat {self.remat}"] * (self.remat != REMATS[0])
+        return " ".join(said)
+
+    @property
+    def is_stock(self) -> bool:
+        return self.subject == STOCK
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh: ep last but for tp."""
+        if not self.model.beside:
+            return {"ep": self.devices}
+        sizes = {self.model.beside: 2, "ep": self.devices // 2}
+        return sizes if self.model.beside == "fsdp" else dict(reversed(sizes.items()))
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Order:
+        return cls(**{**said, "model": Model(**said["model"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What one process found.
+
+    Attributes:
+        step_s: seconds of a step, one figure for each round of steps that follow each other.
+        losses: of the first steps.
+        peak_bytes: most that the fullest device held, None where it does not say.
+        window_bytes: of staging per rank, which no allocator of XLA counts.
+        planned_bytes: operands, results and temporaries of the program, of one device.
+        profile: where a step's time goes.
+    """
+
+    step_s: Sequence[float]
+    losses: Sequence[float]
+    peak_bytes: int | None
+    window_bytes: int
+    planned_bytes: int
+    profile: Profile = Profile()
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Trained:
+        return cls(**{**said, "profile": Profile.from_dict(said["profile"])})

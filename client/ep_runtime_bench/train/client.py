@@ -1,0 +1,179 @@
+"""`python -m ep_runtime_bench.train.client`: one subject trains one model, in a fresh process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import ep_runtime as ep
+from ep_runtime_bench.base import clients
+from ep_runtime_bench.base.device_bench import AXIS
+from ep_runtime_bench.base.moe_cases import Profile
+from ep_runtime_bench.base.train_cases import Order, Trained
+from ep_runtime_bench.moe import trace
+from ep_runtime_bench.moe.client import recipe_of
+from ep_runtime_bench.train import model as models
+from ep_runtime_client.cli import render
+from ep_runtime_client.groups import estimate
+from ep_runtime_client.groups.group import Group
+from ep_runtime_client.jobs.members import Member, start_jax
+from ep_runtime_client.sessions.session import Session
+
+FIRST = 8  # steps whose losses are told, ahead of the timed ones
+ROUND = 6  # steps that follow each other, timed together
+PROFILED_WARM = 6
+
+Clock = Callable[[], float]
+SAVED = {
+    "default": ep.remat_policy,
+    "plan": lambda: ep.remat_policy(("ep_plan",)),
+    "first": lambda: ep.remat_policy(("ep_plan", "ep_wi")),
+}
+
+
+def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Trained:
+    """Builds, compiles and trains; `told(stage)` returns when it may go on."""
+    with ExitStack() as opened:
+        session = None
+        if not order.is_stock:  # before JAX starts, where it can still choose XLA's threads
+            session = opened.enter_context(ep.connect(order.address))
+        start_jax(order.devices, Member(), order.platform)
+        devices = np.array(jax.devices(order.platform)[: order.devices])
+        mesh = Mesh(devices.reshape([*order.axes.values()]), [*order.axes])
+        told(clients.READY)
+        place = models.Place.of(mesh)
+        group = None if session is None else _create_group(order, mesh, session)
+        training = _Training(order, place, group)
+        told(clients.COMPILED)
+        losses = [training.step() for _ in range(FIRST)]
+        found = Trained(
+            [training.timed(clock) for _ in range(order.repeats)],
+            [float(loss) for loss in losses],
+            _peak_bytes(devices.flat),
+            estimate.staging_bytes(group.spec) if group and order.subject != "xla" else 0,
+            training.planned_bytes(),
+            training.profile(),
+        )
+        if group is not None:
+            group.check()  # a call that failed is over at once: its time would look good
+        return found
+
+
+class _Training:
+    """A compiled step, and the weights and batches that it goes on with."""
+
+    def __init__(self, order: Order, place: models.Place, group: Group | None) -> None:
+        model = order.model
+        if group is None:
+            block = models.stock_block(model, place)
+        else:
+            stack = group.register_layer_stack("blocks", model.layers, top_k=model.top_k)
+            block = models.our_block(stack, place, recipe_of(order.recipe))
+        self._params = models.make_params(model, jnp.dtype(order.dtype), place)
+        optimizer = models.make_optimizer()
+        lies = jax.tree.map(lambda leaf: leaf.sharding, self._params)
+        shapes = jax.eval_shape(optimizer.init, self._params)
+        self._state = jax.jit(optimizer.init, out_shardings=_like(shapes, self._params, lies))(
+            self._params
+        )
+        self._batches = itertools.cycle(models.batches(model, place, order.devices))
+        self._experts = models.experts_of(order, place)
+        step = models.make_step(model, place, block, _again(order))
+        jitted: Any = jax.jit(step, donate_argnums=(0, 1))
+        self._program = jitted.lower(*self._next()).compile()
+
+    def _next(self) -> tuple[Any, ...]:
+        return self._params, self._state, next(self._batches), self._experts
+
+    def step(self) -> jax.Array:
+        """Enqueues one; its loss."""
+        self._params, self._state, loss = self._program(*self._next())
+        value: jax.Array = loss
+        return value
+
+    def timed(self, clock: Clock) -> float:
+        """Seconds of a step of ROUND that follow each other."""
+        jax.block_until_ready(self._params)
+        started = clock()
+        for _ in range(ROUND):
+            loss = self.step()
+        jax.block_until_ready(loss)
+        return (clock() - started) / ROUND
+
+    def planned_bytes(self) -> int:
+        plan = self._program.memory_analysis()
+        parts = (plan.argument_size_in_bytes, plan.output_size_in_bytes, plan.temp_size_in_bytes)
+        return int(sum(parts) - plan.alias_size_in_bytes)
+
+    def profile(self) -> Profile:
+        """Where the time goes; empty where this machine lets nobody profile."""
+        warm = PROFILED_WARM if jax.default_backend() == "gpu" else 0
+        try:
+            return trace.profile(self._program.as_text(), self.step, warm=warm)
+        except RuntimeError as error:
+            render.err(f"no profile: {error}")
+            return Profile()
+
+
+def _like(shapes: Any, params: Any, lies: Any) -> Any:
+    """Shardings of the optimizer's state: of a moment its weight's, of anything else whole."""
+    shardings = jax.tree.leaves(lies)
+    sizes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    weights = dict(zip(sizes, shardings, strict=True))
+    whole = jax.sharding.NamedSharding(shardings[0].mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda leaf: weights.get(leaf.shape, whole), shapes)
+
+
+def _again(order: Order) -> Callable[[Any], Any]:
+    """How a layer's body is wrapped: what backward does not find again is computed again."""
+    if order.remat == "none":
+        return lambda body: body
+    if order.is_stock:
+        return jax.checkpoint
+    return functools.partial(jax.checkpoint, policy=SAVED[order.remat]())
+
+
+def _create_group(order: Order, mesh: Mesh, session: Session) -> Group:
+    case, transport = order.model.case, cast(Any, order.subject)
+    return session.create_group(
+        "bench",
+        mesh,
+        ep_axis=AXIS,
+        outer_axes=tuple(axis for axis in mesh.axis_names if axis == "fsdp"),
+        num_experts=case.num_experts,
+        hidden_size=case.hidden,
+        max_tokens_per_rank=case.tokens,
+        max_top_k=case.top_k,
+        max_token_dtype=order.dtype,
+        capacity_factor=order.capacity_factor or None,
+        transport=transport,
+    )
+
+
+def _peak_bytes(devices: Any) -> int | None:
+    stats = [device.memory_stats() or {} for device in devices]
+    peaks = [int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
+
+
+def main() -> int:
+    order = Order.from_dict(json.loads(sys.argv[1]))
+    found = measure(order, clients.tell, time.perf_counter)
+    sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

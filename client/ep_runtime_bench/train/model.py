@@ -1,0 +1,243 @@
+"""The model: attention, an MoE block, and a head, with AdamW; the block is ours or stock JAX's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ep_runtime as ep
+from ep_runtime_bench.base import routing
+from ep_runtime_bench.base.device_bench import AXIS
+from ep_runtime_bench.base.moe_cases import PADDED
+from ep_runtime_bench.base.train_cases import Model, Order
+from ep_runtime_bench.moe import stock_layer
+
+BATCHES = 4  # that go round
+LEARNING_RATE = 1e-5
+# (index of the layer, x [B, S, H], its weights, experts [B, S, K] or None) -> y like x.
+Block = Callable[[Any, jax.Array, "Layer", Any], jax.Array]
+
+
+class Layer(NamedTuple):
+    """Weights of one layer, or of all with a dim in front; letters: `ops/__init__.py`."""
+
+    qkv: Any  # [H, 3H]
+    out: Any  # [H, H]
+    router: Any  # [H, E]
+    wi: Any  # [E, H, 2, M]
+    wo: Any  # [E, M, H]
+    norms: Any  # [2, H]
+
+
+class Params(NamedTuple):
+    """All weights."""
+
+    embedding: Any  # [V, H]
+    layers: Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A mesh, and how weights and tokens lie on it."""
+
+    mesh: Mesh
+    rows: tuple[str, ...]  # axes that shard tokens
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Place:
+        return cls(mesh, tuple(axis for axis in mesh.axis_names if axis != "tp"))
+
+    def axis(self, name: str) -> str | None:
+        return name if name in self.mesh.shape else None
+
+    def specs(self) -> Params:
+        """Of a layer's own weights, without the dim of layers."""
+        fsdp, tp = self.axis("fsdp"), self.axis("tp")
+        experts = (P(AXIS, fsdp, None, tp), P(AXIS, tp, fsdp))
+        return Params(P(fsdp), Layer(P(fsdp), P(fsdp), P(), *experts, P()))
+
+    def shardings(self) -> Params:
+        embedding, layers = self.specs()
+        stacked = Layer(*(P(None, *spec) for spec in layers))
+        specs = Params(embedding, stacked)
+        placed: Params = jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+        )
+        return placed
+
+
+def make_params(model: Model, dtype: Any, place: Place) -> Params:
+    """Normal values of variance 1 / fan-in, made where they lie."""
+    h, e, m, many = model.hidden, model.num_experts, model.inner, model.layers
+
+    def made(key: jax.Array) -> Params:
+        def drawn(number: int, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+            values = jax.random.normal(jax.random.fold_in(key, number), shape) * fan_in**-0.5
+            narrow: jax.Array = values.astype(dtype)
+            return narrow
+
+        layers = Layer(
+            drawn(1, (many, h, 3 * h), h),
+            drawn(2, (many, h, h), h),
+            drawn(3, (many, h, e), h),
+            drawn(4, (many, e, h, 2, m), h),
+            drawn(5, (many, e, m, h), m),
+            jnp.ones((many, 2, h), dtype),
+        )
+        return Params(drawn(0, (model.vocabulary, h), 2500), layers)
+
+    params: Params = jax.jit(made, out_shardings=place.shardings())(jax.random.key(0))
+    return params
+
+
+def batches(model: Model, place: Place, devices: int) -> list[jax.Array]:
+    """int32 [sequences, S + 1] of a few words, so that something can be learnt."""
+    groups = devices // place.mesh.shape.get("tp", 1)
+    rng, shape = np.random.default_rng(0), (groups * model.batch, model.sequence + 1)
+    spread = NamedSharding(place.mesh, P(place.rows))
+    words = min(256, model.vocabulary)
+    return [
+        jax.device_put(rng.integers(0, words, shape).astype(np.int32), spread)
+        for _ in range(BATCHES)
+    ]
+
+
+def experts_of(order: Order, place: Place) -> jax.Array | None:
+    """int32 [sequences, S, K] that `order.routing` says; None where the router chooses.
+
+    "double": the experts of the first rank get twice their even share, which is at most all.
+    """
+    if order.routing == "router":
+        return None
+    model, case = order.model, order.model.case
+    ranks = place.mesh.shape[AXIS]
+    groups = order.devices // place.mesh.shape.get("tp", 1)
+    tokens = case.tokens * groups
+    if order.routing == "double":
+        rng, local = np.random.default_rng(0), model.num_experts // ranks
+        share = np.ones(model.num_experts)
+        share[:local] = 2 * (ranks - 1) / max(ranks - 2, 0.1)
+        keys = rng.gumbel(size=(tokens, model.num_experts)) + np.log(share)
+        idx = np.argpartition(-keys, model.top_k - 1, axis=1)[:, : model.top_k].astype(np.int32)
+    else:
+        idx = routing.topk_idx(order.routing, tokens, model.num_experts, model.top_k)
+    idx = idx.reshape(groups * model.batch, model.sequence, model.top_k)
+    placed: jax.Array = jax.device_put(idx, NamedSharding(place.mesh, P(place.rows)))
+    return placed
+
+
+def our_block(stack: ep.LayerStack, place: Place, recipe: Any) -> Block:
+    """`ep.moe` of a stack's layers."""
+    specs = place.specs().layers
+    whole: Any = P()
+    told = ep.MoEParams(whole, specs.wi, specs.wo)
+
+    def block(index: Any, x: jax.Array, layer: Layer, experts: Any) -> jax.Array:
+        chosen, router, said = None, layer.router, told
+        if experts is not None:
+            chosen = ep.Routing(*stock_layer.routed(x, layer.router, experts.shape[-1], experts))
+            router, said = None, dataclasses.replace(told, router=None)
+        params = ep.MoEParams(router, layer.wi, layer.wo)
+        y, _ = ep.moe(
+            stack[index],
+            x,
+            params,
+            recipe=recipe,
+            routing=chosen,
+            tokens_spec=P(place.rows),
+            params_spec=said,
+        )
+        return y
+
+    return block
+
+
+def stock_block(model: Model, place: Place) -> Block:
+    """stock_layer's PADDED; weights are gathered over fsdp, and tp sums its halves of M."""
+    padded = stock_layer.make_layer(PADDED, model.case)
+    specs, rows = place.specs().layers, P(place.rows)
+    fsdp, tp = place.axis("fsdp"), place.axis("tp")
+
+    def local(x: jax.Array, router: jax.Array, wi: jax.Array, wo: jax.Array, *given: Any) -> Any:
+        if fsdp:
+            wi = lax.all_gather(wi, fsdp, axis=1, tiled=True)
+            wo = lax.all_gather(wo, fsdp, axis=2, tiled=True)
+        tokens, flat = x.reshape(-1, x.shape[-1]), wi.reshape(*wi.shape[:2], -1)
+        experts = [one.reshape(-1, one.shape[-1]) for one in given]
+        y = padded(tokens, router, flat, wo, *experts)
+        return (lax.psum(y, tp) if tp else y).reshape(x.shape)
+
+    def block(_: Any, x: jax.Array, layer: Layer, experts: Any) -> jax.Array:
+        given = () if experts is None else (experts,)
+        in_specs = (rows, P(), specs.wi, specs.wo, *(rows for _ in given))
+        mapped = jax.shard_map(
+            local, mesh=place.mesh, in_specs=in_specs, out_specs=rows, check_vma=False
+        )
+        y: jax.Array = mapped(x, layer.router, layer.wi, layer.wo, *given)
+        return y
+
+    return block
+
+
+def _normed(x: jax.Array, weight: jax.Array) -> jax.Array:
+    square = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
+    return x * lax.rsqrt(square + 1e-6).astype(x.dtype) * weight
+
+
+def _attention(x: jax.Array, layer: Layer, model: Model, place: Place) -> jax.Array:
+    on_gpu = place.mesh.devices.flat[0].platform == "gpu"
+    heads = (x @ layer.qkv).reshape(*x.shape[:2], 3, model.heads, -1)
+
+    def mixed(heads: jax.Array) -> jax.Array:
+        q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+        how: Any = "cudnn" if on_gpu else None
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
+
+    rows = P(place.rows)
+    spread = jax.shard_map(mixed, mesh=place.mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    y: jax.Array = spread(heads).reshape(x.shape) @ layer.out
+    return y
+
+
+def make_step(
+    model: Model, place: Place, block: Block, again: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """(params, state, tokens, experts) -> (params, state, loss); `again` wraps a layer's body."""
+    optimizer = make_optimizer()
+
+    def one(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
+        layer, index, experts = given
+        x = x + _attention(_normed(x, layer.norms[0]), layer, model, place)
+        return x + block(index, _normed(x, layer.norms[1]), layer, experts).astype(x.dtype), None
+
+    body = again(one)
+
+    def loss(params: Params, tokens: jax.Array, experts: Any) -> jax.Array:
+        x = params.embedding[tokens[:, :-1]]
+        x = lax.with_sharding_constraint(x, NamedSharding(place.mesh, P(place.rows)))
+        numbers = jnp.arange(model.layers, dtype=jnp.int32)
+        x, _ = lax.scan(lambda x, given: body(x, (*given, experts)), x, (params.layers, numbers))
+        logits = (x @ params.embedding.T).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        mean: jax.Array = losses.mean()
+        return mean
+
+    def step(params: Params, state: Any, tokens: jax.Array, experts: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, tokens, experts)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def make_optimizer() -> Any:
+    return optax.adamw(LEARNING_RATE, mu_dtype=jnp.bfloat16)

@@ -1,0 +1,152 @@
+"""A whole training step beside stock JAX: time, tokens a second, memory, and where the time goes.
+
+The model is a decoder whose layers are scanned: attention, an MoE block, a head, AdamW. Ours has
+room for any routing, or with a capacity factor that much of a rank's even share; "stock padded"
+drops tokens past 1.25 times an expert's even share and with remat keeps nothing. A step is one of
+six that follow each other. Memory is the peak of the fullest device with our windows, weights and
+moments included. ZEROS and COPIES are the kernels on device 0 that fill or copy, by their names;
+IDLE is when nothing ran there. Waits for slower ranks are inside our kernels' own times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ep_runtime_bench.base import clients
+from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_bench.base.moe_cases import Profile
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
+from ep_runtime_bench.base.timing import median
+from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, ROUTINGS, STOCK, Order, Trained
+from ep_runtime_bench.moe.moe import KERNEL_COLUMNS, kernel_rows_of
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.render import Column
+
+CLIENT = "ep_runtime_bench.train.client"
+CLIENT_TIMEOUT_S = 240.0
+COLUMNS = (
+    Column("model", "MODEL"),
+    Column("subject", "SUBJECT"),
+    Column("step_ms", "STEP MS", "count"),
+    Column("times_as_fast_as_stock", "X STOCK", "count"),
+    Column("tokens_per_s", "TOKENS/S", "count"),
+    Column("memory_bytes", "MEMORY", "bytes"),
+    Column("memory_to_stock", "X STOCK", "count"),
+    Column("zeros_ms", "ZEROS MS", "count"),
+    Column("copies_ms", "COPIES MS", "count"),
+    Column("idle_ms", "IDLE MS", "count"),
+    Column("first_loss", "FIRST LOSS", "count", wide=True),
+    Column("last_loss", "LAST LOSS", "count", wide=True),
+    Column("window_bytes", "WINDOWS", "bytes", wide=True),
+    Column("planned_bytes", "PLANNED", "bytes", wide=True),
+)
+_ZEROS = re.compile(r"memset|broadcast", re.IGNORECASE)
+_COPIES = re.compile(r"memcpy|copy|dynamic[-_](update[-_])?slice|transpose", re.IGNORECASE)
+
+Found = Mapping[Order, Trained]
+
+
+def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
+    """Trains every model by every subject, ours first: all that is known after each of them.
+
+    Raises:
+        RuntimeError: a process of ours failed; one of stock JAX is only said.
+    """
+    found: dict[Order, Trained] = {}
+    with warm_daemon() as address:
+        wanted = orders(options, address)
+        for order, said in clients.measured(wanted, CLIENT, CLIENT_TIMEOUT_S):
+            found[order] = Trained.from_dict(said)
+            step = median(found[order].step_s)
+            render.err(f"{order.name}: {order.label}: step {step * 1e3:.1f} ms")
+            yield _reports(options, found)
+
+
+def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
+    kind = "GPUs" if options.on_gpus else "CPU devices"
+    title = f"Training step: {options.devices} {kind}, {options.dtype}"
+    profiles = {(order.name, order.label): each.profile for order, each in found.items()}
+    return [
+        BenchReport("train", title, COLUMNS, make_rows(found)),
+        BenchReport(
+            "train_kernels",
+            "where the time goes: device 0 in one step",
+            KERNEL_COLUMNS,
+            [*kernel_rows_of(profiles)],
+        ),
+    ]
+
+
+def orders(options: BenchOptions, address: str) -> list[Order]:
+    """What is measured, in that order: of a model ours, then stock JAX."""
+    known = MODELS if options.on_gpus else CPU_MODELS
+    ours = itertools.product(options.transports, options.recipes, options.capacity, options.remat)
+    subjects: list[tuple[Any, ...]] = [*ours]
+    if options.stock:
+        again = dict.fromkeys("default" if remat != "none" else remat for remat in options.remat)
+        subjects += [(STOCK, options.recipes[0], 0.0, remat) for remat in again]
+    platform = "gpu" if options.on_gpus else "cpu"
+    found = []
+    for name, routing in itertools.product(options.models, options.routings):
+        said = name if routing == ROUTINGS[0] else f"{name} {routing}"
+        how = (options.devices, platform, options.dtype, options.repeats, address)
+        for subject, recipe, factor, remat in subjects:
+            plain = "none" if subject == STOCK else recipe
+            found.append(Order(subject, said, known[name], *how, factor, plain, remat, routing))
+    return found
+
+
+def make_rows(found: Found) -> list[dict[str, Any]]:
+    """The table: a model's subjects together, each beside stock JAX with or without remat alike."""
+    rows = []
+    for order, each in found.items():
+        again = order.remat if order.remat == "none" else "default"
+        beside = found.get(_stock_of(order, again))
+        step = median(each.step_s)
+        memory = None if each.peak_bytes is None else each.peak_bytes + each.window_bytes
+        row = {
+            "model": order.name,
+            "subject": order.label,
+            "step_ms": round(step * 1e3, 2),
+            "tokens_per_s": round(_tokens(order) / step),
+            "memory_bytes": memory,
+            **_kinds(each.profile),
+            "first_loss": round(each.losses[0], 4),
+            "last_loss": round(each.losses[-1], 4),
+            "window_bytes": each.window_bytes,
+            "planned_bytes": each.planned_bytes,
+        }
+        if beside is not None:
+            row["times_as_fast_as_stock"] = round(median(beside.step_s) / step, 3)
+            if memory is not None and beside.peak_bytes:
+                row["memory_to_stock"] = round(memory / beside.peak_bytes, 3)
+        rows.append(row)
+    return rows
+
+
+def _stock_of(order: Order, remat: str) -> Order:
+    return dataclasses.replace(
+        order, subject=STOCK, recipe="none", capacity_factor=0.0, remat=remat
+    )
+
+
+def _tokens(order: Order) -> int:
+    """Of one step, on all devices; tp's two see the same."""
+    return order.model.case.tokens * order.devices // order.axes.get("tp", 1)
+
+
+def _kinds(profile: Profile) -> dict[str, float]:
+    """Milliseconds of a step by kind of kernel; none where nobody could profile."""
+    if not profile.kernels:
+        return {}
+    kinds = {"zeros_ms": _ZEROS, "copies_ms": _COPIES}
+    times = {
+        key: sum(each.step_s for each in profile.kernels if pattern.search(each.kernel))
+        for key, pattern in kinds.items()
+    }
+    times["idle_ms"] = profile.idle_s
+    return {key: round(seconds * 1e3, 2) for key, seconds in times.items()}

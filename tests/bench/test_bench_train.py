@@ -1,0 +1,116 @@
+"""The bench of whole training steps without a GPU: models on CPU devices, tables from figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_bench.base.clients import COMPILED, READY
+from ep_runtime_bench.base.moe_cases import KernelTime, Profile
+from ep_runtime_bench.base.options import BenchOptions
+from ep_runtime_bench.base.train_cases import CPU_MODELS, STOCK, Order, Trained
+from ep_runtime_bench.moe import stock_layer
+from ep_runtime_bench.train import client, model, train
+
+MODEL = dataclasses.replace(CPU_MODELS["8-layers"], num_experts=8, sequence=8, vocabulary=32)
+
+
+def order_of(subject: str, **change: Any) -> Order:
+    change = {"model": MODEL, **change}
+    order = Order(subject, "tiny", MODEL, 4, "cpu", "float32", 1, "embedded")
+    return dataclasses.replace(order, **change)
+
+
+# JAX's reader of profiles makes its types without modules; Python 3.12 warns, and it would abort.
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
+@pytest.mark.parametrize("beside", ["fsdp", "tp"])
+def test_both_train_the_same_model(monkeypatch: pytest.MonkeyPatch, beside: str) -> None:
+    monkeypatch.setattr(client, "start_jax", lambda *args: None)
+    monkeypatch.setattr(model, "LEARNING_RATE", 1e-2)
+    monkeypatch.setattr(stock_layer, "CAPACITY_FACTOR", float(MODEL.num_experts))  # no drops
+    ticks = itertools.count()
+    losses = {}
+    how = {"model": dataclasses.replace(MODEL, beside=beside), "routing": "zipf"}
+    for subject, remat in (("xla", "plan"), (STOCK, "default")):
+        heard: list[str] = []
+        order = order_of(subject, remat=remat, **how)
+        found = client.measure(order, heard.append, lambda: float(next(ticks)))
+        assert heard == [READY, COMPILED]
+        assert [*found.step_s] == [1 / client.ROUND]
+        assert found.planned_bytes > 0
+        assert found.profile.kernels
+        assert Trained.from_dict(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+        losses[subject] = np.array(found.losses)
+    assert losses[STOCK][-1] < losses[STOCK][0]
+    np.testing.assert_allclose(losses["xla"], losses[STOCK], rtol=1e-4)
+
+
+def test_a_skewed_rank_gets_about_twice_its_share() -> None:
+    big = dataclasses.replace(MODEL, num_experts=32, top_k=2, sequence=512)
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("ep",))
+    place = model.Place.of(mesh)
+    order = order_of("memfd", model=big, routing="double")
+    idx = np.asarray(model.experts_of(order, place))
+    counts = np.bincount(idx.ravel() // 8, minlength=4)
+    np.testing.assert_allclose(counts[0] / counts.sum(), 0.5, atol=0.05)
+    assert model.experts_of(order_of("memfd"), place) is None
+
+
+def test_ours_is_measured_before_stock_with_and_without_remat() -> None:
+    options = BenchOptions(
+        benches=("train",),
+        transports=("nvlink",),
+        stock=True,
+        devices=4,
+        recipes=("none", "fp8"),
+        remat=("none", "plan"),
+        routings=("router", "zipf"),
+    )
+    found = train.orders(options.checked(), "address")
+    each = [
+        "nvlink",
+        "nvlink remat plan",
+        "nvlink fp8",
+        "nvlink fp8 remat plan",
+        STOCK,
+        f"{STOCK} remat default",
+    ]
+    assert [order.label for order in found] == each * 2
+    assert {order.name for order in found} == {"8-layers", "8-layers zipf"}
+    assert Order.from_dict(dataclasses.asdict(found[0])) == found[0]
+
+
+def test_each_row_stands_beside_stock_with_remat_alike() -> None:
+    kernels = [
+        KernelTime("", "MemsetAsync", 1.0, 0.002),
+        KernelTime("", "loop_broadcast_fusion", 1.0, 0.001),
+        KernelTime("", "MemcpyD2D", 1.0, 0.004),
+        KernelTime("forward experts", "GroupedGemmKernel", 1.0, 0.02),
+    ]
+    ours = Trained([0.05], [3.0, 2.0], 1000, 24, 5, Profile(kernels, 0.05, 0.003))
+    found = {
+        order_of("nvlink"): ours,
+        order_of("nvlink", remat="plan"): ours,
+        order_of(STOCK): Trained([0.1], [3.0, 2.0], 2048, 0, 5),
+        order_of(STOCK, remat="default"): Trained([0.2], [3.0, 2.0], 512, 0, 5),
+    }
+    plain, again, *_ = train.make_rows(found)
+    assert (plain["times_as_fast_as_stock"], plain["memory_to_stock"]) == (2.0, 0.5)
+    assert (again["times_as_fast_as_stock"], again["memory_to_stock"]) == (4.0, 2.0)
+    assert (plain["zeros_ms"], plain["copies_ms"], plain["idle_ms"]) == (3.0, 4.0, 3.0)
+    assert plain["tokens_per_s"] == round(4 * MODEL.case.tokens / 0.05)
+
+
+def test_devices_that_no_mesh_of_the_model_has_are_refused() -> None:
+    for name, devices in (("fsdp-ep", 3), ("8-layers", 3)):
+        options = BenchOptions(benches=("train",), models=(name,), devices=devices)
+        with pytest.raises(InvalidArgumentError, match=f"16 experts of {name}, got 3"):
+            options.checked()
