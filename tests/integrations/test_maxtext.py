@@ -1,0 +1,172 @@
+"""MaxText with the patch of its page trains as MaxText without: the same losses, ten steps each.
+
+By command: TEST_MAXTEXT is a folder with MaxText's sources at the page's revision, and the Python
+that runs this has MaxText's dependencies; `--log-cli-level=INFO` says how far losses differ.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import doc_pages
+import numpy as np
+import pytest
+from daemon_fixtures import package_path
+
+_log = logging.getLogger(__name__)
+PAGE = doc_pages.ROOT / "docs/integrations/maxtext.md"
+RUN_TIMEOUT_S = 900.0
+MOST_LINES = 45
+
+COMMON: dict[str, Any] = {
+    "dataset_type": "synthetic",
+    "steps": 10,
+    "hardware": "cpu",
+    "skip_jax_distributed_system": True,
+    "enable_checkpointing": False,
+    "enable_goodput_recording": False,
+    "monitor_goodput": False,
+    "tokenizer_type": "tiktoken",
+    "attention": "dot_product",
+    "override_model_config": True,
+    "remat_policy": "full",
+    "decoder_block": "mixtral",
+    "base_emb_dim": 64,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "head_dim": 16,
+    "base_mlp_dim": 64,
+    "base_moe_mlp_dim": 64,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 256,
+    "max_target_length": 64,
+    "per_device_batch_size": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "sparse_matmul": False,
+    "capacity_factor": -1.0,
+    "load_balance_loss_weight": 0.01,
+    "learning_rate": 0.003,
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "matmul_precision": "highest",
+    "ici_fsdp_parallelism": 2,
+    "ici_expert_parallelism": 4,
+}
+DEEPSEEK = {
+    "model_name": "deepseek3-test",
+    "decoder_block": None,  # the model says it
+    "head_dim": None,
+    "base_num_decoder_layers": 3,
+    "first_num_dense_layers": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "routed_bias_update_rate": 0.001,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp and ep": {},
+    "ep and tensor": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2},
+    "context and ep": {"ici_fsdp_parallelism": 1, "ici_context_parallelism": 2},
+    "experts over fsdp": {
+        "shard_exp_on_fsdp": True,
+        "ici_fsdp_parallelism": 4,
+        "ici_expert_parallelism": 2,
+    },
+    "accumulation": {"gradient_accumulation_steps": 2, "per_device_batch_size": 2},
+    "evaluation": {"eval_interval": 4, "eval_steps": 2},
+    "deepseek3": DEEPSEEK,
+    "gpt-oss": {
+        "decoder_block": "gpt_oss",
+        "mlp_bias": True,
+        "routed_bias": True,
+        "mlp_activations_limit": 7.0,
+    },
+    "pipeline": {
+        "ici_fsdp_parallelism": 1,
+        "ici_pipeline_parallelism": 2,
+        "base_num_decoder_layers": 4,
+        "per_device_batch_size": 4,
+        "num_pipeline_microbatches": 2,
+        "num_layers_per_pipeline_stage": 1,
+    },
+    "bf16": {"dtype": "bfloat16"},
+}
+
+
+def patch() -> str:
+    (block,) = (block for block in doc_pages.blocks(PAGE) if block.language == "diff")
+    return block.code
+
+
+def test_the_patch_stays_small() -> None:
+    lines = patch().splitlines()
+    changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    assert len(changed) <= MOST_LINES
+    assert f"{len(changed)} lines" in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = os.environ.get("TEST_MAXTEXT")
+    if not given:
+        pytest.skip("TEST_MAXTEXT does not name a folder with MaxText's sources")
+    copy = tmp_path_factory.mktemp("maxtext")
+    shutil.copytree(Path(given, "src"), copy / "src")
+    subprocess.run(
+        ["git", "apply", "--unidiff-zero", "-"], cwd=copy, input=patch(), text=True, check=True
+    )
+    return copy
+
+
+def losses(patched: Path, out: Path, settings: dict[str, Any]) -> list[float]:
+    """Every step's loss, of training and of evaluation, of a process of its own."""
+    metrics = out / "metrics"
+    metrics.touch()
+    given = {**COMMON, **settings, "run_name": "test", "base_output_directory": out}
+    given["metrics_file"] = metrics
+    words = [f"{name}={value}" for name, value in given.items() if value is not None]
+    trainer = ["-m", "maxtext.trainers.pre_train.train", "src/maxtext/configs/base.yml"]
+    done = subprocess.run(
+        [sys.executable, *trainer, *words],
+        cwd=patched,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{patched / 'src'}:{package_path()}",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    steps = [json.loads(line) for line in metrics.read_text().splitlines() if line.strip()]
+    return [step[name] for step in steps for name in sorted(step) if name.endswith("/loss")]
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_maxtext(patched: Path, tmp_path: Path, case: str) -> None:
+    of_both = []
+    for ours in (False, True):
+        out = tmp_path / str(ours)
+        out.mkdir()
+        of_both.append(losses(patched, out, {**CASES[case], "ep_runtime": ours}))
+    stock, mine = of_both
+    assert len(stock) >= COMMON["steps"]
+    assert stock[-1] < stock[0]
+    tolerance = 1e-3 if "dtype" in CASES[case] else 1e-6
+    np.testing.assert_allclose(mine, stock, rtol=tolerance, atol=0)
+    _log.info("%s: losses differ by %.2g at most", case, np.abs(np.subtract(mine, stock)).max())
