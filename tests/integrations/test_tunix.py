@@ -1,0 +1,86 @@
+"""tunix' Qwen3-MoE with the subclass of its page trains as without: the same losses, ten steps.
+
+By command, where the Python that runs this has google-tunix; `--log-cli-level=INFO` says how far
+losses differ.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import doc_pages
+import numpy as np
+import pytest
+from daemon_fixtures import package_path
+
+_log = logging.getLogger(__name__)
+PAGE = doc_pages.ROOT / "docs/integrations/tunix.md"
+SCRIPT = Path(__file__).with_name("train_tunix.py")
+RUN_TIMEOUT_S = 600.0
+STEPS = 10
+
+COMMON: dict[str, Any] = {
+    "mesh": (4, 2),  # fsdp, tp
+    "dtype": "float32",
+    "remat": "NONE",
+    "lora": False,
+    "accumulated": 1,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp and tp": {},
+    "fsdp": {"mesh": (8, 1)},
+    "remat": {"remat": "DECODER"},
+    "accumulation": {"accumulated": 2},
+    "lora": {"lora": True},
+    "bf16": {"dtype": "bfloat16"},
+}
+
+
+def test_lines_are_those_that_the_page_says() -> None:
+    (block,) = (block for block in doc_pages.blocks(PAGE) if block.language == "python")
+    lines = [line for line in block.code.splitlines() if line.strip()]
+    assert f"{len(lines)} lines" in PAGE.read_text(encoding="utf-8")
+
+
+def losses(settings: dict[str, Any]) -> list[float]:
+    """Every step's loss, of a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), json.dumps(settings)],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{doc_pages.ROOT / 'tests'}:{package_path()}",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == STEPS
+    return found
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_tunix(case: str) -> None:
+    if importlib.util.find_spec("tunix") is None:
+        pytest.skip("google-tunix is not installed")
+    assert f"google-tunix {importlib.metadata.version('google-tunix')}" in PAGE.read_text("utf-8")
+    stock, mine = (losses({**COMMON, **CASES[case], "ours": ours}) for ours in (False, True))
+    assert stock[-1] < stock[0]
+    tolerance = 1e-6 if CASES[case].get("dtype") is None else 1e-3
+    apart = np.abs(np.divide(mine, stock) - 1).max()
+    _log.info("%s: losses differ by %.2g of theirs at most", case, apart)
+    np.testing.assert_allclose(mine, stock, rtol=tolerance, atol=0)
