@@ -16,16 +16,16 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.moe_cases import KernelTime, Profile
 from ep_runtime_bench.base.options import BenchOptions
-from ep_runtime_bench.base.train_cases import CPU_MODELS, STOCK, Order, Trained
+from ep_runtime_bench.base.train_cases import CPU_MODELS, STOCK, Trained, TrainOrder
 from ep_runtime_bench.moe import stock_layer
 from ep_runtime_bench.train import client, model, train
 
 MODEL = dataclasses.replace(CPU_MODELS["8-layers"], num_experts=8, sequence=8, vocabulary=32)
 
 
-def order_of(subject: str, **change: Any) -> Order:
+def order_of(subject: str, **change: Any) -> TrainOrder:
     change = {"model": MODEL, **change}
-    order = Order(subject, "tiny", MODEL, 4, "cpu", "float32", 1, "embedded")
+    order = TrainOrder(subject, "tiny", MODEL, 4, "cpu", "float32", 1, "embedded")
     return dataclasses.replace(order, **change)
 
 
@@ -56,7 +56,7 @@ def test_both_train_the_same_model(monkeypatch: pytest.MonkeyPatch, beside: str)
 def test_a_skewed_rank_gets_about_twice_its_share() -> None:
     big = dataclasses.replace(MODEL, num_experts=32, top_k=2, sequence=512)
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("ep",))
-    place = model.Place.of(mesh)
+    place = model.Layout.of(mesh)
     order = order_of("memfd", model=big, routing="double")
     idx = np.asarray(model.experts_of(order, place))
     counts = np.bincount(idx.ravel() // 8, minlength=4)
@@ -85,7 +85,7 @@ def test_ours_is_measured_before_stock_with_and_without_remat() -> None:
     ]
     assert [order.label for order in found] == each * 2
     assert {order.name for order in found} == {"8-layers", "8-layers zipf"}
-    assert Order.from_dict(dataclasses.asdict(found[0])) == found[0]
+    assert TrainOrder.from_dict(dataclasses.asdict(found[0])) == found[0]
 
 
 def test_each_row_stands_beside_stock_with_remat_alike() -> None:

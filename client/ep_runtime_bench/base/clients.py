@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 _OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
 
 
-class Order(Protocol):
+class Ordered(Protocol):
     """What one process is told: a dataclass that JSON can hold."""
 
     @property
@@ -43,12 +43,12 @@ class Order(Protocol):
     def is_stock(self) -> bool: ...
 
 
-OrderT = TypeVar("OrderT", bound=Order)
+OrderedT = TypeVar("OrderedT", bound=Ordered)
 
 
 def measured(
-    orders: Sequence[OrderT], module: str, limit_s: float
-) -> Iterator[tuple[OrderT, dict[str, Any]]]:
+    orders: Sequence[OrderedT], module: str, limit_s: float
+) -> Iterator[tuple[OrderedT, dict[str, Any]]]:
     """What the process of each order found, `python -m module ORDER`; stock ones may fail.
 
     Args:
@@ -89,7 +89,7 @@ def measured(
 class _Client:
     """Context manager: one process; none outlives the block, or a stage `limit_s`."""
 
-    def __init__(self, order: Order, module: str, limit_s: float) -> None:
+    def __init__(self, order: Ordered, module: str, limit_s: float) -> None:
         self._order = order
         self._limit_s = limit_s
         self._heard: set[str] = set()

@@ -71,7 +71,7 @@ CPU_MODELS: dict[str, Model] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class TrainOrder:
     """What one fresh process is told.
 
     Attributes:
@@ -124,7 +124,7 @@ class Order:
         return sizes if self.model.beside == "fsdp" else dict(reversed(sizes.items()))
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, Any]) -> Order:
+    def from_dict(cls, said: Mapping[str, Any]) -> TrainOrder:
         return cls(**{**said, "model": Model(**said["model"])})
 
 

@@ -21,7 +21,7 @@ import ep_runtime as ep
 from ep_runtime_bench.base import clients
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import Profile
-from ep_runtime_bench.base.train_cases import Order, Trained
+from ep_runtime_bench.base.train_cases import Trained, TrainOrder
 from ep_runtime_bench.moe import trace
 from ep_runtime_bench.moe.client import recipe_of
 from ep_runtime_bench.train import model as models
@@ -43,7 +43,7 @@ SAVED = {
 }
 
 
-def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Trained:
+def measure(order: TrainOrder, told: Callable[[str], object], clock: Clock) -> Trained:
     """Builds, compiles and trains; `told(stage)` returns when it may go on."""
     with ExitStack() as opened:
         session = None
@@ -53,7 +53,7 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Traine
         devices = np.array(jax.devices(order.platform)[: order.devices])
         mesh = Mesh(devices.reshape([*order.axes.values()]), [*order.axes])
         told(clients.READY)
-        place = models.Place.of(mesh)
+        place = models.Layout.of(mesh)
         group = None if session is None else _create_group(order, mesh, session)
         training = _Training(order, place, group)
         told(clients.COMPILED)
@@ -74,7 +74,7 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Traine
 class _Training:
     """A compiled step, and the weights and batches that it goes on with."""
 
-    def __init__(self, order: Order, place: models.Place, group: Group | None) -> None:
+    def __init__(self, order: TrainOrder, place: models.Layout, group: Group | None) -> None:
         model = order.model
         if group is None:
             block = models.stock_block(model, place)
@@ -136,7 +136,7 @@ def _like(shapes: Any, params: Any, lies: Any) -> Any:
     return jax.tree.map(lambda leaf: weights.get(leaf.shape, whole), shapes)
 
 
-def _again(order: Order) -> Callable[[Any], Any]:
+def _again(order: TrainOrder) -> Callable[[Any], Any]:
     """How a layer's body is wrapped: what backward does not find again is computed again."""
     if order.remat == "none":
         return lambda body: body
@@ -145,7 +145,7 @@ def _again(order: Order) -> Callable[[Any], Any]:
     return functools.partial(jax.checkpoint, policy=SAVED[order.remat]())
 
 
-def _create_group(order: Order, mesh: Mesh, session: Session) -> Group:
+def _create_group(order: TrainOrder, mesh: Mesh, session: Session) -> Group:
     case, transport = order.model.case, cast(Any, order.subject)
     return session.create_group(
         "bench",
@@ -169,7 +169,7 @@ def _peak_bytes(devices: Any) -> int | None:
 
 
 def main() -> int:
-    order = Order.from_dict(json.loads(sys.argv[1]))
+    order = TrainOrder.from_dict(json.loads(sys.argv[1]))
     found = measure(order, clients.tell, time.perf_counter)
     sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
     return 0

@@ -18,7 +18,7 @@ import ep_runtime as ep
 from ep_runtime_bench.base import routing
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import PADDED
-from ep_runtime_bench.base.train_cases import Model, Order
+from ep_runtime_bench.base.train_cases import Model, TrainOrder
 from ep_runtime_bench.moe import stock_layer
 
 BATCHES = 4  # that go round
@@ -46,14 +46,14 @@ class Params(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Layout:
     """A mesh, and how weights and tokens lie on it."""
 
     mesh: Mesh
     rows: tuple[str, ...]  # axes that shard tokens
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Place:
+    def of(cls, mesh: Mesh) -> Layout:
         return cls(mesh, tuple(axis for axis in mesh.axis_names if axis != "tp"))
 
     def axis(self, name: str) -> str | None:
@@ -75,7 +75,7 @@ class Place:
         return placed
 
 
-def make_params(model: Model, dtype: Any, place: Place) -> Params:
+def make_params(model: Model, dtype: Any, place: Layout) -> Params:
     """Normal values of variance 1 / fan-in, made where they lie."""
     h, e, m, many = model.hidden, model.num_experts, model.inner, model.layers
 
@@ -99,7 +99,7 @@ def make_params(model: Model, dtype: Any, place: Place) -> Params:
     return params
 
 
-def batches(model: Model, place: Place, devices: int) -> list[jax.Array]:
+def batches(model: Model, place: Layout, devices: int) -> list[jax.Array]:
     """int32 [sequences, S + 1] of a few words, so that something can be learnt."""
     groups = devices // place.mesh.shape.get("tp", 1)
     rng, shape = np.random.default_rng(0), (groups * model.batch, model.sequence + 1)
@@ -111,7 +111,7 @@ def batches(model: Model, place: Place, devices: int) -> list[jax.Array]:
     ]
 
 
-def experts_of(order: Order, place: Place) -> jax.Array | None:
+def experts_of(order: TrainOrder, place: Layout) -> jax.Array | None:
     """int32 [sequences, S, K] that `order.routing` says; None where the router chooses.
 
     "double": the experts of the first rank get twice their even share, which is at most all.
@@ -135,7 +135,7 @@ def experts_of(order: Order, place: Place) -> jax.Array | None:
     return placed
 
 
-def our_block(stack: ep.LayerStack, place: Place, recipe: Any) -> Block:
+def our_block(stack: ep.LayerStack, place: Layout, recipe: Any) -> Block:
     """`ep.moe` of a stack's layers."""
     specs = place.specs().layers
     whole: Any = P()
@@ -161,7 +161,7 @@ def our_block(stack: ep.LayerStack, place: Place, recipe: Any) -> Block:
     return block
 
 
-def stock_block(model: Model, place: Place) -> Block:
+def stock_block(model: Model, place: Layout) -> Block:
     """stock_layer's PADDED; weights are gathered over fsdp, and tp sums its halves of M."""
     padded = stock_layer.make_layer(PADDED, model.case)
     specs, rows = place.specs().layers, P(place.rows)
@@ -193,7 +193,7 @@ def _normed(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x * lax.rsqrt(square + 1e-6).astype(x.dtype) * weight
 
 
-def _attention(x: jax.Array, layer: Layer, model: Model, place: Place) -> jax.Array:
+def _attention(x: jax.Array, layer: Layer, model: Model, place: Layout) -> jax.Array:
     on_gpu = place.mesh.devices.flat[0].platform == "gpu"
     heads = (x @ layer.qkv).reshape(*x.shape[:2], 3, model.heads, -1)
 
@@ -209,7 +209,7 @@ def _attention(x: jax.Array, layer: Layer, model: Model, place: Place) -> jax.Ar
 
 
 def make_step(
-    model: Model, place: Place, block: Block, again: Callable[[Any], Any]
+    model: Model, place: Layout, block: Block, again: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """(params, state, tokens, experts) -> (params, state, loss); `again` wraps a layer's body."""
     optimizer = make_optimizer()

@@ -21,7 +21,14 @@ from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import Profile
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median
-from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, ROUTINGS, STOCK, Order, Trained
+from ep_runtime_bench.base.train_cases import (
+    CPU_MODELS,
+    MODELS,
+    ROUTINGS,
+    STOCK,
+    Trained,
+    TrainOrder,
+)
 from ep_runtime_bench.moe.moe import KERNEL_COLUMNS, kernel_rows_of
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.render import Column
@@ -47,7 +54,7 @@ COLUMNS = (
 _ZEROS = re.compile(r"memset|broadcast", re.IGNORECASE)
 _COPIES = re.compile(r"memcpy|copy|dynamic[-_](update[-_])?slice|transpose", re.IGNORECASE)
 
-Found = Mapping[Order, Trained]
+Found = Mapping[TrainOrder, Trained]
 
 
 def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
@@ -56,7 +63,7 @@ def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
     Raises:
         RuntimeError: a process of ours failed; one of stock JAX is only said.
     """
-    found: dict[Order, Trained] = {}
+    found: dict[TrainOrder, Trained] = {}
     with warm_daemon() as address:
         wanted = orders(options, address)
         for order, said in clients.measured(wanted, CLIENT, CLIENT_TIMEOUT_S):
@@ -81,7 +88,7 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
     ]
 
 
-def orders(options: BenchOptions, address: str) -> list[Order]:
+def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
     """What is measured, in that order: of a model ours, then stock JAX."""
     known = MODELS if options.on_gpus else CPU_MODELS
     ours = itertools.product(options.transports, options.recipes, options.capacity, options.remat)
@@ -96,7 +103,9 @@ def orders(options: BenchOptions, address: str) -> list[Order]:
         how = (options.devices, platform, options.dtype, options.repeats, address)
         for subject, recipe, factor, remat in subjects:
             plain = "none" if subject == STOCK else recipe
-            found.append(Order(subject, said, known[name], *how, factor, plain, remat, routing))
+            found.append(
+                TrainOrder(subject, said, known[name], *how, factor, plain, remat, routing)
+            )
     return found
 
 
@@ -128,13 +137,13 @@ def make_rows(found: Found) -> list[dict[str, Any]]:
     return rows
 
 
-def _stock_of(order: Order, remat: str) -> Order:
+def _stock_of(order: TrainOrder, remat: str) -> TrainOrder:
     return dataclasses.replace(
         order, subject=STOCK, recipe="none", capacity_factor=0.0, remat=remat
     )
 
 
-def _tokens(order: Order) -> int:
+def _tokens(order: TrainOrder) -> int:
     """Of one step, on all devices; tp's two see the same."""
     return order.model.case.tokens * order.devices // order.axes.get("tp", 1)
 
