@@ -77,6 +77,7 @@ DEEPSEEK = {
 CASES: dict[str, dict[str, Any]] = {
     "fsdp and ep": {},
     "ep and tensor": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2},
+    "fsdp and ep and tensor": {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2},
     "context and ep": {"ici_fsdp_parallelism": 1, "ici_context_parallelism": 2},
     "experts over fsdp": {
         "shard_exp_on_fsdp": True,
@@ -180,3 +181,22 @@ def test_losses_are_those_of_maxtext(patched: Path, tmp_path: Path, case: str) -
         np.testing.assert_allclose(mine[name], wanted, rtol=tolerance, atol=0, err_msg=name)
         apart = max([apart, *np.abs(np.subtract(mine[name], wanted))])
     _log.info("%s: losses differ by %.2g at most", case, apart)
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(4 * RUN_TIMEOUT_S)
+def test_a_checkpoint_goes_on_on_another_mesh(patched: Path, tmp_path: Path) -> None:
+    """By orbax: five steps on fsdp x ep, five on ep alone; once what MaxText saved, by ours."""
+    saving = {"enable_checkpointing": True, "async_checkpointing": False, "checkpoint_period": 5}
+    other = {**saving, "ici_fsdp_parallelism": 1, "ici_expert_parallelism": 8}
+    found = {}
+    for first, then in ((False, False), (True, True), (False, True)):
+        out = tmp_path / f"{first} {then}"
+        out.mkdir()
+        losses(patched, out, {**saving, "steps": 5, "ep_runtime": first})
+        (out / "metrics").unlink()
+        found[first, then] = losses(patched, out, {**other, "ep_runtime": then})["learning/loss"]
+    stock = found[False, False]
+    assert len(stock) < COMMON["steps"]
+    for ours in (found[True, True], found[False, True]):
+        np.testing.assert_allclose(ours, stock, rtol=1e-6, atol=0)
