@@ -24,7 +24,6 @@ from ep_runtime_client.programs import failures
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-
 _log = logging.getLogger("ep_runtime")
 _PUBLIC = (
     *("name", "spec", "mesh", "session", "generation", "reattached", "closed"),
@@ -149,15 +148,12 @@ class Group:
         filled = [layer_specs.check_layer(self.spec, layer) for layer in layers]
         with self._lock:
             self.require_open()
-            new: dict[str, layer_specs.LayerSpec] = {}
-            for layer in filled:
-                if self._registrations.known(layer, None, replace=replace) is None:
-                    self._registrations.check_same(layer, new.setdefault(layer.name, layer))
+            new = self._registrations.missing(filled, replace=replace)
             if new:
-                jax_state.needs_eager(call, self._registrations.such(*new))
-                self._register([*new.values()], [], replace)
-            result = [self._registrations.known(layer, None) for layer in filled]
-        return [layer for layer in result if isinstance(layer, EpLayer)]
+                jax_state.needs_eager(call, self._registrations.such(*(x.name for x in new)))
+                self._register(new, [], replace)
+            known = (self._registrations.known(layer, None) for layer in filled)
+            return [layer for layer in known if isinstance(layer, EpLayer)]
 
     def register_layer_stack(
         self,
@@ -257,9 +253,8 @@ class Group:
         """Makes registrations, defaults filled in, usable: ours by name, the library's by id."""
         if self._registrations.replaces(registered):
             self._settle()
-        native_group = self.native_group
-        add_native = None if native_group is None else native_group.add_layers
-        self._registrations.add(registered, add_native)
+        native = self.native_group
+        self._registrations.add(registered, None if native is None else native.add_layers)
 
     def require_layer(self, layer: EpLayer) -> None:
         """Raises StaleHandleError where the group is gone, or the layer was replaced."""

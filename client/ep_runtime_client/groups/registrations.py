@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ep_runtime import layer_specs, specs, wire
@@ -74,6 +74,20 @@ class Registrations:
             raise _mismatch(self._group.name, wanted.name, "num_layers", theirs, num_layers)
         self.check_same(wanted, found.spec)
         return found
+
+    def missing(
+        self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool
+    ) -> list[layer_specs.LayerSpec]:
+        """Those that are not registered here yet, each once.
+
+        Raises:
+            SpecMismatchError: one has the name of another layer; names field and both values.
+        """
+        new: dict[str, layer_specs.LayerSpec] = {}
+        for layer in layers:
+            if self.known(layer, None, replace=replace) is None:
+                self.check_same(layer, new.setdefault(layer.name, layer))
+        return [*new.values()]
 
     def check_same(self, wanted: layer_specs.LayerSpec, found: layer_specs.LayerSpec) -> None:
         """Raises SpecMismatchError, with the first field that differs."""
