@@ -39,7 +39,7 @@ from ep_runtime_bench.base.moe_cases import (
     Step,
 )
 from ep_runtime_bench.base.options import BenchOptions
-from ep_runtime_bench.moe import client, moe, stock_layer, trace
+from ep_runtime_bench.moe import client, measuring, moe, stock_layer, trace
 
 RANKS = 2
 CASE = Case(tokens=8, hidden=16, inner=8, num_experts=4, top_k=2)
@@ -222,7 +222,7 @@ def test_what_finds_no_row_is_counted() -> None:
     case = dataclasses.replace(CASE, tokens=256)
     order = dataclasses.replace(order_of("xla"), case=case, capacity_factor=1.0)
     with ep.connect("none") as session:
-        group = client._create_group(order, mesh, session)
+        group = measuring.create_group(order, order.case, mesh, session)
         layer = group.register_layer("layer", top_k=CASE.top_k)
         _, router, wi, wo = client.make_operands(order, mesh)
         x = jnp.ones((RANKS * case.tokens, case.hidden))

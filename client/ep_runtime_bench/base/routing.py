@@ -5,7 +5,7 @@ NumPy only. Tokens are global, rank major: T of each of N ranks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,13 @@ def topk_idx(routing: str, tokens: int, num_experts: int, top_k: int, *, seed: i
     share = np.ones(num_experts)
     if routing == "zipf":
         share = rng.permutation(1.0 / np.arange(1, num_experts + 1))
+    return drawn(rng, share, tokens, top_k)
+
+
+def drawn(rng: np.random.Generator, share: npt.NDArray[Any], tokens: int, top_k: int) -> Ints:
+    """Distinct experts of every token, int32 [tokens, K], wanted by `share` [E]."""
     # The K largest of log(share) + Gumbel noise: K draws by share without putting back.
-    keys = rng.gumbel(size=(tokens, num_experts)).astype(np.float32)
+    keys = rng.gumbel(size=(tokens, len(share))).astype(np.float32)
     keys += np.log(share).astype(np.float32)
     picked = np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k]
     return picked.astype(np.int32)

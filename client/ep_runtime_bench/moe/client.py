@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +31,15 @@ from ep_runtime_bench.base.moe_cases import (
     REMAT,
     Measured,
     Order,
-    Profile,
     Step,
 )
 from ep_runtime_bench.base.timing import median
-from ep_runtime_bench.moe import stock_layer, trace
+from ep_runtime_bench.moe import stock_layer
+from ep_runtime_bench.moe.measuring import create_group, peak_bytes, planned_bytes, profiled
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups import estimate
-from ep_runtime_client.groups.group import Group
 from ep_runtime_client.jobs.members import Member, start_jax
 from ep_runtime_client.ops.quantize.formats import recipes
-from ep_runtime_client.sessions.session import Session
 
 WARMUP = 2
 ENQUEUED = 10
@@ -63,7 +61,7 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
         start_jax(order.devices, Member(), order.platform)
         mesh = Mesh(np.array(jax.devices(order.platform)[: order.devices]), (AXIS,))
         told(READY)
-        group = None if session is None else _create_group(order, mesh, session)
+        group = None if session is None else create_group(order, order.case, mesh, session)
         operands = make_operands(order, mesh)
         layer = None if group is None else group.register_layer("layer", top_k=order.case.top_k)
         losses = _losses(order, mesh, layer)
@@ -80,21 +78,11 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
         if group is None:
             return Measured(steps)
         dropped = int(jax.jit(functools.partial(_run, order, layer))(*operands)[2].dropped)
-        profile = _profile(programs[""], operands, steps[-1].enqueued_s)
+        program, warm = programs[""], round(ENOUGH_S / steps[-1].enqueued_s)
+        profile = profiled(program, lambda: program(*operands), min(MOST_WARM, warm))
         group.check()  # a call that failed is over at once: its time would look good
         windows = 0 if order.subject == "xla" else estimate.staging_bytes(group.spec)
         return Measured(steps, windows, profile, dropped)
-
-
-def _profile(program: Any, operands: Operands, step_s: float) -> Profile:
-    """Where a step's time goes; empty where this machine lets nobody profile."""
-    # On CPU the threads of a step are not in the order of the steps.
-    warm = min(MOST_WARM, round(ENOUGH_S / step_s)) if jax.default_backend() == "gpu" else 0
-    try:
-        return trace.profile(program.as_text(), lambda: program(*operands), warm=warm)
-    except RuntimeError as error:
-        render.err(f"no profile: {error}")
-        return Profile()
 
 
 def make_operands(order: Order, mesh: Mesh) -> Operands:
@@ -167,22 +155,6 @@ def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
     return {REMAT: _loss(jax.checkpoint(block, policy=ep.remat_policy())), "": _loss(block)}
 
 
-def _create_group(order: Order, mesh: Mesh, session: Session) -> Group:
-    case, transport = order.case, cast(Any, order.subject)
-    return session.create_group(
-        "bench",
-        mesh,
-        ep_axis=AXIS,
-        num_experts=case.num_experts,
-        hidden_size=case.hidden,
-        max_tokens_per_rank=case.tokens,
-        max_top_k=case.top_k,
-        max_token_dtype=order.dtype,
-        capacity_factor=order.capacity_factor or None,
-        transport=transport,
-    )
-
-
 def _loss(block: Callable[..., jax.Array]) -> Loss:
     return lambda *operands: jnp.square(block(*operands).astype(jnp.float32)).sum()
 
@@ -200,10 +172,10 @@ def _peaks(programs: Mapping[str, Any], operands: Operands, order: Order) -> dic
     are enqueued later, several of which hold their results at once.
     """
     found = {}
-    for name, program in sorted(programs.items(), key=lambda each: _planned_bytes(each[1])):
+    for name, program in sorted(programs.items(), key=lambda each: planned_bytes(each[1])):
         for _ in range(WARMUP):
             jax.block_until_ready(program(*operands))
-        found[name] = _peak_bytes(order)
+        found[name] = peak_bytes(order.platform, order.devices)
     return found
 
 
@@ -235,7 +207,7 @@ def _timed(
         f"{order.name}: {order.label}{' ' * bool(variant)}{variant}: "
         f"step p50 {median(step_s) * 1e3:.2f} ms, enqueued {enqueued_s * 1e3:.2f} ms"
     )
-    return Step(variant, step_s, enqueued_s, peak, _planned_bytes(program))
+    return Step(variant, step_s, enqueued_s, peak, planned_bytes(program))
 
 
 def _until_enough(run: Callable[[], float], most: int, clock: Clock) -> list[float]:
@@ -245,19 +217,6 @@ def _until_enough(run: Callable[[], float], most: int, clock: Clock) -> list[flo
     while len(found) < most and clock() < ends:
         found.append(run())
     return found
-
-
-def _peak_bytes(order: Order) -> int | None:
-    devices = jax.devices(order.platform)[: order.devices]
-    stats = [device.memory_stats() or {} for device in devices]
-    peaks = [int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
-    return max(peaks, default=None)
-
-
-def _planned_bytes(program: Any) -> int:
-    plan = program.memory_analysis()
-    parts = (plan.argument_size_in_bytes, plan.output_size_in_bytes, plan.temp_size_in_bytes)
-    return int(sum(parts) - plan.alias_size_in_bytes)
 
 
 def main() -> int:

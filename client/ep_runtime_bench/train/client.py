@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,13 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime_bench.base import clients
-from ep_runtime_bench.base.device_bench import AXIS
-from ep_runtime_bench.base.moe_cases import Profile
 from ep_runtime_bench.base.train_cases import Trained, TrainOrder
-from ep_runtime_bench.moe import trace
 from ep_runtime_bench.moe.client import recipe_of
+from ep_runtime_bench.moe.measuring import create_group, peak_bytes, planned_bytes, profiled
 from ep_runtime_bench.train import model as models
-from ep_runtime_client.cli import render
 from ep_runtime_client.groups import estimate
 from ep_runtime_client.groups.group import Group
 from ep_runtime_client.jobs.members import Member, start_jax
-from ep_runtime_client.sessions.session import Session
 
 FIRST = 8  # steps whose losses are told, ahead of the timed ones
 ROUND = 6  # steps that follow each other, timed together
@@ -54,17 +50,17 @@ def measure(order: TrainOrder, told: Callable[[str], object], clock: Clock) -> T
         mesh = Mesh(devices.reshape([*order.axes.values()]), [*order.axes])
         told(clients.READY)
         place = models.Layout.of(mesh)
-        group = None if session is None else _create_group(order, mesh, session)
+        group = None if session is None else create_group(order, order.model.case, mesh, session)
         training = _Training(order, place, group)
         told(clients.COMPILED)
         losses = [training.step() for _ in range(FIRST)]
         found = Trained(
             [training.timed(clock) for _ in range(order.repeats)],
             [float(loss) for loss in losses],
-            _peak_bytes(devices.flat),
+            peak_bytes(order.platform, order.devices),
             estimate.staging_bytes(group.spec) if group and order.subject != "xla" else 0,
-            training.planned_bytes(),
-            training.profile(),
+            planned_bytes(training.program),
+            profiled(training.program, training.step, PROFILED_WARM),
         )
         if group is not None:
             group.check()  # a call that failed is over at once: its time would look good
@@ -92,14 +88,14 @@ class _Training:
         self._experts = models.experts_of(order, place)
         step = models.make_step(model, place, block, _again(order))
         jitted: Any = jax.jit(step, donate_argnums=(0, 1))
-        self._program = jitted.lower(*self._next()).compile()
+        self.program = jitted.lower(*self._next()).compile()
 
     def _next(self) -> tuple[Any, ...]:
         return self._params, self._state, next(self._batches), self._experts
 
     def step(self) -> jax.Array:
         """Enqueues one; its loss."""
-        self._params, self._state, loss = self._program(*self._next())
+        self._params, self._state, loss = self.program(*self._next())
         value: jax.Array = loss
         return value
 
@@ -111,20 +107,6 @@ class _Training:
             loss = self.step()
         jax.block_until_ready(loss)
         return (clock() - started) / ROUND
-
-    def planned_bytes(self) -> int:
-        plan = self._program.memory_analysis()
-        parts = (plan.argument_size_in_bytes, plan.output_size_in_bytes, plan.temp_size_in_bytes)
-        return int(sum(parts) - plan.alias_size_in_bytes)
-
-    def profile(self) -> Profile:
-        """Where the time goes; empty where this machine lets nobody profile."""
-        warm = PROFILED_WARM if jax.default_backend() == "gpu" else 0
-        try:
-            return trace.profile(self._program.as_text(), self.step, warm=warm)
-        except RuntimeError as error:
-            render.err(f"no profile: {error}")
-            return Profile()
 
 
 def _like(shapes: Any, params: Any, lies: Any) -> Any:
@@ -143,29 +125,6 @@ def _again(order: TrainOrder) -> Callable[[Any], Any]:
     if order.is_stock:
         return jax.checkpoint
     return functools.partial(jax.checkpoint, policy=SAVED[order.remat]())
-
-
-def _create_group(order: TrainOrder, mesh: Mesh, session: Session) -> Group:
-    case, transport = order.model.case, cast(Any, order.subject)
-    return session.create_group(
-        "bench",
-        mesh,
-        ep_axis=AXIS,
-        outer_axes=tuple(axis for axis in mesh.axis_names if axis == "fsdp"),
-        num_experts=case.num_experts,
-        hidden_size=case.hidden,
-        max_tokens_per_rank=case.tokens,
-        max_top_k=case.top_k,
-        max_token_dtype=order.dtype,
-        capacity_factor=order.capacity_factor or None,
-        transport=transport,
-    )
-
-
-def _peak_bytes(devices: Any) -> int | None:
-    stats = [device.memory_stats() or {} for device in devices]
-    peaks = [int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
-    return max(peaks, default=None)
 
 
 def main() -> int:

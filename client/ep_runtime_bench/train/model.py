@@ -123,11 +123,9 @@ def experts_of(order: TrainOrder, place: Layout) -> jax.Array | None:
     groups = order.devices // place.mesh.shape.get("tp", 1)
     tokens = case.tokens * groups
     if order.routing == "double":
-        rng, local = np.random.default_rng(0), model.num_experts // ranks
         share = np.ones(model.num_experts)
-        share[:local] = 2 * (ranks - 1) / max(ranks - 2, 0.1)
-        keys = rng.gumbel(size=(tokens, model.num_experts)) + np.log(share)
-        idx = np.argpartition(-keys, model.top_k - 1, axis=1)[:, : model.top_k].astype(np.int32)
+        share[: model.num_experts // ranks] = 2 * (ranks - 1) / max(ranks - 2, 0.1)
+        idx = routing.drawn(np.random.default_rng(0), share, tokens, model.top_k)
     else:
         idx = routing.topk_idx(order.routing, tokens, model.num_experts, model.top_k)
     idx = idx.reshape(groups * model.batch, model.sequence, model.top_k)

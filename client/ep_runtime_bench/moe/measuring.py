@@ -1,0 +1,75 @@
+"""What the processes of `bench moe` and `bench train` have alike: their group, memory, profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import jax
+from jax.sharding import Mesh
+
+from ep_runtime_bench.base.device_bench import AXIS
+from ep_runtime_bench.base.moe_cases import Case, Profile
+from ep_runtime_bench.moe import trace
+from ep_runtime_client.cli import render
+from ep_runtime_client.groups.group import Group
+from ep_runtime_client.sessions.session import Session
+
+
+class Wanted(Protocol):
+    """What an order says of a group of ours."""
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def capacity_factor(self) -> float: ...
+
+
+def create_group(wanted: Wanted, case: Case, mesh: Mesh, session: Session) -> Group:
+    """The group of one layer's sizes; an axis fsdp of the mesh shards tokens too."""
+    return session.create_group(
+        "bench",
+        mesh,
+        ep_axis=AXIS,
+        outer_axes=tuple(axis for axis in mesh.axis_names if axis == "fsdp"),
+        num_experts=case.num_experts,
+        hidden_size=case.hidden,
+        max_tokens_per_rank=case.tokens,
+        max_top_k=case.top_k,
+        max_token_dtype=wanted.dtype,
+        capacity_factor=wanted.capacity_factor or None,
+        transport=cast(Any, wanted.subject),
+    )
+
+
+def peak_bytes(platform: str, count: int) -> int | None:
+    """Most that the fullest of the first devices held so far; None where they do not say."""
+    stats = [device.memory_stats() or {} for device in jax.devices(platform)[:count]]
+    peaks = [int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
+
+
+def planned_bytes(program: Any) -> int:
+    """Operands, results and temporaries of a compiled program, of one device."""
+    plan = program.memory_analysis()
+    parts = (plan.argument_size_in_bytes, plan.output_size_in_bytes, plan.temp_size_in_bytes)
+    return int(sum(parts) - plan.alias_size_in_bytes)
+
+
+def profiled(program: Any, enqueue: Callable[[], object], warm: int) -> Profile:
+    """Where a step's time goes; empty where this machine lets nobody profile.
+
+    Args:
+        program: compiled.
+        enqueue: starts one step of it.
+        warm: steps on GPUs whose profile does not count.
+    """
+    # On CPU the threads of a step are not in the order of the steps.
+    warm = warm if jax.default_backend() == "gpu" else 0
+    try:
+        return trace.profile(program.as_text(), enqueue, warm=warm)
+    except RuntimeError as error:
+        render.err(f"no profile: {error}")
+        return Profile()
