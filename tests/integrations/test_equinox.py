@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import doc_pages
 import numpy as np
 import pytest
-from daemon_fixtures import package_path
+from integrations import scripts
 
 _log = logging.getLogger(__name__)
 PAGE = doc_pages.ROOT / "docs/integrations/equinox.md"
@@ -35,22 +31,8 @@ def test_lines_are_those_that_the_page_says() -> None:
 
 def losses(library: str, dtype: str, experts: str) -> list[float]:
     """Every step's loss, of a process of its own; no warning may come up in it."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), library, dtype, experts],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{doc_pages.ROOT / 'tests'}:{package_path()}",
-            "JAX_PLATFORMS": "cpu",
-        },
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == STEPS
-    return found
+    words = ("-W", "error", str(SCRIPT), library, dtype, experts)
+    return scripts.losses(*words, steps=STEPS, timeout_s=RUN_TIMEOUT_S)
 
 
 @pytest.mark.integrations

@@ -10,16 +10,13 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import doc_pages
 import numpy as np
 import pytest
-from daemon_fixtures import package_path
+from integrations import scripts
 
 _log = logging.getLogger(__name__)
 PAGE = doc_pages.ROOT / "docs/integrations/tunix.md"
@@ -52,23 +49,13 @@ def test_lines_are_those_that_the_page_says() -> None:
 
 def losses(settings: dict[str, Any]) -> list[float]:
     """Every step's loss, of a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), json.dumps(settings)],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{doc_pages.ROOT / 'tests'}:{package_path()}",
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        },
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
+    return scripts.losses(
+        str(SCRIPT),
+        json.dumps(settings),
+        steps=STEPS,
+        timeout_s=RUN_TIMEOUT_S,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == STEPS
-    return found
 
 
 @pytest.mark.integrations
