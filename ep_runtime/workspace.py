@@ -1,0 +1,284 @@
+"""Sizes of the workspace in which a block call keeps its rows: how many, in how many parts, bytes.
+
+`ep.moe` on GPUs is one call forward and one backward; the experts' rows lie in memory that the call
+has only while it runs. That memory is for W rows, a factor of the even share, and not for the C
+rows of the worst case. Where a routing asks any rank for more than W, the call runs its tokens in
+parts: results are the same, and no row is dropped. `csrc/` has the same sum of bytes.
+
+Pure Python integers, like `layout.py`. Letters: T tokens of one rank, K top_k, N ranks of one EP
+group, L experts of one rank, C rows of one slab, H hidden, M expert FFN width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import ceil, isfinite
+from numbers import Integral, Real
+from typing import Literal, NamedTuple
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.layout import align_up
+
+# Of the group setting `workspace`: "auto", a factor of the even share, or bytes.
+Setting = Literal["auto"] | float | int
+
+AUTO_FACTOR = 1.5
+# A rank's share of what a whole group sends it: no mesh has more ranks, so over it C decides.
+MAX_FACTOR = 1024.0
+MAX_BYTES = 1 << 60
+KEEPS = ("first", "nothing")
+
+_TILE_ROWS = 128  # of a product; W and the kept rows are multiples where C is not less
+_REGION_BYTES = 1024  # to which every region is rounded up
+_CONTROL_BYTES = 4096  # flags, then 16 bytes of each expert
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """What the sizes of a layer's block calls follow from, all of one rank.
+
+    Attributes:
+        tokens, top_k: T, K.
+        ep_size, experts: N, L.
+        capacity, alignment: C of the call; rows to which an expert's zone is aligned.
+        hidden_size, inner_size: H, M.
+        gated: the first product has a gate beside each of its M columns.
+        element_bytes: of a row's elements.
+    """
+
+    tokens: int
+    top_k: int
+    ep_size: int
+    experts: int
+    capacity: int
+    alignment: int
+    hidden_size: int
+    inner_size: int
+    gated: bool = True
+    element_bytes: int = 2
+
+    @property
+    def columns(self) -> int:
+        """Of the first product: 2 * M where gated, else M."""
+        return self.inner_size * (2 if self.gated else 1)
+
+    @property
+    def even_share(self) -> int:
+        """Rows that every rank receives where the routing is even, zones not yet aligned: T * K."""
+        return self.tokens * self.top_k
+
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows W: one token of every rank fits, wherever it goes."""
+        least = self.experts * self.alignment + self._rows_of_tokens(1)
+        return min(self.capacity, align_up(least, _TILE_ROWS))
+
+    def _rows_of_tokens(self, tokens: int) -> int:
+        """Rows of one rank at most, where every rank has so many tokens; zones not aligned."""
+        return tokens * self.ep_size * min(self.top_k, self.experts)
+
+    def rows_of_factor(self, factor: float) -> int:
+        """Rows of that many even shares with their zones aligned, at most C."""
+        rows = factor * self.even_share
+        if rows >= self.capacity:  # also where it is no int any more
+            return self.capacity
+        return min(self.capacity, align_up(ceil(rows) + self._padding, _TILE_ROWS))
+
+    @property
+    def _padding(self) -> int:
+        return self.experts * (self.alignment - 1)
+
+    def part_tokens(self, rows: int) -> int:
+        """P, tokens of each rank in one part: wherever they go, no rank has over `rows` of them.
+
+        0 where `rows` are C: then no call has parts.
+        """
+        if rows >= self.capacity:
+            return 0
+        return (rows - self._padding) // self._rows_of_tokens(1)
+
+    def parts(self, rows: int) -> int:
+        """Parts of a call whose rows do not fit: ceil(T / P). 0 where `rows` are C."""
+        part = self.part_tokens(rows)
+        return -(-self.tokens // part) if part else 0
+
+
+class Workspace(NamedTuple):
+    """Sizes of a layer's block calls on one rank.
+
+    Attributes:
+        rows: W, rows that a call holds at once.
+        kept_rows: rows of the first product that forward keeps for backward.
+        part_tokens: P, tokens of each rank in one part; 0 where no call has parts.
+        parts: parts of a call whose rows are more than W; 0 where none can be.
+        forward_bytes, backward_bytes: of the call's workspace.
+        kept_bytes: of the kept rows, from forward to backward.
+    """
+
+    rows: int
+    kept_rows: int
+    part_tokens: int
+    parts: int
+    forward_bytes: int
+    backward_bytes: int
+    kept_bytes: int
+
+
+def check_setting(workspace: Setting) -> Setting:
+    """The group setting as a spec holds it, so that a factor and bytes are never equal.
+
+    Args:
+        workspace: "auto"; a float over 0, which is a factor of the even share, and means the worst
+            case where it is more than that; an int over 0, which is bytes.
+
+    Returns:
+        "auto", a float of at most MAX_FACTOR, or an int above it.
+
+    Raises:
+        InvalidArgumentError: it is none of these.
+    """
+    if isinstance(workspace, str) and workspace == "auto":
+        return "auto"
+    number = isinstance(workspace, Real) and not isinstance(workspace, bool)
+    if not number or not workspace > 0:  # NaN is not
+        raise InvalidArgumentError(
+            'workspace must be "auto", a float over 0 (a factor of the even share of rows) or an '
+            f"int over 0 (bytes), got {workspace!r}",
+            argument="workspace",
+        )
+    if not isinstance(workspace, Integral):
+        return min(float(workspace), MAX_FACTOR)
+    if not _CONTROL_BYTES <= workspace <= MAX_BYTES:
+        raise InvalidArgumentError(
+            f"workspace={workspace} is an int, so bytes, which must be {_CONTROL_BYTES} to "
+            f"{MAX_BYTES}; a factor of the even share is a float, {workspace}.0",
+            argument="workspace",
+        )
+    return int(workspace)
+
+
+def check_keep(keep: str, keep_factor: float) -> None:
+    """Raises InvalidArgumentError unless they are what `ep.moe` takes."""
+    if keep not in KEEPS:
+        raise InvalidArgumentError(f"keep must be one of {KEEPS}, got {keep!r}", argument="keep")
+    if not (isfinite(keep_factor) and keep_factor > 0):
+        raise InvalidArgumentError(
+            f"keep_factor must be a finite factor over 0, got {keep_factor!r}",
+            argument="keep_factor",
+        )
+
+
+def of_block(
+    sizes: BlockSizes,
+    workspace: Setting = "auto",
+    *,
+    keep: str = "first",
+    keep_factor: float = 1.25,
+) -> Workspace:
+    """Sizes of a layer's block calls.
+
+    Args:
+        sizes: of the layer, and of the call's tokens.
+        workspace: the group setting, as `check_setting` returns it. Of bytes W is the largest with
+            which the larger of both calls fits.
+        keep: "first" keeps rows of the first product for backward, "nothing" none.
+        keep_factor: so many even shares of them; more than W are never kept.
+
+    Returns:
+        Workspace.
+
+    Raises:
+        InvalidArgumentError: so few bytes hold no call of these sizes; it says the least. Or keep
+            and keep_factor are no such.
+
+    Cost: arithmetic on sizes.
+    """
+    check_keep(keep, keep_factor)
+    rows = _rows(sizes, workspace)
+    kept = min(rows, sizes.rows_of_factor(keep_factor)) if keep == "first" else 0
+    return Workspace(
+        rows=rows,
+        kept_rows=kept,
+        part_tokens=sizes.part_tokens(rows),
+        parts=sizes.parts(rows),
+        forward_bytes=forward_bytes(sizes, rows, kept),
+        backward_bytes=backward_bytes(sizes, rows),
+        kept_bytes=kept * sizes.columns * sizes.element_bytes,
+    )
+
+
+def _rows(sizes: BlockSizes, workspace: Setting) -> int:
+    """W."""
+    if isinstance(workspace, int):
+        return _rows_in_bytes(sizes, workspace)
+    factor = AUTO_FACTOR if isinstance(workspace, str) else workspace
+    return max(sizes.rows_of_factor(factor), sizes.least_rows)
+
+
+def _rows_in_bytes(sizes: BlockSizes, limit: int) -> int:
+    """The most rows whose calls fit: C, or the largest multiple of a tile."""
+
+    def fits(rows: int) -> bool:
+        return largest_bytes(sizes, rows) <= limit
+
+    least = sizes.least_rows
+    if fits(sizes.capacity):  # without parts, so it may need less than a few rows fewer
+        return sizes.capacity
+    if not fits(least):
+        raise InvalidArgumentError(
+            f"workspace={limit} bytes hold no block call of {sizes.tokens} tokens per rank, "
+            f"top_k={sizes.top_k}, {sizes.experts} experts per rank, hidden size "
+            f"{sizes.hidden_size} and inner size {sizes.inner_size}: the least is "
+            f"{min(largest_bytes(sizes, rows) for rows in (least, sizes.capacity))}",
+            argument="workspace",
+        )
+    low, high = least // _TILE_ROWS, -(-sizes.capacity // _TILE_ROWS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * _TILE_ROWS) else (low, middle)
+    return low * _TILE_ROWS
+
+
+def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
+    """Bytes of the forward call's workspace with W = `rows`.
+
+    Tokens (in whose place the experts' outputs come), activations, and the first product unless
+    all of it is kept, which an array outside the workspace holds.
+    """
+    h, m, n, e = sizes.hidden_size, sizes.inner_size, sizes.columns, sizes.element_bytes
+    whole = kept_rows == rows and sizes.parts(rows) == 0
+    regions = [rows * 4, rows * h * e, rows * m * e, 0 if whole else rows * n * e]
+    return _common_bytes(sizes, rows) + _total(regions)
+
+
+def backward_bytes(sizes: BlockSizes, rows: int) -> int:
+    """Bytes of the backward call's workspace with W = `rows`.
+
+    Weights of rows and their gradients, tokens, gradients of outputs and then of tokens, gradients
+    of the first product, activations and their gradients.
+    """
+    h, m, n, e = sizes.hidden_size, sizes.inner_size, sizes.columns, sizes.element_bytes
+    widths = (h, h, n, m, m)
+    regions = [rows * 4, rows * 4, *(rows * width * e for width in widths)]
+    return _common_bytes(sizes, rows) + _total(regions)
+
+
+def largest_bytes(sizes: BlockSizes, rows: int) -> int:
+    """Bytes of the larger call with W = `rows`, whatever is kept."""
+    return max(forward_bytes(sizes, rows, 0), backward_bytes(sizes, rows))
+
+
+def _common_bytes(sizes: BlockSizes, rows: int) -> int:
+    """Control, and where calls have parts the plan of one."""
+    control = _total([_CONTROL_BYTES + 16 * sizes.experts])
+    if sizes.parts(rows) == 0:
+        return control
+    part, ranks = sizes.part_tokens(rows), sizes.ep_size
+    slots, experts = 4 * part * sizes.top_k, 4 * sizes.experts
+    # Its indices without the slots that stay out, then the nine arrays of its plan.
+    plan = [slots, slots, slots, 16 * ranks, 4 * (ranks * part + 1)]
+    return control + _total([*plan, 4 * rows, 4 * rows, experts, experts, 4])
+
+
+def _total(regions: list[int]) -> int:
+    return sum(align_up(size, _REGION_BYTES) for size in regions)
