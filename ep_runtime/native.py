@@ -74,13 +74,13 @@ class OnGpus:
 
 def _settings(spec: GroupSpec) -> str:
     """A line for each setting of one value, as `csrc/core/base/settings.h` reads them."""
-    lines: dict[str, int | str] = {}
+    lines: dict[str, int | float | str] = {}
     for name, value in spec.to_dict().items():
-        if isinstance(value, float):
+        if isinstance(value, float) and name.endswith("_s"):
             lines[name.removesuffix("_s") + "_ns"] = int(min(value, _LONGEST_S) * 1e9)
         elif isinstance(value, int):
             lines[name] = int(value)  # True is 1
-        elif isinstance(value, str):
+        elif isinstance(value, float | str):
             lines[name] = value
     return "\n".join(f"{name}={value}" for name, value in lines.items())
 

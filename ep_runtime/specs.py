@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from ep_runtime import layout
+from ep_runtime import workspace as workspaces
 from ep_runtime.errors import InvalidArgumentError
 
 TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
@@ -108,6 +109,8 @@ class GroupSpec:
         num_sms: SMs of one kernel of a GPU; 0: what measured best.
         node_size: G, consecutive ep ranks that share windows; 0: one set serves the EP group, or
             there is none.
+        workspace: rows that a block call holds at once: "auto", a float, which is a factor of the
+            even share, or an int, which is bytes of the largest call of a layer.
     """
 
     name: str
@@ -130,6 +133,7 @@ class GroupSpec:
     retain_s: float = dataclasses.field(metadata=_NOT_IN_PROGRAMS)
     num_sms: int = dataclasses.field(default=0, metadata=_NOT_IN_PROGRAMS)
     node_size: int = 0
+    workspace: workspaces.Setting = "auto"
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -280,6 +284,7 @@ def make_group_spec(
     retain_s: float = 60.0,
     num_sms: int | None = None,
     node_size: int = 0,
+    workspace: workspaces.Setting = "auto",
 ) -> GroupSpec:
     """Validates the arguments of `Session.create_group` and resolves its capacity.
 
@@ -354,4 +359,5 @@ def make_group_spec(
         retain_s=float(retain_s),
         num_sms=int(num_sms or 0),
         node_size=int(node_size),
+        workspace=workspaces.check_setting(workspace),
     )

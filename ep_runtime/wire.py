@@ -18,7 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from ep_runtime import errors, layer_specs, specs
+from ep_runtime import errors, layer_specs, specs, workspace
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.v1 import types_pb2
 
@@ -108,6 +108,8 @@ def _setting_to_proto(field: FieldDescriptor, value: Any) -> Any:
         return field.enum_type.values_by_name[f"{field.name}_{value}".upper()].number
     if _is_duration(field):
         return duration(value)
+    if field.name == "workspace":
+        return _workspace_to_proto(value)
     if field.name == "mesh_axes":
         return [types_pb2.MeshAxis(name=name, size=size) for name, size in value]
     return value
@@ -119,9 +121,24 @@ def _setting_from_proto(field: FieldDescriptor, value: Any) -> Any:
         return str(value) if found is None else found.name.lower().removeprefix(f"{field.name}_")
     if _is_duration(field):
         return seconds(value)
+    if field.name == "workspace":
+        return _workspace_from_proto(value)
     if field.name == "mesh_axes":
         return tuple((axis.name, axis.size) for axis in value)
     return value
+
+
+def _workspace_to_proto(value: workspace.Setting) -> types_pb2.Workspace:
+    if isinstance(value, str):
+        return types_pb2.Workspace()
+    if isinstance(value, int):
+        return types_pb2.Workspace(bytes=value)
+    return types_pb2.Workspace(factor=value)
+
+
+def _workspace_from_proto(message: types_pb2.Workspace) -> workspace.Setting:
+    size = message.WhichOneof("size")
+    return "auto" if size is None else getattr(message, size)
 
 
 def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:

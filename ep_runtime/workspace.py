@@ -147,7 +147,7 @@ def check_setting(workspace: Setting) -> Setting:
             argument="workspace",
         )
     if not isinstance(workspace, Integral):
-        return min(float(workspace), MAX_FACTOR)
+        return float(min(workspace, MAX_FACTOR))
     if not _CONTROL_BYTES <= workspace <= MAX_BYTES:
         raise InvalidArgumentError(
             f"workspace={workspace} is an int, so bytes, which must be {_CONTROL_BYTES} to "

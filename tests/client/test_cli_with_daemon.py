@@ -36,7 +36,8 @@ _KEYS = {
     "hidden_size "
     "max_tokens_per_rank "
     "recv_capacity_per_rank max_top_k max_token_dtype alignment lanes on_overflow "
-    "combine_precision transport partitioning op_timeout_s retain_s num_sms node_size members",
+    "combine_precision transport partitioning op_timeout_s retain_s num_sms node_size workspace "
+    "members",
     "layers": "name group job uid generation top_k alignment in_flight num_experts hidden_size "
     "num_layers base_id handle_base",
     "handles": "layer handle index group job uid generation pids state last_op epoch lane calls "
@@ -60,6 +61,7 @@ def group(address: str, mesh: Any) -> Iterator[ep.Group]:
             max_tokens_per_rank=8,
             max_top_k=2,
             alignment=8,
+            workspace=1.25,
         )
         group.register_layer("first", top_k=2, in_flight=2)
         group.register_layer_stack("stack", 2, top_k=1)
@@ -108,6 +110,7 @@ def test_json_values_of_a_group(ask: Any, group: ep.Group) -> None:
         "on_overflow": "DROP",
         "poison_reason": "",
         "retain_s": 60.0,
+        "workspace": 1.25,
     }
     assert {key: item[key] for key in wanted} == wanted
     assert item["total_bytes"] == item["board_bytes"] + 8 * item["window_bytes"]

@@ -40,6 +40,7 @@ _SETTINGS: dict[str, Any] = {
     "op_timeout_s": 7.0,
     "retain_s": 5.0,
     "num_sms": 24,
+    "workspace": 2.0,
 }
 
 
@@ -91,6 +92,8 @@ def test_the_same_spec_again_is_the_same_group(session: ep.Session, mesh: Any) -
         ({"outer_axes": ()}, "outer_axes", ("dp",), ()),
         ({"on_overflow": "error"}, "on_overflow", "drop", "error"),
         ({"op_timeout_s": 5}, "op_timeout_s", 600.0, 5.0),
+        ({"workspace": 1.5}, "workspace", "auto", 1.5),
+        ({"workspace": 1 << 30}, "workspace", "auto", 1 << 30),
     ],
 )
 def test_another_spec_names_the_field_and_both_values(
@@ -161,6 +164,10 @@ def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> Non
         ({"lanes": 0}, "lanes must be at least 1, got 0"),
         ({"num_sms": 1}, "num_sms must be None or 2 to 256, got 1"),
         ({"num_sms": 257}, "num_sms must be None or 2 to 256, got 257"),
+        ({"workspace": 0.0}, "workspace must be .* got 0.0"),
+        ({"workspace": True}, "workspace must be .* got True"),
+        ({"workspace": "2.0"}, "workspace must be .* got '2.0'"),
+        ({"workspace": 2}, "workspace=2 is an int, so bytes, .* is a float, 2.0"),
         ({"retain_s": -1}, "retain_s must be at least 0, got -1"),
     ],
 )

@@ -48,6 +48,8 @@ class FakeRpcError(grpc.RpcError):
         {"retain_s": 59.9999999999},
         {"num_sms": 24},
         {"node_size": 2},
+        {"workspace": 2.0},
+        {"workspace": 1 << 53 | 1},
     ],
 )
 def test_a_group_spec_comes_back_equal(changes):
@@ -58,6 +60,22 @@ def test_a_group_spec_comes_back_equal(changes):
     assert back.fingerprint == spec.fingerprint
     if changes.get("retain_s") != 59.9999999999:
         assert back == spec
+    assert type(back.workspace) is type(spec.workspace)
+
+
+def test_a_spec_of_before_the_workspace_reads_as_auto():
+    message = wire.group_spec_to_proto(make_spec(workspace=2.0))
+    message.ClearField("workspace")
+    assert wire.group_spec_from_proto(message) == make_spec()
+    message.workspace.bytes = -5
+    with pytest.raises(errors.InvalidArgumentError, match="workspace must be .* got -5"):
+        wire.group_spec_from_proto(message)
+
+
+def test_programs_depend_on_the_workspace():
+    settings = ["auto", 1.5, 4096.0, 4096, 4097]
+    specs_of = [make_spec(workspace=setting) for setting in settings]
+    assert len({spec.fingerprint for spec in specs_of}) == len(set(specs_of)) == len(settings)
 
 
 def test_an_empty_or_unknown_spec_is_refused_by_field():

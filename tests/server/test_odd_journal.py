@@ -173,3 +173,21 @@ def test_layers_of_more_handles_than_a_board_has_are_left_out(
     daemon = start_daemon(directory=directory, recovery_s=0.0)
     assert daemon.event_kinds().count("journal.unreadable") == 1
     look(daemon)
+
+
+@pytest.mark.parametrize(("written", "read"), [(None, None), (2.0, 2.0), (1 << 30, 1 << 30)])
+def test_the_workspace_of_a_group_is_kept(start_daemon, journal_of_a_job, tmp_path, written, read):
+    facts = facts_of(journal_of_a_job)
+    specs = [fact["spec"] for fact in facts.values() if isinstance(fact, dict) and "spec" in fact]
+    assert {spec["workspace"] for spec in specs} == {"auto"}
+    for spec in specs:
+        spec.pop("workspace")  # as it was before there was one
+        spec.update({} if written is None else {"workspace": written})
+    directory = tmp_path / "d"
+    directory.mkdir(mode=0o700)
+    write(directory / "journal", facts)
+    daemon = start_daemon(directory=directory, recovery_s=60.0)
+    (group,) = daemon.ask("ListGroups").groups
+    assert "journal.unreadable" not in daemon.event_kinds()
+    size = group.group.spec.workspace.WhichOneof("size")
+    assert (size and getattr(group.group.spec.workspace, size)) == read

@@ -180,6 +180,7 @@ class Session:
         op_timeout_s: float = 600.0,
         retain_s: float = 60.0,
         num_sms: int | None = None,
+        workspace: Literal["auto"] | float | int = "auto",
         replace: bool = False,
     ) -> Group:
         """Makes an expert-parallel group; collective over the mesh's processes.
@@ -210,6 +211,9 @@ class Session:
             op_timeout_s: how long a call waits for live but silent peers.
             retain_s: how long windows outlive the last process; 0 in private runtimes.
             num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: the fastest.
+            workspace: memory that a layer's call holds experts' rows in while it runs: a float is a
+                factor of the rows of an even routing, an int bytes, "auto" a factor of 1.5. More
+                rows on any rank cost time, never a row: the call then runs its tokens in parts.
             replace: take the place of a group of that name with other settings; one with the same
                 stays, and so do its layers (`Group.register_layer` replaces those).
 
@@ -270,6 +274,7 @@ class Session:
             op_timeout_s=op_timeout_s,
             retain_s=retain_s,
             num_sms=num_sms,
+            workspace=workspace,
         )
         if self._runtime.is_private:
             spec = attach.without_retention(spec)

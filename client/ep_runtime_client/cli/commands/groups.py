@@ -32,6 +32,7 @@ VIEW = reading.View(
         Column("recv_capacity_per_rank", "CAPACITY", "count", wide=True),
         Column("num_experts", "EXPERTS", "count", wide=True),
         Column("num_sms", "SMS", "count", wide=True),
+        Column("workspace", "WORKSPACE", wide=True),
         Column("uid", "UID", wide=True),
         Column("poison_reason", "POISON", wide=True),
     ),

@@ -117,6 +117,8 @@ def _flat_group(row: dict[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in row.items() if key not in ("group", "age_s")}
     about = {key: value for key, value in group.items() if key not in ("spec", "members")}
     settings = {key: value for key, value in spec.items() if key not in ("name", "mesh_axes")}
+    size = [value for value in (spec["workspace"] or {}).values() if value is not None]
+    settings["workspace"] = size[0] if size else "auto"
     return {
         "name": spec["name"],
         **about,
