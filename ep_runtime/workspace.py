@@ -41,7 +41,7 @@ class BlockSizes:
         tokens, top_k: T, K.
         ep_size, experts: N, L.
         capacity, alignment: C of the call; rows to which an expert's zone is aligned.
-        hidden_size, inner_size: H, M.
+        hidden_size, mlp_dim: H, M.
         gated: the first product has a gate beside each of its M columns.
         element_bytes: of a row's elements.
     """
@@ -53,14 +53,14 @@ class BlockSizes:
     capacity: int
     alignment: int
     hidden_size: int
-    inner_size: int
+    mlp_dim: int
     gated: bool = True
     element_bytes: int = 2
 
     @property
     def columns(self) -> int:
         """Of the first product: 2 * M where gated, else M."""
-        return self.inner_size * (2 if self.gated else 1)
+        return self.mlp_dim * (2 if self.gated else 1)
 
     @property
     def even_share(self) -> int:
@@ -228,7 +228,7 @@ def _rows_in_bytes(sizes: BlockSizes, limit: int) -> int:
         raise InvalidArgumentError(
             f"workspace={limit} bytes hold no block call of {sizes.tokens} tokens per rank, "
             f"top_k={sizes.top_k}, {sizes.experts} experts per rank, hidden size "
-            f"{sizes.hidden_size} and inner size {sizes.inner_size}: the least is "
+            f"{sizes.hidden_size} and mlp_dim {sizes.mlp_dim}: the least is "
             f"{min(largest_bytes(sizes, rows) for rows in (least, sizes.capacity))}",
             argument="workspace",
         )
@@ -245,7 +245,7 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
     Tokens (in whose place the experts' outputs come), activations, and the first product unless
     all of it is kept, which an array outside the workspace holds.
     """
-    h, m, n, e = sizes.hidden_size, sizes.inner_size, sizes.columns, sizes.element_bytes
+    h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     whole = kept_rows == rows and sizes.parts(rows) == 0
     regions = [rows * 4, rows * h * e, rows * m * e, 0 if whole else rows * n * e]
     return _common_bytes(sizes, rows) + _total(regions)
@@ -257,7 +257,7 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
     Weights of rows and their gradients, tokens, gradients of outputs and then of tokens, gradients
     of the first product, activations and their gradients.
     """
-    h, m, n, e = sizes.hidden_size, sizes.inner_size, sizes.columns, sizes.element_bytes
+    h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     widths = (h, h, n, m, m)
     regions = [rows * 4, rows * 4, *(rows * width * e for width in widths)]
     return _common_bytes(sizes, rows) + _total(regions)

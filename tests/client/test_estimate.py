@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
 import ep_runtime as ep
-from ep_runtime import board, specs
+from ep_runtime import board, specs, workspace
 from ep_runtime_client.groups import estimate
 
 _MESH = AbstractMesh((2, 4), ("dp", "ep"))
@@ -41,6 +43,51 @@ def test_a_capacity_factor_makes_it_smaller() -> None:
     whole = ep.estimate_memory("g", _MESH, **_ARGUMENTS)
     part = ep.estimate_memory("g", _MESH, capacity_factor=1.0, **_ARGUMENTS)
     assert part.dispatched_bytes_per_layer < whole.dispatched_bytes_per_layer
+
+
+def test_a_plan_takes_what_prepare_returns(mesh: Any) -> None:
+    with ep.connect("none", job="tests") as session:
+        group = session.create_group("g", mesh, **_ARGUMENTS)
+        layer = group.register_layer("a", top_k=2)
+        topk_idx = jax.ShapeDtypeStruct((8 * 32, 2), jnp.int32)
+        plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx), topk_idx)
+    found = ep.estimate_memory("g", mesh, **_ARGUMENTS).plan_bytes_per_layer
+    arrays = jax.tree.leaves(plan.arrays)
+    assert 8 * found == sum(array.size * array.dtype.itemsize for array in arrays)
+
+
+def test_estimate_of_block_calls_is_of_the_workspace() -> None:
+    wide = {**_ARGUMENTS, "max_tokens_per_rank": 8192, "num_experts": 64, "max_top_k": 8}
+    spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **wide)
+    sizes = estimate.block_sizes(spec, 128, gated=True)
+    found = ep.estimate_memory("g", _MESH, mlp_dim=128, **wide)
+    block = workspace.of_block(sizes)
+    assert (sizes.tokens, sizes.top_k, sizes.ep_size, sizes.experts) == (8192, 8, 4, 16)
+    assert sizes.capacity == spec.recv_capacity_per_rank == found.capacity_per_rank
+    assert found.workspace_bytes_per_device == block.backward_bytes > block.forward_bytes
+    assert found.kept_bytes_per_layer == block.kept_rows * 256 * 2
+    # It follows the setting, and what is kept follows its own.
+    larger = ep.estimate_memory("g", _MESH, mlp_dim=128, workspace=3.0, keep="nothing", **wide)
+    assert larger.workspace_bytes_per_device > 1.9 * found.workspace_bytes_per_device
+    assert larger.kept_bytes_per_layer == 0
+    plain = ep.estimate_memory("g", _MESH, mlp_dim=128, gated=False, keep_factor=0.5, **wide)
+    assert plain.kept_bytes_per_layer < found.kept_bytes_per_layer / 4
+
+
+@pytest.mark.parametrize("said", [{}, {"mlp_dim": 128, "transport": "xla"}])
+def test_no_workspace_where_there_are_no_block_calls(said: dict[str, Any]) -> None:
+    found = ep.estimate_memory("g", _MESH, **said, **_ARGUMENTS)
+    assert (found.workspace_bytes_per_device, found.kept_bytes_per_layer) == (None, None)
+
+
+def test_estimate_refuses_what_block_calls_refuse() -> None:
+    for said, words in (
+        ({"mlp_dim": 0}, "mlp_dim must be at least 1, got 0"),
+        ({"mlp_dim": 8, "workspace": 5000}, "workspace=5000 bytes hold no block call"),
+        ({"keep": "all"}, "keep must be one of .* got 'all'"),
+    ):
+        with pytest.raises(ep.InvalidArgumentError, match=words):
+            ep.estimate_memory("g", _MESH, **said, **_ARGUMENTS)
 
 
 def test_estimate_refuses_what_create_group_refuses() -> None:

@@ -21,7 +21,7 @@ _SIZES = BlockSizes(
     capacity=4 * 8192 * 8 + 16 * 128,
     alignment=128,
     hidden_size=2048,
-    inner_size=1024,
+    mlp_dim=1024,
 )
 
 
@@ -46,7 +46,7 @@ def random_sizes(seed: int) -> Iterator[BlockSizes]:
                 **asked,
             ),
             hidden_size=draw.choice([16, 2048]),
-            inner_size=draw.choice([8, 1024]),
+            mlp_dim=draw.choice([8, 1024]),
             gated=draw.random() < 0.5,
             element_bytes=draw.choice([1, 2, 4]),
             **asked,
@@ -77,7 +77,7 @@ def test_bytes_are_those_of_the_regions() -> None:
         capacity=4096,
         alignment=128,
         hidden_size=512,
-        inner_size=256,
+        mlp_dim=256,
         gated=True,
     )
     assert (sizes.part_tokens(w), sizes.parts(w)) == (p, 4)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ep_runtime import specs
+from ep_runtime import specs, workspace
 from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
 from ep_runtime_client.base.units import iec
@@ -16,19 +16,32 @@ _log = logging.getLogger("ep_runtime")
 # Above this share of a device's memory the log names capacity_factor.
 WARN_SHARE = 0.10
 
+# Whose layers `ep.moe` runs as block calls; "auto" on GPUs that reach each other.
+_BLOCK_TRANSPORTS = ("auto", "nvlink")
+
 
 class MemoryEstimate(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
         staging_bytes_per_rank: the rank's window, allocated once per group; 0 for "xla".
-        dispatched_bytes_per_layer: tokens [C, H] and weights [C] f32 that one dispatch returns.
+        dispatched_bytes_per_layer: tokens [C, H] and weights [C] f32 that one dispatch returns;
+            a block call returns none.
         capacity_per_rank: C, rows of one slab.
+        plan_bytes_per_layer: the arrays of one plan, which backward needs again.
+        workspace_bytes_per_device: of the larger block call of a layer, 16-bit tokens; XLA gives
+            it to one layer after another, and to other ops between. None where mlp_dim was not
+            said, or the transport has no block calls.
+        kept_bytes_per_layer: rows of the first product that a block call's forward keeps for its
+            backward; None as above.
     """
 
     staging_bytes_per_rank: int
     dispatched_bytes_per_layer: int
     capacity_per_rank: int
+    plan_bytes_per_layer: int
+    workspace_bytes_per_device: int | None = None
+    kept_bytes_per_layer: int | None = None
 
 
 def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
@@ -39,6 +52,29 @@ def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
         staging_bytes_per_rank=staging_bytes(spec),
         dispatched_bytes_per_layer=capacity * (row_bytes + 4),
         capacity_per_rank=capacity,
+        plan_bytes_per_layer=_plan_bytes(spec),
+    )
+
+
+def _plan_bytes(spec: specs.GroupSpec) -> int:
+    """The arrays of `ops/calls/plan.py`'s PlanArrays, all int32, of a layer with the largest K."""
+    tokens, slots = spec.max_tokens_per_rank, spec.max_tokens_per_rank * spec.max_top_k
+    received = 4 * spec.ep_size + spec.ep_size * tokens + 1 + 2 * spec.recv_capacity_per_rank
+    return 4 * (2 * slots + received + 2 * spec.experts_per_rank + 1)
+
+
+def block_sizes(spec: specs.GroupSpec, mlp_dim: int, *, gated: bool) -> workspace.BlockSizes:
+    """Of the largest calls that a layer of the group can have, 16-bit tokens."""
+    return workspace.BlockSizes(
+        tokens=spec.max_tokens_per_rank,
+        top_k=spec.max_top_k,
+        ep_size=spec.ep_size,
+        experts=spec.experts_per_rank,
+        capacity=spec.recv_capacity_per_rank,
+        alignment=spec.alignment,
+        hidden_size=spec.hidden_size,
+        mlp_dim=mlp_dim,
+        gated=gated,
     )
 
 
@@ -66,7 +102,15 @@ def staging_bytes(spec: specs.GroupSpec) -> int:
 
 
 def estimate_memory(
-    name: str, mesh: Any, *, transport: str = "auto", **arguments: Any
+    name: str,
+    mesh: Any,
+    *,
+    transport: str = "auto",
+    mlp_dim: int | None = None,
+    gated: bool = True,
+    keep: Literal["first", "nothing"] = "first",
+    keep_factor: float = 1.25,
+    **arguments: Any,
 ) -> MemoryEstimate:
     """Memory of a group that `Session.create_group` with the same arguments would make.
 
@@ -75,14 +119,17 @@ def estimate_memory(
     Args:
         name: as in `Session.create_group`.
         mesh: as in `Session.create_group`, or an AbstractMesh.
-        transport: as in `Session.create_group`.
+        transport: as in `Session.create_group`; "auto" counts as one that has block calls.
+        mlp_dim: M of the layers, of one device where tp splits it; None leaves the workspace out.
+        gated, keep, keep_factor: as in `ep.moe`.
         **arguments: the others of `Session.create_group`.
 
     Returns:
         MemoryEstimate, in bytes per rank.
 
     Raises:
-        InvalidArgumentError: as `Session.create_group`.
+        InvalidArgumentError: as `Session.create_group`, or where `workspace` is bytes that hold no
+            call of such layers.
 
     Cost: arithmetic on sizes.
     """
@@ -95,7 +142,17 @@ def estimate_memory(
         transport="memfd" if transport == "auto" else transport,
         **arguments,
     )
-    return of_spec(spec)
+    found = of_spec(spec)
+    workspace.check_keep(keep, keep_factor)
+    if mlp_dim is None or transport not in _BLOCK_TRANSPORTS:
+        return found
+    specs.check_at_least("mlp_dim", mlp_dim, 1)
+    sizes = block_sizes(spec, mlp_dim, gated=gated)
+    block = workspace.of_block(sizes, spec.workspace, keep=keep, keep_factor=keep_factor)
+    return found._replace(
+        workspace_bytes_per_device=max(block.forward_bytes, block.backward_bytes),
+        kept_bytes_per_layer=block.kept_bytes,
+    )
 
 
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
