@@ -38,6 +38,8 @@ class OpCode(enum.IntEnum):
     COMBINE = 3
     DISPATCH_BWD = 4
     COMBINE_BWD = 5
+    BLOCK = 6
+    BLOCK_BWD = 7
 
 
 class HandleState(enum.IntEnum):

@@ -8,6 +8,7 @@
 #include "core/groups/call.h"
 #include "cuda/device/group_device.h"
 #include "ffi/call_frame.h"
+#include "ffi/read_call.h"
 #include "ffi/target.h"
 
 namespace ep_runtime {
@@ -20,7 +21,7 @@ struct CudaCall {
   const cuda::LocalRank& rank;
   cuda::CallName name;
   cudaStream_t stream;
-  bool clear_slack;  // of the gradient of rows
+  const Attributes& attributes;
 
   // The bytes of a row: bulk copies move 16 at a time.
   Status ReadRowBytes(const Operand& rows, int64_t width, int32_t* bytes) const;
@@ -44,6 +45,8 @@ Status LaunchDispatchCall(const CudaCall& call);
 Status LaunchCombineCall(const CudaCall& call);
 Status LaunchDispatchBwdCall(const CudaCall& call);
 Status LaunchCombineBwdCall(const CudaCall& call);
+Status LaunchBlockCall(const CudaCall& call);
+Status LaunchBlockBwdCall(const CudaCall& call);
 // Of the bench. The clock belongs to no group.
 Status LaunchCeilingCall(const CudaCall& call);
 extern XLA_FFI_Handler* const kClockV1;

@@ -14,6 +14,17 @@ Buffer ToBuffer(T& buffer) {
   return {buffer.untyped_data(), buffer.element_type(), Dims(dims.begin(), dims.end())};
 }
 
+template <typename T>
+Status ReadIfThere(const ffi::Dictionary& attrs, const char* name, T* out) {
+  if (!attrs.contains(name)) return Status();
+  const auto value = attrs.get<int64_t>(name);
+  if (value.has_error()) {
+    return InvalidArgument("attribute " + std::string(name) + " must be int64");
+  }
+  *out = static_cast<T>(*value);
+  return Status();
+}
+
 }  // namespace
 
 ffi::Error ToXla(const Status& status) {
@@ -44,11 +55,11 @@ Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
   out->layer_id = static_cast<uint64_t>(*layer_id);
   out->fingerprint = static_cast<uint64_t>(*fingerprint);
   out->handle = static_cast<uint32_t>(*handle);
-  if (!attrs.contains("clear_slack")) return Status();
-  const auto clear_slack = attrs.get<int64_t>("clear_slack");
-  if (clear_slack.has_error()) return InvalidArgument("attribute clear_slack must be int64");
-  out->clear_slack = *clear_slack != 0;
-  return Status();
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "clear_slack", &out->clear_slack));
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "rows", &out->rows));
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "function", &out->function));
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "gated", &out->gated));
+  return ReadIfThere(attrs, "early", &out->early);
 }
 
 Status CheckHandle(const LayerEntry& layer, uint32_t handle) {

@@ -18,6 +18,11 @@ struct Attributes {
   uint32_t handle;
   // Zeros also where no group is. A call that nobody follows there says no.
   bool clear_slack = true;
+  // Of the block call alone.
+  int64_t rows = 0;  // of its workspace
+  int64_t function = 0;
+  bool gated = false;
+  bool early = false;
 };
 
 xla::ffi::Error ToXla(const Status& status);

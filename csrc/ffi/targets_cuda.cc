@@ -59,7 +59,7 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
                             static_cast<uint32_t>(layer.in_flight)};
   const NvtxRange range(op, layer.name);
   return launch.launch_fn(CudaCall{launch.frame, context, *device_group, *rank, name, launch.stream,
-                                   launch.attributes.clear_slack});
+                                   launch.attributes});
 }
 
 Status LaunchCall(const ffi::Dictionary& attrs, Launch& launch) {
@@ -103,6 +103,8 @@ EP_RUNTIME_CUDA_TARGET(kDispatchV1, OpCode::kDispatch, LaunchDispatchCall);
 EP_RUNTIME_CUDA_TARGET(kCombineV1, OpCode::kCombine, LaunchCombineCall);
 EP_RUNTIME_CUDA_TARGET(kDispatchBwdV1, OpCode::kDispatchBwd, LaunchDispatchBwdCall);
 EP_RUNTIME_CUDA_TARGET(kCombineBwdV1, OpCode::kCombineBwd, LaunchCombineBwdCall);
+EP_RUNTIME_CUDA_TARGET(kBlockV1, OpCode::kBlock, LaunchBlockCall);
+EP_RUNTIME_CUDA_TARGET(kBlockBwdV1, OpCode::kBlockBwd, LaunchBlockBwdCall);
 XLA_FFI_DEFINE_HANDLER(kPrepareSyncV1, (Execute<OpCode::kPrepare, LaunchPrepareCall>),
                        EP_RUNTIME_BINDING);
 EP_RUNTIME_CUDA_TARGET(kDispatchCeilingV1, OpCode::kDispatch, LaunchCeilingCall);
@@ -117,6 +119,8 @@ const Target kTargets[] = {
     {"ep_combine_v1", nullptr, kCombineV1},
     {"ep_dispatch_bwd_v1", nullptr, kDispatchBwdV1},
     {"ep_combine_bwd_v1", nullptr, kCombineBwdV1},
+    {"ep_block_v1", nullptr, kBlockV1},
+    {"ep_block_bwd_v1", nullptr, kBlockBwdV1},
     {"ep_dispatch_ceiling_v1", nullptr, kDispatchCeilingV1},
     {"ep_combine_ceiling_v1", nullptr, kCombineCeilingV1},
     {"ep_clock_v1", nullptr, kClockV1},

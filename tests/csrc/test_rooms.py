@@ -28,6 +28,7 @@ _FLOORS = (
     "cuda/gemm/copies",
     "cuda/gemm",
     "cuda/rows",
+    "cuda/block",
     "cuda/nccl",
     "ffi",
 )

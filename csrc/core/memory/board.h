@@ -36,12 +36,14 @@ enum class OpCode : uint32_t {
   kDispatch = 2,
   kCombine = 3,
   kDispatchBwd = 4,
-  kCombineBwd = 5
+  kCombineBwd = 5,
+  kBlock = 6,  // of this and the next, records hold the parts: the ops above
+  kBlockBwd = 7
 };
 
 inline const char* OpName(OpCode op) {
-  static constexpr const char* kNames[] = {"none",    "prepare",      "dispatch",
-                                           "combine", "dispatch_bwd", "combine_bwd"};
+  static constexpr const char* kNames[] = {"none",         "prepare",     "dispatch", "combine",
+                                           "dispatch_bwd", "combine_bwd", "block",    "block_bwd"};
   return kNames[static_cast<uint32_t>(op)];
 }
 

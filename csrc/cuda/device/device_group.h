@@ -228,6 +228,8 @@ struct CallName {
   // The handle's record on the board is board_index + layer index * board_stride.
   uint32_t board_index = 0;
   uint32_t board_stride = 0;
+  // [1], device, the same on every rank: 0 where this launch has nothing to do. Null: it has.
+  const int32_t* wanted = nullptr;
 };
 
 // The nine arrays that prepare writes and every other op reads; cpu/plan_view.h says what they

@@ -91,7 +91,9 @@ bool Fits(const GroupedGemmParams& p) {
   return p.num_slabs >= 0 && p.slab_rows >= 0 && rows < INT32_MAX && p.groups_per_slab >= 0 &&
          p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.in_features % multiple == 0 &&
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
-         (p.bias == nullptr || p.product == GemmProduct::kForward) && ScalesFit(p) && PairFits(p);
+         (p.bias == nullptr || p.product == GemmProduct::kForward) &&
+         (!p.adds || p.product == GemmProduct::kWeightGrad) &&
+         ((!p.adds && p.wanted == nullptr) || BytesOf(p.type) == 2) && ScalesFit(p) && PairFits(p);
 }
 
 Array LhsOf(const GroupedGemmParams& p) {
@@ -170,6 +172,8 @@ KernelArguments MakeArguments(const GroupedGemmParams& p) {
   args.out.columns = backward ? p.in_features : p.out_features;
   args.out.bias = p.bias;
   args.out.bias_type = p.bias_type;
+  args.out.adds = p.adds;
+  args.wanted = p.wanted;
   args.scales = ScalesOf(p);
   return args;
 }

@@ -2,6 +2,7 @@
 #include "cuda/rows/activation.h"
 #include "cuda/rows/activation_values.cuh"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -22,6 +23,7 @@ struct ActivationArguments {
   const uint4* grad;
   uint4* out;
   float* d_weights;
+  const int32_t* wanted;
 };
 
 // Where a row's vectors lie.
@@ -97,6 +99,7 @@ __device__ __forceinline__ void StoreSum(const ActivationArguments& a, int64_t r
 template <RowType kType, bool kGated, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     ActivationKernel(const __grid_constant__ ActivationArguments a) {
+  if (LeftOut(a.wanted)) return;
   const int slab = blockIdx.y;
   const int32_t used = SlabRows(a.groups, slab);
   const int64_t first = static_cast<int64_t>(slab) * a.groups.slab_rows;
@@ -171,7 +174,8 @@ cudaError_t LaunchActivation(cudaStream_t stream, const ActivationParams& p) {
                               p.weights,
                               static_cast<const uint4*>(p.grad),
                               static_cast<uint4*>(p.out),
-                              p.d_weights};
+                              p.d_weights,
+                              p.wanted};
   while (a.lanes < 32 && a.lanes < a.vectors) a.lanes *= 2;
   dim3 grid;
   const cudaError_t error =

@@ -35,6 +35,7 @@ struct ActivationParams {
   const void* grad;      // [S * C, M], device: backward; null: forward
   void* out;             // forward [S * C, M], backward like hidden and maybe the same memory
   float* d_weights;      // [S * C], backward with weights: of slack rows zeros; else null
+  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
 };
 
 // One launch. Slack rows are not read; those of `out` stay as they are. cudaErrorInvalidValue: a

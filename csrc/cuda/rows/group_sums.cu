@@ -1,6 +1,7 @@
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -65,6 +66,7 @@ __global__ void __launch_bounds__(kThreads)
   using E = Element<kType>;
   constexpr int kColumns = kRowLanes * E::kPerVector;
   __shared__ float parts[kStrips][kColumns];
+  if (LeftOut(p.wanted)) return;
   const int lane = threadIdx.x % kRowLanes, strip = threadIdx.x / kRowLanes;
   const int num_groups = p.groups.num_slabs * p.groups.groups_per_slab;
   float total[E::kPerVector];
@@ -83,7 +85,8 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0.0f;
 #pragma unroll
     for (int each = 0; each < kStrips; ++each) sum += parts[each][column];
-    p.sums[static_cast<int64_t>(blockIdx.y) * p.width + at] = sum;
+    float* to = p.sums + static_cast<int64_t>(blockIdx.y) * p.width + at;
+    *to = p.adds ? *to + sum : sum;
   }
 }
 

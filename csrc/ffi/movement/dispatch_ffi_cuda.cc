@@ -26,7 +26,7 @@ Status LaunchCombineBwdCall(const CudaCall& call) {
   cuda::CombineBwdParams params{};
   EP_RETURN_IF_ERROR(ReadCombineBwd(call, &params));
   ReadCall(call, &params);
-  params.clear_slack = call.clear_slack;
+  params.clear_slack = call.attributes.clear_slack;
   return call.Launched(cuda::LaunchCombineBwd(call.stream, params));
 }
 

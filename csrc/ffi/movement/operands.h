@@ -61,10 +61,11 @@ Status ReadSizes(const Call& call, const Operand& rows, const PlanOperands& plan
   return plan.Read(sizes, call.context.group->sizes().ep_size, &params->plan);
 }
 
-// ep_prepare_v1(rank, layer_index, topk_idx s32 [T, K]) -> the nine plan arrays
+// ep_prepare_v1(rank, layer_index, topk_idx s32 [T, K]) -> the nine plan arrays, and on NVIDIA GPUs
+//   maybe `more`, which are that call's
 template <typename Call, typename Params>
-Status ReadPrepare(const Call& call, Params* params) {
-  EP_RETURN_IF_ERROR(call.frame.CheckCount(3, kPlanArrays));
+Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(3, kPlanArrays + more));
   const auto [rank, layer_index, topk_idx] = call.frame.Args("rank", "layer_index", "topk_idx");
   const PlanOperands plan = PlanAt(call.frame, call.frame.rets, 0);
   const Sizes sizes = {topk_idx.dim(0), topk_idx.dim(1), plan.staged_row.dim(0), plan.kept.dim(0),

@@ -21,7 +21,13 @@ Status ReadVerdict(const CudaCall& call) {
 Status LaunchPrepareCall(const CudaCall& call) {
   const GroupOptions& options = call.context.group->options();
   cuda::PrepareParams params{};
-  EP_RETURN_IF_ERROR(ReadPrepare(call, &params));
+  // A tenth result is the fullest slab's rows, which the block call wants to know.
+  const size_t more = call.frame.rets.size() > kPlanArrays ? 1 : 0;
+  EP_RETURN_IF_ERROR(ReadPrepare(call, &params, more));
+  if (more != 0) {
+    const Operand most(call.frame.call, "most", call.frame.rets[kPlanArrays]);
+    EP_RETURN_IF_ERROR(most.Read({1}, &params.most));
+  }
   params.group = call.rank.group;
   params.name = call.name;
   params.num_experts = static_cast<int32_t>(options.sizes.num_experts);

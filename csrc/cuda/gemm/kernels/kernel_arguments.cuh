@@ -6,6 +6,7 @@
 
 #include "cuda/gemm/product/groups.cuh"
 #include "cuda/gemm/tile/store_tile.cuh"
+#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -31,6 +32,7 @@ struct KernelArguments {
   int32_t band;
   int32_t half;  // columns of the first of a pair's arrays; INT32_MAX: there is one array
   Scales scales;
+  const int32_t* wanted;  // [1] or null
 };
 
 }  // namespace gemm

@@ -111,6 +111,14 @@ __device__ __forceinline__ void StoreBox(const CUtensorMap* map, Coordinates at,
       "r"(shared), "r"(at.x), "r"(at.y), "r"(at.z)
       : "memory");
 }
+// The same, added to what is there in the map's type.
+__device__ __forceinline__ void AddBox(const CUtensorMap* map, Coordinates at, uint32_t shared) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], "
+      "[%1];" ::"l"(map),
+      "r"(shared), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
+}
 
 }  // namespace gemm
 }  // namespace cuda

@@ -26,6 +26,7 @@ struct OutShape {
   int32_t columns;
   const void* bias;  // [experts, columns] or null
   FloatType bias_type;
+  bool adds;  // by expert alone: tiles are added to what is there
 };
 
 __device__ __forceinline__ float2 LoadPair(const void* values, FloatType type, int64_t index) {
@@ -125,6 +126,15 @@ __device__ __forceinline__ void AddBias(const OutShape& out, int32_t expert, int
   }
 }
 
+__device__ __forceinline__ void PutBox(const OutShape& out, const CUtensorMap* map, Coordinates at,
+                                       uint32_t shared) {
+  if (out.adds) {
+    AddBox(map, at, shared);
+  } else {
+    StoreBox(map, at, shared);
+  }
+}
+
 // Stores this warpgroup's rows of a tile; the copies may still read `staging` when it returns.
 // kByExpert: the output is [experts, rows, columns], of two halves where it is a pair, and a map
 // knows where a plane ends; else it is one array. `turn` counts this warpgroup's chunks, of all
@@ -158,7 +168,11 @@ __device__ __forceinline__ void StoreTile(const OutShape& out, const Halves& map
       if (leads) {
         if (whole) {
           Coordinates at{column, row, kByExpert ? tile.expert : 0};
-          StoreBox(kByExpert ? FindHalf(maps, &at.x) : maps.first, at, chunk);
+          if constexpr (kByExpert) {
+            PutBox(out, FindHalf(maps, &at.x), at, chunk);
+          } else {
+            StoreBox(maps.first, at, chunk);
+          }
         }
         // An empty one too: waits count one group a chunk.
         CommitStores();
@@ -194,7 +208,7 @@ __device__ __forceinline__ void StoreWholeTile(const OutShape& out, const Halves
     if (column < out.columns) {
       Coordinates at{column, row, tile.expert};
       const CUtensorMap* map = FindHalf(maps, &at.x);
-      StoreBox(map, at, SharedAddress(staging) + i * kChunkBytes);
+      PutBox(out, map, at, SharedAddress(staging) + i * kChunkBytes);
     }
   }
   CommitStores();

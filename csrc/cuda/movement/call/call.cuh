@@ -15,6 +15,7 @@
 
 #include "cuda/device/device_group.h"
 #include "cuda/movement/call/progress.cuh"
+#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -225,8 +226,9 @@ __device__ inline uint32_t TagOf(uint64_t epoch, uint64_t layer_id, uint32_t han
   return static_cast<uint32_t>(epoch << 8) | static_cast<uint32_t>(name >> 56);
 }
 
-// First thing of every kernel. The epoch lives in device memory so that a replayed graph takes a
-// new one.
+// First thing of every kernel; before it alone whether the launch is left out (LeftOut), which all
+// ranks find alike: then it takes no epoch. The epoch lives in device memory so that a replayed
+// graph takes a new one.
 __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name, OpCode op) {
   DeviceCall call;
   call.group = group;

@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ LoadBarrier barriers[kWarps * kMaxSlots];
   __shared__ LandedSums<kSenders> landed;
+  if (LeftOut(params.name.wanted)) return;
   landed.Clear();
   const DeviceCall call = BeginCall(params.group, params.name, params.op);
   const uint32_t warp = threadIdx.x / 32;

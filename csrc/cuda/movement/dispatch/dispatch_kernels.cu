@@ -128,6 +128,7 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
                    int pieces, uint32_t nan) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ DispatchShared shared;
+  if (LeftOut(params.name.wanted)) return;
   shared.landed.Clear();
   ClearZeros(dynamic);
   const DeviceCall call = BeginCall(params.group, params.name, kind.op);
@@ -173,6 +174,7 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   constexpr int kBuffers = 2;
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ DispatchShared shared;
+  if (LeftOut(params.name.wanted)) return;
   shared.landed.Clear();
   ClearZeros(dynamic);
   const DeviceCall call = BeginCall(params.group, params.name, OpCode::kCombineBwd);

@@ -71,6 +71,20 @@ __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
   }
 }
 
+// The rows of the fullest slab, by the first warp of the first block: all ranks find the same.
+__device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
+                          const Experts& experts) {
+  int32_t most = 0;
+  for (int rank = 0; rank < call.ranks; ++rank) {
+    int32_t rows = 0;
+    for (int e = threadIdx.x; e < params.sizes.experts; e += 32) {
+      rows += UpTo(experts.kept[rank * params.sizes.experts + e], params.alignment);
+    }
+    most = max(most, static_cast<int32_t>(__reduce_add_sync(~0u, rows)));
+  }
+  if (threadIdx.x == 0) *params.most = most;
+}
+
 // False: the call failed on the way.
 __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const Experts& experts,
                       int num_experts, PrepareShared* shared) {
@@ -88,6 +102,7 @@ __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const
   SendEntries(call, params, range, *shared);
   if (blockIdx.x == 0 && threadIdx.x < 32) {
     WriteSizes(call, params, experts);
+    if (params.most != nullptr) WriteMost(call, params, experts);
     if (params.verdict != nullptr) GatherVerdict(call, params, experts);
   }
   if (!AwaitEntries(call, params, shared)) return false;
@@ -99,6 +114,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     PrepareKernel(const __grid_constant__ PrepareParams params) {
   extern __shared__ __align__(16) uint8_t dynamic[];
   __shared__ PrepareShared shared;
+  if (LeftOut(params.name.wanted)) return;
   const DeviceCall call = BeginCall(params.group, params.name, OpCode::kPrepare);
   const int num_experts = params.num_experts;
   const Experts experts(dynamic, num_experts);
@@ -116,7 +132,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       {plan.staged_slot, int64_t{params.sizes.capacity} * 4, 0},
       {plan.kept, local, 0},
       {plan.group_sizes, local, 0},
-      {plan.num_recv, 4, 0}};
+      {plan.num_recv, 4, 0},
+      {params.most, params.most != nullptr ? 4 : 0, 0}};
   EndCall(call, outputs);
 }
 

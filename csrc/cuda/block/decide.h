@@ -1,0 +1,31 @@
+// What a block call decides on the device, before anything else.
+#ifndef EP_RUNTIME_CUDA_BLOCK_DECIDE_H_
+#define EP_RUNTIME_CUDA_BLOCK_DECIDE_H_
+
+#include <cuda_runtime.h>
+
+#include "cuda/block/workspace.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace block {
+
+// most [1] int32, device: rows of the fullest slab of all ranks, as prepare found them.
+cudaError_t LaunchDecide(cudaStream_t stream, const BlockSizes& sizes, const int32_t* most,
+                         const int32_t* group_sizes, Decision* decision);
+
+// Slots of a part of the tokens for its own prepare: those that the whole plan dropped stay out.
+struct SlotsParams {
+  const int32_t* wanted;    // [1], device
+  const int32_t* topk_idx;  // [slots], device, of the part
+  const int32_t* dst_rank;  // [slots], device, of the part in the whole plan
+  int32_t slots;
+  int32_t* out;  // [slots], device
+};
+cudaError_t LaunchSlots(cudaStream_t stream, const SlotsParams& params);
+
+}  // namespace block
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_BLOCK_DECIDE_H_

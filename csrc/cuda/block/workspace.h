@@ -1,0 +1,69 @@
+// The memory that a block call works in: rows between its exchanges, W of them whatever the
+// routing, and the plan of a part where more rows arrive. XLA owns it, and nothing in it outlives
+// the call.
+//
+// Letters: T tokens, K slots of one, H hidden, M inner, N columns of the first product (2 * M where
+// it is gated), L experts of this rank, R ranks, C the plan's rows, W rows of the workspace.
+#ifndef EP_RUNTIME_CUDA_BLOCK_WORKSPACE_H_
+#define EP_RUNTIME_CUDA_BLOCK_WORKSPACE_H_
+
+#include <cstdint>
+
+#include "cuda/device/device_group.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace block {
+
+struct BlockSizes {
+  int32_t tokens;    // T
+  int32_t top_k;     // K
+  int32_t capacity;  // C
+  int32_t experts;   // L
+  int32_t hidden;    // H
+  int32_t inner;     // M
+  int32_t columns;   // N
+  int32_t ranks;     // R
+  int32_t alignment;
+  int32_t rows;       // W
+  int32_t kept_rows;  // of the result that keeps the first product; 0: none
+  int32_t element_bytes;
+};
+
+// Tokens of a part, few enough that no routing of them brings any rank more than W rows. Below 1
+// where W is too small for one token of every rank.
+int32_t PartTokens(const BlockSizes& sizes);
+// 0 where W holds the rows of every plan.
+int32_t NumParts(const BlockSizes& sizes);
+
+// What decides on the device which launches are wanted.
+struct Decision {
+  int32_t whole;  // all ranks' rows fit: one pass over all tokens
+  int32_t parts;  // they do not
+  int32_t kept;   // `whole`, and this rank's rows fit what keeps the first product
+  int32_t again;  // `whole`, and they do not
+};
+
+struct Workspace {
+  Decision* decision;
+  // Of the part that is under way.
+  int32_t* topk_idx;  // [P, K], -1 where the whole plan dropped the slot
+  MutablePlan plan;
+  float* weights;    // [W] of rows
+  float* d_weights;  // [W], backward
+  void* tokens;      // [W, H] dispatched; forward: then the experts' outputs
+  void* grads;       // [W, H] backward: of the outputs, then of dispatched tokens
+  void* hidden;      // [W, N] the first product; backward: then its gradient. May be null
+  void* inner;       // [W, M] activations
+  void* d_inner;     // [W, M] backward
+};
+
+// Lays the regions out from `base` on, and says how many bytes they take; `base` may be null.
+// ops/block/workspace.py has the same sums.
+int64_t LayOut(const BlockSizes& sizes, bool backward, uint8_t* base, Workspace* out);
+
+}  // namespace block
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_BLOCK_WORKSPACE_H_

@@ -1,0 +1,186 @@
+#include <cstdint>
+#include <string>
+
+#include "cuda/block/block_call.h"
+#include "ffi/cuda_call.h"
+#include "ffi/movement/operands.h"
+
+namespace ep_runtime {
+namespace {
+
+using cuda::BlockParams;
+using xla::ffi::DataType;
+
+constexpr size_t kFirstPlan = 6;
+constexpr size_t kFirstWeight = kFirstPlan + kPlanArrays;
+constexpr size_t kForwardArgs = kFirstWeight + 4;
+
+// wi [L, H, N] or of a pair [L, H, M], wi_up [L, H, M] or [0, 0, 0], wo [L, M, H],
+// wi_bias [L, N] or [0, 0]
+struct WeightOperands {
+  Operand wi, wi_up, wo, wi_bias;
+
+  bool pair() const { return !wi_up.absent(3); }
+  int64_t columns() const { return wi.dim(2) * (pair() ? 2 : 1); }
+  Dims first() const { return {wi.dim(0), wi.dim(1), wi.dim(2)}; }
+};
+
+WeightOperands WeightsOf(const CallFrame& frame) {
+  const auto [wi, wi_up, wo, wi_bias] =
+      frame.Named(frame.args, kFirstWeight, "wi", "wi_up", "wo", "wi_bias");
+  return {wi, wi_up, wo, wi_bias};
+}
+
+Status ReadWeights(const WeightOperands& weights, DataType type, BlockParams* params) {
+  const cuda::block::BlockSizes& sizes = params->sizes;
+  const int64_t local = sizes.experts, hidden = sizes.hidden, inner = sizes.inner;
+  const int64_t halves = params->gated ? 2 : 1;
+  if (weights.columns() != inner * halves || (weights.pair() && !params->gated)) {
+    return weights.wi.MustBe("[L, H, " + std::to_string(inner * halves) + "] beside wo [L, " +
+                             std::to_string(inner) + ", H], got " +
+                             std::to_string(weights.columns()) + " columns");
+  }
+  EP_RETURN_IF_ERROR(weights.wi.Read(type, {local, hidden, weights.wi.dim(2)}, &params->wi));
+  EP_RETURN_IF_ERROR(weights.wo.Read(type, {local, inner, hidden}, &params->wo));
+  if (weights.pair()) EP_RETURN_IF_ERROR(weights.wi_up.Read(type, weights.first(), &params->wi_up));
+  if (weights.wi_bias.absent(2)) return Status();
+  EP_RETURN_IF_ERROR(weights.wi_bias.CheckShape({local, weights.columns()}));
+  params->wi_bias = weights.wi_bias.data();
+  return weights.wi_bias.ReadFloatType(&params->bias_type);
+}
+
+void ReadGroup(const CudaCall& call, BlockParams* params) {
+  const GroupOptions& options = call.context.group->options();
+  const cuda::LaunchBlocks& blocks = call.group.blocks();
+  params->group = call.rank.group;
+  params->name = call.name;
+  params->num_experts = static_cast<int32_t>(options.sizes.num_experts);
+  params->prepare_blocks = blocks.prepare;
+  params->dispatch_grid.push_blocks = blocks.push;
+  params->dispatch_grid.place_blocks = blocks.place;
+  params->combine_grid = {blocks.reduce, blocks.sum};
+  params->exact = options.exact_combine;
+  params->source_rows_bytes = call.context.group->lane_layout().source_rows_bytes;
+  params->function = static_cast<cuda::ActivationFunction>(call.attributes.function);
+  params->gated = call.attributes.gated;
+  params->early = call.attributes.early;
+}
+
+// What both directions have: rank, layer_index, topk_idx s32 [T, K], tokens [T, H],
+// weights f32 [T, K], most s32 [1], the plan, and the experts' weights.
+Status ReadOperands(const CudaCall& call, BlockParams* params) {
+  const CallFrame& frame = call.frame;
+  const auto [rank, layer_index, topk_idx, tokens, weights, most] =
+      frame.Args("rank", "layer_index", "topk_idx", "tokens", "weights", "most");
+  const PlanOperands plan = PlanAt(frame, frame.args, kFirstPlan);
+  const WeightOperands experts = WeightsOf(frame);
+  const Sizes sizes = {tokens.dim(0), topk_idx.dim(1), plan.staged_row.dim(0), plan.kept.dim(0),
+                       tokens.dim(1)};
+  EP_RETURN_IF_ERROR(CheckSizes(frame, call.context, sizes, tokens.element_bytes()));
+  EP_RETURN_IF_ERROR(tokens.Read(tokens.type(), {sizes.tokens, sizes.width}, &params->tokens));
+  EP_RETURN_IF_ERROR(call.ReadSummed(tokens, &params->type));
+  if (tokens.element_bytes() != 2) return tokens.MustBe("bfloat16 or float16");
+  int32_t row_bytes = 0;
+  EP_RETURN_IF_ERROR(call.ReadRowBytes(tokens, sizes.width, &row_bytes));
+  EP_RETURN_IF_ERROR(topk_idx.Read({sizes.tokens, sizes.top_k}, &params->topk_idx));
+  EP_RETURN_IF_ERROR(weights.Read({sizes.tokens, sizes.top_k}, &params->weights));
+  EP_RETURN_IF_ERROR(most.Read({1}, &params->most));
+  EP_RETURN_IF_ERROR(plan.Read(sizes, call.context.group->sizes().ep_size, &params->plan));
+  ReadGroup(call, params);
+  cuda::block::BlockSizes& block = params->sizes;
+  block.tokens = static_cast<int32_t>(sizes.tokens);
+  block.top_k = static_cast<int32_t>(sizes.top_k);
+  block.capacity = static_cast<int32_t>(sizes.capacity);
+  block.experts = static_cast<int32_t>(sizes.experts);
+  block.hidden = static_cast<int32_t>(sizes.width);
+  block.inner = static_cast<int32_t>(experts.wo.dim(1));
+  block.columns = static_cast<int32_t>(experts.columns());
+  block.ranks = static_cast<int32_t>(call.context.group->sizes().ep_size);
+  block.alignment = static_cast<int32_t>(call.context.layer.alignment);
+  block.rows = static_cast<int32_t>(call.attributes.rows);
+  block.element_bytes = 2;
+  return ReadWeights(experts, tokens.type(), params);
+}
+
+// [rows, N] that keep the first product, or [0, 0].
+Status ReadKept(const Operand& kept, DataType type, BlockParams* params) {
+  if (kept.absent(2)) return Status();
+  const int64_t rows = kept.dim(0);
+  if (rows < 0 || rows > params->sizes.rows) {
+    return kept.MustBe("of at most rows=" + std::to_string(params->sizes.rows) + " rows, got " +
+                       std::to_string(rows));
+  }
+  params->sizes.kept_rows = static_cast<int32_t>(rows);
+  return kept.Read(type, {rows, params->sizes.columns}, &params->kept);
+}
+
+Status ReadWorkspace(const Operand& workspace, bool backward, BlockParams* params) {
+  const cuda::block::BlockSizes& sizes = params->sizes;
+  if (sizes.rows < sizes.capacity && cuda::block::PartTokens(sizes) < 1) {
+    return workspace.MustBe("of more than rows=" + std::to_string(sizes.rows) +
+                            " rows: not one token of every rank fits");
+  }
+  cuda::block::Workspace regions;
+  const int64_t need = cuda::block::LayOut(sizes, backward, nullptr, &regions);
+  EP_RETURN_IF_ERROR(workspace.CheckType(DataType::U8));
+  if (workspace.dims().size() != 1 || workspace.dim(0) < need) {
+    return workspace.MustBe("u8 of at least " + std::to_string(need) + " bytes, got " +
+                            std::to_string(workspace.dim(0)));
+  }
+  params->workspace = static_cast<uint8_t*>(workspace.data());
+  return Status();
+}
+
+// [T, H] of the tokens' type, or f32 where the group's sums are.
+Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, void** out,
+                  BlockParams* params) {
+  params->wide = call.may_widen() && tokens.type() == DataType::F32;
+  return tokens.Read(params->wide ? DataType::F32 : type,
+                     {params->sizes.tokens, params->sizes.hidden}, out);
+}
+
+}  // namespace
+
+// ep_block_v1(rank, layer_index, topk_idx, tokens, weights, most, plan, wi, wi_up, wo, wi_bias;
+//             rows, function, gated, early)
+//   -> y [T, H], kept [at most rows, N] or [0, 0], workspace u8
+Status LaunchBlockCall(const CudaCall& call) {
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs, 3));
+  const DataType type = call.frame.args[3].dtype;
+  const auto [y, kept, workspace] = call.frame.Rets("y", "kept", "workspace");
+  BlockParams params{};
+  EP_RETURN_IF_ERROR(ReadOperands(call, &params));
+  EP_RETURN_IF_ERROR(ReadTokens(call, y, type, &params.y, &params));
+  EP_RETURN_IF_ERROR(ReadKept(kept, type, &params));
+  EP_RETURN_IF_ERROR(ReadWorkspace(workspace, /*backward=*/false, &params));
+  return call.Launched(cuda::LaunchBlock(call.stream, params));
+}
+
+// ep_block_bwd_v1(those of ep_block_v1, kept, dy [T, H]; rows, function, gated, early)
+//   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo,
+//      d_wi_bias f32 [L, N] or [0, 0], workspace u8
+Status LaunchBlockBwdCall(const CudaCall& call) {
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs + 2, 7));
+  const DataType type = call.frame.args[3].dtype;
+  const auto [kept, dy] = call.frame.Named(call.frame.args, kForwardArgs, "kept", "dy");
+  const auto [dx, d_weights, dwi, dwi_up, dwo, d_wi_bias, workspace] =
+      call.frame.Rets("dx", "d_weights", "dwi", "dwi_up", "dwo", "d_wi_bias", "workspace");
+  BlockParams params{};
+  EP_RETURN_IF_ERROR(ReadOperands(call, &params));
+  const cuda::block::BlockSizes& sizes = params.sizes;
+  const WeightOperands experts = WeightsOf(call.frame);
+  EP_RETURN_IF_ERROR(ReadKept(kept, type, &params));
+  EP_RETURN_IF_ERROR(dy.Read(type, {sizes.tokens, sizes.hidden}, &params.dy));
+  EP_RETURN_IF_ERROR(ReadTokens(call, dx, type, &params.dx, &params));
+  EP_RETURN_IF_ERROR(d_weights.Read({sizes.tokens, sizes.top_k}, &params.d_weights));
+  EP_RETURN_IF_ERROR(dwi.Read(type, experts.first(), &params.dwi));
+  EP_RETURN_IF_ERROR(dwi_up.Check(type, experts.wi_up.dims()));
+  if (experts.pair()) params.dwi_up = dwi_up.data();
+  EP_RETURN_IF_ERROR(dwo.Read(type, {sizes.experts, sizes.inner, sizes.hidden}, &params.dwo));
+  EP_RETURN_IF_ERROR(d_wi_bias.ReadIf(params.wi_bias != nullptr, {sizes.experts, sizes.columns},
+                                      &params.d_wi_bias));
+  EP_RETURN_IF_ERROR(ReadWorkspace(workspace, /*backward=*/true, &params));
+  return call.Launched(cuda::LaunchBlockBwd(call.stream, params));
+}
+
+}  // namespace ep_runtime
