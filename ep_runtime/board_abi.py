@@ -122,7 +122,7 @@ class HandleRecordStruct(ctypes.Structure):
         ("rows", ctypes.c_uint64),
         ("dropped_rows", ctypes.c_uint64),
         ("updated_ns", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint8 * 8),
+        ("rounds", ctypes.c_uint64),
     ]
 
 

@@ -34,7 +34,10 @@ _MOST = (1 << 64) - 1  # sums of what clients wrote stay numbers of 64 bits
 
 @dataclasses.dataclass(frozen=True)
 class HandleRecord:
-    """One handle, summed over the ranks where it counts: calls, rows, dropped_rows."""
+    """One handle, summed over the ranks where it counts: calls, rows, dropped_rows.
+
+    rounds: parts that block calls ran beyond one each; of the EP group that ran the most.
+    """
 
     state: HandleState
     last_op: OpCode
@@ -44,6 +47,7 @@ class HandleRecord:
     rows: int
     dropped_rows: int
     updated_ns: int
+    rounds: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +118,19 @@ def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[Hand
                 rows=min(_MOST, raw.rows + rows),
                 dropped_rows=min(_MOST, raw.dropped_rows + dropped_rows),
                 updated_ns=raw.updated_ns,
+                rounds=raw.rounds,
             )
         )
     return records
+
+
+def read_rounds(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, int]:
+    """Rounds by handle index, of those of the first `num_handles` that have any."""
+    size = ctypes.sizeof(HandleRecordStruct) // 8
+    first = (board_layout(spec).handles_offset + HandleRecordStruct.rounds.offset) // 8
+    with memoryview(buf) as view, view.cast("Q") as words:
+        counts = words[first : first + num_handles * size : size].tolist()
+    return {index: count for index, count in enumerate(counts) if count}
 
 
 def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[int, int]:

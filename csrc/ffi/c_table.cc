@@ -127,7 +127,8 @@ std::string RecordLayout() {
          EP_SIZE(DeviceRows) + EP_AT(DeviceRows, dropped_rows) + EP_SIZE(HandleRecord) +
          EP_AT(HandleRecord, state) + EP_AT(HandleRecord, last_op) + EP_AT(HandleRecord, lane) +
          EP_AT(HandleRecord, epoch) + EP_AT(HandleRecord, calls) + EP_AT(HandleRecord, rows) +
-         EP_AT(HandleRecord, dropped_rows) + EP_AT(HandleRecord, updated_ns);
+         EP_AT(HandleRecord, dropped_rows) + EP_AT(HandleRecord, updated_ns) +
+         EP_AT(HandleRecord, rounds);
 }
 
 std::string MeetingLayout() {

@@ -407,7 +407,7 @@ class ListHandlesResponse(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[_Union[HandleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class HandleInfo(_message.Message):
-    __slots__ = ("layer", "handle", "index", "group", "job", "uid", "generation", "pids", "state", "last_op", "epoch", "lane", "calls", "rows", "dropped_rows", "age")
+    __slots__ = ("layer", "handle", "index", "group", "job", "uid", "generation", "pids", "state", "last_op", "epoch", "lane", "calls", "rows", "dropped_rows", "age", "rounds")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -424,6 +424,7 @@ class HandleInfo(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     layer: str
     handle: int
     index: int
@@ -440,7 +441,8 @@ class HandleInfo(_message.Message):
     rows: int
     dropped_rows: int
     age: _duration_pb2.Duration
-    def __init__(self, layer: _Optional[str] = ..., handle: _Optional[int] = ..., index: _Optional[int] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., last_op: _Optional[str] = ..., epoch: _Optional[int] = ..., lane: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., dropped_rows: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    rounds: int
+    def __init__(self, layer: _Optional[str] = ..., handle: _Optional[int] = ..., index: _Optional[int] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., last_op: _Optional[str] = ..., epoch: _Optional[int] = ..., lane: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., dropped_rows: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., rounds: _Optional[int] = ...) -> None: ...
 
 class ListBuffersRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "node")

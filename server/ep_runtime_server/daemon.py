@@ -133,6 +133,7 @@ class Daemon:
         self._tell_health()
         self.runtime.supervisor.keep("reaper", self._reap)
         self.runtime.supervisor.keep("look for late ranks", self.runtime.late_ranks.watch)
+        self.runtime.supervisor.keep("look for rounds", self.runtime.rounds.watch)
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
         self._watch_parent()
         self._warn_of_parents()

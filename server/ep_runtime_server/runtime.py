@@ -33,6 +33,7 @@ from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.lateness import LateRanks
 from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.groups.rounds import Rounds
 from ep_runtime_server.groups.tickets import TicketBook
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recorder import Recorder
@@ -92,6 +93,7 @@ class Runtime:
         self.rejoin = Rejoin(self.groups, self.pool, self.recovery)
         self.recorder = Recorder(journal, self.sessions, self.groups, self.pool, self.events, clock)
         self.late_ranks = LateRanks(self.groups, self.events, clock)
+        self.rounds = Rounds(self.groups, self.events)
         self.failpoints = Failpoints(settings.testing)
         self.on_health: Callable[[], None] = lambda: None  # where `healthy` may have changed
         self.supervisor = Supervisor(self.events, lambda: self.on_health())

@@ -41,7 +41,7 @@ _KEYS = {
     "layers": "name group job uid generation top_k alignment in_flight num_experts hidden_size "
     "num_layers base_id handle_base",
     "handles": "layer handle index group job uid generation pids state last_op epoch lane calls "
-    "rows dropped_rows age_s",
+    "rows dropped_rows age_s rounds",
     "buffers": "buffer_id bytes device kind state group job uid generation world_rank mapped_by "
     "age_s owner",
     "events": "sequence time kind session_id group message fields_json",

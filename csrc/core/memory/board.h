@@ -104,7 +104,8 @@ struct RankRecord {
 static_assert(sizeof(RankRecord) == 128);
 
 // Written by every rank of the group, so counters are atomic and the rest is last-writer-wins.
-// Devices only store: calls where they drive a node's first rank, rows and dropped_rows never.
+// Devices only store: calls where they drive a node's first rank, rounds where they drive an EP
+// group's first rank and the word is less, rows and dropped_rows never.
 struct HandleRecord {
   Word state;
   Word last_op;
@@ -115,7 +116,9 @@ struct HandleRecord {
   Word64 rows;
   Word64 dropped_rows;
   Word64 updated_ns;
-  uint8_t reserved[8];
+  // Parts that calls ran beyond one each, as a rank had more rows than their workspace holds; of
+  // the EP group that ran the most.
+  Word64 rounds;
 };
 static_assert(sizeof(HandleRecord) == 64);
 

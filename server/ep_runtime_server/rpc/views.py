@@ -190,6 +190,7 @@ def _add_record(message: pb.HandleInfo, record: HandleRecord | None, clock: Cloc
     message.calls = record.calls
     message.rows = record.rows
     message.dropped_rows = record.dropped_rows
+    message.rounds = record.rounds
     if record.updated_ns:
         message.last_op = OpCode(record.last_op).name
         age_s = max(0.0, clock.monotonic_s() - record.updated_ns / 1e9)

@@ -25,6 +25,7 @@ VIEW = reading.View(
         Column("calls", "CALLS", "count", wide=True),
         Column("rows", "ROWS", "count", wide=True),
         Column("dropped_rows", "DROPPED", "count", wide=True),
+        Column("rounds", "ROUNDS", "count", wide=True),
         Column("uid", "UID", wide=True),
     ),
     fetch=lambda daemon, args: list(daemon.handles()),

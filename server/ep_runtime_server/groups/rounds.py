@@ -1,0 +1,74 @@
+"""Layers whose calls run in parts, as boards tell: results are the same, at a cost in time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+
+from ep_runtime import board_records
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.groups.book import GroupBook
+from ep_runtime_server.groups.record import GroupRecord
+
+LOOK_EVERY_S = 1.0
+MAX_NAMED_LAYERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What ran in parts at the last look: handles by index, and their layers, which were told."""
+
+    handles: frozenset[int] = frozenset()
+    layers: frozenset[str] = frozenset()
+
+
+class Rounds:
+    """Says once of every layer that a call of it ran in parts."""
+
+    def __init__(self, groups: GroupBook, events: EventLog) -> None:
+        self._groups = groups
+        self._events = events
+        self._seen: dict[tuple[str, int], _Seen] = {}
+
+    async def watch(self) -> None:
+        """Looks once a second until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """What ran in parts for the first time since the look before becomes an event."""
+        seen = {}
+        async for group in paced(self._groups.all()):
+            key = (group.group_id, group.generation)
+            seen[key] = self._look_at(group, self._seen.get(key, _Seen()))
+        self._seen = seen
+
+    def _look_at(self, group: GroupRecord, before: _Seen) -> _Seen:
+        windows = group.windows
+        if windows is None or windows.board is None:
+            return before
+        counts = board_records.read_rounds(windows.board, windows.spec, group.layers.num_handles)
+        if counts.keys() <= before.handles:
+            return before
+        found = (handle.layer for handle in group.layers.handles() if handle.index in counts)
+        new = [layer for layer in dict.fromkeys(found) if layer not in before.layers]
+        if new:
+            self._say(group, new)
+        return _Seen(before.handles | counts.keys(), before.layers.union(new))
+
+    def _say(self, group: GroupRecord, layers: list[str]) -> None:
+        named = ", ".join(map(repr, layers[:MAX_NAMED_LAYERS]))
+        more = len(layers) - MAX_NAMED_LAYERS
+        self._events.add(
+            "layer.rounds",
+            f"calls of group {group.owner.name!r} ran in parts, which costs time: a rank received "
+            f"more rows than workspace={group.spec.workspace!r} holds; layers {named}"
+            + (f" and {more} more" if more > 0 else ""),
+            group=group.owner.name,
+            level=logging.WARNING,
+            generation=group.generation,
+            layers=layers[:MAX_NAMED_LAYERS],
+        )
