@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from block_sizes import random_setting, random_sizes
 
 from ep_runtime import errors, layout, workspace
 from ep_runtime.workspace import BlockSizes
@@ -23,38 +23,6 @@ _SIZES = BlockSizes(
     hidden_size=2048,
     mlp_dim=1024,
 )
-
-
-def random_sizes(seed: int) -> Iterator[BlockSizes]:
-    draw = random.Random(seed)
-    for _ in range(300):
-        ep_size, experts = draw.choice([1, 2, 4, 32]), draw.choice([1, 2, 8, 64])
-        asked: dict[str, Any] = {
-            "top_k": draw.randint(1, min(8, ep_size * experts)),
-            "ep_size": ep_size,
-            "alignment": draw.choice([1, 8, 128, 256]),
-        }
-        tokens = draw.choice([1, 3, 64, 1000, 8192])
-        factor = draw.choice([None, None, 1.0, 3.0])
-        yield BlockSizes(
-            tokens=tokens,
-            experts=experts,
-            capacity=layout.recv_capacity(
-                num_experts=ep_size * experts,
-                max_tokens_per_rank=tokens,
-                capacity_factor=factor,
-                **asked,
-            ),
-            hidden_size=draw.choice([16, 2048]),
-            mlp_dim=draw.choice([8, 1024]),
-            gated=draw.random() < 0.5,
-            element_bytes=draw.choice([1, 2, 4]),
-            **asked,
-        )
-
-
-def random_setting(draw: random.Random) -> Any:
-    return draw.choice(["auto", 1e-9, 0.5, 1.0, 1.25, 2.0, 40.0, workspace.MAX_FACTOR])
 
 
 def test_auto_is_one_and_a_half_even_shares() -> None:

@@ -1,0 +1,69 @@
+"""Sizes of block calls: those of the native library are those of `ep_runtime.workspace`."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+from block_sizes import random_setting, random_sizes
+
+from ep_runtime import workspace
+from ep_runtime.workspace import BlockSizes, Workspace
+
+_HERE = Path(__file__).parent
+_CSRC = _HERE.parents[1] / "csrc"
+_COMPILE_S, _RUN_S = 120, 60
+
+
+def compiled(folder: Path) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None
+    program = folder / "block_workspace"
+    sources = [str(_HERE / "block_workspace.cc"), str(_CSRC / "cuda/block/workspace.cc")]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{_CSRC}"]
+    subprocess.run([compiler, *flags, *sources, "-o", program], check=True, timeout=_COMPILE_S)
+    return program
+
+
+def line(sizes: BlockSizes, found: Workspace) -> str:
+    numbers = (
+        sizes.tokens,
+        sizes.top_k,
+        sizes.capacity,
+        sizes.experts,
+        sizes.hidden_size,
+        sizes.mlp_dim,
+        sizes.columns,
+        sizes.ep_size,
+        sizes.alignment,
+        found.rows,
+        found.kept_rows,
+        sizes.element_bytes,
+    )
+    return " ".join(map(str, numbers))
+
+
+def test_both_sides_agree_on_parts_and_bytes(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    asked = []
+    for sizes in random_sizes(1):
+        keep = draw.choice(["first", "nothing"])
+        factor = draw.choice([0.5, 1.25, 64.0])
+        setting = random_setting(draw)
+        asked.append((sizes, workspace.of_block(sizes, setting, keep=keep, keep_factor=factor)))
+    run = subprocess.run(
+        [compiled(tmp_path)],
+        input="\n".join(line(*each) for each in asked),
+        capture_output=True,
+        text=True,
+        timeout=_RUN_S,
+        check=True,
+    )
+    native = [tuple(map(int, text.split())) for text in run.stdout.splitlines()]
+    assert native == [
+        (found.part_tokens, found.parts, found.forward_bytes, found.backward_bytes)
+        for _, found in asked
+    ]
+    assert len({parts > 0 for _, parts, *_ in native}) == 2
