@@ -107,7 +107,8 @@ def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[Hand
             continue
         rows, dropped_rows = 0, 0
         if where.device_rows_offset:
-            rows, dropped_rows = _device_rows(buf, where.device_rows_offset, spec, index)
+            by_rank = _device_rows(buf, where.device_rows_offset, spec, index)
+            rows, dropped_rows = map(sum, by_rank)
         records.append(
             HandleRecord(
                 state=state,
@@ -133,16 +134,43 @@ def read_rounds(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, int]:
     return {index: count for index, count in enumerate(counts) if count}
 
 
-def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[int, int]:
-    """(rows, dropped rows) of a handle, summed over the ranks on devices."""
+def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[list[int], list[int]]:
+    """(rows, dropped rows) of a handle by world rank, as ranks on devices count them."""
     size = ctypes.sizeof(DeviceRowsStruct)
     first, stride = offset + index * size, MAX_HANDLES * size
     last = first + spec.world_size * stride
     with memoryview(buf) as view, view.cast("Q") as words:
         step = stride // 8
-        return sum(words[first // 8 : last // 8 : step]), sum(
-            words[first // 8 + 1 : last // 8 : step]
+        return (
+            words[first // 8 : last // 8 : step].tolist(),
+            words[first // 8 + 1 : last // 8 : step].tolist(),
         )
+
+
+def read_device_rows(
+    buf: Any, spec: GroupSpec, indices: Iterable[int]
+) -> list[tuple[int, int]] | None:
+    """(rows, dropped rows) by world rank, summed over those handles.
+
+    None where windows are in host memory: there ranks count into the handle itself.
+    """
+    offset = board_layout(spec).device_rows_offset
+    if not offset:
+        return None
+    counted = [_device_rows(buf, offset, spec, index) for index in indices]
+    return [
+        (min(_MOST, sum(rows)), min(_MOST, sum(dropped)))
+        for rows, dropped in zip(
+            zip(*(rows for rows, _ in counted), strict=True),
+            zip(*(dropped for _, dropped in counted), strict=True),
+            strict=True,
+        )
+    ]
+
+
+def read_failures(buf: Any) -> int:
+    """How many failed runs the processes of the group told each other of."""
+    return int(BoardHeaderStruct.from_buffer(buf).failures)
 
 
 def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -212,6 +213,33 @@ class DaemonProcess(Served):
             self.popen.wait(WAIT_S)
         elif not self.popen.stderr.closed:
             self.popen.communicate(timeout=WAIT_S)
+
+
+class Turns:
+    """The loop thread's longest turn by its own processor time: others' load does not count."""
+
+    def __init__(self, loop) -> None:
+        self._loop = loop
+        self._over = asyncio.Event()
+        self.worst_s = 0.0
+
+    async def _measure(self) -> None:
+        before_s = time.thread_time()
+        while not self._over.is_set():
+            await asyncio.sleep(0)
+            now_s = time.thread_time()
+            self.worst_s = max(self.worst_s, now_s - before_s)
+            before_s = now_s
+
+    def __enter__(self) -> Turns:
+        gc.disable()  # of all that the tests of this process left
+        self._task = asyncio.run_coroutine_threadsafe(self._measure(), self._loop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._task.result(WAIT_S)
+        gc.enable()
 
 
 class Watcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ep_runtime_server.base.limits import DEFAULT_DRAIN_S, DEFAULT_RECOVERY_S
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.memory.host_memory import available_bytes
-from ep_runtime_server.nodes.config import ClusterConfig
+from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, parse_endpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class ServerConfig:
     recovery_s: how long a restarted daemon waits for processes of before.
     testing: names of TESTING_SWITCHES, or failpoints.
     cluster: None for a daemon of one node alone.
+    metrics: where Prometheus reads; None for nowhere.
+    metrics_detail: with series of every rank of every layer.
     """
 
     directory: Path
@@ -46,6 +49,8 @@ class ServerConfig:
     recovery_s: float = DEFAULT_RECOVERY_S
     testing: frozenset[str] = frozenset()
     cluster: ClusterConfig | None = None
+    metrics: Endpoint | None = None
+    metrics_detail: bool = False
 
     @property
     def open_to_others(self) -> bool:
@@ -71,6 +76,20 @@ class ServerConfig:
 def default_max_host_bytes() -> int:
     """Half of what the host could give without swapping."""
     return available_bytes() // 2
+
+
+def parse_metrics(text: str) -> Endpoint:
+    """Where `--metrics` wants its endpoint: HOST:PORT, or PORT on loopback.
+
+    Raises:
+        InvalidArgumentError: no address, or prometheus-client is not installed.
+    """
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise InvalidArgumentError(
+            "--metrics needs prometheus-client: pip install 'ep-runtime[metrics]'",
+            argument="--metrics",
+        )
+    return parse_endpoint(text, "--metrics", default_host="127.0.0.1")
 
 
 def parse_bytes(text: str) -> int:

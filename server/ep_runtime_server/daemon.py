@@ -36,6 +36,7 @@ from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.fd_store import FdStore
+from ep_runtime_server.metrics.endpoint import MetricsEndpoint
 from ep_runtime_server.rpc.admin_servicer import AdminServicer
 from ep_runtime_server.rpc.group_servicer import GroupServicer
 from ep_runtime_server.rpc.grpc_server import make_server
@@ -117,6 +118,7 @@ class Daemon:
         await self.runtime.pool.load_gpus()
         self.runtime.failpoints.hit("recovery.restored")
         self._node_server = self._make_node_server()
+        self.metrics = self._make_metrics()
         self._health = HealthServicer()
         self._api = self._server(self.runtime, sessions_guard=True)
         self._admin = self._server(self.runtime, sessions_guard=False)
@@ -135,6 +137,8 @@ class Daemon:
         self.runtime.supervisor.keep("look for late ranks", self.runtime.late_ranks.watch)
         self.runtime.supervisor.keep("look for rounds", self.runtime.rounds.watch)
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
+        if self.metrics is not None:
+            await self.metrics.start()
         self._watch_parent()
         self._warn_of_parents()
         if settings.testing:
@@ -201,6 +205,13 @@ class Daemon:
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(ReadingServicer(runtime), add)
         runtime.cluster = cluster
         return server
+
+    def _make_metrics(self) -> MetricsEndpoint | None:
+        """Raises what MetricsEndpoint raises."""
+        listen = self._settings.metrics
+        if listen is None:
+            return None
+        return MetricsEndpoint(self.runtime, listen, detail=self._settings.metrics_detail)
 
     def _server(self, runtime: Runtime, *, sessions_guard: bool) -> grpc.aio.Server:
         sessions = runtime.sessions if sessions_guard else None
@@ -278,6 +289,8 @@ class Daemon:
         await self.runtime.supervisor.stop()
         self.runtime.draining = True
         self._tell_health()
+        if self.metrics is not None:
+            await self.metrics.stop()
         await self._fd_server.close()
         if self._node_server is not None and self.runtime.cluster is not None:
             await self.runtime.cluster.stop()

@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--idle-exit-s", type=float, metavar="S", help="end after S seconds without a session")
     cluster_config.add_arguments(parser)
+    _add_metrics(parser)
     add("--parent-pidfd", type=int, metavar="FD", help="end when the process of this pidfd is gone")
     add("--ready-fd", type=int, metavar="FD", help="write one JSON line here once serving")
     add(
@@ -97,6 +98,16 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a group may ask to be kept S seconds after its last process (default a day)",
     )
+
+
+def _add_metrics(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("metrics for Prometheus").add_argument
+    add(
+        "--metrics",
+        metavar="ADDRESS",
+        help="answer http://ADDRESS/metrics: HOST:PORT, or PORT on loopback; 0 for a free one",
+    )
+    add("--metrics-detail", action="store_true", help="also series of every rank of every layer")
 
 
 def _count(text: str) -> int:
@@ -157,6 +168,8 @@ def make_config(arguments: argparse.Namespace) -> ServerConfig:
         recovery_s=arguments.recovery_s,
         testing=_check_testing(arguments.testing),
         cluster=cluster_config.make_cluster_config(arguments),
+        metrics=config.parse_metrics(arguments.metrics) if arguments.metrics else None,
+        metrics_detail=arguments.metrics_detail,
     )
 
 
@@ -166,6 +179,8 @@ def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
         facts: dict[str, object] = {"directory": str(settings.directory), "pid": os.getpid()}
         if daemon.runtime.cluster is not None:
             facts["cluster"] = daemon.runtime.cluster.address
+        if daemon.metrics is not None:
+            facts["metrics"] = str(daemon.metrics.address)
         os.write(settings.ready_fd, f"{json.dumps(facts)}\n".encode())
         os.close(settings.ready_fd)
 

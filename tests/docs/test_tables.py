@@ -11,6 +11,7 @@ import pytest
 
 from ep_runtime import env, errors
 from ep_runtime_client import cli
+from ep_runtime_server.metrics.catalogue import METRICS
 
 MAX_README_LINES = 220
 ENVIRONMENT = doc_pages.ROOT / "docs/environment.md"
@@ -64,3 +65,11 @@ def test_the_environment_table_is_the_one_of_the_code() -> None:
     # Read when building, by CMake and not by Python.
     del shown["EP_RUNTIME_CUDA"]
     assert shown == documented
+
+
+def test_the_table_of_metrics_is_the_catalogue() -> None:
+    shown = doc_pages.table(doc_pages.ROOT / "docs/metrics.md", "## What there is")
+    assert shown == [
+        [f"`{metric.full_name}`", metric.kind, ", ".join(metric.labels), metric.help]
+        for metric in METRICS.values()
+    ]

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from file_driver import GPU_BYTES, GRANULARITY, UUIDS, FileDriver
 from harness import as_uid, eventually
 from raw_client import WAIT_S, close_fds, make_spec
 
@@ -20,70 +21,12 @@ from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.memory.cuda_device import (
     BindingsDriver,
     CudaDevice,
-    DriverError,
-    DriverGpu,
     Gpus,
     uuid_text,
 )
 from ep_runtime_server.sockets.directory import JOURNAL_FILE
 
-GRANULARITY = 2 << 20
-GPU_BYTES = 64 << 20
-UUIDS = ("GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b")
 SPEC = make_spec(transport="nvlink")
-
-
-class FileDriver:
-    """Two GPUs whose memory are files. Counts what is held.
-
-    Like the driver, it is called by several threads at once: windows are freed on one, allocated
-    on another, and a test looks on a third.
-    """
-
-    def __init__(self) -> None:
-        self.held: dict[int, tuple[int, int]] = {}  # handle -> (fd, ordinal)
-        self.made = 0
-        self._last = 0
-        self._ordinals: dict[int, int] = {}  # by inode
-        self._lock = threading.Lock()
-
-    def gpus(self) -> list[DriverGpu]:
-        return [DriverGpu(i, uuid, "H200", GPU_BYTES) for i, uuid in enumerate(UUIDS)]
-
-    def granularity(self, ordinal: int) -> int:
-        return GRANULARITY
-
-    def _hold(self, fd: int, ordinal: int) -> int:
-        self._last += 1
-        self.held[self._last] = (fd, ordinal)
-        return self._last
-
-    def create(self, ordinal: int, size_bytes: int) -> int:
-        assert size_bytes % GRANULARITY == 0
-        with self._lock:
-            used = sum(os.fstat(fd).st_size for fd, where in self.held.values() if where == ordinal)
-            if used + size_bytes > GPU_BYTES:
-                raise DriverError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY", out_of_memory=True)
-            fd = os.memfd_create("gpu")
-            os.ftruncate(fd, size_bytes)
-            self._ordinals[os.fstat(fd).st_ino] = ordinal
-            self.made += 1
-            return self._hold(fd, ordinal)
-
-    def export_fd(self, handle: int) -> int:
-        with self._lock:
-            return os.dup(self.held[handle][0])
-
-    def adopt(self, fd: int) -> tuple[int, int]:
-        with self._lock:
-            ordinal = self._ordinals.get(os.fstat(fd).st_ino)
-            if ordinal is None:
-                raise DriverError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE")
-            return self._hold(os.dup(fd), ordinal), ordinal
-
-    def release(self, handle: int) -> None:
-        with self._lock:
-            os.close(self.held.pop(handle)[0])
 
 
 @pytest.fixture

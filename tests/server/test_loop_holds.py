@@ -4,45 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import threading
-import time
 
 import grpc
 import pytest
+from harness import Turns
 from raw_client import WAIT_S, close_fds, connect, make_spec, new_op_id, receive
 
 from ep_runtime import board, errors, layer_specs, wire
 from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
 HOLD_S = 0.1
-
-
-class Turns:
-    """The loop thread's longest turn by its own processor time: others' load does not count."""
-
-    def __init__(self, loop) -> None:
-        self._loop = loop
-        self._over = asyncio.Event()
-        self.worst_s = 0.0
-
-    async def _measure(self) -> None:
-        before_s = time.thread_time()
-        while not self._over.is_set():
-            await asyncio.sleep(0)
-            now_s = time.thread_time()
-            self.worst_s = max(self.worst_s, now_s - before_s)
-            before_s = now_s
-
-    def __enter__(self) -> Turns:
-        gc.disable()  # of all that the tests of this process left
-        self._task = asyncio.run_coroutine_threadsafe(self._measure(), self._loop)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
-        self._task.result(WAIT_S)
-        gc.enable()
 
 
 def create_of(spec_changes):

@@ -99,8 +99,8 @@ async def late_ranks(groups: Iterable[GroupRecord], now_s: float) -> list[LateRa
     return sorted(found, key=lambda late: -late.since_s)
 
 
-def late_in(group: GroupRecord, now_s: float) -> list[LateRank]:
-    """Those of one group."""
+def late_in(group: GroupRecord, now_s: float, *, after_s: float = LATE_AFTER_S) -> list[LateRank]:
+    """Those of one group, for which another has waited for more than `after_s`."""
     records = rank_records(group)
     waiting = {
         rank: record
@@ -119,7 +119,7 @@ def late_in(group: GroupRecord, now_s: float) -> list[LateRank]:
     for late, waiters in by_late.items():
         first = min(waiters, key=lambda rank: waiting[rank].since_ns)
         since_s = now_s - waiting[first].since_ns / 1e9
-        if since_s > LATE_AFTER_S:
+        if since_s > after_s:
             found.append(_describe(group, claims.get(late), late, waiters, waiting[first], since_s))
     return found
 

@@ -1,0 +1,124 @@
+"""What a group's board says, as series: its layers, and its ranks.
+
+A board has sums since it was formatted and what each rank does now, and no more: no times of calls
+that are over, so there are no histograms, and no rows by expert.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Sequence
+
+from ep_runtime import board_records
+from ep_runtime.board import HandleState, RankState
+from ep_runtime.board_records import HandleRecord, RankRecord
+from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.groups.lateness import late_in, rank_records
+from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.metrics.catalogue import LAYER, METRICS, RANK
+from ep_runtime_server.metrics.sheet import Sheet
+
+Labels = tuple[str, ...]
+
+SERIES_OF_RANK = sum(metric.labels[: len(RANK)] == RANK for metric in METRICS.values())
+SERIES_OF_LAYER = sum(metric.labels == LAYER for metric in METRICS.values())
+SERIES_OF_LAYER_AND_RANK = sum(metric.detail for metric in METRICS.values())
+_WAITING = (RankState.MEETING, RankState.WAITING)
+
+
+def max_mean_ratio(rows: Sequence[int]) -> float | None:
+    """1.0 where all have the same; None where nobody has any."""
+    total = sum(rows)
+    return max(rows) * len(rows) / total if total else None
+
+
+async def put_ranks(sheet: Sheet, group: GroupRecord, labels: Labels, now_s: float) -> None:
+    """Series of every rank of this node, and the group's balance."""
+    records = rank_records(group)
+    here = [rank for rank in group.local_ranks if rank < len(records)]
+    found = {rank: record for rank in here if (record := records[rank]) is not None}
+    ratio = max_mean_ratio([record.rows for record in found.values()])
+    if ratio is not None:
+        sheet.put("group_load_max_mean_ratio", labels, ratio)
+    waited_for = {late.world_rank: late for late in late_in(group, now_s, after_s=0.0)}
+    async for rank, record in paced(found.items()):
+        of_rank = (*labels, str(rank))
+        _put_rank(sheet, of_rank, record, now_s)
+        late = waited_for.get(rank)
+        sheet.put("peer_wait_seconds", of_rank, late.since_s if late is not None else 0.0)
+        sheet.put("peer_waiters", of_rank, len(late.waiting_ranks) if late is not None else 0)
+    for late in late_in(group, now_s):
+        of_rank = (*labels, str(late.world_rank))
+        sheet.put("late_rank_seconds", (*of_rank, late.layer, late.op), late.since_s)
+
+
+def _put_rank(sheet: Sheet, labels: Labels, record: RankRecord, now_s: float) -> None:
+    sheet.put("rank_calls_total", labels, record.calls)
+    sheet.put("rank_rows_total", labels, record.rows)
+    sheet.put("rank_dropped_rows_total", labels, record.dropped_rows)
+    sheet.put("rank_state", (*labels, record.state.name, record.op.name), 1.0)
+    sheet.put("rank_open_calls", labels, record.open_calls)
+    if record.progress_ns:
+        sheet.put("rank_last_call_seconds", labels, _since(record.progress_ns, now_s))
+    waits = record.state in _WAITING and record.since_ns
+    sheet.put("rank_wait_seconds", labels, _since(record.since_ns, now_s) if waits else 0.0)
+
+
+def _since(then_ns: int, now_s: float) -> float:
+    return max(0.0, now_s - then_ns / 1e9)
+
+
+async def put_layers(
+    sheet: Sheet, group: GroupRecord, labels: Labels, now_s: float, *, detail: bool
+) -> int:
+    """Series of every layer; returns how many layers the sheet has no room for."""
+    ranks = group.local_ranks
+    cost = SERIES_OF_LAYER + (SERIES_OF_LAYER_AND_RANK * len(ranks) if detail else 0)
+    left_out = 0
+    states: collections.Counter[HandleState] = collections.Counter()
+    by_layer = itertools.groupby(group.layers.handles(), key=lambda handle: handle.layer)
+    async for name, handles in paced(by_layer):
+        windows = group.windows
+        if windows is None or windows.board is None:  # looked at again: others had their turns
+            return left_out
+        if not sheet.fits(cost):
+            left_out += 1
+            continue
+        indices = [handle.index for handle in handles]
+        records = [x for x in board_records.read_handles(windows.board, windows.spec, indices) if x]
+        states.update(record.state for record in records)
+        _put_layer(sheet, (*labels, name), records, now_s)
+        loads = board_records.read_device_rows(windows.board, windows.spec, indices)
+        if loads is not None:
+            _put_loads(sheet, (*labels, name), loads, ranks, detail=detail)
+    for state in HandleState:
+        sheet.put("group_handles", (*labels, state.name), states[state])
+    return left_out
+
+
+def _put_layer(sheet: Sheet, labels: Labels, records: list[HandleRecord], now_s: float) -> None:
+    sheet.put("calls_total", labels, sum(record.calls for record in records))
+    sheet.put("rows_total", labels, sum(record.rows for record in records))
+    sheet.put("dropped_rows_total", labels, sum(record.dropped_rows for record in records))
+    updated_ns = max((record.updated_ns for record in records), default=0)
+    if updated_ns:
+        sheet.put("layer_last_call_seconds", labels, _since(updated_ns, now_s))
+
+
+def _put_loads(
+    sheet: Sheet,
+    labels: Labels,
+    loads: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
+    *,
+    detail: bool,
+) -> None:
+    """`loads`: (rows, dropped rows) of the layer by world rank."""
+    ratio = max_mean_ratio([loads[rank][0] for rank in ranks])
+    if ratio is not None:
+        sheet.put("layer_load_max_mean_ratio", labels, ratio)
+    for rank in ranks if detail else ():
+        rows, dropped_rows = loads[rank]
+        sheet.put("layer_rank_rows_total", (*labels, str(rank)), rows)
+        sheet.put("layer_rank_dropped_rows_total", (*labels, str(rank)), dropped_rows)

@@ -1,0 +1,41 @@
+"""A sheet as text, by prometheus-client: the one module that needs the extra `metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+
+from ep_runtime_server.metrics.catalogue import COUNTER, METRICS
+from ep_runtime_server.metrics.sheet import Sheet
+
+_FAMILIES = {COUNTER: CounterMetricFamily}
+
+
+class _Families:
+    """What prometheus-client's encoders take for a registry."""
+
+    def __init__(self, sheet: Sheet, *, detail: bool) -> None:
+        self._sheet = sheet
+        self._detail = detail
+
+    def collect(self) -> Iterator[Any]:
+        """Every metric, those without series too: what there is shows before there is any."""
+        for metric in METRICS.values():
+            if metric.detail and not self._detail:
+                continue
+            kind = _FAMILIES.get(metric.kind, GaugeMetricFamily)
+            family = kind(metric.full_name, metric.help, labels=metric.labels)
+            for labels, value in self._sheet.rows.get(metric.name, ()):
+                family.add_metric(labels, value)
+            yield family
+        yield from ProcessCollector(registry=None).collect()
+
+
+def encode(sheet: Sheet, accept: str, *, detail: bool) -> tuple[bytes, str]:
+    """(body, content type) in the format that a scraper's Accept header asks for."""
+    encoder, content_type = choose_encoder(accept)
+    return encoder(_Families(sheet, detail=detail)), content_type
