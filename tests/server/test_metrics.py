@@ -155,7 +155,7 @@ def job(metered):
     group = Group(client, make_spec(transport="nvlink"), layers=named)
     now_ns = time.monotonic_ns()
     for index, calls in enumerate((3, 4, 5)):
-        group.handle(index, calls=calls, state=HandleState.OPEN, last_op=1, updated_ns=now_ns)
+        group.handle(index, calls=calls, rounds=index, state=HandleState.OPEN, updated_ns=now_ns)
         group.rows(0, index, 10 * calls)
         group.rows(1, index, 30 * calls, dropped_rows=index)
     for rank, rows in enumerate((120, 360)):
@@ -211,12 +211,14 @@ def test_counters_are_what_handles_says(metered, job, capsys) -> None:
         ("calls_total", "calls"),
         ("rows_total", "rows"),
         ("dropped_rows_total", "dropped_rows"),
+        ("rounds_total", "rounds"),
     ]:
         for layer in ("a", "b"):
             said = sum(item[field] for item in handles if item["layer"] == layer)
             assert metered.value(name, layer=layer) == said
     assert metered.value("rows_total", layer="a") == 40 * 3 + 40 * 4
     assert metered.value("dropped_rows_total", layer="b") == 2
+    assert metered.value("rounds_total", layer="b") == 2
 
 
 def test_labels_say_whose_it_is(metered, job) -> None:
@@ -370,8 +372,8 @@ def of_job(sheet, name: str) -> int:
 
 def test_series_of_a_large_job_are_few_and_detail_is_asked_for(metered, large) -> None:
     plain, detail = metered.collect(detail=False), metered.collect(detail=True)
-    # 19 of the group, 9 of a rank, 5 of a layer.
-    assert of_job(plain, "large") == 19 + 64 * 9 + 60 * 5
+    # 19 of the group, 9 of a rank, 6 of a layer.
+    assert of_job(plain, "large") == 19 + 64 * 9 + 60 * 6
     assert of_job(detail, "large") == of_job(plain, "large") + 2 * 64 * 60
     assert b"layer_rank_rows_total" not in encode(plain, "", detail=False)[0]
 
@@ -389,7 +391,7 @@ def test_one_user_cannot_fill_the_answer(metered, large, monkeypatch) -> None:
     monkeypatch.setattr(collector, "MAX_SERIES_PER_USER", 1000)
     left = metered.collect(detail=True)
     assert of_job(left, "large") <= 1000
-    assert dict(left.rows["metrics_left_out"])[socket.gethostname(), "layers"] >= 57
+    assert dict(left.rows["metrics_left_out"])[socket.gethostname(), "layers"] >= 58
     monkeypatch.setattr(collector, "MAX_SERIES_PER_USER", 100)
     left = metered.collect(detail=True)
     assert of_job(left, "large") == 0

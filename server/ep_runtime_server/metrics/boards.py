@@ -101,6 +101,7 @@ def _put_layer(sheet: Sheet, labels: Labels, records: list[HandleRecord], now_s:
     sheet.put("calls_total", labels, sum(record.calls for record in records))
     sheet.put("rows_total", labels, sum(record.rows for record in records))
     sheet.put("dropped_rows_total", labels, sum(record.dropped_rows for record in records))
+    sheet.put("rounds_total", labels, sum(record.rounds for record in records))
     updated_ns = max((record.updated_ns for record in records), default=0)
     if updated_ns:
         sheet.put("layer_last_call_seconds", labels, _since(updated_ns, now_s))

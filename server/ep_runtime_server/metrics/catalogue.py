@@ -70,7 +70,11 @@ _OF_DAEMON = (
 )
 
 _OF_GROUP = (
-    _gauge("group_info", (*GROUP, "transport", "on_overflow", "nccl"), "Always 1: its settings"),
+    _gauge(
+        "group_info",
+        (*GROUP, "transport", "on_overflow", "workspace", "nccl"),
+        "Always 1: settings of create_group, and the version of NCCL where it is used",
+    ),
     _gauge("group_state", (*GROUP, "state"), "1 for the state that the group is in"),
     _gauge("group_generation", GROUP, "Grows whenever the group is formed again: a restart"),
     _gauge("group_ranks", GROUP, "World ranks"),
@@ -90,6 +94,7 @@ _OF_LAYER = (
     _counter("calls_total", LAYER, "Calls on the layer's handles, each counted once on a node"),
     _counter("rows_total", LAYER, "Rows that the layer's dispatches brought to ranks of this node"),
     _counter("dropped_rows_total", LAYER, "Rows that did not fit their rank's capacity"),
+    _counter("rounds_total", LAYER, "Parts that calls ran beyond one: the workspace was too small"),
     _gauge(
         "layer_load_max_mean_ratio", LAYER, "As group_load_max_mean_ratio; of groups on GPUs alone"
     ),

@@ -118,7 +118,7 @@ class Collector:
     def _put_settings(self, sheet: Sheet, group: GroupRecord, labels: boards.Labels) -> None:
         spec = group.spec
         nccl_version, _ = self._runtime.unique_ids.state_of(group)
-        about = (spec.transport, spec.on_overflow, nccl_version)
+        about = (spec.transport, spec.on_overflow, str(spec.workspace), nccl_version)
         sheet.put("group_info", (*labels, *about), 1.0)
         sheet.put("group_ranks", labels, spec.world_size)
         sheet.put("group_experts", labels, spec.num_experts)
