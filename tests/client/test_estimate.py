@@ -107,4 +107,13 @@ def test_the_report_warns_above_a_tenth_of_the_memory(
     assert "capacity 256 rows per rank" in lines[0].getMessage()
     assert [line.levelname for line in lines[1:]] == (["WARNING"] if warned else [])
     if warned:
-        assert "capacity_factor" in lines[1].getMessage()
+        words = "fewer max_tokens_per_rank or lanes make the one smaller, capacity_factor the other"
+        assert lines[1].getMessage().endswith(words)
+
+
+def test_a_factor_makes_slabs_smaller_and_lanes_windows() -> None:
+    whole = ep.estimate_memory("g", _MESH, **_ARGUMENTS)
+    less = ep.estimate_memory("g", _MESH, capacity_factor=1.0, **_ARGUMENTS)
+    assert less.staging_bytes_per_rank == whole.staging_bytes_per_rank
+    one = ep.estimate_memory("g", _MESH, lanes=1, **_ARGUMENTS)
+    assert one.staging_bytes_per_rank == whole.staging_bytes_per_rank / 2

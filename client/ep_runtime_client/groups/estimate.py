@@ -13,7 +13,7 @@ from ep_runtime_client.base.units import iec
 
 _log = logging.getLogger("ep_runtime")
 
-# Above this share of a device's memory the log names capacity_factor.
+# Above this share of a device's memory the log says what makes it less.
 WARN_SHARE = 0.10
 
 # Whose layers `ep.moe` runs as block calls; "auto" on GPUs that reach each other.
@@ -171,13 +171,14 @@ def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
     used = sizes.staging_bytes_per_rank + sizes.dispatched_bytes_per_layer
     if total and used > WARN_SHARE * total:
         _log.warning(
-            "group %r: staging and one layer's rows take %s of %s per device (%.0f%%); "
-            "capacity_factor (now %d rows per rank) makes both smaller",
+            "group %r: staging (%s) and a slab (%s, %d rows) take %.0f%% of %s per device; fewer "
+            "max_tokens_per_rank or lanes make the one smaller, capacity_factor the other",
             spec.name,
-            iec(used),
-            iec(total),
-            100 * used / total,
+            iec(sizes.staging_bytes_per_rank),
+            iec(sizes.dispatched_bytes_per_layer),
             sizes.capacity_per_rank,
+            100 * used / total,
+            iec(total),
         )
 
 

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 _HINT = (
     "XLA takes 75% of a GPU unless told otherwise: set XLA_PYTHON_CLIENT_MEM_FRACTION lower, or "
-    "give the group a capacity_factor or fewer max_tokens_per_rank"
+    "give the group fewer max_tokens_per_rank or lanes"
 )
 
 
