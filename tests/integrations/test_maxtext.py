@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import doc_pages
 import numpy as np
 import pytest
 from daemon_fixtures import package_path
+from integrations import maxtext_sources
 
 _log = logging.getLogger(__name__)
-PAGE = doc_pages.ROOT / "docs/integrations/maxtext.md"
 RUN_TIMEOUT_S = 900.0
 MOST_LINES = 45
 
@@ -106,16 +104,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def patch() -> str:
-    (block,) = (block for block in doc_pages.blocks(PAGE) if block.language == "diff")
-    return block.code
-
-
 def test_the_patch_stays_small() -> None:
-    lines = patch().splitlines()
+    lines = maxtext_sources.patch().splitlines()
     changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     assert len(changed) <= MOST_LINES
-    assert f"{len(changed)} lines" in PAGE.read_text(encoding="utf-8")
+    assert f"{len(changed)} lines" in maxtext_sources.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +116,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = os.environ.get("TEST_MAXTEXT")
     if not given:
         pytest.skip("TEST_MAXTEXT does not name a folder with MaxText's sources")
-    copy = tmp_path_factory.mktemp("maxtext")
-    shutil.copytree(Path(given, "src"), copy / "src")
-    subprocess.run(
-        ["git", "apply", "--unidiff-zero", "-"], cwd=copy, input=patch(), text=True, check=True
-    )
-    return copy
+    return maxtext_sources.patched_copy(Path(given), tmp_path_factory.mktemp("maxtext"))
 
 
 def losses(patched: Path, out: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
@@ -138,7 +126,7 @@ def losses(patched: Path, out: Path, settings: dict[str, Any]) -> dict[str, list
     given = {**COMMON, **settings, "run_name": "test", "base_output_directory": out}
     given["metrics_file"] = metrics
     words = [f"{name}={value}" for name, value in given.items() if value is not None]
-    trainer = ["-m", "maxtext.trainers.pre_train.train", "src/maxtext/configs/base.yml"]
+    trainer = ["-m", maxtext_sources.TRAINER, maxtext_sources.CONFIG]
     done = subprocess.run(
         [sys.executable, *trainer, *words],
         cwd=patched,

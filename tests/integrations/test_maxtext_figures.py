@@ -1,0 +1,114 @@
+"""MaxText's paths can be measured beside ours, and a path that fails says why.
+
+The run itself is by command, as in test_maxtext.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import doc_pages
+import pytest
+from daemon_fixtures import package_path
+from integrations import maxtext_figures, maxtext_sources, maxtext_steps
+
+SCRIPT = Path(__file__).with_name("maxtext_figures.py")
+RUN_TIMEOUT_S = 1200.0
+VARIANTS = {each.name: each for each in maxtext_figures.VARIANTS}
+SMALL = "--layers 2 --hidden 64 --inner 64 --experts 16 --top-k 2 --sequence 64 --tokens 128"
+
+
+def test_rows_tell_median_rate_and_memory() -> None:
+    seconds = [9.0] * maxtext_figures.WARM_STEPS + [0.3, 0.1, 0.2]
+    held = {"xla_bytes": 3 << 29, "runtime_bytes": None}
+    row = maxtext_figures.row_of(
+        VARIANTS["dense"], {"seconds": seconds, "loss": 1.0, **held}, tokens=50
+    )
+    figures = ("ms", "min_ms", "tokens_per_s", "xla_gib", "runtime_gib")
+    assert [row[key] for key in figures] == [200.0, 100.0, 250, 1.5, None]
+
+
+def test_every_row_is_beside_the_fastest_of_theirs() -> None:
+    rows = [{"name": "ours", "ms": 50.0}, {"name": "dense", "ms": 200.0}]
+    rows += [{"name": "ring", "ms": 100.0}, {"name": "ragged", "says": "out of memory"}]
+    found = maxtext_figures.beside_theirs(rows)
+    assert [row.get("times_best") for row in found] == [2.0, 0.5, 1.0, None]
+    assert maxtext_figures.beside_theirs(rows[:1]) == rows[:1]
+
+
+def test_a_path_that_there_is_not_is_refused_with_those_there_are() -> None:
+    assert maxtext_figures.chosen("ring,ours") == [VARIANTS["ring"], VARIANTS["ours"]]
+    with pytest.raises(argparse.ArgumentTypeError, match="no path 'rang': there are ours, dense"):
+        maxtext_figures.chosen("ours,rang")
+
+
+def test_an_error_is_one_line() -> None:
+    assert maxtext_steps.reason(ValueError("\n  too few\nmore")) == "ValueError: too few"
+    assert maxtext_steps.reason(KeyError()) == "KeyError"
+
+
+def test_a_process_that_only_dies_is_told_by_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = tmp_path / "dies.py"
+    dies.write_text("import sys; print('fatal: no room'); sys.exit(3)")
+    monkeypatch.setattr(maxtext_figures, "STEPS", dies)
+    found = maxtext_figures.run(tmp_path, tmp_path, {}, {}, limit_s=60)
+    assert found == {"error": "exit code 3: fatal: no room"}
+
+
+def test_a_process_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays = tmp_path / "stays.py"
+    stays.write_text("import threading; threading.Event().wait()")
+    monkeypatch.setattr(maxtext_figures, "STEPS", stays)
+    found = maxtext_figures.run(tmp_path, tmp_path, {}, {}, limit_s=0.5)
+    assert found == {"error": "had not ended after 0.5 s"}
+
+
+def test_a_folder_without_maxtext_or_with_another_revision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no checkout of MaxText: it has no src/maxtext"):
+        maxtext_sources.patched_copy(tmp_path, tmp_path / "to")
+    config = tmp_path / maxtext_sources.CONFIG
+    config.parent.mkdir(parents=True)
+    config.write_text("megablox: true\n")
+    with pytest.raises(ValueError, match=r"patch of maxtext.md does not apply.*error: "):
+        maxtext_sources.patched_copy(tmp_path, tmp_path / "to")
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(RUN_TIMEOUT_S)
+def test_a_small_run_has_every_path_in_one_table() -> None:
+    given = os.environ.get("TEST_MAXTEXT")
+    if not given:
+        pytest.skip("TEST_MAXTEXT does not name a folder with MaxText's sources")
+    words = f"{SMALL} --vocab 256 --steps 2 --paths ours,dense,ring,ragged -o json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--maxtext", given, *words.split()],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{doc_pages.ROOT / 'tests'}:{package_path()}",
+            "JAX_PLATFORMS": "cpu",
+        },
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows: dict[str, dict[str, Any]] = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    assert [*rows] == ["ours", "dense", "ring", "ragged"]
+    # Nothing drops at this size but past 1.25 shares; one seed, one set of batches.
+    for name in ("dense", "ring"):
+        assert rows[name]["loss"] == pytest.approx(rows["ours"]["loss"], abs=1e-2)
+        assert rows[name]["tokens_per_s"] > 0
+    assert rows["ours"]["runtime_gib"] is not None
+    assert "ms" not in rows["ragged"]
+    assert "ragged-all-to-all" in rows["ragged"]["says"]  # XLA:CPU has none
