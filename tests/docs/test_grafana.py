@@ -106,6 +106,9 @@ def test_panels_ask_the_chosen_source_and_known_variables() -> None:
     names = {variable["name"] for variable in VARIABLES}
     for panel in PANELS:
         assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["title"]
+        assert panel["fieldConfig"].keys() == {"defaults", "overrides"}
+        assert isinstance(panel["options"], dict)
         ids = [target["refId"] for target in panel["targets"]]
         assert len(set(ids)) == len(ids) > 0
         for target in panel["targets"]:

@@ -272,16 +272,19 @@ def test_who_waits_for_whom_and_for_how_long(metered) -> None:
         assert len(metered.values("late_rank_seconds", job="waits")) == 1
         now = {"state": "WAITING", "op": "COMBINE"}
         assert len(metered.values("rank_state", job="waits", **now)) == 2
+        group.rank(1, state=99)  # of which nothing is known, as of another node's
+        assert metered.values("rank_calls_total", job="waits", rank="1") == {}
+        assert metered.value("peer_waiters", job="waits", rank="1") == 1
     finally:
         group.close()
 
 
 def test_a_group_that_is_gone_has_no_series(metered) -> None:
-    client = metered.client(job="short")
+    client = metered.client(job='"short", \\n')
     group = Group(client, make_spec("short"), layers=[layer_specs.LayerSpec("l", top_k=1)])
-    assert metered.values("calls_total", job="short")
+    assert metered.values("calls_total", job='"short", \\n')
     group.close()
-    assert 'job="short"' not in metered.text()
+    assert "short" not in metered.text()
 
 
 def test_a_board_that_a_client_wrecked_does_not_hurt(metered) -> None:

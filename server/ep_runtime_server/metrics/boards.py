@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from ep_runtime import board_records
 from ep_runtime.board import HandleState, RankState
 from ep_runtime.board_records import HandleRecord, RankRecord
+from ep_runtime_server.base.limits import LATE_AFTER_S
 from ep_runtime_server.base.pacing import paced
-from ep_runtime_server.groups.lateness import late_in, rank_records
+from ep_runtime_server.groups.lateness import LateRank, late_in, rank_records
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.metrics.catalogue import LAYER, METRICS, RANK
 from ep_runtime_server.metrics.sheet import Sheet
@@ -41,16 +42,12 @@ async def put_ranks(sheet: Sheet, group: GroupRecord, labels: Labels, now_s: flo
     ratio = max_mean_ratio([record.rows for record in found.values()])
     if ratio is not None:
         sheet.put("group_load_max_mean_ratio", labels, ratio)
-    waited_for = {late.world_rank: late for late in late_in(group, now_s, after_s=0.0)}
-    async for rank, record in paced(found.items()):
+    waited_for = {peer.world_rank: peer for peer in late_in(group, now_s, after_s=0.0)}
+    async for rank in paced(dict.fromkeys([*found, *waited_for])):  # also other nodes' ranks
         of_rank = (*labels, str(rank))
-        _put_rank(sheet, of_rank, record, now_s)
-        late = waited_for.get(rank)
-        sheet.put("peer_wait_seconds", of_rank, late.since_s if late is not None else 0.0)
-        sheet.put("peer_waiters", of_rank, len(late.waiting_ranks) if late is not None else 0)
-    for late in late_in(group, now_s):
-        of_rank = (*labels, str(late.world_rank))
-        sheet.put("late_rank_seconds", (*of_rank, late.layer, late.op), late.since_s)
+        if rank in found:
+            _put_rank(sheet, of_rank, found[rank], now_s)
+        _put_peer(sheet, of_rank, waited_for.get(rank))
 
 
 def _put_rank(sheet: Sheet, labels: Labels, record: RankRecord, now_s: float) -> None:
@@ -63,6 +60,14 @@ def _put_rank(sheet: Sheet, labels: Labels, record: RankRecord, now_s: float) ->
         sheet.put("rank_last_call_seconds", labels, _since(record.progress_ns, now_s))
     waits = record.state in _WAITING and record.since_ns
     sheet.put("rank_wait_seconds", labels, _since(record.since_ns, now_s) if waits else 0.0)
+
+
+def _put_peer(sheet: Sheet, labels: Labels, peer: LateRank | None) -> None:
+    waited_s, waiters = (peer.since_s, peer.waiting_ranks) if peer is not None else (0.0, ())
+    sheet.put("peer_wait_seconds", labels, waited_s)
+    sheet.put("peer_waiters", labels, len(waiters))
+    if peer is not None and waited_s > LATE_AFTER_S:
+        sheet.put("late_rank_seconds", (*labels, peer.layer, peer.op), waited_s)
 
 
 def _since(then_ns: int, now_s: float) -> float:
