@@ -34,7 +34,7 @@ _NAMES_OF = {
     "ep_runtime.specs": ("GroupSpec",),
     "ep_runtime_client.sessions.connecting": ("connect",),
     "ep_runtime_client.groups.estimate": ("MemoryEstimate", "estimate_memory"),
-    "ep_runtime_client.programs.explain": ("Collective", "Explanation", "explain"),
+    "ep_runtime_client.programs.explain": ("Collective", "Explanation", "MoEPath", "explain"),
     "ep_runtime_client.programs.failures": ("error_of", "translate_errors"),
     "ep_runtime_client.groups.group": ("Group",),
     "ep_runtime_client.base.layers": ("EpLayer", "LayerStack", "layer"),

@@ -52,6 +52,7 @@ from ep_runtime_client.ops.routing.api import update_expert_bias as update_exper
 from ep_runtime_client.ops.routing.search import top_k as top_k
 from ep_runtime_client.programs.explain import Collective as Collective
 from ep_runtime_client.programs.explain import Explanation as Explanation
+from ep_runtime_client.programs.explain import MoEPath as MoEPath
 from ep_runtime_client.programs.explain import explain as explain
 from ep_runtime_client.programs.failures import error_of as error_of
 from ep_runtime_client.programs.failures import translate_errors as translate_errors

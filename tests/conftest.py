@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before the CPU backend starts: jaxlib below 0.12 takes its thread pool's size from here.
 os.environ.setdefault("PJRT_NPROC", "32")
@@ -15,6 +15,9 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import fakes
 import jax
 import pytest
+
+if TYPE_CHECKING:
+    from block_ways import Ways
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -63,6 +66,14 @@ def optimized() -> Iterator[None]:
     jax.config.update(name, False)
     yield
     jax.config.update(name, before)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
+    """Both ways of `ep.moe`: programs traced in this test take the one that it asks for."""
+    from block_ways import Ways
+
+    return Ways(monkeypatch)
 
 
 @pytest.fixture(params=["xla", "memfd", *on_nodes(1, 2, 4)])

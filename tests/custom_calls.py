@@ -91,6 +91,8 @@ def _calls_in(jaxpr: Any, platform: str, times: int = 1) -> Iterator[tuple[int, 
             yield from _calls_in(mapped, platform, times)
         else:
             trips = params["length"] if name == "scan" else 1
+            if name == "ep_unless_unused":
+                params = {"full": params["full"]}
             for inner in _jaxprs(params):
                 yield from _calls_in(inner, platform, times * trips)
 

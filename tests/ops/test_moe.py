@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime import layer_specs
-from ep_runtime_client.block import moe as block
+from ep_runtime_client.block import moe_slabs
 from ep_runtime_client.block.moe import MoEParams, MoEStats, init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.quantize.formats import recipes
@@ -93,13 +93,13 @@ def test_weights_wait_for_combine_unless_asked_or_faster_before(
     group: fakes.LocalGroup, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over_xla = make_group(num_experts=EXPERTS, max_top_k=TOP_K)
-    merge, merged = block.merge, []
+    merge, merged = moe_slabs.merge, []
 
     def seen(*args: Any, **options: Any) -> Any:
         merged.append(args[3] is not None)  # weights of combine
         return merge(*args, **options)
 
-    monkeypatch.setattr(block, "merge", seen)
+    monkeypatch.setattr(moe_slabs, "merge", seen)
 
     def waits(group: fakes.LocalGroup = over_xla, **options: Any) -> bool:
         layer = group.register_layer("moe", top_k=TOP_K)

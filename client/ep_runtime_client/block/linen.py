@@ -76,6 +76,8 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     compute_dtype: Any = None
     capacity: int | None = None
     handle: int = 0
+    keep: str = "first"
+    keep_factor: float = 1.25
     return_stats: bool = False
     tokens_spec: jax.sharding.PartitionSpec | None = None
     params_spec: Any = None

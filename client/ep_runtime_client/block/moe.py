@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.block import moe_checks, moe_routing, moe_shapes, qwix
+from ep_runtime_client.block import (
+    moe_call,
+    moe_checks,
+    moe_routing,
+    moe_shapes,
+    moe_slabs,
+    qwix,
+)
 from ep_runtime_client.block.moe_checks import Recipes
+from ep_runtime_client.block.moe_experts import Block, Moved
 from ep_runtime_client.block.moe_options import MoEOptions
 from ep_runtime_client.block.params import MoEParams as MoEParams
 from ep_runtime_client.block.params import init_moe_params as init_moe_params
-from ep_runtime_client.ops.activation import kernels as activation_kernels
-from ep_runtime_client.ops.activation import quantized_op
 from ep_runtime_client.ops.activation.function import Activation, Function
-from ep_runtime_client.ops.activation.op import activate
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import Dispatched
-from ep_runtime_client.ops.gemm.api import multiply
-from ep_runtime_client.ops.movement.combine import merge
-from ep_runtime_client.ops.movement.dispatch import call_of_plan, dispatch
-from ep_runtime_client.ops.partitioning.roles import entries_of
-from ep_runtime_client.ops.quantize.formats.recipes import Recipe
-from ep_runtime_client.ops.quantize.packing import Matrix
-from ep_runtime_client.ops.quantize.pair import is_pair, paired
+from ep_runtime_client.ops.calls.plan import AnyArrays
+from ep_runtime_client.ops.movement.dispatch import call_of_plan
 from ep_runtime_client.ops.routing import api as routing_api
+from ep_runtime_client.ops.tracing import scopes
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
-from ep_runtime_client.ops.tracing.varying import Axes
 
 
 @stored.pytree()
@@ -60,28 +56,7 @@ class MoEStats(NamedTuple):
     routing: routing_api.Routing | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """The experts of one call.
-
-    Attributes:
-        activation: between the matmuls; its dtype is that of rows everywhere.
-        recipes: of wi and wo.
-        specs: PartitionSpec of each parameter by name, None where it is not known.
-        inner_axes: mesh axes on M; None where they are not known.
-        token_axes: those of the group.
-    """
-
-    activation: Activation
-    recipes: tuple[Recipe | None, Recipe | None]
-    specs: Mapping[str, PartitionSpec | None]
-    inner_axes: Axes | None
-    token_axes: Axes
-
-
 Layer = EpLayer | TracedLayer | LayerSpec
-# What the router's weights multiply: dispatched rows, activations, or experts' outputs in combine.
-Weighted = Literal["rows", "activations", "outputs"]
 Result = tuple[jax.Array, jax.Array]
 ResultWithStats = tuple[jax.Array, jax.Array, MoEStats]
 
@@ -137,6 +112,8 @@ def moe(
     compute_dtype: Any = None,
     capacity: int | None = None,
     handle: int = 0,
+    keep: Literal["first", "nothing"] = "first",
+    keep_factor: float = 1.25,
     return_stats: bool = False,
     tokens_spec: PartitionSpec | None = None,
     params_spec: Any = None,
@@ -178,6 +155,13 @@ def moe(
             with BF16().
         capacity: as in `dispatch`.
         handle: as in `dispatch`.
+        keep: what the block call keeps for its backward pass beside tokens, plan and weights:
+            "first" the rows of the experts' first product, "nothing" nothing, so that backward
+            moves tokens once more in either case, and with "nothing" runs that product again.
+            Under `jax.checkpoint` "nothing" is right, unless its policy keeps "ep_wi". Where
+            there is no block call (`ep.explain` says it), JAX keeps what the ops need.
+        keep_factor: how many rows "first" keeps, in even shares of a rank (T * K); more rows than
+            that are made again in backward. It decides about time and memory, never results.
         tokens_spec: as in `dispatch`.
         return_stats: also return MoEStats.
         params_spec: how the parameters lie, where traced arrays cannot tell (plain jit, a manual
@@ -209,6 +193,7 @@ def moe(
     """
     moe_checks.check_params(params)
     moe_checks.check_weights(apply_topk_weights_early, apply_topk_weights_to_input)
+    moe_checks.check_keep(keep, keep_factor)
     reading = {
         "score_function": score_function,
         "use_pre_softmax": use_pre_softmax,
@@ -237,141 +222,23 @@ def moe(
         narrow = any(r is not None and not r.quantizes for r in recipes)
         compute_dtype = jnp.bfloat16 if narrow else x.dtype
     dtype = jnp.dtype(compute_dtype)
-    dispatched = dispatch(
-        layer,
-        x.astype(dtype),
-        routed.topk_idx,
-        routed.topk_weights,
-        handle=handle,
-        capacity=capacity,
-        tokens_spec=tokens_spec,
-    )
-    call = call_of_plan(static, open_layer(layer)[2], dispatched.plan)
     token_axes = static.group_spec.token_axes
-    block = _Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
-    if apply_topk_weights_to_input:
-        weighted: Weighted = "rows"
-    else:
-        weighted = _weighted(static, block.activation, params, apply_topk_weights_early)
-    expert_out = _run_experts(layer, block, dispatched, params, weighted)
-    weights = dispatched.weights if weighted == "outputs" else None
-    # The gradients of slack go to matmuls that stop before it, and to dispatch, which reads rows.
-    y = merge(layer, dispatched, expert_out, weights, clear_slack=False)
+    block = Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
+    weighted = moe_slabs.weighted(
+        static, block, params, apply_topk_weights_early, to_input=apply_topk_weights_to_input
+    )
+    moved = Moved(x.astype(dtype), routed, handle, capacity, tokens_spec)
+    refused = moe_call.refused(static, block, moved, params, weighted)
+    with scopes.way("slabs", refused, static) if refused else scopes.way("call", "taken", static):
+        if refused:
+            y, plan = moe_slabs.run(layer, block, moved, params, weighted)
+        else:
+            kept = keep_factor if keep == "first" else None
+            y, plan = moe_call.run(layer, block, moved, params, weighted, kept)
     y = y.astype(x.dtype)
+    call = call_of_plan(static, open_layer(layer)[2], plan)
     aux = _aux_loss(call, routed, aux_loss_coeff)
-    return (y, aux, _stats(call, routed, dispatched)) if return_stats else (y, aux)
-
-
-def _weighted(
-    layer: EpLayer, activation: Activation, params: MoEParams, early: bool | None
-) -> Weighted:
-    """What is weighted where the result is the same: activations, or the experts' outputs."""
-    if early is None:
-        # Kernels multiply weights into activations on GPUs, where windows are theirs.
-        on_gpu = layer.group_spec.transport != "memfd"
-        early = on_gpu and activation_kernels.takes(activation)
-    # A bias of wo is weighted too, so that beside one the weights wait for combine.
-    return "activations" if early and params.wo_bias is None else "outputs"
-
-
-def _run_experts(
-    layer: EpLayer | TracedLayer,
-    block: _Block,
-    dispatched: Dispatched,
-    params: MoEParams,
-    weighted: Weighted,
-) -> jax.Array:
-    """The two matmuls of every expert: [R, C, H] -> [R, C, H]."""
-    sizes, dtype = dispatched.group_sizes, block.activation.dtype
-    (wi_recipe, wo_recipe), static = block.recipes, resolve(layer)[0]
-    wi_bias, wo_bias = (_bias(block, name, params) for name in ("wi_bias", "wo_bias"))
-    with scope("experts", static):
-        rows: Matrix = dispatched.tokens
-        if weighted == "rows":
-            linear, weights = Activation("linear", False, dtype), dispatched.weights
-            rows = _activated(layer, linear, wi_recipe, dispatched.tokens, weights, sizes, ())
-        hidden = multiply(
-            rows,
-            _operand(params.wi, wi_recipe, dtype),
-            sizes,
-            layer=layer,
-            bias=wi_bias,
-            recipe=wi_recipe,
-            out_dtype=dtype,
-            rhs_spec=block.specs["wi"],
-            clear_slack=False,  # the gradients of dispatch and of weighted rows do not read it
-            beside="dispatch",
-        )
-        hidden = checkpoint_name(hidden, "ep_wi")
-        inner = _activated(
-            layer,
-            block.activation,
-            wo_recipe,
-            hidden,
-            dispatched.weights if weighted == "activations" else None,
-            sizes,
-            block.inner_axes,
-        )
-        out = multiply(
-            inner,
-            _operand(params.wo, wo_recipe, dtype),
-            sizes,
-            layer=layer,
-            bias=wo_bias,
-            recipe=wo_recipe,
-            out_dtype=dtype,
-            rhs_spec=block.specs["wo"],
-            clear_slack=False,  # the activation's does not
-            beside="combine",
-        )
-        tagged: jax.Array = checkpoint_name(out, "ep_wo")
-        return tagged
-
-
-def _activated(
-    layer: EpLayer | TracedLayer,
-    static: Activation,
-    recipe: Recipe | None,
-    hidden: jax.Array,
-    row_weights: jax.Array | None,
-    sizes: jax.Array,
-    inner_axes: Axes | None,
-) -> Matrix:
-    """What a matmul takes: rows, or quantized ones where that saves a pass."""
-    operands = (hidden, row_weights, sizes)
-    if recipe is not None and quantized_op.takes(static, recipe, hidden):
-        return quantized_op.activate(layer, static, recipe, *operands, inner_axes=inner_axes)
-    return activate(layer, static, *operands, inner_axes=inner_axes)
-
-
-def _bias(block: _Block, name: str, params: MoEParams) -> jax.Array | None:
-    """A bias with the trailing dims of its kernel, whole over manual axes that shard tokens."""
-    bias: Any = getattr(params, name)
-    if bias is None:
-        return None
-    if is_pair(bias):
-        return jnp.stack([_gathered(block, name, each) for each in bias], 1)
-    bias = _gathered(block, name, bias)
-    wi: Any = params.wi
-    if name == "wi_bias" and bias.ndim != wi.ndim - 1:
-        bias = bias.reshape(bias.shape[0], *wi.shape[2:])
-    found: jax.Array = bias
-    return found
-
-
-def _gathered(block: _Block, name: str, bias: jax.Array) -> jax.Array:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    for dim, axes in enumerate(entries_of(block.specs[name], bias.ndim)):
-        over = tuple(axis for axis in axes if axis in manual and axis in block.token_axes)
-        if over and dim:
-            bias = lax.all_gather(bias, over, axis=dim, tiled=True)
-    return bias
-
-
-def _operand(kernel: Any, recipe: Recipe | None, dtype: Any) -> Any:
-    """The kernel as the matmul takes it: a recipe quantizes the parameter itself."""
-    kernel = paired(kernel, "params.wi")
-    return kernel.astype(dtype) if recipe is None else kernel
+    return (y, aux, _stats(call, routed, plan.arrays)) if return_stats else (y, aux)
 
 
 def _batch_axes(call: Call) -> tuple[str, ...]:
@@ -387,11 +254,12 @@ def _aux_loss(call: Call, routed: routing_api.Routing, coeff: float) -> jax.Arra
         return routing_api.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
 
 
-def _stats(call: Call, routed: routing_api.Routing, dispatched: Dispatched) -> MoEStats:
+def _stats(call: Call, routed: routing_api.Routing, plan: AnyArrays) -> MoEStats:
     with scope("stats", call.layer):
         counts = routing_api.tokens_per_expert(routed.topk_idx, call.group.num_experts)
-        kept = dispatched.plan.arrays.kept.sum(dtype=jnp.int32)
+        kept = plan.kept.sum(dtype=jnp.int32)
         axes = _batch_axes(call)
         if axes:
             counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)
-        return MoEStats(counts, counts.sum(dtype=jnp.int32) - kept, dispatched.num_recv, routed)
+        dropped = counts.sum(dtype=jnp.int32) - kept
+        return MoEStats(counts, dropped, plan.num_recv.reshape(-1), routed)

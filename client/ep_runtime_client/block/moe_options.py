@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import jax
 from jax.sharding import PartitionSpec
@@ -30,6 +30,8 @@ class _Shared(TypedDict, total=False):
     compute_dtype: Any
     capacity: int | None
     handle: int
+    keep: Literal["first", "nothing"]
+    keep_factor: float
     tokens_spec: PartitionSpec | None
     params_spec: Any
 

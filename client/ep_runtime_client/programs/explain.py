@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from ep_runtime_client.ops.block import takes
 from ep_runtime_client.ops.tracing import scopes
 
 KINDS = (
@@ -68,7 +69,9 @@ _RESHARD = {
     "experts": "an expert weight, its gradient, or the rows do not lie on dim 0 over the ep axes",
     "router": "logits or the router's weights are resharded",
 }
-_MATMUL = frozenset({"grouped_gemm", "grouped_quantize", "activation", "dense"})
+_MATMUL = frozenset(
+    {"grouped_gemm", "grouped_quantize", "activation", "dense", "block", "block_bwd"}
+)
 _AMAX = "the amax of a scale is the largest over the axes that split the values which share it"
 _GATHERED = "a weight lies over outer axes, which split the tokens: it is gathered off them"
 _GATHERED_BEFORE = (
@@ -92,8 +95,9 @@ class Collective:
 
     Attributes:
         kind: of KINDS.
-        op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, grouped_gemm, grouped_quantize,
-            activation, dense, router, aux_loss, stats; experts is what lies between them in `moe`.
+        op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, block, block_bwd, grouped_gemm,
+            grouped_quantize, activation, dense, router, aux_loss, stats; experts is what lies
+            between them in `moe`.
         layer: the layer's name (of a stack: of its layer 0), "/" as "."; "-" without a layer.
         cause: "own": the op is made of it. "sum": partial results are added up. "amax": a scale
             needs the largest value of all devices. "reshard": an operand or a result does not
@@ -116,24 +120,45 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEPath:
+    """How `moe` runs the experts of a layer.
+
+    Attributes:
+        layer: the layer's name (of a stack: of its layer 0), "/" as ".".
+        path: "block call", one custom call forward and one backward, or "slabs", ops of their own
+            on slabs that have room for the worst case.
+        why: what keeps it to slabs; empty of the block call.
+    """
+
+    layer: str
+    path: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"ep.moe of {self.layer!r}: {self.path}" + (f": {self.why}" if self.why else "")
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """What `explain` found; `str` of it is a report.
 
     Attributes:
         collectives: those that our ops cause, in program order.
         num_others: the program's other collectives.
+        paths: how each layer's `moe` runs, in program order.
     """
 
     collectives: tuple[Collective, ...]
     num_others: int
+    paths: tuple[MoEPath, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.collectives)} collectives by ep ops, {self.num_others} others"]
-        return "\n".join([*lines, *(f"  {each}" for each in self.collectives)])
+        return "\n".join([*lines, *(f"  {each}" for each in (*self.collectives, *self.paths))])
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """The collectives that our ops cause in `f(*args, **kwargs)`, and why.
+    """The collectives that our ops cause in `f(*args, **kwargs)`, and how its experts run; why.
 
     Args:
         f: a function of arrays, jitted or not; give jax.jit's own result where it has static
@@ -168,7 +193,16 @@ def explain_text(text: str) -> Explanation:
             others += 1
         else:
             ours.append(found)
-    return Explanation(tuple(ours), others)
+    return Explanation(tuple(ours), others, tuple(_paths(program)))
+
+
+def _paths(program: _Program) -> list[MoEPath]:
+    names = (item.op_name for item in program.instructions.values())
+    ways = dict.fromkeys(way for name in names for way in scopes.ways(name))
+    return [
+        MoEPath(layer, "slabs" if way == "slabs" else "block call", takes.REASONS.get(why, ""))
+        for way, why, layer in ways
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

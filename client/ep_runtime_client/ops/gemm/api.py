@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops.gemm import kernels_32, vjp
-from ep_runtime_client.ops.gemm.checks import check_gemm, check_state
+from ep_runtime_client.ops.gemm import kernels_32, vjp, weight_entries
+from ep_runtime_client.ops.gemm.checks import check_experts, check_gemm, check_state
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.vjp import GemmCall
+from ep_runtime_client.ops.gemm.weight_entries import values_of
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.placement import grouped
 from ep_runtime_client.ops.partitioning.regions import Where
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded, read_off
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, padded, read_off
 from ep_runtime_client.ops.quantize.delayed import Delayed
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
-from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each, paired
+from ep_runtime_client.ops.quantize.pair import Pair, of_each, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
@@ -181,17 +181,17 @@ def _call(
     rhs_spec: PartitionSpec | None,
 ) -> GemmCall:
     """The static side of a call."""
-    operands = [x for x in (_values(lhs), _values(rhs), bias, group_sizes) if x is not None]
-    known = _known(rhs)
-    given = known if rhs_spec is None else _told(rhs, rhs_spec)
-    rows = regions.known_entries(_values(lhs), lhs.ndim)
+    operands = [x for x in (values_of(lhs), values_of(rhs), bias, group_sizes) if x is not None]
+    known = weight_entries.known(rhs)
+    given = known if rhs_spec is None else weight_entries.told(rhs, rhs_spec)
+    rows = regions.known_entries(values_of(lhs), lhs.ndim)
     if layer is None:
         where = regions.of_operands(operands, rhs_spec)
     else:
         where = regions.of_layer(layer, operands, known=given is not None)
     given = given or padded((), rhs.ndim)
     if where.manual:
-        given = _with_manual_experts(where, _told(rhs, rhs_spec))
+        given = weight_entries.with_manual_experts(where, weight_entries.told(rhs, rhs_spec))
     if layer is None and where.mode == "shard_map":
         roles = _read_off(where, rows or padded((), lhs.ndim), rhs, group_sizes)
         where = dataclasses.replace(where, roles=roles)
@@ -204,7 +204,7 @@ def _call(
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
     if layer is not None:
         regions.check_slabs(where, "lhs", lhs.shape[0])
-        _check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
+        check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     alignment = 1 if layer is None else regions.alignment_of(layer)
@@ -221,31 +221,6 @@ def _call(
     return GemmCall(*static, paired=both)
 
 
-def _known(rhs: Kernel) -> Entries | None:
-    """Entries of a weight where they are known; those of a pair per dim of [E, K', 2, M].
-
-    Raises:
-        InvalidArgumentError: gate and up of a pair lie on the mesh in two ways.
-    """
-    if not isinstance(rhs, Pair):
-        return regions.known_entries(_values(rhs), rhs.ndim)
-    gate, up = (regions.known_entries(each, rhs.ndim - 1) for each in (rhs.gate, rhs.up))
-    if gate is None or up is None:
-        return None
-    if gate != up:
-        raise InvalidArgumentError(
-            f"gate and up of a pair must lie alike, got {gate} and {up}", argument="rhs"
-        )
-    return of_both(gate, ())
-
-
-def _told(rhs: Kernel, spec: PartitionSpec | None) -> Entries:
-    """Entries of a weight by its rhs_spec; that of a pair is of each."""
-    if isinstance(rhs, Pair):
-        return of_both(entries_of(spec, rhs.ndim - 1), ())
-    return entries_of(spec, rhs.ndim)
-
-
 def _whole_kernel(
     rhs: Kernel, rhs_spec: PartitionSpec | None, layer: EpLayer | TracedLayer | None
 ) -> tuple[int, ...]:
@@ -258,15 +233,11 @@ def _whole_kernel(
     if layer is not None:
         gathered &= {*resolve(layer)[0].group_spec.token_axes}
     shape = list(rhs.shape)
-    for dim, axes in enumerate(_told(rhs, rhs_spec)):
+    for dim, axes in enumerate(weight_entries.told(rhs, rhs_spec)):
         if dim > 0:
             manual = (axis for axis in axes if axis in gathered)
             shape[dim] *= prod(ambient.shape[axis] for axis in manual)
     return tuple(shape)
-
-
-def _values(x: Kernel) -> Any:
-    return x.data if isinstance(x, QuantizedTensor) else x
 
 
 def _origin(x: Kernel) -> jax.Array | Pair | None:
@@ -279,13 +250,6 @@ def _blocks(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
     return tuple(tile if dim in (1, rhs.ndim - 1) else 1 for dim in range(rhs.ndim))
 
 
-def _with_manual_experts(where: Where, entries: Entries) -> Entries:
-    """Entries of a weight whose expert dim is local to the manual ep axes already."""
-    ep = () if where.roles is None else where.roles.ep
-    missing = tuple(axis for axis in ep if axis in where.manual and axis not in entries[0])
-    return (missing + entries[0], *entries[1:])
-
-
 def _read_off(where: Where, lhs: Entries, rhs: Kernel, group_sizes: jax.Array) -> Roles:
     assert where.roles is not None
     num_slabs, num_groups = group_sizes.shape
@@ -295,35 +259,6 @@ def _read_off(where: Where, lhs: Entries, rhs: Kernel, group_sizes: jax.Array) -
         num_slabs=num_slabs,
         num_groups=num_groups,
         num_experts=rhs.shape[0],
-    )
-
-
-def _check_experts(where: Where, num_experts: int, group_sizes: jax.Array, wanted: int) -> None:
-    """Raises InvalidArgumentError unless weight and group sizes have the layer's experts."""
-    assert where.roles is not None
-    if num_experts != wanted:
-        raise InvalidArgumentError(
-            f"rhs has {num_experts} experts, {where.roles.owner} has {wanted}{_remedy(where)}",
-            argument="rhs",
-        )
-    groups = wanted // where.roles.size(where.roles.ep)
-    if group_sizes.shape[1] != groups:
-        raise InvalidArgumentError(
-            f"group_sizes must be [R, {groups}] for the {wanted} experts of {where.roles.owner} "
-            f"over {where.roles.named(where.roles.ep)}, got {list(group_sizes.shape)}",
-            argument="group_sizes",
-        )
-
-
-def _remedy(where: Where) -> str:
-    """What to do inside a shard_map of the user, where rhs is a part of the weight."""
-    if not where.manual or where.roles is None:
-        return ""
-    ep = where.roles.named(axis for axis in where.roles.ep if axis in where.manual)
-    return (
-        f": inside a shard_map over {', '.join(where.manual)} rhs counts as this device's part; "
-        f"give it in_specs that split its expert dim over {ep}, and where other manual axes split "
-        "it too, say so by rhs_spec (params_spec of ep.moe)"
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
@@ -92,3 +94,32 @@ def check_state(recipe: Any, state: Any, *, plain: bool) -> None:
             f"got recipe {recipe}",
             argument="state",
         )
+
+
+def check_experts(where: Where, num_experts: int, group_sizes: jax.Array, wanted: int) -> None:
+    """Raises InvalidArgumentError unless weight and group sizes have the layer's experts."""
+    assert where.roles is not None
+    if num_experts != wanted:
+        raise InvalidArgumentError(
+            f"rhs has {num_experts} experts, {where.roles.owner} has {wanted}{_remedy(where)}",
+            argument="rhs",
+        )
+    groups = wanted // where.roles.size(where.roles.ep)
+    if group_sizes.shape[1] != groups:
+        raise InvalidArgumentError(
+            f"group_sizes must be [R, {groups}] for the {wanted} experts of {where.roles.owner} "
+            f"over {where.roles.named(where.roles.ep)}, got {list(group_sizes.shape)}",
+            argument="group_sizes",
+        )
+
+
+def _remedy(where: Where) -> str:
+    """What to do inside a shard_map of the user, where rhs is a part of the weight."""
+    if not where.manual or where.roles is None:
+        return ""
+    ep = where.roles.named(axis for axis in where.roles.ep if axis in where.manual)
+    return (
+        f": inside a shard_map over {', '.join(where.manual)} rhs counts as this device's part; "
+        f"give it in_specs that split its expert dim over {ep}, and where other manual axes split "
+        "it too, say so by rhs_spec (params_spec of ep.moe)"
+    )

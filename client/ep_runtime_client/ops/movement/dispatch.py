@@ -77,17 +77,14 @@ def dispatch(
         ((8, 64, 32), (8, 2))
     """
     static, index, mesh = open_layer(layer)
-    _check_tokens(static, tokens)
     if plan is None:
         if topk_idx is None:
             raise InvalidArgumentError("dispatch needs topk_idx or plan", argument="topk_idx")
-        check_idx(static, topk_idx)
-        _check_lead("topk_idx", topk_idx, tokens.shape[:-1])
-        hints = known_specs(tokens_spec, tokens, topk_idx, topk_weights)
-        call = make_call(static, mesh, tokens.shape[:-1], hints, handle=handle, capacity=capacity)
-        weights = _as_weights(call, topk_weights)
+        how: Any = {"handle": handle, "capacity": capacity, "tokens_spec": tokens_spec}
+        call, _, weights = open_call(layer, tokens, topk_idx, topk_weights, **how)
         plan = make_plan(call, index, topk_idx)
     else:
+        _check_tokens(static, tokens)
         call = call_of_plan(static, mesh, plan)
         _check_reuse(call, handle, capacity)
         if tokens.shape[:-1] != call.lead:
@@ -98,6 +95,26 @@ def dispatch(
             )
         weights = _as_weights(call, topk_weights)
     return _dispatch_rows(call, index, tokens, weights, plan)
+
+
+def open_call(
+    layer: EpLayer | TracedLayer,
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    *,
+    handle: int,
+    capacity: int | None,
+    tokens_spec: PartitionSpec | None,
+) -> tuple[Call, jax.Array, jax.Array | None]:
+    """(the call, the layer's index, weights in f32) of a dispatch without a plan; it is checked."""
+    static, index, mesh = open_layer(layer)
+    _check_tokens(static, tokens)
+    check_idx(static, topk_idx)
+    _check_lead("topk_idx", topk_idx, tokens.shape[:-1])
+    hints = known_specs(tokens_spec, tokens, topk_idx, topk_weights)
+    call = make_call(static, mesh, tokens.shape[:-1], hints, handle=handle, capacity=capacity)
+    return call, index, _as_weights(call, topk_weights)
 
 
 def call_of_plan(layer: EpLayer, mesh: jax.sharding.Mesh, plan: Plan) -> Call:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
@@ -112,11 +113,24 @@ def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
     top_k = topk_idx.shape[-1]
     if call.layout.tokens_per_rank == 0:
         return Plan(_empty_plan(call, top_k), call.meta)
+    return Plan(_tagged(_prepare, call, index, topk_idx), call.meta)
+
+
+def make_plan_with_most(
+    call: Call, index: jax.Array, topk_idx: jax.Array
+) -> tuple[Plan, jax.Array]:
+    """The plan of a checked call that has tokens, in a group of one node; and int32 [R, 1]: the
+    most aligned rows that any rank of the EP group keeps."""
+    arrays, most = _tagged(_prepare_with_most, call, index, topk_idx)
+    return Plan(arrays, call.meta), most
+
+
+def _tagged(function: Any, call: Call, index: jax.Array, topk_idx: jax.Array) -> Any:
     with scope("prepare", call.layer):
         call = per_device.varied(call, topk_idx, index)
         idx = per_device.place(call, "topk_idx", topk_idx, call.layout.spec())
-        arrays = eager.run(_prepare, call, index, per_device.vary(call, idx))
-    return Plan(jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), arrays), call.meta)
+        made = eager.run(function, call, index, per_device.vary(call, idx))
+    return jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), made)
 
 
 def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
@@ -135,28 +149,58 @@ def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
 
 def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> AnyArrays:
     """topk_idx [..., K] as given -> plan arrays with the slab dim."""
+    arrays: AnyArrays = _per_device(call, per_device_ops(call).prepare, index, topk_idx, 0)
+    return arrays
+
+
+def _prepare_with_most(
+    call: Call, index: jax.Array, topk_idx: jax.Array
+) -> tuple[AnyArrays, jax.Array]:
+    """topk_idx [..., K] as given -> plan arrays with the slab dim, and most [R, 1]."""
+    made: tuple[AnyArrays, jax.Array] = _per_device(call, _ops_with_most(call), index, topk_idx, 1)
+    return made
+
+
+def _ops_with_most(call: Call) -> Any:
+    """The per-device function: a call on GPUs has the number, everywhere else ranks ask around."""
+    ops = per_device_ops(call)
+    if call.group.transport == "nvlink":
+        return ops.prepare_with_most
+
+    def prepare(call: Call, rank: jax.Array, index: jax.Array, idx: jax.Array) -> Any:
+        arrays = ops.prepare(call, rank, index, idx)
+        axes = tuple(axis for axis in call.group.ep_axis if call.group.axis_sizes[axis] > 1)
+        rows = arrays.group_sizes.sum(keepdims=True, dtype=jnp.int32)
+        return arrays, lax.pmax(rows, axes) if axes else rows
+
+    return prepare
+
+
+def _per_device(
+    call: Call, prepare: Any, index: jax.Array, topk_idx: jax.Array, others: int
+) -> Any:
+    """What `prepare` makes on every device, with the slab dim: plan arrays and `others` more."""
     experts = call.group.num_experts
     if topk_idx.dtype != jnp.int32:
         # A 64-bit number must not wrap into range.
         topk_idx = jnp.clip(topk_idx, -1, experts).astype(jnp.int32)
 
     def body(index: jax.Array, idx: jax.Array) -> Any:
-        ops = per_device_ops(call)
         local = idx.reshape(-1, idx.shape[-1])
-        arrays = ops.prepare(call, world_rank(call.group), index, local)
-        return kind(*(x[None] for x in arrays))
+        made = prepare(call, world_rank(call.group), index, local)
+        return jax.tree.map(lambda x: x[None], made)
 
     kind: Any = arrays_type(call.group)
     slab: Any = per_device.slab_spec(call)
-    result: AnyArrays = per_device.run(
+    specs = kind(*([slab] * len(kind._fields)))
+    return per_device.run(
         call,
         "prepare",
         body,
         (index, topk_idx),
         (jax.sharding.PartitionSpec(), call.layout.spec()),
-        kind(*([slab] * len(kind._fields))),
+        (specs, *([slab] * others)) if others else specs,
     )
-    return result
 
 
 def _empty_plan(call: Call, top_k: int) -> AnyArrays:

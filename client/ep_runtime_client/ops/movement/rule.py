@@ -86,7 +86,7 @@ def per_device(
 
     partitioned_op = custom_partitioning(whole)
     partitioned_op.def_partition(partition, sharding_rule=_factors(operands, leaves))
-    identity = _identity(call, op, in_specs)
+    identity = _identity(call, op, (*in_specs, *spread))
     pinned = [
         lax.with_sharding_constraint(x, sharding)
         for x, sharding in zip(operands, given, strict=True)
@@ -100,11 +100,11 @@ def per_device(
     return jax.tree.unflatten(tree, results)
 
 
-def _identity(call: Call, op: str, in_specs: Sequence[PartitionSpec]) -> int:
+def _identity(call: Call, op: str, lies: Sequence[PartitionSpec]) -> int:
     """Of everything that `body` depends on."""
     meta, layer = call.meta, call.layer
     parts = (meta.layout, meta.capacity, meta.handle, layer.base_id, layer.fingerprint)
-    named = (ep_runtime.__version__, op, repr(parts), repr(tuple(in_specs)))
+    named = (ep_runtime.__version__, op, repr(parts), repr(tuple(lies)))
     return specs.stable_id("movement", *named)
 
 

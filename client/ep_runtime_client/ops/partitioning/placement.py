@@ -160,13 +160,13 @@ def grouped(
             f"lhs: {roles.named(wanted)} on K' is not how rhs lies there "
             f"({weight.kept[1] or 'whole'}): resharded"
         )
-    found = Grouped(roles, weight, _bias(roles, weight, bias, rhs_shape))
+    found = Grouped(roles, weight, expert_bias(roles, weight, bias, rhs_shape))
     if lhs is not None and not wanted:
         found.say_cut()
     return found
 
 
-def _bias(
+def expert_bias(
     roles: Roles, weight: Weight, entries: Sequence[Axes], rhs_shape: tuple[int, ...]
 ) -> Weight:
     """A bias lies over what the weight keeps, and is gathered off whatever else it lies over."""

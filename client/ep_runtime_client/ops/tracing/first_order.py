@@ -15,10 +15,14 @@ def defvjp(name: str, op: Any, fwd: Callable[..., Any], bwd: Callable[..., Any])
 
     A first derivative calls `fwd` and `bwd` with values alone. Operands or cotangents that carry
     tangents are those of a second one: without this it would end inside of shard_map or of a loop.
+    An operand that is kept for `bwd` is kept as it came: `scan` makes no stack of what it has.
     """
 
     def held_fwd(static: Any, *operands: Any) -> Any:
-        return fwd(static, *_held(name, operands))
+        held = _held(name, operands)
+        out, saved = fwd(static, *held)
+        came = {id(x): own for x, own in zip(*map(jax.tree.leaves, (held, operands)), strict=True)}
+        return out, jax.tree.map(lambda x: came.get(id(x), x), saved)
 
     def held_bwd(static: Any, saved: Any, grads: Any) -> Any:
         return bwd(static, saved, _held(name, grads))

@@ -13,15 +13,26 @@ from ep_runtime_client.base.layers import EpLayer
 # What separates the parts of a scope in op names.
 _SEPARATORS = str.maketrans({"/": ".", "(": "[", ")": "]"})
 _SCOPE = re.compile(
-    r"\bep_(prepare|dispatch_bwd|dispatch|combine_bwd|combine|experts|router|aux_loss|stats|"
-    r"grouped_gemm|grouped_quantize|activation|dense)"
+    r"\bep_(prepare|dispatch_bwd|dispatch|combine_bwd|combine|block_bwd|block|experts|router|aux_loss|"
+    r"stats|grouped_gemm|grouped_quantize|activation|dense)"
     r"/([^/()]+)"
 )
+_WAY = re.compile(r"\bep_moe\.(\w+)\.(\w+)/([^/()]+)")
 
 
 def scope(op: str, layer: EpLayer) -> AbstractContextManager[Any]:
     """The scope of an op of a layer: ep_OP/LAYER."""
     return jax.named_scope(f"ep_{op}/{label(layer)}")
+
+
+def way(name: str, why: str, layer: EpLayer) -> AbstractContextManager[Any]:
+    """The scope of a block of experts, by the way it takes and why: ep_moe.WAY.WHY/LAYER."""
+    return jax.named_scope(f"ep_moe.{name}.{why}/{label(layer)}")
+
+
+def ways(op_name: str) -> list[tuple[str, str, str]]:
+    """(way, why, layer) of each `way` in the op name of an HLO instruction."""
+    return _WAY.findall(op_name)
 
 
 def label(layer: EpLayer) -> str:

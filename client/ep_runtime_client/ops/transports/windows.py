@@ -33,13 +33,17 @@ TARGETS = targets(
 def _call(call: Call, target: str, results: Any, *operands: jax.Array, **others: np.int64) -> Any:
     platform = native.PLATFORMS[call.group.transport]
     ensure_registered(platform)
-    attributes = {
+    made = jax.ffi.ffi_call(target, results)(*bound(*operands), **attributes(call), **others)
+    return made if platform == "cpu" else once(made)
+
+
+def attributes(call: Call) -> dict[str, np.int64]:
+    """What every call of a layer is told by."""
+    return {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),
         "handle": np.int64(call.meta.handle),
     }
-    made = jax.ffi.ffi_call(target, results)(*bound(*operands), **attributes, **others)
-    return made if platform == "cpu" else once(made)
 
 
 def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
@@ -53,6 +57,25 @@ def _or_empty(array: jax.Array | None, *dims: int) -> jax.Array:
 
 def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
     """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
+    return PlanArrays(*_prepare(call, rank, index, topk_idx))
+
+
+def prepare_with_most(
+    call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array
+) -> tuple[PlanArrays, jax.Array]:
+    """`prepare` on a GPU, and int32 [1]: the most aligned rows that any rank of the group keeps."""
+    *arrays, most = _prepare(call, rank, index, topk_idx, (1,))
+    return PlanArrays(*arrays), most
+
+
+def _prepare(
+    call: Call,
+    rank: jax.Array,
+    index: jax.Array,
+    topk_idx: jax.Array,
+    *more: tuple[int, ...],
+) -> tuple[jax.Array, ...]:
+    """Plan arrays, and int32 arrays of the shapes `more`."""
     tokens, top_k = topk_idx.shape
     ranks, local = call.group.ep_size, call.group.experts_per_rank
     dims = (
@@ -65,12 +88,13 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
         (local,),
         (local,),
         (1,),
+        *more,
     )
     results = tuple(_shape(jnp.int32, *size) for size in dims)
     # On a GPU only a call that XLA does not record into a command buffer can fail a step.
     waits = call.group.transport == "nvlink" and call.group.on_overflow == "error"
     target = SYNC_TARGET if waits else "ep_prepare_v1"
-    return PlanArrays(*_call(call, target, results, rank, index, topk_idx))
+    return tuple(_call(call, target, results, rank, index, topk_idx))
 
 
 def dispatch(

@@ -1,0 +1,1 @@
+"""The block call: dispatch, experts and combine as one op forward and one backward."""

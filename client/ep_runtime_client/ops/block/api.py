@@ -1,0 +1,160 @@
+"""run: tokens to their experts on all ranks and back, as one op forward and one backward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.block import takes, vjp
+from ep_runtime_client.ops.block.call import Static
+from ep_runtime_client.ops.block.vjp import BlockCall, Operands
+from ep_runtime_client.ops.block.workspace import rows_of
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import Plan
+from ep_runtime_client.ops.gemm import weight_entries
+from ep_runtime_client.ops.gemm.checks import check_experts
+from ep_runtime_client.ops.movement import per_device, token_watch
+from ep_runtime_client.ops.partitioning import regions, spread
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.roles import Entries, padded
+from ep_runtime_client.ops.quantize.pair import Pair, of_each
+from ep_runtime_client.ops.tracing.ambient import open_layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Of the experts, in the dtype of rows but for the bias, and how they lie where one is told.
+
+    Attributes:
+        wi: [E, H, *N'], or a Pair.
+        wo: [E, M, H].
+        bias: [E, *N'] of wi, or None.
+        wi_spec: PartitionSpec of wi, or of each of a pair, or None.
+        wo_spec: likewise.
+    """
+
+    wi: jax.Array | Pair
+    wo: jax.Array
+    bias: jax.Array | None
+    wi_spec: PartitionSpec | None = None
+    wo_spec: PartitionSpec | None = None
+
+
+def run(
+    layer: EpLayer | TracedLayer,
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    plan: Plan,
+    most: jax.Array,
+    weights: Weights,
+    *,
+    activation: Activation,
+    early: bool,
+    keep_factor: float | None,
+) -> jax.Array:
+    """Tokens' experts' answers, summed.
+
+    Args:
+        layer: of the plan.
+        tokens: [..., H] in the activation's dtype.
+        topk_idx: [..., K] that the plan was made of.
+        topk_weights: [..., K].
+        plan: of `make_plan_with_most`, with `most`.
+        most: int32 [R, 1].
+        weights: of the experts.
+        activation: between the products.
+        early: whether weights multiply activations instead of outputs.
+        keep_factor: even shares of the first product's rows that are kept for backward; None
+            keeps none.
+
+    Returns:
+        Like tokens. Differentiable in tokens, topk_weights and the weights.
+    """
+    static, index, mesh = open_layer(layer)
+    group = static.group_spec
+    lies = (_entries(weights.wi, weights.wi_spec), _entries(weights.wo, weights.wo_spec))
+    of_weights = [x for x in (weights.wi, weights.wo, weights.bias) if x is not None]
+    operands = [tokens, topk_weights, topk_idx, plan.arrays, *of_weights]
+    where = regions.of_layer(layer, operands, known=None not in lies)
+    moved = per_device.varied(Call(plan.meta, mesh, where.manual), index, *operands)
+    rows = rows_of(
+        tokens=plan.meta.layout.tokens_per_rank,
+        top_k=static.top_k,
+        ranks=group.ep_size,
+        experts=group.experts_per_rank,
+        alignment=static.alignment,
+        capacity=plan.capacity,
+        keep_factor=keep_factor,
+    )
+    on_device = Static(moved, activation, early, rows)
+    placed = _placed(where, lies, weights)
+    given = Operands(
+        index,
+        _on_tokens(moved, "topk_idx", _narrow(group.num_experts, topk_idx)),
+        token_watch.watched(moved, _on_tokens(moved, "tokens", tokens)),
+        _on_tokens(moved, "topk_weights", topk_weights.astype(jnp.float32)),
+        most,
+        plan.arrays,
+        *(
+            spread.settle(where, x, of_each(each) if isinstance(x, Pair) else each)
+            for x, each in zip((weights.wi, weights.wo, weights.bias), placed, strict=True)
+        ),
+    )
+    typed = jax.tree.leaves((tokens, topk_weights, *of_weights))
+    types = tuple(map(regions.type_of, typed))
+    call = BlockCall(where, on_device, takes.on_gpu(group), placed, types)
+    check_experts(where, _num_experts(call, given), plan.arrays.group_sizes, group.num_experts)
+    y = vjp.run(call, given)
+    if not where.manual:
+        return y
+    # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
+    split = tuple(axis for axis in vjp.inner_axes(call, given) if axis in where.manual)
+    return lax.psum(y, split) if split else y
+
+
+def _entries(weight: jax.Array | Pair, spec: PartitionSpec | None) -> Entries | None:
+    """Entries of a weight where they are known, per dim of the one array that a pair stands for."""
+    if spec is None:
+        return weight_entries.known(weight)
+    return weight_entries.told(weight, spec)
+
+
+def _placed(
+    where: Where, lies: tuple[Entries | None, ...], weights: Weights
+) -> tuple[Entries, Entries, Entries]:
+    """Entries of wi, wo and the bias; nothing where they are not known."""
+    arrays = (weights.wi, weights.wo)
+    wi, wo = (each or padded((), x.ndim) for each, x in zip(lies, arrays, strict=True))
+    bias = padded((), weights.wi.ndim - 1)
+    if where.manual:
+        specs = (weights.wi_spec, weights.wo_spec)
+        told = (weight_entries.told(*each) for each in zip(arrays, specs, strict=True))
+        wi, wo = (weight_entries.with_manual_experts(where, each) for each in told)
+    elif weights.bias is not None:
+        # One of unknown layout lies as its weight does.
+        known = regions.known_entries(weights.bias, weights.bias.ndim)
+        bias = (wi[0], *wi[2:]) if known is None else known
+    return wi, wo, bias
+
+
+def _on_tokens(call: Call, name: str, array: jax.Array) -> jax.Array:
+    """`array` laid out and typed as tokens are."""
+    return per_device.vary(call, per_device.place(call, name, array, call.layout.spec()))
+
+
+def _narrow(experts: int, topk_idx: jax.Array) -> jax.Array:
+    """int32; a 64-bit number must not wrap into range."""
+    if topk_idx.dtype == jnp.int32:
+        return topk_idx
+    return jnp.clip(topk_idx, -1, experts).astype(jnp.int32)
+
+
+def _num_experts(call: BlockCall, given: Operands) -> int:
+    return spread.whole_shape(call.where, given.wo.shape, call.lies[1])[0]

@@ -1,0 +1,185 @@
+"""The block call on a GPU: one custom call of the CUDA library forward, one backward.
+
+Both run per device, on local blocks without the slab dim. Rows of experts lie in a workspace, a
+result of the call that nobody reads, while it runs. A call is a function of its operands alone.
+
+Letters as in `workspace.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.block import workspace
+from ep_runtime_client.ops.block.workspace import Rows
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import PlanArrays
+from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
+from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
+from ep_runtime_client.ops.quantize.pair import Pair
+from ep_runtime_client.ops.transports import windows
+
+TARGETS = targets("ep_block_v1", "ep_block_bwd_v1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is static about a block call on one device. Hashable.
+
+    Attributes:
+        call: the op call: layer, layout, capacity, handle.
+        activation: between the products; its dtype is that of rows everywhere.
+        early: whether weights multiply activations, instead of outputs in combine.
+        rows: of the workspace and kept.
+    """
+
+    call: Call
+    activation: Activation
+    early: bool
+    rows: Rows
+
+    def __repr__(self) -> str:
+        """Equal in every process of a job: the call's mesh names devices."""
+        meta = self.call.meta
+        of_call = (meta.layout, meta.capacity, meta.handle, self.call.layer.base_id)
+        return f"Static({of_call}, {self.activation}, {self.early}, {self.rows})"
+
+
+class Experts(NamedTuple):
+    """Weights of the experts of one device, whole but for axes that split M.
+
+    Attributes:
+        wi: [L, H, 2, M], [L, H, 2M], a Pair of [L, H, M], or [L, H, M] where it is not gated.
+        wo: [L, M, H].
+        bias: [L, *N'] of wi, or None.
+    """
+
+    wi: jax.Array | Pair
+    wo: jax.Array
+    bias: jax.Array | None
+
+
+class Given(NamedTuple):
+    """What both directions take of one device.
+
+    Attributes:
+        rank: int32 [1].
+        layer_index: int32 [1], of the layer in its stack.
+        topk_idx: int32 [T, K].
+        tokens: [T, H].
+        weights: f32 [T, K].
+        most: int32 [1], the most aligned rows that any rank of the EP group keeps.
+        plan: of `prepare`.
+    """
+
+    rank: jax.Array
+    layer_index: jax.Array
+    topk_idx: jax.Array
+    tokens: jax.Array
+    weights: jax.Array
+    most: jax.Array
+    plan: PlanArrays
+
+
+class Gradients(NamedTuple):
+    """Of one device; those of weights as `Experts` has them, of the bias f32."""
+
+    tokens: jax.Array
+    weights: jax.Array
+    wi: jax.Array | Pair
+    wo: jax.Array
+    bias: jax.Array | None
+
+
+def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """(y [T, H], rows of the first product that are kept [Wk, *N'])."""
+    dtype, sizes = given.tokens.dtype, _sizes(experts)
+    columns = experts.wi.shape[2:]
+    results = (
+        jax.ShapeDtypeStruct(given.tokens.shape, dtype),
+        jax.ShapeDtypeStruct(_kept_shape(static, sizes), dtype),
+        _bytes(workspace.forward_bytes(static.rows, *sizes, dtype.itemsize)),
+    )
+    y, kept = _call(TARGETS[0], static, results, given, experts)
+    return y, kept.reshape(static.rows.kept, *columns)
+
+
+def backward(
+    static: Static, given: Given, experts: Experts, kept: jax.Array, dy: jax.Array
+) -> Gradients:
+    """Gradients of what `forward` was given; `kept` is as it returned it, dy [T, H]."""
+    dtype, sizes = given.tokens.dtype, _sizes(experts)
+    hidden, inner, columns = sizes
+    count, bias, pair = experts.wo.shape[0], experts.bias, isinstance(experts.wi, Pair)
+    wi, up = _first(experts.wi)
+    results = (
+        jax.ShapeDtypeStruct(given.tokens.shape, dtype),
+        jax.ShapeDtypeStruct(given.weights.shape, jnp.float32),
+        jax.ShapeDtypeStruct(wi.shape, dtype),
+        jax.ShapeDtypeStruct(up.shape, dtype),
+        jax.ShapeDtypeStruct((count, inner, hidden), dtype),
+        jax.ShapeDtypeStruct((0, 0) if bias is None else (count, columns), jnp.float32),
+        _bytes(workspace.backward_bytes(static.rows, *sizes, dtype.itemsize)),
+    )
+    kept = kept.reshape(_kept_shape(static, sizes))
+    d_tokens, d_weights, d_wi, d_up, d_wo, d_bias = _call(
+        TARGETS[1], static, results, given, experts, kept, dy
+    )
+    return Gradients(
+        d_tokens,
+        d_weights,
+        Pair(d_wi, d_up) if pair else d_wi.reshape(experts.wi.shape),
+        d_wo,
+        None if bias is None else d_bias.reshape(bias.shape),
+    )
+
+
+def _call(
+    target: str,
+    static: Static,
+    results: Sequence[jax.ShapeDtypeStruct],
+    given: Given,
+    experts: Experts,
+    *others: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """The results but for the last one, the workspace."""
+    ensure_registered("cuda")
+    *operands, plan = given
+    bias = flat_bias(experts.bias, experts.wo.shape[0])
+    weights = (*_first(experts.wi), experts.wo, bias)
+    function = activation_kernels.attributes_of(static.activation)
+    numbers = {"rows": static.rows.workspace, **function, "early": int(static.early)}
+    attributes = windows.attributes(static.call)
+    attributes |= {name: np.int64(value) for name, value in numbers.items()}
+    made = jax.ffi.ffi_call(target, tuple(results))
+    *outs, _ = made(*bound(*operands, *plan, *weights, *others), **attributes)
+    return once(tuple(outs))
+
+
+def _first(wi: jax.Array | Pair) -> tuple[jax.Array, jax.Array]:
+    """The two operands of the first product: one array and an empty one, or gate and up."""
+    if isinstance(wi, Pair):
+        return wi.gate, wi.up
+    return wi.reshape(*wi.shape[:2], -1), jnp.zeros((0, 0, 0), wi.dtype)
+
+
+def _sizes(experts: Experts) -> tuple[int, int, int]:
+    """H, M and N of this device."""
+    _, inner, hidden = experts.wo.shape
+    return hidden, inner, int(np.prod(experts.wi.shape[2:]))
+
+
+def _kept_shape(static: Static, sizes: tuple[int, int, int]) -> tuple[int, int]:
+    return (static.rows.kept, sizes[2]) if static.rows.kept else (0, 0)
+
+
+def _bytes(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count,), jnp.uint8)

@@ -1,0 +1,308 @@
+"""The block call, forward and backward, as ops that both partitionings run.
+
+Tokens come as slabs [R, T, H], one for each shard of the token axes, and so does everything that
+belongs to them. Weights lie as on the way of slabs: outer axes are gathered off them, an axis that
+shards no tokens stays on M, and what it splits is added up where tokens are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops.block import call as kernels
+from ep_runtime_client.ops.block import plain, takes
+from ep_runtime_client.ops.block.call import Experts, Given, Static
+from ep_runtime_client.ops.calls.call import world_rank
+from ep_runtime_client.ops.calls.plan import arrays_type
+from ep_runtime_client.ops.partitioning.placement import Weight, expert_bias, expert_weight
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
+from ep_runtime_client.ops.quantize.packing import gather
+from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each
+from ep_runtime_client.ops.tracing.varying import Axes
+
+_FIRST = 5  # operands in front of the plan: index, topk_idx, tokens, weights, most
+_TOKENS, _WEIGHTS = 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """How the weights of a block are taken.
+
+    Attributes:
+        wi: of [E, H, *N'], per dim of the one array.
+        wo: of [E, M, H].
+        bias: of [E, *N'].
+        inner: axes on M; tokens are summed over them.
+    """
+
+    wi: Weight
+    wo: Weight
+    bias: Weight
+    inner: Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOp:
+    """What forward and backward share. Hashable.
+
+    Operands: index [1], topk_idx [R, T, K], tokens [R, T, H], weights [R, T, K], most [R, 1], the
+    plan's arrays, wi [E, H, *N'] (or gate and up [E, H, M]), wo [E, M, H], and the bias [E, *N'].
+
+    Attributes:
+        where: where it runs.
+        static: what is static on one device.
+        on_gpu: whether it is the custom call, and not what that is composed of.
+        paired: whether gate and up come apart.
+        has_bias: whether there is a bias.
+        ndim: of wi as one array.
+    """
+
+    where: Where
+    static: Static
+    on_gpu: bool
+    paired: bool
+    has_bias: bool
+    ndim: int
+
+    name: ClassVar[str] = "block"
+
+    @property
+    def _plan(self) -> Any:
+        return arrays_type(self.static.call.group)
+
+    @property
+    def _wi(self) -> int:
+        """Which operand is the first of wi."""
+        return _FIRST + len(self._plan._fields)
+
+    @property
+    def _halves(self) -> int:
+        return 2 if self.paired else 1
+
+    @property
+    def _count(self) -> int:
+        """Operands that both directions take."""
+        return self._wi + self._halves + 1 + int(self.has_bias)
+
+    @property
+    def _splits(self) -> bool:
+        """Whether M is a dim of wi, which axes may lie on."""
+        return self.ndim == 4 or not self.static.activation.gated
+
+    def roles(
+        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
+    ) -> Roles:
+        raise AssertionError("the roles of axes come with the layer")
+
+    def place(
+        self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
+    ) -> Placed:
+        """How the weights are taken, which arrive like this."""
+        first, ruled = self._wi, self.where.mode == "rule"
+        second = first + self._halves
+        lies, shape = arrived[first], shapes[first]
+        if self.paired:
+            lies, shape = of_both(lies, ()), of_both(shape, 2)
+        wi = expert_weight(roles, lies, shape, ruled=ruled)
+        wo = expert_weight(roles, arrived[second], shapes[second], ruled=ruled)
+        inner = self._inner(roles, wi, wo, shapes[second][1])
+        dropped = [a for a in wi.kept[1] + wo.kept[2] if a not in inner]
+        if dropped:
+            say_once(
+                f"weights of {roles.owner} lie over {roles.named(dropped)} on H, which rows do "
+                "not: they are gathered over it"
+            )
+        wi, wo = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner)
+        bias = expert_bias(roles, wi, arrived[second + 1] if self.has_bias else (), shape)
+        return Placed(wi, wo, bias, inner)
+
+    def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
+        """The axes that M of both weights is taken over."""
+        inner = (wi.kept[-1] or wo.kept[1]) if self._splits else ()
+        unit = takes.multiple(self.paired) if self.on_gpu else 1
+        gone = (wi.gathered[-1], wo.gathered[1])
+        whole = all(width % (roles.size(inner + each) * unit) == 0 for each in gone)
+        if inner and not whole:
+            say_once(
+                f"M={width} over {roles.named(inner)} of {roles.owner} does not leave multiples "
+                f"of {unit} on every shard: weights are gathered over it"
+            )
+        return inner if whole else ()
+
+    def taken(self, roles: Roles, place: Placed, shapes: Sequence[Any]) -> list[Entries]:
+        """Entries of the operands that both directions take."""
+        slabs = [(roles.slab, *[()] * (len(shape) - 1)) for shape in shapes[1 : self._wi]]
+        bias = [place.bias.entries] if self.has_bias else []
+        wi = [self.each(place.wi.entries)] * self._halves
+        return [((),), *slabs, *wi, place.wo.entries, *bias]
+
+    def kept(self, roles: Roles, place: Placed) -> Entries:
+        """Entries of the rows that are kept, [R, Wk, *N']."""
+        return (roles.slab, (), *place.wi.kept[2:])
+
+    def opened(self, place: Placed, blocks: Sequence[jax.Array]) -> tuple[Given, Experts]:
+        """Local blocks of the operands as one device takes them, weights gathered."""
+        index, *slabs = blocks[: self._wi]
+        idx, tokens, weights, most, *plan = (x[0] for x in slabs)
+        rank = world_rank(self.static.call.group)
+        given = Given(rank, index, idx, tokens, weights, most, self._plan(*plan))
+        *halves, wo = blocks[self._wi : self._wi + self._halves + 1]
+        halves = [gather(x, self.each(place.wi.gathered)) for x in halves]
+        wi = Pair(*halves) if self.paired else halves[0]
+        bias = gather(blocks[self._count - 1], place.bias.gathered) if self.has_bias else None
+        return given, Experts(wi, gather(wo, place.wo.gathered), bias)
+
+    def each(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What there is per dim of wi as one array, per dim of one of its arrays."""
+        return of_each(values) if self.paired else tuple(values)
+
+    def runs_nowhere(self, roles: Roles, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether only the results' shapes are asked for: of slabs of several devices at once."""
+        return not roles.sizes and shapes[_TOKENS][0] > 1
+
+    def shared_factors(self) -> list[str]:
+        """Factors of the operands that both directions take."""
+        rows = ["r t k", "r t x", "r t k", "r one"]
+        ndims = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # with the slab dim, as plans have them
+        for number, ndim in enumerate(ndims[: len(self._plan._fields)]):
+            rows.append(" ".join(["r", *(f"p{number}{dim}" for dim in range(1, ndim))]))
+        bias = [" ".join(["e", *self._columns])] if self.has_bias else []
+        return ["i", *rows, *self._kernels, *bias]
+
+    @property
+    def _columns(self) -> list[str]:
+        """Factors of N'."""
+        middle = ["g"] if self.ndim == 4 else []
+        return [*middle, "m" if self._splits else "n"]
+
+    @property
+    def _kernels(self) -> list[str]:
+        """Factors of wi and wo."""
+        wi = " ".join(self.each(["e", "h", *self._columns]))
+        return [*[wi] * self._halves, "e m o"]
+
+    @property
+    def kept_factors(self) -> str:
+        return " ".join(["r", "w", *self._columns])
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockForward(BlockOp):
+    """-> (y [R, T, H],), and [R, Wk, *N'] where rows are kept."""
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        place = self.place(roles, arrived, shapes)
+        sums = Sums(roles, self.where.manual)
+        forward = kernels.forward if self.on_gpu else plain.forward
+
+        def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            if self.runs_nowhere(roles, shapes):
+                return self._shapes(shapes, blocks[_TOKENS])
+            y, kept = forward(self.static, *self.opened(place, blocks))
+            results = (_added_up(sums, y, place.inner), kept)
+            return tuple(x[None] for x in results[: self._results])
+
+        lies = ((roles.slab, (), ()), self.kept(roles, place))
+        return Resolved(tuple(self.taken(roles, place, shapes)), lies[: self._results], local)
+
+    @property
+    def _results(self) -> int:
+        return 2 if self.static.rows.kept else 1
+
+    def _shapes(
+        self, shapes: Sequence[tuple[int, ...]], tokens: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        wi = of_both(shapes[self._wi], 2) if self.paired else shapes[self._wi]
+        kept = jnp.zeros((tokens.shape[0], self.static.rows.kept, *wi[2:]), tokens.dtype)
+        return (jnp.zeros_like(tokens), kept)[: self._results]
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        return self.shared_factors(), ["r t x", self.kept_factors][: self._results]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockBackward(BlockOp):
+    """Operands, [R, Wk, *N'] where rows are kept, dy [R, T, H] -> gradients of tokens and weights
+    as slabs, of wi (of a pair two), wo and the bias as they are."""
+
+    name: ClassVar[str] = "block_bwd"
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        place = self.place(roles, arrived, shapes)
+        sums, shared = Sums(roles, self.where.manual), roles.real(roles.outer)
+        backward = kernels.backward if self.on_gpu else plain.backward
+
+        def back(x: jax.Array, taken_off: Entries, like: Any) -> jax.Array:
+            # What is added up over devices stays wide.
+            wide = x.astype(_wide(x)) if shared else x
+            return sums.back(wide, taken_off, shared).astype(like.dtype)
+
+        def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            if self.runs_nowhere(roles, shapes):
+                return self._shapes(blocks)
+            given, experts = self.opened(place, blocks)
+            *kept, dy = (x[0] for x in blocks[self._count :])
+            if not kept:
+                kept = [jnp.zeros((0, *experts.wi.shape[2:]), dy.dtype)]
+            made = backward(self.static, given, experts, kept[0], dy)
+            d_tokens = _added_up(sums, made.tokens, place.inner)
+            d_weights = sums.total(made.weights, place.inner)
+            off = self.each(place.wi.gathered)
+            wi = [back(x, off, experts.wi) for x in jax.tree.leaves(made.wi)]
+            wo = back(made.wo, place.wo.gathered, experts.wo)
+            bias = [] if made.bias is None else [back(made.bias, place.bias.gathered, experts.bias)]
+            return d_tokens[None], d_weights[None], *wi, wo, *bias
+
+        slab: Entries = (roles.slab, (), ())
+        operands = self.taken(roles, place, shapes)
+        kept = [self.kept(roles, place)] if self.static.rows.kept else []
+        results = (slab, slab, *operands[self._wi :])
+        return Resolved((*operands, *kept, slab), results, local)
+
+    def _shapes(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(
+            map(jnp.zeros_like, (*blocks[_TOKENS : _WEIGHTS + 1], *blocks[self._wi : self._count]))
+        )
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        shared = self.shared_factors()
+        kept = [self.kept_factors] if self.static.rows.kept else []
+        return [*shared, *kept, "r t x"], ["r t x", "r t k", *shared[self._wi :]]
+
+
+def _on(weight: Weight, dim: int, inner: Axes) -> Weight:
+    """`weight` with `inner` on a dim, and no other dim but the experts' in parts."""
+    kept = (weight.kept[0], *[()] * (len(weight.entries) - 1))
+    placed = [inner if d == dim else axes for d, axes in enumerate(kept)]
+    pairs = zip(placed, weight.gathered, strict=True)
+    return Weight(tuple(axes + gone for axes, gone in pairs), weight.gathered)
+
+
+def _added_up(sums: Sums, x: jax.Array, inner: Axes) -> jax.Array:
+    """Tokens whose parts over `inner` are added up wide."""
+    if not sums.free(inner):
+        return x
+    return sums.total(x.astype(_wide(x)), inner).astype(x.dtype)
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

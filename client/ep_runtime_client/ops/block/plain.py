@@ -1,0 +1,66 @@
+"""The block call composed of the ops that it is made of, on one device: what it means.
+
+Slabs are rows of XLA's here. The gradient is that of weights which multiply activations, whichever
+they multiply forward: sum w * (act @ wo) is sum (w * act) @ wo but for rounding.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from ep_runtime_client.ops.activation import plain as activation
+from ep_runtime_client.ops.block.call import Experts, Given, Gradients, Static
+from ep_runtime_client.ops.gemm import plain as gemm
+from ep_runtime_client.ops.gemm.plain import Gemm
+from ep_runtime_client.ops.transports.choice import per_device_ops
+
+
+def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """As `call.forward`."""
+    ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
+    rows, weights = _dispatched(static, given)
+    hidden = gemm.forward(product, rows, experts.wi, experts.bias, sizes)
+    early = weights if static.early else None
+    act = activation.forward(static.activation, hidden, early, sizes)
+    out = gemm.forward(product, act, experts.wo, None, sizes)
+    late = None if static.early else weights[0]
+    y = ops.combine(static.call, given.rank, given.layer_index, out[0], late, given.plan)
+    return y, hidden[0, : static.rows.kept]
+
+
+def backward(
+    static: Static, given: Given, experts: Experts, kept: jax.Array, dy: jax.Array
+) -> Gradients:
+    """As `call.backward`."""
+    ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
+    named = (static.call, given.rank, given.layer_index)
+    rows, weights = _dispatched(static, given)
+    hidden = gemm.forward(product, rows, experts.wi, experts.bias, sizes)
+    hidden = hidden.at[0, : kept.shape[0]].set(kept)
+    grads, _ = ops.combine_bwd(*named, dy, None, None, given.plan)
+    act = activation.forward(static.activation, hidden, weights, sizes)
+    d_act, d_wo = gemm.pullback(product, act, experts.wo, grads[None], sizes, act.dtype)
+    d_hidden, d_weights = activation.pullback(static.activation, hidden, weights, sizes, d_act)
+    pair = hidden.ndim == 4 and not isinstance(experts.wi, jax.Array)
+    d_rows, d_wi = gemm.pullback(
+        product, rows, experts.wi, d_hidden, sizes, hidden.dtype, paired=pair
+    )
+    d_bias = None
+    if experts.bias is not None:
+        d_bias = gemm.bias_grad(product, d_hidden, sizes, experts.wo.shape[0])
+    assert d_weights is not None
+    d_tokens, d_topk = ops.dispatch_bwd(*named, d_rows[0], d_weights[0], given.plan)
+    return Gradients(d_tokens, d_topk, d_wi, d_wo, d_bias)
+
+
+def _dispatched(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
+    """Rows [1, C, H] and their weights [1, C]."""
+    ops = per_device_ops(static.call)
+    rows, weights = ops.dispatch(
+        static.call, given.rank, given.layer_index, given.tokens, given.weights, given.plan
+    )
+    return rows[None], weights[None]
+
+
+def _gemm(static: Static) -> Gemm:
+    return Gemm(static.activation.dtype, static.call.layer.alignment)

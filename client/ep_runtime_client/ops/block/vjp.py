@@ -1,0 +1,241 @@
+"""The gradient of the block call: what is kept, and what comes back.
+
+`prepare` stays outside: a plan that `jax.checkpoint` keeps needs no forward call in the backward
+pass, which begins with tokens and plan, unless it is to make the rows that `keep` names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from ep_runtime_client.ops.block.call import Static
+from ep_runtime_client.ops.block.op import BlockBackward, BlockForward
+from ep_runtime_client.ops.calls.plan import AnyArrays
+from ep_runtime_client.ops.movement import per_device
+from ep_runtime_client.ops.partitioning import spread
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.roles import Entries, padded
+from ep_runtime_client.ops.quantize.pair import Pair, of_each
+from ep_runtime_client.ops.tracing import eager, first_order
+from ep_runtime_client.ops.tracing.lean import unless_unused
+from ep_runtime_client.ops.tracing.scopes import scope
+from ep_runtime_client.ops.tracing.varying import Axes
+
+
+class Operands(NamedTuple):
+    """Of one call. Tokens are laid out as the call's layout says.
+
+    Attributes:
+        layer_index: int32 [1], of the layer in its stack.
+        topk_idx: int32 [..., K].
+        tokens: [..., H].
+        weights: f32 [..., K].
+        most: int32 [R, 1], of prepare.
+        plan: of prepare.
+        wi: [E, H, *N'], or a Pair.
+        wo: [E, M, H].
+        bias: [E, *N'], or None.
+    """
+
+    layer_index: jax.Array
+    topk_idx: jax.Array
+    tokens: jax.Array
+    weights: jax.Array
+    most: jax.Array
+    plan: AnyArrays
+    wi: jax.Array | Pair
+    wo: jax.Array
+    bias: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCall:
+    """The static argument of one call. Hashable.
+
+    Attributes:
+        where: where it runs.
+        static: what is static on one device.
+        on_gpu: whether it is the custom call.
+        lies: entries of wi (as one array), wo and the bias, where they are known.
+        types: entries that the gradients of every array of Operands must have as types.
+    """
+
+    where: Where
+    static: Static
+    on_gpu: bool
+    lies: tuple[Entries, Entries, Entries]
+    types: tuple[Entries | None, ...]
+
+
+def run(call: BlockCall, operands: Operands) -> jax.Array:
+    """y, laid out as tokens; differentiable in tokens, weights, wi, wo and the bias."""
+    y: jax.Array = eager.run(_primal, call, *operands, traced=_block)
+    return y
+
+
+def inner_axes(call: BlockCall, operands: Operands) -> Axes:
+    """Axes on M, over which y is added up; for a call whose weights' layout is known."""
+    assert call.where.roles is not None
+    op = BlockForward(**_common(call, operands))
+    slabs = (operands.topk_idx, operands.tokens, operands.weights)
+    lies, given = _given(call, operands, [x[None] for x in slabs])
+    shapes = [
+        spread.whole_shape(call.where, x.shape, padded(each, x.ndim))
+        for x, each in zip(given, lies, strict=True)
+    ]
+    return op.place(call.where.roles, lies, shapes).inner
+
+
+def _primal(call: BlockCall, *operands: Any) -> jax.Array:
+    return _forward(call, *operands, kept=False)[0]
+
+
+def _forward(call: BlockCall, *arrays: Any, kept: bool) -> tuple[jax.Array, ...]:
+    """(y, the rows that are kept), or (y,)."""
+    operands, moved = Operands(*arrays), call.static.call
+    if not kept:
+        call = _keeping_nothing(call)
+    with scope("block", moved.layer):
+        slabs = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights)
+        op = BlockForward(**_common(call, operands))
+        lies, given = _given(call, operands, slabs)
+        y, *rows = spread.run(op, lies, *given)
+        return *_to_tokens(call, y), *rows
+
+
+def _keeping_nothing(call: BlockCall) -> BlockCall:
+    rows = dataclasses.replace(call.static.rows, kept=0)
+    return dataclasses.replace(call, static=dataclasses.replace(call.static, rows=rows))
+
+
+def _fwd(call: BlockCall, *operands: Any) -> Any:
+    leaves, tree = jax.tree.flatten(operands)
+
+    def full(*leaves: jax.Array) -> Any:
+        return eager.shared(_with_rows, call, *jax.tree.unflatten(tree, leaves))
+
+    def lean(*leaves: jax.Array) -> Any:
+        return eager.shared(_primal, call, *jax.tree.unflatten(tree, leaves))
+
+    if not call.static.rows.kept:
+        return lean(*leaves), (operands, None)
+    y, rows = unless_unused(full, lean, *leaves)
+    return y, (operands, checkpoint_name(rows, "ep_wi"))
+
+
+def _with_rows(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
+    return _forward(call, *operands, kept=True)
+
+
+def _bwd(call: BlockCall, saved: Any, dy: jax.Array) -> Any:
+    operands, rows = saved
+    kept = [] if rows is None else [rows]
+    return eager.shared(_pullback, call, Operands(*operands), kept, dy)
+
+
+def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: jax.Array) -> Any:
+    """Gradients of all operands; None of those that are integers."""
+    with scope("block_bwd", call.static.call.layer):
+        *slabs, dy = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights, dy)
+        op = BlockBackward(**_common(call, operands))
+        lies, given = _given(call, operands, slabs)
+        made = spread.run(op, (*lies, *_of_slabs(call, (*kept, dy))), *given, *kept, dy)
+        d_tokens, d_weights = _to_tokens(call, *made[:2])
+    halves = 2 if isinstance(operands.wi, Pair) else 1
+    d_wi, (d_wo, *d_bias) = made[2 : 2 + halves], made[2 + halves :]
+    grads = Operands(
+        layer_index=None,  # type: ignore[arg-type]
+        topk_idx=None,  # type: ignore[arg-type]
+        tokens=d_tokens,
+        weights=d_weights,
+        most=None,  # type: ignore[arg-type]
+        plan=None,  # type: ignore[arg-type]
+        wi=Pair(*d_wi) if halves == 2 else d_wi[0],
+        wo=d_wo,
+        bias=d_bias[0] if d_bias else None,
+    )
+    leaves, tree = jax.tree.flatten(grads)
+    typed = [spread.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
+    return tuple(jax.tree.unflatten(tree, typed))
+
+
+def _common(call: BlockCall, operands: Operands) -> dict[str, Any]:
+    return {
+        "where": call.where,
+        "static": call.static,
+        "on_gpu": call.on_gpu,
+        "paired": isinstance(operands.wi, Pair),
+        "has_bias": operands.bias is not None,
+        "ndim": operands.wi.ndim,
+    }
+
+
+def _given(
+    call: BlockCall, operands: Operands, slabs: Any
+) -> tuple[list[Entries], list[jax.Array]]:
+    """What both directions take, and how it lies where that is known."""
+    assert call.where.roles is not None
+    rows = [*slabs, operands.most, *operands.plan]
+    lies: list[Entries] = [((),), *_of_slabs(call, rows)]
+    halves = jax.tree.leaves(operands.wi)
+    wi, wo, bias = call.lies
+    lies += [of_each(wi) if len(halves) == 2 else wi] * len(halves) + [wo]
+    given = [operands.layer_index, *rows, *halves, operands.wo]
+    if operands.bias is not None:
+        given, lies = [*given, operands.bias], [*lies, bias]
+    return lies, given
+
+
+def _of_slabs(call: BlockCall, arrays: Sequence[jax.Array]) -> list[Entries]:
+    assert call.where.roles is not None
+    return [padded((call.where.roles.slab,), x.ndim) for x in arrays]
+
+
+def _to_slabs(call: BlockCall, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[..., X] laid out as tokens -> [R, T, X]."""
+
+    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x.reshape(1, -1, x.shape[-1]) for x in blocks)
+
+    return _reshaped(call, "block_rows", body, arrays, (_tokens(call), _slabs(call)))
+
+
+def _to_tokens(call: BlockCall, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[R, T, X] -> [..., X] laid out as tokens."""
+    local = call.static.call.layout.local
+
+    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x.reshape(*local, x.shape[-1]) for x in blocks)
+
+    return _reshaped(call, "block_tokens", body, arrays, (_slabs(call), _tokens(call)))
+
+
+def _tokens(call: BlockCall) -> PartitionSpec:
+    return call.static.call.layout.spec()
+
+
+def _slabs(call: BlockCall) -> PartitionSpec:
+    return per_device.slab_spec(call.static.call)
+
+
+def _reshaped(
+    call: BlockCall,
+    name: str,
+    body: Callable[..., tuple[jax.Array, ...]],
+    arrays: Sequence[jax.Array],
+    lies: tuple[PartitionSpec, PartitionSpec],
+) -> tuple[jax.Array, ...]:
+    """`body` on each device: it changes dims, and moves nothing."""
+    given, made = ((each,) * len(arrays) for each in lies)
+    done: tuple[jax.Array, ...] = per_device.run(call.static.call, name, body, arrays, given, made)
+    return done
+
+
+_block = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+first_order.defvjp("moe", _block, _fwd, _bwd)

@@ -1,0 +1,52 @@
+"""The same program by both ways of `ep.moe`: slabs, and the block call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from ep_runtime_client.ops.block import takes
+
+
+class Ways:
+    """Switches the way that programs take which are traced from here on.
+
+    On CPU the block call runs as the ops that it is composed of, in any dtype.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def slabs(self) -> None:
+        """Every program keeps to slabs."""
+        self._patch.setattr(takes, "refused", lambda asked: "library")
+
+    def call(self) -> None:
+        """Programs take the call wherever they could on GPUs."""
+
+        def refused(asked: takes.Asked) -> str:
+            return next((name for name in _ANYWHERE if _refuses(name, asked)), "")
+
+        self._patch.setattr(takes, "refused", refused)
+
+    def both(self, run: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
+        """What `run` gives by slabs, and by the call; compiled."""
+        self.slabs()
+        want = jax.device_get(jax.jit(lambda *x: run(*x))(*operands))
+        self.call()
+        return want, jax.device_get(jax.jit(lambda *x: run(*x))(*operands))
+
+
+_ANYWHERE = ("recipe", "wo_bias", "input_weights", "tokens")
+
+
+def _refuses(name: str, asked: takes.Asked) -> bool:
+    return {
+        "recipe": asked.recipes,
+        "wo_bias": asked.wo_bias,
+        "input_weights": asked.input_weights,
+        "tokens": asked.tokens == 0,
+    }[name]
