@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ep_runtime_client.base import units
+from ep_runtime import units
 from ep_runtime_client.cli import render
 
 _COLUMNS = (

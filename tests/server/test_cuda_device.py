@@ -185,7 +185,8 @@ def test_memory_that_comes_back_counts_for_its_user(start_daemon, driver):
     daemon = start_daemon(gpus=Gpus(load=lambda: driver), per_user=UserLimits(gpu_bytes=1000))
     pool = daemon._daemon.runtime.pool
     pool.device(UUIDS[0])
-    with pytest.raises(errors.PoolExhaustedError, match="holds 0 gpu_bytes on .* asks for 1001"):
+    told = "holds 0 B of gpu_bytes on .* asks for 1001 B"
+    with pytest.raises(errors.PoolExhaustedError, match=told):
         pool.check_room(UUIDS[0], 1001, 4242)
     pool.check_room(UUIDS[0], 1000, 4242)
 

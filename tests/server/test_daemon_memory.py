@@ -16,6 +16,7 @@ from harness import eventually
 from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, redeem
 
 from ep_runtime import board, errors, layer_specs
+from ep_runtime.units import iec
 from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.memory import devices
@@ -63,7 +64,7 @@ def test_an_exhausted_pool_names_asked_free_limit_and_holders(start_daemon):
     assert (fields["free_bytes"], fields["limit_bytes"]) == (1000, limit)
     (holder,) = fields["holders"]
     assert holder.startswith("big (uid ")
-    assert holder.endswith(f"{size_of(spec)} bytes, leased")
+    assert holder.endswith(f"{iec(size_of(spec))}, leased")
     assert daemon.group_states() == {"big": "FORMING"}
     client.close_group(group)
     # Freed beside the admission path: the next one waits for it rather than failing.
@@ -72,7 +73,7 @@ def test_an_exhausted_pool_names_asked_free_limit_and_holders(start_daemon):
 
 def test_more_than_the_host_has_is_refused_not_killed(monkeypatch):
     monkeypatch.setattr(devices, "available_bytes", lambda: 1 << 20)
-    with pytest.raises(errors.PoolExhaustedError, match="the host has 1048576 available"):
+    with pytest.raises(errors.PoolExhaustedError, match="the host has 1.0 MiB available"):
         HostDevice(1 << 40).allocate("x", 2 << 20)
 
 

@@ -8,6 +8,7 @@ from raw_client import close_fds, make_spec
 
 from ep_runtime import board, errors
 from ep_runtime.layer_specs import LayerSpec
+from ep_runtime.units import iec
 from ep_runtime_server import main
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.quotas import UserLimits
@@ -151,7 +152,7 @@ def test_an_exhausted_pool_tells_nothing_of_other_users_but_a_sum(start):
         other.create(make_spec("more"))
     own, rest = caught.value.fields["holders"]
     assert own.startswith(f"own (uid {OTHER_UID}, job theirs)")
-    assert rest == f"1 groups of other users: {SIZE} bytes"
+    assert rest == f"1 groups of other users: {iec(SIZE)}"
     assert "secret" not in str(caught.value) + str(caught.value.fields)
 
 

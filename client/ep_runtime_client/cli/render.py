@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ep_runtime import env
 from ep_runtime.text import printable
-from ep_runtime_client.base.units import duration, iec
+from ep_runtime.units import duration, iec
 
 # Grows when a key of the JSON changes its meaning or goes away; new keys do not count.
 SCHEMA_VERSION = 1

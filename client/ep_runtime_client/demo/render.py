@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ep_runtime_client.base.units import iec
+from ep_runtime.units import iec
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.corpus import Corpus
 

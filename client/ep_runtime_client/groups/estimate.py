@@ -7,9 +7,9 @@ import os
 from typing import Any, Literal, NamedTuple
 
 from ep_runtime import specs, workspace
+from ep_runtime.units import iec
 from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
-from ep_runtime_client.base.units import iec
 
 _log = logging.getLogger("ep_runtime")
 

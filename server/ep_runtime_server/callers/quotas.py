@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
+from ep_runtime.units import iec
 
 DEFAULT_SESSIONS = 1024
 DEFAULT_GROUPS = 4096
@@ -94,10 +95,11 @@ class Quotas:
         self, uid: int, what: str, asked: int, held: int, limit: int, where: str = ""
     ) -> None:
         if asked > limit - held:
+            told = iec if what.endswith("_bytes") else str
             raise PoolExhaustedError(
-                f"uid {uid} holds {held} {what}{where} and asks for {asked}, the limit of a user "
-                f"is {limit}; free some, or start the daemon with another "
-                f"--max-{what.replace('_', '-')}-per-uid",
+                f"uid {uid} holds {told(held)} of {what}{where} and asks for {told(asked)}, the "
+                f"limit of a user is {told(limit)}, {told(asked + held - limit)} less; free some, "
+                f"or start the daemon with another --max-{what.replace('_', '-')}-per-uid",
                 resource=what,
                 asked=asked,
                 held=held,

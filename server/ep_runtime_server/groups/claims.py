@@ -8,6 +8,7 @@ from ep_runtime import board, device_layout, wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.text import check_printable
+from ep_runtime.units import iec
 from ep_runtime_server.base import limits
 
 SERVED_TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
@@ -36,7 +37,7 @@ def check_spec(spec: GroupSpec) -> None:
     board.board_layout(spec)  # refuses a mesh of too many devices
     if spec.world_size * board.window_bytes(spec) > MAX_GROUP_BYTES:
         raise InvalidArgumentError(
-            f"windows of {board.window_bytes(spec)} bytes on {spec.world_size} ranks are more than "
+            f"windows of {iec(board.window_bytes(spec))} on {spec.world_size} ranks are more than "
             f"any host has; lower max_tokens_per_rank={spec.max_tokens_per_rank} or lanes",
             argument="max_tokens_per_rank",
         )

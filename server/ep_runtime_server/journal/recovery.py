@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ep_runtime import board
 from ep_runtime.errors import EpRuntimeError
+from ep_runtime.units import iec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
@@ -199,7 +200,7 @@ class Recovery:
             self._events.add(
                 "server.recovering" if self._waits else "server.recovered",
                 f"the journal named {self.num_sessions} live sessions and "
-                f"{len(self._groups.all())} groups; {self.awaited_bytes} bytes are awaited",
+                f"{len(self._groups.all())} groups; {iec(self.awaited_bytes)} are awaited",
                 generation=self._groups.generation,
                 sessions=self.num_sessions,
                 awaited_bytes=self.awaited_bytes,
@@ -235,7 +236,7 @@ class Recovery:
                 self.lost_bytes += missing
                 self._events.add(
                     "windows.lost",
-                    f"{missing} bytes of {windows.owner}: nobody is left to give them back",
+                    f"{iec(missing)} of {windows.owner}: nobody is left to give them back",
                     group=windows.owner.name,
                     generation=windows.generation,
                 )
@@ -257,8 +258,8 @@ class Recovery:
             self._waits = False
             self._events.add(
                 "server.recovered",
-                f"{self.adopted_bytes} bytes came back, {self.awaited_bytes} are still awaited, "
-                f"{self.lost_bytes} are lost",
+                f"{iec(self.adopted_bytes)} came back, {iec(self.awaited_bytes)} are still "
+                f"awaited, {iec(self.lost_bytes)} are lost",
                 adopted_bytes=self.adopted_bytes,
                 awaited_bytes=self.awaited_bytes,
                 lost_bytes=self.lost_bytes,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError, RuntimeUnavailableError
 from ep_runtime.layout import align_up
+from ep_runtime.units import iec
 
 _log = logging.getLogger(__name__)
 
@@ -189,11 +190,11 @@ class CudaDevice:
         except DriverError as error:
             if not error.out_of_memory:
                 raise RuntimeUnavailableError(
-                    f"{label}: {size_bytes} bytes on {self.name} ({self._gpu.name}): {error}"
+                    f"{label}: {iec(size_bytes)} on {self.name} ({self._gpu.name}): {error}"
                 ) from error
             raise PoolExhaustedError(
-                f"{label}: asked for {size_bytes} bytes on {self.name} ({self._gpu.name}, "
-                f"{self._gpu.total_bytes} bytes), which has no room for them; {_HINT}",
+                f"{label}: asked for {iec(size_bytes)} on {self.name} ({self._gpu.name}, "
+                f"{iec(self._gpu.total_bytes)}), which has no room for them; {_HINT}",
                 asked_bytes=size_bytes,
                 free_bytes=0,
                 limit_bytes=self.limit_bytes,

@@ -9,6 +9,7 @@ import os
 from typing import Protocol
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
+from ep_runtime.units import iec
 from ep_runtime_server.memory.host_memory import available_bytes
 
 # Linux fcntl.h; the fcntl module has them from Python 3.8 on, typeshed on Linux only.
@@ -100,7 +101,8 @@ class HostDevice:
             if size_bytes > available:
                 # A memfd of more than the host has does not fail: it wakes the OOM killer.
                 raise PoolExhaustedError(
-                    f"{label}: asked for {size_bytes} bytes, the host has {available} available",
+                    f"{label}: asked for {iec(size_bytes)}, the host has {iec(available)} "
+                    "available",
                     asked_bytes=size_bytes,
                     free_bytes=available,
                     limit_bytes=self.limit_bytes,
@@ -144,7 +146,7 @@ def _sealed_memfd(label: str, size_bytes: int) -> HostAllocation:
 def _exhausted(label: str, size_bytes: int, limit_bytes: int, error: OSError) -> PoolExhaustedError:
     what = "file descriptors" if error.errno in (errno.EMFILE, errno.ENFILE) else "memory"
     return PoolExhaustedError(
-        f"{label}: {size_bytes} bytes: the host is out of {what}: {error.strerror}",
+        f"{label}: {iec(size_bytes)}: the host is out of {what}: {error.strerror}",
         asked_bytes=size_bytes,
         free_bytes=0,
         limit_bytes=limit_bytes,

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ep_runtime import board
 from ep_runtime.errors import PoolExhaustedError, RuntimeUnavailableError
 from ep_runtime.specs import GroupSpec
+from ep_runtime.units import iec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.quotas import Quotas
@@ -229,15 +230,15 @@ class WindowPool:
         held = sorted(self._sets, key=lambda s: s.bytes_on(device.name), reverse=True)
         own = [s for s in held if s.owner.uid == uid]
         holders = [
-            f"{s.owner}: {s.bytes_on(device.name)} bytes, {s.state.value}"
+            f"{s.owner}: {iec(s.bytes_on(device.name))}, {s.state.value}"
             for s in own[:MAX_NAMED_HOLDERS]
         ]
         others = [s.bytes_on(device.name) for s in held if s.owner.uid != uid]
         if any(others):
-            holders.append(f"{len(others)} groups of other users: {sum(others)} bytes")
+            holders.append(f"{len(others)} groups of other users: {iec(sum(others))}")
         return PoolExhaustedError(
-            f"asked for {asked} bytes on {device.name}, {free} of {device.limit_bytes} are free; "
-            f"held by: {'; '.join(holders) or 'nobody'}",
+            f"asked for {iec(asked)} on {device.name}, {iec(free)} of {iec(device.limit_bytes)} "
+            f"are free, {iec(asked - free)} too little; held by: {'; '.join(holders) or 'nobody'}",
             asked_bytes=asked,
             free_bytes=free,
             limit_bytes=device.limit_bytes,
@@ -267,7 +268,7 @@ class WindowPool:
                 self.on_change(windows)
                 self._events.add(
                     "windows.quarantined",
-                    f"{windows.size_bytes} bytes of {windows.owner} wait for their holders",
+                    f"{iec(windows.size_bytes)} of {windows.owner} wait for their holders",
                     group=windows.owner.name,
                     generation=windows.generation,
                     holders=sorted(windows.holders),
@@ -290,7 +291,7 @@ class WindowPool:
             self._freed.set()
         self._events.add(
             "windows.freed",
-            f"{size_bytes} bytes of {windows.owner} freed",
+            f"{iec(size_bytes)} of {windows.owner} freed",
             group=windows.owner.name,
             generation=windows.generation,
             duration_s=round(self._clock.monotonic_s() - started, 6),

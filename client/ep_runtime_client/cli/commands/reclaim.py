@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.units import iec
 from ep_runtime.v1 import admin_service_pb2 as messages
-from ep_runtime_client.base.units import iec
 from ep_runtime_client.cli.daemon import ordering, source
 
 

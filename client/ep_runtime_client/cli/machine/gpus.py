@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ep_runtime import env, native
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_client.base.units import iec
+from ep_runtime.units import iec
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import nvml
 
