@@ -281,6 +281,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for report in reports.values():
         render.out(report.title)
-        render.write_table(report.columns, report.rows, wide=args.output == "wide", empty="-")
+        wide = args.output == "wide"
+        render.write_table(report.columns, report.rows, wide=wide, whole=True, empty="-")
         render.out("")
     return 0

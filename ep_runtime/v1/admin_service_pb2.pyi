@@ -252,7 +252,7 @@ class PoolStatus(_message.Message):
     def __init__(self, device: _Optional[str] = ..., limit_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., retained_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_buffers: _Optional[int] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session_id", "state", "uid", "pid", "job", "labels", "process_index", "client_version", "groups", "create_time", "age", "since_heartbeat", "progress")
+    __slots__ = ("session_id", "state", "uid", "pid", "job", "labels", "process_index", "client_version", "groups", "create_time", "age", "since_heartbeat", "progress", "since_end")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +273,7 @@ class SessionInfo(_message.Message):
     AGE_FIELD_NUMBER: _ClassVar[int]
     SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_END_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     state: SessionState
     uid: int
@@ -286,7 +287,8 @@ class SessionInfo(_message.Message):
     age: _duration_pb2.Duration
     since_heartbeat: _duration_pb2.Duration
     progress: int
-    def __init__(self, session_id: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., job: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., process_index: _Optional[int] = ..., client_version: _Optional[str] = ..., groups: _Optional[_Iterable[str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., since_heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., progress: _Optional[int] = ...) -> None: ...
+    since_end: _duration_pb2.Duration
+    def __init__(self, session_id: _Optional[str] = ..., state: _Optional[_Union[SessionState, str]] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., job: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., process_index: _Optional[int] = ..., client_version: _Optional[str] = ..., groups: _Optional[_Iterable[str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., since_heartbeat: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., progress: _Optional[int] = ..., since_end: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "node")

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.cli.daemon import watching
 
 _ENDS_AT = 2
 _MOST = 50
@@ -35,6 +35,6 @@ def test_ctrl_c_ends_a_watch_also_where_its_exception_is_lost() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        reading.repeat(argparse.Namespace(watch=0.01, output="json"), once)
+        watching.repeat(argparse.Namespace(watch=0.01, output="json"), once)
     assert calls == _ENDS_AT
     assert signal.getsignal(signal.SIGINT) is before

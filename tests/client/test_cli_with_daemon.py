@@ -29,7 +29,7 @@ _NOBODY = 65534
 # may stand between them. An event has no node: they are asked of one.
 _KEYS = {
     "sessions": "session_id state uid pid job labels process_index client_version groups "
-    "create_time age_s since_heartbeat_s progress",
+    "create_time age_s since_heartbeat_s progress since_end_s",
     "groups": "name job uid generation state window_bytes board_bytes create_time retained_left_s "
     "epoch attempt age_s world_size ep_size mesh_axes pids num_layers num_handles total_bytes "
     "poison_reason late_ranks wanted_ranks nccl_version nccl_state ep_axis outer_axes num_experts "
@@ -121,10 +121,10 @@ def test_json_values_of_a_group(ask: Any, group: ep.Group) -> None:
     ("name", "headings"),
     [
         ("sessions", "SESSION STATE JOB UID PID GROUPS AGE BEAT"),
-        ("groups", "GROUP JOB STATE GENERATION RANKS EP LAYERS HANDLES BYTES PIDS AGE"),
-        ("layers", "LAYER GROUP JOB TOP-K ALIGNMENT IN-FLIGHT STACK GENERATION"),
-        ("handles", "LAYER HANDLE LANE GENERATION STATE JOB PID AGE LAST-OP EPOCH"),
-        ("buffers", "BUFFER BYTES DEVICE KIND STATE OWNER MAPPED-BY"),
+        ("groups", "GROUP JOB STATE LATE GEN RANKS EP LAYERS HANDLES BYTES PIDS AGE"),
+        ("layers", "LAYER GROUP JOB TOP-K ALIGN HANDLES STACK GEN"),
+        ("handles", "LAYER HANDLE LANE GEN STATE JOB PIDS AGE LAST-OP EPOCH"),
+        ("buffers", "BUFFER BYTES DEVICE KIND STATE OWNER MAPPED"),
         ("events", "SEQ TIME KIND SESSION GROUP MESSAGE"),
     ],
 )
@@ -139,7 +139,7 @@ def test_tables_have_these_columns(ask: Any, group: ep.Group, name: str, heading
 
 def test_groups_wide_names_transport_nccl_and_retention(ask: Any, group: ep.Group) -> None:
     lines = ask("groups", "-o", "wide")[1].splitlines()
-    assert {"TRANSPORT", "NODE-SIZE", "NCCL", "NCCL-STATE", "RETAIN"} <= set(lines[0].split())
+    assert {"TRANSPORT", "NODESIZE", "NCCL", "NCCL-STATE", "RETAIN"} <= set(lines[0].split())
     assert "MEMFD" in lines[1].split()
 
 

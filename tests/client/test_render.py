@@ -10,12 +10,13 @@ import pytest
 
 from ep_runtime import units
 from ep_runtime_client.cli import render
+from ep_runtime_client.cli.tables import Column
 
 _COLUMNS = (
-    render.Column("name", "NAME"),
-    render.Column("bytes", "BYTES", "bytes"),
-    render.Column("pids", "PID"),
-    render.Column("hidden", "HIDDEN", wide=True),
+    Column("name", "NAME"),
+    Column("bytes", "BYTES", "bytes"),
+    Column("pids", "PID"),
+    Column("hidden", "HIDDEN", wide=True),
 )
 _ROWS = [
     {"name": "moe", "bytes": 3 << 20, "pids": [4, 5], "hidden": None},
@@ -96,7 +97,7 @@ def test_text_of_others_orders_the_terminal_nothing(
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
     rows = [{"labels": {ORDERS: ORDERS}, "pids": [ORDERS], "name": ORDERS}]
-    columns = [render.Column(key, key.upper()) for key in ("labels", "pids", "name")]
+    columns = [Column(key, key.upper()) for key in ("labels", "pids", "name")]
     render.write_table(columns, rows, wide=True, empty="")
     render.write_pairs([("name", ORDERS)])
     render.err(ORDERS)

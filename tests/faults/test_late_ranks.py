@@ -49,7 +49,7 @@ def status(address: str, capsys: pytest.CaptureFixture[str]) -> Any:
     """What `ep-runtime status` says: lines, or JSON."""
 
     def ask(*words: str) -> Any:
-        assert cli.main(["status", "--address", address, *words]) == 0
+        assert cli.main(["status", "--address", address, *words]) in (cli.OK, cli.LATE)
         text = capsys.readouterr().out
         return json.loads(text) if words else text
 

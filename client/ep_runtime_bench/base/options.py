@@ -13,7 +13,7 @@ from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, RECIPES, WEIGHTS
 from ep_runtime_bench.base.routing import ROUTINGS
 from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 
 GPU_BENCHES = (
     "dispatch",

@@ -21,7 +21,7 @@ import ep_runtime as ep
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.compile import model
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.sessions.session import Session
 
 STOCK = "stock"

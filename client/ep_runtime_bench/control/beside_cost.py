@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 
 READY_TIMEOUT_S = 60.0
 _QUERY = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

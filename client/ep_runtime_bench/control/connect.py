@@ -18,7 +18,7 @@ from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.control import beside_cost
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 
 CLIENTS = 5
 GPU_CLIENTS = 2  # each takes ten seconds and more to start JAX

@@ -17,7 +17,7 @@ from ep_runtime.v1 import session_service_pb2
 from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median, quantile
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.sessions.session import Session
 
 UNARY_CALLS = 2000

@@ -18,7 +18,7 @@ from ep_runtime import specs
 from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.groups import estimate
 from ep_runtime_client.jobs.members import Member, start_jax
 

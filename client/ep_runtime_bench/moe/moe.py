@@ -33,7 +33,7 @@ from ep_runtime_bench.base.moe_cases import (
 from ep_runtime_bench.base.options import STOCK_LAYERS, BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median, quantile
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 
 CLIENT = "ep_runtime_bench.moe.client"
 CLIENT_TIMEOUT_S = 120.0

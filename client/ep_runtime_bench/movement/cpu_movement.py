@@ -19,7 +19,7 @@ from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.options import BenchOptions, BenchReport, Sample
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.movement.memcpy import MEMCPY
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator
 
 COLUMNS = (

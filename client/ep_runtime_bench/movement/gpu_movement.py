@@ -29,7 +29,7 @@ from ep_runtime_bench.base.options import (
 )
 from ep_runtime_bench.base.timing import median, quantile
 from ep_runtime_bench.movement import cpu_movement
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.jobs.members import Member
 
 COLUMNS = (

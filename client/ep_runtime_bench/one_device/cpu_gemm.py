@@ -17,7 +17,7 @@ import numpy as np
 
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import in_turn, median
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes

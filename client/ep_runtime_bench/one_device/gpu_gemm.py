@@ -28,7 +28,7 @@ from jax import lax
 from ep_runtime_bench.base.device_time import CallTimer, Clock, gpu_clock
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.ops.gemm import kernels_32
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain

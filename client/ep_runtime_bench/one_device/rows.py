@@ -18,7 +18,7 @@ from ep_runtime_bench.base.device_time import CallTimer, gpu_clock
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import in_turn, median
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 
 GPU_ROWS = 32768  # unless tokens say otherwise
 CPU_ROWS = 2048

@@ -31,7 +31,7 @@ from ep_runtime_bench.base.train_cases import (
 )
 from ep_runtime_bench.moe.moe import KERNEL_COLUMNS, kernel_rows_of
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import Column
 
 CLIENT = "ep_runtime_bench.train.client"
 CLIENT_TIMEOUT_S = 240.0

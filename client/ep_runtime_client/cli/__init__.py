@@ -4,7 +4,8 @@ A command's module has `add_arguments(parser)` and `run(args) -> exit code`. Onl
 the command that was typed is imported, none imports JAX, and gRPC comes with the first call, so
 the first output is there within 0.3 s.
 
-Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied.
+Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 (of `status`) a rank
+is late.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from types import ModuleType
 from typing import NoReturn
 
 from ep_runtime import errors
-from ep_runtime_client.cli import render
+from ep_runtime_client.cli import names, render
 
-OK, USAGE, NO_DAEMON, PARTIAL, DENIED = range(5)
+OK, USAGE, NO_DAEMON, PARTIAL, DENIED, LATE = range(6)
 
 COMMANDS = {
     "serve": "run the daemon in the foreground",
@@ -34,6 +35,7 @@ COMMANDS = {
     "handles": "handles: layer, lane, generation, state, owner, last op",
     "buffers": "windows and boards: bytes, state, owner, who maps them",
     "events": "what happened lately",
+    "describe": "all about one session, group, layer, handle, buffer or node",
     "drain": "let no new session or group in; --shutdown ends the daemon",
     "fence": "cut one session off",
     "reclaim": "take a group's memory back, or that of all retained groups",
@@ -62,7 +64,8 @@ def usage() -> str:
     lines += [
         "",
         "'ep-runtime COMMAND --help' lists a command's options.",
-        "exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied",
+        "exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, "
+        "5 a rank is late",
     ]
     return "\n".join(lines)
 
@@ -78,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     name = _ALIASES.get(words[0], words[0])
     if name not in COMMANDS:
-        render.err(f"ep-runtime: no command {name!r}; one of {', '.join(COMMANDS)}")
+        close = names.hint(name, COMMANDS)
+        render.err(f"ep-runtime: no command {name!r}; one of {', '.join(COMMANDS)}{close}")
         return USAGE
     if name == "serve":
         module("serve").run_words(words[1:])

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from ep_runtime import env
 from ep_runtime.text import printable
-from ep_runtime.units import duration, iec
+from ep_runtime_client.cli import tables
+from ep_runtime_client.cli.tables import Column
 
 # Grows when a key of the JSON changes its meaning or goes away; new keys do not count.
 SCHEMA_VERSION = 1
 OUTPUTS = ("table", "json", "wide")
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """One column of a table.
-
-    Attributes:
-        key: key of the row's dict.
-        title: heading.
-        kind: "text", "bytes" (IEC units in tables), "seconds" (an age), "count", "lane" (-1: none).
-        wide: shown by `-o wide` only.
-    """
-
-    key: str
-    title: str
-    kind: str = "text"
-    wide: bool = False
 
 
 def out(text: str, *, stream: TextIO | None = None) -> None:
@@ -42,9 +26,18 @@ def out(text: str, *, stream: TextIO | None = None) -> None:
 
 
 def err(text: str) -> None:
-    """Writes one line to standard error."""
-    sys.stderr.write(printable(text) + "\n")
+    """Writes to standard error, in lines that the terminal has room for."""
+    room = width(sys.stderr)
+    for line in printable(text).split("\n"):
+        for part in [line] if room is None else tables.fold(line, room) or [""]:
+            sys.stderr.write(part + "\n")
     sys.stderr.flush()
+
+
+def width(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal; None where the stream (standard output) is none: then lines may be
+    of any length."""
+    return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else None
 
 
 def document(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,82 +55,68 @@ def write_json(kind: str, body: Mapping[str, Any], *, compact: bool = False) -> 
 
 
 def write_table(
-    columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], *, wide: bool, empty: str
+    columns: Sequence[Column],
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    wide: bool,
+    empty: str,
+    whole: bool = False,
+    headers: bool = True,
 ) -> None:
-    """Writes rows under headings, or the line `empty` where there is none."""
-    shown = [column for column in columns if wide or not column.wide]
-    cells = [[cell(row.get(column.key), column.kind) for column in shown] for row in rows]
-    if not cells:
-        out(empty)
-        return
-    from rich.table import Table
+    """Writes rows under headings, or the line `empty` where there is none.
 
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for column in shown:
-        right = column.kind in ("bytes", "count", "seconds")
-        table.add_column(column.title, justify="right" if right else "left", no_wrap=True)
-    for line in cells:
-        table.add_row(*line)
-    write_rich(table)
+    Args:
+        wide: with the columns that are only of `-o wide`, values in full; leaves no column out.
+        whole: leaves no column out.
+        headers: with the line of titles.
+    """
+    shown = [column for column in columns if wide or not column.wide]
+    cells = [tables.cells(shown, row, wide=wide) for row in rows]
+    if not cells:
+        if empty:
+            out(empty)
+        return
+    for number, block in enumerate(tables.place(shown, cells, width(), whole=wide or whole)):
+        if number:
+            out("")
+        if headers:
+            write_heading(block)
+        for row in cells:
+            write_row(block, row)
+
+
+def write_heading(block: tables.Block) -> None:
+    """Writes the titles, in bold on a terminal."""
+    bold = sys.stdout.isatty() and not env.no_color()
+    line = tables.heading(block)
+    sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if bold else f"{line}\n")
+    sys.stdout.flush()
+
+
+def write_row(block: tables.Block, cells: Sequence[str]) -> None:
+    """Writes one row, in as many lines as it folds into."""
+    for line in tables.draw(block, cells):
+        out(line)
 
 
 def write_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Writes `name  value` lines, values in one column."""
-    width = max((len(name) for name, _ in pairs), default=0)
+    wide = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
-        out(f"{name:<{width}}  {_line(value)}".rstrip())
+        write_text(value, start=f"{name:<{wide}}  ", then=" " * (wide + 2))
 
 
-def write_rich(renderable: Any) -> None:
-    """Writes a rich object; plain text of full width where standard output is no terminal."""
-    from rich.console import Console
-
-    tty = sys.stdout.isatty()
-    console = Console(
-        no_color=env.no_color() or not tty,
-        width=None if tty else 1000,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        soft_wrap=not tty,
-    )
-    if tty:
-        console.print(renderable)
-        return
-    # Rich pads every line to the last column's width; that only costs bytes in a file.
-    with console.capture() as captured:
-        console.print(renderable)
-    out("\n".join(line.rstrip() for line in captured.get().splitlines()))
+def write_text(text: str, *, start: str = "", then: str = "") -> None:
+    """Writes a text behind `start`; what the terminal has no room for goes on behind `then`."""
+    text = printable(text.replace("\n", " "))
+    room = width()
+    lines = [text] if room is None else tables.fold(text, max(room - len(start), 20))
+    for line in lines or [""]:
+        out((start + line).rstrip())
+        start = then
 
 
 def clear_screen() -> None:
     """Moves a terminal to its top left corner and clears it."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[H\x1b[2J")
-
-
-def _line(text: str) -> str:
-    return printable(text.replace("\n", " "))
-
-
-def cell(value: Any, kind: str) -> str:
-    """One value as a table shows it."""
-    return _line(_cell(value, kind))
-
-
-def _cell(value: Any, kind: str) -> str:
-    if value is None or value == "":
-        return "-"
-    if kind == "bytes":
-        return iec(int(value))
-    if kind == "seconds":
-        return duration(float(value))
-    if kind == "lane":
-        return str(value) if value >= 0 else "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, dict):
-        return ",".join(f"{key}={item}" for key, item in value.items()) or "-"
-    if isinstance(value, list | tuple):
-        return ",".join(str(item) for item in value) or "-"
-    return str(value)

@@ -103,6 +103,8 @@ def session(session: SessionRecord, groups: Iterable[str], clock: Clock) -> pb.S
     )
     if session.last_beat_s is not None:
         message.since_heartbeat.CopyFrom(wire.duration(now - session.last_beat_s))
+    if session.ended_s is not None:
+        message.since_end.CopyFrom(wire.duration(now - session.ended_s))
     return message
 
 

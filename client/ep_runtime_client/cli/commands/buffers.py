@@ -5,35 +5,37 @@ from __future__ import annotations
 import argparse
 
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 
 VIEW = reading.View(
     kind="buffers",
     columns=(
-        Column("buffer_id", "BUFFER"),
-        Column("bytes", "BYTES", "bytes"),
-        Column("device", "DEVICE"),
-        Column("kind", "KIND"),
-        Column("state", "STATE"),
-        Column("owner", "OWNER"),
-        Column("mapped_by", "MAPPED-BY"),
-        Column("world_rank", "RANK", "count", wide=True),
-        Column("generation", "GENERATION", "count", wide=True),
-        Column("uid", "UID", wide=True),
-        Column("age_s", "AGE", "seconds", wide=True),
+        Column("buffer_id", "BUFFER", priority=IDENTITY, about="its name in this daemon's life"),
+        Column("bytes", "BYTES", "bytes", about="its size"),
+        Column("device", "DEVICE", "device", priority=4, about="host, or a GPU's UUID"),
+        Column("kind", "KIND", priority=3, about="BOARD (of a group) or WINDOW (of a rank)"),
+        Column(
+            "state",
+            "STATE",
+            priority=STATE,
+            about="LEASED, RETAINED (waits for its job), QUARANTINED (somebody may map it)",
+        ),
+        Column("owner", "OWNER", about="job/group"),
+        Column("mapped_by", "MAPPED", "list", priority=3, about="pids that map it"),
+        Column("world_rank", "RANK", "count", wide=True, about="world rank; -1: the board"),
+        Column("generation", "GEN", "count", wide=True, about="generation of the group"),
+        Column("uid", "UID", wide=True, about="the group's user"),
+        Column("age_s", "AGE", "seconds", wide=True, about="since it was allocated"),
     ),
     fetch=lambda daemon, args: list(daemon.buffers()),
-    keys=(
-        "buffer_id",
-        "group",
-        "owner",
-    ),
+    keys=("buffer_id", "group", "owner"),
+    identity=("buffer_id",),
     empty="no buffers",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    reading.add_arguments(parser, "buffer")
+    reading.add_arguments(parser, VIEW, "buffer")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,14 +16,15 @@ from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, RuntimeUnavailableError
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.cli.daemon import reading, watching
+from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 from ep_runtime_client.daemons.place import Place
 
 _COLUMNS = (
-    render.Column("check", "CHECK"),
-    render.Column("state", "STATE"),
-    render.Column("found", "FOUND"),
-    render.Column("advice", "ADVICE"),
+    Column("check", "CHECK", priority=IDENTITY, about="what is looked at"),
+    Column("state", "STATE", priority=STATE, about="OK, WARN (works, with a loss), FAIL"),
+    Column("found", "FOUND", "prose", priority=STATE, about="what there is"),
+    Column("advice", "ADVICE", "prose", priority=STATE, about="what to do"),
 )
 
 # A group of 64 ranks maps 65 descriptors at once, and JAX opens its own.
@@ -42,10 +43,11 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_output_arguments(parser)
     reading.add_daemon_arguments(parser)
+    reading.explain(parser, {"columns": _COLUMNS})
 
 
 def run(args: argparse.Namespace) -> int:
-    return reading.repeat(args, lambda: _once(args))
+    return watching.repeat(args, lambda: _once(args))
 
 
 def _once(args: argparse.Namespace) -> int:

@@ -1,38 +1,73 @@
-"""`ep-runtime events`: state changes, oldest first; --watch goes on with new ones."""
+"""`ep-runtime events`: state changes, oldest first; --follow goes on with new ones."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import fnmatch
+import re
+from typing import Any
 
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.daemon import choosing, reading, watching
+from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 
 COLUMNS = (
-    Column("sequence", "SEQ", "count"),
-    Column("time", "TIME"),
-    Column("kind", "KIND"),
-    Column("session_id", "SESSION"),
-    Column("group", "GROUP"),
-    Column("message", "MESSAGE"),
-    Column("fields_json", "FIELDS", wide=True),
+    Column("sequence", "SEQ", "count", priority=IDENTITY, about="its number, as for --after"),
+    Column("time", "TIME", "time", priority=STATE, about="when, by this machine's clock"),
+    Column("kind", "KIND", priority=STATE, about="what: THING.CHANGE, as for --type"),
+    Column("session_id", "SESSION", priority=4, about="session it concerns"),
+    Column("group", "GROUP", priority=3, about="group it concerns"),
+    Column("message", "MESSAGE", "prose", priority=STATE, about="one line for people"),
+    Column("fields_json", "FIELDS", "prose", wide=True, about="names and numbers"),
 )
+
+_LONGEST_S = 1e9  # clocks began later
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
+
+
+def span(text: str) -> float:
+    """argparse type: 90s, 10m, 1h30m, 2d or a number of seconds, as seconds."""
+    if _SPAN.fullmatch(text):
+        parts = re.findall(r"([\d.]+)([smhd])", text)
+        return sum(float(number) * _UNITS[unit] for number, unit in parts)
+    try:
+        return reading.positive(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be like 90s, 10m or 1h30m, got {text!r}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="only of this group or session")
-    parser.add_argument(
-        "--after", type=int, default=0, metavar="SEQ", help="only events after this number"
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="only of this group or session")
+    add("--after", type=int, default=0, metavar="SEQ", help="only events after this number")
+    add("--since", type=span, metavar="SPAN", help="only of the last 90s, 10m, 1h30m, ...")
+    add(
+        "--type",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help="only of this kind: group, group.ready, '*.denied'; may be given several times",
     )
+    add("-f", "--follow", action="store_true", help="go on with new ones, asked for every second")
     reading.add_node_argument(parser, "the daemon itself; numbers are a node's own")
     reading.add_output_arguments(parser)
+    reading.add_list_arguments(parser)
     reading.add_daemon_arguments(parser)
+    reading.explain(parser, {"columns": COLUMNS})
 
 
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
     after = args.after
+    if args.follow:
+        args.watch = args.watch or watching.EVERY_S
+    wanted = choosing.conditions(args.label)
+    start = _started(args.since)
+    wide = args.output == "wide"
+    lines = watching.Lines(COLUMNS, wide=wide, headers=not args.no_headers)
     with source.open_source(args.address, timeout_s=args.timeout) as asked:
         daemon = asked.of_node(args.node) if args.node else asked
 
@@ -40,12 +75,39 @@ def run(args: argparse.Namespace) -> int:
             nonlocal after
             rows = daemon.events(after)
             first, after = after == args.after, max([after, *(row["sequence"] for row in rows)])
-            if args.name is not None:
-                rows = [row for row in rows if args.name in (row["session_id"], row["group"])]
+            rows = [row for row in rows if _asked_for(row, args, start)]
+            rows = choosing.ordered(choosing.filtered(rows, wanted, COLUMNS), args.sort_by, COLUMNS)
             if args.output == "json":
                 render.write_json("events", {"items": rows}, compact=bool(args.watch))
-            elif rows or first:
-                render.write_table(COLUMNS, rows, wide=args.output == "wide", empty="no events")
+            elif args.watch and rows:
+                lines.write(rows)
+            elif first:
+                headers = not args.no_headers
+                empty = "no events" if headers else ""
+                render.write_table(COLUMNS, rows, wide=wide, empty=empty, headers=headers)
             return 0
 
-        return reading.repeat(args, once, clear=False)
+        return watching.repeat(args, once, clear=False)
+
+
+def _started(since_s: float | None) -> datetime.datetime | None:
+    if since_s is None:
+        return None
+    return datetime.datetime.now(datetime.UTC) - datetime.timedelta(
+        seconds=min(since_s, _LONGEST_S)
+    )
+
+
+def _asked_for(
+    row: dict[str, Any], args: argparse.Namespace, start: datetime.datetime | None
+) -> bool:
+    if args.name is not None and args.name not in (row["session_id"], row["group"]):
+        return False
+    if start is not None and datetime.datetime.fromisoformat(row["time"]) < start:
+        return False
+    return not args.type or any(_is_kind(row["kind"], kind) for kind in args.type)
+
+
+def _is_kind(kind: str, wanted: str) -> bool:
+    """`group` is every change of groups, `group.ready` one of them, `*.denied` a pattern."""
+    return kind == wanted or kind.startswith(f"{wanted}.") or fnmatch.fnmatchcase(kind, wanted)

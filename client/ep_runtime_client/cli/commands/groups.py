@@ -5,45 +5,58 @@ from __future__ import annotations
 import argparse
 
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 
 VIEW = reading.View(
     kind="groups",
     columns=(
-        Column("name", "GROUP"),
-        Column("job", "JOB"),
-        Column("state", "STATE"),
-        Column("generation", "GENERATION", "count"),
-        Column("world_size", "RANKS", "count"),
-        Column("ep_size", "EP", "count"),
-        Column("num_layers", "LAYERS", "count"),
-        Column("num_handles", "HANDLES", "count"),
-        Column("total_bytes", "BYTES", "bytes"),
-        Column("pids", "PIDS"),
-        Column("age_s", "AGE", "seconds"),
-        Column("epoch", "EPOCH", "count", wide=True),
-        Column("attempt", "ATTEMPT", "count", wide=True),
-        Column("transport", "TRANSPORT", wide=True),
-        Column("node_size", "NODE-SIZE", "count", wide=True),
-        Column("nccl_version", "NCCL", wide=True),
-        Column("nccl_state", "NCCL-STATE", wide=True),
-        Column("retain_s", "RETAIN", "seconds", wide=True),
-        Column("retained_left_s", "LEFT", "seconds", wide=True),
-        Column("recv_capacity_per_rank", "CAPACITY", "count", wide=True),
-        Column("num_experts", "EXPERTS", "count", wide=True),
-        Column("num_sms", "SMS", "count", wide=True),
-        Column("workspace", "WORKSPACE", wide=True),
-        Column("uid", "UID", wide=True),
-        Column("poison_reason", "POISON", wide=True),
+        Column("name", "GROUP", priority=IDENTITY, about="its name, unique in the job of a user"),
+        Column("job", "JOB", about="the job"),
+        Column(
+            "state",
+            "STATE",
+            priority=STATE,
+            about="FORMING, READY, BROKEN (a process is gone), RETAINED (waits for its job)",
+        ),
+        Column(
+            "late_ranks",
+            "LATE",
+            "late",
+            priority=STATE,
+            about="rank for which others have waited for more than 10 s, and how many more",
+        ),
+        Column("generation", "GEN", "count", priority=5, about="grows when it forms anew"),
+        Column("world_size", "RANKS", "count", about="devices"),
+        Column("ep_size", "EP", "count", priority=4, about="ranks of one EP group"),
+        Column("num_layers", "LAYERS", "count", priority=3, about="each of a stack counted"),
+        Column("num_handles", "HANDLES", "count", priority=4, about="handles of its layers"),
+        Column("total_bytes", "BYTES", "bytes", about="its board and windows"),
+        Column("pids", "PIDS", "list", priority=4, about="its processes"),
+        Column("age_s", "AGE", "seconds", about="since this generation began to form"),
+        Column("epoch", "EPOCH", "count", wide=True, about="of its view, in a cluster"),
+        Column("attempt", "ATTEMPT", "count", wide=True, about="tries to form it"),
+        Column("transport", "TRANSPORT", wide=True, about="what moves its rows"),
+        Column("node_size", "NODESIZE", "count", wide=True, about="ranks that share windows"),
+        Column("nccl_version", "NCCL", wide=True, about="libnccl of its processes"),
+        Column("nccl_state", "NCCL-STATE", wide=True, about="what became of its communicators"),
+        Column("retain_s", "RETAIN", "seconds", wide=True, about="kept after its last process"),
+        Column("retained_left_s", "LEFT", "seconds", wide=True, about="of that, while RETAINED"),
+        Column("recv_capacity_per_rank", "CAPACITY", "count", wide=True, about="rows of a slab"),
+        Column("num_experts", "EXPERTS", "count", wide=True, about="experts"),
+        Column("num_sms", "SMS", "count", wide=True, about="SMs of its kernels; 0: chosen"),
+        Column("workspace", "WORKSPACE", wide=True, about="of block calls: bytes, factor or auto"),
+        Column("uid", "UID", wide=True, about="its user"),
+        Column("poison_reason", "POISON", wide=True, about="why its waits end in errors"),
     ),
     fetch=lambda daemon, args: list(daemon.groups()),
     keys=("name",),
+    identity=("uid", "job", "name"),
     empty="no groups",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    reading.add_arguments(parser, "group")
+    reading.add_arguments(parser, VIEW, "group")
 
 
 def run(args: argparse.Namespace) -> int:

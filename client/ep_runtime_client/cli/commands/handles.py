@@ -5,37 +5,40 @@ from __future__ import annotations
 import argparse
 
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 
 VIEW = reading.View(
     kind="handles",
     columns=(
-        Column("layer", "LAYER"),
-        Column("handle", "HANDLE", "count"),
-        Column("lane", "LANE", "lane"),
-        Column("generation", "GENERATION", "count"),
-        Column("state", "STATE"),
-        Column("job", "JOB"),
-        Column("pids", "PID"),
-        Column("age_s", "AGE", "seconds"),
-        Column("last_op", "LAST-OP"),
-        Column("epoch", "EPOCH", "count"),
-        Column("group", "GROUP", wide=True),
-        Column("index", "INDEX", "count", wide=True),
-        Column("calls", "CALLS", "count", wide=True),
-        Column("rows", "ROWS", "count", wide=True),
-        Column("dropped_rows", "DROPPED", "count", wide=True),
-        Column("rounds", "ROUNDS", "count", wide=True),
-        Column("uid", "UID", wide=True),
+        Column("layer", "LAYER", priority=IDENTITY, about="layer; NAME[i] of a stack"),
+        Column(
+            "handle", "HANDLE", "count", priority=IDENTITY, about="which of the layer's handles"
+        ),
+        Column("lane", "LANE", "lane", priority=3, about="lane of its last call"),
+        Column("generation", "GEN", "count", priority=5, about="generation of the group"),
+        Column("state", "STATE", priority=STATE, about="as the board tells: IDLE, BUSY, ..."),
+        Column("job", "JOB", about="the group's job"),
+        Column("pids", "PIDS", "list", priority=4, about="processes that may use it"),
+        Column("age_s", "AGE", "seconds", about="since its record changed"),
+        Column("last_op", "LAST-OP", about="its last op"),
+        Column("epoch", "EPOCH", "count", priority=4, about="epoch of that op"),
+        Column("group", "GROUP", wide=True, about="the layer's group"),
+        Column("index", "INDEX", "count", wide=True, about="its record on the board"),
+        Column("calls", "CALLS", "count", wide=True, about="ops since the group formed"),
+        Column("rows", "ROWS", "count", wide=True, about="rows received"),
+        Column("dropped_rows", "DROPPED", "count", wide=True, about="rows over capacity"),
+        Column("rounds", "ROUNDS", "count", wide=True, about="parts that calls ran beyond one"),
+        Column("uid", "UID", wide=True, about="the group's user"),
     ),
     fetch=lambda daemon, args: list(daemon.handles()),
     keys=("layer",),
+    identity=("uid", "job", "group", "layer", "handle"),
     empty="no handles",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    reading.add_arguments(parser, "layer")
+    reading.add_arguments(parser, VIEW, "layer")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,31 +5,32 @@ from __future__ import annotations
 import argparse
 
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import IDENTITY, Column
 
 VIEW = reading.View(
     kind="layers",
     columns=(
-        Column("name", "LAYER"),
-        Column("group", "GROUP"),
-        Column("job", "JOB"),
-        Column("top_k", "TOP-K", "count"),
-        Column("alignment", "ALIGNMENT", "count"),
-        Column("in_flight", "IN-FLIGHT", "count"),
-        Column("num_layers", "STACK", "count"),
-        Column("generation", "GENERATION", "count"),
-        Column("base_id", "ID", wide=True),
-        Column("handle_base", "HANDLES-AT", "count", wide=True),
-        Column("uid", "UID", wide=True),
+        Column("name", "LAYER", priority=IDENTITY, about="its name, or the stack's"),
+        Column("group", "GROUP", priority=IDENTITY, about="group it is registered with"),
+        Column("job", "JOB", about="the group's job"),
+        Column("top_k", "TOP-K", "count", about="experts per token"),
+        Column("alignment", "ALIGN", "count", priority=3, about="rows an expert's zone is cut to"),
+        Column("in_flight", "HANDLES", "count", priority=3, about="dispatches open at once"),
+        Column("num_layers", "STACK", "count", priority=4, about="layers of the stack, or 1"),
+        Column("generation", "GEN", "count", priority=5, about="generation of the group"),
+        Column("base_id", "ID", wide=True, about="number in records of the board"),
+        Column("handle_base", "FIRST", "count", wide=True, about="record of its first handle"),
+        Column("uid", "UID", wide=True, about="the group's user"),
     ),
     fetch=lambda daemon, args: list(daemon.layers()),
     keys=("name",),
+    identity=("uid", "job", "group", "name"),
     empty="no layers",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    reading.add_arguments(parser, "layer")
+    reading.add_arguments(parser, VIEW, "layer")
 
 
 def run(args: argparse.Namespace) -> int:

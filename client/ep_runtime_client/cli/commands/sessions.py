@@ -3,38 +3,62 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.render import Column
+from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
+
+if TYPE_CHECKING:
+    from ep_runtime_client.cli.daemon import source
+
+LATELY_S = 60.0
+
+
+def _fetch(daemon: source.Source, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Those that live or ended lately; one that is named, and all with --all."""
+    rows = daemon.sessions()
+    if args.all or args.name is not None:
+        return rows
+    return [row for row in rows if (row["since_end_s"] or 0.0) < LATELY_S]
+
 
 VIEW = reading.View(
     kind="sessions",
     columns=(
-        Column("session_id", "SESSION"),
-        Column("state", "STATE"),
-        Column("job", "JOB"),
-        Column("uid", "UID"),
-        Column("pid", "PID"),
-        Column("groups", "GROUPS"),
-        Column("age_s", "AGE", "seconds"),
-        Column("since_heartbeat_s", "BEAT", "seconds"),
-        Column("process_index", "PROCESS", wide=True),
-        Column("client_version", "CLIENT", wide=True),
-        Column("progress", "PROGRESS", "count", wide=True),
-        Column("labels", "LABELS", wide=True),
+        Column("session_id", "SESSION", priority=IDENTITY, about="its name; `fence` takes it"),
+        Column(
+            "state",
+            "STATE",
+            priority=STATE,
+            about="CONNECTED, ACTIVE, SUSPECT (silent for 10 s), FENCED, CLOSED, "
+            "DEAD (ended without goodbye)",
+        ),
+        Column("job", "JOB", about="namespace of its groups"),
+        Column("uid", "UID", priority=5, about="user, as the kernel says"),
+        Column("pid", "PID", about="process, in the daemon's pid namespace"),
+        Column("groups", "GROUPS", "list", priority=3, about="groups in which it has a rank"),
+        Column("age_s", "AGE", "seconds", priority=3, about="since it connected"),
+        Column("since_heartbeat_s", "BEAT", "seconds", priority=4, about="since it was heard"),
+        Column("since_end_s", "ENDED", "seconds", wide=True, about="since it ended"),
+        Column("process_index", "PROCESS", wide=True, about="jax.process_index"),
+        Column("client_version", "CLIENT", wide=True, about="version of its package"),
+        Column("progress", "PROGRESS", "count", wide=True, about="last progress number it sent"),
+        Column("labels", "LABELS", "list", wide=True, about="labels of connect()"),
     ),
-    fetch=lambda daemon, args: list(daemon.sessions()),
-    keys=(
-        "session_id",
-        "pid",
-        "job",
-    ),
+    fetch=_fetch,
+    keys=("session_id", "pid", "job"),
+    identity=("session_id",),
     empty="no sessions",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    reading.add_arguments(parser, "session")
+    reading.add_arguments(parser, VIEW, "session")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"those too that ended more than {LATELY_S:g} s ago (the daemon keeps ten minutes)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

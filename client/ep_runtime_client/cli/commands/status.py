@@ -1,7 +1,7 @@
 """`ep-runtime status`: the daemon on one screen, with the nodes of its cluster.
 
 `--quiet` only sets the exit code, and is about this daemon alone: what probes it must not restart
-it because another node is away.
+it because another node is away, or because a rank is late.
 """
 
 from __future__ import annotations
@@ -9,95 +9,117 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ep_runtime.units import duration, iec
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.cli.daemon import reading, watching
+from ep_runtime_client.cli.tables import IDENTITY, Column
 
 if TYPE_CHECKING:
-    from ep_runtime_client.cli.daemon import nodes
+    from ep_runtime_client.cli.daemon import nodes, source
 
 _POOLS = (
-    render.Column("device", "DEVICE"),
-    render.Column("limit_bytes", "LIMIT", "bytes"),
-    render.Column("leased_bytes", "LEASED", "bytes"),
-    render.Column("retained_bytes", "RETAINED", "bytes"),
-    render.Column("quarantined_bytes", "QUARANTINED", "bytes"),
-    render.Column("num_buffers", "BUFFERS", "count"),
+    Column("device", "DEVICE", "device", priority=IDENTITY, about="host, or a GPU's UUID"),
+    Column("limit_bytes", "LIMIT", "bytes", about="most that groups may hold together"),
+    Column("leased_bytes", "LEASED", "bytes", about="of groups that have processes, or form"),
+    Column("retained_bytes", "RETAINED", "bytes", about="of groups that wait for their job"),
+    Column("quarantined_bytes", "QUARANT.", "bytes", about="until nobody maps it any more"),
+    Column("num_buffers", "BUFFERS", "count", priority=3, about="windows and boards"),
 )
 
-
 _USERS = (
-    render.Column("uid", "USER"),
-    render.Column("num_sessions", "SESSIONS", "count"),
-    render.Column("num_groups", "GROUPS", "count"),
-    render.Column("num_layers", "LAYERS", "count"),
-    render.Column("host_bytes", "HOST", "bytes"),
-    render.Column("gpu_bytes", "GPUS", "bytes"),
-    render.Column("num_fds", "DESCRIPTORS", "count"),
-    render.Column("journal_bytes", "JOURNAL", "bytes"),
+    Column("uid", "USER", priority=IDENTITY, about="uid; `limit` is what each may hold at most"),
+    Column("num_sessions", "SESSIONS", "count", about="sessions that live"),
+    Column("num_groups", "GROUPS", "count", about="groups"),
+    Column("num_layers", "LAYERS", "count", about="layers and stacks"),
+    Column("host_bytes", "HOST", "bytes", about="windows and boards in host memory"),
+    Column("gpu_bytes", "GPUS", "bytes", about="windows on all GPUs"),
+    Column("num_fds", "FDS", "count", priority=3, about="descriptors of the daemon"),
+    Column("journal_bytes", "JOURNAL", "bytes", priority=3, about="records for a restart"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from ep_runtime_client.cli.daemon import nodes
+    from ep_runtime_client.cli.machine import gpus
+
     parser.add_argument(
-        "--quiet", "-q", action="store_true", help="print nothing: the exit code is the answer"
+        "--quiet",
+        "-q",
+        action="store_true",
+        help="print nothing: the exit code is the answer, and is not about late ranks",
     )
+    reading.add_node_argument(parser, "the daemon itself, with all nodes of its cluster")
     reading.add_output_arguments(parser)
     reading.add_daemon_arguments(parser)
+    shown = {"memory": _POOLS, "users": _USERS, "GPUs": gpus.COLUMNS, "nodes": nodes.COLUMNS}
+    reading.explain(parser, shown)
 
 
 def run(args: argparse.Namespace) -> int:
-    from ep_runtime_client.cli.daemon import nodes, source
+    from ep_runtime_client.cli.daemon import source
+
+    with source.open_source(args.address, timeout_s=args.timeout) as asked:
+        daemon = asked.of_node(args.node) if args.node else asked
+        return watching.repeat(args, lambda: _once(args, daemon))
+
+
+def _once(args: argparse.Namespace, daemon: source.Source) -> int:
+    from ep_runtime_client.cli.daemon import nodes
     from ep_runtime_client.cli.machine import gpus
 
-    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+    status = daemon.status()
+    ill = (status["journal"] or {}).get("error") or status["failing_tasks"]
+    healthy = status["state"] == "SERVING" and not ill
+    code = cli.OK if healthy else cli.PARTIAL
+    if args.quiet:
+        return code
+    # Another node's GPUs are not this machine's.
+    found = gpus.NONE if args.node else gpus.told(gpus.held_by_gpu(status))
+    alone = args.node or not status["cluster"]
+    others = nodes.Found([], []) if alone else nodes.table(daemon, status)
+    if args.output == "json":
+        document = {**status, "gpus": found, "nodes": others.rows}
+        render.write_json("status", document, compact=bool(args.watch))
+    else:
+        wide = args.output == "wide"
+        _write(status, found, wide=wide)
+        _write_cluster(status["cluster"], others, wide=wide)
+    if code == cli.OK and not others.missing and _any_late(status, others):
+        return cli.LATE
+    return cli.PARTIAL if others.missing else code
 
-        def once() -> int:
-            status = daemon.status()
-            ill = (status["journal"] or {}).get("error") or status["failing_tasks"]
-            healthy = status["state"] == "SERVING" and not ill
-            code = cli.OK if healthy else cli.PARTIAL
-            if args.quiet:
-                return code
-            found = gpus.told(gpus.held_by_gpu(status))
-            others = nodes.table(daemon, status) if status["cluster"] else nodes.Found([], [])
-            if args.output == "json":
-                document = {**status, "gpus": found, "nodes": others.rows}
-                render.write_json("status", document, compact=bool(args.watch))
-            else:
-                _write(status, found)
-                _write_cluster(status["cluster"], others)
-            return cli.PARTIAL if others.missing else code
 
-        return reading.repeat(args, once)
+def _any_late(status: dict[str, Any], others: nodes.Found) -> bool:
+    return bool(status["late_ranks"]) or any(row["num_late"] for row in others.rows)
 
 
-def _write(status: dict[str, Any], found: dict[str, Any]) -> None:
+def _write(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None:
     render.write_pairs(
         [
             ("daemon", f"{status['state']}, version {status['server_version']}"),
-            ("pid", f"{status['pid']}, up {render.cell(status['uptime_s'], 'seconds')}"),
+            ("pid", f"{status['pid']}, up {duration(status['uptime_s'])}"),
             ("address", f"unix://{status['directory']}"),
             ("incarnation", status["incarnation"]),
             ("sessions", str(status["num_sessions"])),
             ("groups", str(status["num_groups"])),
             ("layers", f"{status['num_layers']}, handles {status['num_handles']}"),
             ("descriptors", f"{status['num_fds']} of {status['max_fds']}"),
-            ("memory", f"{render.cell(status['rss_bytes'], 'bytes')} without windows"),
+            ("memory", f"{iec(status['rss_bytes'])} without windows"),
             ("loop lag", _loop_lag(status)),
             *_failing(status),
             *_restarts(status),
         ]
     )
     render.out("")
-    render.write_table(_POOLS, status["pools"], wide=False, empty="no memory pools")
-    _write_users(status)
-    _write_gpus(status, found)
+    render.write_table(_POOLS, status["pools"], wide=wide, empty="no memory pools")
+    _write_users(status, wide=wide)
+    _write_gpus(status, found, wide=wide)
     for rank in status["late_ranks"]:
-        render.out(f"LATE: {rank['message']}")
+        render.write_text(rank["message"], start="LATE: ", then="  ")
 
 
-def _write_users(status: dict[str, Any]) -> None:
+def _write_users(status: dict[str, Any], *, wide: bool) -> None:
     """What each user holds, and what each may hold at most."""
     limits = status.get("user_limits")
     if not status["users"] or limits is None:
@@ -112,17 +134,17 @@ def _write_users(status: dict[str, Any]) -> None:
         "journal_bytes": limits["max_journal_bytes"],
     }
     render.out("")
-    render.write_table(_USERS, [*status["users"], most], wide=False, empty="")
+    render.write_table(_USERS, [*status["users"], most], wide=wide, empty="")
 
 
-def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found) -> None:
+def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found, *, wide: bool) -> None:
     """The daemon's place in its cluster, and every node with what it has."""
     from ep_runtime_client.cli.daemon import nodes
 
     if cluster is None:
         return
     render.out("")
-    since = render.cell(cluster["since_s"], "seconds")
+    since = duration(cluster["since_s"])
     place = {
         "COORDINATOR": f"coordinates for {since}",
         "JOINING": f"has not reached the coordinator at {cluster['coordinator']} for {since}",
@@ -132,22 +154,22 @@ def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found) -> None:
         "REFUSED": f"is REFUSED by the coordinator at {cluster['coordinator']} for {since}",
     }.get(cluster["link"], cluster["link"])
     plain = ", over PLAIN TCP" if cluster["insecure"] else ""
-    render.out(f"node {cluster['node']} {place}{plain}, epoch {cluster['epoch']}")
+    render.write_text(f"node {cluster['node']} {place}{plain}, epoch {cluster['epoch']}", then="  ")
     if cluster["error"]:
-        render.out(f"  {cluster['error']}")
-    render.write_table(nodes.COLUMNS, found.rows, wide=False, empty="no nodes")
+        render.write_text(cluster["error"], start="  ", then="  ")
+    render.write_table(nodes.COLUMNS, found.rows, wide=wide, empty="")
 
 
-def _write_gpus(status: dict[str, Any], found: dict[str, Any]) -> None:
+def _write_gpus(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None:
     """The machine's GPUs; where NVML tells none, the reason matters to who has windows on some."""
     from ep_runtime_client.cli.machine import gpus
 
     if found["items"]:
         render.out("")
         render.out(f"NVIDIA driver {found['driver']}")
-        render.write_table(gpus.COLUMNS, found["items"], wide=False, empty="")
-    elif gpus.held_by_gpu(status):
-        render.out(f"memory and links of the GPUs are not told: {found['reason']}")
+        render.write_table(gpus.COLUMNS, found["items"], wide=wide, empty="")
+    elif found["reason"] and gpus.held_by_gpu(status):
+        render.write_text(f"memory and links of the GPUs are not told: {found['reason']}")
 
 
 def _loop_lag(status: dict[str, Any]) -> str:
@@ -169,16 +191,16 @@ def _restarts(status: dict[str, Any]) -> list[tuple[str, str]]:
     journal, found = status["journal"], status["recovery"]
     rows = []
     if journal is not None:
-        text = journal["error"] or f"{render.cell(journal['bytes'], 'bytes')}"
+        text = journal["error"] or iec(journal["bytes"])
         rows.append(("journal", f"CANNOT BE WRITTEN: {text}" if journal["error"] else text))
     if found is not None:
-        text = f"{render.cell(found['adopted_bytes'], 'bytes')} of before are back"
+        text = f"{iec(found['adopted_bytes'])} of before are back"
         if found["under_way"]:
             text += (
                 f", {found['num_awaited']} of {found['num_sessions']} sessions are awaited for "
-                f"{render.cell(found['left_s'], 'seconds')}"
+                f"{duration(found['left_s'])}"
             )
         if found["lost_bytes"]:
-            text += f", {render.cell(found['lost_bytes'], 'bytes')} are lost"
+            text += f", {iec(found['lost_bytes'])} are lost"
         rows.append(("restarted", text))
     return rows

@@ -9,7 +9,7 @@ from typing import Any
 import ep_runtime
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.cli.daemon import reading, watching
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return reading.repeat(args, lambda: _once(args))
+    return watching.repeat(args, lambda: _once(args))
 
 
 def _once(args: argparse.Namespace) -> int:

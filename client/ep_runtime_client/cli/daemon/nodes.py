@@ -8,26 +8,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime.units import duration
 from ep_runtime_client.cli import render
+from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 
 if TYPE_CHECKING:
     from ep_runtime_client.cli.daemon import source
 
 _ASKED_AT_ONCE = 16
 
-COLUMN = render.Column("node", "NODE")
+COLUMN = Column("node", "NODE", priority=IDENTITY, about="its name in the cluster")
 
 COLUMNS = (
     COLUMN,
-    render.Column("state", "STATE"),
-    render.Column("since_s", "SINCE", "seconds"),
-    render.Column("role", "ROLE"),
-    render.Column("address", "ADDRESS"),
-    render.Column("server_version", "VERSION"),
-    render.Column("daemon", "DAEMON"),
-    render.Column("num_sessions", "SESSIONS", "count"),
-    render.Column("num_groups", "GROUPS", "count"),
-    render.Column("num_layers", "LAYERS", "count"),
+    Column(
+        "state",
+        "STATE",
+        priority=STATE,
+        about="as the coordinator has it: JOINED, ABSENT; UNREACHABLE: it gave no answer",
+    ),
+    Column("since_s", "SINCE", "seconds", about="in that state"),
+    Column("role", "ROLE", priority=3, about="which one coordinates"),
+    Column("address", "ADDRESS", priority=4, about="where other daemons reach it"),
+    Column("server_version", "VERSION", priority=5, about="version of its daemon"),
+    Column("daemon", "DAEMON", priority=STATE, about="what its daemon says: SERVING, DRAINING"),
+    Column("num_late", "LATE", "count", about="ranks for which others wait there"),
+    Column("num_sessions", "SESSIONS", "count", priority=3, about="sessions that live"),
+    Column("num_groups", "GROUPS", "count", about="groups"),
+    Column("num_layers", "LAYERS", "count", priority=3, about="layers, each of a stack counted"),
 )
 
 Rows = Sequence[Mapping[str, Any]]
@@ -101,7 +109,7 @@ def _missing(node: Mapping[str, Any], error: RuntimeUnavailableError) -> dict[st
 def tell_missing(missing: Rows) -> None:
     """One line each on standard error: a list that lacks something must not look whole."""
     for node in missing:
-        since = f" for {render.cell(node['since_s'], 'seconds')}" if node["since_s"] else ""
+        since = f" for {duration(node['since_s'])}" if node["since_s"] else ""
         render.err(
             f"node {node['node'] or '?'} at {node['address']} is unreachable{since}: "
             "what it has is not listed"
@@ -130,6 +138,7 @@ def table(daemon: source.Source, status: Mapping[str, Any]) -> Found:
                 "host_name": identity["host_name"],
                 "server_version": row.get("server_version", identity["server_version"]),
                 "daemon": row.get("state"),
+                "num_late": len(row["late_ranks"]) if row else None,
                 "num_sessions": row.get("num_sessions"),
                 "num_groups": row.get("num_groups"),
                 "num_layers": row.get("num_layers"),

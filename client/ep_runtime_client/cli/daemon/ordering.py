@@ -35,5 +35,5 @@ def report(args: argparse.Namespace, kind: str, answer: dict[str, Any], text: st
     if args.output == "json":
         render.write_json(kind, answer)
     else:
-        render.out(text)
+        render.write_text(text)
     return 0

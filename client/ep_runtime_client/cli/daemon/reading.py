@@ -1,23 +1,22 @@
-"""What the reading commands share: options, the watch loop, one object by name."""
+"""What the listing commands share: options, and rows of every node as the options want them."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.cli import render
+from ep_runtime_client.cli import render, tables
+from ep_runtime_client.cli.daemon import choosing, describing, watching
 
 if TYPE_CHECKING:
-    from ep_runtime_client.cli.daemon import source
+    from ep_runtime_client.cli.daemon import nodes, source
 
 Row = Mapping[str, Any]
+
+# Of a list also the names alone, for scripts and completion.
+LIST_OUTPUTS = (*render.OUTPUTS, "name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +27,16 @@ class View:
         kind: plural noun; `kind` of the JSON document.
         columns: of the table.
         fetch: the rows, each a dict of plain values.
-        keys: keys of a row that the optional NAME is compared with.
+        keys: keys of a row that the optional NAME is compared with; the first is its name.
+        identity: keys whose values together name one row of a node.
         empty: what a table says where there is no row.
     """
 
     kind: str
-    columns: Sequence[render.Column]
-    fetch: Callable[[source.Source, argparse.Namespace], list[Row]]
+    columns: Sequence[tables.Column]
+    fetch: Callable[[source.Source, argparse.Namespace], list[dict[str, Any]]]
     keys: tuple[str, ...]
+    identity: tuple[str, ...]
     empty: str
 
 
@@ -59,18 +60,51 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+def add_output_arguments(
+    parser: argparse.ArgumentParser, outputs: Sequence[str] = render.OUTPUTS
+) -> None:
     """How to write the answer."""
-    parser.add_argument("-o", "--output", choices=render.OUTPUTS, default="table")
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=outputs,
+        default="table",
+        help="wide has every column, table those that the terminal has room for",
+    )
     parser.add_argument("--watch", type=positive, metavar="S", help="repeat every S seconds")
 
 
-def add_arguments(parser: argparse.ArgumentParser, noun: str) -> None:
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which rows, in what order."""
+    add = parser.add_argument
+    add(
+        "-l",
+        "--label",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="only rows with that label of connect() or value of a column; != for all others, "
+        "commas between several",
+    )
+    add("--sort-by", metavar="COLUMN", help="smallest first; --sort-by=-COLUMN largest first")
+    add("--no-headers", action="store_true", help="leave the line of titles out")
+
+
+def add_arguments(parser: argparse.ArgumentParser, view: View, noun: str) -> None:
     """Options of a listing command."""
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"describe this {noun} only")
     add_node_argument(parser, "every node of the daemon's cluster")
-    add_output_arguments(parser)
+    add_output_arguments(parser, LIST_OUTPUTS)
+    add_list_arguments(parser)
+    parser.add_argument(
+        "-w",
+        "--changes",
+        action="store_true",
+        help="go on with a line for every row that is new, changed or gone; asks every second, or "
+        "as --watch says",
+    )
     add_daemon_arguments(parser)
+    explain(parser, {"columns": view.columns})
 
 
 def add_node_argument(parser: argparse.ArgumentParser, default: str) -> None:
@@ -78,40 +112,21 @@ def add_node_argument(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--node", metavar="NODE", help=f"ask this node only (default: {default})")
 
 
-def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = True) -> int:
-    """Calls `once`; with --watch every S seconds until Ctrl-C. Returns its last exit code."""
-    with _interrupted() as interrupted:
-        code = once()
-        while args.watch:
-            if interrupted.wait(args.watch):
-                raise KeyboardInterrupt
-            if clear and args.output != "json":
-                render.clear_screen()
-            code = once()
-    return code
-
-
-@contextlib.contextmanager
-def _interrupted() -> Iterator[threading.Event]:
-    """Set by Ctrl-C, which raises KeyboardInterrupt as well.
-
-    The exception is lost where it is raised in one of gRPC's callbacks or in a finalizer: those
-    only say that they ignored it.
-    """
-    found = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # signals never come here
-        yield found
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        found.set()
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield found
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def explain(
+    parser: argparse.ArgumentParser, columns: Mapping[str, Sequence[tables.Column]]
+) -> None:
+    """--help says what every column shows, by the title of its table."""
+    lines: list[str] = []
+    for title, shown in columns.items():
+        room = max(len(column.title) for column in shown) + 4
+        lines += [*([""] if lines else []), f"{title}:"]
+        for column in shown:
+            text = f"{column.about} (wide)" if column.wide else column.about
+            first, *more = tables.fold(text, max((render.width() or 100) - room, 20))
+            lines.append(f"  {column.title:<{room - 4}}  {first}")
+            lines += [" " * room + part for part in more]
+    parser.epilog = "\n".join(lines)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def run(args: argparse.Namespace, view: View) -> int:
@@ -119,54 +134,76 @@ def run(args: argparse.Namespace, view: View) -> int:
     from ep_runtime_client import cli
     from ep_runtime_client.cli.daemon import nodes, source
 
+    wanted = choosing.conditions(args.label)
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        write = _write_changes(args, view) if args.changes else _write_list(args, view)
+
+        must = True
 
         def once() -> int:
+            nonlocal must
             found = nodes.everywhere(daemon, lambda node: view.fetch(node, args), args.node)
             nodes.tell_missing(found.missing)
-            write(args, view, select(view, found.rows, args.name), found.missing)
+            rows = choosing.select(view.kind, view.keys, found.rows, args.name, must=must)
+            rows = choosing.filtered(rows, wanted, view.columns)
+            write(nodes.Found(choosing.ordered(rows, args.sort_by, view.columns), found.missing))
+            must = not args.changes  # what is gone is a change then
             return cli.PARTIAL if found.missing else cli.OK
 
-        return repeat(args, once)
+        if args.changes:
+            args.watch = args.watch or watching.EVERY_S
+        return watching.repeat(args, once, clear=not args.changes)
 
 
-def select(view: View, rows: Sequence[Row], name: str | None) -> Sequence[Row]:
-    """The rows whose key is `name`, or all without one.
-
-    Raises:
-        InvalidArgumentError: no row has that name; says which there are.
-    """
-    if name is None:
-        return rows
-    found = [row for row in rows if name in (str(row.get(key, "")) for key in view.keys)]
-    if not found:
-        known = sorted({str(row.get(view.keys[0], "")) for row in rows})
-        listed = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
-        raise InvalidArgumentError(
-            f"no {view.kind} named {name!r}; there {'are: ' + listed if known else 'is none'}",
-            argument="NAME",
-        )
-    return found
-
-
-def write(
-    args: argparse.Namespace, view: View, rows: Sequence[Row], missing: Sequence[Row]
-) -> None:
+def _write_list(args: argparse.Namespace, view: View) -> Callable[[nodes.Found], None]:
     """Writes rows as the options say; a single named object as one line per value."""
+
+    def write(found: nodes.Found) -> None:
+        if args.output == "json":
+            body = {"items": found.rows, "unreachable": found.missing}
+            render.write_json(view.kind, body, compact=bool(args.watch))
+        elif args.output == "name":
+            for name in dict.fromkeys(str(row[view.keys[0]]) for row in found.rows):
+                render.out(name)
+        elif args.name is not None and len(found.rows) == 1:
+            describing.write(found.rows[0], view.columns)
+        else:
+            render.write_table(
+                _with_node(view, found.rows),
+                found.rows,
+                wide=args.output == "wide",
+                empty="" if args.no_headers else view.empty,
+                headers=not args.no_headers,
+            )
+
+    return write
+
+
+def _write_changes(args: argparse.Namespace, view: View) -> Callable[[nodes.Found], None]:
+    """Writes the rows that are not as they were when it was called before."""
+    shown = [column for column in view.columns if not column.wide or args.output == "wide"]
+    changes = watching.Changes(shown, view.identity)
+    lines: list[watching.Lines] = []
+
+    def write(found: nodes.Found) -> None:
+        changed = changes.since(found.rows, {node["node"] for node in found.missing})
+        if args.output == "json":
+            for row in changed:
+                change = row.pop("change")
+                render.write_json(view.kind, {"change": change, "item": row}, compact=True)
+            return
+        if not lines and changed:
+            columns = watching.with_change(_with_node(view, changed))
+            wide = args.output == "wide"
+            lines.append(watching.Lines(columns, wide=wide, headers=not args.no_headers))
+        for one in lines:
+            one.write(changed)
+
+    return write
+
+
+def _with_node(view: View, rows: Sequence[Row]) -> Sequence[tables.Column]:
     from ep_runtime_client.cli.daemon import nodes
 
-    if args.output == "json":
-        body = {"items": rows, "unreachable": missing}
-        render.write_json(view.kind, body, compact=bool(args.watch))
-    elif args.name is not None and len(rows) == 1:
-        titles = {column.key: column for column in view.columns}
-        render.write_pairs(
-            [
-                (key, render.cell(value, titles[key].kind if key in titles else "text"))
-                for key, value in rows[0].items()
-            ]
-        )
-    else:
-        several = any(row["node"] for row in rows)
-        columns = (nodes.COLUMN, *view.columns) if several else view.columns
-        render.write_table(columns, rows, wide=args.output == "wide", empty=view.empty)
+    several = any(row["node"] for row in rows)
+    return (nodes.COLUMN, *view.columns) if several else view.columns

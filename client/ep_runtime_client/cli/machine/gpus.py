@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ep_runtime import env, native
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.units import iec
-from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import nvml
+from ep_runtime_client.cli.tables import IDENTITY, Column
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _BUILD = "EP_RUNTIME_CUDA=ON pip install --force-reinstall ep-runtime"
@@ -134,14 +134,17 @@ def _links(machine: nvml.Machine) -> str:
 
 
 COLUMNS = (
-    render.Column("index", "GPU", "count"),
-    render.Column("name", "NAME"),
-    render.Column("free_bytes", "FREE", "bytes"),
-    render.Column("total_bytes", "TOTAL", "bytes"),
-    render.Column("window_bytes", "WINDOWS", "bytes"),
-    render.Column("links", "LINKS"),
-    render.Column("uuid", "UUID"),
+    Column("index", "GPU", "count", priority=IDENTITY, about="index, as NVML counts"),
+    Column("name", "NAME", priority=4, about="what it is"),
+    Column("free_bytes", "FREE", "bytes", about="memory that is free"),
+    Column("total_bytes", "TOTAL", "bytes", about="memory it has"),
+    Column("window_bytes", "WINDOWS", "bytes", about="of it, windows that the daemon holds"),
+    Column("links", "LINKS", "list", priority=3, about="to other GPUs, in nvidia-smi's words"),
+    Column("uuid", "UUID", "device", priority=3, about="its UUID, as in DEVICE"),
 )
+
+
+NONE: dict[str, Any] = {"driver": "", "reason": "", "items": []}
 
 
 def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:

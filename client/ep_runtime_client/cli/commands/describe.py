@@ -1,0 +1,147 @@
+"""`ep-runtime describe KIND NAME`: all about one object, with what belongs to it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client import cli
+from ep_runtime_client.cli import names, render
+from ep_runtime_client.cli.commands import buffers, events, groups, handles, layers, sessions
+from ep_runtime_client.cli.daemon import choosing, describing, reading
+from ep_runtime_client.cli.tables import Column
+
+if TYPE_CHECKING:
+    from ep_runtime_client.cli.daemon import nodes, source
+
+Row = dict[str, Any]
+
+VIEWS = {
+    "session": sessions.VIEW,
+    "group": groups.VIEW,
+    "layer": layers.VIEW,
+    "handle": handles.VIEW,
+    "buffer": buffers.VIEW,
+}
+NODE = "node"
+KINDS = (*VIEWS, NODE)
+MOST_EVENTS = 10
+
+_PARTS = {
+    "groups": groups.VIEW.columns,
+    "layers": layers.VIEW.columns,
+    "handles": handles.VIEW.columns,
+    "events": events.COLUMNS,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("kind", type=_kind, metavar="KIND", help=f"one of {', '.join(KINDS)}")
+    add("name", metavar="NAME", help="as the list of that kind has it in its first column")
+    add("--job", help="where several jobs have that name")
+    reading.add_node_argument(parser, "every node of the daemon's cluster")
+    add("-o", "--output", choices=("table", "json"), default="table")
+    reading.add_daemon_arguments(parser)
+    reading.explain(parser, {"members of a group": describing.RANKS})
+
+
+def _kind(text: str) -> str:
+    kind = text.lower().removesuffix("s")
+    if kind not in KINDS:
+        raise argparse.ArgumentTypeError(
+            f"no kind {text!r}{names.hint(text, KINDS)}; one of {', '.join(KINDS)}"
+        )
+    return kind
+
+
+def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli.daemon import nodes, source
+
+    args.all = True  # of sessions, those that ended too
+    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        if args.kind == NODE:
+            found, kind = _nodes(daemon), "nodes"
+            columns: Sequence[Column] = nodes.COLUMNS
+            rows = choosing.select(kind, ("node",), found.rows, args.name)
+        else:
+            view = VIEWS[args.kind]
+            kind, columns = view.kind, view.columns
+            found = nodes.everywhere(daemon, lambda node: view.fetch(node, args), args.node)
+            in_job = [row for row in found.rows if args.job in (None, row["job"])]
+            rows = choosing.select(kind, view.keys, in_job, args.name)
+            rows = [{**row, **_parts(args.kind, row, daemon)} for row in rows]
+        nodes.tell_missing(found.missing)
+        if args.output == "json":
+            render.write_json(kind, {"items": rows, "unreachable": found.missing})
+            return cli.PARTIAL if found.missing else cli.OK
+        for number, row in enumerate(rows):
+            if number:
+                render.out("")
+            describing.write(row, columns, _PARTS)
+    return cli.PARTIAL if found.missing else cli.OK
+
+
+def _nodes(daemon: source.Source) -> nodes.Found:
+    from ep_runtime_client.cli.daemon import nodes
+
+    status = daemon.status()
+    if status["cluster"] is None:
+        raise InvalidArgumentError("this daemon belongs to no cluster", argument="KIND")
+    return nodes.table(daemon, status)
+
+
+def _parts(kind: str, row: Row, daemon: source.Source) -> Row:
+    """What belongs to an object, of its own node."""
+    node = daemon.of_node(row["node"]) if row["node"] else daemon
+    if kind == "group":
+        mine = [one for one in node.layers() if _in_group(one, row)]
+        return {
+            "members": _members(row, node),
+            "layers": mine,
+            "events": _events(node, "group", row["name"]),
+        }
+    if kind == "session":
+        owned = [
+            one
+            for one in node.groups()
+            if one["name"] in row["groups"] and (one["uid"], one["job"]) == (row["uid"], row["job"])
+        ]
+        return {
+            "groups": owned,
+            "events": _events(node, "session_id", row["session_id"]),
+        }
+    if kind == "layer":
+        stack = f"{row['name']}["
+        mine = [
+            one
+            for one in node.handles()
+            if one["layer"] == row["name"] or one["layer"].startswith(stack)
+        ]
+        group = {**row, "name": row["group"]}
+        return {"handles": [one for one in mine if _in_group(one, group)]}
+    return {}
+
+
+def _in_group(one: Row, group: Row) -> bool:
+    return (one["uid"], one["job"], one["group"]) == (group["uid"], group["job"], group["name"])
+
+
+def _members(group: Row, node: source.Source) -> list[Row]:
+    """The group's ranks with what the board says of those that are this node's."""
+    told = {one["world_rank"]: one for one in node.ranks() if _in_group(one, group)}
+    progress = ("state", "op", "layer", "waiting_for", "since_s")
+    return [
+        {
+            **member,
+            "node": member["node"] or group["node"],
+            **{key: told.get(member["world_rank"], {}).get(key) for key in progress},
+        }
+        for member in group["members"]
+    ]
+
+
+def _events(node: source.Source, key: str, name: str) -> list[Row]:
+    return [event for event in node.events(0) if event[key] == name][-MOST_EVENTS:]

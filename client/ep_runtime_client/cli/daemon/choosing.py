@@ -1,0 +1,150 @@
+"""Which rows of a list are shown, and in what order: NAME, -l and --sort-by."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.cli import names, tables
+
+Row = Mapping[str, Any]
+
+_CONDITION = re.compile(r"([^=!,]+)(!?=)(.*)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """`key=value` or `key!=value` of -l: a label of the row where it has one, else a field."""
+
+    key: str
+    value: str
+    equal: bool
+
+    def holds(self, row: Row, field: str | None) -> bool:
+        labels = row.get("labels") or {}
+        found = labels.get(self.key) if self.key in labels or field is None else row.get(field)
+        return (self.value.casefold() in _texts(found)) == self.equal
+
+
+def conditions(texts: Iterable[str]) -> list[Condition]:
+    """What several -l say, each one or more conditions with commas between.
+
+    Raises:
+        InvalidArgumentError: one is no condition.
+    """
+    found = []
+    for part in ",".join(texts).split(",") if texts else ():
+        match = _CONDITION.fullmatch(part.strip())
+        if match is None:
+            raise InvalidArgumentError(
+                f"-l takes KEY=VALUE or KEY!=VALUE, with commas between, got {part!r}",
+                argument="-l",
+            )
+        found.append(Condition(match[1], match[3], match[2] == "="))
+    return found
+
+
+def _texts(value: Any) -> set[str]:
+    """The ways to write a value; of a list those of its items."""
+    if isinstance(value, list | tuple):
+        return {str(item).casefold() for item in value}
+    if isinstance(value, bool):
+        return {str(value).casefold(), "yes" if value else "no"}
+    return {"" if value is None else str(value).casefold()}
+
+
+def filtered(
+    rows: Sequence[dict[str, Any]],
+    wanted: Sequence[Condition],
+    columns: Sequence[tables.Column],
+) -> list[dict[str, Any]]:
+    """Rows of which every condition holds.
+
+    Raises:
+        InvalidArgumentError: a key is no field, and a label of no row.
+    """
+    labels = {key for row in rows for key in row.get("labels") or {}}
+    fields = {one.key: field_of(one.key, rows, columns) for one in wanted}
+    for key, field in fields.items():
+        if field is None and key not in labels and rows:
+            raise _unknown("-l", key, {*labels, *_fields(rows, columns)})
+    return [row for row in rows if all(one.holds(row, fields[one.key]) for one in wanted)]
+
+
+def ordered(
+    rows: Sequence[dict[str, Any]], sort_by: str | None, columns: Sequence[tables.Column]
+) -> list[dict[str, Any]]:
+    """The rows by a field, smallest first; with "-" before its name largest first. Rows without a
+    value come last.
+
+    Raises:
+        InvalidArgumentError: there is no such field.
+    """
+    if sort_by is None:
+        return list(rows)
+    field = field_of(sort_by.removeprefix("-"), rows, columns)
+    if field is None:
+        known = _fields(rows, columns)
+        raise _unknown("--sort-by", sort_by.removeprefix("-"), known)
+    with_value = [row for row in rows if row.get(field) not in (None, "", [], {})]
+    without = [row for row in rows if row.get(field) in (None, "", [], {})]
+    with_value.sort(key=lambda row: _sortable(row[field]), reverse=sort_by.startswith("-"))
+    return with_value + without
+
+
+def field_of(name: str, rows: Sequence[Row], columns: Sequence[tables.Column]) -> str | None:
+    """The key of a field that a column's title or the key itself names; None for none."""
+    for column in columns:
+        if name.casefold() in (column.title.casefold(), column.key):
+            return column.key
+    return name if any(name in row for row in rows) else None
+
+
+def _fields(rows: Sequence[Row], columns: Sequence[tables.Column]) -> set[str]:
+    return {column.title for column in columns} | {key for row in rows[:1] for key in row}
+
+
+def _unknown(argument: str, name: str, known: set[str]) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{argument}: no field {name!r}{names.hint(name, known)}; there are: "
+        f"{', '.join(sorted(known))}",
+        argument=argument,
+    )
+
+
+def _sortable(value: Any) -> tuple[int, Any]:
+    """Numbers by size, texts as people count: layer2 before layer10."""
+    if isinstance(value, int | float):
+        return (0, value)
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return (1, [int(x) if x.isdecimal() else x.casefold() for x in re.split(r"(\d+)", text)])
+
+
+def select(
+    kind: str,
+    keys: Sequence[str],
+    rows: Sequence[dict[str, Any]],
+    name: str | None,
+    *,
+    must: bool = True,
+) -> list[dict[str, Any]]:
+    """The rows that have `name` under one of the keys, or all without one.
+
+    Raises:
+        InvalidArgumentError: no row has that name, and one `must`; says which there are.
+    """
+    if name is None:
+        return list(rows)
+    found = [row for row in rows if name in (str(row.get(key, "")) for key in keys)]
+    if not found and must:
+        known = {str(row.get(keys[0], "")) for row in rows}
+        raise InvalidArgumentError(
+            f"no {kind} named {name!r}; there "
+            + (f"are: {names.listed(known)}" if known else "is none")
+            + names.hint(name, known),
+            argument="NAME",
+        )
+    return found

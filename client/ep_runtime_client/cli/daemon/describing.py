@@ -1,0 +1,69 @@
+"""One object, a line per value; what it has several of as tables below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ep_runtime_client.cli import render, tables
+from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
+
+Row = Mapping[str, Any]
+
+RANKS = (
+    Column("world_rank", "RANK", "count", priority=IDENTITY, about="world rank"),
+    Column("state", "STATE", priority=STATE, about="what the board says it does"),
+    Column("node", "NODE", about="its node"),
+    Column("pid", "PID", about="its process"),
+    Column("op", "OP", about="op it is in, or was in last"),
+    Column("layer", "LAYER", about="layer of that op"),
+    Column("waiting_for", "WAITS", "lane", about="rank it waits for"),
+    Column("since_s", "SINCE", "seconds", about="in that state"),
+    Column("session_id", "SESSION", priority=4, about="its session"),
+    Column("attached", "ATTACHED", priority=5, about="whether it has mapped its windows"),
+)
+
+LATE_RANKS = (
+    Column("world_rank", "RANK", "count", priority=IDENTITY, about="the late one"),
+    Column("since_s", "SINCE", "seconds", about="the first of the others has waited"),
+    Column("waiting_ranks", "WAITING", "list", about="ranks that wait for it"),
+    Column("message", "MESSAGE", "prose", priority=STATE, about="one line for people"),
+)
+
+_TABLES: Mapping[str, Sequence[Column]] = {"members": RANKS, "late_ranks": LATE_RANKS}
+
+
+def write(
+    row: Row, columns: Sequence[Column], parts: Mapping[str, Sequence[Column]] = _TABLES
+) -> None:
+    """Writes an object: its values first, then what is a list of objects.
+
+    Args:
+        columns: of the list that has the object.
+        parts: columns of lists in the row, by key.
+    """
+    kinds = {column.key: column.kind for column in columns}
+    nested = {key: value for key, value in row.items() if _is_table(value)}
+    render.write_pairs(
+        [
+            (key, tables.cell(value, kinds.get(key, tables.kind_of(key))))
+            for key, value in row.items()
+            if key not in nested
+        ]
+    )
+    for key, items in nested.items():
+        write_part(key, items, {**_TABLES, **parts}.get(key))
+
+
+def write_part(title: str, rows: Sequence[Row], columns: Sequence[Column] | None = None) -> None:
+    """Writes a table under a title; its columns are the rows' keys where nobody says better."""
+    render.out(f"\n{title}:")
+    if columns is None:
+        columns = [Column(key, key.upper(), tables.kind_of(key)) for key in (rows or [{}])[0]]
+    used = [column for column in columns if any(row.get(column.key) for row in rows)]
+    kept = [column for column in columns if column in used or column.priority == IDENTITY]
+    render.write_table(kept, rows, wide=False, empty="none")
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)

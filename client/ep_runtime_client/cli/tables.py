@@ -1,0 +1,265 @@
+"""Tables as lines of text: which columns a terminal has room for, and how wide each is.
+
+Columns of identity and state are always there and never cut. The others are there by priority, as
+far as the terminal has room; `-o wide` shows all, in several blocks where one is too wide, each
+with the identity again. Text that may be long folds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ep_runtime.text import printable
+from ep_runtime.units import duration, iec
+
+IDENTITY, STATE, USUAL = range(3)
+
+_GAP = "  "
+_LEAST_FOLDED = 24  # a column of text narrower than that is no pleasure to read
+_LEAST = 12  # of others, where nothing else is left
+_MOST_ITEMS = 3  # of a list, in a table that is not wide
+_RIGHT = ("bytes", "count", "seconds")
+_FOLDING = ("prose", "list")
+_DEVICE = re.compile(r"(GPU-[0-9a-f]{8})-[0-9a-f-]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: key of the row's dict.
+        title: heading.
+        kind: "text", "prose" (folds), "list" (folds; the first few where it is not wide),
+            "bytes" (IEC units), "seconds" (an age), "count", "lane" (-1: none), "time" (local),
+            "device" (the start of a GPU's UUID where it is not wide), "late" (late ranks: the one
+            for which others have waited longest, and how many there are beside it).
+        wide: shown by `-o wide` only.
+        priority: IDENTITY and STATE are always there; of the rest the smallest comes first.
+        about: what it shows, for --help.
+    """
+
+    key: str
+    title: str
+    kind: str = "text"
+    wide: bool = False
+    priority: int = USUAL
+    about: str = ""
+
+    @property
+    def folds(self) -> bool:
+        return self.kind in _FOLDING
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A column at its width: `index` is its place in a row of cells."""
+
+    column: Column
+    index: int
+    width: int
+
+
+Cells = Sequence[Sequence[str]]
+Block = tuple[Placed, ...]
+
+
+def kind_of(key: str) -> str:
+    """How a value without a column is shown, by the name of its key."""
+    if key == "bytes" or key.endswith("_bytes"):
+        return "bytes"
+    if key.endswith("_s"):
+        return "seconds"
+    return "time" if key == "time" or key.endswith("_time") else "text"
+
+
+def cells(columns: Sequence[Column], row: Mapping[str, Any], *, wide: bool) -> list[str]:
+    """One row's texts."""
+    return [cell(row.get(column.key), column.kind, wide=wide) for column in columns]
+
+
+def cell(value: Any, kind: str, *, wide: bool = True) -> str:
+    """One value as a table shows it, in one line."""
+    return printable(_cell(value, kind, wide).replace("\n", " "))
+
+
+def _cell(value: Any, kind: str, wide: bool) -> str:
+    if value is None or value == "":
+        return "-"
+    if kind == "bytes":
+        return iec(int(value))
+    if kind == "seconds":
+        return duration(float(value))
+    if kind == "lane":
+        return str(value) if value >= 0 else "-"
+    if kind == "time":
+        return local_time(str(value), whole=wide)
+    if kind == "late":
+        return _late(value)
+    if kind == "device" and not wide:
+        return _DEVICE.sub(r"\1", str(value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return _listed([f"{key}={item}" for key, item in value.items()], kind, wide)
+    if isinstance(value, list | tuple):
+        return _listed([str(item) for item in value], kind, wide)
+    return str(value)
+
+
+def _late(ranks: list[dict[str, Any]]) -> str:
+    if not ranks:
+        return "-"
+    first = max(ranks, key=lambda rank: rank["since_s"] or 0.0)
+    return f"rank {first['world_rank']}" + (f" +{len(ranks) - 1}" if len(ranks) > 1 else "")
+
+
+def _listed(items: list[str], kind: str, wide: bool) -> str:
+    more = len(items) - _MOST_ITEMS
+    if kind == "list" and not wide and more > 1:
+        items = [*items[:_MOST_ITEMS], f"+{more}"]
+    return ",".join(items) or "-"
+
+
+def local_time(text: str, *, whole: bool) -> str:
+    """A time of the daemon, ISO 8601, by this machine's clock; of another day with its date."""
+    try:
+        found = datetime.datetime.fromisoformat(text).astimezone()
+    except ValueError:
+        return text
+    if whole:
+        return found.isoformat(sep=" ", timespec="milliseconds")
+    today = found.date() == datetime.datetime.now().astimezone().date()
+    return found.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S")
+
+
+def place(columns: Sequence[Column], rows: Cells, width: int | None, *, whole: bool) -> list[Block]:
+    """The columns at their widths, in one block, or in several where all are wanted (`whole`).
+
+    Args:
+        columns: of the rows.
+        rows: texts by column.
+        width: of the terminal; None for as much as they need.
+    """
+    natural = [
+        Placed(column, i, max([cell_len(column.title), *(cell_len(row[i]) for row in rows)]))
+        for i, column in enumerate(columns)
+    ]
+    if width is None:
+        return [tuple(natural)]
+    if not whole:
+        return [_shrunk(_chosen(natural, width), width)]
+    return [_shrunk(block, width) for block in _split(natural, width)]
+
+
+def _total(block: Sequence[Placed], *, least: bool = False) -> int:
+    widths = (_least(placed) if least else placed.width for placed in block)
+    return sum(widths) + len(_GAP) * (len(block) - 1)
+
+
+def _least(placed: Placed) -> int:
+    return min(placed.width, _LEAST_FOLDED) if placed.column.folds else placed.width
+
+
+def _chosen(placed: list[Placed], width: int) -> list[Placed]:
+    """Those that there is room for, by priority and then from the left."""
+    chosen: list[Placed] = []
+    for one in sorted(placed, key=lambda one: one.column.priority):
+        if one.column.priority <= STATE or _total([*chosen, one], least=True) <= width:
+            chosen.append(one)
+    return sorted(chosen, key=lambda one: one.index)
+
+
+def _split(placed: list[Placed], width: int) -> Iterator[list[Placed]]:
+    """All of them, each block with those of identity."""
+    kept = [one for one in placed if one.column.priority == IDENTITY]
+    block = list(kept)
+    for one in [one for one in placed if one not in kept]:
+        if len(block) > len(kept) and _total([*block, one], least=True) > width:
+            yield block
+            block = list(kept)
+        block.append(one)
+        block.sort(key=lambda each: each.index)
+    yield block
+
+
+def _shrunk(block: list[Placed], width: int) -> Block:
+    """Folding columns give way first, then all but identity, and where even that is not enough,
+    that folds too."""
+    floors: list[Callable[[Placed], int]] = [
+        _least,
+        lambda one: one.width if one.column.priority == IDENTITY else min(one.width, _LEAST),
+        lambda one: 1,
+    ]
+    for floor in floors:
+        while _total(block) > width:
+            able = [one for one in block if one.width > floor(one)]
+            if not able:
+                break
+            widest = max(able, key=lambda one: one.width)
+            by = min(_total(block) - width, max(1, widest.width // 8))
+            smaller = dataclasses.replace(widest, width=max(floor(widest), widest.width - by))
+            block = [smaller if one is widest else one for one in block]
+    return tuple(block)
+
+
+def heading(block: Block) -> str:
+    """The line of titles; a title longer than its column is cut, a value never is."""
+    return _line(block, [one.column.title[: one.width] for one in block])
+
+
+def draw(block: Block, row: Sequence[str]) -> Iterator[str]:
+    """The lines of one row: more than one where a text folds."""
+    folded = [fold(row[one.index], one.width) for one in block]
+    for number in range(max(map(len, folded))):
+        yield _line(block, [part[number] if number < len(part) else "" for part in folded])
+
+
+def _line(block: Block, texts: Sequence[str]) -> str:
+    padded = []
+    for one, text in zip(block, texts, strict=True):
+        room = " " * (one.width - cell_len(text))
+        padded.append(room + text if one.column.kind in _RIGHT else text + room)
+    return _GAP.join(padded).rstrip()
+
+
+def fold(text: str, width: int) -> list[str]:
+    """The text in lines of at most `width`, broken after spaces and commas where there are some."""
+    if cell_len(text) <= width:
+        return [text]
+    lines, line = [], ""
+    for part in re.split(r"(?<=[ ,;])", text):
+        if cell_len((line + part).rstrip()) <= width:
+            line += part
+            continue
+        if line:
+            lines.append(line.rstrip())
+        line = part
+        while cell_len(line.rstrip()) > width:
+            count = _fitting(line, width)
+            lines.append(line[:count])
+            line = line[count:]
+    return [*lines, line.rstrip()] if line.strip() else lines
+
+
+def _fitting(text: str, width: int) -> int:
+    """How many characters fit, one at least: some take two columns."""
+    used = 0
+    for count, char in enumerate(text):
+        used += cell_len(char)
+        if used > width:
+            return max(1, count)
+    return len(text)
+
+
+def cell_len(text: str) -> int:
+    """Columns of the terminal that the text takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len as of_rich
+
+    return of_rich(text)

@@ -1,0 +1,189 @@
+"""Lists: which rows, in what order, what changed; one object and what belongs to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import fixed_daemon as fixed
+import pytest
+
+from ep_runtime.v1 import admin_service_pb2 as pb
+from ep_runtime_client import cli
+from ep_runtime_client.cli.commands import events
+from ep_runtime_client.cli.daemon import choosing, source, watching
+from ep_runtime_client.cli.tables import IDENTITY, Column
+
+DEAD = "s-ba9876543210"
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command on the fixed daemon: exit code, standard output, standard error."""
+    monkeypatch.setattr(source, "open_source", fixed.open_source)
+
+    def run(words: str) -> tuple[int, str, str]:
+        code = cli.main(words.split())
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+ROWS = [
+    {"name": "layer10", "bytes": 3, "labels": {"team": "nlp"}, "pids": [4, 5], "state": "READY"},
+    {"name": "layer2", "bytes": 12, "labels": {"team": "vision"}, "pids": [], "state": "BROKEN"},
+    {"name": "layer1", "bytes": None, "labels": {}, "pids": [5], "state": "READY"},
+]
+COLUMNS = (Column("name", "LAYER", priority=IDENTITY), Column("bytes", "BYTES", "bytes"))
+
+
+@pytest.mark.parametrize(
+    ("sort_by", "order"),
+    [
+        (None, [10, 2, 1]),
+        ("LAYER", [1, 2, 10]),
+        ("-layer", [10, 2, 1]),
+        ("bytes", [10, 2, 1]),  # without a value comes last
+        ("-BYTES", [2, 10, 1]),
+        ("state", [2, 10, 1]),
+    ],
+)
+def test_rows_are_sorted_as_people_count(sort_by: str | None, order: list[int]) -> None:
+    found = choosing.ordered(ROWS, sort_by, COLUMNS)
+    assert [row["name"] for row in found] == [f"layer{number}" for number in order]
+
+
+@pytest.mark.parametrize(
+    ("labels", "left"),
+    [
+        ([], [10, 2, 1]),
+        (["team=nlp"], [10]),
+        (["team!=nlp"], [2, 1]),
+        (["state=ready"], [10, 1]),
+        (["state=READY,pids=5"], [10, 1]),
+        (["state=READY", "pids=4"], [10]),
+        (["layer=layer2"], [2]),
+        (["bytes="], [1]),
+    ],
+)
+def test_rows_are_chosen_by_label_or_field(labels: list[str], left: list[int]) -> None:
+    found = choosing.filtered(ROWS, choosing.conditions(labels), COLUMNS)
+    assert [row["name"] for row in found] == [f"layer{number}" for number in left]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sessions --sort-by bet", "no field 'bet'; did you mean 'BEAT'?"),
+        ("sessions -l taem=nlp", "no field 'taem'; did you mean 'team'?"),
+        ("sessions -l team", "-l takes KEY=VALUE or KEY!=VALUE"),
+        ("groups pretrain-mixture-of-expert", f"did you mean '{fixed.GROUP}'?"),
+        ("describe gruop x", "no kind 'gruop'; did you mean 'group'?"),
+        ("describe group x", f"there are: {fixed.GROUP}"),
+        ("sesions", "did you mean 'sessions'?"),
+        ("events --since soon", "must be like 90s, 10m or 1h30m, got 'soon'"),
+    ],
+)
+def test_a_wrong_name_says_what_was_meant(ask: Any, words: str, said: str) -> None:
+    code, out, err = ask(words)
+    assert (code, out) == (cli.USAGE, "")
+    assert said in err
+
+
+def test_names_alone_are_for_scripts(ask: Any) -> None:
+    assert ask("sessions --all -o name") == (0, f"{fixed.SESSION}\n{DEAD}\n", "")
+    code, out, _ = ask("layers --no-headers")
+    assert (code, len(out.splitlines())) == (0, 2)  # one per node
+    assert out.split()[0] == fixed.NODES[0]
+
+
+def test_sessions_that_ended_leave_the_list_after_a_minute(ask: Any) -> None:
+    assert DEAD not in ask("sessions")[1]
+    assert DEAD in ask("sessions --all")[1]
+    assert "DEAD" in ask(f"sessions {DEAD}")[1]
+
+
+def test_status_has_an_exit_code_for_late_ranks_and_the_probe_does_not(ask: Any) -> None:
+    code, out, _ = ask("status")
+    assert (code, "LATE: rank 3" in out) == (cli.LATE, True)
+    assert ask("status --quiet") == (cli.OK, "", "")
+    code, out, _ = ask(f"status --node {fixed.NODES[1]} -o json")
+    assert (code, json.loads(out)["gpus"]["items"]) == (cli.LATE, [])
+
+
+def test_describe_shows_what_each_rank_does_and_whom_it_waits_for(ask: Any) -> None:
+    code, out, _ = ask(f"describe group {fixed.GROUP} -o json")
+    group = json.loads(out)["items"][0]
+    assert (code, len(group["members"]), group["members"][0]["waiting_for"]) == (0, 64, 3)
+    assert group["members"][3]["state"] == "RUNNING"
+    assert [layer["name"] for layer in group["layers"]] == [fixed.LAYER]
+    assert [event["kind"] for event in group["events"]][-1] == "rank.late"
+    assert "{" not in ask(f"groups --node {fixed.NODES[0]} {fixed.GROUP}")[1]  # members are a table
+
+
+def test_events_are_chosen_by_kind_and_age(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kinds(words: str) -> list[str]:
+        document = json.loads(ask(f"events -o json {words}")[1])
+        return [item["kind"] for item in document["items"]]
+
+    assert kinds("") == ["session.hello", "group.ready", "rank.late"]
+    assert kinds("--type group --type rank.late") == ["group.ready", "rank.late"]
+    assert kinds("--type *.hello") == ["session.hello"]
+    assert kinds("--type rank.la") == []
+    assert kinds("--since 10m") == []
+    assert kinds("--since 999999999d") == ["session.hello", "group.ready", "rank.late"]
+    assert kinds(f"--sort-by=-seq -l group={fixed.GROUP}")[0] == "rank.late"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("10m", 600), ("1h30m", 5400), ("2d", 172800), ("7", 7)]
+)
+def test_spans_of_time(text: str, seconds: float) -> None:
+    assert events.span(text) == seconds
+
+
+def test_changes_are_what_is_new_other_or_gone() -> None:
+    columns = (Column("name", "NAME"), Column("state", "STATE"), Column("age_s", "AGE", "seconds"))
+    changes = watching.Changes(columns, ("name",))
+
+    def told(*rows: tuple[str, str, str, float], away: tuple[str, ...] = ()) -> list[str]:
+        keys = ("node", "name", "state", "age_s")
+        found = changes.since([dict(zip(keys, row, strict=True)) for row in rows], away)
+        return [f"{row['node']} {row['name']} {row['change']} {row['state']}" for row in found]
+
+    assert told(("a", "x", "READY", 1.0), ("b", "x", "READY", 1.0)) == [
+        "a x ADDED READY",
+        "b x ADDED READY",
+    ]
+    assert told(("a", "x", "READY", 2.0), ("b", "x", "READY", 2.0)) == []  # only older
+    assert told(("a", "x", "BROKEN", 3.0), away=("b",)) == ["a x CHANGED BROKEN"]
+    assert told(("a", "x", "BROKEN", 4.0)) == ["b x GONE READY"]
+    assert told(("a", "x", "BROKEN", 5.0)) == []
+
+
+def test_changes_go_on_below_one_heading(
+    ask: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = iter(("GROUP_STATE_FORMING", "GROUP_STATE_READY", None))
+
+    def groups() -> pb.ListGroupsResponse:
+        answer, state = fixed._groups(), next(states)
+        if state is None:
+            return pb.ListGroupsResponse()
+        answer.groups[0].group.state = state
+        return answer
+
+    monkeypatch.setitem(fixed.ANSWERS, "ListGroups", groups)
+
+    def thrice(args: argparse.Namespace, once: Any, *, clear: bool) -> int:
+        assert (args.watch, clear) == (watching.EVERY_S, False)
+        return max(once() for _ in range(3))
+
+    monkeypatch.setattr(watching, "repeat", thrice)
+    code, out, _ = ask(f"groups -w --node {fixed.NODES[0]} {fixed.GROUP}")
+    lines = [line.split() for line in out.splitlines()]
+    assert (code, [line[0] for line in lines]) == (0, ["CHANGE", "ADDED", "CHANGED", "GONE"])
+    state = lines[0].index("STATE")
+    assert [line[state] for line in lines[1:]] == ["FORMING", "READY", "READY"]

@@ -1,0 +1,120 @@
+"""Every command on terminals of 80, 120 and 200 columns: nothing that names a thing is cut."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import fixed_daemon as fixed
+import pytest
+
+from ep_runtime_client import cli
+from ep_runtime_client.cli import tables
+from ep_runtime_client.cli.commands import describe, doctor, events, status
+from ep_runtime_client.cli.daemon import describing, nodes, source
+from ep_runtime_client.cli.machine import gpus, nvml
+
+WIDTHS = (80, 120, 200)
+
+# What each command must show whole: names and states.
+NODE = fixed.NODES[1]
+SHOWN = {
+    "status": ("SERVING", NODE, "JOINED", "host", "LATE: rank 3", "JOINED"),
+    "status -o wide": (fixed.GPU, NODE, "10.17.3.103:7700", "141.0 GiB"),
+    f"status --node {NODE}": ("SERVING",),
+    "sessions": (NODE, fixed.SESSION, "SUSPECT"),
+    "sessions --all": (NODE, "s-ba9876543210", "DEAD"),
+    "sessions -o wide": (fixed.SESSION, "SUSPECT", "team=nlp", "123456"),
+    "groups": (NODE, fixed.GROUP, "READY", "rank 3"),
+    "groups -o wide": (fixed.GROUP, "READY", "768.0 GiB", "ready, 64 ranks", "2.28.9"),
+    "layers": (NODE, fixed.LAYER, fixed.GROUP),
+    "layers -o wide": (fixed.LAYER, fixed.GROUP),
+    "handles": (NODE, fixed.LAYER, "BUSY"),
+    "handles -o wide": (fixed.LAYER, "BUSY", fixed.GROUP, "COMBINE_BACKWARD", "123456"),
+    "buffers": (NODE, "b-1234", "QUARANTINED"),
+    "buffers -o wide": (fixed.GPU, "QUARANTINED"),
+    "events": ("1000", "session.hello", "group.ready", "rank.late"),
+    "events -o wide": ("1002", "rank.late", fixed.SESSION, fixed.GROUP),
+    f"describe session {fixed.SESSION}": (fixed.SESSION, "SUSPECT", fixed.GROUP, "rank.late"),
+    f"describe group {fixed.GROUP}": (fixed.GROUP, "READY", "members:", "WAITING", "RUNNING"),
+    f"describe layer {fixed.LAYER}": (fixed.LAYER, "handles:", "BUSY"),
+    f"describe handle {fixed.LAYER}": (fixed.LAYER, "BUSY"),
+    "describe buffer b-1234": ("b-1234", fixed.GPU, "QUARANTINED", "12.0 GiB"),
+    f"describe node {NODE}": (NODE, "JOINED", "SERVING"),
+    f"groups --node {NODE} {fixed.GROUP}": (fixed.GROUP, "READY", "members:", "768.0 GiB"),
+    "doctor": ("native library", "OK", "gpu driver", "open files"),
+    "version": ("client", "daemon", "0.1.0"),
+    "drain --yes": ("draining",),
+    f"fence {fixed.SESSION} --yes": (fixed.GROUP,),
+    f"reclaim {fixed.GROUP} --yes": ("reclaimed",),
+}
+# Columns of every table of a command.
+TABLES = {
+    "status": (status._POOLS, status._USERS, nodes.COLUMNS, gpus.COLUMNS),
+    "events": (events.COLUMNS,),
+    "doctor": (doctor._COLUMNS,),
+    "describe": (describing.RANKS,),
+    **{view.kind: (view.columns,) for view in describe.VIEWS.values()},
+}
+CODES = {"status": cli.LATE}
+
+
+def _machine() -> nvml.Machine:
+    links = {index: "NV18" for index in range(1, 8)}
+    gpu = nvml.Gpu(0, fixed.GPU, "NVIDIA H200", 141 * fixed.GIB, 17 * fixed.GIB, 53125, links)
+    return nvml.Machine("580.65.06", (gpu,))
+
+
+@pytest.fixture(params=WIDTHS)
+def terminal(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A terminal of that many columns, and a daemon behind it."""
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(source, "open_source", fixed.open_source)
+    monkeypatch.setattr(nvml, "look", _machine)
+    return int(request.param)
+
+
+def _run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The command in front of the terminal; capsys makes its streams anew for every phase."""
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    return cli.main(words)
+
+
+@pytest.mark.parametrize("words", SHOWN)
+def test_a_command_fits_the_terminal(
+    words: str, terminal: int, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = _run(words.split(), monkeypatch)
+    said = capsys.readouterr()
+    assert code == CODES.get(words.split()[0], 0) or "--node" in words, said.err
+    lines = (said.out + said.err).splitlines()
+    assert [line for line in lines if tables.cell_len(line) > terminal] == []
+    for text in SHOWN[words]:
+        assert text in said.out, f"{text!r} is cut or missing:\n{said.out}"
+    assert "…" not in said.out
+
+
+def test_every_command_is_rendered() -> None:
+    elsewhere = {"serve", "demo", "bench", "certs"}  # no tables of objects
+    assert {words.split()[0] for words in SHOWN} == set(cli.COMMANDS) - elsewhere
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "serve"])
+def test_help_fits_and_explains_every_column(
+    name: str, terminal: int, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run([name, "--help"], monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > terminal] == []
+    for column in [column for columns in TABLES.get(name, ()) for column in columns]:
+        assert column.about, f"{name}: {column.title}"
+        assert any(line.startswith(f"  {column.title} ") for line in lines), column.title
+
+
+def test_titles_are_short() -> None:
+    for columns in [columns for several in TABLES.values() for columns in several]:
+        for column in columns:
+            most = 10 if column.wide else 8
+            assert len(column.title) <= most, f"{column.title} widens its column"
