@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ep_runtime import workspace
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
@@ -26,6 +27,7 @@ from ep_runtime_client.block.moe_options import MoEOptions
 from ep_runtime_client.block.params import MoEParams as MoEParams
 from ep_runtime_client.block.params import init_moe_params as init_moe_params
 from ep_runtime_client.ops.activation.function import Activation, Function
+from ep_runtime_client.ops.block.api import Kept
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.movement.dispatch import call_of_plan
@@ -193,7 +195,7 @@ def moe(
     """
     moe_checks.check_params(params)
     moe_checks.check_weights(apply_topk_weights_early, apply_topk_weights_to_input)
-    moe_checks.check_keep(keep, keep_factor)
+    workspace.check_keep(keep, keep_factor)
     reading = {
         "score_function": score_function,
         "use_pre_softmax": use_pre_softmax,
@@ -233,7 +235,7 @@ def moe(
         if refused:
             y, plan = moe_slabs.run(layer, block, moved, params, weighted)
         else:
-            kept = keep_factor if keep == "first" else None
+            kept = Kept(keep, keep_factor)
             y, plan = moe_call.run(layer, block, moved, params, weighted, kept)
     y = y.astype(x.dtype)
     call = call_of_plan(static, open_layer(layer)[2], plan)

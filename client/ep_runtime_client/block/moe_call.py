@@ -10,7 +10,7 @@ from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.block.moe_experts import Block, Moved, Weighted, bias_of, operand
 from ep_runtime_client.block.params import MoEParams
 from ep_runtime_client.ops.block import api, takes
-from ep_runtime_client.ops.block.api import Weights
+from ep_runtime_client.ops.block.api import Kept, Weights
 from ep_runtime_client.ops.calls.plan import Plan
 from ep_runtime_client.ops.movement.dispatch import open_call
 from ep_runtime_client.ops.movement.prepare import make_plan_with_most
@@ -44,9 +44,9 @@ def run(
     moved: Moved,
     params: MoEParams,
     weighted: Weighted,
-    keep_factor: float | None,
+    kept: Kept,
 ) -> tuple[jax.Array, Plan]:
-    """(y like the tokens, the plan); rows of `keep_factor` even shares are kept for backward."""
+    """(y like the tokens, the plan)."""
     routed, dtype = moved.routed, block.activation.dtype
     call, index, weights = open_call(
         layer,
@@ -76,6 +76,6 @@ def run(
         experts,
         activation=block.activation,
         early=weighted == "activations",
-        keep_factor=keep_factor,
+        kept=kept,
     )
     return y, plan

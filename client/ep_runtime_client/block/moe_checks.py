@@ -56,19 +56,6 @@ def check_weights(early: bool | None, to_input: bool) -> None:
         )
 
 
-def check_keep(keep: str, factor: float) -> None:
-    """Raises InvalidArgumentError unless `keep` is known and the factor is above 0."""
-    if keep not in ("first", "nothing"):
-        raise InvalidArgumentError(
-            f'keep must be "first" or "nothing", got {keep!r}', argument="keep"
-        )
-    if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
-        raise InvalidArgumentError(
-            f"keep_factor must be a number of even shares above 0, got {factor!r}",
-            argument="keep_factor",
-        )
-
-
 def check_params(params: Any) -> None:
     """Raises InvalidArgumentError unless `params` are MoEParams."""
     if isinstance(params, MoEParams):

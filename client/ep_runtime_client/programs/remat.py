@@ -25,7 +25,10 @@ def remat_policy(
     Tags: ep_plan (a plan's arrays, the router's logits and choice), ep_recv (dispatched rows and
     weights), ep_wi and ep_wo (what the experts' matmuls return), ep_q_x and ep_q_w (quantized
     operands; weights in both layouts, a byte each, where GPU kernels make both and ep_wi and ep_wo
-    are not kept).
+    are not kept). Of a block call, which `ep.explain` tells, there are two: ep_plan, with which
+    backward of `moe(keep="nothing")` begins with tokens and plan, no forward call before it; and
+    ep_wi, the rows that `moe(keep="first")` keeps. Without ep_wi the latter makes them by a second
+    forward call.
 
     Returns:
         The policy.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ep_runtime import workspace
+from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.block import takes, vjp
 from ep_runtime_client.ops.block.call import Static
 from ep_runtime_client.ops.block.vjp import BlockCall, Operands
-from ep_runtime_client.ops.block.workspace import rows_of
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
 from ep_runtime_client.ops.gemm import weight_entries
@@ -46,6 +48,13 @@ class Weights:
     wo_spec: PartitionSpec | None = None
 
 
+class Kept(NamedTuple):
+    """What forward keeps for backward: `keep` and `keep_factor` of `ep.moe`."""
+
+    keep: str
+    factor: float
+
+
 def run(
     layer: EpLayer | TracedLayer,
     tokens: jax.Array,
@@ -57,7 +66,7 @@ def run(
     *,
     activation: Activation,
     early: bool,
-    keep_factor: float | None,
+    kept: Kept,
 ) -> jax.Array:
     """Tokens' experts' answers, summed.
 
@@ -71,8 +80,7 @@ def run(
         weights: of the experts.
         activation: between the products.
         early: whether weights multiply activations instead of outputs.
-        keep_factor: even shares of the first product's rows that are kept for backward; None
-            keeps none.
+        kept: for backward.
 
     Returns:
         Like tokens. Differentiable in tokens, topk_weights and the weights.
@@ -84,16 +92,7 @@ def run(
     operands = [tokens, topk_weights, topk_idx, plan.arrays, *of_weights]
     where = regions.of_layer(layer, operands, known=None not in lies)
     moved = per_device.varied(Call(plan.meta, mesh, where.manual), index, *operands)
-    rows = rows_of(
-        tokens=plan.meta.layout.tokens_per_rank,
-        top_k=static.top_k,
-        ranks=group.ep_size,
-        experts=group.experts_per_rank,
-        alignment=static.alignment,
-        capacity=plan.capacity,
-        keep_factor=keep_factor,
-    )
-    on_device = Static(moved, activation, early, rows)
+    on_device = Static(moved, activation, early, *_rows(moved, activation, weights, kept))
     placed = _placed(where, lies, weights)
     given = Operands(
         index,
@@ -117,6 +116,27 @@ def run(
     # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
     split = tuple(axis for axis in vjp.inner_axes(call, given) if axis in where.manual)
     return lax.psum(y, split) if split else y
+
+
+def _rows(
+    call: Call, activation: Activation, weights: Weights, kept: Kept
+) -> tuple[BlockSizes, int, int]:
+    """Sizes of a call with whole weights; rows of its workspace, and those it keeps."""
+    group, layer = call.group, call.layer
+    sizes = BlockSizes(
+        tokens=call.layout.tokens_per_rank,
+        top_k=layer.top_k,
+        ep_size=group.ep_size,
+        experts=group.experts_per_rank,
+        capacity=call.capacity,
+        alignment=layer.alignment,
+        hidden_size=group.hidden_size,
+        mlp_dim=weights.wo.shape[1],
+        gated=activation.gated,
+        element_bytes=weights.wo.dtype.itemsize,
+    )
+    found = workspace.of_block(sizes, group.workspace, keep=kept.keep, keep_factor=kept.factor)
+    return sizes, found.rows, found.kept_rows
 
 
 def _entries(weight: jax.Array | Pair, spec: PartitionSpec | None) -> Entries | None:

@@ -3,7 +3,9 @@
 Both run per device, on local blocks without the slab dim. Rows of experts lie in a workspace, a
 result of the call that nobody reads, while it runs. A call is a function of its operands alone.
 
-Letters as in `workspace.py`.
+Letters: T, K, H, M, R as in `ops/__init__.py`; L experts of a rank, C capacity, N columns of the
+first product (2M gated, else M), W rows of the workspace, Wk rows of the first product that are
+kept.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ep_runtime import workspace
+from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.block import workspace
-from ep_runtime_client.ops.block.workspace import Rows
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
@@ -38,19 +40,28 @@ class Static:
         call: the op call: layer, layout, capacity, handle.
         activation: between the products; its dtype is that of rows everywhere.
         early: whether weights multiply activations, instead of outputs in combine.
-        rows: of the workspace and kept.
+        sizes: of a call with whole weights.
+        rows: W.
+        kept: rows of the first product that forward keeps for backward.
     """
 
     call: Call
     activation: Activation
     early: bool
-    rows: Rows
+    sizes: BlockSizes
+    rows: int
+    kept: int
 
     def __repr__(self) -> str:
         """Equal in every process of a job: the call's mesh names devices."""
         meta = self.call.meta
         of_call = (meta.layout, meta.capacity, meta.handle, self.call.layer.base_id)
-        return f"Static({of_call}, {self.activation}, {self.early}, {self.rows})"
+        of_rows = (self.sizes, self.rows, self.kept)
+        return f"Static({of_call}, {self.activation}, {self.early}, {of_rows})"
+
+    def here(self, inner: int) -> BlockSizes:
+        """Sizes on a device that has `inner` of M."""
+        return dataclasses.replace(self.sizes, mlp_dim=inner)
 
 
 class Experts(NamedTuple):
@@ -106,10 +117,10 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
     results = (
         jax.ShapeDtypeStruct(given.tokens.shape, dtype),
         jax.ShapeDtypeStruct(_kept_shape(static, sizes), dtype),
-        _bytes(workspace.forward_bytes(static.rows, *sizes, dtype.itemsize)),
+        _bytes(workspace.forward_bytes(static.here(sizes[1]), static.rows, static.kept)),
     )
     y, kept = _call(TARGETS[0], static, results, given, experts)
-    return y, kept.reshape(static.rows.kept, *columns)
+    return y, kept.reshape(static.kept, *columns)
 
 
 def backward(
@@ -127,7 +138,7 @@ def backward(
         jax.ShapeDtypeStruct(up.shape, dtype),
         jax.ShapeDtypeStruct((count, inner, hidden), dtype),
         jax.ShapeDtypeStruct((0, 0) if bias is None else (count, columns), jnp.float32),
-        _bytes(workspace.backward_bytes(static.rows, *sizes, dtype.itemsize)),
+        _bytes(workspace.backward_bytes(static.here(inner), static.rows)),
     )
     kept = kept.reshape(_kept_shape(static, sizes))
     d_tokens, d_weights, d_wi, d_up, d_wo, d_bias = _call(
@@ -156,7 +167,7 @@ def _call(
     bias = flat_bias(experts.bias, experts.wo.shape[0])
     weights = (*_first(experts.wi), experts.wo, bias)
     function = activation_kernels.attributes_of(static.activation)
-    numbers = {"rows": static.rows.workspace, **function, "early": int(static.early)}
+    numbers = {"rows": static.rows, **function, "early": int(static.early)}
     attributes = windows.attributes(static.call)
     attributes |= {name: np.int64(value) for name, value in numbers.items()}
     made = jax.ffi.ffi_call(target, tuple(results))
@@ -178,7 +189,7 @@ def _sizes(experts: Experts) -> tuple[int, int, int]:
 
 
 def _kept_shape(static: Static, sizes: tuple[int, int, int]) -> tuple[int, int]:
-    return (static.rows.kept, sizes[2]) if static.rows.kept else (0, 0)
+    return (static.kept, sizes[2]) if static.kept else (0, 0)
 
 
 def _bytes(count: int) -> jax.ShapeDtypeStruct:

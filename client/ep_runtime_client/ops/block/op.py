@@ -220,13 +220,13 @@ class BlockForward(BlockOp):
 
     @property
     def _results(self) -> int:
-        return 2 if self.static.rows.kept else 1
+        return 2 if self.static.kept else 1
 
     def _shapes(
         self, shapes: Sequence[tuple[int, ...]], tokens: jax.Array
     ) -> tuple[jax.Array, ...]:
         wi = of_both(shapes[self._wi], 2) if self.paired else shapes[self._wi]
-        kept = jnp.zeros((tokens.shape[0], self.static.rows.kept, *wi[2:]), tokens.dtype)
+        kept = jnp.zeros((tokens.shape[0], self.static.kept, *wi[2:]), tokens.dtype)
         return (jnp.zeros_like(tokens), kept)[: self._results]
 
     def factors(self) -> tuple[list[str], list[str]]:
@@ -274,7 +274,7 @@ class BlockBackward(BlockOp):
 
         slab: Entries = (roles.slab, (), ())
         operands = self.taken(roles, place, shapes)
-        kept = [self.kept(roles, place)] if self.static.rows.kept else []
+        kept = [self.kept(roles, place)] if self.static.kept else []
         results = (slab, slab, *operands[self._wi :])
         return Resolved((*operands, *kept, slab), results, local)
 
@@ -285,7 +285,7 @@ class BlockBackward(BlockOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         shared = self.shared_factors()
-        kept = [self.kept_factors] if self.static.rows.kept else []
+        kept = [self.kept_factors] if self.static.kept else []
         return [*shared, *kept, "r t x"], ["r t x", "r t k", *shared[self._wi :]]
 
 

@@ -25,7 +25,7 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
     out = gemm.forward(product, act, experts.wo, None, sizes)
     late = None if static.early else weights[0]
     y = ops.combine(static.call, given.rank, given.layer_index, out[0], late, given.plan)
-    return y, hidden[0, : static.rows.kept]
+    return y, hidden[0, : static.kept]
 
 
 def backward(

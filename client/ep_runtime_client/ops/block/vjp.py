@@ -110,8 +110,7 @@ def _forward(call: BlockCall, *arrays: Any, kept: bool) -> tuple[jax.Array, ...]
 
 
 def _keeping_nothing(call: BlockCall) -> BlockCall:
-    rows = dataclasses.replace(call.static.rows, kept=0)
-    return dataclasses.replace(call, static=dataclasses.replace(call.static, rows=rows))
+    return dataclasses.replace(call, static=dataclasses.replace(call.static, kept=0))
 
 
 def _fwd(call: BlockCall, *operands: Any) -> Any:
@@ -123,7 +122,7 @@ def _fwd(call: BlockCall, *operands: Any) -> Any:
     def lean(*leaves: jax.Array) -> Any:
         return eager.shared(_primal, call, *jax.tree.unflatten(tree, leaves))
 
-    if not call.static.rows.kept:
+    if not call.static.kept:
         return lean(*leaves), (operands, None)
     y, rows = unless_unused(full, lean, *leaves)
     return y, (operands, checkpoint_name(rows, "ep_wi"))
