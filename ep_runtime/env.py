@@ -22,7 +22,7 @@ environments, and a program's fingerprint knows none. What does is a group's set
 | LISTEN_FDNAMES | unset | their names |
 | NO_COLOR | unset | any text: tables of the command line have no colour |
 | GLIBC_TUNABLES | unset | with settings of glibc malloc in it (or in MALLOC_*) we make none |
-| GRPC_VERBOSITY | NONE | gRPC's own lines on the daemon's stderr, beside its log of JSON lines |
+| GRPC_VERBOSITY | NONE | gRPC's own lines on the daemon's stderr, beside its log |
 | PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
 """
 

@@ -16,7 +16,7 @@ import setproctitle
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime_server import config
-from ep_runtime_server.base import events, failpoints, limits, systemd
+from ep_runtime_server.base import failpoints, limits, log_lines, systemd
 from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.callers import quotas
 from ep_runtime_server.callers.quotas import UserLimits
@@ -203,7 +203,7 @@ async def serve(settings: ServerConfig, log: LogWriter) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = build_parser().parse_args(argv)
-    log = events.start_logging(arguments.log_level)
+    log = log_lines.start_logging(arguments.log_level)
     host_memory.raise_max_fds()
     try:
         settings = make_config(arguments)

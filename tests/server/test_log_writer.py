@@ -16,7 +16,8 @@ from harness import FakeClock, eventually
 
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.beside import END_S
-from ep_runtime_server.base.events import EventLog, JsonLines
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.log_lines import JsonLines
 from ep_runtime_server.base.log_writer import LogWriter
 
 PIPE_BYTES = 4096

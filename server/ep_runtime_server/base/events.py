@@ -1,4 +1,4 @@
-"""State changes: bounded logs for `ListEvents`, and one JSON line each on stderr.
+"""State changes: bounded logs for `ListEvents`, and one line each in the daemon's log.
 
 Every kind of thing (sessions, groups, ...) has a ring of its own, so that what happens often, or
 what somebody does often, pushes nothing else out. Denials are rate-limited besides: strangers
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import heapq
-import json
 import logging
 import operator
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.event_file import EventFile
-from ep_runtime_server.base.log_writer import LogWriter
 
 MAX_EVENTS_PER_RING = 2000
 MAX_RINGS = 32
@@ -29,7 +27,6 @@ ALL_DENIALS_AT_ONCE, ANY_DENIAL_EVERY_S = 50, 1.0
 MAX_CAUSES = 1024
 TELL_SUPPRESSED_EVERY_S = 10.0
 
-_STDERR = 2
 _DENIED = "denied"
 
 logger = logging.getLogger("ep_runtime_server")
@@ -168,48 +165,3 @@ class EventLog:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object per line: ts, level, event, message, session, group, fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "ts": round(record.created, 6),
-            "level": record.levelname.lower(),
-            "pid": record.process,
-        }
-        event = getattr(record, "event", None)
-        if isinstance(event, Event):
-            line["event"] = event.kind
-            line.update({"session": event.session_id} if event.session_id else {})
-            line.update({"group": event.group} if event.group else {})
-            line.update(event.fields)
-        line["message"] = record.getMessage()
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-# What gRPC tells as errors with a traceback, and any caller may cause at any rate: it had gone when
-# it was answered, or its headers are no text. gRPC exports no name of the first.
-_CALLERS_OWN = ("ExecuteBatchError", "UnicodeDecodeError")
-
-
-def _is_failure(record: logging.LogRecord) -> bool:
-    """False for what callers do to themselves inside gRPC."""
-    error = record.exc_info[0] if record.exc_info else None
-    if error is None or not record.name.startswith("grpc."):
-        return True
-    return error.__name__ not in _CALLERS_OWN
-
-
-def start_logging(level: str) -> LogWriter:
-    """JSON lines of `level` and above on stderr."""
-    writer = LogWriter(_STDERR)
-    writer.setFormatter(JsonLines())
-    writer.addFilter(_is_failure)
-    root = logging.getLogger()
-    root.handlers[:] = [writer]
-    root.setLevel(level.upper())
-    return writer

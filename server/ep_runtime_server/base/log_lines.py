@@ -1,0 +1,88 @@
+"""How a line of the log reads: JSON for programs, text for who sits at the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from typing import Any
+
+from ep_runtime import env
+from ep_runtime.text import printable
+from ep_runtime_server.base.events import Event
+from ep_runtime_server.base.log_writer import LogWriter
+
+_STDERR = 2
+_COLOURS = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
+_PLAIN = "\x1b[0m"
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line: ts, level, event, message, session, group, fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "ts": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "pid": record.process,
+        }
+        event = getattr(record, "event", None)
+        if isinstance(event, Event):
+            line["event"] = event.kind
+            line.update({"session": event.session_id} if event.session_id else {})
+            line.update({"group": event.group} if event.group else {})
+            line.update(event.fields)
+        line["message"] = record.getMessage()
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextLines(logging.Formatter):
+    """Time, level, what happened and to whom, by this machine's clock."""
+
+    def __init__(self, *, colours: bool) -> None:
+        super().__init__()
+        self._colours = colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = getattr(record, "event", None)
+        parts = [record.name, record.getMessage()]
+        if isinstance(event, Event):
+            named = {"session": event.session_id, "group": event.group}
+            about = [f"{key}={name}" for key, name in named.items() if name]
+            parts = [event.kind, event.message, f"({' '.join(about)})" if about else ""]
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        level = f"{record.levelname:<7}"
+        if self._colours and record.levelname in _COLOURS:
+            level = f"{_COLOURS[record.levelname]}{level}{_PLAIN}"
+        # Callers' names stand in the text: they order the terminal nothing, and make no lines.
+        text = printable(" ".join(part for part in parts if part).replace("\n", " "))
+        below = f"\n{printable(self.formatException(record.exc_info))}" if record.exc_info else ""
+        return f"{clock} {level} {text}{below}"
+
+
+# What gRPC tells as errors with a traceback, and any caller may cause at any rate: it had gone when
+# it was answered, or its headers are no text. gRPC exports no name of the first.
+_CALLERS_OWN = ("ExecuteBatchError", "UnicodeDecodeError")
+
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    """False for what callers do to themselves inside gRPC."""
+    error = record.exc_info[0] if record.exc_info else None
+    if error is None or not record.name.startswith("grpc."):
+        return True
+    return error.__name__ not in _CALLERS_OWN
+
+
+def start_logging(level: str) -> LogWriter:
+    """Lines of `level` and above on stderr: text on a terminal, JSON for whatever else reads it."""
+    terminal = os.isatty(_STDERR)
+    writer = LogWriter(_STDERR)
+    writer.setFormatter(TextLines(colours=not env.no_color()) if terminal else JsonLines())
+    writer.addFilter(_is_failure)
+    root = logging.getLogger()
+    root.handlers[:] = [writer]
+    root.setLevel(level.upper())
+    return writer
