@@ -40,6 +40,7 @@ COMMANDS = {
     "fence": "cut one session off",
     "reclaim": "take a group's memory back, or that of all retained groups",
     "certs": "make certificates with which the daemons of a lab's nodes trust each other",
+    "completion": "a script by which a shell completes commands, options and names",
     "version": "versions of client and daemon",
 }
 
@@ -94,10 +95,15 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(_ELSEWHERE.get(name, f"ep_runtime_client.cli.commands.{name}"))
 
 
-def _run(name: str, words: list[str]) -> int:
-    command = module(name)
+def make_parser(name: str) -> Parser:
+    """What parses a command's words; not of `serve`, whose options are the daemon's."""
     parser = Parser(prog=f"ep-runtime {name}", description=COMMANDS[name])
-    command.add_arguments(parser)
+    module(name).add_arguments(parser)
+    return parser
+
+
+def _run(name: str, words: list[str]) -> int:
+    command, parser = module(name), make_parser(name)
     quiet = False
     try:
         args = parser.parse_args(words)
