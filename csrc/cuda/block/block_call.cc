@@ -13,7 +13,8 @@
 // Passes: one over all tokens by the plan of all of them, where every rank's rows fit the
 // workspace; else one over each part of the tokens, by a plan made on the way. A token's sum lies
 // in one pass, so that y and dx are the same bits either way; gradients of weights add up, rounded
-// once a part. Backward is the same for weights multiplied early and late: y = sum (w * act) @ wo.
+// once a part. Backward is the same for weights multiplied early and late: y = sum (w * act) @ wo +
+// w * bias.
 
 #include "cuda/block/block_call.h"
 
@@ -23,6 +24,7 @@
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/movement/prepare/prepare_kernels.h"
 #include "cuda/rows/group_sums.h"
+#include "cuda/rows/row_dots.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -97,8 +99,11 @@ class BlockLaunches {
       EP_RETURN_IF_CUDA_ERROR(FirstProduct(pass, places[i]));
       EP_RETURN_IF_CUDA_ERROR(Activate(pass, places[i], p_.early));
     }
-    EP_RETURN_IF_CUDA_ERROR(
-        Multiply(Product(GemmProduct::kForward, pass, at_.inner, at_.tokens, /*first=*/false)));
+    GroupedGemmParams second =
+        Product(GemmProduct::kForward, pass, at_.inner, at_.tokens, /*first=*/false);
+    second.bias = p_.wo_bias;
+    second.bias_type = p_.wo_bias_type;
+    EP_RETURN_IF_CUDA_ERROR(Multiply(second));
     return LaunchCombine(stream_, Sums(pass));
   }
 
@@ -115,7 +120,10 @@ class BlockLaunches {
         Multiply(Product(GemmProduct::kDataGrad, pass, at_.grads, at_.d_inner, /*first=*/false)));
     EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(pass, at_.inner, at_.grads, /*first=*/false)));
     for (int i = 0; i < count; ++i) EP_RETURN_IF_CUDA_ERROR(ActivateBwd(pass, places[i]));
-    if (p_.d_wi_bias != nullptr) EP_RETURN_IF_CUDA_ERROR(SumBias(pass));
+    if (p_.wi_bias != nullptr) {
+      EP_RETURN_IF_CUDA_ERROR(SumBias(pass, at_.hidden, s_.columns, nullptr, p_.d_wi_bias));
+    }
+    if (p_.wo_bias != nullptr) EP_RETURN_IF_CUDA_ERROR(SecondBias(pass));
     EP_RETURN_IF_CUDA_ERROR(
         Multiply(Product(GemmProduct::kDataGrad, pass, at_.hidden, at_.grads, /*first=*/true)));
     EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(pass, at_.tokens, at_.hidden, /*first=*/true)));
@@ -301,14 +309,31 @@ class BlockLaunches {
     return LaunchActivation(stream_, activation);
   }
 
-  cudaError_t SumBias(const TokenPass& pass) {
+  // The gradient of wo_bias, and what it adds to the weights' as it is weighted: y = sum w * bias.
+  cudaError_t SecondBias(const TokenPass& pass) {
+    RowDotsParams dots{};
+    dots.type = p_.type;
+    dots.groups = GroupsOf(pass, s_.rows);
+    dots.width = s_.hidden;
+    dots.values = at_.grads;
+    dots.vectors = p_.wo_bias;
+    dots.vector_type = p_.wo_bias_type == FloatType::kF32 ? RowType::kF32 : p_.type;
+    dots.dots = at_.d_weights;
+    dots.wanted = pass.wanted;
+    EP_RETURN_IF_CUDA_ERROR(LaunchRowDots(stream_, dots));
+    return SumBias(pass, at_.grads, s_.hidden, at_.weights, p_.d_wo_bias);
+  }
+
+  cudaError_t SumBias(const TokenPass& pass, const void* values, int32_t width,
+                      const float* weights, float* out) {
     GroupSumsParams sums{};
     sums.type = p_.type;
     sums.groups = GroupsOf(pass, s_.rows);
-    sums.width = s_.columns;
+    sums.width = width;
     sums.num_experts = s_.experts;
-    sums.values = at_.hidden;
-    sums.sums = p_.d_wi_bias;
+    sums.values = values;
+    sums.weights = weights;
+    sums.sums = out;
     sums.adds = pass.adds;
     sums.wanted = pass.wanted;
     return LaunchGroupSums(stream_, sums);

@@ -42,7 +42,9 @@ struct BlockParams {
   const void* wi_up;        // [L, H, M] of a pair, else null
   const void* wo;           // [L, M, H]
   const void* wi_bias;      // [L, N] or null
-  FloatType bias_type;
+  const void* wo_bias;      // [L, H] or null; not with `early`, as it is weighted too
+  FloatType bias_type;      // of wi_bias
+  FloatType wo_bias_type;
   // [kept rows, N] the first product: a result of forward, which fills the rows there are where
   // they fit, and an operand of backward, which makes it again where they do not.
   void* kept;
@@ -56,6 +58,7 @@ struct BlockParams {
   void* dwi_up;      // as wi_up
   void* dwo;
   float* d_wi_bias;  // [L, N] with wi_bias, else null
+  float* d_wo_bias;  // [L, H] with wo_bias, else null
   bool wide;
 };
 

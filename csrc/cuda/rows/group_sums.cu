@@ -52,8 +52,10 @@ __device__ __forceinline__ void AddRows(const GroupSumsParams& p, const GroupRow
       if (row + u * kStrips >= rows.count) break;
       float x[E::kPerVector];
       E::Unpack(part[u], x);
+      const float weight =
+          p.weights == nullptr ? 1.0f : __ldg(p.weights + rows.first + row + u * kStrips);
 #pragma unroll
-      for (int i = 0; i < E::kPerVector; ++i) total[i] += x[i];
+      for (int i = 0; i < E::kPerVector; ++i) total[i] += weight * x[i];
     }
   }
 }

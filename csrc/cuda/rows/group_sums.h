@@ -18,6 +18,7 @@ struct GroupSumsParams {
   int32_t width;                    // W; 16 bytes divide a row of it
   int32_t num_experts;              // G: group l of slab s is of expert (s * L + l) % G
   const void* values;               // [S * C, W] type, device
+  const float* weights = nullptr;   // [S * C], device, times the rows; null: none
   float* sums;                      // [G, W], device: in an order of their own, always the same
   bool adds = false;                // to what `sums` holds
   const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null

@@ -16,7 +16,7 @@ constexpr size_t kFirstWeight = kFirstPlan + kPlanArrays;
 constexpr size_t kForwardArgs = kFirstWeight + 4;
 
 // wi [L, H, N] or of a pair [L, H, M], wi_up [L, H, M] or [0, 0, 0], wo [L, M, H],
-// wi_bias [L, N] or [0, 0]
+// wi_bias [L, N] or [0, 0]. A wo_bias [L, H] comes behind everything else.
 struct WeightOperands {
   Operand wi, wi_up, wo, wi_bias;
 
@@ -102,6 +102,17 @@ Status ReadOperands(const CudaCall& call, BlockParams* params) {
   return ReadWeights(experts, tokens.type(), params);
 }
 
+// The last operand, where it is there.
+Status ReadSecondBias(const CudaCall& call, size_t at, BlockParams* params) {
+  if (call.frame.args.size() <= at) return Status();
+  const Operand bias(call.frame.call, "wo_bias", call.frame.args[at]);
+  if (params->early) return bias.MustBe("absent where weights multiply activations");
+  EP_RETURN_IF_ERROR(bias.CheckShape({params->sizes.experts, params->sizes.hidden}));
+  if (bias.type() != DataType::F32) EP_RETURN_IF_ERROR(bias.CheckType(call.frame.args[3].dtype));
+  params->wo_bias = bias.data();
+  return bias.ReadFloatType(&params->wo_bias_type);
+}
+
 // [rows, N] that keep the first product, or [0, 0].
 Status ReadKept(const Operand& kept, DataType type, BlockParams* params) {
   if (kept.absent(2)) return Status();
@@ -141,26 +152,29 @@ Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, vo
 
 }  // namespace
 
-// ep_block_v1(rank, layer_index, topk_idx, tokens, weights, most, plan, wi, wi_up, wo, wi_bias;
-//             rows, function, gated, early)
+// ep_block_v1(rank, layer_index, topk_idx, tokens, weights, most, plan, wi, wi_up, wo, wi_bias
+//             [, wo_bias]; rows, function, gated, early)
 //   -> y [T, H], kept [at most rows, N] or [0, 0], workspace u8
 Status LaunchBlockCall(const CudaCall& call) {
-  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs, 3));
+  const size_t more = call.frame.args.size() > kForwardArgs ? 1 : 0;
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs + more, 3));
   const DataType type = call.frame.args[3].dtype;
   const auto [y, kept, workspace] = call.frame.Rets("y", "kept", "workspace");
   BlockParams params{};
   EP_RETURN_IF_ERROR(ReadOperands(call, &params));
+  EP_RETURN_IF_ERROR(ReadSecondBias(call, kForwardArgs, &params));
   EP_RETURN_IF_ERROR(ReadTokens(call, y, type, &params.y, &params));
   EP_RETURN_IF_ERROR(ReadKept(kept, type, &params));
   EP_RETURN_IF_ERROR(ReadWorkspace(workspace, /*backward=*/false, &params));
   return call.Launched(cuda::LaunchBlock(call.stream, params));
 }
 
-// ep_block_bwd_v1(those of ep_block_v1, kept, dy [T, H]; rows, function, gated, early)
+// ep_block_bwd_v1(those of ep_block_v1, kept, dy [T, H] [, wo_bias]; rows, function, gated, early)
 //   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo,
-//      d_wi_bias f32 [L, N] or [0, 0], workspace u8
+//      d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
 Status LaunchBlockBwdCall(const CudaCall& call) {
-  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs + 2, 7));
+  const size_t more = call.frame.args.size() > kForwardArgs + 2 ? 1 : 0;
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs + 2 + more, 7 + more));
   const DataType type = call.frame.args[3].dtype;
   const auto [kept, dy] = call.frame.Named(call.frame.args, kForwardArgs, "kept", "dy");
   const auto [dx, d_weights, dwi, dwi_up, dwo, d_wi_bias, workspace] =
@@ -170,6 +184,7 @@ Status LaunchBlockBwdCall(const CudaCall& call) {
   const cuda::block::BlockSizes& sizes = params.sizes;
   const WeightOperands experts = WeightsOf(call.frame);
   EP_RETURN_IF_ERROR(ReadKept(kept, type, &params));
+  EP_RETURN_IF_ERROR(ReadSecondBias(call, kForwardArgs + 2, &params));
   EP_RETURN_IF_ERROR(dy.Read(type, {sizes.tokens, sizes.hidden}, &params.dy));
   EP_RETURN_IF_ERROR(ReadTokens(call, dx, type, &params.dx, &params));
   EP_RETURN_IF_ERROR(d_weights.Read({sizes.tokens, sizes.top_k}, &params.d_weights));
@@ -179,6 +194,10 @@ Status LaunchBlockBwdCall(const CudaCall& call) {
   EP_RETURN_IF_ERROR(dwo.Read(type, {sizes.experts, sizes.inner, sizes.hidden}, &params.dwo));
   EP_RETURN_IF_ERROR(d_wi_bias.ReadIf(params.wi_bias != nullptr, {sizes.experts, sizes.columns},
                                       &params.d_wi_bias));
+  if (more != 0) {
+    const Operand d_wo_bias(call.frame.call, "d_wo_bias", call.frame.rets[7]);
+    EP_RETURN_IF_ERROR(d_wo_bias.Read({sizes.experts, sizes.hidden}, &params.d_wo_bias));
+  }
   EP_RETURN_IF_ERROR(ReadWorkspace(workspace, /*backward=*/true, &params));
   return call.Launched(cuda::LaunchBlockBwd(call.stream, params));
 }
