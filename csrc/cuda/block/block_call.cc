@@ -71,9 +71,10 @@ class BlockLaunches {
   }
 
   cudaError_t Run() {
-    EP_RETURN_IF_CUDA_ERROR(LaunchDecide(stream_, s_, p_.most, p_.plan.group_sizes, at_.decision));
-    EP_RETURN_IF_CUDA_ERROR(RunPass({&at_.decision->whole, p_.plan, 0, s_.tokens, true, false}));
     const int32_t parts = NumParts(s_), tokens = PartTokens(s_);
+    EP_RETURN_IF_CUDA_ERROR(LaunchDecide(
+        stream_, {p_.group, p_.name, s_, parts, p_.most, p_.plan.group_sizes, at_.decision}));
+    EP_RETURN_IF_CUDA_ERROR(RunPass({&at_.decision->whole, p_.plan, 0, s_.tokens, true, false}));
     for (int32_t part = 0; part < parts; ++part) {
       const int32_t begin = part * tokens;
       const TokenPass pass{&at_.decision->parts,

@@ -1,4 +1,5 @@
 #include "cuda/block/decide.h"
+#include "cuda/movement/call/progress.cuh"
 #include "cuda/wanted.cuh"
 
 namespace ep_runtime {
@@ -9,15 +10,15 @@ namespace {
 constexpr int kThreads = 256;
 
 // One warp.
-__global__ void DecideKernel(BlockSizes sizes, const int32_t* most, const int32_t* group_sizes,
-                             Decision* decision) {
+__global__ void DecideKernel(const __grid_constant__ DecideParams p) {
   int32_t rows = 0;
-  for (int e = threadIdx.x; e < sizes.experts; e += 32) rows += group_sizes[e];
+  for (int e = threadIdx.x; e < p.sizes.experts; e += 32) rows += p.group_sizes[e];
   rows = __reduce_add_sync(~0u, rows);
   if (threadIdx.x != 0) return;
-  const bool whole = *most <= sizes.rows;
-  const bool kept = rows <= sizes.kept_rows && sizes.kept_rows > 0;
-  *decision = {whole, !whole, whole && kept, whole && !kept};
+  const bool whole = *p.most <= p.sizes.rows;
+  const bool kept = rows <= p.sizes.kept_rows && p.sizes.kept_rows > 0;
+  *p.decision = {whole, !whole, whole && kept, whole && !kept};
+  if (!whole && p.parts > 1) CountRounds(p.group, BoardIndex(p.name), p.parts - 1);
 }
 
 __global__ void SlotsKernel(const __grid_constant__ SlotsParams p) {
@@ -28,9 +29,8 @@ __global__ void SlotsKernel(const __grid_constant__ SlotsParams p) {
 
 }  // namespace
 
-cudaError_t LaunchDecide(cudaStream_t stream, const BlockSizes& sizes, const int32_t* most,
-                         const int32_t* group_sizes, Decision* decision) {
-  DecideKernel<<<1, 32, 0, stream>>>(sizes, most, group_sizes, decision);
+cudaError_t LaunchDecide(cudaStream_t stream, const DecideParams& params) {
+  DecideKernel<<<1, 32, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -10,9 +10,17 @@ namespace ep_runtime {
 namespace cuda {
 namespace block {
 
-// most [1] int32, device: rows of the fullest slab of all ranks, as prepare found them.
-cudaError_t LaunchDecide(cudaStream_t stream, const BlockSizes& sizes, const int32_t* most,
-                         const int32_t* group_sizes, Decision* decision);
+struct DecideParams {
+  DeviceGroup* group;
+  CallName name;
+  BlockSizes sizes;
+  int32_t parts;
+  const int32_t* most;         // [1], device: rows of the fullest slab of all ranks
+  const int32_t* group_sizes;  // [L], device
+  Decision* decision;          // device
+};
+// Also counts the parts where there are more than one.
+cudaError_t LaunchDecide(cudaStream_t stream, const DecideParams& params);
 
 // Slots of a part of the tokens for its own prepare: those that the whole plan dropped stay out.
 struct SlotsParams {

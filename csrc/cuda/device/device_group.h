@@ -124,7 +124,7 @@ struct HandleTotals {
   uint64_t calls;
   uint64_t rows;
   uint64_t dropped_rows;
-  uint64_t reserved;
+  uint64_t rounds;
 };
 
 // How a call began; one sector, so that it is read at once.

@@ -117,6 +117,20 @@ __device__ inline void CountRows(DeviceGroup* group, uint32_t index, uint64_t ro
   StoreBoard(progress.rank, offsetof(RankRecord, rows), progress.rows, progress.dropped_rows);
 }
 
+// Parts beyond one that a block call runs, by one thread of an EP group's first rank. The board
+// has those of the EP group that ran the most.
+__device__ inline void CountRounds(DeviceGroup* group, uint32_t index, uint64_t rounds) {
+  Progress& progress = group->progress;
+  const bool open = *static_cast<const volatile uint32_t*>(&group->open) != 0;
+  if (progress.rank == nullptr || index >= kMaxHandles || group->ep_rank != 0 || !open) return;
+  HandleTotals& totals = progress.totals[index];
+  totals.rounds += rounds;
+  const size_t at = index * sizeof(HandleRecord) + offsetof(HandleRecord, rounds);
+  const auto* told = reinterpret_cast<const volatile uint64_t*>(
+      static_cast<const uint8_t*>(progress.handles) + at);
+  if (*told < totals.rounds) StoreBoard(progress.handles, at, totals.rounds);
+}
+
 // How the running call began. The first block wrote it, so other blocks read past the L1 cache.
 __device__ __forceinline__ CallStart ReadStart(const DeviceGroup* group) {
   const CallStart& start = group->progress.start;
