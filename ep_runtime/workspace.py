@@ -161,7 +161,8 @@ def check_keep(keep: str, keep_factor: float) -> None:
     """Raises InvalidArgumentError unless they are what `ep.moe` takes."""
     if keep not in KEEPS:
         raise InvalidArgumentError(f"keep must be one of {KEEPS}, got {keep!r}", argument="keep")
-    if not (isfinite(keep_factor) and keep_factor > 0):
+    number = isinstance(keep_factor, Real) and not isinstance(keep_factor, bool)
+    if not (number and isfinite(keep_factor) and keep_factor > 0):
         raise InvalidArgumentError(
             f"keep_factor must be a finite factor over 0, got {keep_factor!r}",
             argument="keep_factor",

@@ -151,8 +151,10 @@ def test_a_factor_and_bytes_are_never_equal() -> None:
         ("second", 1.25, "keep must be one of .* got 'second'"),
         ("first", 0.0, "keep_factor must be .* got 0.0"),
         ("first", float("nan"), "keep_factor must be .* got nan"),
+        ("first", "1.25", "keep_factor must be .* got '1.25'"),
+        ("first", True, "keep_factor must be .* got True"),
     ],
 )
-def test_what_keeps_no_rows_is_refused(keep: str, factor: float, words: str) -> None:
+def test_what_keeps_no_rows_is_refused(keep: str, factor: Any, words: str) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=words):
         workspace.of_block(_SIZES, keep=keep, keep_factor=factor)

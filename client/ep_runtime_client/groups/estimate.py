@@ -120,7 +120,8 @@ def estimate_memory(
         name: as in `Session.create_group`.
         mesh: as in `Session.create_group`, or an AbstractMesh.
         transport: as in `Session.create_group`; "auto" counts as one that has block calls.
-        mlp_dim: M of the layers, of one device where tp splits it; None leaves the workspace out.
+        mlp_dim: M of the layers; of one device where tp splits it, unless `workspace` is bytes,
+            which count M whole. None leaves the workspace out.
         gated, keep, keep_factor: as in `ep.moe`.
         **arguments: the others of `Session.create_group`.
 

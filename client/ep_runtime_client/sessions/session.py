@@ -212,8 +212,9 @@ class Session:
             retain_s: how long windows outlive the last process; 0 in private runtimes.
             num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: the fastest.
             workspace: memory that a layer's call holds experts' rows in while it runs: a float is a
-                factor of the rows of an even routing, an int bytes, "auto" a factor of 1.5. More
-                rows on any rank cost time, never a row: the call then runs its tokens in parts.
+                factor of the rows of an even routing, an int bytes (weights counted whole), "auto"
+                a factor of 1.5. Where any rank has more rows the call runs its tokens in parts,
+                which costs time and never a row.
             replace: take the place of a group of that name with other settings; one with the same
                 stays, and so do its layers (`Group.register_layer` replaces those).
 

@@ -59,7 +59,7 @@ struct Workspace {
 };
 
 // Lays the regions out from `base` on, and says how many bytes they take; `base` may be null.
-// ops/block/workspace.py has the same sums.
+// ep_runtime/workspace.py has the same sums.
 int64_t LayOut(const BlockSizes& sizes, bool backward, uint8_t* base, Workspace* out);
 
 }  // namespace block
