@@ -11,15 +11,22 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import doc_pages
 import numpy as np
 import pytest
 from daemon_fixtures import package_path
 from integrations import maxtext_sources
 
+from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_client.jobs.members import reserved_coordinator
+
 _log = logging.getLogger(__name__)
+MEMBER = Path(__file__).with_name("train_maxtext.py")
 RUN_TIMEOUT_S = 900.0
 MOST_LINES = 45
 
@@ -119,22 +126,33 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return maxtext_sources.patched_copy(Path(given), tmp_path_factory.mktemp("maxtext"))
 
 
-def losses(patched: Path, out: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
-    """Losses of training and of evaluation, by name, of a process of its own."""
+def words_of(out: Path, settings: dict[str, Any]) -> list[str]:
+    """Of MaxText's command line; figures go to the file `metrics` in `out`."""
     metrics = out / "metrics"
     metrics.touch()
     given = {**COMMON, **settings, "run_name": "test", "base_output_directory": out}
     given["metrics_file"] = metrics
-    words = [f"{name}={value}" for name, value in given.items() if value is not None]
-    trainer = ["-m", maxtext_sources.TRAINER, maxtext_sources.CONFIG]
+    return [f"{name}={value}" for name, value in given.items() if value is not None]
+
+
+def read(out: Path) -> dict[str, list[float]]:
+    """Losses of training and of evaluation, by name."""
+    lines = (out / "metrics").read_text().splitlines()
+    steps = [json.loads(line) for line in lines if line.strip()]
+    names = ("learning/loss", "eval/avg_loss")
+    return {name: [step[name] for step in steps if name in step] for name in names}
+
+
+def run(patched: Path, words: Sequence[str], **environment: str) -> None:
+    """`python words...` in the patched copy, to its end."""
     done = subprocess.run(
-        [sys.executable, *trainer, *words],
+        [sys.executable, *words],
         cwd=patched,
         env={
             **os.environ,
-            "PYTHONPATH": f"{patched / 'src'}:{package_path()}",
+            "PYTHONPATH": f"{patched / 'src'}:{package_path()}:{doc_pages.ROOT / 'tests'}",
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            **environment,
         },
         capture_output=True,
         text=True,
@@ -142,9 +160,13 @@ def losses(patched: Path, out: Path, settings: dict[str, Any]) -> dict[str, list
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    steps = [json.loads(line) for line in metrics.read_text().splitlines() if line.strip()]
-    names = ("learning/loss", "eval/avg_loss")
-    return {name: [step[name] for step in steps if name in step] for name in names}
+
+
+def losses(patched: Path, out: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
+    """Of one process with eight devices."""
+    words = ["-m", maxtext_sources.TRAINER, maxtext_sources.CONFIG, *words_of(out, settings)]
+    run(patched, words, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    return read(out)
 
 
 @pytest.mark.integrations
@@ -188,3 +210,36 @@ def test_a_checkpoint_goes_on_on_another_mesh(patched: Path, tmp_path: Path) -> 
     assert len(stock) < COMMON["steps"]
     for ours in (found[True, True], found[False, True]):
         np.testing.assert_allclose(ours, stock, rtol=1e-6, atol=0)
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(3 * RUN_TIMEOUT_S)
+@pytest.mark.parametrize("axis", ["expert", "fsdp"])
+def test_two_processes_train_as_one(patched: Path, tmp_path: Path, axis: str) -> None:
+    """2 x 4 devices under jax.distributed, with a daemon of the node: the losses of 1 x 8.
+
+    The axis is the one that goes over both processes.
+    """
+    whole = {"ici_fsdp_parallelism": 1, "ici_expert_parallelism": 8}
+    settings = {**(whole if axis == "expert" else {}), "ep_runtime": True}
+    (tmp_path / "one").mkdir()
+    one = losses(patched, tmp_path / "one", settings)["learning/loss"]
+    with (
+        warm_daemon() as address,
+        reserved_coordinator() as coordinator,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def member(index: int) -> list[float]:
+            out = tmp_path / str(index)
+            out.mkdir()
+            words = [str(MEMBER), coordinator, str(index), "2", *words_of(out, settings)]
+            run(patched, words, EP_RUNTIME_ADDRESS=address)
+            return read(out)["learning/loss"]
+
+        of_both = [*pool.map(member, range(2))]
+    assert len(one) == COMMON["steps"]
+    for mine in of_both:
+        np.testing.assert_allclose(mine, one, rtol=1e-6, atol=0)
+    apart = np.abs(np.subtract(of_both, one)).max()
+    _log.info("two processes, %s over both: losses differ by %.2g at most", axis, apart)
