@@ -70,12 +70,16 @@ class BlockSizes:
     @property
     def least_rows(self) -> int:
         """The fewest rows W: one token of every rank fits, wherever it goes."""
-        least = self.experts * self.alignment + self._rows_of_tokens(1)
+        least = self.experts * self.alignment + self._rows_of_token
         return min(self.capacity, align_up(least, _TILE_ROWS))
 
-    def _rows_of_tokens(self, tokens: int) -> int:
-        """Rows of one rank at most, where every rank has so many tokens; zones not aligned."""
-        return tokens * self.ep_size * min(self.top_k, self.experts)
+    @property
+    def _rows_of_token(self) -> int:
+        """Rows of one rank at most where every rank has one token; zones not aligned.
+
+        All K slots, though a rank may have fewer experts: one may be there more than once.
+        """
+        return self.ep_size * self.top_k
 
     def rows_of_factor(self, factor: float) -> int:
         """Rows of that many even shares with their zones aligned, at most C."""
@@ -95,7 +99,7 @@ class BlockSizes:
         """
         if rows >= self.capacity:
             return 0
-        return (rows - self._padding) // self._rows_of_tokens(1)
+        return (rows - self._padding) // self._rows_of_token
 
     def parts(self, rows: int) -> int:
         """Parts of a call whose rows do not fit: ceil(T / P). 0 where `rows` are C."""

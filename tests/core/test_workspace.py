@@ -96,7 +96,9 @@ def test_no_part_has_more_rows_than_the_workspace(seed: int) -> None:
         first[:k] = tokens
         chosen = np.argsort(rng.random((min(tokens, 64), sizes.experts)), axis=1)[:, :k]
         odd = np.bincount(chosen.ravel(), minlength=sizes.experts)
-        for demand in (even, first, odd):
+        same = np.zeros(sizes.experts, np.int64)
+        same[0] = tokens * sizes.top_k  # an expert may be in a token more than once
+        for demand in (even, first, odd, same):
             zones = sum(layout.align_up(int(rows), sizes.alignment) for rows in demand)
             assert zones <= found.rows, (sizes, found, demand)
 

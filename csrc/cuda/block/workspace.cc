@@ -1,7 +1,5 @@
 #include "cuda/block/workspace.h"
 
-#include <algorithm>
-
 namespace ep_runtime {
 namespace cuda {
 namespace block {
@@ -44,9 +42,9 @@ void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
 }  // namespace
 
 int32_t PartTokens(const BlockSizes& s) {
-  const int32_t slots = std::min(s.top_k, s.experts);  // of one token, on one rank
+  // All slots of a token may be rows of one rank, as an expert may be there more than once.
   const int64_t rows = int64_t{s.rows} - int64_t{s.experts} * (s.alignment - 1);
-  return static_cast<int32_t>(rows / (int64_t{s.ranks} * slots));
+  return static_cast<int32_t>(rows / (int64_t{s.ranks} * s.top_k));
 }
 
 int32_t NumParts(const BlockSizes& s) {
