@@ -11,6 +11,7 @@ from gpu.jobs import layouts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime.workspace import BlockSizes, of_block
 from ep_runtime_client.cli.daemon import source
 
 TOKENS, CAPACITY, HIDDEN = 64, 100, 256
@@ -93,3 +94,56 @@ def test_nothing_is_told_where_that_is_switched_off(
     run_steps(session, gpus, routed(gpus)[0])
     assert all(handle["calls"] == 0 for handle in listed(session, "handles"))
     assert all(rank["epoch"] == 0 for rank in listed(session, "ranks"))
+
+
+def test_parts_beyond_one_of_a_block_call_reach_the_board(
+    session: ep.Session, gpus: list[Any]
+) -> None:
+    ranks, tokens = len(gpus), 256
+    mesh = Mesh(np.array(gpus), ["ep"])
+    rng = np.random.default_rng(0)
+    x = jax.device_put(
+        rng.standard_normal((tokens * ranks, HIDDEN), np.float32).astype("bfloat16"),
+        NamedSharding(mesh, PartitionSpec("ep")),
+    )
+
+    def outputs(name: str, workspace: float) -> Any:
+        group = session.create_group(
+            name,
+            mesh,
+            ep_axis="ep",
+            num_experts=2 * ranks,
+            hidden_size=HIDDEN,
+            max_tokens_per_rank=tokens,
+            max_top_k=2,
+            alignment=8,
+            transport=layouts.TRANSPORT,
+            workspace=workspace,
+        )
+        layer = group.register_layer("moe", top_k=2)
+        params = ep.init_moe_params(jax.random.key(0), layer, HIDDEN, param_dtype="bfloat16")
+        run = jax.jit(lambda x, params: ep.moe(layer, x, params)[0])
+        if "block call" not in str(ep.explain(run, x, params)):
+            pytest.skip("moe keeps to slabs here")
+        for _ in range(STEPS):
+            y = jax.block_until_ready(run(x, params))
+        group.check()
+        spec = group.spec
+        sizes = BlockSizes(
+            tokens=tokens,
+            top_k=2,
+            ep_size=ranks,
+            experts=2,
+            capacity=spec.recv_capacity_per_rank,
+            alignment=8,
+            hidden_size=HIDDEN,
+            mlp_dim=HIDDEN,
+        )
+        (handle,) = [row for row in listed(session, "handles") if row["group"] == name]
+        return np.asarray(y, np.float32), handle["rounds"], of_block(sizes, spec.workspace).parts
+
+    whole, none, _ = outputs("whole", float(ranks))
+    parted, rounds, parts = outputs("parts", 1e-6)
+    assert (none, rounds) == (0, STEPS * (parts - 1))
+    assert parts > 1
+    np.testing.assert_array_equal(parted, whole)
