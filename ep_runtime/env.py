@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -39,6 +40,13 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 MAX_DIRECTORY_BYTES = 96
 
 _PRIVATE_PREFIX = "ep-runtime-"
+
+# How names of secrets end. Shorter values are no secrets, and parts of too many words.
+_SECRET_ENDS = (
+    *("token", "secret", "password", "passwd", "passphrase"),
+    *("key", "apikey", "credential", "credentials", "auth", "authorization", "cookie"),
+)
+_MIN_SECRET = 6
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -114,6 +122,17 @@ def set_tells_progress(wanted: bool) -> None:
 def no_color() -> bool:
     """NO_COLOR is set to any text."""
     return _text("NO_COLOR") is not None
+
+
+def secret_values() -> list[str]:
+    """Values of variables whose names say that they are secrets; for who must not tell them."""
+    found = [value for name, value in os.environ.items() if is_secret_name(name)]
+    return sorted((value for value in found if len(value) >= _MIN_SECRET), key=len, reverse=True)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a name (WANDB_API_KEY, auth-token) ends as those of secrets do."""
+    return re.split(r"[^a-z0-9]+", name.lower())[-1] in _SECRET_ENDS
 
 
 def notify_socket() -> str | None:

@@ -35,6 +35,7 @@ COMMANDS = {
     "handles": "handles: layer, lane, generation, state, owner, last op",
     "buffers": "windows and boards: bytes, state, owner, who maps them",
     "events": "what happened lately",
+    "dump": "one archive for a bug report: state, events, versions, and no secrets",
     "describe": "all about one session, group, layer, handle, buffer or node",
     "drain": "let no new session or group in; --shutdown ends the daemon",
     "fence": "cut one session off",

@@ -13,12 +13,13 @@ other hosts were told must survive this one's crash, so the cluster's is synced 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,26 @@ def _payload(record: Record) -> bytes:
 def _encode(sequence: int, record: Record) -> bytes:
     payload = _payload(record)
     return _HEAD.pack(len(payload), _crc(sequence, payload), sequence) + payload
+
+
+def whole_records(data: bytes) -> Iterator[tuple[bytes, int]]:
+    """Payload and end of every record of a journal, up to the first that is not whole."""
+    offset = len(MAGIC)
+    for number in itertools.count(1):
+        if not data.startswith(MAGIC) or offset + _HEAD.size > len(data):
+            return
+        length, crc, sequence = _HEAD.unpack_from(data, offset)
+        start, offset = offset + _HEAD.size, offset + _HEAD.size + length
+        payload = data[start:offset]
+        whole = 0 < length <= MAX_RECORD_BYTES and len(payload) == length
+        if not whole or sequence != number or _crc(sequence, payload) != crc:
+            return
+        yield payload, offset
+
+
+def cut_bytes(data: bytes, end: int) -> int:
+    """Bytes behind the last whole record that are not room for the next ones."""
+    return len(data[end:].rstrip(b"\0"))
 
 
 def _write_all(fd: int, data: bytes, offset: int) -> None:
@@ -128,11 +149,11 @@ class Journal:
         data = self._path.read_bytes()
         self.was_there = data.startswith(MAGIC)
         good = len(MAGIC) if self.was_there else 0
-        while self.was_there and (record := self._record_at(data, good)) is not None:
-            payload, good = record
+        for payload, end in whole_records(data):
+            good = end
+            self._sequence += 1
             self._take(payload)
-        rest = data[good:].rstrip(b"\0")
-        self.cut_bytes = len(rest)
+        self.cut_bytes = cut_bytes(data, good)
         # Old bytes behind the end must not be taken for records once the end grows towards them.
         os.ftruncate(self._fd, good)
         self._end = self._allocated = good
@@ -148,18 +169,6 @@ class Journal:
         self._facts.pop(key, None)
         if value is not None:
             self._facts[key] = value
-
-    def _record_at(self, data: bytes, offset: int) -> tuple[bytes, int] | None:
-        if offset + _HEAD.size > len(data):
-            return None
-        length, crc, sequence = _HEAD.unpack_from(data, offset)
-        start = offset + _HEAD.size
-        payload = data[start : start + length]
-        whole = 0 < length <= MAX_RECORD_BYTES and len(payload) == length
-        if not whole or sequence != self._sequence + 1 or _crc(sequence, payload) != crc:
-            return None
-        self._sequence = sequence
-        return payload, start + length
 
     def take_facts(self) -> dict[str, Any]:
         """What was read at the start, once: the daemon's state takes its place."""

@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     return watching.repeat(args, lambda: _once(args))
 
 
-def _once(args: argparse.Namespace) -> int:
+def findings(args: argparse.Namespace) -> list[Finding]:
+    """All that is checked, in order."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _kernel,
@@ -61,10 +62,13 @@ def _once(args: argparse.Namespace) -> int:
         _gpus,
         _nccl,
     ]
-    findings = [check() for check in checks]
-    findings += [*_hardware(args), _directory(), _daemon(args)]
-    failed = any(finding.state == "FAIL" for finding in findings)
-    rows = [finding._asdict() for finding in findings]
+    return [*(check() for check in checks), *_hardware(args), _directory(), _daemon(args)]
+
+
+def _once(args: argparse.Namespace) -> int:
+    found = findings(args)
+    failed = any(finding.state == "FAIL" for finding in found)
+    rows = [finding._asdict() for finding in found]
     if args.output == "json":
         render.write_json(
             "doctor", {"healthy": not failed, "items": rows}, compact=bool(args.watch)

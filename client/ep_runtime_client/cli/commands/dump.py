@@ -1,0 +1,187 @@
+"""`ep-runtime dump`: one archive for a bug report. What may be a secret is taken out of it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
+from ep_runtime.units import iec
+from ep_runtime_client import cli
+from ep_runtime_client.cli import redacting, render
+from ep_runtime_client.cli.commands import doctor
+from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.daemons import children, runtime
+
+if TYPE_CHECKING:
+    from ep_runtime_client.cli.daemon import source
+
+FOLDER = "ep-runtime-dump"
+_TIMEOUT_S = 30.0
+_EVENT_KEYS = ("sequence", "time", "kind", "session_id", "group", "message", "fields")
+
+# Lists of every node, by the method of `Source` that reads them. `ranks` and `handles` are what
+# the boards say.
+_LISTS: dict[str, Callable[[source.Source], list[dict[str, Any]]]] = {
+    "sessions": lambda daemon: daemon.sessions(),
+    "groups": lambda daemon: daemon.groups(),
+    "layers": lambda daemon: daemon.layers(),
+    "handles": lambda daemon: daemon.handles(),
+    "ranks": lambda daemon: daemon.ranks(),
+    "buffers": lambda daemon: daemon.buffers(),
+    "events": lambda daemon: daemon.events(0),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help=f"a new file; default {FOLDER}-HOST-TIME.tar.gz here",
+    )
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    reading.add_daemon_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    now = datetime.datetime.now(datetime.UTC)
+    host = platform.node().partition(".")[0] or "host"
+    path = args.file or Path(f"{FOLDER}-{host}-{now:%Y%m%dT%H%M%S}.tar.gz")
+    missing: dict[str, str] = {}
+    parts = {
+        "machine": machine(args),
+        "journal": _kept(missing, "journal", lambda: journal(args)),
+        **_of_daemon(args, missing),
+    }
+    redaction = redacting.Redaction()
+    parts = {name: redaction.of(part) for name, part in parts.items() if part is not None}
+    about = {
+        "created": now.isoformat(timespec="seconds"),
+        "parts": sorted(parts),
+        "missing": redaction.of(missing),
+        "redacted": redaction.count,
+    }
+    size_bytes = write(path, {"about": about, **parts})
+    _tell(args, path, size_bytes, about)
+    return cli.PARTIAL if missing else cli.OK
+
+
+def _kept(missing: dict[str, str], name: str, read: Callable[[], Any]) -> Any:
+    """What `read` finds; where it fails, None and why: a bug report goes without that part."""
+    try:
+        return read()
+    except (EpRuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
+        missing[name] = str(error)
+        return None
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """Versions, driver, GPUs, NCCL, limits: what `doctor` finds, and every package's version."""
+    from ep_runtime_client.cli.machine import gpus
+
+    packages = {
+        str(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()
+    }
+    return {
+        "system": dict(platform.uname()._asdict(), node=platform.node()),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+        "doctor": [finding._asdict() for finding in doctor.findings(args)],
+        "gpus": gpus.told({}),
+    }
+
+
+def journal(args: argparse.Namespace) -> dict[str, Any]:
+    """The daemon's journal in numbers, and the files of its directory by size; no content."""
+    directory = runtime.daemon_place(args.address).directory
+    command = children.python_command(
+        "ep_runtime_server.journal.summary", [str(directory / "journal")]
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise InvalidArgumentError((done.stderr.strip() or "no journal").splitlines()[-1])
+    files = {
+        entry.name: {"bytes": entry.stat().st_size, "mode": f"{entry.stat().st_mode & 0o7777:o}"}
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name)
+        if entry.is_file(follow_symlinks=False)
+    }
+    return {"directory": str(directory), "files": files, **json.loads(done.stdout)}
+
+
+def _of_daemon(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, Any]:
+    """Status and lists; where no daemon answers, the events that the last one left."""
+    from ep_runtime_client.cli.daemon import nodes, source
+
+    parts: dict[str, Any] = {}
+    try:
+        with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+            parts["status"] = _kept(missing, "status", daemon.status)
+            for name, read in _LISTS.items():
+                everywhere = functools.partial(nodes.everywhere, daemon, read)
+                found = _kept(missing, name, everywhere)
+                if found is not None:
+                    parts[name] = {"items": found.rows, "unreachable": found.missing}
+                    missing |= {f"{name} of {one['node']}": one["error"] for one in found.missing}
+    except EpRuntimeError as error:
+        missing["status"] = str(error)
+        parts["events"] = _kept(missing, "events", lambda: left_events(args))
+    return parts
+
+
+def left_events(args: argparse.Namespace) -> dict[str, Any]:
+    """Events of the file that a daemon keeps for the next one."""
+    path = runtime.daemon_place(args.address).directory / "events"
+    items = []
+    for line in path.read_bytes().splitlines():
+        try:
+            items.append(dict(zip(_EVENT_KEYS, json.loads(line), strict=True)))
+        except (ValueError, TypeError):  # torn, or none of ours
+            continue
+    return {"items": items, "unreachable": []}
+
+
+def write(path: Path, parts: dict[str, Any]) -> int:
+    """Makes the archive, readable by its owner alone; its bytes.
+
+    Raises:
+        InvalidArgumentError: the file is there, or cannot be made.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InvalidArgumentError(f"{path}: {error.strerror}", argument="FILE") from error
+    with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, part in parts.items():
+            text = json.dumps(render.document(name, part), indent=1, ensure_ascii=True)
+            member = tarfile.TarInfo(f"{FOLDER}/{name}.json")
+            member.size, member.mode, member.mtime = len(text), 0o600, int(time.time())
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return path.stat().st_size
+
+
+def _tell(args: argparse.Namespace, path: Path, size_bytes: int, about: dict[str, Any]) -> None:
+    if args.output == "json":
+        render.write_json("dump", {"path": str(path), "bytes": size_bytes, **about})
+        return
+    for name, why in about["missing"].items():
+        render.err(f"without {name}: {why}")
+    parts = ", ".join(about["parts"])
+    render.write_text(f"{path}: {iec(size_bytes)}, {parts}")
+    render.write_text(
+        "Names of hosts, jobs and users are in it, labels too; look through it before you send it."
+    )

@@ -1,0 +1,52 @@
+"""What is in a journal, in numbers; for a bug report, beside a daemon that runs or is gone.
+
+python -m ep_runtime_server.journal.summary FILE
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ep_runtime_server.journal.file import cut_bytes, whole_records
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """Bytes and records, and how many of a kind say something or forget it. No value of any.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    data = path.read_bytes()
+    good = records = odd = 0
+    facts: dict[str, bool] = {}
+    for payload, end in whole_records(data):
+        good = end
+        records += 1
+        try:
+            key, value = json.loads(payload)
+            facts[key] = value is not None
+        except (ValueError, TypeError, RecursionError):
+            odd += 1
+    kept = collections.Counter(key.partition("/")[0] for key, there in facts.items() if there)
+    return {
+        "file_bytes": len(data),
+        "record_bytes": good,
+        "num_records": records,
+        "num_odd_records": odd,
+        "cut_bytes": cut_bytes(data, good),
+        "facts": dict(sorted(kept.items())),
+    }
+
+
+def main(words: list[str]) -> int:
+    """Writes the summary of one file as JSON."""
+    sys.stdout.write(json.dumps(summary(Path(words[0]))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
