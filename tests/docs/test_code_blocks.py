@@ -110,7 +110,8 @@ def commands() -> list[tuple[str, list[str]]]:
         if block.language != "bash":
             continue
         variables: dict[str, str] = {}
-        for number, line in enumerate(block.code.splitlines()):
+        whole_lines = block.code.replace("\\\n", " ").splitlines()
+        for number, line in enumerate(whole_lines):
             variables |= dict(re.findall(r'^(\w+)="(.*)"$', line))
             for name, value in variables.items():
                 line = line.replace(f"${name}", value)
