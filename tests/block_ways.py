@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ep_runtime_client.ops.block import takes
@@ -40,13 +42,25 @@ class Ways:
         return want, jax.device_get(jax.jit(lambda *x: run(*x))(*operands))
 
 
-_ANYWHERE = ("recipe", "wo_bias", "input_weights", "tokens")
+def assert_close(got: Any, want: Any, atol: float = 2e-6) -> None:
+    """Integers are `want`'s; floats too, within `atol` of an array's largest value."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.dtype == theirs.dtype
+        if not jnp.issubdtype(theirs.dtype, jnp.floating):
+            np.testing.assert_array_equal(mine, theirs)
+            continue
+        mine, theirs = (np.asarray(each, np.float64) for each in (mine, theirs))
+        scale = max(np.abs(theirs).max(initial=0), 1e-30)
+        np.testing.assert_allclose(mine / scale, theirs / scale, rtol=0, atol=atol)
+
+
+_ANYWHERE = ("recipe", "input_weights", "tokens")
 
 
 def _refuses(name: str, asked: takes.Asked) -> bool:
     return {
         "recipe": asked.recipes,
-        "wo_bias": asked.wo_bias,
         "input_weights": asked.input_weights,
         "tokens": asked.tokens == 0,
     }[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from block_ways import Ways
+from block_ways import Ways, assert_close
 
 import ep_runtime as ep
+from ep_runtime import errors
 from ep_runtime_client.ops.block import takes
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 8, 3
@@ -41,7 +43,15 @@ def layer(group: fakes.LocalGroup) -> Any:
 
 
 def make_params(layer: Any, **options: Any) -> ep.MoEParams:
-    return ep.init_moe_params(jax.random.key(0), layer, INNER, **options)
+    params = ep.init_moe_params(jax.random.key(0), layer, INNER, **options)
+    if not options.get("use_bias"):
+        return params
+    biases = (params.wi_bias, params.wo_bias)
+    leaves, tree = jax.tree.flatten(biases)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [jax.random.normal(*each) for each in zip(keys, map(jnp.shape, leaves), strict=True)]
+    wi_bias, wo_bias = jax.tree.unflatten(tree, drawn)
+    return dataclasses.replace(params, wi_bias=wi_bias, wo_bias=wo_bias)
 
 
 def draw(*lead: int) -> Any:
@@ -49,32 +59,112 @@ def draw(*lead: int) -> Any:
 
 
 def graded(layer: Any, **options: Any) -> Callable[..., Any]:
+    """((y, aux, stats), gradients of x and params) of a block."""
+
     def run(x: Any, params: Any) -> Any:
-        y, pull = jax.vjp(lambda x, p: ep.moe(layer, x, p, **options)[0], x, params)
-        return y, pull(jnp.cos(y.astype(jnp.float32)).astype(y.dtype))
+        def block(x: Any, params: Any) -> Any:
+            y, aux, stats = ep.moe(layer, x, params, return_stats=True, **options)
+            return (y, aux), stats[:3]
+
+        (y, aux), pull, stats = jax.vjp(block, x, params, has_aux=True)
+        return (y, aux, stats), pull((jnp.cos(y.astype(jnp.float32)).astype(y.dtype), aux + 1))
 
     return run
 
 
-def assert_close(got: Any, want: Any, rtol: float = 2e-6) -> None:
-    """Every leaf is `want`'s within f32 rounding of its largest values."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert mine.dtype == theirs.dtype
-        mine, theirs = (np.asarray(each, np.float64) for each in (mine, theirs))
-        np.testing.assert_allclose(
-            mine, theirs, rtol=0, atol=rtol * max(np.abs(theirs).max(), 1e-30)
-        )
+# What a call of moe is: options of the parameters, of the call, and the leading dims of x.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
+    "weights in combine": ({}, {"aux_loss_coeff": 0.1}, (64,)),
+    "weights before wo": ({}, {"apply_topk_weights_early": True, "keep_factor": 0.25}, (64,)),
+    "keeps nothing": ({"gated": False}, {"keep": "nothing", "activation": "gelu"}, (64,)),
+    "biases": ({"use_bias": True}, {"apply_topk_weights_early": None}, (64,)),
+    "a pair with biases": ({"use_bias": True, "separate": True}, {}, (16, 4)),
+    "drops": ({"gated": False}, {"capacity": 24, "apply_topk_weights_early": None}, (64,)),
+}
 
 
-@pytest.mark.parametrize("early", [None, True, False])
-def test_values_and_gradients_are_those_of_slabs(
-    layer: Any, ways: Ways, early: bool | None
-) -> None:
-    params, x = make_params(layer), draw(64)
-    run = graded(layer, apply_topk_weights_early=early)
-    want, got = ways.both(run, x, params)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_slabs(layer: Any, ways: Ways, name: str) -> None:
+    of_params, options, lead = CASES[name]
+    options = {"gated": of_params.get("gated", True), **options}
+    want, got = ways.both(graded(layer, **options), draw(*lead), make_params(layer, **of_params))
     assert_close(got, want)
+    assert (name == "drops") == (int(want[0][2][1]) > 0)
+
+
+def test_columns_of_gate_and_up_in_one_dim(layer: Any, ways: Ways) -> None:
+    params, x = make_params(layer), draw(64)
+    ways.call()
+
+    def flat(x: Any, params: Any) -> Any:
+        wi = params.wi.reshape(*params.wi.shape[:2], -1)
+        return graded(layer)(x, dataclasses.replace(params, wi=wi))
+
+    want, got = (jax.jit(run)(x, params) for run in (graded(layer), flat))
+    d_wi = got[1][1].wi.reshape(params.wi.shape)
+    got = (got[0], (got[1][0], dataclasses.replace(got[1][1], wi=d_wi)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+ROUTINGS: dict[str, Callable[[Any], Any]] = {
+    "drawn": lambda idx: idx,
+    "unused slots": lambda idx: np.where(idx % 3 == 0, -1, idx),
+    "nothing but unused slots": lambda idx: np.full_like(idx, -1),
+    "all to one expert": lambda idx: np.where(np.arange(TOP_K) == 0, 5, -1) + 0 * idx,
+    "all to one rank": lambda idx: (
+        np.where(np.arange(TOP_K) < 2, 2 + np.arange(TOP_K), -1) + 0 * idx
+    ),
+    "nothing to the last rank": lambda idx: np.where(idx >= EXPERTS - 2, idx - 4, idx),
+}
+
+
+def test_any_routing(layer: Any, ways: Ways) -> None:
+    params = dataclasses.replace(make_params(layer), router=None)
+    keys = jax.random.split(jax.random.key(3))
+    drawn = np.asarray(jax.random.randint(keys[0], (64, TOP_K), 0, EXPERTS))
+    weights, x = jax.random.normal(keys[1], drawn.shape), draw(64)
+
+    def run(x: Any, params: Any, weights: Any, idx: Any) -> Any:
+        def block(x: Any, params: Any, weights: Any) -> Any:
+            return ep.moe(layer, x, params, routing=ep.Routing(idx, weights, None))[0]
+
+        y, pull = jax.vjp(block, x, params, weights)
+        return y, pull(jnp.cos(y))
+
+    operands = (x, params, weights)
+    ways.slabs()
+    by_slabs = jax.jit(run)
+    want = {name: by_slabs(*operands, change(drawn)) for name, change in ROUTINGS.items()}
+    ways.call()
+    by_call = jax.jit(lambda *given: run(*given))
+    for name, change in ROUTINGS.items():
+        got = by_call(*operands, change(drawn))
+        assert_close(got, want[name])
+        jax.tree.map(np.testing.assert_array_equal, by_call(*operands, change(drawn)), got)
+        unused = np.asarray(change(drawn)) < 0
+        assert not np.asarray(got[1][2])[unused].any(), name
+
+
+def test_arrays_that_are_there_run_as_in_a_program(layer: Any, ways: Ways) -> None:
+    params, x = make_params(layer), draw(64)
+    want, _ = ways.both(lambda x, params: ep.moe(layer, x, params)[0], x, params)
+    assert_close(ep.moe(layer, x, params)[0], want)
+
+
+def test_keep_is_checked(layer: Any) -> None:
+    params, x = make_params(layer), draw(64)
+    wrong: Any = ({"keep": "second"}, {"keep_factor": 0.0}, {"keep_factor": float("nan")})
+    for options in wrong:
+        with pytest.raises(errors.InvalidArgumentError, match=next(iter(options))):
+            ep.moe(layer, x, params, **options)
+
+
+def test_second_derivatives_are_refused(layer: Any, ways: Ways) -> None:
+    ways.call()
+    params, x = make_params(layer), draw(64)
+    first = jax.grad(lambda x: ep.moe(layer, x, params)[0].sum())
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        jax.eval_shape(jax.grad(lambda x: first(x).sum()), x)
 
 
 def test_explain_says_which_way_experts_go_and_why(layer: Any, ways: Ways) -> None:

@@ -32,7 +32,6 @@ def refused(
             activation=block.activation,
             recipes=any(recipe is not None and recipe.quantizes for recipe in block.recipes),
             paired=is_pair(params.wi),
-            wo_bias=params.wo_bias is not None,
             input_weights=weighted == "rows",
         )
     )
@@ -63,6 +62,7 @@ def run(
         operand(params.wi, None, dtype),
         operand(params.wo, None, dtype),
         bias_of(block, "wi_bias", params),
+        bias_of(block, "wo_bias", params),
         block.specs["wi"],
         block.specs["wo"],
     )

@@ -36,14 +36,16 @@ class Weights:
     Attributes:
         wi: [E, H, *N'], or a Pair.
         wo: [E, M, H].
-        bias: [E, *N'] of wi, or None.
+        wi_bias: [E, *N'], or None.
+        wo_bias: [E, H], or None; weights do not multiply activations then.
         wi_spec: PartitionSpec of wi, or of each of a pair, or None.
         wo_spec: likewise.
     """
 
     wi: jax.Array | Pair
     wo: jax.Array
-    bias: jax.Array | None
+    wi_bias: jax.Array | None
+    wo_bias: jax.Array | None
     wi_spec: PartitionSpec | None = None
     wo_spec: PartitionSpec | None = None
 
@@ -88,7 +90,8 @@ def run(
     static, index, mesh = open_layer(layer)
     group = static.group_spec
     lies = (_entries(weights.wi, weights.wi_spec), _entries(weights.wo, weights.wo_spec))
-    of_weights = [x for x in (weights.wi, weights.wo, weights.bias) if x is not None]
+    arrays = (weights.wi, weights.wo, weights.wi_bias, weights.wo_bias)
+    of_weights = [x for x in arrays if x is not None]
     operands = [tokens, topk_weights, topk_idx, plan.arrays, *of_weights]
     where = regions.of_layer(layer, operands, known=None not in lies)
     moved = per_device.varied(Call(plan.meta, mesh, where.manual), index, *operands)
@@ -103,7 +106,7 @@ def run(
         plan.arrays,
         *(
             spread.settle(where, x, of_each(each) if isinstance(x, Pair) else each)
-            for x, each in zip((weights.wi, weights.wo, weights.bias), placed, strict=True)
+            for x, each in zip(arrays, placed, strict=True)
         ),
     )
     typed = jax.tree.leaves((tokens, topk_weights, *of_weights))
@@ -148,20 +151,23 @@ def _entries(weight: jax.Array | Pair, spec: PartitionSpec | None) -> Entries | 
 
 def _placed(
     where: Where, lies: tuple[Entries | None, ...], weights: Weights
-) -> tuple[Entries, Entries, Entries]:
-    """Entries of wi, wo and the bias; nothing where they are not known."""
+) -> tuple[Entries, Entries, Entries, Entries]:
+    """Entries of wi, wo and their biases; nothing where they are not known."""
     arrays = (weights.wi, weights.wo)
     wi, wo = (each or padded((), x.ndim) for each, x in zip(lies, arrays, strict=True))
-    bias = padded((), weights.wi.ndim - 1)
     if where.manual:
         specs = (weights.wi_spec, weights.wo_spec)
         told = (weight_entries.told(*each) for each in zip(arrays, specs, strict=True))
         wi, wo = (weight_entries.with_manual_experts(where, each) for each in told)
-    elif weights.bias is not None:
-        # One of unknown layout lies as its weight does.
-        known = regions.known_entries(weights.bias, weights.bias.ndim)
-        bias = (wi[0], *wi[2:]) if known is None else known
-    return wi, wo, bias
+    return wi, wo, _of_bias(where, weights.wi_bias, wi), _of_bias(where, weights.wo_bias, wo)
+
+
+def _of_bias(where: Where, bias: jax.Array | None, weight: Entries) -> Entries:
+    if bias is None or where.manual:
+        return padded((), len(weight) - 1)
+    # One of unknown layout lies as its weight does.
+    known = regions.known_entries(bias, bias.ndim)
+    return (weight[0], *weight[2:]) if known is None else known
 
 
 def _on_tokens(call: Call, name: str, array: jax.Array) -> jax.Array:

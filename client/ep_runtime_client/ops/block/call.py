@@ -70,12 +70,14 @@ class Experts(NamedTuple):
     Attributes:
         wi: [L, H, 2, M], [L, H, 2M], a Pair of [L, H, M], or [L, H, M] where it is not gated.
         wo: [L, M, H].
-        bias: [L, *N'] of wi, or None.
+        wi_bias: [L, *N'], or None.
+        wo_bias: [L, H], or None.
     """
 
     wi: jax.Array | Pair
     wo: jax.Array
-    bias: jax.Array | None
+    wi_bias: jax.Array | None
+    wo_bias: jax.Array | None
 
 
 class Given(NamedTuple):
@@ -101,13 +103,14 @@ class Given(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of one device; those of weights as `Experts` has them, of the bias f32."""
+    """Of one device; those of weights as `Experts` has them, of biases f32."""
 
     tokens: jax.Array
     weights: jax.Array
     wi: jax.Array | Pair
     wo: jax.Array
-    bias: jax.Array | None
+    wi_bias: jax.Array | None
+    wo_bias: jax.Array | None
 
 
 def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, jax.Array]:
@@ -119,7 +122,8 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
         jax.ShapeDtypeStruct(_kept_shape(static, sizes), dtype),
         _bytes(workspace.forward_bytes(static.here(sizes[1]), static.rows, static.kept)),
     )
-    y, kept = _call(TARGETS[0], static, results, given, experts)
+    bias = _as_taken(experts.wo_bias)
+    y, kept = _call(TARGETS[0], static, results, 2, given, experts, *bias)
     return y, kept.reshape(static.kept, *columns)
 
 
@@ -129,7 +133,8 @@ def backward(
     """Gradients of what `forward` was given; `kept` is as it returned it, dy [T, H]."""
     dtype, sizes = given.tokens.dtype, _sizes(experts)
     hidden, inner, columns = sizes
-    count, bias, pair = experts.wo.shape[0], experts.bias, isinstance(experts.wi, Pair)
+    count, bias, pair = experts.wo.shape[0], experts.wi_bias, isinstance(experts.wi, Pair)
+    wo_bias = _as_taken(experts.wo_bias)
     wi, up = _first(experts.wi)
     results = (
         jax.ShapeDtypeStruct(given.tokens.shape, dtype),
@@ -139,10 +144,11 @@ def backward(
         jax.ShapeDtypeStruct((count, inner, hidden), dtype),
         jax.ShapeDtypeStruct((0, 0) if bias is None else (count, columns), jnp.float32),
         _bytes(workspace.backward_bytes(static.here(inner), static.rows)),
+        *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in wo_bias),
     )
     kept = kept.reshape(_kept_shape(static, sizes))
-    d_tokens, d_weights, d_wi, d_up, d_wo, d_bias = _call(
-        TARGETS[1], static, results, given, experts, kept, dy
+    d_tokens, d_weights, d_wi, d_up, d_wo, d_bias, *d_wo_bias = _call(
+        TARGETS[1], static, results, 6, given, experts, kept, dy, *wo_bias
     )
     return Gradients(
         d_tokens,
@@ -150,6 +156,7 @@ def backward(
         Pair(d_wi, d_up) if pair else d_wi.reshape(experts.wi.shape),
         d_wo,
         None if bias is None else d_bias.reshape(bias.shape),
+        d_wo_bias[0] if d_wo_bias else None,
     )
 
 
@@ -157,21 +164,23 @@ def _call(
     target: str,
     static: Static,
     results: Sequence[jax.ShapeDtypeStruct],
+    scratch: int,
     given: Given,
     experts: Experts,
     *others: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """The results but for the last one, the workspace."""
+    """The results but for one, the workspace."""
     ensure_registered("cuda")
     *operands, plan = given
-    bias = flat_bias(experts.bias, experts.wo.shape[0])
+    bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
     weights = (*_first(experts.wi), experts.wo, bias)
     function = activation_kernels.attributes_of(static.activation)
     numbers = {"rows": static.rows, **function, "early": int(static.early)}
     attributes = windows.attributes(static.call)
     attributes |= {name: np.int64(value) for name, value in numbers.items()}
     made = jax.ffi.ffi_call(target, tuple(results))
-    *outs, _ = made(*bound(*operands, *plan, *weights, *others), **attributes)
+    outs = list(made(*bound(*operands, *plan, *weights, *others), **attributes))
+    del outs[scratch]
     return once(tuple(outs))
 
 
@@ -180,6 +189,11 @@ def _first(wi: jax.Array | Pair) -> tuple[jax.Array, jax.Array]:
     if isinstance(wi, Pair):
         return wi.gate, wi.up
     return wi.reshape(*wi.shape[:2], -1), jnp.zeros((0, 0, 0), wi.dtype)
+
+
+def _as_taken(wo_bias: jax.Array | None) -> list[jax.Array]:
+    """The bias of wo as an operand that may be absent."""
+    return [] if wo_bias is None else [flat_bias(wo_bias, wo_bias.shape[0])]
 
 
 def _sizes(experts: Experts) -> tuple[int, int, int]:

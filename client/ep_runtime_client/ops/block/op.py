@@ -19,11 +19,12 @@ from ep_runtime_client.ops.block import plain, takes
 from ep_runtime_client.ops.block.call import Experts, Given, Static
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.calls.plan import arrays_type
+from ep_runtime_client.ops.gemm.ops import of_first
 from ep_runtime_client.ops.partitioning.placement import Weight, expert_bias, expert_weight
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
-from ep_runtime_client.ops.quantize.packing import gather
+from ep_runtime_client.ops.quantize.packing import Value, gather
 from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each
 from ep_runtime_client.ops.tracing.varying import Axes
 
@@ -38,14 +39,16 @@ class Placed:
     Attributes:
         wi: of [E, H, *N'], per dim of the one array.
         wo: of [E, M, H].
-        bias: of [E, *N'].
+        biases: of theirs, of those that there are.
         inner: axes on M; tokens are summed over them.
+        parts: those of them that divide anything; the bias of wo is added on the first device.
     """
 
     wi: Weight
     wo: Weight
-    bias: Weight
+    biases: tuple[Weight, ...]
     inner: Axes
+    parts: Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +56,15 @@ class BlockOp:
     """What forward and backward share. Hashable.
 
     Operands: index [1], topk_idx [R, T, K], tokens [R, T, H], weights [R, T, K], most [R, 1], the
-    plan's arrays, wi [E, H, *N'] (or gate and up [E, H, M]), wo [E, M, H], and the bias [E, *N'].
+    plan's arrays, wi [E, H, *N'] (or gate and up [E, H, M]), wo [E, M, H], and their biases
+    [E, *N'] and [E, H].
 
     Attributes:
         where: where it runs.
         static: what is static on one device.
         on_gpu: whether it is the custom call, and not what that is composed of.
         paired: whether gate and up come apart.
-        has_bias: whether there is a bias.
+        biases: whether wi has one, and wo.
         ndim: of wi as one array.
     """
 
@@ -68,7 +72,7 @@ class BlockOp:
     static: Static
     on_gpu: bool
     paired: bool
-    has_bias: bool
+    biases: tuple[bool, bool]
     ndim: int
 
     name: ClassVar[str] = "block"
@@ -89,7 +93,7 @@ class BlockOp:
     @property
     def _count(self) -> int:
         """Operands that both directions take."""
-        return self._wi + self._halves + 1 + int(self.has_bias)
+        return self._wi + self._halves + 1 + sum(self.biases)
 
     @property
     def _splits(self) -> bool:
@@ -120,8 +124,17 @@ class BlockOp:
                 "not: they are gathered over it"
             )
         wi, wo = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner)
-        bias = expert_bias(roles, wi, arrived[second + 1] if self.has_bias else (), shape)
-        return Placed(wi, wo, bias, inner)
+        theirs = self._there(((wi, shape), (wo, shapes[second])))
+        given = arrived[second + 1 : self._count]
+        biases = [
+            expert_bias(roles, weight, lies, shape)
+            for lies, (weight, shape) in zip(given, theirs, strict=True)
+        ]
+        return Placed(wi, wo, tuple(biases), inner, roles.real(inner))
+
+    def _there(self, of_both: tuple[Value, Value]) -> list[Value]:
+        """What there is of both biases, of those that there are."""
+        return [x for x, there in zip(of_both, self.biases, strict=True) if there]
 
     def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
         """The axes that M of both weights is taken over."""
@@ -139,9 +152,9 @@ class BlockOp:
     def taken(self, roles: Roles, place: Placed, shapes: Sequence[Any]) -> list[Entries]:
         """Entries of the operands that both directions take."""
         slabs = [(roles.slab, *[()] * (len(shape) - 1)) for shape in shapes[1 : self._wi]]
-        bias = [place.bias.entries] if self.has_bias else []
+        biases = [bias.entries for bias in place.biases]
         wi = [self.each(place.wi.entries)] * self._halves
-        return [((),), *slabs, *wi, place.wo.entries, *bias]
+        return [((),), *slabs, *wi, place.wo.entries, *biases]
 
     def kept(self, roles: Roles, place: Placed) -> Entries:
         """Entries of the rows that are kept, [R, Wk, *N']."""
@@ -156,8 +169,14 @@ class BlockOp:
         *halves, wo = blocks[self._wi : self._wi + self._halves + 1]
         halves = [gather(x, self.each(place.wi.gathered)) for x in halves]
         wi = Pair(*halves) if self.paired else halves[0]
-        bias = gather(blocks[self._count - 1], place.bias.gathered) if self.has_bias else None
-        return given, Experts(wi, gather(wo, place.wo.gathered), bias)
+        placed = zip(
+            blocks[self._count - sum(self.biases) : self._count], place.biases, strict=True
+        )
+        biases = (gather(x, bias.gathered) for x, bias in placed)
+        wi_bias, wo_bias = (next(biases) if there else None for there in self.biases)
+        if wo_bias is not None and place.parts:
+            wo_bias = of_first(place.parts, wo_bias)
+        return given, Experts(wi, gather(wo, place.wo.gathered), wi_bias, wo_bias)
 
     def each(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """What there is per dim of wi as one array, per dim of one of its arrays."""
@@ -173,8 +192,8 @@ class BlockOp:
         ndims = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # with the slab dim, as plans have them
         for number, ndim in enumerate(ndims[: len(self._plan._fields)]):
             rows.append(" ".join(["r", *(f"p{number}{dim}" for dim in range(1, ndim))]))
-        bias = [" ".join(["e", *self._columns])] if self.has_bias else []
-        return ["i", *rows, *self._kernels, *bias]
+        biases = self._there((" ".join(["e", *self._columns]), "e o"))
+        return ["i", *rows, *self._kernels, *biases]
 
     @property
     def _columns(self) -> list[str]:
@@ -236,7 +255,7 @@ class BlockForward(BlockOp):
 @dataclasses.dataclass(frozen=True)
 class BlockBackward(BlockOp):
     """Operands, [R, Wk, *N'] where rows are kept, dy [R, T, H] -> gradients of tokens and weights
-    as slabs, of wi (of a pair two), wo and the bias as they are."""
+    as slabs, of wi (of a pair two), wo and the biases as they are."""
 
     name: ClassVar[str] = "block_bwd"
 
@@ -249,6 +268,7 @@ class BlockBackward(BlockOp):
     ) -> Resolved:
         place = self.place(roles, arrived, shapes)
         sums, shared = Sums(roles, self.where.manual), roles.real(roles.outer)
+        outside = tuple(axis for axis in place.parts if axis in self.where.manual)
         backward = kernels.backward if self.on_gpu else plain.backward
 
         def back(x: jax.Array, taken_off: Entries, like: Any) -> jax.Array:
@@ -269,8 +289,13 @@ class BlockBackward(BlockOp):
             off = self.each(place.wi.gathered)
             wi = [back(x, off, experts.wi) for x in jax.tree.leaves(made.wi)]
             wo = back(made.wo, place.wo.gathered, experts.wo)
-            bias = [] if made.bias is None else [back(made.bias, place.bias.gathered, experts.bias)]
-            return d_tokens[None], d_weights[None], *wi, wo, *bias
+            likes = self._there(experts[2:])
+            parts = [x for x in (made.wi_bias, made.wo_bias) if x is not None]
+            if self.biases[1] and outside:
+                parts[-1] = of_first(outside, parts[-1])
+            placed = zip(parts, place.biases, likes, strict=True)
+            biases = [back(x, bias.gathered, like) for x, bias, like in placed]
+            return d_tokens[None], d_weights[None], *wi, wo, *biases
 
         slab: Entries = (roles.slab, (), ())
         operands = self.taken(roles, place, shapes)

@@ -7,6 +7,7 @@ they multiply forward: sum w * (act @ wo) is sum (w * act) @ wo but for rounding
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from ep_runtime_client.ops.activation import plain as activation
 from ep_runtime_client.ops.block.call import Experts, Given, Gradients, Static
@@ -19,10 +20,10 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
     """As `call.forward`."""
     ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
     rows, weights = _dispatched(static, given)
-    hidden = gemm.forward(product, rows, experts.wi, experts.bias, sizes)
+    hidden = gemm.forward(product, rows, experts.wi, experts.wi_bias, sizes)
     early = weights if static.early else None
     act = activation.forward(static.activation, hidden, early, sizes)
-    out = gemm.forward(product, act, experts.wo, None, sizes)
+    out = gemm.forward(product, act, experts.wo, experts.wo_bias, sizes)
     late = None if static.early else weights[0]
     y = ops.combine(static.call, given.rank, given.layer_index, out[0], late, given.plan)
     return y, hidden[0, : static.kept]
@@ -35,7 +36,7 @@ def backward(
     ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
     named = (static.call, given.rank, given.layer_index)
     rows, weights = _dispatched(static, given)
-    hidden = gemm.forward(product, rows, experts.wi, experts.bias, sizes)
+    hidden = gemm.forward(product, rows, experts.wi, experts.wi_bias, sizes)
     hidden = hidden.at[0, : kept.shape[0]].set(kept)
     grads, _ = ops.combine_bwd(*named, dy, None, None, given.plan)
     act = activation.forward(static.activation, hidden, weights, sizes)
@@ -45,12 +46,25 @@ def backward(
     d_rows, d_wi = gemm.pullback(
         product, rows, experts.wi, d_hidden, sizes, hidden.dtype, paired=pair
     )
-    d_bias = None
-    if experts.bias is not None:
-        d_bias = gemm.bias_grad(product, d_hidden, sizes, experts.wo.shape[0])
     assert d_weights is not None
+    d_wi_bias = d_wo_bias = None
+    if experts.wi_bias is not None:
+        d_wi_bias = gemm.bias_grad(product, d_hidden, sizes, experts.wo.shape[0])
+    if experts.wo_bias is not None:
+        weighted = (grads * weights[0][:, None]).astype(grads.dtype)
+        d_wo_bias = gemm.bias_grad(product, weighted[None], sizes, experts.wo.shape[0])
+        d_weights = d_weights + _times_bias(grads, experts.wo_bias, sizes[0])
     d_tokens, d_topk = ops.dispatch_bwd(*named, d_rows[0], d_weights[0], given.plan)
-    return Gradients(d_tokens, d_topk, d_wi, d_wo, d_bias)
+    return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias)
+
+
+def _times_bias(grads: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
+    """[C], each row [C, H] times the bias [L, H] of its expert; 0 past the last."""
+    ends = jnp.cumsum(sizes)
+    expert = (jnp.arange(grads.shape[0])[:, None] >= ends).sum(1)
+    of_rows = bias.at[expert].get(mode="fill", fill_value=0).astype(jnp.float32)
+    rows = jnp.where((expert < len(sizes))[:, None], grads.astype(jnp.float32), 0)
+    return (rows * of_rows).sum(1)
 
 
 def _dispatched(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:

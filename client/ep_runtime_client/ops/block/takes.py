@@ -23,7 +23,6 @@ REASONS = {
     "dtype": "rows are neither bfloat16 nor float16",
     "recipe": "a recipe quantizes operands",
     "activation": "the kernels do not know the activation",
-    "wo_bias": "wo has a bias",
     "input_weights": "weights multiply the experts' inputs",
     "debug": "jax_debug_nans or jax_debug_infs looks at every row",
     "sizes": "H or M is no multiple of what the kernels take",
@@ -43,7 +42,6 @@ class Asked:
         activation: between the products, with the dtype of rows.
         recipes: whether any operand is quantized.
         paired: whether gate and up come apart.
-        wo_bias: whether wo has a bias.
         input_weights: whether weights multiply the experts' inputs.
     """
 
@@ -55,7 +53,6 @@ class Asked:
     activation: Activation
     recipes: bool
     paired: bool
-    wo_bias: bool
     input_weights: bool
 
 
@@ -69,7 +66,6 @@ def refused(asked: Asked) -> str:
         "tokens": asked.tokens == 0,
         "dtype": jnp.dtype(asked.activation.dtype) not in _TYPES,
         "recipe": asked.recipes,
-        "wo_bias": asked.wo_bias,
         "input_weights": asked.input_weights,
         "activation": not activation_kernels.takes(asked.activation),
         "debug": slack.checked(),

@@ -40,7 +40,8 @@ class Operands(NamedTuple):
         plan: of prepare.
         wi: [E, H, *N'], or a Pair.
         wo: [E, M, H].
-        bias: [E, *N'], or None.
+        wi_bias: [E, *N'], or None.
+        wo_bias: [E, H], or None.
     """
 
     layer_index: jax.Array
@@ -51,7 +52,8 @@ class Operands(NamedTuple):
     plan: AnyArrays
     wi: jax.Array | Pair
     wo: jax.Array
-    bias: jax.Array | None
+    wi_bias: jax.Array | None
+    wo_bias: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +64,19 @@ class BlockCall:
         where: where it runs.
         static: what is static on one device.
         on_gpu: whether it is the custom call.
-        lies: entries of wi (as one array), wo and the bias, where they are known.
+        lies: entries of wi (as one array), wo and their biases, where they are known.
         types: entries that the gradients of every array of Operands must have as types.
     """
 
     where: Where
     static: Static
     on_gpu: bool
-    lies: tuple[Entries, Entries, Entries]
+    lies: tuple[Entries, Entries, Entries, Entries]
     types: tuple[Entries | None, ...]
 
 
 def run(call: BlockCall, operands: Operands) -> jax.Array:
-    """y, laid out as tokens; differentiable in tokens, weights, wi, wo and the bias."""
+    """y, laid out as tokens; differentiable in tokens, weights, wi, wo and the biases."""
     y: jax.Array = eager.run(_primal, call, *operands, traced=_block)
     return y
 
@@ -147,7 +149,7 @@ def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: ja
         made = spread.run(op, (*lies, *_of_slabs(call, (*kept, dy))), *given, *kept, dy)
         d_tokens, d_weights = _to_tokens(call, *made[:2])
     halves = 2 if isinstance(operands.wi, Pair) else 1
-    d_wi, (d_wo, *d_bias) = made[2 : 2 + halves], made[2 + halves :]
+    d_wi, d_wo, biases = made[2 : 2 + halves], made[2 + halves], iter(made[3 + halves :])
     grads = Operands(
         layer_index=None,  # type: ignore[arg-type]
         topk_idx=None,  # type: ignore[arg-type]
@@ -157,7 +159,8 @@ def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: ja
         plan=None,  # type: ignore[arg-type]
         wi=Pair(*d_wi) if halves == 2 else d_wi[0],
         wo=d_wo,
-        bias=d_bias[0] if d_bias else None,
+        wi_bias=None if operands.wi_bias is None else next(biases),
+        wo_bias=None if operands.wo_bias is None else next(biases),
     )
     leaves, tree = jax.tree.flatten(grads)
     typed = [spread.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
@@ -170,7 +173,7 @@ def _common(call: BlockCall, operands: Operands) -> dict[str, Any]:
         "static": call.static,
         "on_gpu": call.on_gpu,
         "paired": isinstance(operands.wi, Pair),
-        "has_bias": operands.bias is not None,
+        "biases": (operands.wi_bias is not None, operands.wo_bias is not None),
         "ndim": operands.wi.ndim,
     }
 
@@ -183,11 +186,12 @@ def _given(
     rows = [*slabs, operands.most, *operands.plan]
     lies: list[Entries] = [((),), *_of_slabs(call, rows)]
     halves = jax.tree.leaves(operands.wi)
-    wi, wo, bias = call.lies
+    wi, wo, *of_biases = call.lies
     lies += [of_each(wi) if len(halves) == 2 else wi] * len(halves) + [wo]
     given = [operands.layer_index, *rows, *halves, operands.wo]
-    if operands.bias is not None:
-        given, lies = [*given, operands.bias], [*lies, bias]
+    for bias, each in zip((operands.wi_bias, operands.wo_bias), of_biases, strict=True):
+        if bias is not None:
+            given, lies = [*given, bias], [*lies, each]
     return lies, given
 
 

@@ -137,7 +137,7 @@ class GemmForward(_GemmOp):
             if split:
                 gemm = dataclasses.replace(gemm, out_dtype=wide(lhs, rhs))  # parts stay wide
             if parts and bias is not None:
-                bias = _of_first(parts, bias)
+                bias = of_first(parts, bias)
             out = slack.cleared(plain.forward(gemm, lhs, rhs, bias, sizes), sizes)
             return (sums.total(out, split).astype(self.gemm.out_dtype),)
 
@@ -194,7 +194,7 @@ class GemmBackward(_GemmOp):
                 summed_rows = plain.bias_grad(self.gemm, grad, sizes, experts)
                 part = sums.back(summed_rows, place.bias.gathered, shared)
                 outside = tuple(a for a in roles.real(place.contracted) if a in self.where.manual)
-                part = _of_first(outside, part) if outside else part
+                part = of_first(outside, part) if outside else part
                 d_bias.append(part.astype(self.bias_dtype))
             if self.recipe is not None:
                 options: dict[str, Any] = {"num_experts": experts, "clear_slack": False}
@@ -241,7 +241,7 @@ class GemmBackward(_GemmOp):
         return [*self.shared_factors(), self.out_factors, *itself], made
 
 
-def _of_first(axes: tuple[str, ...], bias: jax.Array) -> jax.Array:
+def of_first(axes: tuple[str, ...], bias: jax.Array) -> jax.Array:
     """A bias or its gradient on the first of the devices that are summed over; zero elsewhere."""
     return jnp.where(lax.axis_index(axes) == 0, bias, jnp.zeros_like(bias))
 

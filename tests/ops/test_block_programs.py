@@ -1,0 +1,200 @@
+"""Programs with block calls: scans, checkpoints, microbatches, pullbacks; and what they run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import custom_calls
+import fakes
+import jax
+import jax.numpy as jnp
+import microbatches
+import numpy as np
+import pytest
+from block_ways import Ways, assert_close
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+
+COUNT, TOKENS, HIDDEN, INNER, TOP_K = 3, 32, 16, 8, 2
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[fakes.LocalGroup]:
+    fakes.require_native()
+    made = fakes.local_group(
+        {"ep": 4},
+        transport="memfd",
+        debug=True,
+        num_experts=8,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=COUNT * TOKENS // 4,
+        max_top_k=TOP_K,
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def stack(group: fakes.LocalGroup) -> Any:
+    return group.register_layer_stack("stack", COUNT, top_k=TOP_K)
+
+
+def stacked(stack: Any) -> ep.MoEParams:
+    keys = jax.random.split(jax.random.key(0), COUNT)
+    each = [ep.init_moe_params(key, stack[0], INNER) for key in keys]
+    params: ep.MoEParams = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    return params
+
+
+def draw(*lead: int) -> Any:
+    return jax.random.normal(jax.random.key(7), (*lead, HIDDEN))
+
+
+def scanned(stack: Any, policy: Any, x: Any, params: Any, **options: Any) -> Any:
+    """Loss and gradients of layers in a scan; `policy` of what a checkpoint keeps, or None."""
+
+    def step(x: Any, each: Any) -> Any:
+        return x + ep.moe(stack[each[0]], x, each[1], **options)[0], None
+
+    run = step if policy is None else jax.checkpoint(step, policy=policy)
+
+    def loss(x: Any, params: Any) -> Any:
+        return jnp.sin(jax.lax.scan(run, x, (jnp.arange(COUNT), params))[0]).sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(x, params)
+
+
+POLICIES = {
+    "no checkpoint": None,
+    "plan": ep.remat_policy(("ep_plan",)),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "plan and first product": ep.remat_policy(("ep_plan", "ep_wi")),
+}
+
+
+def test_scans_over_layers_give_what_slabs_give(stack: Any, ways: Ways) -> None:
+    x, params = draw(TOKENS), stacked(stack)
+    ways.slabs()
+    want = jax.jit(functools.partial(scanned, stack, None))(x, params)
+    ways.call()
+    for policy in POLICIES.values():
+        for keep in ("first", "nothing") if policy is None else ("first",):
+            run = jax.jit(functools.partial(scanned, stack, policy, keep=keep), donate_argnums=0)
+            got = run(jnp.copy(x), params)
+            assert_close(got, want, atol=1e-5)
+            again = run(jnp.copy(x), params)
+            jax.tree.map(np.testing.assert_array_equal, again, got)
+
+
+# (prepare, forward and backward calls) of a layer, of which forward is all that differs.
+CALLS = {
+    ("first", "no checkpoint"): (1, 1, 1),
+    ("nothing", "no checkpoint"): (1, 1, 1),
+    ("nothing", "plan"): (1, 1, 1),
+    ("nothing", "nothing"): (2, 1, 1),
+    ("first", "plan"): (1, 2, 1),  # the second makes the rows that were not kept
+    ("first", "plan and first product"): (1, 1, 1),
+}
+
+
+@pytest.mark.parametrize(("keep", "policy"), CALLS)
+def test_a_layer_runs_as_few_calls_as_its_checkpoint_asks_for(
+    stack: Any, ways: Ways, keep: str, policy: str
+) -> None:
+    ways.call()
+    run = jax.jit(functools.partial(scanned, stack, POLICIES[policy], keep=keep))
+    found = custom_calls.traced(run.trace(draw(TOKENS), stacked(stack)).jaxpr, "cpu")
+    # One of each is in what the call is composed of on CPU.
+    of_calls = ("ep_prepare_v1", "ep_combine_v1", "ep_dispatch_bwd_v1")
+    assert tuple(found[name] / COUNT for name in of_calls) == CALLS[keep, policy]
+
+
+def test_rows_are_kept_where_a_gradient_reads_them(stack: Any, ways: Ways) -> None:
+    ways.call()
+    x, params = draw(TOKENS), stacked(stack)
+    one = jax.tree.map(lambda x: x[0], params)
+    forward = jax.jit(lambda x, p: ep.moe(stack[0], x, p)[0])
+    assert "name=ep_wi" not in str(forward.trace(x, one).jaxpr)
+    for policy, makes_them in (("no checkpoint", [True]), ("plan", [False, True])):
+        run = jax.jit(functools.partial(scanned, stack, POLICIES[policy]))
+        assert [*kept_by_scans(run.trace(x, params).jaxpr)] == makes_them, policy
+
+
+def kept_by_scans(jaxpr: Any) -> Iterator[bool]:
+    """Of each forward call in a scan, whether it makes the rows that backward reads."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ep_unless_unused":
+            yield len(eqn.outvars) == 2
+        for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner) and eqn.primitive.name != "ep_unless_unused":
+                yield from kept_by_scans(getattr(inner, "jaxpr", inner))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+@pytest.fixture(scope="module")
+def layers(group: fakes.LocalGroup) -> list[Any]:
+    return [group.register_layer(f"layer{i}", top_k=TOP_K, in_flight=2) for i in range(2)]
+
+
+@pytest.mark.parametrize("schedule", microbatches.SCHEDULES, ids=lambda each: each.__name__)
+def test_microbatches_add_up_to_the_batch(
+    group: fakes.LocalGroup, layers: list[Any], ways: Ways, schedule: microbatches.Schedule
+) -> None:
+    params = [ep.init_moe_params(jax.random.key(i), x, INNER) for i, x in enumerate(layers)]
+    lies = NamedSharding(group.mesh, PartitionSpec(None, "ep"))
+    batches = jax.device_put(draw(COUNT, TOKENS), lies)
+    ways.slabs()
+    want = jax.jit(functools.partial(microbatches.at_once, layers))(params, batches)
+    ways.call()
+    run = jax.jit(functools.partial(schedule, layers))
+    got = run(params, batches)
+    assert_close(got, want, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, run(params, batches), got)
+
+
+def test_a_pullback_runs_after_another_forward_twice_or_never(
+    layers: list[Any], ways: Ways
+) -> None:
+    layer = layers[0]
+    params, xs = ep.init_moe_params(jax.random.key(0), layer, INNER), draw(3, TOKENS)
+
+    def run(params: Any, xs: Any) -> Any:
+        def block(x: Any, params: Any) -> Any:
+            return ep.moe(layer, x, params)[0]
+
+        (first, pull), (second, again) = (jax.vjp(block, x, params) for x in xs[:2])
+        never, _ = jax.vjp(block, xs[2], params)
+        early = pull(jnp.cos(second))
+        return first, never, early, again(jnp.cos(first)), pull(jnp.sin(never))
+
+    want, got = ways.both(run, params, xs)
+    assert_close(got, want, atol=1e-5)
+    # The same, eagerly, where every call is a program of its own.
+    eager = run(params, xs)
+    assert_close(jax.device_get(eager), want, atol=1e-5)
+
+
+def test_a_layer_at_two_depths_beside_one_of_another_group(layers: list[Any], ways: Ways) -> None:
+    other = fakes.local_group(
+        {"ep": 4}, transport="memfd", num_experts=4, hidden_size=HIDDEN, max_top_k=1
+    )
+    try:
+        each = [layers[0], other.register_layer("moe", top_k=1), layers[0]]
+        params = [ep.init_moe_params(jax.random.key(i), x, INNER) for i, x in enumerate(each)]
+        params[2] = params[0]
+
+        def loss(params: Any, x: Any) -> Any:
+            for layer, own in zip(each, params, strict=True):
+                x = x + ep.moe(layer, x, own)[0]
+            return jnp.square(x).mean()
+
+        want, got = ways.both(jax.value_and_grad(loss), params, draw(TOKENS))
+        assert_close(got, want, atol=1e-5)
+    finally:
+        other.close()
