@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,56 @@ def test_a_folder_without_maxtext_or_with_another_revision_is_refused(tmp_path: 
     config.write_text("megablox: true\n")
     with pytest.raises(ValueError, match=r"patch of maxtext.md does not apply.*error: "):
         maxtext_sources.patched_copy(tmp_path, tmp_path / "to")
+
+
+RAN = {"seconds": [1.0] * 9, "loss": 1.0, "xla_bytes": None, "runtime_bytes": None}
+
+
+@pytest.mark.parametrize(
+    ("ours", "code"), [(RAN, 0), ({"error": "no room"}, 1), (KeyboardInterrupt(), 130)]
+)
+def test_the_exit_code_is_that_of_ours_and_known_rows_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ours: Any, code: int
+) -> None:
+    folders = []
+
+    def patched_copy(checkout: Path, to: Path) -> Path:
+        folders.append(to.parent)
+        return to
+
+    def measured(*_: object) -> Iterator[tuple[maxtext_figures.Variant, dict[str, Any]]]:
+        yield VARIANTS["dense"], RAN
+        if isinstance(ours, KeyboardInterrupt):
+            raise ours
+        yield VARIANTS["ours"], ours
+
+    monkeypatch.setattr(maxtext_figures, "patched_copy", patched_copy)
+    monkeypatch.setattr(maxtext_figures, "measured", measured)
+    machine = maxtext_figures.Machine(is_gpu=False, devices=2)
+    monkeypatch.setattr(maxtext_figures.Machine, "found", lambda _: machine)
+    assert maxtext_figures.main(["--maxtext", "."]) == code
+    assert "dense" in capsys.readouterr().out
+    assert [folder.exists() for folder in folders] == [False]
+
+
+def test_stand_ins_are_imported_called_and_derived_from() -> None:
+    uses = """
+from integrations import maxtext_stubs
+maxtext_stubs.install()
+import google.cloud.storage, google.protobuf.message
+from tensorflow.io import gfile
+import transformers
+class Mine(transformers.PreTrainedTokenizer[int]): pass
+Mine(1).encode("text")
+gfile.exists("nowhere")
+assert google.protobuf.message.__file__
+"""
+    subprocess.run(
+        [sys.executable, "-c", uses],
+        env={**os.environ, "PYTHONPATH": f"{doc_pages.ROOT / 'tests'}:{package_path()}"},
+        timeout=60,
+        check=True,
+    )
 
 
 @pytest.mark.integrations
