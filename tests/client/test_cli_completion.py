@@ -35,6 +35,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '#!/bin/sh\ncase "$*" in\n'
         '  "groups -o name") echo moe; echo dense ;;\n'
         '  "sessions -o name") echo s-1 ;;\n'
+        "  'serve --help') echo ' [--max-host-bytes SIZE] [--max-host-bytes-per-uid SIZE]' ;;\n"
         "  *) exit 1 ;;\nesac\n"
     )
     fake.chmod(0o755)

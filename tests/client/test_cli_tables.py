@@ -48,6 +48,13 @@ def test_a_whole_table_goes_on_in_blocks_with_the_identity() -> None:
     ]
 
 
+def test_titles_of_several_words_fold_where_there_is_no_room() -> None:
+    columns = (Column("op", "OP"), Column("ms", "MEDIAN MS", "count"))
+    (block,) = tables.place(columns, [["dispatch", "1.5"]], 16, whole=True)
+    assert tables.heading(block) == ["          MEDIAN", "OP            MS"]
+    assert tables.draw(block, ["dispatch", "1.5"]) == ["dispatch     1.5"]
+
+
 def columns_of(block: tables.Block, lines: list[str]) -> list[str]:
     """The text of each column, its lines put together without spaces."""
     found = []
@@ -70,8 +77,8 @@ def test_no_width_loses_a_character() -> None:
         cells = tables.cells(COLUMNS, row, wide=True)
         width = numbers.randint(20, 120)
         for block in tables.place(COLUMNS, [cells], width, whole=True):
-            lines = list(tables.draw(block, cells))
-            assert max(map(len, [*lines, tables.heading(block)])) <= width
+            lines = tables.draw(block, cells)
+            assert max(map(len, [*lines, *tables.heading(block)])) <= width
             wanted = [cells[one.index].replace(" ", "") for one in block]
             assert columns_of(block, lines) == wanted
 

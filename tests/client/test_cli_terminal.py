@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
+import types
 from typing import Any
 
 import fixed_daemon as fixed
 import pytest
 
+from ep_runtime_bench import cli as bench
+from ep_runtime_bench.base.options import BenchOptions, BenchReport
+from ep_runtime_bench.movement import gpu_movement
 from ep_runtime_client import cli
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.commands import describe, doctor, events, status
@@ -94,6 +100,24 @@ def test_a_command_fits_the_terminal(
     for text in SHOWN[words]:
         assert text in said.out, f"{text!r} is cut or missing:\n{said.out}"
     assert "…" not in said.out
+
+
+def test_a_bench_leaves_no_figure_out(
+    terminal: int, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = gpu_movement.COLUMNS
+    row = {column.key: 1000 + number for number, column in enumerate(columns)}
+    report = BenchReport("dispatch", "dispatch on 2 GPUs", columns, [row | {"op": "dispatch"}])
+    module = types.SimpleNamespace(run=lambda options: report)
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(bench, "make_options", lambda args: BenchOptions())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    arguments = argparse.Namespace(output="table", save=None)
+    assert bench.run(arguments) == 0
+    text = capsys.readouterr().out
+    assert max(map(tables.cell_len, text.splitlines())) <= terminal
+    figures = [str(1000 + i) for i, column in enumerate(columns) if column.key != "op"]
+    assert [figure for figure in figures if figure not in text] == []
 
 
 def test_every_command_is_rendered() -> None:

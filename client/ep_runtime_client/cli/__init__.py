@@ -47,6 +47,8 @@ COMMANDS = {
 
 # Those that are packages of their own; loaded, as the others, when they are typed.
 _ELSEWHERE = {"demo": "ep_runtime_client.demo.cli", "bench": "ep_runtime_bench.cli"}
+# Those whose parsers are not of this package, or take long to import.
+APART = ("serve", *_ELSEWHERE)
 _ALIASES = {"--version": "version", "-V": "version"}
 
 

@@ -88,8 +88,8 @@ def write_table(
 def write_heading(block: tables.Block) -> None:
     """Writes the titles, in bold on a terminal."""
     bold = sys.stdout.isatty() and not env.no_color()
-    line = tables.heading(block)
-    sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if bold else f"{line}\n")
+    for line in tables.heading(block):
+        sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if bold else f"{line}\n")
     sys.stdout.flush()
 
 

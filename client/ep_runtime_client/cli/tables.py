@@ -145,15 +145,23 @@ def place(columns: Sequence[Column], rows: Cells, width: int | None, *, whole: b
         rows: texts by column.
         width: of the terminal; None for as much as they need.
     """
-    natural = [
-        Placed(column, i, max([cell_len(column.title), *(cell_len(row[i]) for row in rows)]))
-        for i, column in enumerate(columns)
-    ]
-    if width is None:
+    widest = [max((cell_len(row[i]) for row in rows), default=0) for i in range(len(columns))]
+    titles = [cell_len(column.title) for column in columns]
+    natural = _placed(columns, widest, titles)
+    if width is None or _total(natural) <= width:
         return [tuple(natural)]
+    words = [max(map(cell_len, column.title.split(" "))) for column in columns]
+    natural = _placed(columns, widest, words)  # titles of several words fold first
     if not whole:
         return [_shrunk(_chosen(natural, width), width)]
     return [_shrunk(block, width) for block in _split(natural, width)]
+
+
+def _placed(columns: Sequence[Column], *least: Sequence[int]) -> list[Placed]:
+    return [
+        Placed(column, i, max(widths))
+        for i, (column, *widths) in enumerate(zip(columns, *least, strict=True))
+    ]
 
 
 def _total(block: Sequence[Placed], *, least: bool = False) -> int:
@@ -175,8 +183,9 @@ def _chosen(placed: list[Placed], width: int) -> list[Placed]:
 
 
 def _split(placed: list[Placed], width: int) -> Iterator[list[Placed]]:
-    """All of them, each block with those of identity."""
+    """All of them, each block with those of identity; where none is, with those of text."""
     kept = [one for one in placed if one.column.priority == IDENTITY]
+    kept = kept or [one for one in placed if one.column.kind == "text"]
     block = list(kept)
     for one in [one for one in placed if one not in kept]:
         if len(block) > len(kept) and _total([*block, one], least=True) > width:
@@ -207,14 +216,19 @@ def _shrunk(block: list[Placed], width: int) -> Block:
     return tuple(block)
 
 
-def heading(block: Block) -> str:
-    """The line of titles; a title longer than its column is cut, a value never is."""
-    return _line(block, [one.column.title[: one.width] for one in block])
+def heading(block: Block) -> list[str]:
+    """The lines of titles: more than one where a title folds, which then ends in the last."""
+    folded = [fold(one.column.title, one.width) for one in block]
+    most = max(map(len, folded))
+    return list(_lines(block, [[""] * (most - len(title)) + title for title in folded]))
 
 
-def draw(block: Block, row: Sequence[str]) -> Iterator[str]:
+def draw(block: Block, row: Sequence[str]) -> list[str]:
     """The lines of one row: more than one where a text folds."""
-    folded = [fold(row[one.index], one.width) for one in block]
+    return list(_lines(block, [fold(row[one.index], one.width) for one in block]))
+
+
+def _lines(block: Block, folded: Sequence[Sequence[str]]) -> Iterator[str]:
     for number in range(max(map(len, folded))):
         yield _line(block, [part[number] if number < len(part) else "" for part in folded])
 

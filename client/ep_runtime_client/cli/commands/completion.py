@@ -1,23 +1,21 @@
 """`ep-runtime completion SHELL`: a script by which the shell completes what is typed.
 
-The script is made from the commands' own parsers. Names of objects are asked of the daemon when
-they are completed, and are none where no daemon answers.
+The script is made from the commands' own parsers; those that are packages of their own are asked
+when their options are completed. Names of objects are asked of the daemon likewise, and are none
+where no daemon answers.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
 from collections.abc import Iterator
 
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.commands import describe, events
-from ep_runtime_client.daemons import children
 
 SHELLS = ("bash", "zsh")
-_TIMEOUT_S = 30.0
+_ASKED = "ep-runtime {name} --help 2> /dev/null | grep -oE -- '--[a-z][a-z-]*[a-z]'"
 
 # Commands whose first word is an object's name, and the list that has the names.
 _NAMES = {
@@ -76,7 +74,10 @@ def script() -> str:
     """The script of bash; zsh reads it too."""
     values, options = [], []
     for name in cli.COMMANDS:
-        flags, chosen = _serve_options() if name == "serve" else _options(name)
+        if name in cli.APART:
+            options.append(f"    {name}) words=$({_ASKED.format(name=name)}) ;;")
+            continue
+        flags, chosen = _options(name)
         names = f" list={_NAMES[name]} ;;" if name in _NAMES else " ;;"
         options.append(f'    {name}) words="{" ".join(flags)}"{names}')
         for flag, words in chosen:
@@ -109,10 +110,3 @@ def _words(name: str, action: argparse.Action) -> Iterator[str]:
         lists = {view.kind: view.columns for view in describe.VIEWS.values()}
         columns = lists.get(name, events.COLUMNS)
         yield " ".join(column.title for column in columns)
-
-
-def _serve_options() -> tuple[list[str], list[tuple[str, str]]]:
-    """The daemon's options, as it tells them."""
-    command = children.python_command("ep_runtime_server", ["--help"])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    return sorted(set(re.findall(r"--[a-z][a-z-]*[a-z]", done.stdout))), []

@@ -23,7 +23,6 @@ from ep_runtime_client import cli
 from ep_runtime_client.cli import redacting, render
 from ep_runtime_client.cli.commands import doctor
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.daemons import children, runtime
 
 if TYPE_CHECKING:
     from ep_runtime_client.cli.daemon import source
@@ -108,6 +107,8 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def journal(args: argparse.Namespace) -> dict[str, Any]:
     """The daemon's journal in numbers, and the files of its directory by size; no content."""
+    from ep_runtime_client.daemons import children, runtime
+
     directory = runtime.daemon_place(args.address).directory
     command = children.python_command(
         "ep_runtime_server.journal.summary", [str(directory / "journal")]
@@ -145,6 +146,8 @@ def _of_daemon(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, A
 
 def left_events(args: argparse.Namespace) -> dict[str, Any]:
     """Events of the file that a daemon keeps for the next one."""
+    from ep_runtime_client.daemons import runtime
+
     path = runtime.daemon_place(args.address).directory / "events"
     items = []
     for line in path.read_bytes().splitlines():
