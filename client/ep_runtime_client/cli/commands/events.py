@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
             rows = [row for row in rows if _asked_for(row, args, start)]
             rows = choosing.ordered(choosing.filtered(rows, wanted, COLUMNS), args.sort_by, COLUMNS)
             if args.output == "json":
-                render.write_json("events", {"items": rows}, compact=bool(args.watch))
+                if rows or first or not args.follow:
+                    render.write_json("events", {"items": rows}, compact=bool(args.watch))
             elif args.watch and rows:
                 lines.write(rows)
             elif first:

@@ -6,6 +6,7 @@ import argparse
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime_client.cli import names
 from ep_runtime_client.cli.daemon import ordering, source
 
 
@@ -21,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
         found = rows.get(args.session)
         if found is None:
             raise InvalidArgumentError(
-                f"no session {args.session!r}; there are: {', '.join(rows) or 'none'}",
+                f"no session {args.session!r}; there are: {names.listed(rows) or 'none'}"
+                + names.hint(args.session, rows),
                 argument="SESSION",
             )
         groups = ", ".join(found["groups"]) or "none"
