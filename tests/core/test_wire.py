@@ -7,7 +7,7 @@ import pickle
 import grpc
 import pytest
 
-from ep_runtime import errors, layer_specs, specs, wire
+from ep_runtime import errors, layer_specs, native, specs, wire
 from ep_runtime.v1 import types_pb2
 
 
@@ -70,6 +70,15 @@ def test_a_spec_of_before_the_workspace_reads_as_auto():
     message.workspace.bytes = -5
     with pytest.raises(errors.InvalidArgumentError, match="workspace must be .* got -5"):
         wire.group_spec_from_proto(message)
+
+
+@pytest.mark.parametrize("setting", ["auto", 1.5, 1 << 30])
+def test_the_native_library_hears_the_workspace_as_it_is(setting):
+    lines = native._settings(make_spec(workspace=setting, op_timeout_s=2.0)).splitlines()
+    assert [line for line in lines if line.startswith(("workspace", "op_t"))] == [
+        "op_timeout_ns=2000000000",
+        f"workspace={setting}",
+    ]
 
 
 def test_programs_depend_on_the_workspace():
