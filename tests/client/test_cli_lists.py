@@ -83,6 +83,8 @@ def test_rows_are_chosen_by_label_or_field(labels: list[str], left: list[int]) -
         ("describe gruop x", "no kind 'gruop'; did you mean 'group'?"),
         ("describe group x", f"there are: {fixed.GROUP}"),
         ("sesions", "did you mean 'sessions'?"),
+        ("groups --sorted-by name", "did you mean '--sort-by'?"),
+        ("groups -o jsn", "did you mean 'json'?"),
         ("events --since soon", "must be like 90s, 10m or 1h30m, got 'soon'"),
     ],
 )

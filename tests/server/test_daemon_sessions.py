@@ -212,6 +212,16 @@ def test_a_late_heartbeat_makes_a_session_suspect_and_frees_nothing(clocked):
     assert info.progress == 6
 
 
+def test_a_session_that_ended_tells_how_long_ago(clocked):
+    client = clocked.client()
+    (info,) = clocked.ask("ListSessions").sessions
+    assert not info.HasField("since_end")
+    client.goodbye()
+    clocked.clock.advance(75)
+    (info,) = clocked.ask("ListSessions").sessions
+    assert info.since_end.seconds == 75
+
+
 def test_goodbye_frees_at_once_and_is_idempotent(daemon):
     client = daemon.client()
     client.ready(make_spec(retain_s=60.0))

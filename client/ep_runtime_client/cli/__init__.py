@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -57,7 +58,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        self.exit(USAGE, f"{self.prog}: {message}\n")
+        self.exit(USAGE, f"{self.prog}: {message}{self._hint(message)}\n")
+
+    def _hint(self, message: str) -> str:
+        """The option, or the word that one takes, that may have been meant."""
+        option = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if option:
+            return names.hint(option[1], self._option_string_actions)
+        word = re.match(r"argument .*: invalid choice: '(.*)' \(choose from (.*)\)", message)
+        return names.hint(word[1], re.findall(r"[\w-]+", word[2])) if word else ""
 
 
 def usage() -> str:

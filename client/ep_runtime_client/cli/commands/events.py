@@ -50,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         help="only of this kind: group, group.ready, '*.denied'; may be given several times",
     )
-    add("-f", "--follow", action="store_true", help="go on with new ones, asked for every second")
+    add(
+        *("-f", "--follow", "-w", "--changes"),
+        action="store_true",
+        help="go on with new ones, asked for every second",
+    )
     reading.add_node_argument(parser, "the daemon itself; numbers are a node's own")
     reading.add_output_arguments(parser)
     reading.add_list_arguments(parser)
