@@ -48,7 +48,7 @@ SHOWN = {
     "describe buffer b-1234": ("b-1234", fixed.GPU, "QUARANTINED", "12.0 GiB"),
     f"describe node {NODE}": (NODE, "JOINED", "SERVING"),
     f"groups --node {NODE} {fixed.GROUP}": (fixed.GROUP, "READY", "members:", "768.0 GiB"),
-    "doctor": ("native library", "OK", "gpu driver", "open files"),
+    "doctor": ("native library", "FAIL", "gpu memory", "open files", "WARN"),
     "version": ("client", "daemon", "0.1.0"),
     "drain --yes": ("draining",),
     f"fence {fixed.SESSION} --yes": (fixed.GROUP,),
@@ -62,7 +62,12 @@ TABLES = {
     "describe": (describing.RANKS,),
     **{view.kind: (view.columns,) for view in describe.VIEWS.values()},
 }
-CODES = {"status": cli.LATE}
+CODES = {"status": cli.LATE, "doctor": cli.PARTIAL}
+FINDINGS = [
+    doctor.Finding("native library", "FAIL", "libep_runtime_cpu.so: " * 9, "install it again"),
+    doctor.Finding("open files", "WARN", "256 of 4096", "ulimit -n 1024 or more, " * 9),
+    doctor.Finding("gpu memory", "OK", "; ".join(f"{i}: 17.0 GiB of 141.0 GiB" for i in range(8))),
+]
 
 
 def _machine() -> nvml.Machine:
@@ -78,6 +83,7 @@ def terminal(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(source, "open_source", fixed.open_source)
     monkeypatch.setattr(nvml, "look", _machine)
+    monkeypatch.setattr(doctor, "findings", lambda args: FINDINGS)
     return int(request.param)
 
 
