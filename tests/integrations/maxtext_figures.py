@@ -163,7 +163,8 @@ class Machine:
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: self.devices]),
             "XLA_FLAGS": flags,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # ours has memory beside XLA's
+            # All at once, so that no path fails for memory in pieces; ours has some beside XLA's.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
             "XLA_CLIENT_MEM_FRACTION": "0.9",
         }
 
