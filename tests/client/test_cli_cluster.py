@@ -115,6 +115,13 @@ def test_status_lists_the_nodes_with_what_they_have(pair, capsys):
     for node in document["nodes"]:
         assert {key: node[key] for key in wanted} == wanted
     assert [node["role"] for node in document["nodes"]] == ["coordinator", ""]
+    other = json.loads(a.ask(capsys, "status", "--node", "b", "-o", "json")[1])
+    assert (other["pid"], other["cluster"]["node"], other["nodes"]) == (b.child.pid, "b", [])
+    code, text, _ = a.ask(capsys, "describe", "node", "b")
+    assert (code, dict(line.split(None, 1) for line in text.splitlines())["state"]) == (0, "JOINED")
+    (group,) = json.loads(a.ask(capsys, "describe", "group", "right", "-o", "json")[1])["items"]
+    assert (group["node"], group["members"][0]["node"]) == ("b", "b")
+    assert {event["group"] for event in group["events"]} == {"right"}
 
 
 @pytest.mark.parametrize("lost", ["coordinator", pytest.param("member", marks=pytest.mark.slow)])

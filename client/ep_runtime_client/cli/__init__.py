@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from ep_runtime import errors
-from ep_runtime_client.cli import names, render
+from ep_runtime_client.cli import names, render, tables
 
 OK, USAGE, NO_DAEMON, PARTIAL, DENIED, LATE = range(6)
 
@@ -36,8 +36,8 @@ COMMANDS = {
     "handles": "handles: layer, lane, generation, state, owner, last op",
     "buffers": "windows and boards: bytes, state, owner, who maps them",
     "events": "what happened lately",
-    "dump": "one archive for a bug report: state, events, versions, and no secrets",
     "describe": "all about one session, group, layer, handle, buffer or node",
+    "dump": "one archive for a bug report: state, events, versions, and no secrets",
     "drain": "let no new session or group in; --shutdown ends the daemon",
     "fence": "cut one session off",
     "reclaim": "take a group's memory back, or that of all retained groups",
@@ -69,17 +69,16 @@ class Parser(argparse.ArgumentParser):
         return names.hint(word[1], re.findall(r"[\w-]+", word[2])) if word else ""
 
 
-def usage() -> str:
-    """The list of commands."""
-    width = max(len(name) for name in COMMANDS)
+def usage(width: int | None) -> str:
+    """The list of commands, for a terminal of that many columns."""
+    room = max(len(name) for name in COMMANDS) + 4
     lines = ["usage: ep-runtime COMMAND [options]", "", "commands:"]
-    lines += [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    lines += [
-        "",
-        "'ep-runtime COMMAND --help' lists a command's options.",
-        "exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, "
-        "5 a rank is late",
-    ]
+    for name, text in COMMANDS.items():
+        first, *more = tables.fold(text, max((width or 200) - room, 20))
+        lines += [f"  {name:<{room - 4}}  {first}", *(" " * room + part for part in more)]
+    lines += ["", "'ep-runtime COMMAND --help' lists a command's options."]
+    codes = "0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 a rank is late"
+    lines += tables.fold(f"exit codes: {codes}", width or 200)
     return "\n".join(lines)
 
 
@@ -87,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
-        render.err(usage())
+        render.err(usage(render.width(sys.stderr)))
         return USAGE
     if words[0] in ("-h", "--help", "help"):
-        render.out(usage())
+        render.out(usage(render.width()))
         return OK
     name = _ALIASES.get(words[0], words[0])
     if name not in COMMANDS:
