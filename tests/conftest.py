@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,14 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import fakes
 import jax
 import pytest
+from jax._src import compiler
+
+# Fusions go to LLVM without passes of MLIR before it, in which XLA spent a third of the tests'
+# time. Newer ones have no such choice, and end a process that asks for it.
+_FUSION = "xla_cpu_use_fusion_emitters"
+_CHOOSES_FUSION = jax.__version_info__ < (0, 11)
+if _CHOOSES_FUSION and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
+    os.environ["XLA_FLAGS"] = f"--{_FUSION}=false {os.environ.get('XLA_FLAGS', '')}"
 
 if TYPE_CHECKING:
     from block_ways import Ways
@@ -48,6 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path.parent.name not in _LONG)
 
 
+def pytest_collection_finish() -> None:
+    """Tests leave little garbage, and what was imported and collected by now is none: to look for
+    it every 700 objects, in all that JAX keeps, takes a tenth of the time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
 def _what_is_run_once(item: pytest.Item) -> tuple[str, ...]:
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     return item.nodeid.partition("[")[0], *(str(parameters.get(name)) for name in _KEPT)
@@ -59,13 +75,23 @@ def on_nodes(*sizes: int) -> list[Any]:
 
 
 @pytest.fixture
-def optimized() -> Iterator[None]:
-    """Programs compile as users' do, for tests of what optimizing might change."""
+def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs compile as users' do, for tests of what optimizing might change: bits."""
+    given = compiler.get_compile_options
+
+    def options_of_users(*args: Any, **more: Any) -> Any:
+        overrides = {_FUSION: True} | (more.pop("env_options_overrides", None) or {})
+        return given(*args, env_options_overrides=overrides, **more)
+
+    if _CHOOSES_FUSION:
+        monkeypatch.setattr(compiler, "get_compile_options", options_of_users)
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     jax.config.update(name, False)
+    jax.clear_caches()  # of single ops too
     yield
     jax.config.update(name, before)
+    jax.clear_caches()
 
 
 @pytest.fixture

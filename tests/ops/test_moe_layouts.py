@@ -208,6 +208,7 @@ PAIRS = dataclasses.replace(
 )
 
 
+@pytest.mark.usefixtures("optimized")  # bits of two programs, as users compile them
 @pytest.mark.parametrize(
     ("partitioning", "recipe"),
     [("rule", None), ("shard_map", None), ("rule", ep.recipes.TensorScaling())],
