@@ -92,7 +92,7 @@ def _calls_in(jaxpr: Any, platform: str, times: int = 1) -> Iterator[tuple[int, 
         else:
             trips = params["length"] if name == "scan" else 1
             if name == "ep_unless_unused":
-                params = {"full": params["full"]}
+                params = {"runs": params["ways"][0]}
             for inner in _jaxprs(params):
                 yield from _calls_in(inner, platform, times * trips)
 

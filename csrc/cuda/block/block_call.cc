@@ -72,8 +72,8 @@ class BlockLaunches {
 
   cudaError_t Run() {
     const int32_t parts = NumParts(s_), tokens = PartTokens(s_);
-    EP_RETURN_IF_CUDA_ERROR(LaunchDecide(
-        stream_, {p_.group, p_.name, s_, parts, p_.most, p_.plan.group_sizes, at_.decision}));
+    EP_RETURN_IF_CUDA_ERROR(LaunchDecide(stream_, {p_.group, p_.name, s_, parts, p_.most,
+                                                   p_.plan.group_sizes, p_.made, at_.decision}));
     EP_RETURN_IF_CUDA_ERROR(RunPass({&at_.decision->whole, p_.plan, 0, s_.tokens, true, false}));
     for (int32_t part = 0; part < parts; ++part) {
       const int32_t begin = part * tokens;
@@ -139,7 +139,9 @@ class BlockLaunches {
     }
     int count = 0;
     if (s_.kept_rows > 0) places[count++] = {&at_.decision->kept, p_.kept, s_.kept_rows};
-    if (s_.kept_rows < s_.rows) places[count++] = {&at_.decision->again, at_.hidden, s_.rows};
+    // Backward may find that nobody made what is kept.
+    const bool holds_all = s_.kept_rows >= s_.rows && p_.made == nullptr;
+    if (!holds_all) places[count++] = {&at_.decision->again, at_.hidden, s_.rows};
     return count;
   }
 

@@ -48,6 +48,7 @@ struct BlockParams {
   // [kept rows, N] the first product: a result of forward, which fills the rows there are where
   // they fit, and an operand of backward, which makes it again where they do not.
   void* kept;
+  const int32_t* made;  // [1], backward: 0 where nobody made what `kept` is to hold; null: made
   uint8_t* workspace;
 
   void* y;           // [T, H] type, or f32 where `wide`: forward

@@ -16,7 +16,8 @@ __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
   rows = __reduce_add_sync(~0u, rows);
   if (threadIdx.x != 0) return;
   const bool whole = *p.most <= p.sizes.rows;
-  const bool kept = rows <= p.sizes.kept_rows && p.sizes.kept_rows > 0;
+  const bool made = p.made == nullptr || *p.made != 0;
+  const bool kept = made && rows <= p.sizes.kept_rows && p.sizes.kept_rows > 0;
   *p.decision = {whole, !whole, whole && kept, whole && !kept};
   if (!whole && p.parts > 1) CountRounds(p.group, BoardIndex(p.name), p.parts - 1);
 }

@@ -17,6 +17,7 @@ struct DecideParams {
   int32_t parts;
   const int32_t* most;         // [1], device: rows of the fullest slab of all ranks
   const int32_t* group_sizes;  // [L], device
+  const int32_t* made;         // [1], device, or null: as BlockParams
   Decision* decision;          // device
 };
 // Also counts the parts where there are more than one.

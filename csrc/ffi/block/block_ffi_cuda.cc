@@ -169,14 +169,16 @@ Status LaunchBlockCall(const CudaCall& call) {
   return call.Launched(cuda::LaunchBlock(call.stream, params));
 }
 
-// ep_block_bwd_v1(those of ep_block_v1, kept, dy [T, H] [, wo_bias]; rows, function, gated, early)
+// ep_block_bwd_v1(those of ep_block_v1, kept, made s32 [1], dy [T, H] [, wo_bias]; rows, function,
+//                 gated, early)
 //   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo,
 //      d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
 Status LaunchBlockBwdCall(const CudaCall& call) {
-  const size_t more = call.frame.args.size() > kForwardArgs + 2 ? 1 : 0;
-  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs + 2 + more, 7 + more));
+  const size_t more = call.frame.args.size() > kForwardArgs + 3 ? 1 : 0;
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs + 3 + more, 7 + more));
   const DataType type = call.frame.args[3].dtype;
-  const auto [kept, dy] = call.frame.Named(call.frame.args, kForwardArgs, "kept", "dy");
+  const auto [kept, made, dy] =
+      call.frame.Named(call.frame.args, kForwardArgs, "kept", "made", "dy");
   const auto [dx, d_weights, dwi, dwi_up, dwo, d_wi_bias, workspace] =
       call.frame.Rets("dx", "d_weights", "dwi", "dwi_up", "dwo", "d_wi_bias", "workspace");
   BlockParams params{};
@@ -184,7 +186,8 @@ Status LaunchBlockBwdCall(const CudaCall& call) {
   const cuda::block::BlockSizes& sizes = params.sizes;
   const WeightOperands experts = WeightsOf(call.frame);
   EP_RETURN_IF_ERROR(ReadKept(kept, type, &params));
-  EP_RETURN_IF_ERROR(ReadSecondBias(call, kForwardArgs + 2, &params));
+  EP_RETURN_IF_ERROR(made.Read({1}, &params.made));
+  EP_RETURN_IF_ERROR(ReadSecondBias(call, kForwardArgs + 3, &params));
   EP_RETURN_IF_ERROR(dy.Read(type, {sizes.tokens, sizes.hidden}, &params.dy));
   EP_RETURN_IF_ERROR(ReadTokens(call, dx, type, &params.dx, &params));
   EP_RETURN_IF_ERROR(d_weights.Read({sizes.tokens, sizes.top_k}, &params.d_weights));

@@ -128,9 +128,15 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
 
 
 def backward(
-    static: Static, given: Given, experts: Experts, kept: jax.Array, dy: jax.Array
+    static: Static,
+    given: Given,
+    experts: Experts,
+    kept: jax.Array,
+    made: jax.Array,
+    dy: jax.Array,
 ) -> Gradients:
-    """Gradients of what `forward` was given; `kept` is as it returned it, dy [T, H]."""
+    """Gradients of what `forward` was given; dy [T, H]. `kept` is as it returned it, or anything
+    of that shape where `made`, int32 [1], is 0."""
     dtype, sizes = given.tokens.dtype, _sizes(experts)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, isinstance(experts.wi, Pair)
@@ -148,7 +154,7 @@ def backward(
     )
     kept = kept.reshape(_kept_shape(static, sizes))
     d_tokens, d_weights, d_wi, d_up, d_wo, d_bias, *d_wo_bias = _call(
-        TARGETS[1], static, results, 6, given, experts, kept, dy, *wo_bias
+        TARGETS[1], static, results, 6, given, experts, kept, made, dy, *wo_bias
     )
     return Gradients(
         d_tokens,

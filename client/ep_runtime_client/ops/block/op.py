@@ -214,7 +214,15 @@ class BlockOp:
 
 @dataclasses.dataclass(frozen=True)
 class BlockForward(BlockOp):
-    """-> (y [R, T, H],), and [R, Wk, *N'] where rows are kept."""
+    """-> (y [R, T, H],), and where rows are kept these [R, Wk, *N'], and whether they were made,
+    int32 [R, 1].
+
+    Attributes:
+        bare: only the last two are asked for. Backward makes such rows sooner than forward, which
+            goes on from them: they are zeros that were not made.
+    """
+
+    bare: bool = False
 
     def resolve(
         self,
@@ -230,32 +238,38 @@ class BlockForward(BlockOp):
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             if self.runs_nowhere(roles, shapes):
                 return self._shapes(shapes, blocks[_TOKENS])
-            y, kept = forward(self.static, *self.opened(place, blocks))
-            results = (_added_up(sums, y, place.inner), kept)
-            return tuple(x[None] for x in results[: self._results])
+            given, experts = self.opened(place, blocks)
+            if self.bare:
+                kept = jnp.zeros((self.static.kept, *experts.wi.shape[2:]), given.tokens.dtype)
+                return kept[None], jnp.zeros((1, 1), jnp.int32)
+            y, kept = forward(self.static, given, experts)
+            results = (_added_up(sums, y, place.inner), kept, jnp.ones(1, jnp.int32))
+            return tuple(x[None] for x in results[self._results])
 
-        lies = ((roles.slab, (), ()), self.kept(roles, place))
-        return Resolved(tuple(self.taken(roles, place, shapes)), lies[: self._results], local)
+        lies = ((roles.slab, (), ()), self.kept(roles, place), (roles.slab, ()))
+        return Resolved(tuple(self.taken(roles, place, shapes)), lies[self._results], local)
 
     @property
-    def _results(self) -> int:
-        return 2 if self.static.kept else 1
+    def _results(self) -> slice:
+        return slice(int(self.bare), 3 if self.static.kept else 1)
 
     def _shapes(
         self, shapes: Sequence[tuple[int, ...]], tokens: jax.Array
     ) -> tuple[jax.Array, ...]:
         wi = of_both(shapes[self._wi], 2) if self.paired else shapes[self._wi]
         kept = jnp.zeros((tokens.shape[0], self.static.kept, *wi[2:]), tokens.dtype)
-        return (jnp.zeros_like(tokens), kept)[: self._results]
+        made = jnp.zeros((tokens.shape[0], 1), jnp.int32)
+        return (jnp.zeros_like(tokens), kept, made)[self._results]
 
     def factors(self) -> tuple[list[str], list[str]]:
-        return self.shared_factors(), ["r t x", self.kept_factors][: self._results]
+        return self.shared_factors(), ["r t x", self.kept_factors, "r one"][self._results]
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockBackward(BlockOp):
-    """Operands, [R, Wk, *N'] where rows are kept, dy [R, T, H] -> gradients of tokens and weights
-    as slabs, of wi (of a pair two), wo and the biases as they are."""
+    """Operands, [R, Wk, *N'] where rows are kept and whether they were made [R, 1],
+    dy [R, T, H] -> gradients of tokens and weights as slabs, of wi (of a pair two), wo and the
+    biases as they are."""
 
     name: ClassVar[str] = "block_bwd"
 
@@ -282,8 +296,8 @@ class BlockBackward(BlockOp):
             given, experts = self.opened(place, blocks)
             *kept, dy = (x[0] for x in blocks[self._count :])
             if not kept:
-                kept = [jnp.zeros((0, *experts.wi.shape[2:]), dy.dtype)]
-            made = backward(self.static, given, experts, kept[0], dy)
+                kept = [jnp.zeros((0, *experts.wi.shape[2:]), dy.dtype), jnp.zeros(1, jnp.int32)]
+            made = backward(self.static, given, experts, *kept, dy)
             d_tokens = _added_up(sums, made.tokens, place.inner)
             d_weights = sums.total(made.weights, place.inner)
             off = self.each(place.wi.gathered)
@@ -299,7 +313,7 @@ class BlockBackward(BlockOp):
 
         slab: Entries = (roles.slab, (), ())
         operands = self.taken(roles, place, shapes)
-        kept = [self.kept(roles, place)] if self.static.kept else []
+        kept = [self.kept(roles, place), (roles.slab, ())] if self.static.kept else []
         results = (slab, slab, *operands[self._wi :])
         return Resolved((*operands, *kept, slab), results, local)
 
@@ -310,7 +324,7 @@ class BlockBackward(BlockOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         shared = self.shared_factors()
-        kept = [self.kept_factors] if self.static.kept else []
+        kept = [self.kept_factors, "r one"] if self.static.kept else []
         return [*shared, *kept, "r t x"], ["r t x", "r t k", *shared[self._wi :]]
 
 

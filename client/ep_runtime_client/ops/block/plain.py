@@ -30,14 +30,20 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
 
 
 def backward(
-    static: Static, given: Given, experts: Experts, kept: jax.Array, dy: jax.Array
+    static: Static,
+    given: Given,
+    experts: Experts,
+    kept: jax.Array,
+    made: jax.Array,
+    dy: jax.Array,
 ) -> Gradients:
     """As `call.backward`."""
     ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
     named = (static.call, given.rank, given.layer_index)
     rows, weights = _dispatched(static, given)
     hidden = gemm.forward(product, rows, experts.wi, experts.wi_bias, sizes)
-    hidden = hidden.at[0, : kept.shape[0]].set(kept)
+    again = hidden[0, : kept.shape[0]]
+    hidden = hidden.at[0, : kept.shape[0]].set(jnp.where(made[0] != 0, kept, again))
     grads, _ = ops.combine_bwd(*named, dy, None, None, given.plan)
     act = activation.forward(static.activation, hidden, weights, sizes)
     d_act, d_wo = gemm.pullback(product, act, experts.wo, grads[None], sizes, act.dtype)

@@ -99,7 +99,7 @@ def _primal(call: BlockCall, *operands: Any) -> jax.Array:
 
 
 def _forward(call: BlockCall, *arrays: Any, kept: bool) -> tuple[jax.Array, ...]:
-    """(y, the rows that are kept), or (y,)."""
+    """(y, the rows that are kept, whether they were made), or (y,)."""
     operands, moved = Operands(*arrays), call.static.call
     if not kept:
         call = _keeping_nothing(call)
@@ -126,8 +126,23 @@ def _fwd(call: BlockCall, *operands: Any) -> Any:
 
     if not call.static.kept:
         return lean(*leaves), (operands, None)
-    y, rows = unless_unused(full, lean, *leaves)
-    return y, (operands, checkpoint_name(rows, "ep_wi"))
+
+    def bare(*leaves: jax.Array) -> Any:
+        return eager.shared(_without_tokens, call, *jax.tree.unflatten(tree, leaves))
+
+    y, *rows = unless_unused(full, lean, bare, *leaves)
+    return y, (operands, [checkpoint_name(x, "ep_wi") for x in rows])
+
+
+def _without_tokens(call: BlockCall, *arrays: Any) -> tuple[jax.Array, ...]:
+    """What `_with_rows` has beside y, where nobody wants y."""
+    operands = Operands(*arrays)
+    with scope("block", call.static.call.layer):
+        slabs = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights)
+        op = BlockForward(**_common(call, operands), bare=True)
+        lies, given = _given(call, operands, slabs)
+        rows: tuple[jax.Array, ...] = spread.run(op, lies, *given)
+        return rows
 
 
 def _with_rows(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
@@ -136,8 +151,7 @@ def _with_rows(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
 
 def _bwd(call: BlockCall, saved: Any, dy: jax.Array) -> Any:
     operands, rows = saved
-    kept = [] if rows is None else [rows]
-    return eager.shared(_pullback, call, Operands(*operands), kept, dy)
+    return eager.shared(_pullback, call, Operands(*operands), rows or [], dy)
 
 
 def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: jax.Array) -> Any:

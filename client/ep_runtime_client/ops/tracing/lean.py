@@ -1,12 +1,13 @@
-"""Two ways to compute one value: with something beside it, and without where nobody uses that.
+"""Ways to compute a value and what is beside it: both, or the one of them that somebody uses.
 
 A gradient that keeps a large array from its forward pass makes it in a program's first pass too,
-where `jax.checkpoint` throws it away. Which it is only dead code elimination knows.
+where `jax.checkpoint` throws it away; in the second one it makes the value, which nobody uses
+there. Which it is only dead code elimination knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,31 +17,36 @@ from jax.interpreters import partial_eval as pe
 
 
 def unless_unused(
-    full: Callable[..., tuple[jax.Array, jax.Array]],
+    full: Callable[..., Sequence[jax.Array]],
     lean: Callable[..., jax.Array],
+    bare: Callable[..., Sequence[jax.Array]],
     *operands: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """`full(*operands)`, a value and what is beside it; `lean(*operands)`, the same value, where
-    nothing of the program uses the second. Not differentiable."""
-    ways = [jax.make_jaxpr(function)(*operands) for function in (full, lean)]
-    value, beside = _either_p.bind(*operands, full=ways[0], lean=ways[1])
-    return value, beside
+) -> list[jax.Array]:
+    """`full(*operands)`: a value, and what is beside it.
+
+    Where nothing of the program uses the rest it is `lean`, the value alone; where nothing uses the
+    value `bare`, which makes the rest, or something in its stead. Not differentiable."""
+    ways = [jax.make_jaxpr(function)(*operands) for function in (full, lean, bare)]
+    results: list[jax.Array] = _either_p.bind(*operands, ways=tuple(ways))
+    return results
 
 
-def _run(*operands: jax.Array, full: ClosedJaxpr, lean: ClosedJaxpr) -> Any:
-    return jaxpr_as_fun(full)(*operands)
+def _run(*operands: jax.Array, ways: tuple[ClosedJaxpr, ...]) -> Any:
+    return jaxpr_as_fun(ways[0])(*operands)
 
 
 def _without_unused(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    ways = eqn.params["ways"]
     if not any(used):
         return [False] * len(eqn.invars), None
-    if len(used) == 2 and not used[1]:
-        lean = eqn.params["lean"]
-        eqn = eqn.replace(outvars=eqn.outvars[:1], params={"full": lean, "lean": lean})
+    if len(ways) > 1 and not any(used[1:]):
+        eqn = eqn.replace(outvars=eqn.outvars[:1], params={"ways": ways[1:2]})
+    elif len(ways) > 1 and not used[0]:
+        eqn = eqn.replace(outvars=eqn.outvars[1:], params={"ways": ways[2:]})
     return [True] * len(eqn.invars), eqn
 
 
-def _vmapped(axis: Any, operands: Any, dims: Any, *, full: ClosedJaxpr, lean: ClosedJaxpr) -> Any:
+def _vmapped(axis: Any, operands: Any, dims: Any, *, ways: tuple[ClosedJaxpr, ...]) -> Any:
     """Under a vmap that `batched_over` lets through."""
 
     def each(way: ClosedJaxpr) -> Callable[..., Any]:
@@ -48,15 +54,15 @@ def _vmapped(axis: Any, operands: Any, dims: Any, *, full: ClosedJaxpr, lean: Cl
         run_each: Callable[..., Any] = jax.vmap(jaxpr_as_fun(way), dims, **options)
         return run_each
 
-    ways = [jax.make_jaxpr(each(way))(*operands) for way in (full, lean)]
-    results = _either_p.bind(*operands, full=ways[0], lean=ways[1])
+    made = tuple(jax.make_jaxpr(each(way))(*operands) for way in ways)
+    results = _either_p.bind(*operands, ways=made)
     return results, (0,) * len(results)
 
 
 _either_p = Primitive("ep_unless_unused")
 _either_p.multiple_results = True
 _either_p.def_impl(_run)
-_either_p.def_effectful_abstract_eval(lambda *_, full, lean: (full.out_avals, full.effects))
+_either_p.def_effectful_abstract_eval(lambda *_, ways: (ways[0].out_avals, ways[0].effects))
 batching.fancy_primitive_batchers[_either_p] = _vmapped
 pe.dce_rules[_either_p] = _without_unused
 mlir.register_lowering(_either_p, mlir.lower_fun(_run, multiple_results=True))
