@@ -34,6 +34,11 @@ class Ways:
 
         self._patch.setattr(takes, "refused", refused)
 
+    def as_users(self) -> None:
+        """Programs take what `ep.moe` chooses, the calls that the CUDA library has with them."""
+        self._patch.undo()
+        self._patch.setattr(takes, "_CALL_IS_THERE", True)
+
     def both(self, run: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
         """What `run` gives by slabs, and by the call; compiled."""
         self.slabs()

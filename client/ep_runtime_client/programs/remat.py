@@ -27,8 +27,8 @@ def remat_policy(
     operands; weights in both layouts, a byte each, where GPU kernels make both and ep_wi and ep_wo
     are not kept). Of a block call, which `ep.explain` tells, there are two: ep_plan, with which
     backward of `moe(keep="nothing")` begins with tokens and plan, no forward call before it; and
-    ep_wi, the rows that `moe(keep="first")` keeps. Without ep_wi the latter makes them by a second
-    forward call.
+    ep_wi, the rows that `moe(keep="first")` keeps. Without ep_wi backward makes them, as with
+    "nothing".
 
     Returns:
         The policy.

@@ -6,7 +6,8 @@ Needs JAX's CUDA plugin with its libraries (ep-runtime[cuda13]) and this package
 EP_RUNTIME_CUDA=ON; no GPU, no driver. Writes a line for each program, with the calls of ours that a
 device runs and what it holds of its memory. A program that XLA refuses ends this with a traceback,
 one that ends XLA with a signal. The exit code is 1 where a program runs a call more or less often
-than it was traced, or one that no scope of ours is around.
+than it was traced, or one that no scope of ours is around; and where block calls hold more memory
+on four times as many devices, whose worst case is four times as many rows.
 """
 
 from __future__ import annotations
@@ -44,11 +45,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime import native
 from ep_runtime_client import ops
+from ep_runtime_client.ops.block import takes
 from ep_runtime_client.ops.kernels import ffi
 
-DEVICES, COUNT = 4, 3
+DEVICES, COUNT, MANY = 4, 3, 16
+takes._CALL_IS_THERE = True
 # What the backward pass of a scan keeps; None is all of it.
 KEPT = {"all": None, "plan and rows": ep.remat_policy(), "plan": ep.remat_policy(("ep_plan",))}
+# (keep of moe, what a checkpoint keeps) of programs with block calls.
+BLOCKS = {
+    ("first", "all"): None,
+    ("first", "plan and first product"): ep.remat_policy(("ep_plan", "ep_wi")),
+    ("first", "plan"): KEPT["plan"],
+    ("nothing", "all"): None,
+    ("nothing", "plan"): KEPT["plan"],
+}
 TRANSPORTS = ("nvlink", "nccl", "xla")
 RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
 # What XLA asks of a device while it compiles.
@@ -65,10 +76,11 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } device_description
 """
 
 
-def devices() -> np.ndarray:
-    """Such devices, and our calls registered for them as on GPUs."""
+@functools.cache
+def devices(count: int) -> np.ndarray:
+    """So many such devices, and our calls registered for them as on GPUs."""
     topology = topologies.get_topology_desc(
-        "cuda", platform="cuda", target_config=_H200, topology=f"1x1x{DEVICES}"
+        "cuda", platform="cuda", target_config=_H200, topology=f"1x1x{count}"
     )
     jax_devices, real = jax.devices, {"cuda": topology.devices}
     jax.devices = lambda backend=None: real.get(backend) or jax_devices(backend)
@@ -87,7 +99,13 @@ def nodes_of(transport: str) -> dict[str, int]:
 
 
 def scanned(
-    devices: np.ndarray, transport: str, recipe: Any, policy: Any, *, separate: bool = False
+    devices: np.ndarray,
+    transport: str,
+    recipe: Any,
+    policy: Any,
+    *,
+    separate: bool = False,
+    keep: Any = "first",
 ) -> tuple[Any, tuple[Any, ...]]:
     """A scan over layers in bf16, with its gradients; and its operands. `separate`: gate and up
     are a pair."""
@@ -95,6 +113,7 @@ def scanned(
     group = fakes.local_group(
         mesh=mesh,
         transport=transport,
+        num_experts=4 * mesh.size,
         hidden_size=hidden,
         max_tokens_per_rank=tokens,
         max_token_dtype="bfloat16",
@@ -105,7 +124,7 @@ def scanned(
 
     def loss(x: Any, params: Any) -> Any:
         def step(x: Any, each: Any) -> Any:
-            y, _ = ep.moe(stack[each[0]], x, each[1], recipe=recipe)
+            y, _ = ep.moe(stack[each[0]], x, each[1], recipe=recipe, keep=keep)
             return x + y, None
 
         kept = jax.checkpoint(step, policy=policy) if policy else step
@@ -158,12 +177,31 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
         for recipe in RECIPES[:2]:
             run, given = scanned(devices, transport, recipe, None, separate=True)
             yield f"scanned {type(recipe).__name__}, a pair", lambda run=run: run, given
+        for (keep, name), policy in BLOCKS.items():
+            run, given = scanned(devices, transport, None, policy, keep=keep)
+            yield f"block, keep={keep}, keeps {name}", lambda run=run: run, given
 
 
 def faults(before: custom_calls.Calls, text: str) -> list[str]:
     """What is wrong about the calls of a compiled program."""
     lines = custom_calls.differences(before, custom_calls.compiled(text))
     return lines + [f"in no scope: {line}" for line in custom_calls.without_scope(text)]
+
+
+def growth() -> list[str]:
+    """What is wrong about the memory of block calls on more devices."""
+    wrong = []
+    for (keep, name), policy in BLOCKS.items():
+        held = []
+        for count in (DEVICES, MANY):
+            run, given = scanned(devices(count), "nvlink", None, policy, keep=keep)
+            held.append(run.lower(*given).compile().memory_analysis().temp_size_in_bytes)
+        say(f"block, keep={keep}, keeps {name}: {held} bytes on {DEVICES} and {MANY}\n")
+        # A plan has three numbers for each row of the worst case; the rows' H values stay out.
+        rows = MANY * 128 * TOP_K + 4 * 128
+        if held[1] - held[0] > 3 * 4 * rows * (COUNT + 2):
+            wrong.append(f"block, keep={keep}, keeps {name}: {held} bytes")
+    return wrong
 
 
 def say(text: str) -> None:
@@ -177,7 +215,7 @@ def main(transports: list[str]) -> int:
         sys.exit(f"unknown transports {unknown}; there are {TRANSPORTS}")
     if not native.library_path("cuda").exists():
         sys.exit("built without EP_RUNTIME_CUDA=ON")
-    found, wrong = devices(), 0
+    found, wrong = devices(DEVICES), 0
     for transport in transports or TRANSPORTS:
         for name, make, operands in programs(found, transport):
             say(f"{transport} {name}: ")
@@ -192,6 +230,8 @@ def main(transports: list[str]) -> int:
             for line in faults(calls, compiled.as_text()):
                 wrong += 1
                 say(f"    {line}\n")
+    if TRANSPORTS[0] in (transports or TRANSPORTS):
+        wrong += len(growth())
     return 1 if wrong else 0
 
 

@@ -35,7 +35,8 @@ def _run(*operands: jax.Array, ways: tuple[ClosedJaxpr, ...]) -> Any:
     return jaxpr_as_fun(ways[0])(*operands)
 
 
-def _without_unused(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _without_unused(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
+    eqn = more[-1]  # JAX of 0.12 says before it which inputs are live
     ways = eqn.params["ways"]
     if not any(used):
         return [False] * len(eqn.invars), None

@@ -1,0 +1,273 @@
+"""The block call on GPUs: its 16-bit results stay as near f32 as those of slabs do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_ways import Ways
+from gpu.jobs.layouts import TRANSPORT, TRIAL
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime as ep
+from ep_runtime_client.ops.block import takes
+
+TOKENS, HIDDEN, INNER, TOP_K, LOCAL = 192, 256, 128, 3, 4  # tokens and experts of a rank
+_AGAIN = 3  # the third run of a program is a command buffer's
+pytestmark = pytest.mark.skipif(TRANSPORT not in ("nvlink", "memfd"), reason="for windows alone")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Makes layers and programs on the GPUs that are here."""
+
+    session: ep.Session
+    mesh: Mesh
+    ways: Ways
+
+    def layer(self, name: str = "block", **settings: Any) -> Any:
+        group = self.session.create_group(
+            name,
+            self.mesh,
+            ep_axis="ep",
+            transport=TRANSPORT,
+            num_experts=LOCAL * self.mesh.size,
+            hidden_size=HIDDEN,
+            max_tokens_per_rank=TOKENS,
+            max_top_k=TOP_K,
+            max_token_dtype="float32",
+            alignment=8,
+            op_timeout_s=60.0,
+            **settings,
+        )
+        return group.register_layer_stack("moe", 3, top_k=TOP_K)[1]
+
+    def params(self, layer: Any, **options: Any) -> ep.MoEParams:
+        made = ep.init_moe_params(jax.random.key(0), layer, INNER, **options)
+        made = dataclasses.replace(made, router=None)
+        if not options.get("use_bias"):
+            return made
+        leaves, tree = jax.tree.flatten((made.wi_bias, made.wo_bias))
+        drawn = [0.1 * jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(leaves)]
+        wi_bias, wo_bias = jax.tree.unflatten(tree, drawn)
+        return dataclasses.replace(made, wi_bias=wi_bias, wo_bias=wo_bias)
+
+    def drawn(self, change: Callable[[Any, int], Any]) -> tuple[Any, Any, Any]:
+        """Tokens, weights, and indices as `change` of (drawn ones, experts) has them."""
+        count, experts = TOKENS * self.mesh.size, LOCAL * self.mesh.size
+        rng = np.random.default_rng(7)
+        idx = np.argsort(rng.random((count, experts)), axis=1)[:, :TOP_K].astype(np.int32)
+        weights = rng.random((count, TOP_K), np.float32)
+        x = rng.standard_normal((count, HIDDEN), np.float32)
+        rows = NamedSharding(self.mesh, PartitionSpec("ep"))
+        given: Any = jax.device_put((x, weights, change(idx, experts)), rows)
+        return given
+
+    def call(self) -> None:
+        """Programs take the block call from here on."""
+        if TRIAL:
+            self.ways.call()
+        else:
+            self.ways.as_users()
+
+
+@pytest.fixture
+def blocks(session: ep.Session, gpus: list[Any], ways: Ways) -> Blocks:
+    return Blocks(session, Mesh(np.array(gpus), ("ep",)), ways)
+
+
+def graded(
+    layer: Any, dtype: Any, x: Any, weights: Any, idx: Any, params: Any, **options: Any
+) -> Any:
+    """(y, gradients of x, weights and params) in `dtype`."""
+
+    def block(x: Any, weights: Any, params: Any) -> Any:
+        routing = ep.Routing(idx, weights, None)
+        return ep.moe(layer, x, params, routing=routing, compute_dtype=dtype, **options)[0]
+
+    y, pull = jax.vjp(block, x, weights, params)
+    return y, pull(jnp.cos(y))
+
+
+def ran(run: Callable[..., Any], *operands: Any) -> Any:
+    """What a program gives, which is the same bits each time."""
+    compiled = jax.jit(lambda *given: run(*given))
+    first = jax.device_get(compiled(*operands))
+    for _ in range(_AGAIN):
+        poison(operands[0])
+        again = jax.device_get(compiled(*operands))
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+    return first
+
+
+def poison(like: Any) -> None:
+    """Leaves NaN where a program's temporaries will lie."""
+    shape = (4096, *like.shape[1:])
+    jax.block_until_ready(
+        jax.device_put(np.full(shape, np.nan, np.float32), like.sharding)
+    ).delete()
+
+
+def assert_as_near(got: Any, slabs: Any, exact: Any) -> None:
+    """Root mean squares of errors are at most a little more than those of slabs."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(exact)]
+    for path, *each in zip(paths, *map(jax.tree.leaves, (got, slabs, exact)), strict=True):
+        mine, theirs, true = (np.asarray(x, np.float64) for x in each)
+        assert np.isfinite(mine).all(), path
+        scale = np.sqrt(np.square(true).mean()) + 1e-30
+        errors = [np.sqrt(np.square(x - true).mean()) / scale for x in (mine, theirs)]
+        assert errors[0] <= 1.5 * errors[1] + 2e-3, (path, errors)
+
+
+def compare(blocks: Blocks, layer: Any, params: Any, given: Any, dtype: Any, **options: Any) -> Any:
+    """What the call gives, held against slabs in the same dtype and in f32."""
+    x, weights, idx = given
+    operands = (x, weights, idx, params)
+    blocks.ways.slabs()
+    with jax.default_matmul_precision("highest"):
+        exact = jax.device_get(
+            jax.jit(functools.partial(graded, layer, jnp.float32, **options))(*operands)
+        )
+    run = functools.partial(graded, layer, jnp.dtype(dtype), **options)
+    slabs = jax.device_get(jax.jit(lambda *given: run(*given))(*operands))
+    blocks.call()
+    got = ran(run, *operands)
+    assert_as_near(got, slabs, exact)
+    return got
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gated": ("bfloat16", {}, {}),
+    "weights before wo": ("bfloat16", {}, {"apply_topk_weights_early": None}),
+    "f16": ("float16", {}, {"apply_topk_weights_early": None, "keep": "nothing"}),
+    "not gated": ("bfloat16", {"gated": False}, {"gated": False, "activation": "gelu"}),
+    "a pair": ("bfloat16", {"separate": True}, {"keep": "nothing"}),
+    "biases": ("bfloat16", {"use_bias": True}, {}),
+    "biases of a pair": ("float16", {"use_bias": True, "separate": True}, {}),
+    "drops": ("bfloat16", {}, {"capacity": 512}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_as_near_as_those_of_slabs(blocks: Blocks, name: str) -> None:
+    dtype, of_params, options = CASES[name]
+    layer = blocks.layer()
+    given = blocks.drawn(lambda idx, experts: idx)
+    compare(blocks, layer, blocks.params(layer, **of_params), given, dtype, **options)
+
+
+ROUTINGS: dict[str, Callable[[Any, int], Any]] = {
+    "everything to one rank": lambda idx, experts: experts - 1 - np.arange(TOP_K) + 0 * idx,
+    "everything to one expert": lambda idx, experts: (
+        np.where(np.arange(TOP_K) == 0, 1, -1) + 0 * idx
+    ),
+    "nothing to the last rank": lambda idx, experts: np.where(idx >= experts - LOCAL, -1, idx),
+    "unused slots": lambda idx, experts: np.where(idx % 3 == 0, -1, idx),
+    "nothing": lambda idx, experts: np.full_like(idx, -1),
+}
+KEPT = {"fits nowhere": 0.01, "fits on some ranks": 1.0, "fits": 8.0}
+
+
+@pytest.mark.parametrize("workspace", [1e-6, 0.6, "auto"], ids=str)
+def test_any_routing_in_any_workspace(blocks: Blocks, workspace: Any) -> None:
+    layer = blocks.layer(workspace=workspace)
+    params = blocks.params(layer)
+    x, weights, _ = blocks.drawn(lambda idx, experts: idx)
+    rows = x.sharding
+    blocks.ways.slabs()
+    exact_run = jax.jit(functools.partial(graded, layer, jnp.float32))
+    slabs_run = jax.jit(functools.partial(graded, layer, jnp.bfloat16))
+    each = {
+        name: jax.device_put(blocks.drawn(change)[2], rows) for name, change in ROUTINGS.items()
+    }
+    with jax.default_matmul_precision("highest"):
+        exact = {
+            name: jax.device_get(exact_run(x, weights, idx, params)) for name, idx in each.items()
+        }
+    slabs = {name: jax.device_get(slabs_run(x, weights, idx, params)) for name, idx in each.items()}
+    blocks.call()
+    run = jax.jit(lambda *given: graded(layer, jnp.bfloat16, *given))
+    for _ in range(2):  # the programs alternate, and leave each other's rows behind
+        for name, idx in each.items():
+            got = jax.device_get(run(x, weights, idx, params))
+            assert_as_near(got, slabs[name], exact[name])
+            jax.tree.map(
+                np.testing.assert_array_equal, jax.device_get(run(x, weights, idx, params)), got
+            )
+
+
+def test_how_much_is_kept_and_held_changes_no_output(blocks: Blocks) -> None:
+    given = blocks.drawn(lambda idx, experts: np.where(idx % 2 == 0, idx, idx % LOCAL))
+    found = []
+    blocks.call()
+    for number, workspace in enumerate((1e-6, "auto", 1024.0)):
+        layer = blocks.layer(f"group{number}", workspace=workspace)
+        params = blocks.params(layer)
+        for factor in KEPT.values():
+            x, weights, idx = given
+            run = functools.partial(graded, layer, jnp.bfloat16, keep_factor=factor)
+            found.append(ran(run, x, weights, idx, params))
+    first, *others = found
+    for other in others:
+        np.testing.assert_array_equal(other[0], first[0])
+        for mine, theirs in zip(*map(jax.tree.leaves, (other[1], first[1])), strict=True):
+            scale = np.abs(np.asarray(theirs, np.float64)).max()
+            np.testing.assert_allclose(
+                np.asarray(mine, np.float64) / scale,
+                np.asarray(theirs, np.float64) / scale,
+                atol=0.02,
+            )
+
+
+@pytest.mark.parametrize("policy", [None, ("ep_plan",), ("ep_plan", "ep_wi")], ids=str)
+def test_scans_and_checkpoints(blocks: Blocks, policy: tuple[str, ...] | None) -> None:
+    stack = blocks.layer()
+    stack = ep.layer("block/moe")
+    each = blocks.params(stack[0])
+    params = jax.tree.map(lambda x: jnp.stack([x, 0.9 * x, 1.1 * x]), each)
+    x, weights, idx = blocks.drawn(lambda idx, experts: idx)
+
+    def run(dtype: Any, keep: Any, x: Any, weights: Any, idx: Any, params: Any) -> Any:
+        def step(x: Any, own: Any) -> Any:
+            number, params = own
+            routing = ep.Routing((idx + number) % (LOCAL * blocks.mesh.size), weights, None)
+            y = ep.moe(stack[number], x, params, routing=routing, compute_dtype=dtype, keep=keep)[0]
+            return x + y, None
+
+        body = step if policy is None else jax.checkpoint(step, policy=ep.remat_policy(policy))
+
+        def loss(x: Any, weights: Any, params: Any) -> Any:
+            return jnp.sin(jax.lax.scan(body, x, (jnp.arange(3), params))[0]).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(x, weights, params)
+
+    operands = (x, weights, idx, params)
+    blocks.ways.slabs()
+    with jax.default_matmul_precision("highest"):
+        exact = jax.device_get(jax.jit(functools.partial(run, jnp.float32, "first"))(*operands))
+    slabs = jax.device_get(jax.jit(functools.partial(run, jnp.bfloat16, "first"))(*operands))
+    blocks.call()
+    for keep in ("first", "nothing"):
+        assert_as_near(ran(functools.partial(run, jnp.bfloat16, keep), *operands), slabs, exact)
+
+
+def test_programs_take_the_call(blocks: Blocks) -> None:
+    layer = blocks.layer()
+    params = blocks.params(layer)
+    x, weights, idx = blocks.drawn(lambda idx, experts: idx)
+    blocks.call()
+
+    def told(dtype: Any) -> str:
+        run = jax.jit(lambda *given: graded(layer, dtype, *given)[0])
+        (path,) = ep.explain(run, x, weights, idx, params).paths
+        return path.why or path.path
+
+    assert told(jnp.bfloat16) == "block call"
+    if not TRIAL:
+        assert told(jnp.float32) == takes.REASONS["dtype"]
