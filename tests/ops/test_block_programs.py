@@ -199,3 +199,58 @@ def test_a_layer_at_two_depths_beside_one_of_another_group(layers: list[Any], wa
         assert_close(got, want, atol=1e-5)
     finally:
         other.close()
+
+
+def test_stages_of_a_pipeline_give_what_each_gives_alone(ways: Ways) -> None:
+    fakes.require_native()
+    settings: Any = {"num_experts": 4, "hidden_size": HIDDEN, "max_top_k": TOP_K}
+    group = fakes.local_group({"stage": 2, "ep": 4}, transport="memfd", **settings)
+    try:
+        layer = group.register_layer("staged", top_k=TOP_K)
+        each = [ep.init_moe_params(jax.random.key(i), layer, INNER) for i in range(2)]
+        params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        x = jax.device_put(draw(2, TOKENS), NamedSharding(group.mesh, PartitionSpec("stage", "ep")))
+
+        def stage(x: Any, own: Any) -> Any:
+            y, pull = jax.vjp(lambda x, own: ep.moe(layer, x, own)[0], x, own)
+            return y, pull(jnp.cos(y))
+
+        want, got = ways.both(jax.vmap(stage, spmd_axis_name="stage"), x, params)
+        assert_close(got, want, atol=1e-5)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("axes", [{"ep": 1}, {"dp": 2, "ep": 1}], ids=str)
+def test_groups_of_one_rank(ways: Ways, axes: dict[str, int]) -> None:
+    fakes.require_native()
+    group = fakes.local_group(axes, transport="memfd", outer_axes=[*axes][:-1], hidden_size=HIDDEN)
+    try:
+        layer = group.register_layer("moe", top_k=TOP_K)
+        params = ep.init_moe_params(jax.random.key(0), layer, INNER)
+
+        def run(x: Any, params: Any) -> Any:
+            y, pull = jax.vjp(lambda x, params: ep.moe(layer, x, params)[0], x, params)
+            return y, pull(jnp.cos(y))
+
+        want, got = ways.both(run, draw(8), params)
+        assert_close(got, want, atol=1e-5)
+    finally:
+        group.close()
+
+
+def test_an_exported_program_has_both_passes(layers: list[Any], ways: Ways) -> None:
+    ways.call()
+    params = ep.init_moe_params(jax.random.key(0), layers[0], INNER)
+
+    @jax.jit
+    def run(x: Any, params: Any) -> Any:
+        y, pull = jax.vjp(lambda x, params: ep.moe(layers[0], x, params)[0], x, params)
+        return y, pull(jnp.cos(y))
+
+    lies = NamedSharding(layers[0].mesh, PartitionSpec("ep"))
+    x = jax.device_put(draw(TOKENS), lies)
+    params = jax.device_put(params, NamedSharding(layers[0].mesh, PartitionSpec()))
+    made = jax.export.export(run, disabled_checks=ep.export_checks())(x, params)
+    loaded = jax.export.deserialize(made.serialize())
+    assert_close(jax.jit(loaded.call)(x, params), jax.device_get(run(x, params)), atol=1e-6)
