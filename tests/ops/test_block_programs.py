@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import custom_calls
@@ -17,6 +17,8 @@ from block_ways import Ways, assert_close
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_client.ops.block import api
+from ep_runtime_client.ops.block.vjp import BlockCall
 
 COUNT, TOKENS, HIDDEN, INNER, TOP_K = 3, 32, 16, 8, 2
 
@@ -132,6 +134,10 @@ def results_of_calls(jaxpr: Any) -> Iterator[int]:
         for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr):
             if _is_jaxpr(inner) and eqn.primitive.name != "ep_unless_unused":
                 yield from results_of_calls(getattr(inner, "jaxpr", inner))
+
+
+def scans_of(jaxpr: Any) -> list[Any]:
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -254,3 +260,41 @@ def test_an_exported_program_has_both_passes(layers: list[Any], ways: Ways) -> N
     made = jax.export.export(run, disabled_checks=ep.export_checks())(x, params)
     loaded = jax.export.deserialize(made.serialize())
     assert_close(jax.jit(loaded.call)(x, params), jax.device_get(run(x, params)), atol=1e-6)
+
+
+def test_a_plan_that_takes_much_memory_is_made_again(
+    stack: Any, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, params = draw(TOKENS), stacked(stack)
+    ways.call()
+    want = jax.jit(functools.partial(scanned, stack, None))(x, params)
+    monkeypatch.setattr(BlockCall, "plans_again", property(lambda call: True))
+    for name in ("no checkpoint", "plan"):
+        run = jax.jit(lambda *given, name=name: scanned(stack, POLICIES[name], *given))
+        traced = run.trace(x, params)
+        assert custom_calls.traced(traced.jaxpr, "cpu")["ep_prepare_v1"] == 2 * COUNT
+        sizes = [out.aval.shape for scan in scans_of(traced.jaxpr) for out in scan.outvars]
+        of_plans = [shape for shape in sizes if shape[-2:] == (TOKENS // 4, TOP_K)]
+        # What a checkpoint's policy names is stacked, and dropped by XLA, as nothing reads it.
+        assert len(of_plans) == (0 if name == "no checkpoint" else 2)
+        assert_close(run(x, params), jax.device_get(want), atol=1e-6)
+
+
+def test_plans_are_made_again_where_they_outgrow_tokens(
+    make_group: Callable[..., fakes.LocalGroup], ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def told(call: BlockCall, operands: Any) -> Any:
+        seen.append(call.plans_again)
+        return operands.tokens
+
+    ways.call()
+    monkeypatch.setattr(api.vjp, "run", told)
+    for ranks, tokens in ((2, 8192), (8, 8192), (8, 512)):
+        settings = {"num_experts": 64, "hidden_size": 256, "max_tokens_per_rank": tokens}
+        layer = make_group(axes={"ep": ranks}, **settings).register_layer("moe", top_k=8)
+        params = ep.init_moe_params(jax.random.key(0), layer, INNER)
+        x = jax.ShapeDtypeStruct((ranks * tokens, 256), jnp.bfloat16)
+        jax.eval_shape(functools.partial(ep.moe, layer), x, params)
+    assert seen == [False, True, False]

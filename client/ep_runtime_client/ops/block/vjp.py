@@ -1,7 +1,8 @@
 """The gradient of the block call: what is kept, and what comes back.
 
 `prepare` stays outside: a plan that `jax.checkpoint` keeps needs no forward call in the backward
-pass, which begins with tokens and plan, unless it is to make the rows that `keep` names.
+pass, which begins with tokens and plan. A plan that would take much memory from forward to backward
+is made once more instead: it has numbers for every row of the worst case, which grows with ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ep_runtime_client.ops.block.call import Static
 from ep_runtime_client.ops.block.op import BlockBackward, BlockForward
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.movement import per_device
+from ep_runtime_client.ops.movement.prepare import prepare_with_most
 from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
@@ -26,6 +28,8 @@ from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.lean import unless_unused
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.tracing.varying import Axes
+
+_PLAN_BYTES = 4 << 20  # of a rank that are kept without asking how many bytes its tokens take
 
 
 class Operands(NamedTuple):
@@ -73,6 +77,15 @@ class BlockCall:
     on_gpu: bool
     lies: tuple[Entries, Entries, Entries, Entries]
     types: tuple[Entries | None, ...]
+
+    @property
+    def plans_again(self) -> bool:
+        """Whether backward prepares once more, and no plan is kept for it."""
+        sizes, group = self.static.sizes, self.static.call.group
+        plan = 4 * (2 * sizes.capacity + sizes.ep_size * sizes.tokens)
+        tokens = sizes.tokens * sizes.hidden_size * sizes.element_bytes
+        # Where rows that do not fit are errors, prepare waits on the host for its verdict.
+        return plan > max(_PLAN_BYTES, tokens // 8) and group.on_overflow != "error"
 
 
 def run(call: BlockCall, operands: Operands) -> jax.Array:
@@ -124,14 +137,17 @@ def _fwd(call: BlockCall, *operands: Any) -> Any:
     def lean(*leaves: jax.Array) -> Any:
         return eager.shared(_primal, call, *jax.tree.unflatten(tree, leaves))
 
+    saved = Operands(*operands)
+    if call.plans_again:
+        saved = saved._replace(plan=None, most=None)  # type: ignore[arg-type]
     if not call.static.kept:
-        return lean(*leaves), (operands, None)
+        return lean(*leaves), (saved, None)
 
     def bare(*leaves: jax.Array) -> Any:
         return eager.shared(_without_tokens, call, *jax.tree.unflatten(tree, leaves))
 
     y, *rows = unless_unused(full, lean, bare, *leaves)
-    return y, (operands, [checkpoint_name(x, "ep_wi") for x in rows])
+    return y, (saved, [checkpoint_name(x, "ep_wi") for x in rows])
 
 
 def _without_tokens(call: BlockCall, *arrays: Any) -> tuple[jax.Array, ...]:
@@ -151,11 +167,16 @@ def _with_rows(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
 
 def _bwd(call: BlockCall, saved: Any, dy: jax.Array) -> Any:
     operands, rows = saved
-    return eager.shared(_pullback, call, Operands(*operands), rows or [], dy)
+    return eager.shared(_pullback, call, operands, rows or [], dy)
 
 
 def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: jax.Array) -> Any:
     """Gradients of all operands; None of those that are integers."""
+    if operands.plan is None:
+        moved, index = call.static.call, operands.layer_index
+        with scope("prepare", moved.layer):
+            plan, most = prepare_with_most(moved, index, operands.topk_idx)
+        operands = operands._replace(plan=plan, most=most)
     with scope("block_bwd", call.static.call.layer):
         *slabs, dy = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights, dy)
         op = BlockBackward(**_common(call, operands))

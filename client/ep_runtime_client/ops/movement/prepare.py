@@ -121,7 +121,7 @@ def make_plan_with_most(
 ) -> tuple[Plan, jax.Array]:
     """The plan of a checked call that has tokens, in a group of one node; and int32 [R, 1]: the
     most aligned rows that any rank of the EP group keeps."""
-    arrays, most = _tagged(_prepare_with_most, call, index, topk_idx)
+    arrays, most = _tagged(prepare_with_most, call, index, topk_idx)
     return Plan(arrays, call.meta), most
 
 
@@ -153,10 +153,11 @@ def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> AnyArrays:
     return arrays
 
 
-def _prepare_with_most(
+def prepare_with_most(
     call: Call, index: jax.Array, topk_idx: jax.Array
 ) -> tuple[AnyArrays, jax.Array]:
-    """topk_idx [..., K] as given -> plan arrays with the slab dim, and most [R, 1]."""
+    """The arrays of `make_plan_with_most`, which no checkpoint keeps: topk_idx [..., K] -> plan
+    arrays with the slab dim, and most [R, 1]."""
     made: tuple[AnyArrays, jax.Array] = _per_device(call, _ops_with_most(call), index, topk_idx, 1)
     return made
 
