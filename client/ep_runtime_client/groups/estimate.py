@@ -28,7 +28,8 @@ class MemoryEstimate(NamedTuple):
         dispatched_bytes_per_layer: tokens [C, H] and weights [C] f32 that one dispatch returns;
             a block call returns none.
         capacity_per_rank: C, rows of one slab.
-        plan_bytes_per_layer: the arrays of one plan, which backward needs again.
+        plan_bytes_per_layer: the arrays of one plan, which backward needs again. A block call keeps
+            them up to 4 MiB, or an eighth of its tokens' bytes, and makes larger ones again.
         workspace_bytes_per_device: of the larger block call of a layer, 16-bit tokens; XLA gives
             it to one layer after another, and to other ops between. None where mlp_dim was not
             said, or the transport has no block calls.
