@@ -123,7 +123,7 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
         _bytes(workspace.forward_bytes(static.here(sizes[1]), static.rows, static.kept)),
     )
     bias = _as_taken(experts.wo_bias)
-    y, kept = _call(TARGETS[0], static, results, 2, given, experts, *bias)
+    y, kept = _call(TARGETS[0], static, results, given, experts, *bias, scratch=2, held=1)
     return y, kept.reshape(static.kept, *columns)
 
 
@@ -154,7 +154,14 @@ def backward(
     )
     kept = kept.reshape(_kept_shape(static, sizes))
     d_tokens, d_weights, d_wi, d_up, d_wo, d_bias, *d_wo_bias = _call(
-        TARGETS[1], static, results, 6, given, experts, kept, made, dy, *wo_bias
+        TARGETS[1],
+        static,
+        results,
+        given,
+        experts,
+        *(kept, made, dy, *wo_bias),
+        scratch=6,
+        held=2,
     )
     return Gradients(
         d_tokens,
@@ -170,12 +177,16 @@ def _call(
     target: str,
     static: Static,
     results: Sequence[jax.ShapeDtypeStruct],
-    scratch: int,
     given: Given,
     experts: Experts,
     *others: jax.Array,
+    scratch: int,
+    held: int,
 ) -> tuple[jax.Array, ...]:
-    """The results but for one, the workspace."""
+    """The results but for one, the workspace, which is number `scratch`.
+
+    The first `held` are for others than a stack of `scan` alone.
+    """
     ensure_registered("cuda")
     *operands, plan = given
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
@@ -187,7 +198,8 @@ def _call(
     made = jax.ffi.ffi_call(target, tuple(results))
     outs = list(made(*bound(*operands, *plan, *weights, *others), **attributes))
     del outs[scratch]
-    return once(tuple(outs))
+    # What has no user but a stack is written into it at once: rows kept, gradients of weights.
+    return (*once(tuple(outs[:held])), *outs[held:])
 
 
 def _first(wi: jax.Array | Pair) -> tuple[jax.Array, jax.Array]:
