@@ -89,7 +89,7 @@ gpu_tests() {
 }
 part_tests() {
   # Most of these tests' time XLA compiles, and none waits for another process: six at once.
-  local compiling=(tests/gpu/test_gpu_{fp8,gemm,rows,fewer_passes,sharding,debug_nans,pairs,loops}.py)
+  local compiling=(tests/gpu/test_gpu_{fp8,gemm,rows,fewer_passes,sharding,debug_nans,pairs,loops,block}.py)
   gpu_tests -n 6 "${compiling[@]}" "$@"
   # These share the GPUs with nobody: they measure memory, take every SM, or wait for peers.
   gpu_tests tests/gpu "${compiling[@]/#/--ignore=}" --ignore=tests/gpu/test_gpu_nccl.py \
