@@ -15,6 +15,7 @@ from harness import DaemonProcess, daemon_process  # noqa: F401 - a fixture by n
 
 SCRIPT = Path(__file__).with_name("train.py")
 TIMEOUT_S = 240.0
+COMPILED_BY = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # as the other tests' programs
 
 
 def train(daemon: DaemonProcess, *options: str) -> dict[int, float]:
@@ -22,7 +23,7 @@ def train(daemon: DaemonProcess, *options: str) -> dict[int, float]:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(SCRIPT), *options],
         env={
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
+            **{name: os.environ[name] for name in COMPILED_BY if name in os.environ},
             "EP_RUNTIME_ADDRESS": f"unix://{daemon.directory}",
             "EP_RUNTIME_JOB": "training",
             "PYTHONPATH": package_path(),
