@@ -182,9 +182,10 @@ class BlockOp:
         """What there is per dim of wi as one array, per dim of one of its arrays."""
         return of_each(values) if self.paired else tuple(values)
 
-    def runs_nowhere(self, roles: Roles, shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether only the results' shapes are asked for: of slabs of several devices at once."""
-        return not roles.sizes and shapes[_TOKENS][0] > 1
+    def runs_nowhere(self, roles: Roles) -> bool:
+        """Whether only the results' shapes are asked for: of a group of several devices at once."""
+        sizes = self.static.call.group.axis_sizes.values()
+        return not roles.sizes and any(size > 1 for size in sizes)
 
     def shared_factors(self) -> list[str]:
         """Factors of the operands that both directions take."""
@@ -236,7 +237,7 @@ class BlockForward(BlockOp):
         forward = kernels.forward if self.on_gpu else plain.forward
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-            if self.runs_nowhere(roles, shapes):
+            if self.runs_nowhere(roles):
                 return self._shapes(shapes, blocks[_TOKENS])
             given, experts = self.opened(place, blocks)
             if self.bare:
@@ -292,7 +293,7 @@ class BlockBackward(BlockOp):
             return sums.back(wide, taken_off, shared).astype(like.dtype)
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-            if self.runs_nowhere(roles, shapes):
+            if self.runs_nowhere(roles):
                 return self._shapes(blocks)
             given, experts = self.opened(place, blocks)
             *kept, dy = (x[0] for x in blocks[self._count :])
