@@ -11,19 +11,6 @@ namespace {
 
 // As measured on H200: more blocks win little and take SMs from the GEMMs beside them.
 constexpr LaunchBlocks kDefaultBlocks = {32, 12, 28, 24, 16};
-// Quarters of a device's SMs that an exchange of a block call takes. The rest is for collectives of
-// NCCL that may run beside it, which have up to 32 blocks: all of ours must be resident at once.
-constexpr int64_t kBlockCallShare = 3;
-
-LaunchBlocks SplitBlocks(int64_t num_sms) {
-  const auto total = static_cast<int32_t>(std::max<int64_t>(num_sms, 2));
-  LaunchBlocks blocks = kDefaultBlocks;
-  blocks.push = std::max(total * 3 / 10, 1);
-  blocks.place = total - blocks.push;
-  blocks.sum = std::max(total * 2 / 5, 1);
-  blocks.reduce = total - blocks.sum;
-  return blocks;
-}
 
 Status CheckAtMost(const char* name, int64_t got, int64_t most) {
   if (got <= most) return Status();
@@ -68,33 +55,32 @@ Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
   return Status();
 }
 
-Status CudaGroup::FewestSms(const std::vector<int>& devices, int64_t* sms) const {
-  *sms = kMaxBlocks;
-  for (int device : devices) {
-    int found = 0;
-    EP_RETURN_IF_CUDA(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device));
-    *sms = std::min(*sms, int64_t{found});
-  }
-  return Status();
-}
-
 // The blocks of a kernel wait for each other, so each has an SM of its own.
 Status CudaGroup::CheckBlocks(const std::vector<int>& devices) const {
-  int64_t most = 0;
-  EP_RETURN_IF_ERROR(FewestSms(devices, &most));
-  if (num_sms_ <= most) return Status();
-  return InvalidArgument("num_sms must be at most " + std::to_string(most) +
-                         ", the SMs of a CUDA device here, got " + std::to_string(num_sms_))
-      .With("argument", std::string("num_sms"));
+  for (int device : devices) {
+    int sms = 0;
+    EP_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    const int64_t most = std::min(sms, kMaxBlocks);
+    if (num_sms_ <= most) continue;
+    return InvalidArgument("num_sms must be at most " + std::to_string(most) +
+                           ", the SMs of CUDA device " + std::to_string(device) + ", got " +
+                           std::to_string(num_sms_))
+        .With("argument", std::string("num_sms"));
+  }
+  return Status();
 }
 
 Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
   EP_RETURN_IF_ERROR(group_->options().settings.Read("num_sms", &num_sms_));
   EP_RETURN_IF_ERROR(CheckBlocks(devices));
-  int64_t sms = 0;
-  EP_RETURN_IF_ERROR(FewestSms(devices, &sms));
-  blocks_ = num_sms_ > 0 ? SplitBlocks(num_sms_) : kDefaultBlocks;
-  block_call_blocks_ = SplitBlocks(num_sms_ > 0 ? num_sms_ : sms * kBlockCallShare / 4);
+  blocks_ = kDefaultBlocks;
+  if (num_sms_ > 0) {
+    const auto total = static_cast<int32_t>(std::max<int64_t>(num_sms_, 2));
+    blocks_.push = std::max(total * 3 / 10, 1);
+    blocks_.place = total - blocks_.push;
+    blocks_.sum = std::max(total * 2 / 5, 1);
+    blocks_.reduce = total - blocks_.sum;
+  }
   // A block of prepare counts its slots in 16 bits.
   const GroupSizes& sizes = group_->sizes();
   const int64_t slots = sizes.max_tokens_per_rank * sizes.max_top_k;
@@ -102,7 +88,6 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
          (slots + blocks_.prepare - 1) / blocks_.prepare > kMaxBlockSlots / 2) {
     blocks_.prepare *= 2;
   }
-  block_call_blocks_.prepare = blocks_.prepare;
   return CheckAtMost("max_tokens_per_rank * max_top_k", slots,
                      (kMaxBlockSlots - sizes.max_top_k) * kMaxPrepareBlocks);
 }

@@ -46,8 +46,6 @@ class CudaGroup : public GroupDevice {
   // The rank that the device drives, or null.
   const LocalRank* OfDevice(int device) const;
   const LaunchBlocks& blocks() const { return blocks_; }
-  // Of a block call, beside whose exchanges XLA has nothing of the layer to run.
-  const LaunchBlocks& block_call_blocks() const { return block_call_blocks_; }
 
   // Whether that run may go on; RunStarts says why its first call decides.
   Status Decide(uint64_t run, const std::string& layer_name, OpCode op);
@@ -61,7 +59,6 @@ class CudaGroup : public GroupDevice {
 
   Status CheckLimits(const std::vector<int>& devices) const;
   Status CheckBlocks(const std::vector<int>& devices) const;
-  Status FewestSms(const std::vector<int>& devices, int64_t* sms) const;
   Status ChooseBlocks(const std::vector<int>& devices);
   Status OpenRank(int64_t world_rank, int device);
   Status DescribeRank(const LocalRank& rank, DeviceGroup* group);
@@ -75,7 +72,6 @@ class CudaGroup : public GroupDevice {
   DeviceBoard board_;
   std::vector<LocalRank> ranks_;
   LaunchBlocks blocks_{};
-  LaunchBlocks block_call_blocks_{};
   int64_t num_sms_ = 0;  // of a kernel, push and placement together; 0: as measured
   bool closed_ = false;
 

@@ -51,7 +51,7 @@ Status ReadWeights(const WeightOperands& weights, DataType type, BlockParams* pa
 
 void ReadGroup(const CudaCall& call, BlockParams* params) {
   const GroupOptions& options = call.context.group->options();
-  const cuda::LaunchBlocks& blocks = call.group.block_call_blocks();
+  const cuda::LaunchBlocks& blocks = call.group.blocks();
   params->group = call.rank.group;
   params->name = call.name;
   params->num_experts = static_cast<int32_t>(options.sizes.num_experts);
