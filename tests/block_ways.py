@@ -24,7 +24,7 @@ class Ways:
 
     def slabs(self) -> None:
         """Every program keeps to slabs."""
-        self._patch.setattr(takes, "refused", lambda asked: "library")
+        self._patch.setattr(takes, "refused", lambda asked: "transport")
 
     def call(self) -> None:
         """Programs take the call wherever they could on GPUs."""
@@ -35,9 +35,8 @@ class Ways:
         self._patch.setattr(takes, "refused", refused)
 
     def as_users(self) -> None:
-        """Programs take what `ep.moe` chooses, the calls that the CUDA library has with them."""
+        """Programs take what `ep.moe` chooses."""
         self._patch.undo()
-        self._patch.setattr(takes, "_CALL_IS_THERE", True)
 
     def both(self, run: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
         """What `run` gives by slabs, and by the call; compiled."""

@@ -225,7 +225,7 @@ def test_how_much_is_kept_and_held_changes_no_output(blocks: Blocks) -> None:
             )
 
 
-@pytest.mark.parametrize("policy", [None, ("ep_plan",), ("ep_plan", "ep_wi")], ids=str)
+@pytest.mark.parametrize("policy", [None, ("ep_plan",), ("ep_plan", "ep_kept")], ids=str)
 def test_scans_and_checkpoints(blocks: Blocks, policy: tuple[str, ...] | None) -> None:
     stack = blocks.layer()
     stack = ep.layer("block/moe")

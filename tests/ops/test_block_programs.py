@@ -73,7 +73,7 @@ POLICIES = {
     "no checkpoint": None,
     "plan": ep.remat_policy(("ep_plan",)),
     "nothing": jax.checkpoint_policies.nothing_saveable,
-    "plan and first product": ep.remat_policy(("ep_plan", "ep_wi")),
+    "plan and first product": ep.remat_policy(),
 }
 
 
@@ -119,7 +119,7 @@ def test_rows_are_kept_where_a_gradient_reads_them(stack: Any, ways: Ways) -> No
     x, params = draw(TOKENS), stacked(stack)
     one = jax.tree.map(lambda x: x[0], params)
     forward = jax.jit(lambda x, p: ep.moe(stack[0], x, p)[0])
-    assert "name=ep_wi" not in str(forward.trace(x, one).jaxpr)
+    assert "name=ep_kept" not in str(forward.trace(x, one).jaxpr)
     # Tokens, rows and whether they were made; tokens alone; what stands for rows, not made.
     for policy, results in (("no checkpoint", [3]), ("plan", [1, 2])):
         run = jax.jit(functools.partial(scanned, stack, POLICIES[policy]))

@@ -13,7 +13,7 @@ from ep_runtime_bench.base.moe_cases import RECIPES, Case, Profile
 
 STOCK = "stock padded"
 # What backward finds again: everything, what `ep.remat_policy()` saves, or of our names alone.
-REMATS = ("none", "default", "plan", "first")
+REMATS = ("none", "default", "plan", "rows")
 # Where tokens go: as the router says as it was initialised, or to experts drawn beforehand.
 ROUTINGS = ("router", "uniform", "zipf", "double")
 

@@ -35,7 +35,7 @@ Clock = Callable[[], float]
 SAVED = {
     "default": ep.remat_policy,
     "plan": lambda: ep.remat_policy(("ep_plan",)),
-    "first": lambda: ep.remat_policy(("ep_plan", "ep_wi")),
+    "rows": lambda: ep.remat_policy(("ep_plan", "ep_recv")),
 }
 
 

@@ -160,7 +160,7 @@ def moe(
         keep: what the block call keeps for its backward pass beside tokens, plan and weights:
             "first" the rows of the experts' first product, "nothing" nothing, so that backward
             moves tokens once more in either case, and with "nothing" runs that product again.
-            Under `jax.checkpoint` rows are kept where its policy keeps "ep_wi", else both are the
+            Under `jax.checkpoint` rows are kept where its policy keeps "ep_kept", else both are the
             same. Where there is no block call (`ep.explain` says it), JAX keeps what ops need.
         keep_factor: how many rows "first" keeps, in even shares of a rank (T * K); more rows than
             that are made again in backward. It decides about time and memory, never results.

@@ -9,26 +9,27 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 
-TAGS = ("ep_plan", "ep_recv", "ep_wi", "ep_wo", "ep_q_x", "ep_q_w")
+TAGS = ("ep_plan", "ep_kept", "ep_recv", "ep_wi", "ep_wo", "ep_q_x", "ep_q_w")
 
 
 def remat_policy(
-    save: Sequence[str] = ("ep_plan", "ep_recv"), offload: Sequence[str] = ()
+    save: Sequence[str] = ("ep_plan", "ep_kept"), offload: Sequence[str] = ()
 ) -> Callable[..., Any]:
     """A policy for `jax.checkpoint(f, policy=...)` by the tags of our ops.
 
     Args:
         save: tags kept on the device. With "ep_plan" the backward pass runs no second prepare
-            and no second router matmul, with "ep_recv" no second dispatch.
+            and no second router matmul, with "ep_recv" no second dispatch. The default keeps a
+            plan, and what `moe(keep=...)` says: rows that are stored take longer than those that
+            are made again.
         offload: tags moved to pinned host memory and back.
 
     Tags: ep_plan (a plan's arrays, the router's logits and choice), ep_recv (dispatched rows and
     weights), ep_wi and ep_wo (what the experts' matmuls return), ep_q_x and ep_q_w (quantized
     operands; weights in both layouts, a byte each, where GPU kernels make both and ep_wi and ep_wo
     are not kept). Of a block call, which `ep.explain` tells, there are two: ep_plan, with which
-    backward of `moe(keep="nothing")` begins with tokens and plan, no forward call before it; and
-    ep_wi, the rows that `moe(keep="first")` keeps. Without ep_wi backward makes them, as with
-    "nothing".
+    backward begins with tokens and plan, no forward call before it; and ep_kept, the rows that
+    `moe(keep="first")` keeps. Without ep_kept backward makes them, as with "nothing".
 
     Returns:
         The policy.

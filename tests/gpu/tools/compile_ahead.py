@@ -45,17 +45,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime import native
 from ep_runtime_client import ops
-from ep_runtime_client.ops.block import takes
 from ep_runtime_client.ops.kernels import ffi
 
 DEVICES, COUNT, MANY = 4, 3, 16
-takes._CALL_IS_THERE = True
 # What the backward pass of a scan keeps; None is all of it.
-KEPT = {"all": None, "plan and rows": ep.remat_policy(), "plan": ep.remat_policy(("ep_plan",))}
+KEPT = {
+    "all": None,
+    "plan and rows": ep.remat_policy(("ep_plan", "ep_recv")),
+    "plan": ep.remat_policy(("ep_plan",)),
+}
 # (keep of moe, what a checkpoint keeps) of programs with block calls.
 BLOCKS = {
     ("first", "all"): None,
-    ("first", "plan and first product"): ep.remat_policy(("ep_plan", "ep_wi")),
+    ("first", "plan and first product"): ep.remat_policy(),
     ("first", "plan"): KEPT["plan"],
     ("nothing", "all"): None,
     ("nothing", "plan"): KEPT["plan"],

@@ -244,11 +244,12 @@ class BlockForward(BlockOp):
                 kept = jnp.zeros((self.static.kept, *experts.wi.shape[2:]), given.tokens.dtype)
                 return kept[None], jnp.zeros((1, 1), jnp.int32)
             y, kept = forward(self.static, given, experts)
-            results = (_added_up(sums, y, place.inner), kept, jnp.ones(1, jnp.int32))
+            results = [_added_up(sums, y, place.inner), kept, jnp.ones(1, jnp.int32)]
             return tuple(x[None] for x in results[self._results])
 
-        lies = ((roles.slab, (), ()), self.kept(roles, place), (roles.slab, ()))
-        return Resolved(tuple(self.taken(roles, place, shapes)), lies[self._results], local)
+        slab: Entries = (roles.slab, (), ())
+        lies = [slab, self.kept(roles, place), slab[:2]]
+        return Resolved(tuple(self.taken(roles, place, shapes)), tuple(lies[self._results]), local)
 
     @property
     def _results(self) -> slice:
@@ -260,7 +261,7 @@ class BlockForward(BlockOp):
         wi = of_both(shapes[self._wi], 2) if self.paired else shapes[self._wi]
         kept = jnp.zeros((tokens.shape[0], self.static.kept, *wi[2:]), tokens.dtype)
         made = jnp.zeros((tokens.shape[0], 1), jnp.int32)
-        return (jnp.zeros_like(tokens), kept, made)[self._results]
+        return tuple([jnp.zeros_like(tokens), kept, made][self._results])
 
     def factors(self) -> tuple[list[str], list[str]]:
         return self.shared_factors(), ["r t x", self.kept_factors, "r one"][self._results]
@@ -296,9 +297,11 @@ class BlockBackward(BlockOp):
                 return self._shapes(blocks)
             given, experts = self.opened(place, blocks)
             *kept, dy = (x[0] for x in blocks[self._count :])
-            if not kept:
-                kept = [jnp.zeros((0, *experts.wi.shape[2:]), dy.dtype), jnp.zeros(1, jnp.int32)]
-            made = backward(self.static, given, experts, *kept, dy)
+            rows, made_rows = kept or (
+                jnp.zeros((0, *experts.wi.shape[2:]), dy.dtype),
+                jnp.zeros(1, jnp.int32),
+            )
+            made = backward(self.static, given, experts, rows, made_rows, dy)
             d_tokens = _added_up(sums, made.tokens, place.inner)
             d_weights = sums.total(made.weights, place.inner)
             off = self.each(place.wi.gathered)

@@ -12,13 +12,10 @@ from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.tracing import slack
 
-# Whether the CUDA library has the calls.
-_CALL_IS_THERE = False
 _TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 # Short names, which a compiled program carries, of the reasons.
 REASONS = {
     "transport": "it is for GPUs whose ranks map each other's windows",
-    "library": "this package's CUDA library has no such call",
     "tokens": "the call has no tokens",
     "dtype": "rows are neither bfloat16 nor float16",
     "recipe": "a recipe quantizes operands",
@@ -62,7 +59,6 @@ def refused(asked: Asked) -> str:
         return "transport"
     sizes = asked.hidden % kernels_16.MULTIPLE or asked.inner % multiple(asked.paired)
     found = {
-        "library": not _CALL_IS_THERE,
         "tokens": asked.tokens == 0,
         "dtype": jnp.dtype(asked.activation.dtype) not in _TYPES,
         "recipe": asked.recipes,

@@ -147,7 +147,7 @@ def _fwd(call: BlockCall, *operands: Any) -> Any:
         return eager.shared(_without_tokens, call, *jax.tree.unflatten(tree, leaves))
 
     y, *rows = unless_unused(full, lean, bare, *leaves)
-    return y, (saved, [checkpoint_name(x, "ep_wi") for x in rows])
+    return y, (saved, [checkpoint_name(x, "ep_kept") for x in rows])
 
 
 def _without_tokens(call: BlockCall, *arrays: Any) -> tuple[jax.Array, ...]:
