@@ -56,7 +56,7 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class PlacedColumn:
     """A column at its width: `index` is its place in a row of cells."""
 
     column: Column
@@ -65,7 +65,7 @@ class Placed:
 
 
 Cells = Sequence[Sequence[str]]
-Block = tuple[Placed, ...]
+Block = tuple[PlacedColumn, ...]
 
 
 def kind_of(key: str) -> str:
@@ -157,32 +157,32 @@ def place(columns: Sequence[Column], rows: Cells, width: int | None, *, whole: b
     return [_shrunk(block, width) for block in _split(natural, width)]
 
 
-def _placed(columns: Sequence[Column], *least: Sequence[int]) -> list[Placed]:
+def _placed(columns: Sequence[Column], *least: Sequence[int]) -> list[PlacedColumn]:
     return [
-        Placed(column, i, max(widths))
+        PlacedColumn(column, i, max(widths))
         for i, (column, *widths) in enumerate(zip(columns, *least, strict=True))
     ]
 
 
-def _total(block: Sequence[Placed], *, least: bool = False) -> int:
+def _total(block: Sequence[PlacedColumn], *, least: bool = False) -> int:
     widths = (_least(placed) if least else placed.width for placed in block)
     return sum(widths) + len(_GAP) * (len(block) - 1)
 
 
-def _least(placed: Placed) -> int:
+def _least(placed: PlacedColumn) -> int:
     return min(placed.width, _LEAST_FOLDED) if placed.column.folds else placed.width
 
 
-def _chosen(placed: list[Placed], width: int) -> list[Placed]:
+def _chosen(placed: list[PlacedColumn], width: int) -> list[PlacedColumn]:
     """Those that there is room for, by priority and then from the left."""
-    chosen: list[Placed] = []
+    chosen: list[PlacedColumn] = []
     for one in sorted(placed, key=lambda one: one.column.priority):
         if one.column.priority <= STATE or _total([*chosen, one], least=True) <= width:
             chosen.append(one)
     return sorted(chosen, key=lambda one: one.index)
 
 
-def _split(placed: list[Placed], width: int) -> Iterator[list[Placed]]:
+def _split(placed: list[PlacedColumn], width: int) -> Iterator[list[PlacedColumn]]:
     """All of them, each block with those of identity; where none is, with those of text."""
     kept = [one for one in placed if one.column.priority == IDENTITY]
     kept = kept or [one for one in placed if one.column.kind == "text"]
@@ -196,10 +196,10 @@ def _split(placed: list[Placed], width: int) -> Iterator[list[Placed]]:
     yield block
 
 
-def _shrunk(block: list[Placed], width: int) -> Block:
+def _shrunk(block: list[PlacedColumn], width: int) -> Block:
     """Folding columns give way first, then all but identity, and where even that is not enough,
     that folds too."""
-    floors: list[Callable[[Placed], int]] = [
+    floors: list[Callable[[PlacedColumn], int]] = [
         _least,
         lambda one: one.width if one.column.priority == IDENTITY else min(one.width, _LEAST),
         lambda one: 1,
