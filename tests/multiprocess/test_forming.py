@@ -213,7 +213,7 @@ _REPLACED = (
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 session = ep.connect(timeout_s=60)
-group = session.create_group("g", mesh_of(), **{**ARGUMENTS, "op_timeout_s": 5})
+group = session.create_group("g", mesh_of(), **{**ARGUMENTS, "op_timeout_s": 10})
 tokens = jax.device_put(np.ones((32, 16), np.float32), NamedSharding(group.mesh, P("ep")))
 
 @jax.jit(static_argnums=0)

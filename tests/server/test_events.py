@@ -134,6 +134,7 @@ def test_lines_that_are_no_events_are_left_out(log, tmp_path):
     again = EventLog(FakeClock(), path)
     assert [event.message for event in again.after(0)][:1] == ["good"]
     assert kinds(again) == ["group.formed", "server.events_kept"]
+    again.close()
     third = EventLog(FakeClock(), path)  # the torn end took no event along
     assert kinds(third) == ["group.formed", "server.events_kept", "server.events_kept"]
 
