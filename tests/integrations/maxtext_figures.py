@@ -155,7 +155,7 @@ class Machine:
 
     def environment(self, flags: str) -> dict[str, str]:
         """Of a process that sees these devices and no others."""
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         if not self.is_gpu:
             flags += f" --xla_force_host_platform_device_count={self.devices}"
             return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
