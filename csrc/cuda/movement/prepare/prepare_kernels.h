@@ -17,9 +17,9 @@ struct PrepareParams {
   const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; anything else than an expert of
                             // the EP group is an unused slot
   MutablePlan plan;         // written whole
-  int32_t* most;            // [1] device: kept rows of the fullest slab of all, aligned; or null
   DeviceVerdict* verdict;   // [1] device or host-mapped; null: on_overflow="drop", no exchange
   int32_t blocks = 32;      // at most kMaxPrepareBlocks, all resident at once
+  int32_t* most = nullptr;  // [1] device: kept rows of the fullest slab of all, aligned; or null
 };
 
 // Routes this rank's slots: counts travel to all peers, then one entry per kept row to the rank
