@@ -108,20 +108,27 @@ def inner_axes(call: BlockCall, operands: Operands) -> Axes:
 
 
 def _primal(call: BlockCall, *operands: Any) -> jax.Array:
-    return _forward(call, *operands, kept=False)[0]
+    return _with_rows(_keeping_nothing(call), *operands)[0]
 
 
-def _forward(call: BlockCall, *arrays: Any, kept: bool) -> tuple[jax.Array, ...]:
-    """(y, the rows that are kept, whether they were made), or (y,)."""
-    operands, moved = Operands(*arrays), call.static.call
-    if not kept:
-        call = _keeping_nothing(call)
-    with scope("block", moved.layer):
+def _with_rows(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
+    """(y, the rows that are kept, whether they were made), or (y,) of a call that keeps none."""
+    return _forward(call, *operands, bare=False)
+
+
+def _without_tokens(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
+    """What `_with_rows` has beside y, where nobody wants y."""
+    return _forward(call, *operands, bare=True)
+
+
+def _forward(call: BlockCall, *arrays: Any, bare: bool) -> tuple[jax.Array, ...]:
+    operands = Operands(*arrays)
+    with scope("block", call.static.call.layer):
         slabs = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights)
-        op = BlockForward(**_common(call, operands))
+        op = BlockForward(**_common(call, operands), bare=bare)
         lies, given = _given(call, operands, slabs)
-        y, *rows = spread.run(op, lies, *given)
-        return *_to_tokens(call, y), *rows
+        made: tuple[jax.Array, ...] = spread.run(op, lies, *given)
+        return made if bare else (*_to_tokens(call, made[0]), *made[1:])
 
 
 def _keeping_nothing(call: BlockCall) -> BlockCall:
@@ -148,21 +155,6 @@ def _fwd(call: BlockCall, *operands: Any) -> Any:
 
     y, *rows = unless_unused(full, lean, bare, *leaves)
     return y, (saved, [checkpoint_name(x, "ep_kept") for x in rows])
-
-
-def _without_tokens(call: BlockCall, *arrays: Any) -> tuple[jax.Array, ...]:
-    """What `_with_rows` has beside y, where nobody wants y."""
-    operands = Operands(*arrays)
-    with scope("block", call.static.call.layer):
-        slabs = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights)
-        op = BlockForward(**_common(call, operands), bare=True)
-        lies, given = _given(call, operands, slabs)
-        rows: tuple[jax.Array, ...] = spread.run(op, lies, *given)
-        return rows
-
-
-def _with_rows(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
-    return _forward(call, *operands, kept=True)
 
 
 def _bwd(call: BlockCall, saved: Any, dy: jax.Array) -> Any:
