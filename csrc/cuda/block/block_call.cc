@@ -153,7 +153,6 @@ class BlockLaunches {
   CallSizes SizesOf(const TokenPass& pass) const {
     return {pass.tokens, s_.top_k, s_.rows, s_.experts, s_.hidden};
   }
-  int32_t RowBytes() const { return s_.hidden * s_.element_bytes; }
   int64_t TokenAt(const TokenPass& pass, int32_t element_bytes) const {
     return int64_t{pass.begin} * s_.hidden * element_bytes;
   }
@@ -181,16 +180,23 @@ class BlockLaunches {
     return LaunchPrepare(stream_, prepare);
   }
 
+  // What every exchange of a pass's rows is told alike.
+  template <typename Params>
+  Params ExchangeOf(const TokenPass& pass) const {
+    Params params{};
+    params.group = p_.group;
+    params.name = NameOf(pass);
+    params.sizes = SizesOf(pass);
+    params.type = p_.type;
+    params.row_bytes = s_.hidden * s_.element_bytes;
+    params.plan = pass.plan;
+    return params;
+  }
+
   cudaError_t Dispatch(const TokenPass& pass) {
-    DispatchParams dispatch{};
-    dispatch.group = p_.group;
-    dispatch.name = NameOf(pass);
-    dispatch.sizes = SizesOf(pass);
-    dispatch.type = p_.type;
-    dispatch.row_bytes = RowBytes();
+    auto dispatch = ExchangeOf<DispatchParams>(pass);
     dispatch.tokens = TokensOf(pass, p_.tokens);
     dispatch.weights = p_.weights + SlotAt(pass);
-    dispatch.plan = pass.plan;
     dispatch.recv = at_.tokens;
     dispatch.recv_weights = at_.weights;
     dispatch.grid = p_.dispatch_grid;
@@ -199,14 +205,8 @@ class BlockLaunches {
 
   // Gradients of the experts' outputs as they would be without weights: copies of their tokens'.
   CombineBwdParams Grads(const TokenPass& pass) const {
-    CombineBwdParams grads{};
-    grads.group = p_.group;
-    grads.name = NameOf(pass);
-    grads.sizes = SizesOf(pass);
-    grads.type = p_.type;
-    grads.row_bytes = RowBytes();
+    auto grads = ExchangeOf<CombineBwdParams>(pass);
     grads.grad = TokensOf(pass, p_.dy);
-    grads.plan = pass.plan;
     grads.d_expert_out = at_.grads;
     grads.grid = p_.dispatch_grid;
     grads.clear_slack = false;
@@ -214,18 +214,12 @@ class BlockLaunches {
   }
 
   CombineParams Sums(const TokenPass& pass) const {
-    CombineParams sums{};
-    sums.group = p_.group;
-    sums.name = NameOf(pass);
+    auto sums = ExchangeOf<CombineParams>(pass);
     sums.op = backward_ ? OpCode::kDispatchBwd : OpCode::kCombine;
-    sums.sizes = SizesOf(pass);
-    sums.type = p_.type;
-    sums.row_bytes = RowBytes();
     sums.exact = p_.exact;
     sums.source_rows_bytes = p_.source_rows_bytes;
     sums.rows = backward_ ? at_.grads : at_.tokens;
     sums.weights = backward_ || p_.early ? nullptr : at_.weights;
-    sums.plan = pass.plan;
     sums.grid = p_.combine_grid;
     sums.wide_tokens = p_.wide;
     void* tokens = backward_ ? p_.dx : p_.y;

@@ -41,7 +41,7 @@ struct Decision {
   int32_t whole;  // all ranks' rows fit: one pass over all tokens
   int32_t parts;  // they do not
   int32_t kept;   // `whole`, and this rank's rows fit what keeps the first product
-  int32_t again;  // `whole`, and they do not
+  int32_t again;  // `whole`, and they do not, or nobody made them
 };
 
 struct Workspace {
