@@ -137,6 +137,7 @@ void WriteSizes(const PrepareParams& params, Call& call, const RowLayout& layout
   }
   params.plan.num_recv[0] = static_cast<int32_t>(std::min<int64_t>(demand, INT32_MAX));
   call.CountRows(0, dropped);
+  call.CountLoad(params.sizes.tokens, layout.kept.data() + first);
 }
 
 }  // namespace

@@ -68,8 +68,8 @@ struct EpTable {
   void (*fill_staging)(int64_t, int);
   int64_t (*window_bytes)(const EpGroupOptions*);  // of one rank, flags on a device included
   int64_t (*control_bytes)(int64_t, int64_t);
-  const char* (*board_layout)();
-  int (*use_row_ops)(int);  // null on a device
+  const char* (*structs)();  // lines of struct_lines.h, of everything that Python repeats
+  int (*use_row_ops)(int);   // null on a device
   // A library for devices only; null on CPU.
   int64_t (*num_devices)(EpText);
   int64_t (*device_uuid)(int32_t, EpText);       // length of the text
@@ -86,7 +86,7 @@ void EpCloseGroup(int64_t group, int64_t timeout_ns);
 int64_t EpCheckGroup(int64_t group, EpText text);
 void EpFillStaging(int64_t group, int byte);
 int64_t EpControlBytes(int64_t ranks, int64_t lanes);
-const char* EpBoardLayout();
+const char* EpStructs();
 
 }  // namespace ep_runtime
 

@@ -53,7 +53,7 @@ extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
       EpFillStaging,
       EpWindowBytes,
       EpControlBytes,
-      EpBoardLayout,
+      EpStructs,
       EpUseRowOps,
       /*num_devices=*/nullptr,
       /*device_uuid=*/nullptr,

@@ -104,7 +104,7 @@ extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
       EpFillStaging,
       EpWindowBytes,
       EpControlBytes,
-      EpBoardLayout,
+      EpStructs,
       /*use_row_ops=*/nullptr,
       EpNumDevices,
       EpDeviceUuid,

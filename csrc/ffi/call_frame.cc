@@ -33,6 +33,13 @@ Error Refused(const char* call, const char* argument, const std::string& text) {
   return InvalidArgument(std::string(call) + ": " + text).With("argument", std::string(argument));
 }
 
+Error OtherVersion(const char* call, const std::string& text) {
+  return VersionSkew(std::string(call) + ": " + text +
+                     "; they are of different versions of ep-runtime: build the native library "
+                     "again, and programs that were stored")
+      .With("call", std::string(call));
+}
+
 Error Operand::MustBe(const std::string& want) const {
   return Refused(call_, name_, std::string(name_) + " must be " + want);
 }
@@ -59,10 +66,9 @@ bool Operand::absent(size_t num_dims) const {
 
 Status CallFrame::CheckCount(size_t num_args, size_t num_rets) const {
   if (args.size() == num_args && rets.size() == num_rets) return Status();
-  return Refused(call, "call",
-                 "call must be " + std::to_string(num_args) + " operands and " +
-                     std::to_string(num_rets) + " results, got " + std::to_string(args.size()) +
-                     " and " + std::to_string(rets.size()));
+  return OtherVersion(call, "the program gives " + std::to_string(args.size()) + " operands and " +
+                                std::to_string(rets.size()) + " results, this library takes " +
+                                std::to_string(num_args) + " and " + std::to_string(num_rets));
 }
 
 uint8_t LostByte(ffi::DataType type) {

@@ -57,6 +57,9 @@ std::string TextOf(xla::ffi::DataType type);
 // "<call>: <text>", of that argument.
 Error Refused(const char* call, const char* argument, const std::string& text);
 
+// The program was made by a Python part that calls otherwise than this library takes.
+Error OtherVersion(const char* call, const std::string& text);
+
 // A buffer by the names of the call and of the operand or result. Errors say both, what was
 // expected and what came.
 class Operand {

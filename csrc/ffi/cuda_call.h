@@ -22,6 +22,7 @@ struct CudaCall {
   cuda::CallName name;
   cudaStream_t stream;
   const Attributes& attributes;
+  uint64_t run;  // the program's, the same on every device
 
   // The bytes of a row: bulk copies move 16 at a time.
   Status ReadRowBytes(const Operand& rows, int64_t width, int32_t* bytes) const;
@@ -47,6 +48,11 @@ Status LaunchDispatchBwdCall(const CudaCall& call);
 Status LaunchCombineBwdCall(const CudaCall& call);
 Status LaunchBlockCall(const CudaCall& call);
 Status LaunchBlockBwdCall(const CudaCall& call);
+// Of groups whose nodes are one rank each: rows cross over NCCL.
+Status LaunchRailDispatchCall(const CudaCall& call);
+Status LaunchRailCombineCall(const CudaCall& call);
+Status LaunchRailDispatchBwdCall(const CudaCall& call);
+Status LaunchRailCombineBwdCall(const CudaCall& call);
 // Of the bench. The clock belongs to no group.
 Status LaunchCeilingCall(const CudaCall& call);
 extern XLA_FFI_Handler* const kClockV1;

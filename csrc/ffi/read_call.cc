@@ -1,6 +1,9 @@
 #include "ffi/read_call.h"
 
+#include <algorithm>
+#include <iterator>
 #include <string>
+#include <string_view>
 
 namespace ep_runtime {
 
@@ -12,6 +15,22 @@ template <typename T>
 Buffer ToBuffer(T& buffer) {
   const auto dims = buffer.dimensions();
   return {buffer.untyped_data(), buffer.element_type(), Dims(dims.begin(), dims.end())};
+}
+
+// Of any call that reads a dictionary of them. One that is not here would be lost without a word.
+constexpr std::string_view kAttributes[] = {
+    "layer_id", "fingerprint", "handle", "clear_slack",  "rows",      "function", "gated",
+    "early",    "scaling",     "e5m2",   "power_of_two", "node_size", "rail",     "alignment"};
+
+Status CheckNames(const ffi::Dictionary& attrs) {
+  for (std::string_view name : attrs) {
+    if (std::find(std::begin(kAttributes), std::end(kAttributes), name) != std::end(kAttributes)) {
+      continue;
+    }
+    return OtherVersion("call", "the program gives the attribute " + std::string(name) +
+                                    ", which this library does not know");
+  }
+  return Status();
 }
 
 template <typename T>
@@ -46,6 +65,7 @@ Status ReadFrame(ffi::RemainingArgs& args, ffi::RemainingRets& rets, CallFrame* 
 }
 
 Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
+  EP_RETURN_IF_ERROR(CheckNames(attrs));
   const auto layer_id = attrs.get<int64_t>("layer_id");
   const auto fingerprint = attrs.get<int64_t>("fingerprint");
   const auto handle = attrs.get<int64_t>("handle");
@@ -59,7 +79,10 @@ Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "rows", &out->rows));
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "function", &out->function));
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "gated", &out->gated));
-  return ReadIfThere(attrs, "early", &out->early);
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "early", &out->early));
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "scaling", &out->scaling));
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "e5m2", &out->e5m2));
+  return ReadIfThere(attrs, "power_of_two", &out->power_of_two);
 }
 
 Status CheckHandle(const LayerEntry& layer, uint32_t handle) {

@@ -23,6 +23,10 @@ struct Attributes {
   int64_t function = 0;
   bool gated = false;
   bool early = false;
+  // How it quantizes: a GemmScaling, gradients' format, and scales of blocks.
+  int64_t scaling = 0;
+  bool e5m2 = false;
+  bool power_of_two = false;
 };
 
 xla::ffi::Error ToXla(const Status& status);

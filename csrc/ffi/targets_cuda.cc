@@ -59,7 +59,7 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
                             static_cast<uint32_t>(layer.in_flight)};
   const NvtxRange range(op, layer.name);
   return launch.launch_fn(CudaCall{launch.frame, context, *device_group, *rank, name, launch.stream,
-                                   launch.attributes});
+                                   launch.attributes, static_cast<uint64_t>(launch.run.run_id)});
 }
 
 Status LaunchCall(const ffi::Dictionary& attrs, Launch& launch) {
@@ -107,6 +107,13 @@ EP_RUNTIME_CUDA_TARGET(kBlockV1, OpCode::kBlock, LaunchBlockCall);
 EP_RUNTIME_CUDA_TARGET(kBlockBwdV1, OpCode::kBlockBwd, LaunchBlockBwdCall);
 XLA_FFI_DEFINE_HANDLER(kPrepareSyncV1, (Execute<OpCode::kPrepare, LaunchPrepareCall>),
                        EP_RUNTIME_BINDING);
+// NCCL's kernels are not recorded: nccl_ffi_cuda.cc says why.
+#define EP_RUNTIME_RAIL_TARGET(symbol, op, launch_fn) \
+  XLA_FFI_DEFINE_HANDLER(symbol, (Execute<op, launch_fn>), EP_RUNTIME_BINDING)
+EP_RUNTIME_RAIL_TARGET(kRailDispatchV1, OpCode::kDispatch, LaunchRailDispatchCall);
+EP_RUNTIME_RAIL_TARGET(kRailCombineV1, OpCode::kCombine, LaunchRailCombineCall);
+EP_RUNTIME_RAIL_TARGET(kRailDispatchBwdV1, OpCode::kDispatchBwd, LaunchRailDispatchBwdCall);
+EP_RUNTIME_RAIL_TARGET(kRailCombineBwdV1, OpCode::kCombineBwd, LaunchRailCombineBwdCall);
 EP_RUNTIME_CUDA_TARGET(kDispatchCeilingV1, OpCode::kDispatch, LaunchCeilingCall);
 EP_RUNTIME_CUDA_TARGET(kCombineCeilingV1, OpCode::kCombine, LaunchCeilingCall);
 
@@ -148,6 +155,12 @@ const Target kTargets[] = {
     {"ep_group_sums_v1", nullptr, kGroupSumsV1},
     {"ep_nccl_exchange_v1", nullptr, NcclExchangeV1},
     {"ep_nccl_all_gather_v1", nullptr, NcclAllGatherV1},
+    {"ep_nccl_counted_v1", nullptr, NcclCountedV1},
+    {"ep_nccl_prepare_v1", nullptr, NcclPrepareV1},
+    {"ep_nccl_dispatch_v1", nullptr, kRailDispatchV1},
+    {"ep_nccl_combine_v1", nullptr, kRailCombineV1},
+    {"ep_nccl_dispatch_bwd_v1", nullptr, kRailDispatchBwdV1},
+    {"ep_nccl_combine_bwd_v1", nullptr, kRailCombineBwdV1},
 };
 const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
 

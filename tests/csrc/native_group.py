@@ -145,6 +145,7 @@ class NativeGroup:
         handle: int = 0,
         rank: Any = None,
         fingerprint: int = FINGERPRINT,
+        **attributes: Any,
     ) -> Any:
         """One custom call on this device's blocks; only inside `sharded`."""
         if rank is None:
@@ -156,6 +157,7 @@ class NativeGroup:
             layer_id=np.int64(self.layer_id),
             fingerprint=np.int64(fingerprint),
             handle=np.int64(handle),
+            **attributes,
         )
 
     def prepare(self, topk_idx: jax.Array, capacity: int | None = None, **options: Any) -> Any:

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 from block_sizes import random_setting, random_sizes
 
@@ -41,6 +42,7 @@ def line(sizes: BlockSizes, found: Workspace) -> str:
         found.rows,
         found.kept_rows,
         sizes.element_bytes,
+        get_args(workspace.Scaling).index(sizes.scaling),
     )
     return " ".join(map(str, numbers))
 

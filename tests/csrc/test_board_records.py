@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import numpy as np
-from round_trips import inputs, open_group, round_trip
+from round_trips import EXPERTS, TOKENS, inputs, open_group, round_trip
 
-from ep_runtime import board, board_records
+from ep_runtime import board, board_records, board_tallies
 
 
 def test_the_board_counts_calls_rows_and_drops():
@@ -28,3 +30,62 @@ def test_the_board_counts_calls_rows_and_drops():
         assert [r.dropped_rows for r in ranks] == (counts - kept).tolist()
         assert all(r.state is board.RankState.IDLE and r.calls == 3 for r in ranks)
         assert all(r.waiting_for == -1 and r.epoch == second.epoch for r in ranks)
+
+
+def test_the_board_tallies_calls_waits_and_experts():
+    with open_group(recv_capacity_per_rank=10, in_flight=2) as group:
+        idx, x = inputs(group)
+        run = group.sharded(lambda idx, x: round_trip(group, idx, x, handle=1))
+        for _ in range(3):
+            jax.block_until_ready(run(idx, x))
+        spec, rows = group.spec, np.zeros(EXPERTS, np.int64)
+        charged = waited = 0
+        for rank in range(8):
+            ops = board_tallies.read_ops(group.board, spec, rank)
+            assert [*ops] == [board.OpCode.PREPARE, board.OpCode.DISPATCH, board.OpCode.COMBINE]
+            for op in ops.values():
+                assert op.calls == sum(op.times) == sum(op.waits) == 3
+                assert 0 <= op.wait_ns < op.time_ns
+                assert op.peers[rank] == board_tallies.PeerTally(rank, 0, op.peers[rank].wait_ns)
+                assert sum(peer.wait_ns for peer in op.peers) == op.wait_ns
+                charged += sum(peer.wait_ns for peer in op.peers)
+                waited += op.wait_ns
+            assert board_tallies.read_load(group.board, spec, rank, [0]) is None
+            load = board_tallies.read_load(group.board, spec, rank, [0, 1])
+            assert (load.calls, load.tokens) == (9, 3 * TOKENS)
+            assert load.time_ns == sum(op.time_ns for op in ops.values())
+            first = board_tallies.first_expert(spec, rank)
+            rows[first : first + 2] = load.rows
+        assert charged == waited > 0
+        wanted = np.bincount(np.asarray(idx).ravel(), minlength=EXPERTS)
+        assert rows.sum() == 3 * np.minimum(wanted.reshape(8, 2).sum(1), 10).sum()
+        np.testing.assert_array_less(rows, 3 * wanted + 1)
+
+
+def test_who_is_late_is_charged_with_the_waits_of_all():
+    late, times, delay_s = 5, 4, 0.05
+    with open_group() as group:
+        idx, x = inputs(group)
+
+        def wait(rank: np.ndarray, value: np.ndarray) -> np.ndarray:
+            if rank == late:
+                time.sleep(delay_s)
+            return value
+
+        def step(idx: jax.Array, x: jax.Array) -> jax.Array:
+            shape = jax.ShapeDtypeStruct(idx.shape, idx.dtype)
+            idx = jax.pure_callback(wait, shape, jax.lax.axis_index("ep"), idx)
+            return round_trip(group, idx, x)
+
+        run = group.sharded(step)
+        for _ in range(times):
+            jax.block_until_ready(run(idx, x))
+        arrivals = np.zeros((8, 8))
+        for rank in range(8):
+            op = board_tallies.read_ops(group.board, group.spec, rank)[board.OpCode.PREPARE]
+            arrivals[rank] = [peer.arrival_ns for peer in op.peers]
+            if rank != late:
+                assert op.peers[late].wait_ns > times * delay_s * 1e9 / 2
+                assert sum(op.waits[13:]) >= times  # of 16 ms and more
+        assert arrivals.sum(0).argmax() == late
+        assert arrivals[late].sum() < arrivals[:, late].sum() / 8

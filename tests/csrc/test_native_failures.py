@@ -277,6 +277,27 @@ def test_plans_that_were_changed_never_reach_memory_beyond_the_buffers(array):
         expect(good(idx, x), x)
 
 
+def test_a_program_of_another_version_is_refused_by_its_call():
+    with open_group() as group:
+        idx, x = inputs(group)
+
+        def more_operands(idx, x):
+            rows, _ = group.dispatch(x, None, group.prepare(idx))
+            return group.combine(rows, None, (*group.prepare(idx), x))
+
+        def more_attributes(idx, _):
+            return group.prepare(idx, depth=np.int64(1))
+
+        for program, wanted in (
+            (more_operands, "gives 14 operands and 1 results, this library takes 13 and 1"),
+            (more_attributes, "gives the attribute depth, which this library does not know"),
+        ):
+            error = failure_of(group.sharded(program), idx, x)
+            assert isinstance(error, errors.VersionSkewError)
+            assert wanted in str(error)
+            assert "build the native library again" in str(error)
+
+
 def test_wrong_operands_are_named():
     with open_group() as group:
         idx, x = inputs(group)

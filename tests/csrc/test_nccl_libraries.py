@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -62,3 +64,43 @@ def test_a_library_of_another_abi_is_refused(tmp_path):
     subprocess.run(["c++", "-shared", "-o", str(made), str(empty)], check=True, timeout=60)
     with pytest.raises(VersionSkewError, match="build it again"):
         nccl.NcclLibrary(made)
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
+def test_the_library_of_each_extra_is_loaded_and_gives_ids(extra):
+    """NCCL's own wheel, without a GPU; beside the other extra's by `pip install --target FOLDER
+    nvidia-nccl-cu12` and PYTHONPATH=FOLDER."""
+    wheel = "nvidia-nccl-cu" + extra.removeprefix("cuda")
+    try:
+        installed = importlib.metadata.distribution(wheel)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{wheel} is not installed")
+    code = f"""
+import ctypes, json, os, pathlib
+from ep_runtime import nccl
+from ep_runtime_server.nccl import unique_id_child
+made = unique_id_child.make(2)
+loaded = nccl.NcclLibrary(pathlib.Path({str(edge_library(nccl.LIBRARY))!r}))
+print(json.dumps(made | {{"read": loaded.version(), "maps": open("/proc/self/maps").read()}}))
+os.sys.stdout.flush()
+os._exit(0)  # NCCL's threads would keep a clean exit
+"""
+    path = str(installed.locate_file(f"nvidia/nccl/lib/{nccl.LIBRARY}"))
+    chosen = {"EP_RUNTIME_NCCL_LIBRARY": path, "NCCL_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **chosen},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert "error" not in said, said
+    # The version is read behind a look for every symbol that we call.
+    assert nccl.version_text(said["read"]) == installed.version
+    assert said["read"] == said["version"]
+    assert len({*said["ids"]}) == 2
+    assert {len(each) for each in said["ids"]} == {2 * nccl.UNIQUE_ID_BYTES}
+    assert os.path.realpath(path) in said["maps"]

@@ -16,6 +16,7 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     directory,
 )
 from gpu.jobs import layouts
+from harness import daemon_process, restarted  # noqa: F401 - the same
 
 import ep_runtime as ep
 from ep_runtime import native

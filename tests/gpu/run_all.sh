@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Builds, checks and times everything that needs GPUs, in one call, with a table at the end.
 #   tests/gpu/run_all.sh LOGS [part ...]
-# Every part has a time limit and a log in the folder LOGS. Without parts, all but `cases`, `nccl*`:
+# Every part has a time limit and a log in the folder LOGS. Without parts, all but `cases`, `nccl*`, `block_*`:
 #   build       both native libraries and the kernels' harness
 #   kernels     every kernel against the reference, without JAX
 #   gemm        grouped products against sums in f64, without JAX
 #   rows        activation, quantization and moves of rows against plain loops, and their times
+#   block       block calls that overlap exchanges with products beside those that do not, and times
 #   tests       this folder's tests
 #   plain       the same without XLA's command buffers
 #   cases       every case of token movement in every layout of processes
@@ -17,11 +18,13 @@
 #   soak        10,000 steps with random delays, one process
 #   processes   5,000 of them, one process for each GPU
 #   memcheck, racecheck   compute-sanitizer on small shapes, two ranks on one GPU
+#   block_memcheck, block_racecheck   the same over block calls, forward and backward
 #   demo        `doctor`, the demo against its twin on stock collectives, with a process for each GPU, on two
 #               daemons
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
-# kernels_main (or some of them; rows_main too) to use as they are; BUILD_DIR; TESTS, more arguments of pytest;
+# kernels_main (or some of them; rows_main, block_main, plans_main too) to use as they are; BUILD_DIR; TESTS, more
+# arguments of pytest;
 # BENCH, arguments of `ep-runtime bench`. Exits with 1 where a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -29,7 +32,7 @@ logs=${1:?folder for the logs}
 shift
 parts=("$@")
 if [ ${#parts[@]} = 0 ]; then
-  parts=(build kernels gemm rows tests plain soak processes memcheck racecheck demo bench)
+  parts=(build kernels gemm rows block tests plain soak processes memcheck racecheck demo bench)
 fi
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
@@ -65,7 +68,14 @@ part_build() {
   if ! [ -x "$(harness)" ]; then BUILD_DIR=$build/kernels tests/gpu/harness/run_kernels.sh build; fi
   ls -l ep_runtime/_native "$(harness)"
 }
-part_kernels() { "$(harness)" check; }
+part_kernels() {
+  "$(harness)" check
+  if [ -n "$prebuilt" ] && [ -x "$prebuilt/plans_main" ]; then
+    "$prebuilt/plans_main"
+  else
+    BUILD_DIR=$build/plans tests/gpu/harness/run_plans.sh check
+  fi
+}
 part_gemm() {
   if [ -n "$prebuilt" ] && [ -x "$prebuilt/gemm_main" ]; then
     "$prebuilt/gemm_main" check
@@ -82,18 +92,31 @@ part_rows() {
   fi
   for what in time check; do "$program" "$what"; done
 }
+part_block() {
+  local what program=$build/block/block_main
+  if [ -n "$prebuilt" ] && [ -x "$prebuilt/block_main" ]; then
+    program=$prebuilt/block_main
+  else
+    BUILD_DIR=$build/block OBJECTS=$build tests/gpu/harness/run_block.sh build
+  fi
+  for what in check time; do "$program" "$what"; done
+}
 gpu_tests() {
   # 5: the options choose none of these files' tests.
   "$python" -m pytest -q -p no:cacheprovider -p no:benchmark --durations=12 --timeout=200 "$@" \
     ${TESTS:-} || [ $? = 5 ]
 }
 part_tests() {
-  # Most of these tests' time XLA compiles, and none waits for another process: six at once.
-  local compiling=(tests/gpu/test_gpu_{fp8,gemm,rows,fewer_passes,sharding,debug_nans,pairs,loops,block}.py)
-  gpu_tests -n 6 "${compiling[@]}" "$@"
-  # These share the GPUs with nobody: they measure memory, take every SM, or wait for peers.
-  gpu_tests tests/gpu "${compiling[@]/#/--ignore=}" --ignore=tests/gpu/test_gpu_nccl.py \
-    --ignore=tests/gpu/test_gpu_compiled_ahead.py "$@"
+  local at=tests/gpu/test_gpu
+  # Most of these tests' time XLA compiles, and none waits for another process: eight at once.
+  local compiling=("$at"_{fp8,gemm,rows,fewer_passes,sharding,debug_nans,pairs,loops,block,training,movement,settings,limits}.py)
+  # Jobs whose processes start, and wait for each other, for most of their time: four at once.
+  local jobs=("$at"_{processes,faults,warm_starts}.py)
+  gpu_tests -n 8 "${compiling[@]}" "$@"
+  gpu_tests -n 4 "${jobs[@]}" "$@"
+  # These share the GPUs with nobody: they measure memory, or take all of it.
+  local shared=("${compiling[@]}" "${jobs[@]}" "$at"_{nccl,compiled_ahead}.py)
+  gpu_tests tests/gpu "${shared[@]/#/--ignore=}" "$@"
 }
 nccl_tests() {
   # Multicast fails on some hosts, and NCCL sets it up unasked; NCCL says what it does in the log.
@@ -120,6 +143,17 @@ sanitized() {
 }
 part_memcheck() { sanitized memcheck; }
 part_racecheck() { sanitized racecheck; }
+block_sanitized() {
+  local program=$build/block/block_main
+  if [ -n "$prebuilt" ] && [ -x "$prebuilt/block_main" ]; then
+    program=$prebuilt/block_main
+  else
+    BUILD_DIR=$build/block OBJECTS=$build tests/gpu/harness/run_block.sh build
+  fi
+  CUDA_VISIBLE_DEVICES=0 compute-sanitizer --tool "$1" --error-exitcode 3 "$program" small 2
+}
+part_block_memcheck() { block_sanitized memcheck; }
+part_block_racecheck() { block_sanitized racecheck; }
 part_demo() {
   "$python" -m ep_runtime_client.cli doctor
   local demo=("$python" -m ep_runtime_client.cli demo --platform gpu --layers 1 --sample 8)

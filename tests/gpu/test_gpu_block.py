@@ -83,12 +83,21 @@ def blocks(session: ep.Session, gpus: list[Any], ways: Ways) -> Blocks:
 
 
 def graded(
-    layer: Any, dtype: Any, x: Any, weights: Any, idx: Any, params: Any, **options: Any
+    layer: Any,
+    dtype: Any,
+    x: Any,
+    weights: Any,
+    idx: Any,
+    params: Any,
+    params8: Any = None,
+    **options: Any,
 ) -> Any:
-    """(y, gradients of x, weights and params) in `dtype`."""
+    """(y, gradients of x, weights and params) in `dtype`; of weights in 8 bits where they come."""
 
     def block(x: Any, weights: Any, params: Any) -> Any:
         routing = ep.Routing(idx, weights, None)
+        if params8 is not None:
+            params = ep.straight_through(params, params8)
         return ep.moe(layer, x, params, routing=routing, compute_dtype=dtype, **options)[0]
 
     y, pull = jax.vjp(block, x, weights, params)
@@ -130,9 +139,10 @@ def compare(blocks: Blocks, layer: Any, params: Any, given: Any, dtype: Any, **o
     x, weights, idx = given
     operands = (x, weights, idx, params)
     blocks.ways.slabs()
+    unrounded = {name: each for name, each in options.items() if name != "recipe"}
     with jax.default_matmul_precision("highest"):
         exact = jax.device_get(
-            jax.jit(functools.partial(graded, layer, jnp.float32, **options))(*operands)
+            jax.jit(functools.partial(graded, layer, jnp.float32, **unrounded))(*operands)
         )
     run = functools.partial(graded, layer, jnp.dtype(dtype), **options)
     slabs = jax.device_get(jax.jit(lambda *given: run(*given))(*operands))
@@ -142,6 +152,7 @@ def compare(blocks: Blocks, layer: Any, params: Any, given: Any, dtype: Any, **o
     return got
 
 
+TENSOR, TILES = ep.recipes.TensorScaling(), ep.recipes.BlockScaling()
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gated": ("bfloat16", {}, {}),
     "weights before wo": ("bfloat16", {}, {"apply_topk_weights_early": None}),
@@ -151,6 +162,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "biases": ("bfloat16", {"use_bias": True}, {}),
     "biases of a pair": ("float16", {"use_bias": True, "separate": True}, {}),
     "drops": ("bfloat16", {}, {"capacity": 512}),
+    "fp8, biases": ("bfloat16", {"use_bias": True, "separate": True}, {"recipe": TENSOR}),
+    "fp8, late weights": (
+        "bfloat16",
+        {"gated": False},
+        {"gated": False, "recipe": TENSOR, "apply_topk_weights_early": False, "keep": "nothing"},
+    ),
+    "fp8 by blocks, biases": ("bfloat16", {"use_bias": True}, {"recipe": TILES}),
 }
 
 
@@ -160,6 +178,75 @@ def test_values_and_gradients_are_as_near_as_those_of_slabs(blocks: Blocks, name
     layer = blocks.layer()
     given = blocks.drawn(lambda idx, experts: idx)
     compare(blocks, layer, blocks.params(layer, **of_params), given, dtype, **options)
+
+
+RECIPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "tensor scales": (TENSOR, {}, {}),
+    "tensor scales, a pair": (TENSOR, {"separate": True}, {"keep": "nothing"}),
+    "tensor scales, 16-bit weights": (
+        ep.recipes.TensorScaling(gradient_dtype="float8_e4m3fn"),
+        {"param_dtype": jnp.bfloat16, "gated": False},
+        {"gated": False, "keep_factor": 0.5},
+    ),
+    "blocks": (TILES, {}, {"capacity": 512}),
+    "blocks by powers of two": (
+        ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float8_e5m2"),
+        {"separate": True},
+        {"keep": "nothing"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_have_the_bits_of_slabs(blocks: Blocks, name: str) -> None:
+    """Where weights multiply activations: as many rows have one scale, and sums one order."""
+    recipe, of_params, options = RECIPES[name]
+    layer = blocks.layer()
+    params = blocks.params(layer, **of_params)
+    x, weights, idx = blocks.drawn(lambda idx, experts: idx)
+    early = {"recipe": recipe, "apply_topk_weights_early": True, **options}
+    run = functools.partial(graded, layer, jnp.bfloat16, **early)
+    blocks.ways.slabs()
+    slabs = jax.device_get(jax.jit(lambda *given: run(*given))(x, weights, idx, params))
+    blocks.call()
+    got = ran(run, x, weights, idx, params)
+    jax.tree.map(np.testing.assert_array_equal, got, slabs)
+
+
+MX: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "MX, a pair": (ep.recipes.MXFP8(), {"separate": True}, {})
+}
+
+
+@pytest.mark.parametrize("way", ["slabs", "call"])
+@pytest.mark.parametrize("name", RECIPES | MX)
+def test_weights_quantized_once_have_the_bits_of_the_recipe(
+    blocks: Blocks, name: str, way: str
+) -> None:
+    """In the layouts that forward and backward products take, which nothing transposes again."""
+    recipe, of_params, options = (RECIPES | MX)[name]
+    layer = blocks.layer()
+    params = blocks.params(layer, **of_params)
+    x, weights, idx = blocks.drawn(lambda idx, experts: idx)
+    (blocks.ways.slabs if way == "slabs" else blocks.call)()
+    by_recipe = functools.partial(graded, layer, jnp.bfloat16, recipe=recipe, **options)
+    once = functools.partial(graded, layer, jnp.bfloat16, **options)
+    params8 = jax.jit(
+        lambda params: ep.quantize_params(params, recipe, layer=layer, weights_only=True)
+    )(params)
+    assert TRIAL or "MX" in name or params8.wi.transposed is not None
+    want = jax.device_get(jax.jit(lambda *given: by_recipe(*given))(x, weights, idx, params))
+    got = ran(once, x, weights, idx, params, params8)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("recipe", [TENSOR, TILES], ids=lambda recipe: type(recipe).__name__)
+def test_recipes_in_parts(blocks: Blocks, recipe: Any) -> None:
+    """Tensor scales are of a part's rows: results are as near f32, and not the same bits."""
+    layer = blocks.layer(workspace=1e-6)
+    given = blocks.drawn(lambda idx, experts: np.where(idx % 2 == 0, idx, idx % LOCAL))
+    options = {"recipe": recipe, "keep_factor": 1.0}
+    compare(blocks, layer, blocks.params(layer), given, "bfloat16", **options)
 
 
 ROUTINGS: dict[str, Callable[[Any, int], Any]] = {
@@ -225,29 +312,41 @@ def test_how_much_is_kept_and_held_changes_no_output(blocks: Blocks) -> None:
             )
 
 
+def scanned(
+    stack: Any,
+    policy: tuple[str, ...] | None,
+    dtype: Any,
+    keep: Any,
+    x: Any,
+    weights: Any,
+    idx: Any,
+    params: Any,
+) -> Any:
+    """Gradients of x, weights and params of the stack's layers one after another."""
+
+    def step(x: Any, own: Any) -> Any:
+        number, params = own
+        routing = ep.Routing((idx + number) % stack.group_spec.num_experts, weights, None)
+        y = ep.moe(stack[number], x, params, routing=routing, compute_dtype=dtype, keep=keep)[0]
+        return x + y, None
+
+    body = step if policy is None else jax.checkpoint(step, policy=ep.remat_policy(policy))
+
+    def loss(x: Any, weights: Any, params: Any) -> Any:
+        return jnp.sin(jax.lax.scan(body, x, (jnp.arange(3), params))[0]).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2))(x, weights, params)
+
+
+def of_all_layers(params: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.stack([x, 0.9 * x, 1.1 * x]), params)
+
+
 @pytest.mark.parametrize("policy", [None, ("ep_plan",), ("ep_plan", "ep_kept")], ids=str)
 def test_scans_and_checkpoints(blocks: Blocks, policy: tuple[str, ...] | None) -> None:
-    stack = blocks.layer()
-    stack = ep.layer("block/moe")
-    each = blocks.params(stack[0])
-    params = jax.tree.map(lambda x: jnp.stack([x, 0.9 * x, 1.1 * x]), each)
-    x, weights, idx = blocks.drawn(lambda idx, experts: idx)
-
-    def run(dtype: Any, keep: Any, x: Any, weights: Any, idx: Any, params: Any) -> Any:
-        def step(x: Any, own: Any) -> Any:
-            number, params = own
-            routing = ep.Routing((idx + number) % (LOCAL * blocks.mesh.size), weights, None)
-            y = ep.moe(stack[number], x, params, routing=routing, compute_dtype=dtype, keep=keep)[0]
-            return x + y, None
-
-        body = step if policy is None else jax.checkpoint(step, policy=ep.remat_policy(policy))
-
-        def loss(x: Any, weights: Any, params: Any) -> Any:
-            return jnp.sin(jax.lax.scan(body, x, (jnp.arange(3), params))[0]).sum()
-
-        return jax.grad(loss, argnums=(0, 1, 2))(x, weights, params)
-
-    operands = (x, weights, idx, params)
+    params = of_all_layers(blocks.params(blocks.layer()))
+    run = functools.partial(scanned, ep.layer("block/moe"), policy)
+    operands = (*blocks.drawn(lambda idx, experts: idx), params)
     blocks.ways.slabs()
     with jax.default_matmul_precision("highest"):
         exact = jax.device_get(jax.jit(functools.partial(run, jnp.float32, "first"))(*operands))
@@ -255,6 +354,43 @@ def test_scans_and_checkpoints(blocks: Blocks, policy: tuple[str, ...] | None) -
     blocks.call()
     for keep in ("first", "nothing"):
         assert_as_near(ran(functools.partial(run, jnp.bfloat16, keep), *operands), slabs, exact)
+
+
+def test_overflow_in_error_mode_fails_the_step_and_nothing_else(blocks: Blocks) -> None:
+    layer = blocks.layer(on_overflow="error")
+    x, weights, spread = blocks.drawn(lambda idx, experts: idx)
+    crowded = blocks.drawn(ROUTINGS["everything to one rank"])[2]
+    params, group = blocks.params(layer), blocks.session.group("block")
+    capacity = TOKENS * TOP_K * 3 // 2  # of even shares
+    blocks.call()
+    run = jax.jit(functools.partial(graded, layer, jnp.bfloat16, capacity=capacity))
+    demand = TOKENS * TOP_K * blocks.mesh.size
+    for _ in range(_AGAIN):
+        group.check(run(x, weights, spread, params))
+        if demand <= capacity:
+            continue
+        with pytest.raises(ep.CapacityOverflowError) as caught:
+            group.check(run(x, weights, crowded, params))
+        assert caught.value.fields["layer"] == "moe[1]"
+        assert caught.value.fields["capacity"] == capacity
+
+
+@pytest.mark.parametrize("workspace", ["auto", 0.6], ids=["one pass", "parts"])
+@pytest.mark.parametrize("policy", [None, ("ep_plan",)], ids=str)
+def test_overlap_changes_no_bit(
+    blocks: Blocks, workspace: Any, policy: tuple[str, ...] | None
+) -> None:
+    given = blocks.drawn(lambda idx, experts: idx)
+    found = []
+    blocks.call()
+    for overlap in (False, True):
+        layer = blocks.layer(f"overlap {overlap}", workspace=workspace, overlap=overlap)
+        params = blocks.params(layer)
+        once = ran(functools.partial(graded, layer, jnp.bfloat16), *given, params)
+        stack = ep.layer(f"overlap {overlap}/moe")
+        run = functools.partial(scanned, stack, policy, jnp.bfloat16, "first")
+        found.append((once, ran(run, *given, of_all_layers(params))))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_programs_take_the_call(blocks: Blocks) -> None:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime.workspace import BlockSizes, of_block
 from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.cli.ranks import tallies
 
 TOKENS, CAPACITY, HIDDEN = 64, 100, 256
 STEPS = 3
@@ -86,6 +87,69 @@ def test_calls_rows_and_drops_reach_the_board(session: ep.Session, gpus: list[An
         assert 0 <= rank["since_s"] < 60
 
 
+def test_tallies_reach_the_board(session: ep.Session, gpus: list[Any]) -> None:
+    idx, demand = routed(gpus)
+    run_steps(session, gpus, idx)
+    with source.open_source(f"unix://{session.directory}", timeout_s=10.0) as daemon:
+        ranks = daemon.tallies("g")
+    assert len(ranks) == len(gpus)
+    told = STEPS - 1, STEPS  # a GPU's board is a call behind
+    for rank, tally in enumerate(ranks):
+        assert [op["op"] for op in tally["ops"]] == ["PREPARE", "DISPATCH", "COMBINE"]
+        for op in tally["ops"]:
+            assert told[0] <= op["calls"] <= told[1]
+            assert 0 <= op["wait_ns"] <= op["time_ns"] < 60e9
+            assert op["wait_ns"] == sum(peer["wait_ns"] for peer in op["peers"])
+            assert [peer["world_rank"] for peer in op["peers"]] == [*range(len(gpus))]
+        (layer,) = tally["layers"]
+        assert layer["tokens"] == STEPS * TOKENS
+        assert tally["calls"] - 1 <= layer["calls"] <= tally["calls"] == 3 * STEPS
+        assert sum(layer["rows"]) == STEPS * min(demand[rank], CAPACITY)
+
+
+def test_a_slow_rank_is_named(session: ep.Session, gpus: list[Any]) -> None:
+    """The last one has more to do before it dispatches."""
+    last, mesh = len(gpus) - 1, Mesh(np.array(gpus), ["ep"])
+    group = session.create_group(
+        "slow",
+        mesh,
+        ep_axis="ep",
+        num_experts=2 * len(gpus),
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=TOKENS,
+        max_top_k=2,
+        transport=layouts.TRANSPORT,
+    )
+    layer = group.register_layer("moe", top_k=2)
+
+    def work(x: Any) -> Any:
+        trips = jax.numpy.where(jax.lax.axis_index("ep") == last, 400, 1)
+        square = x[:1, :128].T @ x[:1, :128]
+        done = jax.lax.fori_loop(0, trips, lambda _, a: jax.numpy.clip(a @ a, -1, 1), square)
+        return x + 0 * done[0, 0]
+
+    @jax.jit
+    def step(x: Any, topk_idx: Any) -> Any:
+        spec = PartitionSpec("ep")
+        x = jax.shard_map(work, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+        sent = ep.dispatch(layer, x, topk_idx)
+        return ep.combine(layer, sent, sent.tokens)
+
+    sharding = NamedSharding(mesh, PartitionSpec("ep"))
+    idx = jax.device_put(routed(gpus)[0], sharding)
+    x = jax.device_put(np.ones((len(idx), HIDDEN), np.float32).astype("bfloat16"), sharding)
+    jax.block_until_ready(step(x, idx))
+    with source.open_source(f"unix://{session.directory}", timeout_s=10.0) as daemon:
+        before = tallies.look(daemon, "slow", None)
+        for _ in range(20):
+            jax.block_until_ready(step(x, idx))
+        found = tallies.between(before, tallies.look(daemon, "slow", None))
+    group.check()
+    slow = tallies.slow_rank(found)
+    assert slow is not None, tallies.held_up(found)
+    assert (slow.world_rank, slow.layer) == (last, "moe")
+
+
 @pytest.mark.skipif(layouts.TRIAL, reason="CPU ranks always tell")
 def test_nothing_is_told_where_that_is_switched_off(
     session: ep.Session, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -94,6 +158,8 @@ def test_nothing_is_told_where_that_is_switched_off(
     run_steps(session, gpus, routed(gpus)[0])
     assert all(handle["calls"] == 0 for handle in listed(session, "handles"))
     assert all(rank["epoch"] == 0 for rank in listed(session, "ranks"))
+    with source.open_source(f"unix://{session.directory}", timeout_s=10.0) as daemon:
+        assert not any(rank["ops"] or rank["layers"] for rank in daemon.tallies("g"))
 
 
 def test_parts_beyond_one_of_a_block_call_reach_the_board(

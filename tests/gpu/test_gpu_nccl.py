@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import cases
+import jax
+import numpy as np
 import pytest
 from cluster_places import place, plain_tcp
 from daemon_fixtures import wait_until
 from gpu.jobs import gpu_cases, gpu_steps, layouts
 from gpu.test_gpu_movement import fitted
 from harness import DaemonProcess, daemon_process, eventually  # noqa: F401 - found by name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multiprocess.launch import Job
 
 import ep_runtime as ep
@@ -42,6 +45,56 @@ def test_every_case_equals_the_reference(
     session: ep.Session, gpus: list[Any], case: cases.Case
 ) -> None:
     gpu_cases.run_case(session, fitted(case, len(gpus)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_large_layer_gives_the_bits_that_it_gives_over_windows(
+    session: ep.Session, several_gpus: int, gpus: list[Any], dtype: str
+) -> None:
+    """Forward and backward."""
+    count, hidden, top_k = 1024 * several_gpus, 8192, 4
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, g = (jax.random.normal(key, (count, hidden), dtype) for key in keys[:2])
+    weights = jax.random.uniform(keys[2], (count, top_k))
+    idx = jax.random.randint(keys[3], (count, top_k), -1, 8 * several_gpus)
+
+    def run(transport: str) -> list[Any]:
+        group = session.create_group(
+            f"large-{transport}",
+            Mesh(np.array(gpus), ("ep",)),
+            ep_axis="ep",
+            transport=transport,
+            num_experts=8 * several_gpus,
+            hidden_size=hidden,
+            max_tokens_per_rank=1024,
+            max_top_k=top_k,
+            max_token_dtype=dtype,
+            combine_precision="fast",
+        )
+        layer = group.register_layer("moe", top_k=top_k)
+
+        @jax.jit
+        def step(x: Any, weights: Any, g: Any) -> Any:
+            def forward(x: Any, weights: Any) -> Any:
+                sent = ep.dispatch(layer, x, idx, weights)
+                return ep.combine(layer, sent, sent.tokens, weights=sent.weights), sent
+
+            out, pull, sent = jax.vjp(forward, x, weights, has_aux=True)
+            return sent.tokens, sent.weights, sent.group_sizes, out, *pull(g)
+
+        rows = NamedSharding(group.mesh, PartitionSpec("ep"))
+        found = step(*(jax.device_put(array, rows) for array in (x, weights, g)))
+        found = [np.asarray(array, np.float32) for array in found]
+        group.close()
+        return found
+
+    want, got = run(layouts.TRANSPORT), run(TRANSPORT)
+    for slab, used in enumerate(want[2].sum(-1).astype(int)):
+        np.testing.assert_array_equal(got[0][slab, :used], want[0][slab, :used])
+    for name, a, b in zip(("weights", "sizes", "out"), got[1:4], want[1:4], strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    for a, b in zip(got[4:], want[4:], strict=True):  # products of whole rows: another order
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2)
 
 
 def test_the_listing_names_version_ranks_and_state(

@@ -1,4 +1,4 @@
-"""Token movement by several processes, each with GPUs of its own, against the reference."""
+"""Token movement and blocks by several processes, each with GPUs of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import cases
 import pytest
-from gpu.jobs import layouts
+from gpu.jobs import gpu_blocks, layouts
 
 _NAMES = [case.name for case in cases.CASES if case.name != "one device"]
 _IN_ALL = ["plain", "dp x ep"]
@@ -18,9 +18,16 @@ hear()
 """
 
 
-def _run(layout: str, names: list[str], gpus: int, address: str) -> None:
+_BLOCKS = """
+from gpu.jobs import gpu_blocks
+say(done=gpu_blocks.run_blocks(json.loads(os.environ["TEST_CASES"])))
+hear()
+"""
+
+
+def _run(layout: str, names: list[str], gpus: int, address: str, script: str = _SCRIPT) -> None:
     with layouts.job(
-        _SCRIPT,
+        script,
         layout,
         gpus,
         EP_RUNTIME_ADDRESS=address,
@@ -39,6 +46,14 @@ def test_movement_by_several_processes_equals_the_reference(
     """Each layout takes some of the cases; the test below takes all, for minutes."""
     names = [*_IN_ALL, *[name for name in _NAMES if name not in _IN_ALL][part::8]]
     _run([*layouts.LAYOUTS][part], names, several_gpus, address)
+
+
+@pytest.mark.skipif(layouts.TRANSPORT not in ("nvlink", "memfd"), reason="for windows alone")
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_blocks_by_several_processes_are_near_float64(
+    several_gpus: int, address: str, layout: str
+) -> None:
+    _run(layout, [*gpu_blocks.WORKSPACES], several_gpus, address, _BLOCKS)
 
 
 @pytest.mark.slow

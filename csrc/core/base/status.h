@@ -64,6 +64,10 @@ inline Error Stale(std::string message) {
   return Error(Code::kFailedPrecondition, "StaleHandleError").Says(std::move(message));
 }
 
+inline Error VersionSkew(std::string message) {
+  return Error(Code::kFailedPrecondition, "VersionSkewError").Says(std::move(message));
+}
+
 // A rank that would receive more rows than its slab holds, in a group with on_overflow="error".
 inline Error OverflowError(const std::string& layer, int64_t rank, int64_t demand,
                            int64_t capacity) {

@@ -12,16 +12,20 @@ Call::Call(CallContext context)
       ep_size_(context_.group->sizes().ep_size),
       first_rank_(context_.world_rank - ep_rank_),
       place_(context_.group->domain(first_rank_ / ep_size_)),
-      telemetry_(context_.group->telemetry(context_.world_rank)) {
+      telemetry_(context_.group->telemetry(context_.world_rank)),
+      tally_(context_.group->tally(context_.world_rank)) {
   record_.op = context_.op;
   record_.layer_id = context_.layer.id;
   record_.handle = context_.handle;
   telemetry_.Open(&record_);
+  started_ns_ = record_.since_ns;
 }
 
 Call::~Call() {
-  WriteHandle(/*running=*/false);
-  telemetry_.Close(&record_, rows_, dropped_rows_);
+  const int64_t now_ns = NowNs();
+  WriteHandle(/*running=*/false, now_ns);
+  if (ran_) tally_.AddCall(context_.op, index(), now_ns - started_ns_, wait_ns_);
+  telemetry_.Close(&record_, rows_, dropped_rows_, now_ns);
 }
 
 std::vector<int64_t> Call::Ring() const {
@@ -145,14 +149,35 @@ Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdi
   return Status();
 }
 
+// Who came after this rank, of a call that all have come to. The others of a rank wait for the last
+// one alone, so the wait is that one's.
+void Call::TallyArrivals() {
+  int64_t last = -1;
+  int64_t longest_ns = 0;
+  for (int64_t rank = 0; rank < ep_size_; ++rank) {
+    const Word64& joined = place_.joined_ns(record_.lane, static_cast<int>(rank));
+    const int64_t after_ns =
+        static_cast<int64_t>(joined.load(std::memory_order_relaxed)) - started_ns_;
+    if (after_ns <= 0) continue;
+    tally_.AddArrival(context_.op, rank, after_ns);
+    if (after_ns > longest_ns) {
+      longest_ns = after_ns;
+      last = rank;
+    }
+  }
+  if (last < 0) return;
+  tally_.AddWait(context_.op, last, longest_ns);
+  wait_ns_ += longest_ns;
+}
+
 Status Call::Run(const std::function<Status(Call&)>& body) {
   MeetingSlot* slot = nullptr;
   Status status = Meet(place_, static_cast<int>(ep_rank_), first_rank_, Verdict(), &slot);
   if (!status.ok()) return Failed(std::move(status));
-  record_.lane = slot->lane;
-  record_.epoch = slot->epoch;
-  telemetry_.Update(&record_, RankState::kRunning, -1);
-  WriteHandle(/*running=*/true);
+  telemetry_.Granted(&record_, slot->lane, slot->epoch);
+  place_.joined_ns(record_.lane, static_cast<int>(ep_rank_))
+      .store(static_cast<uint64_t>(started_ns_), std::memory_order_relaxed);
+  WriteHandle(/*running=*/true, record_.since_ns);
   status = body(*this);
   if (!status.ok()) {
     status = Failed(std::move(status));
@@ -160,6 +185,9 @@ Status Call::Run(const std::function<Status(Call&)>& body) {
     for (int rank = 0; rank < place_.ranks(); ++rank) {
       FutexWakeAll(&place_.phase(record_.lane, rank));
     }
+  } else {
+    TallyArrivals();
+    ran_ = true;
   }
   place_.Leave(slot, !status.ok());
   return status;
@@ -200,6 +228,9 @@ Status Call::Await(int64_t source, uint32_t phase) {
   }
   if (record_.state != RankState::kRunning) {
     telemetry_.Update(&record_, RankState::kRunning, -1);
+    const int64_t waited_ns = record_.since_ns - started_ns;
+    tally_.AddWait(context_.op, source, waited_ns);
+    wait_ns_ += waited_ns;
   }
   return Status();
 }
@@ -218,8 +249,8 @@ Status Call::NextReady(std::vector<int64_t>* pending, uint32_t phase, int64_t* s
   return Await(*source, phase);
 }
 
-void Call::WriteHandle(bool running) {
-  const uint32_t index = context_.layer.handle_base + context_.handle;
+void Call::WriteHandle(bool running, int64_t now_ns) {
+  const uint32_t index = this->index();
   if (index >= kMaxHandles || record_.lane < 0) return;
   HandleRecord& handle = group().handle_record(index);
   HandleState state = HandleState::kBusy;
@@ -235,7 +266,7 @@ void Call::WriteHandle(bool running) {
   handle.last_op.store(static_cast<uint32_t>(context_.op), std::memory_order_relaxed);
   handle.lane.store(record_.lane, std::memory_order_relaxed);
   handle.epoch.store(record_.epoch, std::memory_order_relaxed);
-  handle.updated_ns.store(static_cast<uint64_t>(NowNs()), std::memory_order_relaxed);
+  handle.updated_ns.store(static_cast<uint64_t>(now_ns), std::memory_order_relaxed);
 }
 
 }  // namespace ep_runtime

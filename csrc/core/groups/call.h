@@ -73,6 +73,8 @@ class Call {
     rows_ = rows;
     dropped_rows_ = dropped_rows;
   }
+  // What a prepare found: this rank's tokens, and the rows of each of its experts.
+  void CountLoad(int64_t tokens, const int64_t* rows) { tally_.AddLoad(index(), tokens, rows); }
 
  private:
   Status Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,
@@ -84,7 +86,9 @@ class Call {
   int64_t SliceNs(int64_t started_ns) const;
   Status TimedOut(int64_t waited_ns, int64_t waiting_for) const;
   Status Failed(Status error);
-  void WriteHandle(bool running);
+  void WriteHandle(bool running, int64_t now_ns);
+  void TallyArrivals();
+  uint32_t index() const { return context_.layer.handle_base + context_.handle; }
 
   CallContext context_;
   int64_t ep_rank_;
@@ -92,7 +96,11 @@ class Call {
   int64_t first_rank_;  // world rank of EP rank 0 of this domain
   MeetingPlace& place_;
   RankTelemetry& telemetry_;
+  RankTally& tally_;
   CallRecord record_;
+  int64_t started_ns_ = 0;
+  int64_t wait_ns_ = 0;
+  bool ran_ = false;
   int64_t rows_ = 0;
   int64_t dropped_rows_ = 0;
 };

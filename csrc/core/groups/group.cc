@@ -95,9 +95,8 @@ int64_t Group::window_bytes() const {
 Status Group::CheckBoard(const BoardHeader& header) const {
   const GroupSizes& sizes = options_.sizes;
   if (header.magic != kBoardMagic || header.version != kBoardVersion) {
-    return Error(Code::kFailedPrecondition, "VersionSkewError")
-        .Says("the board has version " + std::to_string(header.version) + ", this library reads " +
-              std::to_string(kBoardVersion))
+    return VersionSkew("the board has version " + std::to_string(header.version) +
+                       ", this library reads " + std::to_string(kBoardVersion))
         .With("client", int64_t{kBoardVersion})
         .With("daemon", int64_t{header.version});
   }
@@ -110,7 +109,8 @@ Status Group::CheckBoard(const BoardHeader& header) const {
   }
   if (header.world_size != sizes.world_size || header.ep_size != sizes.ep_size ||
       header.lanes != sizes.lanes || header.window_bytes != static_cast<uint64_t>(window_bytes()) ||
-      header.max_handles != kMaxHandles || header.meeting_slots != kMeetingSlots) {
+      header.max_handles != kMaxHandles || header.meeting_slots != kMeetingSlots ||
+      header.tally_bytes != static_cast<uint64_t>(TallyLayout(sizes).tally_bytes)) {
     return Error(Code::kFailedPrecondition, "SpecMismatchError")
         .Says("group " + options_.name + ": the board was made for " +
               std::to_string(header.world_size) + " ranks and windows of " +
@@ -135,6 +135,8 @@ void Group::BindBoard() {
       ranks_[rank].left.store(0, std::memory_order_relaxed);
     }
     telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks_[rank]));
+    tallies_.emplace_back(board_.data() + header_->tallies_offset + rank * header_->tally_bytes,
+                          sizes());
   }
   for (int64_t domain = 0; domain < sizes().num_domains(); ++domain) {
     domains_.emplace_back(board_.data() + header_->domains_offset + domain * header_->domain_bytes,

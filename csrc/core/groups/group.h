@@ -17,6 +17,7 @@
 #include "core/memory/board.h"
 #include "core/memory/layout.h"
 #include "core/memory/mapping.h"
+#include "core/memory/tally.h"
 #include "core/runs/run_starts.h"
 
 namespace ep_runtime {
@@ -63,6 +64,7 @@ class Group {
   MeetingPlace& domain(int64_t index) { return domains_[index]; }
   MeetingPlace& world() { return world_; }
   RankTelemetry& telemetry(int64_t world_rank) { return *telemetry_[world_rank]; }
+  RankTally& tally(int64_t world_rank) { return tallies_[world_rank]; }
   HandleRecord& handle_record(uint32_t index) { return handles_[index]; }
 
   // Parts of `lane` of that world rank's window that EP rank `source` writes.
@@ -158,6 +160,7 @@ class Group {
   std::vector<MeetingPlace> domains_;
   MeetingPlace world_;
   std::vector<std::unique_ptr<RankTelemetry>> telemetry_;
+  std::vector<RankTally> tallies_;
 
   RunningCalls calls_;
   RunStarts starts_;

@@ -70,6 +70,8 @@ class MeetingPlace {
 
   Lane& lane(int index) const { return lanes_[index]; }
   Word& phase(int lane, int rank) const { return phases_[lane * ranks_ + rank].phase; }
+  // When that rank came to the call that holds the lane; of an earlier one until it has signalled.
+  Word64& joined_ns(int lane, int rank) const { return phases_[lane * ranks_ + rank].joined_ns; }
   int ranks() const { return static_cast<int>(ranks_); }
 
   // The lowest rank that has not joined, or -1.

@@ -3,6 +3,26 @@
 #include <algorithm>
 
 namespace ep_runtime {
+namespace {
+
+// Readers take nothing meanwhile.
+class Writing {
+ public:
+  explicit Writing(RankRecord* record)
+      : record_(record), sequence_(record->sequence.load(std::memory_order_relaxed)) {
+    record_->sequence.store(sequence_ + 1, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_release);
+  }
+  ~Writing() { record_->sequence.store(sequence_ + 2, std::memory_order_release); }
+  Writing(const Writing&) = delete;
+  Writing& operator=(const Writing&) = delete;
+
+ private:
+  RankRecord* record_;
+  uint32_t sequence_;
+};
+
+}  // namespace
 
 void RankTelemetry::Open(CallRecord* call) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -20,32 +40,41 @@ void RankTelemetry::Update(CallRecord* call, RankState state, int32_t waiting_fo
   Publish();
 }
 
-void RankTelemetry::Close(CallRecord* call, int64_t rows, int64_t dropped_rows) {
+void RankTelemetry::Granted(CallRecord* call, int32_t lane, uint64_t epoch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  call->lane = lane;
+  call->epoch = epoch;
+  call->state = RankState::kRunning;
+  call->waiting_for = -1;
+  call->since_ns = NowNs();
+  Publish();
+}
+
+void RankTelemetry::Close(CallRecord* call, int64_t rows, int64_t dropped_rows, int64_t now_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   open_.erase(std::remove(open_.begin(), open_.end(), call), open_.end());
+  // The last call stays visible, as what the rank did last.
+  last_ = CallRecord();
+  last_.state = RankState::kIdle;
+  last_.op = call->op;
+  last_.layer_id = call->layer_id;
+  last_.handle = call->handle;
+  last_.epoch = call->epoch;
+  const Writing writing(record_);
   record_->calls += 1;
   record_->rows += rows;
   record_->dropped_rows += dropped_rows;
-  record_->progress_ns = NowNs();
-  Publish();
-  if (!open_.empty()) return;
-  // The last call stays visible, as what the rank did last.
-  record_->op = static_cast<uint32_t>(call->op);
-  record_->layer_id = call->layer_id;
-  record_->handle = call->handle;
-  record_->epoch = call->epoch;
+  record_->progress_ns = static_cast<uint64_t>(now_ns);
+  Show();
 }
 
 void RankTelemetry::Publish() {
-  static const CallRecord kIdle = [] {
-    CallRecord idle;
-    idle.state = RankState::kIdle;
-    return idle;
-  }();
-  const CallRecord& shown = open_.empty() ? kIdle : *open_.front();
-  const uint32_t sequence = record_->sequence.load(std::memory_order_relaxed);
-  record_->sequence.store(sequence + 1, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_release);
+  const Writing writing(record_);
+  Show();
+}
+
+void RankTelemetry::Show() {
+  const CallRecord& shown = open_.empty() ? last_ : *open_.front();
   record_->state = static_cast<uint32_t>(shown.state);
   record_->op = static_cast<uint32_t>(shown.op);
   record_->waiting_for = shown.waiting_for;
@@ -55,7 +84,6 @@ void RankTelemetry::Publish() {
   record_->epoch = shown.epoch;
   record_->since_ns = static_cast<uint64_t>(shown.since_ns);
   record_->open_calls = static_cast<uint32_t>(open_.size());
-  record_->sequence.store(sequence + 2, std::memory_order_release);
 }
 
 }  // namespace ep_runtime

@@ -28,14 +28,19 @@ class RankTelemetry {
 
   void Open(CallRecord* call);
   void Update(CallRecord* call, RankState state, int32_t waiting_for);
-  void Close(CallRecord* call, int64_t rows, int64_t dropped_rows);
+  // The call has a lane and runs. Other calls of the rank read the record meanwhile: nobody writes
+  // to it but here.
+  void Granted(CallRecord* call, int32_t lane, uint64_t epoch);
+  void Close(CallRecord* call, int64_t rows, int64_t dropped_rows, int64_t now_ns);
 
  private:
   void Publish();
+  void Show();
 
   std::mutex mutex_;
   RankRecord* record_;
   std::vector<CallRecord*> open_;
+  CallRecord last_;  // that ended, shown while none is open
 };
 
 }  // namespace ep_runtime

@@ -11,8 +11,12 @@
 namespace ep_runtime {
 
 constexpr uint64_t kBoardMagic = 0x3144'5241'4F42'5045;  // "EPBOARD1" in memory
-constexpr uint32_t kBoardVersion = 3;
+constexpr uint32_t kBoardVersion = 4;
 constexpr uint32_t kMaxHandles = 16384;
+constexpr uint32_t kMaxLoads = 1024;   // handles whose load the board has, from the first
+constexpr uint32_t kTallyOps = 8;      // one for each OpCode
+constexpr uint32_t kTimeBuckets = 24;  // see BucketOf
+constexpr uint32_t kBucketBits = 12;
 constexpr uint32_t kMeetingSlots = 4096;
 constexpr int64_t kMaxMeetingRanks = 1024;
 constexpr uint32_t kFailureRecords = 128;
@@ -77,7 +81,9 @@ struct BoardHeader {
   // CLOCK_MONOTONIC as the daemon and the processes last wrote it: a device knows no other.
   Word64 now_ns;
   uint64_t device_rows_offset;  // [W][kMaxHandles] DeviceRows; 0 where windows are in host memory
-  uint8_t reserved[104];
+  uint64_t tallies_offset;      // [W] tallies of `tally_bytes` each: memory/tally.h
+  uint64_t tally_bytes;
+  uint8_t reserved[88];
 };
 static_assert(sizeof(BoardHeader) == 256);
 
@@ -129,6 +135,44 @@ struct DeviceRows {
 };
 static_assert(sizeof(DeviceRows) == 16, "stored at once");
 
+// What the calls of one op took on one rank since the group was formed. `wait_ns` of it they waited
+// for peers.
+struct OpRecord {
+  Word64 calls;
+  Word64 time_ns;
+  Word64 wait_ns;
+  uint64_t reserved[5];
+  Word64 times[kTimeBuckets];  // calls by their time
+  Word64 waits[kTimeBuckets];  // and by their wait
+};
+static_assert(sizeof(OpRecord) == 448);
+
+// Of what one rank's calls of one op waited for one peer.
+struct PeerRecord {
+  Word64 arrival_ns;  // by how much the peer came after this rank, added up
+  Word64 wait_ns;     // of the rank's wait what this peer ended, as the last to come
+};
+static_assert(sizeof(PeerRecord) == 16, "stored at once");
+
+// What one handle's calls took and brought on one rank; rows by local expert follow, u64 [L].
+struct LoadRecord {
+  Word64 calls;
+  Word64 time_ns;
+  Word64 wait_ns;
+  Word64 tokens;  // that the rank has sent on their way: of calls of prepare
+};
+static_assert(sizeof(LoadRecord) == 32);
+
+// Bucket b of a histogram counts what took less than 2^(kBucketBits + b) ns, and no less than half
+// of it; the last one whatever took longer.
+constexpr uint32_t BucketOf(uint64_t ns) {
+  uint32_t bucket = 0;
+  for (uint64_t left = ns >> kBucketBits; left != 0 && bucket < kTimeBuckets - 1; left >>= 1) {
+    ++bucket;
+  }
+  return bucket;
+}
+
 // One failed run, told to the other processes. A ring: record n lies at n mod kFailureRecords.
 struct FailureRecord {
   Word64 ticket;       // n + 1 once the rest is written
@@ -169,7 +213,9 @@ static_assert(sizeof(Lane) == 64);
 // How far one source is inside the call that holds a lane.
 struct PhaseWord {
   Word phase;
-  uint8_t reserved[60];
+  uint32_t reserved0;
+  Word64 joined_ns;  // when it came to that call
+  uint8_t reserved[48];
 };
 static_assert(sizeof(PhaseWord) == 64);
 

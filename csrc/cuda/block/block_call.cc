@@ -1,14 +1,25 @@
-// The launches of a block call, one after another on one stream.
+// The launches of a block call, one after another on one stream, but for pairs in brackets: an
+// exchange and a product that do not need each other, side by side where the group overlaps and all
+// tokens go through at once.
 //
-//   forward, of each pass                         backward, of each pass
-//   tokens    <- dispatch x                       tokens  <- dispatch x
-//   kept      <- tokens @ wi, or hidden           grads   <- dispatch dy
-//   inner     <- activation                       hidden  <- tokens @ wi, where it was not kept
-//   tokens    <- inner @ wo                       inner   <- activation, weighted
-//   y         <- combine                          d_inner <- grads @ wo^T;  dwo <- inner^T @ grads
-//                                                 hidden  <- activation's gradient, and of weights
-//                                                 grads   <- hidden @ wi^T; dwi <- tokens^T @
-//                                                 hidden dx      <- combine
+//   forward, of each pass                  backward, of each pass
+//   tokens  <- dispatch x                  grads   <- dispatch dy
+//   kept    <- tokens @ wi, or hidden      [tokens <- dispatch x | d_inner <- grads @ wo^T]
+//   inner   <- activation                  hidden  <- tokens @ wi, where it was not kept
+//   tokens  <- inner @ wo                  inner   <- activation, weighted
+//   y       <- combine                     dwo     <- inner^T @ grads
+//                                          hidden  <- activation's gradient, and of weights
+//                                          grads   <- hidden @ wi^T
+//                                          [dx     <- combine    | dwi <- tokens^T @ hidden]
+//
+// Of a pair the exchange runs on a side stream. The product's first launch leaves it as many SMs as
+// it has blocks, so that either may start first; its second one follows the exchange there, on the
+// SMs that are free then, and both draw tickets for its tiles. No circle of waits comes of it: the
+// product waits for nobody, so that blocks of the exchange get SMs in any case, here and on every
+// peer; and exchanges of a rank still run one after another, in the same order on all ranks, as the
+// side stream joins before the next one. Who computes a tile changes no bit.
+//
+// With 8-bit products: quantized_experts.h.
 //
 // Passes: one over all tokens by the plan of all of them, where every rank's rows fit the
 // workspace; else one over each part of the tokens, by a plan made on the way. A token's sum lies
@@ -21,21 +32,14 @@
 #include <algorithm>
 
 #include "cuda/block/decide.h"
-#include "cuda/gemm/grouped_gemm.h"
+#include "cuda/block/expert_launches.h"
+#include "cuda/block/quantized_experts.h"
 #include "cuda/movement/prepare/prepare_kernels.h"
-#include "cuda/rows/group_sums.h"
-#include "cuda/rows/row_dots.h"
 
 namespace ep_runtime {
 namespace cuda {
 namespace block {
 namespace {
-
-#define EP_RETURN_IF_CUDA_ERROR(launch)                   \
-  do {                                                    \
-    const cudaError_t launch_error = (launch);            \
-    if (launch_error != cudaSuccess) return launch_error; \
-  } while (false)
 
 FloatType ToFloatType(RowType type) {
   return type == RowType::kBF16 ? FloatType::kBF16 : FloatType::kF16;
@@ -56,19 +60,10 @@ struct TokenPass {
   bool adds;   // gradients of weights, to what is there
 };
 
-// A pass's first product: where it lies, who makes it.
-struct Hidden {
-  const int32_t* wanted;
-  void* rows;
-  int32_t count;  // that there is room for
-};
-
-class BlockLaunches {
+class BlockLaunches : private ExpertLaunches {
  public:
-  BlockLaunches(cudaStream_t stream, const BlockParams& p, bool backward)
-      : stream_(stream), p_(p), s_(p.sizes), backward_(backward) {
-    LayOut(s_, backward, p.workspace, &at_);
-  }
+  BlockLaunches(cudaStream_t stream, const BlockParams& p, const Workspace& at, bool backward)
+      : ExpertLaunches(stream, p, at), backward_(backward) {}
 
   cudaError_t Run() {
     const int32_t parts = NumParts(s_), tokens = PartTokens(s_);
@@ -90,18 +85,35 @@ class BlockLaunches {
   }
 
  private:
-  cudaError_t RunPass(const TokenPass& pass) { return backward_ ? Backward(pass) : Forward(pass); }
+  cudaError_t RunPass(const TokenPass& pass) {
+    if (s_.scaling != GemmScaling::kNone) return Quantized(pass);
+    return backward_ ? Backward(pass) : Forward(pass);
+  }
+
+  // The exchanges of a pass with 8-bit products, and those between them.
+  cudaError_t Quantized(const TokenPass& pass) {
+    const PassRows rows = RowsOf(pass);
+    const QuantizedExperts experts(stream_, p_, at_);
+    EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, Tokens(pass)));
+    if (backward_) {
+      EP_RETURN_IF_CUDA_ERROR(experts.TakeTokens(rows));
+      EP_RETURN_IF_CUDA_ERROR(LaunchCombineBwd(stream_, Grads(pass)));
+      EP_RETURN_IF_CUDA_ERROR(experts.Backward(rows));
+    } else {
+      EP_RETURN_IF_CUDA_ERROR(experts.Forward(rows));
+    }
+    return LaunchCombine(stream_, Sums(pass));
+  }
 
   cudaError_t Forward(const TokenPass& pass) {
-    EP_RETURN_IF_CUDA_ERROR(Dispatch(pass));
-    Hidden places[2];
-    const int count = PlacesOf(pass, places);
-    for (int i = 0; i < count; ++i) {
-      EP_RETURN_IF_CUDA_ERROR(FirstProduct(pass, places[i]));
-      EP_RETURN_IF_CUDA_ERROR(Activate(pass, places[i], p_.early));
+    EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, Tokens(pass)));
+    const PassRows rows = RowsOf(pass);
+    for (int i = 0; i < rows.count; ++i) {
+      EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i]));
+      EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], p_.early));
     }
     GroupedGemmParams second =
-        Product(GemmProduct::kForward, pass, at_.inner, at_.tokens, /*first=*/false);
+        Product(GemmProduct::kForward, rows, at_.inner, at_.tokens, /*first=*/false);
     second.bias = p_.wo_bias;
     second.bias_type = p_.wo_bias_type;
     EP_RETURN_IF_CUDA_ERROR(Multiply(second));
@@ -109,40 +121,66 @@ class BlockLaunches {
   }
 
   cudaError_t Backward(const TokenPass& pass) {
-    EP_RETURN_IF_CUDA_ERROR(Dispatch(pass));
+    const PassRows rows = RowsOf(pass);
     EP_RETURN_IF_CUDA_ERROR(LaunchCombineBwd(stream_, Grads(pass)));
-    Hidden places[2];
-    const int count = PlacesOf(pass, places);
-    for (int i = 0; i < count; ++i) {
-      if (places[i].rows != p_.kept) EP_RETURN_IF_CUDA_ERROR(FirstProduct(pass, places[i]));
-      EP_RETURN_IF_CUDA_ERROR(Activate(pass, places[i], /*weighted=*/true));
+    EP_RETURN_IF_CUDA_ERROR(RunBeside(
+        pass, [&](cudaStream_t stream) { return LaunchDispatch(stream, Tokens(pass)); },
+        p_.dispatch_grid.push_blocks + p_.dispatch_grid.place_blocks,
+        Product(GemmProduct::kDataGrad, rows, at_.grads, at_.d_inner, /*first=*/false)));
+    for (int i = 0; i < rows.count; ++i) {
+      const Hidden& hidden = rows.places[i];
+      if (hidden.rows != p_.kept) EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, hidden));
+      EP_RETURN_IF_CUDA_ERROR(Activate(rows, hidden, /*weighted=*/true));
     }
-    EP_RETURN_IF_CUDA_ERROR(
-        Multiply(Product(GemmProduct::kDataGrad, pass, at_.grads, at_.d_inner, /*first=*/false)));
-    EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(pass, at_.inner, at_.grads, /*first=*/false)));
-    for (int i = 0; i < count; ++i) EP_RETURN_IF_CUDA_ERROR(ActivateBwd(pass, places[i]));
-    if (p_.wi_bias != nullptr) {
-      EP_RETURN_IF_CUDA_ERROR(SumBias(pass, at_.hidden, s_.columns, nullptr, p_.d_wi_bias));
+    EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(rows, at_.inner, at_.grads, /*first=*/false)));
+    for (int i = 0; i < rows.count; ++i) {
+      EP_RETURN_IF_CUDA_ERROR(ActivateBwd(rows, rows.places[i]));
     }
-    if (p_.wo_bias != nullptr) EP_RETURN_IF_CUDA_ERROR(SecondBias(pass));
+    EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
     EP_RETURN_IF_CUDA_ERROR(
-        Multiply(Product(GemmProduct::kDataGrad, pass, at_.hidden, at_.grads, /*first=*/true)));
-    EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(pass, at_.tokens, at_.hidden, /*first=*/true)));
-    return LaunchCombine(stream_, Sums(pass));
+        Multiply(Product(GemmProduct::kDataGrad, rows, at_.hidden, at_.grads, /*first=*/true)));
+    return RunBeside(
+        pass, [&](cudaStream_t stream) { return LaunchCombine(stream, Sums(pass)); },
+        p_.combine_grid.reduce_blocks + p_.combine_grid.sum_blocks,
+        WeightGrad(rows, at_.tokens, at_.hidden, /*first=*/true));
   }
 
-  // Where a pass's first product may lie; the device knows which of them it is.
-  int PlacesOf(const TokenPass& pass, Hidden places[2]) const {
-    if (!pass.whole) {
-      places[0] = {pass.wanted, at_.hidden, s_.rows};
-      return 1;
+  // An exchange of so many blocks, and a product that needs nothing of it.
+  template <typename Exchange>
+  cudaError_t RunBeside(const TokenPass& pass, const Exchange& exchange, int32_t blocks,
+                        GroupedGemmParams gemm) {
+    const auto even = [](int32_t count) { return count / 2 * 2; };
+    const int32_t rest = p_.side == nullptr ? 0 : even(p_.side->processors() - blocks);
+    // With fewer SMs the product would take longer than both do in turn. Parts are rare, and where
+    // there are none each launch that is left out costs as much as another.
+    if (rest < blocks || !pass.whole) {
+      EP_RETURN_IF_CUDA_ERROR(exchange(stream_));
+      return Multiply(stream_, gemm);
     }
-    int count = 0;
-    if (s_.kept_rows > 0) places[count++] = {&at_.decision->kept, p_.kept, s_.kept_rows};
+    Fork fork(p_.side, stream_);
+    EP_RETURN_IF_CUDA_ERROR(fork.error());
+    EP_RETURN_IF_CUDA_ERROR(exchange(fork.side()));
+    gemm.tickets.blocks = rest;
+    gemm.tickets.all_blocks = rest + even(blocks);
+    EP_RETURN_IF_CUDA_ERROR(Multiply(stream_, gemm));
+    gemm.tickets.blocks = even(blocks);
+    EP_RETURN_IF_CUDA_ERROR(Multiply(fork.side(), gemm));
+    return fork.Join();
+  }
+
+  PassRows RowsOf(const TokenPass& pass) const {
+    PassRows rows{pass.wanted, pass.plan.group_sizes, pass.adds, {}, 0};
+    if (!pass.whole) {
+      rows.places[rows.count++] = {pass.wanted, at_.hidden, s_.rows};
+      return rows;
+    }
+    if (s_.kept_rows > 0) {
+      rows.places[rows.count++] = {&at_.decision->kept, p_.kept, s_.kept_rows};
+    }
     // Backward may find that nobody made what is kept.
     const bool holds_all = s_.kept_rows >= s_.rows && p_.made == nullptr;
-    if (!holds_all) places[count++] = {&at_.decision->again, at_.hidden, s_.rows};
-    return count;
+    if (!holds_all) rows.places[rows.count++] = {&at_.decision->again, at_.hidden, s_.rows};
+    return rows;
   }
 
   CallName NameOf(const TokenPass& pass) const {
@@ -160,10 +198,6 @@ class BlockLaunches {
   const void* TokensOf(const TokenPass& pass, const void* tokens) const {
     return static_cast<const uint8_t*>(tokens) + TokenAt(pass, s_.element_bytes);
   }
-  rows::RowGroups GroupsOf(const TokenPass& pass, int32_t count) const {
-    return {pass.plan.group_sizes, 1, s_.experts, count};
-  }
-
   cudaError_t PreparePart(const TokenPass& pass) {
     const SlotsParams slots{pass.wanted, p_.topk_idx + SlotAt(pass),
                             p_.plan.dst_rank + SlotAt(pass), pass.tokens * s_.top_k, at_.topk_idx};
@@ -193,14 +227,14 @@ class BlockLaunches {
     return params;
   }
 
-  cudaError_t Dispatch(const TokenPass& pass) {
+  DispatchParams Tokens(const TokenPass& pass) const {
     auto dispatch = ExchangeOf<DispatchParams>(pass);
     dispatch.tokens = TokensOf(pass, p_.tokens);
     dispatch.weights = p_.weights + SlotAt(pass);
     dispatch.recv = at_.tokens;
     dispatch.recv_weights = at_.weights;
     dispatch.grid = p_.dispatch_grid;
-    return LaunchDispatch(stream_, dispatch);
+    return dispatch;
   }
 
   // Gradients of the experts' outputs as they would be without weights: copies of their tokens'.
@@ -231,127 +265,59 @@ class BlockLaunches {
     return sums;
   }
 
-  // A product by the first weight or the second.
-  GroupedGemmParams Product(GemmProduct product, const TokenPass& pass, const void* lhs, void* out,
+  GroupedGemmParams Product(GemmProduct product, const PassRows& rows, const void* lhs, void* out,
                             bool first) const {
-    GroupedGemmParams gemm{};
-    gemm.product = product;
+    GroupedGemmParams gemm = ProductOf(product, rows, out, first);
     gemm.type = gemm.rhs_type = gemm.out_type = ToFloatType(p_.type);
-    gemm.num_slabs = 1;
-    gemm.slab_rows = s_.rows;
-    gemm.groups_per_slab = s_.experts;
-    gemm.num_experts = s_.experts;
-    gemm.in_features = first ? s_.hidden : s_.inner;
-    gemm.out_features = first ? s_.columns : s_.hidden;
-    gemm.group_sizes = pass.plan.group_sizes;
     gemm.lhs = lhs;
     gemm.rhs = first ? p_.wi : p_.wo;
     gemm.rhs_up = first ? p_.wi_up : nullptr;
-    gemm.out = out;
-    gemm.wanted = pass.wanted;
+    // On all SMs too: 2 to 5% of a backward call.
+    if (product != GemmProduct::kForward) gemm.tickets.words = at_.decision->tickets;
     return gemm;
   }
 
-  GroupedGemmParams WeightGrad(const TokenPass& pass, const void* lhs, const void* grads,
+  GroupedGemmParams WeightGrad(const PassRows& rows, const void* lhs, const void* grads,
                                bool first) const {
     GroupedGemmParams gemm =
-        Product(GemmProduct::kWeightGrad, pass, lhs, first ? p_.dwi : p_.dwo, first);
+        Product(GemmProduct::kWeightGrad, rows, lhs, first ? p_.dwi : p_.dwo, first);
     gemm.rhs = grads;
     gemm.rhs_up = nullptr;
     gemm.out_up = first ? p_.dwi_up : nullptr;
-    gemm.adds = pass.adds;
+    gemm.adds = rows.adds;
     return gemm;
   }
 
-  cudaError_t Multiply(GroupedGemmParams gemm) {
-    gemm.tuning = TunedGemm(gemm);
-    return LaunchGroupedGemm(stream_, gemm);
+  cudaError_t FirstProduct(const PassRows& rows, const Hidden& hidden) const {
+    return Multiply(InPlace(
+        Product(GemmProduct::kForward, rows, at_.tokens, hidden.rows, /*first=*/true), hidden));
   }
 
-  cudaError_t FirstProduct(const TokenPass& pass, const Hidden& hidden) {
-    GroupedGemmParams gemm =
-        Product(GemmProduct::kForward, pass, at_.tokens, hidden.rows, /*first=*/true);
-    gemm.slab_rows = hidden.count;
-    gemm.bias = p_.wi_bias;
-    gemm.bias_type = p_.bias_type;
-    gemm.wanted = hidden.wanted;
-    return Multiply(gemm);
-  }
-
-  ActivationParams ActivationOf(const TokenPass& pass, const Hidden& hidden) const {
-    ActivationParams activation{};
-    activation.function = p_.function;
-    activation.type = p_.type;
-    activation.gated = p_.gated;
-    activation.groups = GroupsOf(pass, hidden.count);
-    activation.width = s_.inner;
-    activation.hidden = hidden.rows;
-    activation.wanted = hidden.wanted;
-    return activation;
-  }
-
-  cudaError_t Activate(const TokenPass& pass, const Hidden& hidden, bool weighted) {
-    ActivationParams activation = ActivationOf(pass, hidden);
+  cudaError_t Activate(const PassRows& rows, const Hidden& hidden, bool weighted) const {
+    auto activation = ActivationOf<ActivationParams>(rows, hidden);
     activation.weights = weighted ? at_.weights : nullptr;
     activation.out = at_.inner;
     return LaunchActivation(stream_, activation);
   }
 
-  cudaError_t ActivateBwd(const TokenPass& pass, const Hidden& hidden) {
-    ActivationParams activation = ActivationOf(pass, hidden);
-    activation.weights = at_.weights;
-    activation.grad = at_.d_inner;
-    activation.out = at_.hidden;
-    activation.d_weights = at_.d_weights;
-    return LaunchActivation(stream_, activation);
-  }
-
-  // The gradient of wo_bias, and what it adds to the weights' as it is weighted: y = sum w * bias.
-  cudaError_t SecondBias(const TokenPass& pass) {
-    RowDotsParams dots{};
-    dots.type = p_.type;
-    dots.groups = GroupsOf(pass, s_.rows);
-    dots.width = s_.hidden;
-    dots.values = at_.grads;
-    dots.vectors = p_.wo_bias;
-    dots.vector_type = p_.wo_bias_type == FloatType::kF32 ? RowType::kF32 : p_.type;
-    dots.dots = at_.d_weights;
-    dots.wanted = pass.wanted;
-    EP_RETURN_IF_CUDA_ERROR(LaunchRowDots(stream_, dots));
-    return SumBias(pass, at_.grads, s_.hidden, at_.weights, p_.d_wo_bias);
-  }
-
-  cudaError_t SumBias(const TokenPass& pass, const void* values, int32_t width,
-                      const float* weights, float* out) {
-    GroupSumsParams sums{};
-    sums.type = p_.type;
-    sums.groups = GroupsOf(pass, s_.rows);
-    sums.width = width;
-    sums.num_experts = s_.experts;
-    sums.values = values;
-    sums.weights = weights;
-    sums.sums = out;
-    sums.adds = pass.adds;
-    sums.wanted = pass.wanted;
-    return LaunchGroupSums(stream_, sums);
-  }
-
-  cudaStream_t stream_;
-  const BlockParams& p_;
-  const BlockSizes& s_;
   bool backward_;
-  Workspace at_;
 };
+
+cudaError_t Launch(cudaStream_t stream, const BlockParams& params, bool backward) {
+  Workspace at;
+  LayOut(params.sizes, backward, params.workspace, &at);
+  return BlockLaunches(stream, params, at, backward).Run();
+}
 
 }  // namespace
 }  // namespace block
 
 cudaError_t LaunchBlock(cudaStream_t stream, const BlockParams& params) {
-  return block::BlockLaunches(stream, params, /*backward=*/false).Run();
+  return block::Launch(stream, params, /*backward=*/false);
 }
 
 cudaError_t LaunchBlockBwd(cudaStream_t stream, const BlockParams& params) {
-  return block::BlockLaunches(stream, params, /*backward=*/true).Run();
+  return block::Launch(stream, params, /*backward=*/true);
 }
 
 }  // namespace cuda

@@ -8,10 +8,12 @@
 
 #include "cuda/block/workspace.h"
 #include "cuda/device/device_group.h"
+#include "cuda/device/side_streams.h"
 #include "cuda/gemm/product/product.h"
 #include "cuda/movement/combine/combine_kernels.h"
 #include "cuda/movement/dispatch/dispatch_kernels.h"
 #include "cuda/rows/activation.h"
+#include "cuda/rows/quantize.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -32,6 +34,7 @@ struct BlockParams {
   CombineGrid combine_grid;
   bool exact;
   int64_t source_rows_bytes;
+  SideStreams* side;  // null: exchanges run beside nothing
 
   const int32_t* topk_idx;  // [T, K]
   const void* tokens;       // [T, H]
@@ -45,18 +48,25 @@ struct BlockParams {
   const void* wo_bias;      // [L, H] or null; not with `early`, as it is weighted too
   FloatType bias_type;      // of wi_bias
   FloatType wo_bias_type;
+  // Where `sizes.scaling` is not kNone weights are e4m3, as wanted along memory: forward wi is
+  // [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo as above. wi is no pair.
+  const float* wi_scale;  // kTensor: [L]; kBlock: [L, ceil(H / 128), ceil(N / 128)]
+  const float* wo_scale;  // likewise
+  Fp8Format gradients;    // of rows' gradients
+  bool power_of_two;      // scales of blocks
   // [kept rows, N] the first product: a result of forward, which fills the rows there are where
   // they fit, and an operand of backward, which makes it again where they do not.
   void* kept;
   const int32_t* made;  // [1], backward: 0 where nobody made what `kept` is to hold; null: made
   uint8_t* workspace;
 
-  void* y;           // [T, H] type, or f32 where `wide`: forward
-  const void* dy;    // [T, H] type: backward, and what follows
-  void* dx;          // [T, H] as y
-  float* d_weights;  // [T, K]
-  void* dwi;         // as wi
-  void* dwi_up;      // as wi_up
+  void* y;                // [T, H] type, or f32 where `wide`: forward
+  const void* dy;         // [T, H] type: backward, and what follows
+  void* dx;               // [T, H] as y
+  float* d_weights;       // [T, K]
+  FloatType weight_type;  // of the next three: of rows, or kF32 of 8-bit products
+  void* dwi;              // as wi, [L, H, N]; two of a pair
+  void* dwi_up;           // as wi_up
   void* dwo;
   float* d_wi_bias;  // [L, N] with wi_bias, else null
   float* d_wo_bias;  // [L, H] with wo_bias, else null

@@ -1,5 +1,7 @@
 #include "cuda/block/workspace.h"
 
+#include <algorithm>
+
 namespace ep_runtime {
 namespace cuda {
 namespace block {
@@ -7,6 +9,10 @@ namespace {
 
 constexpr int64_t kRegionBytes = 1024;  // they begin at multiples of it
 constexpr int64_t kDecisionBytes = 4096;
+constexpr int64_t kScaledValues = 128;  // of a row, that share a block's scale
+constexpr int64_t kPaddedTo = 128;      // rows of a group in a transposed copy
+
+int64_t Blocks(int64_t values, int64_t each) { return (values + each - 1) / each; }
 
 class Regions {
  public:
@@ -18,11 +24,19 @@ class Regions {
     used_ += AlignUp(bytes, kRegionBytes);
   }
   void TakeWords(int64_t words, int32_t** out) { Take(4 * words, out); }
+  // The next ones lie where those from `at` on do.
+  void BackTo(int64_t at) {
+    most_ = std::max(most_, used_);
+    used_ = at;
+  }
+  // They lie behind all.
+  void PastAll() { used_ = std::max(most_, used_); }
   int64_t used() const { return used_; }
 
  private:
   uint8_t* base_;
   int64_t used_ = 0;
+  int64_t most_ = 0;  // that was ever used
 };
 
 void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
@@ -39,6 +53,56 @@ void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
   regions->TakeWords(1, &out->plan.num_recv);
 }
 
+void TakeQuantized(const BlockSizes& s, int64_t width, Regions* regions, QuantizedRows* out) {
+  const bool tensor = s.scaling == GemmScaling::kTensor;
+  regions->Take(s.rows * width, &out->data);
+  regions->Take(4 * (tensor ? s.experts : s.rows * Blocks(width, kScaledValues)), &out->scale);
+}
+
+void TakeCopies(const BlockSizes& s, int64_t lhs, int64_t grads, Regions* regions, Copies* out) {
+  const int64_t each =
+      s.scaling == GemmScaling::kTensor ? TransposedRowsOf(s) : int64_t{2} * s.rows;
+  regions->Take(lhs * each, &out->lhs);
+  regions->Take(grads * each, &out->grads);
+}
+
+void LayOutQuantized(const BlockSizes& s, bool hidden, Regions* regions, Workspace* out) {
+  regions->Take(int64_t{s.rows} * s.hidden * s.element_bytes, &out->tokens);
+  if (hidden) regions->Take(int64_t{s.rows} * s.columns * s.element_bytes, &out->hidden);
+  regions->Take(int64_t{4} * s.experts, &out->amax);
+  const int64_t at = regions->used();
+  TakeQuantized(s, s.hidden, regions, &out->q_tokens);
+  regions->BackTo(at);
+  TakeQuantized(s, s.inner, regions, &out->q_inner);
+  regions->PastAll();
+}
+
+void LayOutQuantizedBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
+  regions->Take(int64_t{4} * s.experts, &out->amax);
+  TakeQuantized(s, s.hidden, regions, &out->q_tokens);
+  const int64_t narrow = regions->used();
+  TakeQuantized(s, s.hidden, regions, &out->q_grads);
+  TakeQuantized(s, s.inner, regions, &out->q_inner);
+  regions->BackTo(narrow);
+  TakeQuantized(s, s.columns, regions, &out->q_hidden);
+  regions->PastAll();
+  const int64_t wide = regions->used();
+  regions->Take(int64_t{s.rows} * s.columns * s.element_bytes, &out->hidden);
+  const int64_t early = regions->used();
+  regions->Take(int64_t{s.rows} * s.inner * s.element_bytes, &out->d_inner);
+  regions->Take(int64_t{s.rows} * s.hidden * s.element_bytes, &out->tokens);
+  out->grads = out->tokens;
+  // The first weight, before there are d_inner and gradients of tokens' rows; the second weight's
+  // gradient, after both; the first's, when hidden is done with too.
+  regions->BackTo(early);
+  regions->Take(int64_t{s.experts} * s.columns * s.hidden, &out->wi);
+  regions->BackTo(early);
+  TakeCopies(s, s.inner, s.hidden, regions, &out->of_second);
+  regions->BackTo(wide);
+  TakeCopies(s, s.hidden, s.columns, regions, &out->of_first);
+  regions->PastAll();
+}
+
 }  // namespace
 
 int32_t PartTokens(const BlockSizes& s) {
@@ -53,18 +117,27 @@ int32_t NumParts(const BlockSizes& s) {
   return tokens < 1 ? 0 : (s.tokens + tokens - 1) / tokens;
 }
 
+int64_t TransposedRowsOf(const BlockSizes& s) {
+  return (s.rows + (kPaddedTo - 1) * std::min(s.experts, s.rows)) / kPaddedTo * kPaddedTo;
+}
+
 int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out) {
   *out = Workspace{};
   Regions regions(base);
   const bool parts = NumParts(s) > 0;
   const auto rows = [&](int64_t width) { return s.rows * width * s.element_bytes; };
+  const bool hidden = backward || parts || s.kept_rows < s.rows;
   regions.Take(kDecisionBytes + int64_t{16} * s.experts, &out->decision);
   if (parts) TakePart(s, &regions, out);
   regions.Take(int64_t{4} * s.rows, &out->weights);
   if (backward) regions.Take(int64_t{4} * s.rows, &out->d_weights);
+  if (s.scaling != GemmScaling::kNone) {
+    backward ? LayOutQuantizedBwd(s, &regions, out) : LayOutQuantized(s, hidden, &regions, out);
+    return regions.used();
+  }
   regions.Take(rows(s.hidden), &out->tokens);
   if (backward) regions.Take(rows(s.hidden), &out->grads);
-  if (backward || parts || s.kept_rows < s.rows) regions.Take(rows(s.columns), &out->hidden);
+  if (hidden) regions.Take(rows(s.columns), &out->hidden);
   regions.Take(rows(s.inner), &out->inner);
   if (backward) regions.Take(rows(s.inner), &out->d_inner);
   return regions.used();

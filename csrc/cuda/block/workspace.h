@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "cuda/device/device_group.h"
+#include "cuda/gemm/product/product.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -28,6 +29,7 @@ struct BlockSizes {
   int32_t rows;       // W
   int32_t kept_rows;  // of the result that keeps the first product; 0: none
   int32_t element_bytes;
+  GemmScaling scaling = GemmScaling::kNone;  // else products are of 8-bit operands
 };
 
 // Tokens of a part, few enough that no routing of them brings any rank more than W rows. Below 1
@@ -38,10 +40,24 @@ int32_t NumParts(const BlockSizes& sizes);
 
 // What decides on the device which launches are wanted.
 struct Decision {
-  int32_t whole;  // all ranks' rows fit: one pass over all tokens
-  int32_t parts;  // they do not
-  int32_t kept;   // `whole`, and this rank's rows fit what keeps the first product
-  int32_t again;  // `whole`, and they do not, or nobody made them
+  int32_t whole;        // all ranks' rows fit: one pass over all tokens
+  int32_t parts;        // they do not
+  int32_t kept;         // `whole`, and this rank's rows fit what keeps the first product
+  int32_t again;        // `whole`, and they do not, or nobody made them
+  uint32_t tickets[2];  // of the gradient's product that runs
+};
+
+// Rows as 8-bit products take them, of some width.
+struct QuantizedRows {
+  uint8_t* data;  // [W, width]
+  float* scale;   // kTensor: [L]; kBlock: [W, ceil(width / 128)]
+};
+
+// Operands of a weight gradient as its product takes them. kTensor: 8 bits, transposed, [width,
+// padded W]; kBlock: bf16, [W, width].
+struct Copies {
+  uint8_t* lhs;
+  uint8_t* grads;
 };
 
 struct Workspace {
@@ -56,7 +72,22 @@ struct Workspace {
   void* hidden;      // [W, N] the first product; backward: then its gradient. May be null
   void* inner;       // [W, M] activations
   void* d_inner;     // [W, M] backward
+
+  // With 8-bit products. `inner` is null then, and `grads` are where `tokens` were.
+  float* amax;             // [L]
+  QuantizedRows q_tokens;  // H
+  QuantizedRows q_grads;   // H, backward
+  QuantizedRows q_inner;   // M; forward: where q_tokens were
+  QuantizedRows q_hidden;  // N, backward: where q_grads and q_inner were
+  // Backward, in the place of rows that are not there yet, or not any more: [L, N, H] the first
+  // weight, and what its gradient and the second weight's are made of.
+  uint8_t* wi;
+  Copies of_second;
+  Copies of_first;
 };
+
+// Values of a line of a transposed copy of W rows, as products of 8-bit operands take it.
+int64_t TransposedRowsOf(const BlockSizes& sizes);
 
 // Lays the regions out from `base` on, and says how many bytes they take; `base` may be null.
 // ep_runtime/workspace.py has the same sums.

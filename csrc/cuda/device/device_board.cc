@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "core/memory/tally.h"
 #include "cuda/device/driver.h"
 
 namespace ep_runtime {
@@ -39,7 +40,6 @@ const uint64_t* DeviceBoard::poison_generation() const {
 Status DeviceBoard::OpenRank(const Group& group, int64_t world_rank, Progress* out) {
   *out = Progress{};
   const BoardHeader& header = group.header();
-  // A board that an older daemon formatted has no room for rows.
   if (!group.options().tell_progress || header.device_rows_offset == 0) return Status();
   const int64_t bytes = int64_t{kMaxHandles} * sizeof(DeviceRows);
   const auto* board = reinterpret_cast<const uint8_t*>(&header);
@@ -50,6 +50,19 @@ Status DeviceBoard::OpenRank(const Group& group, int64_t world_rank, Progress* o
   out->rank = board_ + header.ranks_offset + world_rank * sizeof(RankRecord);
   out->handles = board_ + header.handles_offset;
   out->device_rows = rows;
+  return OpenTally(group, world_rank, &out->tally);
+}
+
+Status DeviceBoard::OpenTally(const Group& group, int64_t world_rank, DeviceTally* out) {
+  const BoardHeader& header = group.header();
+  const TallyLayout layout(group.sizes());
+  const auto* board = reinterpret_cast<const uint8_t*>(&header);
+  EP_RETURN_IF_ERROR(Register(board + header.tallies_offset + world_rank * layout.tally_bytes,
+                              layout.tally_bytes, &out->board));
+  out->peers_offset = layout.peers_offset;
+  out->loads_offset = layout.loads_offset;
+  out->load_bytes = layout.load_bytes;
+  out->experts = group.sizes().experts_per_rank();
   return Status();
 }
 

@@ -20,11 +20,13 @@ class DeviceBoard {
 
   // The header's word, in the devices' addresses.
   const uint64_t* poison_generation() const;
-  // What that rank writes to, but `totals`; all null without `tell_progress`.
+  // What that rank writes to, but `totals` and the tally's `sums`; all null without
+  // `tell_progress`.
   Status OpenRank(const Group& group, int64_t world_rank, Progress* out);
 
  private:
   // Whole pages; `device` gets the devices' address of `start`.
+  Status OpenTally(const Group& group, int64_t world_rank, DeviceTally* out);
   Status Register(const void* start, int64_t bytes, uint8_t** device);
 
   std::vector<void*> registered_;

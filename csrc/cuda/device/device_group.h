@@ -135,6 +135,27 @@ struct alignas(32) CallStart {
   uint32_t index;     // of the handle's record
 };
 
+// What the call before took.
+struct alignas(32) LastCall {
+  uint64_t epoch;
+  uint64_t took_ns;
+  uint32_t index;  // of the handle's record
+  uint32_t op;     // OpCode
+};
+
+// What a rank adds up for its tally on the board; tally.cuh does.
+struct DeviceTally {
+  LastCall last;
+  // By how much each EP rank came after this one, in calls of odd and of even epochs.
+  uint32_t waits[2][kMaxRanks];
+  uint8_t* sums;   // the tally as it lies on the board, device
+  uint8_t* board;  // host-mapped
+  int64_t peers_offset;
+  int64_t loads_offset;
+  int64_t load_bytes;
+  int64_t experts;  // L
+};
+
 // What a rank tells on the board; progress.cuh does. The host fills the pointers, null where
 // nothing is told.
 struct Progress {
@@ -147,6 +168,7 @@ struct Progress {
   uint64_t rows;           // of all calls
   uint64_t dropped_rows;
   bool counts_calls;  // for all ranks of the board, which is a node's
+  DeviceTally tally;
 };
 
 // One per (group, device), in device memory that is never freed: a replayed CUDA graph of a closed

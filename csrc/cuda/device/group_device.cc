@@ -26,6 +26,7 @@ Status CudaGroup::Open(const Group* group, const std::vector<int>& window_fds,
   std::unique_ptr<CudaGroup> made(new CudaGroup(group));
   EP_RETURN_IF_ERROR(made->CheckLimits(devices));
   EP_RETURN_IF_ERROR(made->ChooseBlocks(devices));
+  EP_RETURN_IF_ERROR(group->options().settings.Read("overlap", &made->overlap_));
   EP_RETURN_IF_ERROR(made->board_.Map(*group));
   const FlagLayout flags(group->sizes());
   EP_RETURN_IF_ERROR(made->windows_.Map(window_fds, flags.window_bytes, devices));
@@ -103,7 +104,10 @@ Status CudaGroup::DescribeRank(const LocalRank& rank, DeviceGroup* group) {
   group->budget_ns = static_cast<uint64_t>(group_->options().op_timeout_ns);
   group->poison_generation = board_.poison_generation();
   EP_RETURN_IF_ERROR(board_.OpenRank(*group_, rank.world_rank, &group->progress));
-  if (group->progress.rank != nullptr) group->progress.totals = rank.totals;
+  if (group->progress.rank != nullptr) {
+    group->progress.totals = rank.totals;
+    group->progress.tally.sums = rank.tally;
+  }
   group->progress.counts_calls = rank.world_rank == windows_.first_rank();
   group->record = rank.record;
   group->bad_index = group_->options().debug ? rank.bad_index : nullptr;
@@ -112,15 +116,24 @@ Status CudaGroup::DescribeRank(const LocalRank& rank, DeviceGroup* group) {
   return Status();
 }
 
+Status CudaGroup::OpenSide(LocalRank* rank) {
+  if (overlap_ == 0) return Status();
+  sides_.push_back(std::make_unique<SideStreams>());
+  rank->side = sides_.back().get();
+  EP_RETURN_IF_CUDA(rank->side->Open());
+  return Status();
+}
+
 Status CudaGroup::OpenRank(int64_t world_rank, int device) {
   const GroupSizes& sizes = group_->sizes();
   const OnDevice on_device(device);
   LocalRank rank{};
-  EP_RETURN_IF_ERROR(
-      ProcessRankMemories().Take(group_->options(), num_sms_, world_rank, device, &rank));
+  EP_RETURN_IF_ERROR(ProcessRankMemories().Take(group_->options(), {num_sms_, overlap_}, world_rank,
+                                                device, &rank));
   rank.world_rank = world_rank;
   rank.device = device;
   ranks_.push_back(rank);  // from here on Close gives it back
+  EP_RETURN_IF_ERROR(OpenSide(&ranks_.back()));
   DeviceGroup group{};
   EP_RETURN_IF_ERROR(DescribeRank(rank, &group));
   uint8_t* window = windows_.window(world_rank);

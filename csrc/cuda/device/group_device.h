@@ -15,6 +15,7 @@
 #include "cuda/device/device_group.h"
 #include "cuda/device/device_windows.h"
 #include "cuda/device/rank_memory.h"
+#include "cuda/device/side_streams.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -22,7 +23,8 @@ namespace cuda {
 // One world rank that this process drives.
 struct LocalRank : RankMemory {
   int64_t world_rank;
-  int device;  // CUDA ordinal
+  int device;         // CUDA ordinal
+  SideStreams* side;  // null where calls overlap nothing
 };
 
 struct LaunchBlocks {
@@ -61,6 +63,7 @@ class CudaGroup : public GroupDevice {
   Status CheckBlocks(const std::vector<int>& devices) const;
   Status ChooseBlocks(const std::vector<int>& devices);
   Status OpenRank(int64_t world_rank, int device);
+  Status OpenSide(LocalRank* rank);
   Status DescribeRank(const LocalRank& rank, DeviceGroup* group);
   Status FirstFailure() const;
   Status ErrorOf(const FailRecord& record) const;
@@ -71,7 +74,9 @@ class CudaGroup : public GroupDevice {
   DeviceWindows windows_;
   DeviceBoard board_;
   std::vector<LocalRank> ranks_;
+  std::vector<std::unique_ptr<SideStreams>> sides_;
   LaunchBlocks blocks_{};
+  int64_t overlap_ = 1;  // 0: exchanges run beside nothing
   int64_t num_sms_ = 0;  // of a kernel, push and placement together; 0: as measured
   bool closed_ = false;
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/memory/tally.h"
 #include "cuda/device/driver.h"
 
 namespace ep_runtime {
@@ -32,6 +33,7 @@ Status Allocate(const GroupSizes& sizes, RankMemory* out) {
   EP_RETURN_IF_ERROR(AllocateHost(&out->bad_index));
   EP_RETURN_IF_ERROR(AllocateDevice(sizeof(DeviceGroup), &out->group));
   EP_RETURN_IF_ERROR(AllocateDevice(kMaxHandles * sizeof(HandleTotals), &out->totals));
+  EP_RETURN_IF_ERROR(AllocateDevice(TallyLayout(sizes).tally_bytes, &out->tally));
   return AllocateDevice(ScratchBytes(sizes), &out->scratch);
 }
 
@@ -40,6 +42,7 @@ Status Clear(const GroupSizes& sizes, const RankMemory& memory) {
   EP_RETURN_IF_CUDA(cudaDeviceSynchronize());
   EP_RETURN_IF_CUDA(cudaMemset(memory.group, 0, sizeof(DeviceGroup)));
   EP_RETURN_IF_CUDA(cudaMemset(memory.totals, 0, kMaxHandles * sizeof(HandleTotals)));
+  EP_RETURN_IF_CUDA(cudaMemset(memory.tally, 0, TallyLayout(sizes).tally_bytes));
   EP_RETURN_IF_CUDA(cudaMemset(memory.scratch, 0, ScratchBytes(sizes)));
   EP_RETURN_IF_CUDA(cudaDeviceSynchronize());
   std::memset(memory.record, 0, sizeof(FailRecord));
@@ -49,14 +52,15 @@ Status Clear(const GroupSizes& sizes, const RankMemory& memory) {
 }
 
 // All that decides what a graph holds: sizes, and what chooses kernels and their grids.
-std::string KeyOf(const GroupOptions& options, int64_t num_sms, int64_t world_rank, int device) {
+std::string KeyOf(const GroupOptions& options, const LaunchSettings& launch, int64_t world_rank,
+                  int device) {
   const GroupSizes& sizes = options.sizes;
   std::string key = options.name;
-  for (int64_t value :
-       {world_rank, int64_t{device}, num_sms, int64_t{options.error_on_overflow},
-        int64_t{options.exact_combine}, int64_t{options.debug}, sizes.world_size, sizes.ep_size,
-        sizes.num_experts, sizes.hidden_size, sizes.max_tokens_per_rank,
-        sizes.recv_capacity_per_rank, sizes.max_top_k, sizes.max_token_bytes, sizes.lanes}) {
+  for (int64_t value : {world_rank, int64_t{device}, launch.num_sms, launch.overlap,
+                        int64_t{options.error_on_overflow}, int64_t{options.exact_combine},
+                        int64_t{options.debug}, sizes.world_size, sizes.ep_size, sizes.num_experts,
+                        sizes.hidden_size, sizes.max_tokens_per_rank, sizes.recv_capacity_per_rank,
+                        sizes.max_top_k, sizes.max_token_bytes, sizes.lanes}) {
     key += '/';
     key += std::to_string(value);
   }
@@ -65,9 +69,9 @@ std::string KeyOf(const GroupOptions& options, int64_t num_sms, int64_t world_ra
 
 }  // namespace
 
-Status RankMemories::Take(const GroupOptions& options, int64_t num_sms, int64_t world_rank,
-                          int device, RankMemory* out) {
-  std::string key = KeyOf(options, num_sms, world_rank, device);
+Status RankMemories::Take(const GroupOptions& options, const LaunchSettings& launch,
+                          int64_t world_rank, int device, RankMemory* out) {
+  std::string key = KeyOf(options, launch, world_rank, device);
   std::lock_guard<std::mutex> lock(mutex_);
   size_t at = 0;
   while (at < idle_.size() && idle_[at].key != key) ++at;

@@ -19,9 +19,16 @@ struct RankMemory {
   DeviceGroup* group;    // device
   int32_t* scratch;      // device, ScratchBytes
   HandleTotals* totals;  // device, [kMaxHandles]
+  uint8_t* tally;        // device, as TallyLayout has it
   FailRecord* record;    // host memory that the device writes, like those below
   DeviceVerdict* verdict;
   BadIndex* bad_index;
+};
+
+// Settings of a group that decide how its calls are launched.
+struct LaunchSettings {
+  int64_t num_sms;
+  int64_t overlap;
 };
 
 // Of this process. A group that is made again, equal in all that a graph holds of it, takes the
@@ -30,8 +37,8 @@ struct RankMemory {
 class RankMemories {
  public:
   // Of `world_rank` on the current device; all zeros, and no kernel uses it any more.
-  Status Take(const GroupOptions& options, int64_t num_sms, int64_t world_rank, int device,
-              RankMemory* out);
+  Status Take(const GroupOptions& options, const LaunchSettings& launch, int64_t world_rank,
+              int device, RankMemory* out);
   // Of a group that closed.
   void GiveBack(const std::string& group, const RankMemory& memory);
   // True once after a closed group of that name was called by a replayed graph: what it was.

@@ -85,6 +85,16 @@ bool ScalesFit(const GroupedGemmParams& p) {
   return !by_expert || p.tuning.promoted || HasGroupEach(p);
 }
 
+// Direct kernels know no tickets, and so does the one of tf32 that goes forward.
+bool TicketsFit(const GroupedGemmParams& p) {
+  const GemmTickets& tickets = p.tickets;
+  if (tickets.words == nullptr) return true;
+  const bool forward_32 = p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
+  return (p.tuning.queued || IsTransposed(p)) && !forward_32 && tickets.blocks >= 0 &&
+         tickets.blocks % kClusterBlocks == 0 && tickets.all_blocks % kClusterBlocks == 0 &&
+         tickets.blocks <= tickets.all_blocks;
+}
+
 bool Fits(const GroupedGemmParams& p) {
   const int32_t multiple = 16 / BytesOf(p.type);  // tensor copies move 16 bytes at a time
   const int64_t rows = IsTransposed(p) ? PaddedRowsOf(p) : RowsOf(p);
@@ -93,7 +103,8 @@ bool Fits(const GroupedGemmParams& p) {
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
          (p.bias == nullptr || p.product == GemmProduct::kForward) &&
          (!p.adds || p.product == GemmProduct::kWeightGrad) &&
-         ((!p.adds && p.wanted == nullptr) || BytesOf(p.type) == 2) && ScalesFit(p) && PairFits(p);
+         ((!p.adds && p.wanted == nullptr) || BytesOf(p.type) != 4) && ScalesFit(p) &&
+         PairFits(p) && TicketsFit(p);
 }
 
 Array LhsOf(const GroupedGemmParams& p) {
@@ -159,7 +170,7 @@ Scales ScalesOf(const GroupedGemmParams& p) {
   return scales;
 }
 
-KernelArguments MakeArguments(const GroupedGemmParams& p) {
+KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
   KernelArguments args{};
   args.groups = GroupsOf(p);
   const bool backward = p.product == GemmProduct::kDataGrad;
@@ -174,6 +185,8 @@ KernelArguments MakeArguments(const GroupedGemmParams& p) {
   args.out.bias_type = p.bias_type;
   args.out.adds = p.adds;
   args.wanted = p.wanted;
+  const int32_t all_blocks = p.tickets.blocks == 0 ? blocks : p.tickets.all_blocks;
+  args.tickets = {p.tickets.words, static_cast<uint32_t>(all_blocks / kClusterBlocks)};
   args.scales = ScalesOf(p);
   return args;
 }
@@ -206,11 +219,12 @@ GemmTuning TunedGemm(const GroupedGemmParams& params) {
     tuned.tuning = choice.tuning;
     break;
   }
+  if (params.tickets.words != nullptr) tuned.tuning.queued = true;
   // Types that are rarer have no kernel of every tile.
   if (gemm::FindInstance(tuned) == nullptr) {
     tuned.tuning.tile_columns = 256;
     tuned.tuning.promoted = gemm::IsNarrow(params);
-    tuned.tuning.queued = gemm::IsNarrow(params);
+    tuned.tuning.queued = gemm::IsNarrow(params) || params.tickets.words != nullptr;
   }
   // Groups of one expert may have scales of their own.
   if (gemm::IsNarrow(params) && params.product == GemmProduct::kWeightGrad &&
@@ -240,8 +254,9 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmParams& para
   gemm::Maps maps;
   if (error == cudaSuccess) error = gemm::MakeMaps(params, &maps);
   if (error != cudaSuccess) return error;
-  const int blocks = processors / gemm::kClusterBlocks * gemm::kClusterBlocks;
-  error = instance->launch(stream, maps, gemm::MakeArguments(params), blocks);
+  int32_t blocks = params.tickets.blocks;
+  if (blocks == 0) blocks = processors / gemm::kClusterBlocks * gemm::kClusterBlocks;
+  error = instance->launch(stream, maps, gemm::MakeArguments(params, blocks), blocks);
   if (error != cudaSuccess || !params.clear_slack || by_expert) return error;
   return gemm::ClearSlackOf(stream, params, processors);
 }

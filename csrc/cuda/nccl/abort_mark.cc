@@ -2,9 +2,10 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
+#include <chrono>
+#include <map>
 #include <mutex>
-#include <new>
+#include <thread>
 #include <utility>
 
 #include "cuda/device/driver.h"
@@ -14,42 +15,76 @@ namespace ep_runtime {
 namespace nccl {
 namespace {
 
+// A device that takes longer to copy four bytes does not get to the kernels behind them either.
+constexpr std::chrono::milliseconds kSetWithin(200);
 constexpr int kWordsOfPage = 1024;
 
-// A word of host memory that every device reads. It stays: a kernel that a hanging device runs late
-// must not find it freed.
-Status NewWord(std::atomic<uint32_t>** out) {
-  static std::mutex mutex;
-  static std::atomic<uint32_t>* page = nullptr;
-  static int used = kWordsOfPage;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (used == kWordsOfPage) {
-    void* made = nullptr;
-    EP_RETURN_IF_CUDA(cudaHostAlloc(&made, kWordsOfPage * sizeof(uint32_t),
-                                    cudaHostAllocPortable | cudaHostAllocMapped));
-    page = static_cast<std::atomic<uint32_t>*>(made);
-    used = 0;
-  }
-  *out = new (&page[used++]) std::atomic<uint32_t>(0);
-  return Status();
-}
+// What the marks of one device share. Nothing is freed: a kernel that a hanging device runs late
+// must still find its word.
+struct DeviceWords {
+  uint32_t* one = nullptr;  // host: what is copied
+  cudaStream_t stream = nullptr;
+  uint32_t* page = nullptr;
+  int used = kWordsOfPage;
 
+  Status NewWord(uint32_t** word) {
+    if (stream == nullptr) EP_RETURN_IF_ERROR(Open());
+    if (used == kWordsOfPage) {
+      const size_t bytes = kWordsOfPage * sizeof(uint32_t);
+      EP_RETURN_IF_CUDA(cudaMalloc(&page, bytes));
+      EP_RETURN_IF_CUDA(cudaMemsetAsync(page, 0, bytes, stream));
+      EP_RETURN_IF_CUDA(cudaStreamSynchronize(stream));
+      used = 0;
+    }
+    *word = &page[used++];
+    return Status();
+  }
+
+ private:
+  Status Open() {
+    EP_RETURN_IF_CUDA(cudaHostAlloc(&one, sizeof(uint32_t), cudaHostAllocPortable));
+    *one = 1;
+    return cuda::Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking),
+                       "cudaStreamCreateWithFlags");
+  }
+};
+
+// A word in device memory, which a kernel reads in a microsecond: one of the host's takes ten times
+// as long, behind every exchange. The copy engine sets it, and waits for no kernel.
 class CudaAbortMark : public AbortMark {
  public:
-  Status Open() { return NewWord(&word_); }
+  Status Open() {
+    static std::mutex mutex;
+    static auto* of_devices = new std::map<int, DeviceWords>();
+    int device = -1;
+    EP_RETURN_IF_CUDA(cudaGetDevice(&device));
+    std::lock_guard<std::mutex> lock(mutex);
+    DeviceWords& words = (*of_devices)[device];
+    EP_RETURN_IF_ERROR(words.NewWord(&word_));
+    one_ = words.one;
+    stream_ = words.stream;
+    return Status();
+  }
 
-  void Set() override { word_->store(1, std::memory_order_seq_cst); }
+  // Kernels of the communicator go on only after this has returned.
+  void Set() override {
+    cudaMemcpyAsync(word_, one_, sizeof(uint32_t), cudaMemcpyHostToDevice, stream_);
+    const auto end = std::chrono::steady_clock::now() + kSetWithin;
+    while (cudaStreamQuery(stream_) == cudaErrorNotReady &&
+           std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
 
   Status Guard(Stream stream, void* array, int64_t bytes, uint8_t byte) override {
-    void* word = nullptr;
-    EP_RETURN_IF_CUDA(cudaHostGetDevicePointer(&word, word_, 0));
-    return cuda::Check(LaunchGuard(static_cast<cudaStream_t>(stream),
-                                   static_cast<const uint32_t*>(word), array, bytes, byte),
+    return cuda::Check(LaunchGuard(static_cast<cudaStream_t>(stream), word_, array, bytes, byte),
                        "the kernel behind an exchange");
   }
 
  private:
-  std::atomic<uint32_t>* word_ = nullptr;
+  const uint32_t* one_ = nullptr;
+  uint32_t* word_ = nullptr;
+  cudaStream_t stream_ = nullptr;
 };
 
 }  // namespace

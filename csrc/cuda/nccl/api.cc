@@ -40,9 +40,8 @@ Status FindAll(void* library, Api* api) {
                      Find(library, "ncclRecv", &api->receive, &missing) &&
                      Find(library, "ncclAllReduce", &api->all_reduce, &missing);
   if (found) return Status();
-  return Error(Code::kFailedPrecondition, "VersionSkewError")
-      .Says("this process's " + std::string(kSoname) + " has no " + missing +
-            "; NCCL must be 2.18.1 or newer")
+  return VersionSkew("this process's " + std::string(kSoname) + " has no " + missing +
+                     "; NCCL must be 2.18.1 or newer")
       .With("symbol", missing);
 }
 
@@ -50,9 +49,8 @@ Status CheckVersion(Api* api) {
   const int result = api->get_version(&api->version);
   if (result != kSuccess) return Failed(*api, "ncclGetVersion", result, nullptr);
   if (api->version >= kLeastVersion && api->version < kFirstUnknownVersion) return Status();
-  return Error(Code::kFailedPrecondition, "VersionSkewError")
-      .Says("NCCL must be " + VersionText(kLeastVersion) + " or newer and below 3, this process " +
-            "has " + VersionText(api->version))
+  return VersionSkew("NCCL must be " + VersionText(kLeastVersion) +
+                     " or newer and below 3, this process has " + VersionText(api->version))
       .With("version", int64_t{api->version});
 }
 

@@ -11,8 +11,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// NCCL's background thread takes tens of microseconds for a call whose peers are connected.
-constexpr int kSpins = 200;
+// NCCL's background thread takes tens of microseconds for a call whose peers are connected, and a
+// sleep as long again: so long nobody sleeps.
+constexpr std::chrono::microseconds kSpinning(400);
 constexpr std::chrono::microseconds kPause(50);
 constexpr std::chrono::microseconds kLongestPause(2000);
 
@@ -46,18 +47,21 @@ Status Communicator::Start(int max_channels) {
   return Failed(api_, "init of rank " + std::to_string(place_.world_rank), result, comm_);
 }
 
+Status Communicator::Issue(const std::function<int(Comm*)>& issue) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_ == nullptr) return Gone("a call");
+  const int started = api_.group_start();
+  if (!IsFine(started)) return Failed(api_, "ncclGroupStart", started, comm_);
+  const int issued = issue(comm_);
+  const int ended = api_.group_end();  // in any case: it closes the thread's group
+  if (!IsFine(issued)) return Failed(api_, "a send or receive", issued, comm_);
+  if (!IsFine(ended)) return Failed(api_, "ncclGroupEnd", ended, comm_);
+  return Status();
+}
+
 Status Communicator::Run(const std::function<int(Comm*)>& issue, int64_t budget_ns,
                          const Alive& alive) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (comm_ == nullptr) return Gone("a call");
-    const int started = api_.group_start();
-    if (!IsFine(started)) return Failed(api_, "ncclGroupStart", started, comm_);
-    const int issued = issue(comm_);
-    const int ended = api_.group_end();  // in any case: it closes the thread's group
-    if (!IsFine(issued)) return Failed(api_, "a send or receive", issued, comm_);
-    if (!IsFine(ended)) return Failed(api_, "ncclGroupEnd", ended, comm_);
-  }
+  EP_RETURN_IF_ERROR(Issue(issue));
   return Wait("a call", budget_ns, alive);
 }
 
@@ -73,18 +77,20 @@ Status Communicator::Poll(const char* what, bool* done) {
 }
 
 Status Communicator::Wait(const char* what, int64_t budget_ns, const Alive& alive) {
-  const Clock::time_point deadline = Clock::now() + std::chrono::nanoseconds(budget_ns);
+  const Clock::time_point started = Clock::now();
+  const Clock::time_point deadline = started + std::chrono::nanoseconds(budget_ns);
   std::chrono::microseconds pause = kPause;
-  for (int spin = 0;; ++spin) {
+  for (;;) {
     bool done = false;
     EP_RETURN_IF_ERROR(Poll(what, &done));
     if (done) return Status();
-    if (spin < kSpins) {
+    const Clock::time_point now = Clock::now();
+    if (now < started + kSpinning) {
       std::this_thread::yield();
       continue;
     }
     EP_RETURN_IF_ERROR(alive());
-    if (Clock::now() > deadline) return TimedOut(what, place_, budget_ns);
+    if (now > deadline) return TimedOut(what, place_, budget_ns);
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongestPause);
   }

@@ -38,9 +38,12 @@ class Communicator {
   // Begins to join the others; the device must be current. Wait tells when it is done. At most so
   // many channels, each with buffers for every peer; 0: as many as NCCL thinks fastest.
   Status Start(int max_channels);
-  // What `issue` calls on the communicator, as one NCCL group. Returns once all of it is on its
-  // stream: until then XLA must not go on with that stream. The first call may wait for peers,
-  // because NCCL connects to them when it first needs them.
+  // Begins what `issue` calls on the communicator, as one NCCL group; a thread of NCCL's puts it on
+  // its stream. Wait comes before anything else of this communicator.
+  Status Issue(const std::function<int(Comm*)>& issue);
+  // Issue, and Wait: returns once all of it is on its stream. Until then XLA must not go on with
+  // that stream. The first call may wait for peers, because NCCL connects to them when it first
+  // needs them.
   Status Run(const std::function<int(Comm*)>& issue, int64_t budget_ns, const Alive& alive);
   // Until NCCL has finished what it does in the background.
   Status Wait(const char* what, int64_t budget_ns, const Alive& alive);

@@ -10,21 +10,58 @@ Peers PeersOf(int64_t ep_rank, int64_t ep_size, int64_t node_size, bool rail) {
   return {ep_rank - local, 1, node_size, local};
 }
 
-int SendBlocks(const Api& api, const Peers& peers, const Blocks& blocks, Comm* comm,
-               Stream stream) {
-  const auto bytes = static_cast<size_t>(blocks.bytes);
+namespace {
+
+struct Message {
+  const uint8_t* sent;
+  size_t sent_bytes;
+  uint8_t* received;
+  size_t received_bytes;
+};
+
+bool IsFine(int result) { return result == kSuccess || result == kInProgress; }
+
+// `make` gives what goes to one peer and comes from another.
+template <typename Make>
+int SendAll(const Api& api, const Peers& peers, Comm* comm, Stream stream, const Make& make) {
   for (int64_t step = 1; step < peers.count; ++step) {
     // Round the ring, so that not all ranks begin with the same one.
     const int64_t to = (peers.self + step) % peers.count;
     const int64_t from = (peers.self - step + peers.count) % peers.count;
     const int to_rank = static_cast<int>(peers.first + to * peers.stride);
     const int from_rank = static_cast<int>(peers.first + from * peers.stride);
-    const int sent = api.send(blocks.For(to), bytes, kInt8, to_rank, comm, stream);
-    if (sent != kSuccess && sent != kInProgress) return sent;
-    const int received = api.receive(blocks.From(from), bytes, kInt8, from_rank, comm, stream);
-    if (received != kSuccess && received != kInProgress) return received;
+    const Message message = make(to, from);
+    if (message.sent_bytes > 0) {
+      const int sent = api.send(message.sent, message.sent_bytes, kInt8, to_rank, comm, stream);
+      if (!IsFine(sent)) return sent;
+    }
+    if (message.received_bytes > 0) {
+      const int received =
+          api.receive(message.received, message.received_bytes, kInt8, from_rank, comm, stream);
+      if (!IsFine(received)) return received;
+    }
   }
   return kSuccess;
+}
+
+}  // namespace
+
+int SendBlocks(const Api& api, const Peers& peers, const Blocks& blocks, Comm* comm,
+               Stream stream) {
+  const auto bytes = static_cast<size_t>(blocks.bytes);
+  return SendAll(api, peers, comm, stream, [&](int64_t to, int64_t from) {
+    return Message{blocks.For(to), bytes, blocks.From(from), bytes};
+  });
+}
+
+int SendRows(const Api& api, const Peers& peers, const CountedBlocks& counted, Comm* comm,
+             Stream stream) {
+  const Blocks& blocks = counted.blocks;
+  return SendAll(api, peers, comm, stream, [&](int64_t to, int64_t from) {
+    return Message{blocks.For(to), static_cast<size_t>(counted.sent[to] * counted.row_bytes),
+                   blocks.From(from),
+                   static_cast<size_t>(counted.received[from] * counted.row_bytes)};
+  });
 }
 
 }  // namespace nccl

@@ -30,6 +30,18 @@ struct Blocks {
   uint8_t* From(int64_t peer) const { return received + peer * bytes; }
 };
 
+// The first rows of every block, as many as each peer wants and has.
+struct CountedBlocks {
+  Blocks blocks;  // of rows of row_bytes
+  int64_t row_bytes;
+  const int32_t* sent;      // [count] rows for each peer, host
+  const int32_t* received;  // [count] rows from each
+};
+
+// As SendBlocks, of those rows alone; nothing goes where there are none.
+int SendRows(const Api& api, const Peers& peers, const CountedBlocks& counted, Comm* comm,
+             Stream stream);
+
 // Sends and receives of all peers but this rank, inside an NCCL group of the caller's. The first
 // result that is an error, else success.
 int SendBlocks(const Api& api, const Peers& peers, const Blocks& blocks, Comm* comm, Stream stream);

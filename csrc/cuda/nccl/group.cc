@@ -67,12 +67,24 @@ Status NcclGroup::Left(const Communicator& communicator, const Peers& peers) con
 
 Status NcclGroup::Run(Communicator& communicator, const Peers& peers,
                       const std::function<int(Comm*)>& issue) {
+  const Status status = Issue(communicator, peers, issue);
+  return status.ok() ? Await(communicator) : status;
+}
+
+Status NcclGroup::Issue(Communicator& communicator, const Peers& peers,
+                        const std::function<int(Comm*)>& issue) {
   Status status = communicators_->Failure();
   if (status.ok()) status = Left(communicator, peers);
-  if (status.ok()) {
-    status = communicators_->Explained(
-        communicator.Run(issue, options_.op_timeout_ns, communicators_->alive()));
-  }
+  if (status.ok()) status = communicators_->Explained(communicator.Issue(issue));
+  return Ended(status);
+}
+
+Status NcclGroup::Await(Communicator& communicator) {
+  return Ended(communicators_->Explained(
+      communicator.Wait("a call", options_.op_timeout_ns, communicators_->alive())));
+}
+
+Status NcclGroup::Ended(const Status& status) {
   if (status.ok()) return status;
   // Why the communicator went away says more than that it is gone.
   const Status why = Alive();

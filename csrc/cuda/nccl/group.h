@@ -49,7 +49,15 @@ class NcclGroup {
   // sends to `peers` and receives from them.
   Status Run(Communicator& communicator, const Peers& peers,
              const std::function<int(Comm*)>& issue);
+  // The same in two steps: a call may launch its kernels before it waits for NCCL to launch.
+  Status Issue(Communicator& communicator, const Peers& peers,
+               const std::function<int(Comm*)>& issue);
+  Status Await(Communicator& communicator);
 
+  // Whether the generation goes on; a wait of a call asks.
+  const nccl::Alive& alive() const { return communicators_->alive(); }
+  // What came of a call that waited by itself: an error is the group's from then on.
+  Status Ended(const Status& status);
   // That rank's process closed the group, after its last call: further ones that need it fail.
   void RankLeft(int64_t world_rank, const Status& why);
   // As of Communicators.

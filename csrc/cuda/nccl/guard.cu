@@ -11,7 +11,6 @@ constexpr int64_t kMaxBlocks = 16;  // nearly always they do nothing
 
 __global__ void __launch_bounds__(kThreads)
     GuardKernel(const uint32_t* spoiled, uint8_t* array, int64_t bytes, uint32_t pattern) {
-  // One read of host memory a block: thousands of them take a quarter of a millisecond.
   __shared__ uint32_t now;
   if (threadIdx.x == 0) {
     uint32_t read;

@@ -8,8 +8,8 @@
 namespace ep_runtime {
 namespace nccl {
 
-// Fills `array` (device, `bytes` of it) with `byte` where `*spoiled` (host, as the device sees it)
-// is not 0 when the kernel runs; else its blocks end at once.
+// Fills `array` (device, `bytes` of it) with `byte` where `*spoiled` (device) is not 0 when
+// the kernel runs; else its blocks end at once.
 cudaError_t LaunchGuard(cudaStream_t stream, const uint32_t* spoiled, void* array, int64_t bytes,
                         uint8_t byte);
 

@@ -4,6 +4,7 @@
 #include "cuda/rows/activation_values.cuh"
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -180,7 +181,8 @@ __device__ __forceinline__ float RowsAmax(const Params& p, int64_t first, int64_
   return Magnitude<kType>::ToFloat(largest);
 }
 
-__global__ void ClearAmax(float* values, int count) {
+__global__ void ClearAmax(float* values, int count, const int32_t* wanted) {
+  if (LeftOut(wanted)) return;
   for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0.0f;
 }
 
@@ -188,6 +190,7 @@ __global__ void ClearAmax(float* values, int count) {
 template <RowType kType, bool kGated, bool kBackward>
 __global__ void __launch_bounds__(kThreads) AmaxOfActivation(const __grid_constant__ Params p) {
   __shared__ int32_t ends[kMaxGroupsPerSlab];
+  if (LeftOut(p.wanted)) return;
   const int slab = blockIdx.y, groups = p.groups.groups_per_slab;
   GroupEnds(p.groups, slab, ends);
   const int64_t used = ends[groups - 1], above = static_cast<int64_t>(slab) * p.groups.slab_rows;
@@ -212,6 +215,7 @@ template <RowType kType, bool kGated, bool kBackward, Fp8Format kFormat, bool kT
 __global__ void __launch_bounds__(kThreads) QuantizeActivation(const __grid_constant__ Params p) {
   using S = Source<kType, kGated, kBackward>;
   __shared__ int32_t ends[kMaxGroupsPerSlab];
+  if (LeftOut(p.wanted)) return;
   const int slab = blockIdx.y, groups = p.groups.groups_per_slab;
   GroupEnds(p.groups, slab, ends);
   const int32_t used = ends[groups - 1];
@@ -245,7 +249,7 @@ __global__ void __launch_bounds__(kThreads) QuantizeActivation(const __grid_cons
 template <RowType kType, bool kGated, bool kBackward>
 void Launch(cudaStream_t stream, const Params& p, dim3 grid) {
   if (p.amax != nullptr) {
-    ClearAmax<<<1, kThreads, 0, stream>>>(p.amax, p.num_experts);
+    ClearAmax<<<1, kThreads, 0, stream>>>(p.amax, p.num_experts, p.wanted);
     AmaxOfActivation<kType, kGated, kBackward><<<grid, kThreads, 0, stream>>>(p);
     return;
   }

@@ -39,6 +39,7 @@ struct QuantizedActivationParams {
   // group_scale.
   float* tile_scale;
   float* d_weights;  // [S * C], gradients with weights: of slack rows zeros; else null
+  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
 };
 
 // Slack rows are not read, and those of `data` and `tile_scale` stay as they are. One launch, two

@@ -40,6 +40,15 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
+// What the row of slot `at` is multiplied by.
+template <typename Params>
+__device__ __forceinline__ float SlotWeight(const Params& p, int32_t rows, bool there, int64_t at,
+                                            int32_t row) {
+  if (!there || p.weights == nullptr) return 1.0f;
+  if (!p.row_weights) return __ldg(p.weights + at);
+  return row >= 0 && row < rows ? __ldg(p.weights + row) : 1.0f;
+}
+
 // Stores a lane's vectors of a token, `step` apart from `v` on, for up to 32 slots, one in each
 // lane. Called by whole warps.
 template <RowType kType>
@@ -107,7 +116,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       const bool there = slots + lane < p.slots;
       const int64_t at = first + slots + lane;
       const int32_t row = there ? __ldg(p.slot_row + at) : -1;
-      const float weight = there && p.weights != nullptr ? __ldg(p.weights + at) : 1.0f;
+      const float weight = SlotWeight(p, p.rows, there, at, row);
       StoreSlots<kType>(p, part, v, row, weight);
     }
   }
@@ -128,12 +137,13 @@ __device__ __forceinline__ float BlockSum(float sum) {
 // Called by whole blocks: a row of a token times its weight, and the product with another row.
 // Without a token it is zeros.
 template <RowType kType, typename Params>
-__device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t source) {
+__device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t source,
+                                         int64_t weight_at) {
   using E = Element<kType>;
   const int64_t vectors = p.row_bytes / kVectorBytes;
   const int32_t token = source < 0 ? p.tokens : source / p.slots;
   const bool filled = token < p.tokens;
-  const float weight = filled && p.weights != nullptr ? __ldg(p.weights + source) : 1.0f;
+  const float weight = filled && p.weights != nullptr ? __ldg(p.weights + weight_at) : 1.0f;
   const auto* from = static_cast<const uint4*>(p.values) + (filled ? token : 0) * vectors;
   const auto* other = static_cast<const uint4*>(p.others) + row * vectors;
   auto* to = static_cast<uint4*>(p.out) + row * vectors;
@@ -164,7 +174,8 @@ __device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t s
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads)
     WeighKernel(const __grid_constant__ GatherRowsParams p) {
-  WeighRow<kType>(p, blockIdx.x, __ldg(p.source + blockIdx.x));
+  const int32_t source = __ldg(p.source + blockIdx.x);
+  WeighRow<kType>(p, blockIdx.x, source, source);
 }
 
 // blockIdx.x: the slot, those of a token side by side, who find its row in L2; or behind them
@@ -178,7 +189,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     return;
   }
   const int32_t row = __ldg(p.slot_row + blockIdx.x);
-  if (row >= 0 && row < p.rows) WeighRow<kType>(p, row, static_cast<int32_t>(blockIdx.x));
+  if (row < 0 || row >= p.rows) return;
+  const int64_t weight_at = p.row_weights ? row : int64_t{blockIdx.x};
+  WeighRow<kType>(p, row, static_cast<int32_t>(blockIdx.x), weight_at);
 }
 
 // Adds the rows of up to 32 slots, one in each lane, to `total`. Called by whole warps.
@@ -232,7 +245,7 @@ __global__ void __launch_bounds__(kMaxThreads) SumKernel(const __grid_constant__
       const bool there = slots + lane < p.slots;
       const int64_t at = first + slots + lane;
       const int32_t row = there ? __ldg(p.slot_row + at) : -1;
-      const float weight = there && p.weights != nullptr ? __ldg(p.weights + at) : 1.0f;
+      const float weight = SlotWeight(p, p.num_rows, there, at, row);
       AddSlots<kType>(p, row, weight, base + lane, total);
     }
     if (base + lane < vectors) {
@@ -293,8 +306,9 @@ void LaunchSpread(cudaStream_t stream, const SpreadRowsParams& p, unsigned grid,
 
 cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& p) {
   const bool compared = p.others != nullptr;
-  const int64_t blocks = static_cast<int64_t>(p.tokens) * (compared ? p.slots : 1) +
-                         (static_cast<int64_t>(p.rows) + rows::kMaxThreads - 1) / rows::kMaxThreads;
+  const int64_t looked =
+      p.source == nullptr ? 0 : (int64_t{p.rows} + rows::kMaxThreads - 1) / rows::kMaxThreads;
+  const int64_t blocks = static_cast<int64_t>(p.tokens) * (compared ? p.slots : 1) + looked;
   if (!rows::FitsRows(p.row_bytes, p.values, p.others, p.out) || p.rows <= 0 || p.tokens <= 0 ||
       p.slots <= 0 || blocks >= rows::kMaxRows || compared != (p.products != nullptr)) {
     return cudaErrorInvalidValue;

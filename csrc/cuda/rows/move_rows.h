@@ -31,32 +31,35 @@ cudaError_t LaunchGatherRows(cudaStream_t stream, const GatherRowsParams& params
 // The same rows, read once a token and stored for every slot: `source` and `slot_row` are inverse
 // to each other.
 struct SpreadRowsParams {
-  RowType type;             // kBytes: rows that only move
-  int32_t rows;             // of `out`
-  int32_t tokens;           // of `values`
-  int32_t slots;            // of a token
-  int64_t row_bytes;        // a multiple of 16
-  const int32_t* source;    // [rows], device: negative: no slot has it, a row of zeros
-  const int32_t* slot_row;  // [tokens, slots], device: negative: the slot has no row
-  const void* values;       // [tokens, row_bytes], device
-  const float* weights;     // [tokens, slots], device, times the slot's row; null: none
-  const void* others;       // [rows, row_bytes], device; null: none
-  void* out;                // [rows, row_bytes], device
-  float* products;          // [rows], device: as of GatherRowsParams
+  RowType type;       // kBytes: rows that only move
+  int32_t rows;       // of `out`
+  int32_t tokens;     // of `values`
+  int32_t slots;      // of a token
+  int64_t row_bytes;  // a multiple of 16
+  // [rows], device: negative: no slot has it, a row of zeros; null: such rows stay as they are
+  const int32_t* source;
+  const int32_t* slot_row;   // [tokens, slots], device: negative: the slot has no row
+  const void* values;        // [tokens, row_bytes], device
+  const float* weights;      // [tokens, slots], device, times the slot's row; null: none
+  const void* others;        // [rows, row_bytes], device; null: none
+  void* out;                 // [rows, row_bytes], device
+  float* products;           // [rows], device: as of GatherRowsParams
+  bool row_weights = false;  // `weights` is [rows]
 };
 // One launch. `weights`, `others` and `products` want a float type.
 cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& params);
 
 struct SumRowsParams {
-  RowType type;             // kF32, kBF16 or kF16; summed in f32, rounded once
-  int32_t tokens;           // of `out`
-  int32_t slots;            // S
-  int32_t num_rows;         // of `rows`
-  int64_t row_bytes;        // a multiple of 16
-  const int32_t* slot_row;  // [tokens, S], device: negative: the slot has no row
-  const void* rows;         // [num_rows, row_bytes], device
-  const float* weights;     // [tokens, S], device, times the slot's row; null: none
-  void* out;                // [tokens, row_bytes], device: sums in slot order
+  RowType type;              // kF32, kBF16 or kF16; summed in f32, rounded once
+  int32_t tokens;            // of `out`
+  int32_t slots;             // S
+  int32_t num_rows;          // of `rows`
+  int64_t row_bytes;         // a multiple of 16
+  const int32_t* slot_row;   // [tokens, S], device: negative: the slot has no row
+  const void* rows;          // [num_rows, row_bytes], device
+  const float* weights;      // [tokens, S], device, times the slot's row; null: none
+  void* out;                 // [tokens, row_bytes], device: sums in slot order
+  bool row_weights = false;  // `weights` is [num_rows]
 };
 // One launch.
 cudaError_t LaunchSumRows(cudaStream_t stream, const SumRowsParams& params);

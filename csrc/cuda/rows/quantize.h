@@ -29,13 +29,24 @@ constexpr int kMxTile = 32;              // values that share an e8m0 scale
 struct AmaxParams {
   RowType type;
   rows::RowGroups groups;
-  int32_t width;        // W
-  int32_t num_experts;  // group l of slab s is of expert (s * L + l) % num_experts
-  const void* values;   // [S * C, W] type, device
-  float* amax;          // [num_experts], device
+  int32_t width;                    // W
+  int32_t num_experts;              // group l of slab s is of expert (s * L + l) % num_experts
+  const void* values;               // [S * C, W] type, device
+  float* amax;                      // [num_experts], device
+  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
 };
 // Two launches.
 cudaError_t LaunchGroupAmax(cudaStream_t stream, const AmaxParams& params);
+
+// What amax says of scales, one of each group.
+struct GroupScalesParams {
+  Fp8Format format;
+  int32_t count;                    // of groups
+  const float* amax;                // [count], device
+  float* scale;                     // [count], device
+  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
+};
+cudaError_t LaunchGroupScales(cudaStream_t stream, const GroupScalesParams& params);
 
 struct QuantizeRowsParams {
   RowType type;
@@ -46,8 +57,9 @@ struct QuantizeRowsParams {
   const float* group_scale;  // [S * L], device; null: tiles make their own
   bool power_of_two;         // scales of tiles
   bool clear_slack;
-  uint8_t* data;      // [S * C, W], device
-  float* tile_scale;  // [S * C, ceil(W / kTile)], device; null with group_scale
+  uint8_t* data;                    // [S * C, W], device
+  float* tile_scale;                // [S * C, ceil(W / kTile)], device; null with group_scale
+  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
 };
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const QuantizeRowsParams& params);
 

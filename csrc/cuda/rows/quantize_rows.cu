@@ -3,6 +3,7 @@
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -19,8 +20,17 @@ constexpr int kTilesAtOnce = 32 / kTileLanes;  // of a warp
 // The scales of a warp's turn, side by side, leave it at once.
 constexpr int kTilesOfTurn = kTilesAtOnce * kUnroll;
 
-__global__ void ClearKernel(float* values, int count) {
+__global__ void ClearKernel(float* values, int count, const int32_t* wanted) {
+  if (LeftOut(wanted)) return;
   for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0.0f;
+}
+
+template <Fp8Format kFormat>
+__global__ void ScalesKernel(const __grid_constant__ GroupScalesParams p) {
+  if (LeftOut(p.wanted)) return;
+  for (int i = threadIdx.x; i < p.count; i += blockDim.x) {
+    p.scale[i] = Fp8<kFormat>::ScaleOf(p.amax[i], false);
+  }
 }
 
 // The largest finite magnitude of a lane's part of a row.
@@ -53,6 +63,7 @@ __device__ __forceinline__ uint32_t RowAmax(const AmaxParams& p, int64_t row, in
 template <RowType kType>
 __global__ void __launch_bounds__(kThreads) AmaxKernel(const __grid_constant__ AmaxParams p) {
   __shared__ int32_t ends[kMaxGroupsPerSlab];
+  if (LeftOut(p.wanted)) return;
   const int slab = blockIdx.y, groups = p.groups.groups_per_slab;
   GroupEnds(p.groups, slab, ends);
   const int32_t used = ends[groups - 1];
@@ -179,6 +190,7 @@ template <RowType kType, Fp8Format kFormat, bool kTiled>
 __global__ void __launch_bounds__(kThreads)
     QuantizeRowsKernel(const __grid_constant__ QuantizeRowsParams p) {
   __shared__ int32_t ends[kTiled ? 1 : kMaxGroupsPerSlab];
+  if (LeftOut(p.wanted)) return;
   const int slab = blockIdx.y, groups = p.groups.groups_per_slab;
   int32_t used;
   if constexpr (kTiled) {
@@ -245,7 +257,7 @@ cudaError_t LaunchGroupAmax(cudaStream_t stream, const AmaxParams& p) {
   const cudaError_t error =
       rows::GridOf(p.groups, rows::kWarps, rows::kAmaxBlocksPerProcessor, &grid);
   if (error != cudaSuccess) return error;
-  rows::ClearKernel<<<1, rows::kThreads, 0, stream>>>(p.amax, p.num_experts);
+  rows::ClearKernel<<<1, rows::kThreads, 0, stream>>>(p.amax, p.num_experts, p.wanted);
   switch (p.type) {
     case RowType::kF32:
       rows::AmaxKernel<RowType::kF32><<<grid, rows::kThreads, 0, stream>>>(p);
@@ -258,6 +270,15 @@ cudaError_t LaunchGroupAmax(cudaStream_t stream, const AmaxParams& p) {
       break;
     default:
       return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchGroupScales(cudaStream_t stream, const GroupScalesParams& p) {
+  if (p.format == Fp8Format::kE4M3) {
+    rows::ScalesKernel<Fp8Format::kE4M3><<<1, rows::kThreads, 0, stream>>>(p);
+  } else {
+    rows::ScalesKernel<Fp8Format::kE5M2><<<1, rows::kThreads, 0, stream>>>(p);
   }
   return cudaGetLastError();
 }

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "cuda/block/block_call.h"
+#include "cuda/rows/quantize.h"
 #include "ffi/cuda_call.h"
 #include "ffi/movement/operands.h"
 
@@ -31,6 +32,14 @@ WeightOperands WeightsOf(const CallFrame& frame) {
   return {wi, wi_up, wo, wi_bias};
 }
 
+// [L, N] or absent.
+Status ReadFirstBias(const WeightOperands& weights, BlockParams* params) {
+  if (weights.wi_bias.absent(2)) return Status();
+  EP_RETURN_IF_ERROR(weights.wi_bias.CheckShape({params->sizes.experts, params->sizes.columns}));
+  params->wi_bias = weights.wi_bias.data();
+  return weights.wi_bias.ReadFloatType(&params->bias_type);
+}
+
 Status ReadWeights(const WeightOperands& weights, DataType type, BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
   const int64_t local = sizes.experts, hidden = sizes.hidden, inner = sizes.inner;
@@ -43,10 +52,33 @@ Status ReadWeights(const WeightOperands& weights, DataType type, BlockParams* pa
   EP_RETURN_IF_ERROR(weights.wi.Read(type, {local, hidden, weights.wi.dim(2)}, &params->wi));
   EP_RETURN_IF_ERROR(weights.wo.Read(type, {local, inner, hidden}, &params->wo));
   if (weights.pair()) EP_RETURN_IF_ERROR(weights.wi_up.Read(type, weights.first(), &params->wi_up));
-  if (weights.wi_bias.absent(2)) return Status();
-  EP_RETURN_IF_ERROR(weights.wi_bias.CheckShape({local, weights.columns()}));
-  params->wi_bias = weights.wi_bias.data();
-  return weights.wi_bias.ReadFloatType(&params->bias_type);
+  return ReadFirstBias(weights, params);
+}
+
+int64_t Blocks(int64_t values) { return (values + cuda::kTile - 1) / cuda::kTile; }
+
+// Weights of 8 bits with the contracted dim along memory, their scales the operands from `scales`
+// on: forward wi [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo [L, M, H].
+Status ReadQuantizedWeights(const CallFrame& frame, const WeightOperands& weights, bool backward,
+                            size_t scales, BlockParams* params) {
+  const cuda::block::BlockSizes& sizes = params->sizes;
+  const int64_t local = sizes.experts, hidden = sizes.hidden, inner = sizes.inner;
+  const int64_t columns = sizes.columns;
+  if (params->type != cuda::RowType::kBF16) {
+    return Refused(frame.call, "tokens", "rows of 8-bit products must be bfloat16");
+  }
+  const Dims wi = backward ? Dims{local, hidden, columns} : Dims{local, columns, hidden};
+  const Dims wo = backward ? Dims{local, inner, hidden} : Dims{local, hidden, inner};
+  EP_RETURN_IF_ERROR(weights.wi.Read(DataType::U8, wi, &params->wi));
+  EP_RETURN_IF_ERROR(weights.wo.Read(DataType::U8, wo, &params->wo));
+  const auto [wi_scale, wo_scale] = frame.Named(frame.args, scales, "wi_scale", "wo_scale");
+  const bool blocks = sizes.scaling == cuda::GemmScaling::kBlock;
+  const auto of = [&](int64_t in, int64_t out) {
+    return blocks ? Dims{local, Blocks(in), Blocks(out)} : Dims{local};
+  };
+  EP_RETURN_IF_ERROR(wi_scale.Read(of(hidden, columns), &params->wi_scale));
+  EP_RETURN_IF_ERROR(wo_scale.Read(of(inner, hidden), &params->wo_scale));
+  return ReadFirstBias(weights, params);
 }
 
 void ReadGroup(const CudaCall& call, BlockParams* params) {
@@ -60,15 +92,25 @@ void ReadGroup(const CudaCall& call, BlockParams* params) {
   params->dispatch_grid.place_blocks = blocks.place;
   params->combine_grid = {blocks.reduce, blocks.sum};
   params->exact = options.exact_combine;
+  params->side = call.rank.side;
   params->source_rows_bytes = call.context.group->lane_layout().source_rows_bytes;
   params->function = static_cast<cuda::ActivationFunction>(call.attributes.function);
   params->gated = call.attributes.gated;
   params->early = call.attributes.early;
+  params->gradients = call.attributes.e5m2 ? cuda::Fp8Format::kE5M2 : cuda::Fp8Format::kE4M3;
+  params->power_of_two = call.attributes.power_of_two;
+}
+
+// Operands that all calls of a direction have, and behind them scales of 8-bit weights. The bias of
+// wo comes last, where it is there.
+size_t CountArgs(const CudaCall& call, size_t count) {
+  return count + (call.attributes.scaling != 0 ? 2 : 0);
 }
 
 // What both directions have: rank, layer_index, topk_idx s32 [T, K], tokens [T, H],
-// weights f32 [T, K], most s32 [1], the plan, and the experts' weights.
-Status ReadOperands(const CudaCall& call, BlockParams* params) {
+// weights f32 [T, K], most s32 [1], the plan, and the experts' weights; behind the first `count`
+// operands their scales.
+Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockParams* params) {
   const CallFrame& frame = call.frame;
   const auto [rank, layer_index, topk_idx, tokens, weights, most] =
       frame.Args("rank", "layer_index", "topk_idx", "tokens", "weights", "most");
@@ -93,12 +135,17 @@ Status ReadOperands(const CudaCall& call, BlockParams* params) {
   block.capacity = static_cast<int32_t>(sizes.capacity);
   block.experts = static_cast<int32_t>(sizes.experts);
   block.hidden = static_cast<int32_t>(sizes.width);
-  block.inner = static_cast<int32_t>(experts.wo.dim(1));
-  block.columns = static_cast<int32_t>(experts.columns());
+  const bool quantized = call.attributes.scaling != 0;
+  block.inner = static_cast<int32_t>(experts.wo.dim(quantized && !backward ? 2 : 1));
+  block.columns =
+      static_cast<int32_t>(quantized ? block.inner * (params->gated ? 2 : 1) : experts.columns());
   block.ranks = static_cast<int32_t>(call.context.group->sizes().ep_size);
   block.alignment = static_cast<int32_t>(call.context.layer.alignment);
   block.rows = static_cast<int32_t>(call.attributes.rows);
   block.element_bytes = 2;
+  block.scaling = static_cast<cuda::GemmScaling>(call.attributes.scaling);
+  if (!ToFloatType(tokens.type(), &params->weight_type)) return tokens.CheckType(DataType::BF16);
+  if (quantized) return ReadQuantizedWeights(frame, experts, backward, count, params);
   return ReadWeights(experts, tokens.type(), params);
 }
 
@@ -150,19 +197,38 @@ Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, vo
                      {params->sizes.tokens, params->sizes.hidden}, out);
 }
 
+// Gradients of weights: of the tokens' type, or with 8-bit products f32 too; of a pair two.
+Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand& dwo, DataType type,
+                       BlockParams* params) {
+  const cuda::block::BlockSizes& sizes = params->sizes;
+  if (sizes.scaling != cuda::GemmScaling::kNone && dwi.type() == DataType::F32) {
+    type = DataType::F32;
+    params->weight_type = cuda::FloatType::kF32;
+  }
+  const bool pair = !dwi_up.absent(3);
+  const Dims first = {sizes.experts, sizes.hidden, sizes.columns / (pair ? 2 : 1)};
+  EP_RETURN_IF_ERROR(dwi.Read(type, first, &params->dwi));
+  EP_RETURN_IF_ERROR(dwi_up.Check(type, pair ? first : Dims{0, 0, 0}));
+  if (pair) params->dwi_up = dwi_up.data();
+  return dwo.Read(type, {sizes.experts, sizes.inner, sizes.hidden}, &params->dwo);
+}
+
 }  // namespace
 
 // ep_block_v1(rank, layer_index, topk_idx, tokens, weights, most, plan, wi, wi_up, wo, wi_bias
-//             [, wo_bias]; rows, function, gated, early)
+//             [, wo_bias]; rows, function, gated, early, scaling=0)
+// scaling=1, 2: 8-bit products by tensor scales, by blocks; wi and wo are u8, transposed, wi_up is
+//   [0, 0, 0], and wi_scale and wo_scale, f32, stand behind all but wo_bias; e5m2, power_of_two
 //   -> y [T, H], kept [at most rows, N] or [0, 0], workspace u8
 Status LaunchBlockCall(const CudaCall& call) {
-  const size_t more = call.frame.args.size() > kForwardArgs ? 1 : 0;
-  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs + more, 3));
+  const size_t count = CountArgs(call, kForwardArgs);
+  const size_t more = call.frame.args.size() > count ? 1 : 0;
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(count + more, 3));
   const DataType type = call.frame.args[3].dtype;
   const auto [y, kept, workspace] = call.frame.Rets("y", "kept", "workspace");
   BlockParams params{};
-  EP_RETURN_IF_ERROR(ReadOperands(call, &params));
-  EP_RETURN_IF_ERROR(ReadSecondBias(call, kForwardArgs, &params));
+  EP_RETURN_IF_ERROR(ReadOperands(call, /*backward=*/false, kForwardArgs, &params));
+  EP_RETURN_IF_ERROR(ReadSecondBias(call, count, &params));
   EP_RETURN_IF_ERROR(ReadTokens(call, y, type, &params.y, &params));
   EP_RETURN_IF_ERROR(ReadKept(kept, type, &params));
   EP_RETURN_IF_ERROR(ReadWorkspace(workspace, /*backward=*/false, &params));
@@ -170,31 +236,30 @@ Status LaunchBlockCall(const CudaCall& call) {
 }
 
 // ep_block_bwd_v1(those of ep_block_v1, kept, made s32 [1], dy [T, H] [, wo_bias]; rows, function,
-//                 gated, early)
+//                 gated, early, scaling=0)
 //   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo,
 //      d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
+// scaling=1, 2: as above, but wi and wo are not transposed, and dwi, dwi_up and dwo may be f32
 Status LaunchBlockBwdCall(const CudaCall& call) {
-  const size_t more = call.frame.args.size() > kForwardArgs + 3 ? 1 : 0;
-  EP_RETURN_IF_ERROR(call.frame.CheckCount(kForwardArgs + 3 + more, 7 + more));
+  constexpr size_t kArgs = kForwardArgs + 3;
+  const size_t count = CountArgs(call, kArgs);
+  const size_t more = call.frame.args.size() > count ? 1 : 0;
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(count + more, 7 + more));
   const DataType type = call.frame.args[3].dtype;
   const auto [kept, made, dy] =
       call.frame.Named(call.frame.args, kForwardArgs, "kept", "made", "dy");
   const auto [dx, d_weights, dwi, dwi_up, dwo, d_wi_bias, workspace] =
       call.frame.Rets("dx", "d_weights", "dwi", "dwi_up", "dwo", "d_wi_bias", "workspace");
   BlockParams params{};
-  EP_RETURN_IF_ERROR(ReadOperands(call, &params));
+  EP_RETURN_IF_ERROR(ReadOperands(call, /*backward=*/true, kArgs, &params));
   const cuda::block::BlockSizes& sizes = params.sizes;
-  const WeightOperands experts = WeightsOf(call.frame);
   EP_RETURN_IF_ERROR(ReadKept(kept, type, &params));
   EP_RETURN_IF_ERROR(made.Read({1}, &params.made));
-  EP_RETURN_IF_ERROR(ReadSecondBias(call, kForwardArgs + 3, &params));
+  EP_RETURN_IF_ERROR(ReadSecondBias(call, count, &params));
   EP_RETURN_IF_ERROR(dy.Read(type, {sizes.tokens, sizes.hidden}, &params.dy));
   EP_RETURN_IF_ERROR(ReadTokens(call, dx, type, &params.dx, &params));
   EP_RETURN_IF_ERROR(d_weights.Read({sizes.tokens, sizes.top_k}, &params.d_weights));
-  EP_RETURN_IF_ERROR(dwi.Read(type, experts.first(), &params.dwi));
-  EP_RETURN_IF_ERROR(dwi_up.Check(type, experts.wi_up.dims()));
-  if (experts.pair()) params.dwi_up = dwi_up.data();
-  EP_RETURN_IF_ERROR(dwo.Read(type, {sizes.experts, sizes.inner, sizes.hidden}, &params.dwo));
+  EP_RETURN_IF_ERROR(ReadWeightGrads(dwi, dwi_up, dwo, type, &params));
   EP_RETURN_IF_ERROR(d_wi_bias.ReadIf(params.wi_bias != nullptr, {sizes.experts, sizes.columns},
                                       &params.d_wi_bias));
   if (more != 0) {

@@ -43,6 +43,10 @@ Status CheckSizes(const CallFrame& frame, const CallContext& context, const Size
   EP_RETURN_IF_ERROR(
       CheckEqual(frame, "experts of one rank", sizes.experts, group.experts_per_rank()));
   if (element_bytes == 0) return Status();  // no rows in this call
+  if (element_bytes == 1) {                 // values, or values and their scales
+    return CheckAtMost(frame, "bytes of a row", sizes.width, "hidden_size * max_token_dtype bytes",
+                       group.hidden_size * group.max_token_bytes);
+  }
   EP_RETURN_IF_ERROR(CheckEqual(frame, "hidden_size", sizes.width, group.hidden_size));
   return CheckAtMost(frame, "bytes of a row element", element_bytes, "max_token_dtype bytes",
                      group.max_token_bytes);

@@ -37,7 +37,8 @@ struct PlanOperands {
 // Among `buffers`, from `first` on.
 PlanOperands PlanAt(const CallFrame& frame, const std::vector<Buffer>& buffers, size_t first);
 
-// T, K, C, L, H against what the group and the layer allow. `element_bytes` of one row element.
+// T, K, C, L, H against what the group and the layer allow. `element_bytes` of one row element;
+// rows of bytes may be of any width that staged rows hold.
 Status CheckSizes(const CallFrame& frame, const CallContext& context, const Sizes& sizes,
                   int64_t element_bytes);
 

@@ -1,5 +1,6 @@
 #include <string>
 
+#include "core/groups/registry.h"
 #include "cuda/movement/prepare/prepare_kernels.h"
 #include "ffi/cuda_call.h"
 #include "ffi/movement/operands.h"
@@ -12,8 +13,15 @@ Status ReadVerdict(const CudaCall& call) {
   EP_RETURN_IF_ERROR(call.Launched(cudaStreamSynchronize(call.stream)));
   const volatile cuda::DeviceVerdict& verdict = *call.rank.verdict;
   if (call.rank.record->valid != 0 || verdict.rank < 0) return Status();
-  const std::string& layer = call.context.layer.name;
-  return OverflowError(layer, verdict.rank, verdict.demand, verdict.capacity);
+  int32_t index = 0;  // of a stack: the device alone knows which layer it was
+  if (call.name.layer_index != nullptr) {
+    const cudaError_t copied =
+        cudaMemcpy(&index, call.name.layer_index, sizeof(index), cudaMemcpyDeviceToHost);
+    EP_RETURN_IF_ERROR(call.Launched(copied));
+  }
+  const uint64_t layer_id = call.name.layer_id + static_cast<uint64_t>(index);
+  return OverflowError(ThisProcess().registry.LayerName(layer_id), verdict.rank, verdict.demand,
+                       verdict.capacity);
 }
 
 }  // namespace

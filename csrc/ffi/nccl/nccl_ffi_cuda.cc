@@ -10,13 +10,16 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda/device/driver.h"
 #include "cuda/nccl/exchange.h"
 #include "cuda/nccl/group.h"
+#include "cuda/nccl/node_plan.h"
 #include "ffi/call_frame.h"
 #include "ffi/read_call.h"
 #include "xla/ffi/api/ffi.h"
@@ -32,6 +35,7 @@ struct NcclCall {
   cudaStream_t stream;
   nccl::Peers peers;
   nccl::Blocks blocks;
+  size_t result = 0;  // where the blocks arrive
 };
 
 // blocks [P, ...] -> [P, ...]; of an all-gather block [...] -> [P, ...]. A second operand is not
@@ -55,6 +59,19 @@ Status CheckBlocks(NcclCall* call) {
   return Status();
 }
 
+// Behind an exchange of that status. What failed is NaN in floats, 0 in integers, as kernels leave
+// it: it may become an index or a trip count before anybody hears of it.
+Status Finish(nccl::Communicator& communicator, const NcclCall& call, const Buffer& result,
+              const Status& status) {
+  const uint8_t filling = LostByte(result.dtype);
+  if (status.ok()) {
+    return communicator.mark()->Guard(call.stream, result.data, result.bytes(), filling);
+  }
+  // XLA hears of it at the next run, on every device of the process alike.
+  return cuda::Check(cudaMemsetAsync(result.data, filling, result.bytes(), call.stream),
+                     "cudaMemsetAsync");
+}
+
 Status Exchange(nccl::NcclGroup& group, nccl::Communicator& communicator, const NcclCall& call) {
   const nccl::Peers& peers = call.peers;
   const nccl::Blocks& blocks = call.blocks;
@@ -67,63 +84,235 @@ Status Exchange(nccl::NcclGroup& group, nccl::Communicator& communicator, const 
   const Status status = group.Run(communicator, peers, [&](nccl::Comm* comm) {
     return nccl::SendBlocks(*api, peers, blocks, comm, call.stream);
   });
-  // Of a call that failed: NaN in floats, 0 in integers, as kernels leave it.
-  const uint8_t filling = LostByte(call.frame.rets[0].dtype);
-  const int64_t bytes = call.frame.rets[0].bytes();
-  // What an abort leaves may become an index or a trip count before anybody hears of it.
-  if (status.ok()) {
-    return communicator.mark()->Guard(call.stream, blocks.received, bytes, filling);
-  }
-  // XLA hears of it at the next run, on every device of the process alike.
-  return cuda::Check(cudaMemsetAsync(blocks.received, filling, bytes, call.stream),
-                     "cudaMemsetAsync");
+  return Finish(communicator, call, call.frame.rets[call.result], status);
 }
 
-Status RunInGroup(nccl::NcclGroup& group, uint64_t run, int64_t node_size, bool rail,
+// Reads the call and moves its blocks.
+using Make = Status (*)(nccl::NcclGroup& group, nccl::Communicator& communicator,
+                        const ffi::Dictionary& attrs, NcclCall* call);
+
+Status MoveBlocks(nccl::NcclGroup& group, nccl::Communicator& communicator, const ffi::Dictionary&,
+                  NcclCall* call) {
+  EP_RETURN_IF_ERROR(CheckBlocks(call));
+  return Exchange(group, communicator, *call);
+}
+
+constexpr std::chrono::microseconds kPause(5);
+
+// Host memory that the device copies to beside the thread that waits for it; stays.
+Status PinnedWords(size_t count, int32_t** out) {
+  thread_local int32_t* words = nullptr;
+  thread_local size_t held = 0;
+  if (count > held) {
+    void* made = nullptr;
+    EP_RETURN_IF_CUDA(cudaHostAlloc(&made, count * sizeof(int32_t), cudaHostAllocPortable));
+    words = static_cast<int32_t*>(made);
+    held = count;
+  }
+  *out = words;
+  return Status();
+}
+
+// What the device has found by now, on the host. The wait is bounded as a call's is.
+Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32_t* device,
+                  std::vector<int32_t>* counts) {
+  int32_t* words = nullptr;
+  EP_RETURN_IF_ERROR(PinnedWords(counts->size(), &words));
+  EP_RETURN_IF_CUDA(cudaMemcpyAsync(words, device, counts->size() * sizeof(int32_t),
+                                    cudaMemcpyDeviceToHost, stream));
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::nanoseconds(group.options().op_timeout_ns);
+  for (;;) {
+    const cudaError_t found = cudaStreamQuery(stream);
+    if (found == cudaSuccess) break;
+    if (found != cudaErrorNotReady) return cuda::Check(found, "ep_nccl_counted_v1");
+    EP_RETURN_IF_ERROR(group.alive()());
+    if (std::chrono::steady_clock::now() > deadline) {
+      return Error(Code::kDeadlineExceeded, "OpTimeoutError")
+          .Says("ep_nccl_counted_v1: how many rows cross was not known within " +
+                std::to_string(static_cast<double>(group.options().op_timeout_ns) * 1e-9) + " s");
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+  std::copy_n(words, counts->size(), counts->begin());
+  return Status();
+}
+
+// ep_nccl_counted_v1(counts s32 [2, P], blocks [P, R, X] ...; node_size, rail) -> the same blocks
+// The first counts[0, p] rows of a block go to peer p, counts[1, p] rows come from it; a rank's own
+// block is copied. The rest of what returns holds anything.
+Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const ffi::Dictionary&,
+                NcclCall* call) {
+  const CallFrame& frame = call->frame;
+  const nccl::Peers& peers = call->peers;
+  EP_RETURN_IF_ERROR(
+      frame.CheckCount(frame.rets.size() + 1, std::max<size_t>(frame.rets.size(), 1)));
+  const auto [counts_given] = frame.Args("counts");
+  const int32_t* on_device = nullptr;
+  EP_RETURN_IF_ERROR(counts_given.Read({2, peers.count}, &on_device));
+  std::vector<int32_t> counts(2 * peers.count);
+  std::vector<nccl::CountedBlocks> moved;
+  for (size_t i = 0; i < frame.rets.size(); ++i) {
+    const Operand blocks(frame.call, "blocks", frame.args[i + 1]);
+    const Operand result(frame.call, "result", frame.rets[i]);
+    if (blocks.dims().size() < 2 || blocks.dim(0) != peers.count || blocks.dim(1) < 1) {
+      return blocks.MustBe("[" + std::to_string(peers.count) + ", rows, ...]");
+    }
+    nccl::CountedBlocks one{};
+    EP_RETURN_IF_ERROR(result.Read(blocks.type(), blocks.dims(), &one.blocks.received));
+    one.blocks.sent = static_cast<const uint8_t*>(blocks.data());
+    one.blocks.bytes = frame.rets[i].bytes() / peers.count;
+    one.row_bytes = one.blocks.bytes / blocks.dim(1);
+    one.sent = counts.data();
+    one.received = counts.data() + peers.count;
+    EP_RETURN_IF_CUDA(cudaMemcpyAsync(one.blocks.From(peers.self), one.blocks.For(peers.self),
+                                      one.blocks.bytes, cudaMemcpyDeviceToDevice, call->stream));
+    moved.push_back(one);
+  }
+  const nccl::Api* api = nullptr;
+  EP_RETURN_IF_ERROR(nccl::Load("", &api));
+  Status status = group.Ended(ReadCounts(group, call->stream, on_device, &counts));
+  // What a lost rank left of the counts must not reach past a block.
+  const auto rows = static_cast<int32_t>(frame.rets[0].dims[1]);
+  for (int32_t& count : counts) count = std::clamp(count, 0, rows);
+  if (status.ok()) {
+    status = group.Run(communicator, peers, [&](nccl::Comm* comm) {
+      int result = nccl::kSuccess;
+      for (const nccl::CountedBlocks& one : moved) {
+        if (result == nccl::kSuccess) {
+          result = nccl::SendRows(*api, peers, one, comm, call->stream);
+        }
+      }
+      return result;
+    });
+  }
+  for (const Buffer& ret : frame.rets) {
+    EP_RETURN_IF_ERROR(Finish(communicator, *call, ret, status));
+  }
+  return Status();
+}
+
+// The results that a plan has, in its order.
+Status ReadPlan(const CallFrame& frame, int64_t nodes, nccl::NodePlanParams* params) {
+  const auto [dst_rank, dst_row, recv_count, staged_start, staged_row, staged_slot, kept,
+              group_sizes, num_recv, virtual_rank, virtual_row, chunks] =
+      frame.Rets("dst_rank", "dst_row", "recv_count", "staged_start", "staged_row", "staged_slot",
+                 "kept", "group_sizes", "num_recv", "virtual_rank", "virtual_row", "chunks");
+  const Dims slots = {params->tokens, params->top_k};
+  const Dims all = {nodes * params->tokens, params->top_k};
+  params->experts = static_cast<int32_t>(kept.dim(0));
+  params->capacity = static_cast<int32_t>(staged_row.dim(0));
+  EP_RETURN_IF_ERROR(dst_rank.Read(slots, &params->dst_rank));
+  EP_RETURN_IF_ERROR(dst_row.Read(slots, &params->dst_row));
+  EP_RETURN_IF_ERROR(recv_count.Read({params->node_size, 4}, &params->recv_count));
+  EP_RETURN_IF_ERROR(
+      staged_start.Read({int64_t{params->ranks} * params->tokens + 1}, &params->staged_start));
+  EP_RETURN_IF_ERROR(staged_row.Read({params->capacity}, &params->staged_row));
+  EP_RETURN_IF_ERROR(staged_slot.Read({params->capacity}, &params->staged_slot));
+  EP_RETURN_IF_ERROR(kept.Read({params->experts}, &params->kept));
+  EP_RETURN_IF_ERROR(group_sizes.Read({params->experts}, &params->group_sizes));
+  EP_RETURN_IF_ERROR(num_recv.Read({1}, &params->num_recv));
+  EP_RETURN_IF_ERROR(virtual_rank.Read(all, &params->virtual_rank));
+  EP_RETURN_IF_ERROR(virtual_row.Read(all, &params->virtual_row));
+  return chunks.Read({1}, &params->chunks);
+}
+
+constexpr size_t kNodePlanArrays = 12;
+
+// ep_nccl_prepare_v1(topk_idx s32 [T, K]; node_size, alignment)
+//   -> the twelve arrays of a node plan, and for this call alone s32 [N, T, K] and s32 [scratch]
+// The expert indices of all ranks are all that crosses. A second operand is not read.
+Status Prepare(nccl::NcclGroup& group, nccl::Communicator& communicator,
+               const ffi::Dictionary& attrs, NcclCall* call) {
+  const CallFrame& frame = call->frame;
+  EP_RETURN_IF_ERROR(frame.CheckCount(frame.args.size() == 2 ? 2 : 1, kNodePlanArrays + 2));
+  const auto node_size = attrs.get<int64_t>("node_size");
+  const auto alignment = attrs.get<int64_t>("alignment");
+  if (alignment.has_error()) return InvalidArgument("attributes must hold alignment as int64");
+  call->peers = nccl::PeersOf(communicator.place().rank, group.options().ep_size, 0, false);
+  const auto [topk_idx] = frame.Args("topk_idx");
+  nccl::NodePlanParams params{};
+  params.ranks = static_cast<int32_t>(call->peers.count);
+  params.node_size = static_cast<int32_t>(*node_size);
+  params.me = static_cast<int32_t>(call->peers.self);
+  params.tokens = static_cast<int32_t>(topk_idx.dim(0));
+  params.top_k = static_cast<int32_t>(topk_idx.dim(1));
+  params.alignment = static_cast<int32_t>(*alignment);
+  if (params.node_size < 1) return InvalidArgument("node_size must be at least 1");
+  const int32_t* idx = nullptr;
+  EP_RETURN_IF_ERROR(topk_idx.Read({params.tokens, params.top_k}, &idx));
+  EP_RETURN_IF_ERROR(ReadPlan(frame, params.ranks / params.node_size, &params));
+  const Operand all("ep_nccl_prepare_v1", "all_idx", frame.rets[kNodePlanArrays]);
+  const Operand scratch("ep_nccl_prepare_v1", "scratch", frame.rets[kNodePlanArrays + 1]);
+  int32_t* gathered = nullptr;
+  EP_RETURN_IF_ERROR(all.Read({params.ranks, params.tokens, params.top_k}, &gathered));
+  const int64_t words =
+      nccl::NodePlanScratch(params.ranks, params.tokens, params.top_k, params.experts);
+  EP_RETURN_IF_ERROR(scratch.Read({words}, &params.scratch));
+  params.idx = gathered;
+  call->blocks = {reinterpret_cast<const uint8_t*>(idx), reinterpret_cast<uint8_t*>(gathered),
+                  int64_t{params.tokens} * params.top_k * 4, /*gathers=*/true};
+  call->result = kNodePlanArrays;
+  EP_RETURN_IF_ERROR(Exchange(group, communicator, *call));
+  return cuda::Check(nccl::LaunchNodePlan(call->stream, params), "ep_nccl_prepare_v1");
+}
+
+Status RunInGroup(nccl::NcclGroup& group, uint64_t run, const ffi::Dictionary& attrs, Make make,
                   NcclCall* call) {
   EP_RETURN_IF_ERROR(group.Decide(run));
-  const int64_t ep_size = group.options().ep_size;
-  if (node_size < 0 || (node_size > 0 && ep_size % node_size != 0)) {
-    return InvalidArgument("node_size must be 0 or divide the ep size " + std::to_string(ep_size) +
-                           ", got " + std::to_string(node_size));
-  }
-  int device = -1;
-  EP_RETURN_IF_ERROR(cuda::Check(cudaGetDevice(&device), "cudaGetDevice"));
-  nccl::Communicator* communicator = group.OfDevice(device);
-  if (communicator == nullptr) return OtherMesh(device, group.options().name);
-  call->peers = nccl::PeersOf(communicator->place().rank, ep_size, node_size, rail);
-  EP_RETURN_IF_ERROR(CheckBlocks(call));
-  return Exchange(group, *communicator, *call);
-}
-
-Status CallNccl(uint64_t run, const ffi::Dictionary& attrs, NcclCall* call) {
-  Attributes attributes{};
-  EP_RETURN_IF_ERROR(ReadAttributes(attrs, &attributes));
   const auto node_size = attrs.get<int64_t>("node_size");
   const auto rail = attrs.get<int64_t>("rail");
   if (node_size.has_error() || rail.has_error()) {
     return InvalidArgument("attributes must hold node_size and rail as int64");
   }
+  const int64_t ep_size = group.options().ep_size;
+  if (*node_size < 0 || (*node_size > 0 && ep_size % *node_size != 0)) {
+    return InvalidArgument("node_size must be 0 or divide the ep size " + std::to_string(ep_size) +
+                           ", got " + std::to_string(*node_size));
+  }
+  int device = -1;
+  EP_RETURN_IF_ERROR(cuda::Check(cudaGetDevice(&device), "cudaGetDevice"));
+  nccl::Communicator* communicator = group.OfDevice(device);
+  if (communicator == nullptr) return OtherMesh(device, group.options().name);
+  call->peers = nccl::PeersOf(communicator->place().rank, ep_size, *node_size, *rail != 0);
+  return make(group, *communicator, attrs, call);
+}
+
+Status CallNccl(uint64_t run, const ffi::Dictionary& attrs, Make make, NcclCall* call) {
+  Attributes attributes{};
+  EP_RETURN_IF_ERROR(ReadAttributes(attrs, &attributes));
   nccl::Layer layer;
   std::shared_ptr<nccl::NcclGroup> group;
   EP_RETURN_IF_ERROR(nccl::ThisProcessGroups().Resolve(attributes.layer_id, attributes.fingerprint,
                                                        &layer, &group));
   if (!group->BeginCall()) return group->ClosedError(layer.name);
-  const Status status = RunInGroup(*group, run, *node_size, *rail != 0, call);
+  const Status status = RunInGroup(*group, run, attrs, make, call);
   group->EndCall();
   return status;
 }
 
-template <bool gathers>
+struct ExchangeTarget {
+  const char* name;
+  bool gathers;
+  Make make;
+};
+
+template <const ExchangeTarget& target>
 ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
   NcclCall call{};
   call.stream = stream;
-  call.blocks.gathers = gathers;
-  call.frame.call = gathers ? "ep_nccl_all_gather_v1" : "ep_nccl_exchange_v1";
-  return Answer(args, rets, &call.frame,
-                [&] { return CallNccl(static_cast<uint64_t>(run.run_id), attrs, &call); });
+  call.blocks.gathers = target.gathers;
+  call.frame.call = target.name;
+  return Answer(args, rets, &call.frame, [&] {
+    return CallNccl(static_cast<uint64_t>(run.run_id), attrs, target.make, &call);
+  });
 }
+
+constexpr ExchangeTarget kExchange = {"ep_nccl_exchange_v1", false, MoveBlocks};
+constexpr ExchangeTarget kAllGather = {"ep_nccl_all_gather_v1", true, MoveBlocks};
+constexpr ExchangeTarget kCounted = {"ep_nccl_counted_v1", false, MoveRows};
+constexpr ExchangeTarget kPrepare = {"ep_nccl_prepare_v1", true, Prepare};
 
 #define EP_RUNTIME_NCCL_BINDING                 \
   ffi::Ffi::Bind()                              \
@@ -132,12 +321,16 @@ ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
       .Attrs()                                  \
       .RemainingArgs()                          \
       .RemainingRets()
-XLA_FFI_DEFINE_HANDLER(kExchangeV1, Execute<false>, EP_RUNTIME_NCCL_BINDING);
-XLA_FFI_DEFINE_HANDLER(kAllGatherV1, Execute<true>, EP_RUNTIME_NCCL_BINDING);
+XLA_FFI_DEFINE_HANDLER(kExchangeV1, Execute<kExchange>, EP_RUNTIME_NCCL_BINDING);
+XLA_FFI_DEFINE_HANDLER(kAllGatherV1, Execute<kAllGather>, EP_RUNTIME_NCCL_BINDING);
+XLA_FFI_DEFINE_HANDLER(kCountedV1, Execute<kCounted>, EP_RUNTIME_NCCL_BINDING);
+XLA_FFI_DEFINE_HANDLER(kPrepareV1, Execute<kPrepare>, EP_RUNTIME_NCCL_BINDING);
 
 }  // namespace
 
 XLA_FFI_Error* NcclExchangeV1(XLA_FFI_CallFrame* frame) { return kExchangeV1(frame); }
 XLA_FFI_Error* NcclAllGatherV1(XLA_FFI_CallFrame* frame) { return kAllGatherV1(frame); }
+XLA_FFI_Error* NcclCountedV1(XLA_FFI_CallFrame* frame) { return kCountedV1(frame); }
+XLA_FFI_Error* NcclPrepareV1(XLA_FFI_CallFrame* frame) { return kPrepareV1(frame); }
 
 }  // namespace ep_runtime

@@ -5,9 +5,11 @@
 
 namespace ep_runtime {
 
-// ep_nccl_exchange_v1 and ep_nccl_all_gather_v1.
+// ep_nccl_exchange_v1, ep_nccl_all_gather_v1, ep_nccl_counted_v1 and ep_nccl_prepare_v1.
 XLA_FFI_Error* NcclExchangeV1(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* NcclAllGatherV1(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* NcclCountedV1(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* NcclPrepareV1(XLA_FFI_CallFrame* frame);
 
 }  // namespace ep_runtime
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/nccl/group.h"
+#include "ffi/struct_lines.h"
 
 namespace ep_runtime {
 namespace {
@@ -112,6 +113,32 @@ void RankLeft(int64_t group, int64_t world_rank, const char* why) {
   if (found != nullptr) found->RankLeft(world_rank, Status(Code::kAborted, why));
 }
 
+std::string Structs() {
+  return EP_STRUCT_LINE(EpNcclText) + EP_FIELD_LINE(EpNcclText, data) +
+         EP_FIELD_LINE(EpNcclText, size) + EP_STRUCT_LINE(EpNcclOptions) +
+         EP_FIELD_LINE(EpNcclOptions, library) + EP_FIELD_LINE(EpNcclOptions, name) +
+         EP_FIELD_LINE(EpNcclOptions, generation) + EP_FIELD_LINE(EpNcclOptions, ep_size) +
+         EP_FIELD_LINE(EpNcclOptions, op_timeout_ns) + EP_FIELD_LINE(EpNcclOptions, local_ranks) +
+         EP_FIELD_LINE(EpNcclOptions, local_devices) +
+         EP_FIELD_LINE(EpNcclOptions, num_local_ranks) + EP_FIELD_LINE(EpNcclOptions, ids) +
+         EP_FIELD_LINE(EpNcclOptions, num_domains) + EP_FIELD_LINE(EpNcclOptions, carries_rows) +
+         EP_FIELD_LINE(EpNcclOptions, max_channels) + EP_STRUCT_LINE(EpNcclLayer) +
+         EP_FIELD_LINE(EpNcclLayer, id) + EP_FIELD_LINE(EpNcclLayer, name) +
+         EP_FIELD_LINE(EpNcclLayer, fingerprint) + EP_STRUCT_LINE(EpNcclTable) +
+         EP_FIELD_LINE(EpNcclTable, abi) + EP_FIELD_LINE(EpNcclTable, bytes) +
+         EP_FIELD_LINE(EpNcclTable, version) + EP_FIELD_LINE(EpNcclTable, make_group) +
+         EP_FIELD_LINE(EpNcclTable, init_group) + EP_FIELD_LINE(EpNcclTable, add_layers) +
+         EP_FIELD_LINE(EpNcclTable, abort_group) + EP_FIELD_LINE(EpNcclTable, check_group) +
+         EP_FIELD_LINE(EpNcclTable, close_group) + EP_FIELD_LINE(EpNcclTable, await_failure) +
+         EP_FIELD_LINE(EpNcclTable, rank_left) + EP_FIELD_LINE(EpNcclTable, try_sum) +
+         EP_FIELD_LINE(EpNcclTable, structs);
+}
+
+const char* StructLines() {
+  static const std::string all = Structs();
+  return all.c_str();
+}
+
 }  // namespace
 }  // namespace ep_runtime
 
@@ -120,6 +147,7 @@ extern "C" __attribute__((visibility("default"))) const void* EpRuntimeNcclTable
   static const EpNcclTable table = {
       kNcclTableAbi, sizeof(EpNcclTable), Version,    MakeGroup,    InitGroup, AddLayers,
       AbortGroup,    CheckGroup,          CloseGroup, AwaitFailure, RankLeft,  TrySum,
+      StructLines,
   };
   return &table;
 }

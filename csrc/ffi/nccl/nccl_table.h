@@ -59,6 +59,7 @@ struct EpNcclTable {
   void (*rank_left)(int64_t group, int64_t world_rank, const char* why);
   // An all-reduce over the communicators, whose sums are checked.
   int64_t (*try_sum)(int64_t group, int64_t budget_ns, EpNcclText);
+  const char* (*structs)();  // lines of struct_lines.h, of this header's structs
 };
 
 }  // namespace ep_runtime

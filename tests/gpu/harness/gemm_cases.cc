@@ -209,7 +209,9 @@ GemmCase RandomCase(std::mt19937& random, Kind kind) {
   }
   c = Tuned(c);
   if (wide && way == 1) c.tuning.tile_columns = 128;
-  const bool queued = c.product == GemmProduct::kWeightGrad && way != 0;
+  const bool queued =
+      way != 0 && (c.product == GemmProduct::kWeightGrad ||
+                   (c.product == GemmProduct::kDataGrad && c.tuning.tile_columns == 256));
   if (wide && queued && below(2) == 0) c.tuning = {way == 2 ? 256 : c.tuning.tile_columns, 1, true};
   const bool one_each = c.product != GemmProduct::kWeightGrad || OfOneGroupEach(c);
   if (kind == Kind::kTensor && one_each && below(2) == 0) c.tuning = {256, 1, true, false};

@@ -119,10 +119,8 @@ std::vector<ec::GemmTuning> Ways(GemmProduct product, Kind kind) {
   if (kind == Kind::kBlock) return {{256, 1, true, true}};
   if (kind == Kind::kTensor) return {{256, 1, true, true}, {256, 1, true, false}};
   std::vector<ec::GemmTuning> ways = {{256, 1, false, false}, {128, 1, false, false}};
-  if (product == GemmProduct::kWeightGrad) {
-    ways.push_back({256, 1, true, false});
-    ways.push_back({128, 1, true, false});
-  }
+  if (product != GemmProduct::kForward) ways.push_back({256, 1, true, false});
+  if (product == GemmProduct::kWeightGrad) ways.push_back({128, 1, true, false});
   return ways;
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from gpu.jobs.layouts import TRANSPORT, TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime.v1 import group_service_pb2
 from ep_runtime_client.daemons import transport
+from ep_runtime_client.ops.block import takes
 
 TOKENS, HIDDEN, TOP_K = 8, 64, 2
 SETTINGS: dict[str, Any] = {
@@ -49,20 +51,22 @@ class Steps:
         rng = np.random.default_rng(len(devices))
         count = TOKENS * len(devices)
         # Small integers: sums are exact in any order.
-        self.tokens = self._put(rng.integers(-64, 64, (count, HIDDEN)).astype(np.float32))
+        self.tokens = self._put(rng.integers(1, 64, (count, HIDDEN)).astype(np.float32))
         rows = [rng.choice(given["num_experts"], TOP_K, replace=False) for _ in range(count)]
         self.topk_idx = self._put(np.array(rows, np.int32))
+        self._step = self._program(layer)
+        # Forming a group meets the others: budgets of some tests are shorter than compiling takes.
+        session.create_group(
+            f"{name} compiled", self.mesh, ep_axis="ep", transport="xla", **given
+        ).close()
 
+    def _program(self, layer: ep.EpLayer) -> Any:
         @jax.jit
         def step(tokens: Any, topk_idx: Any) -> Any:
             sent = ep.dispatch(layer, tokens, topk_idx)
             return ep.combine(layer, sent, sent.tokens * 2)
 
-        self._step = step.lower(self.tokens, self.topk_idx).compile()
-        # Forming a group meets the others: budgets of some tests are shorter than compiling takes.
-        session.create_group(
-            f"{name} compiled", self.mesh, ep_axis="ep", transport="xla", **given
-        ).close()
+        return step.lower(self.tokens, self.topk_idx).compile()
 
     def make_group(self) -> ep.EpLayer:
         """The group, made once more where it is closed, and its layer."""
@@ -113,6 +117,52 @@ class Steps:
                 **fields,
             }
         return {"kind": "none", "steps": steps}
+
+
+class BlockSteps(Steps):
+    """The same by a block call and its gradient: experts that double what is above zero."""
+
+    def _program(self, layer: ep.EpLayer) -> Any:
+        if TRIAL:
+            takes.refused = lambda asked: ""
+        eye = np.eye(HIDDEN, dtype=np.float32)
+        experts = self._put(np.stack([eye] * self._given["num_experts"]))
+        params = ep.MoEParams(router=None, wi=experts, wo=2 * experts)
+        weights = self._put(np.ones(self.topk_idx.shape, np.float32))
+
+        @jax.jit
+        def step(tokens: Any, topk_idx: Any, weights: Any, params: ep.MoEParams) -> Any:
+            routing = ep.Routing(topk_idx, weights, None)
+
+            def block(x: Any) -> Any:
+                options: dict[str, Any] = {"gated": False, "activation": "relu"}
+                return ep.moe(layer, x, params, routing=routing, **options)[0]
+
+            y, pull = jax.vjp(block, tokens.astype(jnp.bfloat16))
+            (grads,) = pull(jnp.ones_like(y))
+            return (y + grads - 2 * TOP_K).astype(jnp.float32)
+
+        given = (self.tokens, self.topk_idx, weights, params)
+        (path,) = ep.explain(step, *given).paths
+        assert path.path == "block call", path
+        compiled = step.lower(*given).compile()
+        return lambda tokens, topk_idx: compiled(tokens, topk_idx, weights, params)
+
+
+# What steps do, by name; the last has room for the rows of one token of every rank.
+PROGRAMS: dict[str, tuple[type[Steps], dict[str, Any]]] = {
+    "dispatch and combine": (Steps, {}),
+    "block call": (BlockSteps, {}),
+    "block call in parts": (BlockSteps, {"workspace": 1e-6}),
+}
+
+
+def of(
+    program: str, session: ep.Session, name: str, devices: Sequence[Any], **settings: Any
+) -> Steps:
+    """Steps of a program of PROGRAMS."""
+    steps, more = PROGRAMS[program]
+    return steps(session, name, devices, **more, **settings)
 
 
 class Windows:

@@ -63,6 +63,12 @@ BLOCKS = {
     ("nothing", "plan"): KEPT["plan"],
 }
 TRANSPORTS = ("nvlink", "nccl", "xla")
+ONCE = "quantized once"  # ends the name of a program whose weights come so, and what it never runs
+OF_WEIGHTS = {
+    "ep_quantize_weights_v1",
+    "ep_quantize_blocks_v1",
+    "ep_transpose_weights_v1",
+}
 RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
 # What XLA asks of a device while it compiles.
 _H200 = """
@@ -108,9 +114,10 @@ def scanned(
     *,
     separate: bool = False,
     keep: Any = "first",
+    once: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """A scan over layers in bf16, with its gradients; and its operands. `separate`: gate and up
-    are a pair."""
+    are a pair. `once`: weights come quantized."""
     tokens, hidden, width, mesh = 128, 256, 128, Mesh(devices, ("ep",))
     group = fakes.local_group(
         mesh=mesh,
@@ -124,7 +131,13 @@ def scanned(
     )
     stack = group.register_layer_stack("moe", COUNT, top_k=TOP_K)
 
-    def loss(x: Any, params: Any) -> Any:
+    def quantized(params: Any) -> Any:
+        return ep.quantize_params(params, recipe, layer=stack[0], weights_only=True)
+
+    def loss(x: Any, params: Any, params8: Any = None) -> Any:
+        if params8 is not None:
+            params = ep.straight_through(params, params8)
+
         def step(x: Any, each: Any) -> Any:
             y, _ = ep.moe(stack[each[0]], x, each[1], recipe=recipe, keep=keep)
             return x + y, None
@@ -142,8 +155,12 @@ def scanned(
         (half, half) if separate else array(experts, COUNT, each, hidden, 2, width),
         array(experts, COUNT, each, width, hidden),
     )
-    x = array(PartitionSpec("ep"), tokens * mesh.size, hidden)
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), (x, params)
+    x, lies = array(PartitionSpec("ep"), tokens * mesh.size, hidden), NamedSharding(mesh, experts)
+    made = [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), each)
+        for each in ([jax.eval_shape(quantized, params)] if once else [])
+    ]
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), (x, params, *made)
 
 
 def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -179,13 +196,19 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
         for recipe in RECIPES[:2]:
             run, given = scanned(devices, transport, recipe, None, separate=True)
             yield f"scanned {type(recipe).__name__}, a pair", lambda run=run: run, given
+        for recipe in RECIPES[1:]:
+            run, given = scanned(devices, transport, recipe, KEPT["plan"], once=True)
+            yield f"scanned {type(recipe).__name__}, {ONCE}", lambda run=run: run, given
         for (keep, name), policy in BLOCKS.items():
             run, given = scanned(devices, transport, None, policy, keep=keep)
             yield f"block, keep={keep}, keeps {name}", lambda run=run: run, given
 
 
-def faults(before: custom_calls.Calls, text: str) -> list[str]:
+def faults(name: str, before: custom_calls.Calls, text: str) -> list[str]:
     """What is wrong about the calls of a compiled program."""
+    if name.endswith(ONCE):
+        again = sorted({*before} & OF_WEIGHTS)
+        return [f"weights come quantized, and {again} run"] if again else faults("", before, text)
     lines = custom_calls.differences(before, custom_calls.compiled(text))
     return lines + [f"in no scope: {line}" for line in custom_calls.without_scope(text)]
 
@@ -229,7 +252,7 @@ def main(transports: list[str]) -> int:
             held = compiled.memory_analysis().temp_size_in_bytes
             seconds = time.monotonic() - started
             say(f"{calls.total()} calls, {held / 2**20:.1f} MiB, {seconds:.1f} s\n")
-            for line in faults(calls, compiled.as_text()):
+            for line in faults(name, calls, compiled.as_text()):
                 wrong += 1
                 say(f"    {line}\n")
     if TRANSPORTS[0] in (transports or TRANSPORTS):

@@ -2,6 +2,7 @@
 #include "cuda/gemm/copies/transpose_tile.h"
 #include "cuda/gemm/copies/write_columns.cuh"
 #include "cuda/gemm/product/groups.cuh"
+#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -60,6 +61,7 @@ __device__ __forceinline__ void TransposeLines(const BytePlace& place) {
 // blockIdx.x: tile of lines, .z: plane.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposePlanes(const TransposedPlanes planes) {
+  if (LeftOut(planes.wanted)) return;
   const int32_t first = blockIdx.x * kSide;
   const int64_t plane = static_cast<int64_t>(blockIdx.z) * planes.lines * planes.width;
   const int32_t lines = min(planes.lines - first, kSide);
@@ -70,6 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
 // blockIdx.x: tile of a slab's line in the result, .z: slab.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposeRows(const TransposedRows rows) {
+  if (LeftOut(rows.wanted)) return;
   const int32_t at = blockIdx.x * kSide;
   const int slab = blockIdx.z;
   const Rows found = FindRowsAt(rows.groups, slab, at);

@@ -21,6 +21,7 @@ struct TransposedPlanes {
   int32_t planes;
   int32_t lines;
   int32_t width;
+  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
 };
 cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedPlanes& planes);
 
@@ -33,6 +34,7 @@ struct TransposedRows {
   uint8_t* to;
   int32_t slabs;
   int32_t width;
+  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
 };
 cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedRows& rows);
 

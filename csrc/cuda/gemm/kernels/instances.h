@@ -70,6 +70,8 @@ Instances DirectInstances();
 
 // X(product, lhs type, rhs type, out type, columns, summing)
 #define EP_GEMM_QUEUED_16(X)                       \
+  X(kDataGrad, kBF16, kBF16, kBF16, 256, kWhole)   \
+  X(kDataGrad, kF16, kF16, kF16, 256, kWhole)      \
   X(kWeightGrad, kBF16, kBF16, kBF16, 256, kWhole) \
   X(kWeightGrad, kBF16, kBF16, kBF16, 128, kWhole) \
   X(kWeightGrad, kF16, kF16, kF16, 256, kWhole)

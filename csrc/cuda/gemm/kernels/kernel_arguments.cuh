@@ -6,6 +6,7 @@
 
 #include "cuda/gemm/product/groups.cuh"
 #include "cuda/gemm/tile/store_tile.cuh"
+#include "cuda/gemm/tile/tickets.cuh"
 #include "cuda/wanted.cuh"
 
 namespace ep_runtime {
@@ -33,6 +34,7 @@ struct KernelArguments {
   int32_t half;  // columns of the first of a pair's arrays; INT32_MAX: there is one array
   Scales scales;
   const int32_t* wanted;  // [1] or null
+  Tickets tickets;
 };
 
 }  // namespace gemm

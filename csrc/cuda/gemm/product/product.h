@@ -56,13 +56,23 @@ enum class GemmScaling : int32_t {
 struct GemmTuning {
   int32_t tile_columns = 256;  // of a block's output tile: 256, of 16-bit operands 128 too
   int32_t band = 8;            // pairs of row tiles that share their columns in L2
-  // The loading warp says which tiles there are, and a weight gradient's tile is staged whole
-  // unless it is promoted: its store goes on while the next one's products do. 8-bit and tf32
+  // The loading warp says which tiles there are, and an 8-bit weight gradient's tile is staged
+  // whole unless it is promoted: its store goes on while the next one's products do. 8-bit and tf32
   // operands know no other way.
   bool queued = false;
   // 8-bit operands: sums leave the tensor cores every 128 contracted elements and are added up in
   // f32. Block scales know no other way.
   bool promoted = false;
+};
+
+// Tiles go to whoever comes for them, of one launch or of several that do one product together on
+// streams of their own. Queued kernels alone, and not tf32's forward one.
+struct GemmTickets {
+  // [2], device: the next ticket, and the clusters that found none left. Both 0 before the first
+  // launch, and again after the last one.
+  uint32_t* words = nullptr;  // null: clusters take turns, of one launch on all SMs
+  int32_t blocks = 0;         // of this launch, even; 0: it is the only one, on all SMs
+  int32_t all_blocks = 0;     // of all of them, likewise
 };
 
 struct GroupedGemmParams {
@@ -91,13 +101,14 @@ struct GroupedGemmParams {
                            // kBlock: [G, ceil(K' / 128), ceil(N' / 128)]; no kWeightGrad
   const void* bias;        // [G, N'] bias_type, device; null: none. kForward only
   FloatType bias_type;
-  void* out;         // out_type, device, 16-byte aligned. Experts without rows get zeros.
-  void* out_up;      // kWeightGrad alone, as rhs_up
-  bool clear_slack;  // rows of no group get zeros; they are left as they are without it
-  bool adds;         // kWeightGrad of 16-bit operands alone: to what `out` holds, and rounds again
+  void* out;              // out_type, device, 16-byte aligned. Experts without rows get zeros.
+  void* out_up;           // kWeightGrad alone, as rhs_up
+  bool clear_slack;       // rows of no group get zeros; they are left as they are without it
+  bool adds;              // kWeightGrad, not of tf32: to what `out` holds, and rounds again
   const int32_t* wanted;  // [1], device: 0 where the launch has nothing to do. Null: it has.
-                          // 16-bit operands alone
+                          // Not of tf32
   GemmTuning tuning;
+  GemmTickets tickets;
 };
 
 }  // namespace cuda

@@ -2,7 +2,8 @@
 //
 // A cluster takes two tiles at a time: two under each other, which share their columns' operand, or
 // where only one row tile of a group is left, two beside each other, which share their rows'. Every
-// block walks the list by itself from the group sizes; nothing is written.
+// block walks the list by itself from the group sizes; nothing is written. Next gives a cluster its
+// turns among those of one launch; At the pair of any number, and numbers only grow.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_
 
@@ -77,7 +78,13 @@ class RowTileSchedule {
         next_(cluster.index) {}
 
   __device__ bool Next(Tile* tile) {
-    while (next_ >= end_) {
+    const uint32_t index = next_;
+    next_ += cluster_.count;
+    return At(index, tile);
+  }
+
+  __device__ bool At(uint32_t index, Tile* tile) {
+    while (index >= end_) {
       if (++group_ == groups_.num_groups) return false;
       const int slab = group_ / groups_.groups_per_slab;
       if (slab != slab_) {
@@ -92,13 +99,12 @@ class RowTileSchedule {
     int32_t row_tile;
     int32_t column_tile;
     TilePairs(rows_.size, column_tiles_)
-        .Locate(next_ - begin_, cluster_.rank, band_, &row_tile, &column_tile, &tile->share_rows);
+        .Locate(index - begin_, cluster_.rank, band_, &row_tile, &column_tile, &tile->share_rows);
     tile->expert = group_ % groups_.num_experts;
     tile->group = group_;
     tile->row = rows_.start + row_tile * kTileRows;
     tile->row_end = rows_.start + rows_.size;
     tile->column = column_tile * tile_columns_;
-    next_ += cluster_.count;
     return true;
   }
 
@@ -134,10 +140,12 @@ class ExpertTileSchedule {
 
   __device__ bool Next(Tile* tile) {
     const uint32_t place = round_ & 1 ? cluster_.count - 1 - cluster_.index : cluster_.index;
-    const uint32_t index = round_ * cluster_.count + place;
     // The last round may end before this cluster's turn.
+    return At(round_++ * cluster_.count + place, tile);
+  }
+
+  __device__ bool At(uint32_t index, Tile* tile) {
     if (index >= end_) return false;
-    ++round_;
     const uint32_t each = pairs_.Count();
     int32_t row_tile;
     int32_t column_tile;

@@ -15,6 +15,7 @@
 
 #include "cuda/device/device_group.h"
 #include "cuda/movement/call/progress.cuh"
+#include "cuda/movement/call/tally.cuh"
 #include "cuda/wanted.cuh"
 
 namespace ep_runtime {
@@ -70,6 +71,7 @@ struct DeviceCall {
   int32_t me;
   int32_t ranks;
   int64_t lane;
+  uint32_t* waits;  // see WaitsOf
   bool dead;
 
   __device__ uint8_t* Window(int rank) const {
@@ -182,6 +184,7 @@ static __device__ __noinline__ bool AwaitWordSlowly(const DeviceCall& call, cons
   for (uint32_t polls = 1;; ++polls) {
     const uint32_t seen = LoadAcquireSys(word);
     if (seen == expected) {
+      NoteWait(call.waits, source, GlobalTimerNs() - started_ns);
       if (polls > kPollsPerLook) TellArrived(call.group, call.op, started_ns);
       return true;
     }
@@ -241,6 +244,10 @@ __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name,
   call.me = group->ep_rank;
   call.ranks = group->ep_size;
   call.lane = static_cast<int64_t>(call.epoch % group->lanes);
+  call.waits = WaitsOf(group, call.epoch);
+  const bool tallies = blockIdx.x == 0 && threadIdx.x / 32 == 1;
+  TallyNote tally;
+  if (tallies) tally = ReadTally(group, call.epoch);
   BoardNote note;
   bool alive = true;
   if (threadIdx.x == 0) {
@@ -268,6 +275,7 @@ __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name,
   if (!call.dead && blockIdx.x == 0 && threadIdx.x == 0) {
     TellBegin(group, note, call.epoch, call.layer_id, call.handle, call.op, BoardIndex(name));
   }
+  if (!call.dead && tallies) TellTally(group, tally, call.epoch);
   return call;
 }
 

@@ -159,15 +159,16 @@ __device__ inline void TellArrived(const DeviceGroup* group, uint32_t op, uint64
 
 // By one thread of the last block that ends, before the epoch advances. `start` as this block read
 // it while it ended; it is of an earlier call where the first block was later than that.
-__device__ inline void TellEnd(const DeviceGroup* group, CallStart start, uint64_t epoch,
-                               uint32_t op) {
-  const Progress& progress = group->progress;
+__device__ inline void TellEnd(DeviceGroup* group, CallStart start, uint64_t epoch, uint32_t op) {
+  Progress& progress = group->progress;
   if (progress.rank == nullptr) return;
   if (start.epoch != epoch) start = ReadStart(group);
   // A closed group has no board any more.
   const bool open = *static_cast<const volatile uint32_t*>(&group->open) != 0;
   if (start.epoch != epoch || !open) return;
-  const uint64_t now_ns = start.now_ns + (GlobalTimerNs() - start.timer_ns);
+  const uint64_t took_ns = GlobalTimerNs() - start.timer_ns;
+  const uint64_t now_ns = start.now_ns + took_ns;
+  progress.tally.last = {epoch, took_ns, start.index, op};
   const auto code = static_cast<OpCode>(op);
   const bool ends = code == OpCode::kCombine || code == OpCode::kDispatchBwd;
   TellState(progress, RankState::kIdle, op, -1);

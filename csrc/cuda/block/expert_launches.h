@@ -1,0 +1,83 @@
+// What the launches between a block call's exchanges say alike, whatever type their operands have.
+#ifndef EP_RUNTIME_CUDA_BLOCK_EXPERT_LAUNCHES_H_
+#define EP_RUNTIME_CUDA_BLOCK_EXPERT_LAUNCHES_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/block/block_call.h"
+#include "cuda/block/workspace.h"
+#include "cuda/gemm/product/product.h"
+#include "cuda/rows/activation.h"
+
+#define EP_RETURN_IF_CUDA_ERROR(launch)                   \
+  do {                                                    \
+    const cudaError_t launch_error = (launch);            \
+    if (launch_error != cudaSuccess) return launch_error; \
+  } while (false)
+
+namespace ep_runtime {
+namespace cuda {
+namespace block {
+
+// Where a pass's first product lies, as one of its ways has it.
+struct Hidden {
+  const int32_t* wanted;
+  void* rows;
+  int32_t count;  // that there is room for
+};
+
+// Rows of a pass, after its exchanges.
+struct PassRows {
+  const int32_t* wanted;
+  const int32_t* group_sizes;  // [L]
+  bool adds;                   // gradients of weights, to what is there
+  Hidden places[2];            // of the first product; the device knows which
+  int count;                   // of places
+};
+
+class ExpertLaunches {
+ protected:
+  ExpertLaunches(cudaStream_t stream, const BlockParams& params, const Workspace& at)
+      : stream_(stream), p_(params), s_(params.sizes), at_(at) {}
+
+  rows::RowGroups GroupsOf(const PassRows& rows, int32_t count) const {
+    return {rows.group_sizes, 1, s_.experts, count};
+  }
+  // A product by the first weight or the second, but for its operands.
+  GroupedGemmParams ProductOf(GemmProduct product, const PassRows& rows, void* out,
+                              bool first) const;
+  // The first product, where one of the ways has it, from a product of the pass.
+  GroupedGemmParams InPlace(GroupedGemmParams gemm, const Hidden& hidden) const;
+  static cudaError_t Multiply(cudaStream_t stream, GroupedGemmParams gemm);
+  cudaError_t Multiply(const GroupedGemmParams& gemm) const { return Multiply(stream_, gemm); }
+
+  // An activation of either kind, but for its results and weights.
+  template <typename Params>
+  Params ActivationOf(const PassRows& rows, const Hidden& hidden) const {
+    Params activation{};
+    activation.function = p_.function;
+    activation.type = p_.type;
+    activation.gated = p_.gated;
+    activation.groups = GroupsOf(rows, hidden.count);
+    activation.width = s_.inner;
+    activation.hidden = hidden.rows;
+    activation.wanted = hidden.wanted;
+    return activation;
+  }
+  cudaError_t ActivateBwd(const PassRows& rows, const Hidden& hidden) const;
+  // Gradients of both biases, where there are any.
+  cudaError_t SumBiases(const PassRows& rows) const;
+
+  cudaStream_t stream_;
+  const BlockParams& p_;
+  const BlockSizes& s_;
+  const Workspace& at_;
+};
+
+}  // namespace block
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_BLOCK_EXPERT_LAUNCHES_H_

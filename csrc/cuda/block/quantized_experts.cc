@@ -1,0 +1,204 @@
+#include "cuda/block/quantized_experts.h"
+
+#include "cuda/gemm/copies/dequantize.h"
+#include "cuda/gemm/copies/transpose.h"
+#include "cuda/gemm/product/groups.h"
+#include "cuda/rows/quantize.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace block {
+namespace {
+
+FloatType ToFloatType(Fp8Format format) {
+  return format == Fp8Format::kE4M3 ? FloatType::kE4M3 : FloatType::kE5M2;
+}
+
+gemm::Groups ToGroups(const rows::RowGroups& groups) {
+  return {groups.sizes, groups.groups_per_slab, groups.groups_per_slab, groups.groups_per_slab,
+          groups.slab_rows};
+}
+
+}  // namespace
+
+cudaError_t QuantizedExperts::Forward(const PassRows& rows) const {
+  EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
+  // One way is wanted: q_inner lies where q_tokens were read by it.
+  for (int i = 0; i < rows.count; ++i) {
+    EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i], p_.wi));
+    EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], p_.early));
+  }
+  GroupedGemmParams second =
+      Product(GemmProduct::kForward, rows, at_.q_inner, p_.wo, at_.tokens, /*first=*/false);
+  second.bias = p_.wo_bias;
+  second.bias_type = p_.wo_bias_type;
+  return Multiply(second);
+}
+
+cudaError_t QuantizedExperts::TakeTokens(const PassRows& rows) const {
+  EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
+  for (int i = 0; i < rows.count; ++i) {
+    const Hidden& hidden = rows.places[i];
+    if (hidden.rows == p_.kept) continue;
+    gemm::TransposedPlanes planes{static_cast<const uint8_t*>(p_.wi), at_.wi, s_.experts, s_.hidden,
+                                  s_.columns};
+    planes.wanted = hidden.wanted;
+    EP_RETURN_IF_CUDA_ERROR(gemm::LaunchTranspose(stream_, planes));
+    EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, hidden, at_.wi));
+  }
+  return cudaSuccess;
+}
+
+cudaError_t QuantizedExperts::Backward(const PassRows& rows) const {
+  EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.grads, s_.hidden, Gradients(), at_.q_grads));
+  for (int i = 0; i < rows.count; ++i) {
+    EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], /*weighted=*/true));
+  }
+  EP_RETURN_IF_CUDA_ERROR(DataGrad(rows, at_.q_grads, at_.d_inner, /*first=*/false));
+  for (int i = 0; i < rows.count; ++i) {
+    EP_RETURN_IF_CUDA_ERROR(ActivateBwd(rows, rows.places[i]));
+  }
+  EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
+  EP_RETURN_IF_CUDA_ERROR(
+      WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));
+  EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.hidden, s_.columns, Gradients(), at_.q_hidden));
+  EP_RETURN_IF_CUDA_ERROR(
+      WeightGrad(rows, at_.q_tokens, at_.q_hidden, at_.of_first, /*first=*/true));
+  return DataGrad(rows, at_.q_hidden, at_.grads, /*first=*/true);
+}
+
+cudaError_t QuantizedExperts::Quantize(const PassRows& rows, const void* values, int32_t width,
+                                       Fp8Format format, const QuantizedRows& out) const {
+  QuantizeRowsParams quantize{};
+  quantize.type = p_.type;
+  quantize.format = format;
+  quantize.groups = GroupsOf(rows, s_.rows);
+  quantize.width = width;
+  quantize.values = values;
+  quantize.power_of_two = p_.power_of_two;
+  quantize.data = out.data;
+  quantize.wanted = rows.wanted;
+  if (s_.scaling == GemmScaling::kBlock) {
+    quantize.tile_scale = out.scale;
+    return LaunchQuantizeRows(stream_, quantize);
+  }
+  const AmaxParams amax{p_.type, quantize.groups, width, s_.experts, values, at_.amax, rows.wanted};
+  EP_RETURN_IF_CUDA_ERROR(LaunchGroupAmax(stream_, amax));
+  EP_RETURN_IF_CUDA_ERROR(ScalesOf(rows.wanted, format, out.scale));
+  quantize.group_scale = out.scale;
+  return LaunchQuantizeRows(stream_, quantize);
+}
+
+// Of the amax that there is.
+cudaError_t QuantizedExperts::ScalesOf(const int32_t* wanted, Fp8Format format,
+                                       float* scale) const {
+  return LaunchGroupScales(stream_, {format, s_.experts, at_.amax, scale, wanted});
+}
+
+cudaError_t QuantizedExperts::FirstProduct(const PassRows& rows, const Hidden& hidden,
+                                           const void* wi) const {
+  return Multiply(InPlace(
+      Product(GemmProduct::kForward, rows, at_.q_tokens, wi, hidden.rows, /*first=*/true), hidden));
+}
+
+cudaError_t QuantizedExperts::Activate(const PassRows& rows, const Hidden& hidden,
+                                       bool weighted) const {
+  auto activation = ActivationOf<QuantizedActivationParams>(rows, hidden);
+  activation.weights = weighted ? at_.weights : nullptr;
+  activation.num_experts = s_.experts;
+  activation.format = Fp8Format::kE4M3;
+  if (s_.scaling == GemmScaling::kTensor) {
+    activation.amax = at_.amax;
+    EP_RETURN_IF_CUDA_ERROR(LaunchQuantizedActivation(stream_, activation));
+    EP_RETURN_IF_CUDA_ERROR(ScalesOf(hidden.wanted, activation.format, at_.q_inner.scale));
+    activation.amax = nullptr;
+    activation.group_scale = at_.q_inner.scale;
+  } else {
+    activation.tile_scale = at_.q_inner.scale;
+    activation.power_of_two = p_.power_of_two;
+  }
+  activation.data = at_.q_inner.data;
+  return LaunchQuantizedActivation(stream_, activation);
+}
+
+// A product of rows by the first weight or the second.
+GroupedGemmParams QuantizedExperts::Product(GemmProduct product, const PassRows& rows,
+                                            const QuantizedRows& lhs, const void* weight, void* out,
+                                            bool first) const {
+  GroupedGemmParams gemm = ProductOf(product, rows, out, first);
+  gemm.type = FloatType::kE4M3;
+  gemm.rhs_type = FloatType::kE4M3;
+  gemm.out_type = FloatType::kBF16;
+  gemm.scaling = s_.scaling;
+  gemm.lhs = lhs.data;
+  gemm.lhs_scale = lhs.scale;
+  gemm.rhs = weight;
+  gemm.rhs_scale = first ? p_.wi_scale : p_.wo_scale;
+  return gemm;
+}
+
+cudaError_t QuantizedExperts::DataGrad(const PassRows& rows, const QuantizedRows& grads, void* out,
+                                       bool first) const {
+  GroupedGemmParams gemm =
+      Product(GemmProduct::kDataGrad, rows, grads, first ? p_.wi : p_.wo, out, first);
+  gemm.type = ToFloatType(Gradients());
+  return Multiply(gemm);
+}
+
+// The tensor cores want what is contracted along memory, and know no scales along it.
+cudaError_t QuantizedExperts::WeightGrad(const PassRows& rows, const QuantizedRows& lhs,
+                                         const QuantizedRows& grads, const Copies& copies,
+                                         bool first) const {
+  GroupedGemmParams gemm =
+      Product(GemmProduct::kWeightGrad, rows, lhs, nullptr, first ? p_.dwi : p_.dwo, first);
+  const int32_t in = gemm.in_features, out = gemm.out_features;
+  if (s_.scaling == GemmScaling::kTensor) {
+    EP_RETURN_IF_CUDA_ERROR(Transpose(rows, lhs, in, copies.lhs));
+    EP_RETURN_IF_CUDA_ERROR(Transpose(rows, grads, out, copies.grads));
+    gemm.rhs_type = ToFloatType(Gradients());
+    gemm.rhs_scale = grads.scale;
+  } else {
+    EP_RETURN_IF_CUDA_ERROR(Widen(rows, lhs, in, Fp8Format::kE4M3, copies.lhs));
+    EP_RETURN_IF_CUDA_ERROR(Widen(rows, grads, out, Gradients(), copies.grads));
+    gemm.type = gemm.rhs_type = FloatType::kBF16;
+    gemm.scaling = GemmScaling::kNone;
+    gemm.lhs_scale = gemm.rhs_scale = nullptr;
+  }
+  gemm.out_type = p_.weight_type;
+  gemm.lhs = copies.lhs;
+  gemm.rhs = copies.grads;
+  gemm.out_up = first ? p_.dwi_up : nullptr;
+  gemm.adds = rows.adds;
+  return Multiply(gemm);
+}
+
+cudaError_t QuantizedExperts::Transpose(const PassRows& rows, const QuantizedRows& from,
+                                        int32_t width, uint8_t* to) const {
+  if (gemm::PaddedSlabRows(s_.rows, s_.experts) != TransposedRowsOf(s_)) {
+    return cudaErrorInvalidValue;
+  }
+  const gemm::TransposedRows copy{
+      ToGroups(GroupsOf(rows, s_.rows)), from.data, to, 1, width, rows.wanted};
+  return gemm::LaunchTranspose(stream_, copy);
+}
+
+cudaError_t QuantizedExperts::Widen(const PassRows& rows, const QuantizedRows& from, int32_t width,
+                                    Fp8Format format, uint8_t* to) const {
+  gemm::DequantizeParams widen{};
+  widen.groups = ToGroups(GroupsOf(rows, s_.rows));
+  widen.data = from.data;
+  widen.type = ToFloatType(format);
+  widen.scale = from.scale;
+  widen.planes = 1;
+  widen.lines = s_.rows;
+  widen.width = width;
+  widen.line_values = 1;
+  widen.column_values = kTile;
+  widen.out = to;
+  widen.wanted = rows.wanted;
+  return gemm::LaunchDequantize(stream_, widen);
+}
+
+}  // namespace block
+}  // namespace cuda
+}  // namespace ep_runtime

@@ -1,0 +1,74 @@
+// Which pair of tiles a cluster takes next where several launches share a product's: the number
+// that it draws from a counter in device memory. Its first block draws, and tells the second.
+#ifndef EP_RUNTIME_CUDA_GEMM_TILE_TICKETS_CUH_
+#define EP_RUNTIME_CUDA_GEMM_TILE_TICKETS_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/bulk_copy.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+
+struct Tickets {
+  uint32_t* words;    // [2]: as GemmTickets; null: clusters take turns
+  uint32_t clusters;  // of all launches
+};
+
+// Words of a cluster's shared memory that both blocks access. A word says all there is to say, so
+// that nothing has to be ordered with it.
+__device__ __forceinline__ uint64_t LoadWord(uint32_t word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(value) : "r"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreWordAt(uint32_t word, uint32_t rank, uint64_t value) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "st.relaxed.cluster.shared::cluster.u64 [there], %2; }" ::"r"(word),
+      "r"(rank), "l"(value)
+      : "memory");
+}
+
+// The same in all lanes of a warp of each block; `turn` counts a block's tickets from 1. `word` is
+// this block's, 0 at first. That of the second block gets the ticket with its turn above it, that
+// of the first how many of them the second has read: it is told the next only then.
+__device__ __forceinline__ uint32_t DrawTicket(const Tickets& tickets, uint32_t rank, uint32_t turn,
+                                               const uint64_t* word) {
+  uint32_t ticket = 0;
+  if (threadIdx.x % 32 == 0) {
+    const uint32_t here = SharedAddress(word);
+    if (rank == 0) {
+      ticket = atomicAdd(tickets.words, 1u);
+      while (LoadWord(here) + 1 < turn) {
+      }
+      StoreWordAt(here, 1, uint64_t{turn} << 32 | ticket);
+    } else {
+      uint64_t told;
+      do {
+        told = LoadWord(here);
+      } while (told >> 32 != turn);
+      ticket = static_cast<uint32_t>(told);
+      StoreWordAt(here, 0, turn);
+    }
+  }
+  return __shfl_sync(~0u, ticket, 0);
+}
+
+// Once by every cluster, one thread, after it found no ticket left: the last one leaves the words
+// as the next product wants them.
+__device__ __forceinline__ void EndTickets(const Tickets& tickets) {
+  __threadfence();
+  if (atomicAdd(tickets.words + 1, 1u) + 1 != tickets.clusters) return;
+  tickets.words[0] = 0;
+  tickets.words[1] = 0;
+}
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_GEMM_TILE_TICKETS_CUH_

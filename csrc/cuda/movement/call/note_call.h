@@ -1,0 +1,23 @@
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_NOTE_CALL_H_
+#define EP_RUNTIME_CUDA_MOVEMENT_CALL_NOTE_CALL_H_
+
+#include <cuda_runtime.h>
+
+#include "cuda/device/device_group.h"
+
+namespace ep_runtime {
+
+enum class OpCode : uint32_t;
+
+namespace cuda {
+
+// Tells the board of a call whose rows no window carries, of a group whose nodes are one rank each:
+// that it ran, and of a dispatch the rows in `recv_count` [1, 4] (device), or null. The time that
+// is told is this launch's own.
+cudaError_t LaunchNoteCall(cudaStream_t stream, DeviceGroup* group, const CallName& name, OpCode op,
+                           const int32_t* recv_count);
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_NOTE_CALL_H_

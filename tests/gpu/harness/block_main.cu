@@ -1,0 +1,299 @@
+// Block calls whose exchanges run beside products, held bit for bit against calls that do one thing
+// at a time: ranks late at random, replayed graphs, a rank that dies in the middle; and times.
+//   block_main check|small|time [ranks]
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+
+#include "block_case.h"
+
+namespace gpu_test {
+namespace {
+
+using Results = std::vector<std::vector<uint16_t>>;
+
+GroupSizes SizesOf(const BlockShape& s) {
+  return {s.ranks, s.ranks, s.experts, s.hidden, s.tokens, BlockCase::Capacity(s), s.top_k, 2, 2};
+}
+
+// Holds a stream up for a while, so that ranks start in another order every time.
+__global__ void Delay(uint64_t ns) {
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - start < ns);
+}
+
+std::vector<BlockShape> Shapes(int n) {
+  return {
+      {"kept", n, 300, 256, 128, 4 * n, 3, 1.5, 1.5},
+      {"kept where it fits", n, 300, 256, 128, 4 * n, 3, 1.5, 1.0},
+      {"nothing kept", n, 300, 256, 128, 4 * n, 3, 1.5, 0},
+      {"in parts", n, 300, 256, 128, 4 * n, 3, 0.6, 1.0},
+      {"all to one rank, in parts", n, 300, 256, 128, 4 * n, 3, 0.6, 0, true},
+      {"all to one rank", n, 300, 256, 128, 4 * n, 3, 1000, 0, true},
+      {"tiles for all SMs", n, 4096, 1024, 512, 8 * n, 4, 1.5, 1.5},
+      {"few tiles of many experts", n, 2048, 512, 256, 64 * n, 8, 1.5, 0},
+  };
+}
+
+// 16-bit elements that are as Poison left them.
+int CountPoison(const Results& results) {
+  int count = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (i % 5 == 2) continue;  // f32
+    for (uint16_t x : results[i]) count += x == 0xFFFF;
+  }
+  return count;
+}
+
+// Arrays that differ.
+int Compare(const Results& got, const Results& want) {
+  int wrong = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    static const char* const kNames[] = {"y", "dx", "d_weights", "dwi", "dwo"};
+    if (got[i] == want[i]) continue;
+    ++wrong;
+    size_t at = 0;
+    while (got[i][at] == want[i][at]) ++at;
+    std::printf("  rank %zu: %s differs at %zu: %04x, not %04x\n", i / 5, kNames[i % 5], at,
+                got[i][at], want[i][at]);
+  }
+  return wrong;
+}
+
+int CountFailures(const World& world, int ranks) {
+  int failed = 0;
+  for (int r = 0; r < ranks; ++r) {
+    const auto& record = world.record(r);
+    if (record.valid == 0) continue;
+    ++failed;
+    std::printf("  rank %d failed: reason %u op %u waiting for %d\n", r, record.reason, record.op,
+                record.waiting_for);
+  }
+  return failed;
+}
+
+// Calls of all ranks, each late by up to 0.2 ms, no sync in between.
+void RunLate(World& world, BlockCase& block, const Way& way, int rounds) {
+  std::mt19937 random(rounds);
+  for (int i = 0; i < rounds; ++i) {
+    for (int r = 0; r < world.ranks(); ++r) {
+      world.Use(r);
+      Delay<<<1, 1, 0, world.stream(r)>>>(random() % 200000);
+      block.Prepare(r);
+      Delay<<<1, 1, 0, world.stream(r)>>>(random() % 200000);
+      block.Forward(r, way);
+      Delay<<<1, 1, 0, world.stream(r)>>>(random() % 200000);
+      block.Backward(r, way);
+    }
+  }
+  world.Synchronize();
+}
+
+std::vector<cudaGraphExec_t> Capture(World& world, const std::function<void(int)>& enqueue) {
+  std::vector<cudaGraphExec_t> graphs(world.ranks());
+  for (int r = 0; r < world.ranks(); ++r) {
+    world.Use(r);
+    cudaGraph_t graph;
+    CHECK_CUDA(cudaStreamBeginCapture(world.stream(r), cudaStreamCaptureModeThreadLocal));
+    enqueue(r);
+    CHECK_CUDA(cudaStreamEndCapture(world.stream(r), &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&graphs[r], graph, 0));
+    CHECK_CUDA(cudaGraphUpload(graphs[r], world.stream(r)));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+  }
+  world.Synchronize();
+  return graphs;
+}
+
+void Replay(World& world, const std::vector<cudaGraphExec_t>& graphs) {
+  for (int r = 0; r < world.ranks(); ++r) {
+    world.Use(r);
+    CHECK_CUDA(cudaGraphLaunch(graphs[r], world.stream(r)));
+  }
+}
+
+int RunShape(const BlockShape& shape, int gpus) {
+  World world(SizesOf(shape), gpus);
+  BlockCase block(world, shape);
+  RunLate(world, block, {false}, 1);
+  const Results want = block.Results();
+  int wrong = CountPoison(want) != 0;
+  // Also grids that leave an odd number of SMs.
+  const Way ways[] = {{true}, {true, {5, 12, 7, 2}, {9, 4}}};
+  for (const Way& way : ways) {
+    block.Poison();
+    RunLate(world, block, way, 4);
+    wrong += Compare(block.Results(), want);
+  }
+  block.Poison();
+  const auto graphs = Capture(world, [&](int r) { block.Enqueue(r, ways[0]); });
+  for (int i = 0; i < 10; ++i) Replay(world, graphs);
+  world.Synchronize();
+  wrong += Compare(block.Results(), want);
+  for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
+  block.Poison();
+  RunLate(world, block, ways[0], 1);  // streams that were captured serve again
+  wrong += Compare(block.Results(), want) + CountFailures(world, shape.ranks);
+  std::printf("%s %s\n", wrong == 0 ? "ok  " : "FAIL", shape.name);
+  std::fflush(stdout);
+  return wrong;
+}
+
+// The last rank dies after backward's first exchange: the others' next one, which runs beside a
+// product, ends in time, and so does all that follows it.
+int RunDeath(int n, int gpus) {
+  const BlockShape shape = Shapes(n)[6];
+  World world(SizesOf(shape), gpus, 50'000'000ull);
+  BlockCase block(world, shape);
+  const Way way{true};
+  for (int r = 0; r < n; ++r) {
+    block.Prepare(r);
+    block.Forward(r, way);
+    if (r < n - 1) {
+      block.Backward(r, way);
+    } else {
+      block.DispatchGrads(r);
+    }
+  }
+  const auto started = std::chrono::steady_clock::now();
+  world.Synchronize();
+  const double ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - started).count();
+  int wrong = ms > 5000;
+  const Results found = block.Results();
+  for (int r = 0; r < n - 1; ++r) {
+    const auto& record = world.record(r);
+    const bool timeout = record.reason == static_cast<uint32_t>(ec::FailReason::kTimeout) &&
+                         record.op == static_cast<uint32_t>(ep_runtime::OpCode::kDispatch);
+    if (!timeout) std::printf("  rank %d: reason %u op %u\n", r, record.reason, record.op);
+    wrong += !timeout;
+    for (uint16_t x : found[r * 5 + 1]) wrong += x != 0x7FC0;
+  }
+  world.Form(2, 20'000'000'000ull);
+  BlockCase again(world, shape);
+  RunLate(world, again, {false}, 1);
+  const Results want = again.Results();
+  again.Poison();
+  RunLate(world, again, way, 2);
+  wrong += Compare(again.Results(), want) + CountFailures(world, n);
+  std::printf("%s a rank dies in backward, left after %.1f ms; next generation works\n",
+              wrong == 0 ? "ok  " : "FAIL", ms);
+  std::fflush(stdout);
+  return wrong;
+}
+
+constexpr int kIterations = 6;
+constexpr int kRepeats = 5;
+
+// Median ms of a call, the slowest rank each time.
+double Time(World& world, bool graphs, const std::function<void(int)>& enqueue) {
+  const int n = world.ranks();
+  std::vector<cudaEvent_t> before(n), after(n);
+  for (int r = 0; r < n; ++r) {
+    world.Use(r);
+    CHECK_CUDA(cudaEventCreate(&before[r]));
+    CHECK_CUDA(cudaEventCreate(&after[r]));
+  }
+  const auto repeat = [&](int r) {
+    for (int i = 0; i < kIterations; ++i) enqueue(r);
+  };
+  std::vector<cudaGraphExec_t> replayed;
+  if (graphs) replayed = Capture(world, repeat);
+  std::vector<double> times;
+  for (int i = 0; i <= kRepeats; ++i) {
+    // Enqueued behind others, so that host launches are not in the time.
+    for (int pass = 0; pass < 2; ++pass) {
+      for (int r = 0; r < n; ++r) {
+        world.Use(r);
+        if (pass == 1) CHECK_CUDA(cudaEventRecord(before[r], world.stream(r)));
+        if (graphs) {
+          CHECK_CUDA(cudaGraphLaunch(replayed[r], world.stream(r)));
+        } else {
+          repeat(r);
+        }
+        if (pass == 1) CHECK_CUDA(cudaEventRecord(after[r], world.stream(r)));
+      }
+    }
+    world.Synchronize();
+    float slowest = 0;
+    for (int r = 0; r < n; ++r) {
+      float ms = 0;
+      CHECK_CUDA(cudaEventElapsedTime(&ms, before[r], after[r]));
+      slowest = std::max(slowest, ms);
+    }
+    if (i > 0) times.push_back(slowest / kIterations);
+  }
+  for (cudaGraphExec_t graph : replayed) cudaGraphExecDestroy(graph);
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+int TimeShape(const BlockShape& shape, int gpus) {
+  World world(SizesOf(shape), gpus);
+  BlockCase block(world, shape);
+  std::printf("== %s: T=%d H=%d M=%d E=%d K=%d, %d ranks, %g shares kept: ms of a call\n",
+              shape.name, shape.tokens, shape.hidden, shape.inner, shape.experts, shape.top_k,
+              shape.ranks, shape.kept);
+  for (int r = 0; r < shape.ranks; ++r) block.Prepare(r);
+  const double forward = Time(world, true, [&](int r) { block.Forward(r, {false}); });
+  std::printf("forward                                      %.3f\n", forward);
+  const auto print = [&](const char* name, const Way& way, bool graphs) {
+    const double ms = Time(world, graphs, [&](int r) { block.Backward(r, way); });
+    std::printf("backward %-9s dispatch %2d+%2d combine %2d+%2d %s %.3f\n", name,
+                way.dispatch.push_blocks, way.dispatch.place_blocks, way.combine.reduce_blocks,
+                way.combine.sum_blocks, graphs ? "graph" : "     ", ms);
+    std::fflush(stdout);
+  };
+  for (bool graphs : {true, false}) {
+    print("in turn", {false}, graphs);
+    print("overlaps", {true}, graphs);
+  }
+  for (const Way& way : {Way{true, {5, 11, 7, 2}, {10, 6}}, Way{true, {7, 17, 7, 2}, {14, 10}},
+                         Way{true, {9, 23, 7, 2}, {19, 13}}, Way{true, {15, 33, 7, 2}, {28, 20}},
+                         Way{true, {20, 44, 7, 2}, {38, 26}}}) {
+    print("overlaps", way, true);
+  }
+  print("in turn", {false}, true);
+  return CountFailures(world, shape.ranks);
+}
+
+}  // namespace
+
+int Main(const std::string& what, int ranks, int gpus) {
+  int wrong = 0;
+  if (what == "check") {
+    for (const BlockShape& shape : Shapes(ranks)) wrong += RunShape(shape, gpus);
+    if (ranks > 1) wrong += RunDeath(ranks, gpus);
+  }
+  if (what == "small") {  // for sanitizers: a call at once, and one in parts
+    const std::vector<BlockShape> shapes = Shapes(ranks);
+    for (int i : {0, 3}) wrong += RunShape(shapes[i], gpus);
+  }
+  if (what == "time") {
+    wrong += TimeShape({"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, 1.25}, gpus);
+    wrong += TimeShape({"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, 0}, gpus);
+    wrong += TimeShape({"deepseek-like", ranks, 4096, 7168, 2048, 64, 8, 1.5, 1.25}, gpus);
+  }
+  std::printf("%s: %d wrong, %d ranks on %d GPUs\n", wrong == 0 ? "passed" : "FAILED", wrong, ranks,
+              gpus);
+  return wrong == 0 ? 0 : 1;
+}
+
+}  // namespace gpu_test
+
+int main(int argc, char** argv) {
+  // A lazy module load waits for kernels that wait for peers.
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+  int gpus = 0;
+  CHECK_CUDA(cudaGetDeviceCount(&gpus));
+  const std::string what = argc > 1 ? argv[1] : "check";
+  const int ranks = argc > 2 ? std::atoi(argv[2]) : gpus;
+  if (gpus > ranks) gpus = ranks;
+  return gpu_test::Main(what, ranks, gpus);
+}
