@@ -9,6 +9,8 @@ from typing import Any
 from ep_runtime import layout, workspace
 from ep_runtime.workspace import BlockSizes
 
+_SCALINGS: tuple[workspace.Scaling, ...] = ("none", "tensor", "block")
+
 
 def random_sizes(seed: int) -> Iterator[BlockSizes]:
     draw = random.Random(seed)
@@ -34,6 +36,7 @@ def random_sizes(seed: int) -> Iterator[BlockSizes]:
             mlp_dim=draw.choice([8, 1024]),
             gated=draw.random() < 0.5,
             element_bytes=draw.choice([1, 2, 4]),
+            scaling=draw.choice(_SCALINGS),
             **asked,
         )
 

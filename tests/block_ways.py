@@ -64,7 +64,7 @@ _ANYWHERE = ("recipe", "input_weights", "tokens")
 
 def _refuses(name: str, asked: takes.Asked) -> bool:
     return {
-        "recipe": asked.recipes,
+        "recipe": not takes.takes_recipes(asked.recipes),
         "input_weights": asked.input_weights,
         "tokens": asked.tokens == 0,
     }[name]

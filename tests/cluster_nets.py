@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
+import guardian
 import pytest
 
 HOSTS = {"a": "10.77.0.1", "b": "10.77.0.2"}
 # `ip netns exec NAME` shows what lies in here, in NAME, as /etc.
 _ETC = Path("/etc/netns")
+_CABLE = Path(__file__).with_name("lossy_link.py")
 _numbers = itertools.count(1)
 
 
@@ -31,8 +35,7 @@ class Net:
             for host, name in self.names.items():
                 ip("netns", "add", name)
                 self._name_ourselves(name, HOSTS[host])
-            a, b = self.names.values()
-            ip("link", "add", "eth", "netns", a, "type", "veth", "peer", "eth", "netns", b)
+            self._lay_cable()
             for host, name in self.names.items():
                 ip("-n", name, "addr", "add", f"{HOSTS[host]}/24", "dev", "eth")
                 for device in ("lo", "eth"):
@@ -40,6 +43,11 @@ class Net:
         except BaseException:
             self.close()
             raise
+
+    def _lay_cable(self) -> None:
+        """Makes the device `eth` of both hosts."""
+        a, b = self.names.values()
+        ip("link", "add", "eth", "netns", a, "type", "veth", "peer", "eth", "netns", b)
 
     @staticmethod
     def _name_ourselves(name: str, address: str) -> None:
@@ -66,14 +74,72 @@ class Net:
                 ip("netns", "del", name)
 
 
-@pytest.fixture
-def net():
+class LossyNet(Net):
+    """Two hosts whose cable loses and delays packets, each way as it is told."""
+
+    def __init__(self) -> None:
+        self._cable: subprocess.Popen[str] | None = None
+        super().__init__()
+
+    def _lay_cable(self) -> None:
+        self._cable = subprocess.Popen(
+            [sys.executable, str(_CABLE), *self.names.values()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        guardian.protect(self._cable.pid)
+        self._answered("ready")
+
+    def _answered(self, word: str) -> None:
+        assert self._cable is not None
+        assert self._cable.stdout is not None
+        if self._cable.stdout.readline().strip() != word:
+            raise OSError(f"no cable: it ended with {self._cable.wait(10)}")
+
+    def now(self, **faults: dict[str, float]) -> None:
+        """What happens to packets of each host: now(a={"lost": 0.3, "late_s": 0.2}, b={})."""
+        assert self._cable is not None
+        assert self._cable.stdin is not None
+        self._cable.stdin.write(json.dumps({"a": {}, "b": {}, **faults}) + "\n")
+        self._cable.stdin.flush()
+        self._answered("told")
+
+    def cut(self) -> None:
+        self.now(a={"lost": 1.0}, b={"lost": 1.0})
+
+    def mend(self) -> None:
+        self.now()
+
+    def close(self) -> None:
+        if self._cable is not None:
+            assert self._cable.stdin is not None
+            assert self._cable.stdout is not None
+            self._cable.stdin.close()
+            self._cable.wait(10)
+            self._cable.stdout.close()
+        super().close()
+
+
+def _made(kind: type[Net]) -> Net:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     try:
-        made = Net()
+        return kind()
     except (subprocess.CalledProcessError, OSError) as error:
         why = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
         pytest.skip(f"no network namespaces here: {str(why).strip()}")
+
+
+@pytest.fixture
+def net():
+    made = _made(Net)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lossy_net():
+    made = _made(LossyNet)
     yield made
     made.close()

@@ -13,6 +13,7 @@ os.environ.setdefault("PJRT_NPROC", "32")
 # the processes that tests start as well. CI's pass on the newest JAX sets 0: what users run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+import doses
 import fakes
 import jax
 import pytest
@@ -36,6 +37,7 @@ _LONG = ("training", "demo", "bench", "multiprocess")
 # change, and a page is a program of its own.
 _KEPT = ["explicit", "kind", "lead", "manual", "mesh", "name", "partitioning", "row", "transport"]
 _KEPT += ["page"]
+_DOSE_S = 12 * 3600
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run each test function once for each transport, mesh and way to partition: with the "
         "first of its other parameters, such as recipes and sizes",
+    )
+    parser.addoption(
+        "--dose",
+        default="ci",
+        help="how often tests with a dose repeat their fault: ci, full, or a number that no dose "
+        "exceeds (tests/doses_table.py)",
     )
 
 
@@ -55,6 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = [item for item in items if id(item) in chosen]
     items.sort(key=lambda item: item.path.parent.name not in _LONG)
+    if config.getoption("--dose") != "ci":
+        for item in items:  # in the place of limits for the dose of CI
+            item.add_marker(pytest.mark.timeout(_DOSE_S), append=False)
 
 
 def pytest_collection_finish() -> None:
@@ -67,6 +78,21 @@ def pytest_collection_finish() -> None:
 def _what_is_run_once(item: pytest.Item) -> tuple[str, ...]:
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     return item.nodeid.partition("[")[0], *(str(parameters.get(name)) for name in _KEPT)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What a test traces under patches, as on GPUs, is for no other test."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def dose(request: pytest.FixtureRequest) -> int:
+    """How often the test's fault comes: in `doses.TABLE`, by `--dose`."""
+    file, _, name = request.node.nodeid.partition("::")
+    test = f"{request.node.path.relative_to(doses.TESTS)}::{name.partition('[')[0]}"
+    return doses.of(test, request.config.getoption("--dose"))
 
 
 def on_nodes(*sizes: int) -> list[Any]:

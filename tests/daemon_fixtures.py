@@ -148,17 +148,17 @@ class Program:
         self.pid = self._process.pid
         guardian.protect(self.pid)
 
-    def heard(self) -> Any:
+    def heard(self, within_s: float = WAIT_S) -> Any:
         """The next line that the program says."""
         import json
 
         # Read from the descriptor: lines in a reader's buffer are none that poll() tells of.
         poll = select.poll()
         poll.register(self._said, select.POLLIN)
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + within_s
         while b"\n" not in self._heard:
             left_s = max(deadline - time.monotonic(), 0.0)
-            assert poll.poll(left_s * 1000), f"the program said nothing within {WAIT_S} s"
+            assert poll.poll(left_s * 1000), f"the program said nothing within {within_s:g} s"
             part = os.read(self._said, 1 << 16)
             assert part, f"the program ended with {self._process.wait(WAIT_S)}"
             self._heard += part

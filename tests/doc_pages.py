@@ -8,7 +8,10 @@ HTML comments in the lines before a fence say how its code is checked; readers d
 | `not run: REASON` | does not run here; of bash the options are still parsed |
 | `from PATH` | stands in that file, which has a test of its own |
 | `new: PATH`, `in: PATH` | is a file, or a change in one, that a test makes in a copy of the tree |
+| `beside` | is bash that runs beside the page's python, on the daemon of its `session` |
 | `prints` | is what the page's code printed since the last such block |
+| `shows` | are lines among those that the `beside` before it printed; `...` in them is anything |
+| `says: NAME` | is a message, with `...` as above, that a test of that name provokes |
 | anything else | is a name by which a test finds it |
 """
 
@@ -20,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCED = re.compile(
@@ -50,7 +54,8 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        apart = any(self.said(key) is not None for key in ("not run:", "from ", "new:", "in:"))
+        kept = ("not run:", "from ", "new:", "in:", "beside")
+        apart = any(self.said(key) is not None for key in kept)
         return self.language in ("python", "bash") and not apart
 
 
@@ -74,6 +79,26 @@ def named(page: Path, marker: str) -> Block:
     found = [block for block in blocks(page) if marker in block.markers]
     assert len(found) == 1, f"{len(found)} blocks of {page.name} are marked {marker!r}"
     return found[0]
+
+
+def _pattern(shown: str) -> str:
+    """Spaces and line ends count as one space, `...` is anything."""
+    return re.escape(" ".join(shown.split())).replace(re.escape("..."), ".*")
+
+
+def check_shown(block: Block, text: str) -> None:
+    """Every line of the block is one of the text's."""
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for wanted in block.code.splitlines():
+        found = any(re.fullmatch(_pattern(wanted), line) for line in lines)
+        assert found, f"{block.place}: {wanted!r} is not in\n{text}"
+
+
+def check_said(name: str, text: str) -> None:
+    """The page on troubleshooting shows that message under that name."""
+    block = named(TROUBLESHOOTING, f"says: {name}")
+    found = re.fullmatch(_pattern(block.code), " ".join(text.split()))
+    assert found, f"{block.place}, {name}: the page has\n{block.code}and what was said is\n{text}"
 
 
 def table(page: Path, heading: str) -> list[list[str]]:

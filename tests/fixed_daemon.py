@@ -4,12 +4,14 @@ nodes, long names, many processes, GPUs, a late rank. For tests of what the comm
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
 
+from ep_runtime import wire
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2, types_pb2
 from ep_runtime_client.cli.daemon import source
@@ -251,6 +253,50 @@ def _ranks() -> pb.ListRanksResponse:
     return pb.ListRanksResponse(ranks=rows)
 
 
+_reads = itertools.count(10_000_000)  # one a ms, for some hours
+
+
+def _tallies(age_s: float = 0.0) -> pb.ListTalliesResponse:
+    """Of four ranks on two layers, more of it at every read; the others wait for rank 3."""
+    reads = next(_reads) - int(1000 * age_s)
+    rows = [_tally(now, reads) for now in _ranks().ranks]
+    return pb.ListTalliesResponse(ranks=rows)
+
+
+def _tally(now: pb.RankInfo, reads: int) -> pb.RankTally:
+    wait_ns = reads * 400_000 if now.world_rank != 3 else 0
+    times = {"calls": reads, "time_ns": reads * 700_000, "wait_ns": wait_ns}
+    peers = [
+        pb.PeerTally(
+            world_rank=peer,
+            arrival_ns=wait_ns if peer == 3 else 0,
+            wait_ns=wait_ns if peer == 3 else 0,
+        )
+        for peer in range(4)
+    ]
+    experts = [reads * (1 + (expert % 7)) for expert in range(64)]
+    return pb.RankTally(
+        group=GROUP,
+        job=JOB,
+        uid=1000,
+        generation=7,
+        world_rank=now.world_rank,
+        read=seconds(1000 + reads / 1000),
+        now=now,
+        calls=2 * reads,
+        rows=reads * 8192,
+        dropped_rows=reads,
+        row_bytes=14336,
+        device=GPU,
+        first_expert=64 * now.world_rank,
+        ops=[pb.OpTally(op=op, peers=peers, **times) for op in ("DISPATCH", "COMBINE_BWD")],
+        layers=[
+            pb.LoadTally(layer=layer, tokens=reads * 1024, rows=experts, **times)
+            for layer in (LAYER, "decoder/block18/moe")
+        ],
+    )
+
+
 def _events() -> pb.ListEventsResponse:
     kinds = ("session.hello", "group.ready", "rank.late")
     rows = [
@@ -296,6 +342,8 @@ class FixedDaemon(source.Source):
         return FixedDaemon(node)
 
     def _send(self, method: str, request: Any) -> Any:
+        if method == "ListTallies":
+            return _tallies(wire.seconds(request.age))
         return ANSWERS[method]()
 
 

@@ -23,7 +23,6 @@ import pytest
 from harness import DaemonProcess, eventually
 from raw_client import WAIT_S, make_spec
 
-MANY_INPUTS = int(os.environ.get("TEST_INPUTS", "1000000"))
 ROUND_INPUTS = 1000  # of one process
 ROUND_S = 120.0
 # Of the daemon's own memory, after the warm-up: what it keeps on purpose (events, sessions that
@@ -37,12 +36,6 @@ Answers = collections.Counter[str]
 # fuzz(directory, numbers, inputs): sends them, in a process of its own; raises where one is
 # answered as none may be.
 Fuzzer = Callable[[Path, random.Random, int], Answers]
-
-
-def inputs(in_ci: int = 10_000, by_command: int = MANY_INPUTS) -> pytest.MarkDecorator:
-    """The argument `inputs` of a test: so many in CI; with `-m slow` TEST_INPUTS, or a million."""
-    many = pytest.param(by_command, marks=pytest.mark.slow)
-    return pytest.mark.parametrize("inputs", [in_ci, many])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +119,12 @@ def campaign(daemon: DaemonProcess, fuzz: Fuzzer, inputs: int, seed: int = 1) ->
     """Fuzzes; then the daemon serves, and holds what it held before."""
     send(daemon, fuzz, 0, WARM_UP)  # what is made once is made now
     check_served(daemon)
-    before = _settled(daemon, None)
+    before = held_at_rest(daemon, None)
     started_s = time.monotonic()
     answers = send(daemon, fuzz, seed, inputs)
     took_s = time.monotonic() - started_s
     check_served(daemon)
-    after = _settled(daemon, before)
+    after = held_at_rest(daemon, before)
     lag_s = daemon.status().loop_lag_worst.ToTimedelta().total_seconds()
     sys.stdout.write(
         f"{inputs} inputs in {took_s:.1f} s, worst loop lag {1e3 * lag_s:.0f} ms, RSS "
@@ -142,11 +135,11 @@ def campaign(daemon: DaemonProcess, fuzz: Fuzzer, inputs: int, seed: int = 1) ->
     return answers
 
 
-def _settled(daemon: DaemonProcess, before: Held | None) -> Held:
-    """What the daemon holds once nothing of a campaign is left."""
+def held_at_rest(daemon: DaemonProcess, before: Held | None) -> Held:
+    """What the daemon holds once everybody has left and memory on its way back is back."""
     held = Held.by(daemon)
 
-    def settled() -> bool:
+    def at_rest() -> bool:
         nonlocal held
         daemon.ask("Reclaim", all_retained=True)  # some asked to be kept for a day
         last, held = held, Held.by(daemon)
@@ -154,7 +147,7 @@ def _settled(daemon: DaemonProcess, before: Held | None) -> Held:
         return nothing and held.fds <= (last.fds if before is None else before.fds + OPENED_ONCE)
 
     try:
-        eventually(settled, within_s=SETTLED_S)
+        eventually(at_rest, within_s=SETTLED_S)
     except AssertionError:
         left = f"{daemon.ask('ListGroups')} {daemon.ask('ListBuffers')}"
         raise AssertionError(f"before {before}, {SETTLED_S} s after: {held} {left:.4000}") from None

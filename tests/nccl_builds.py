@@ -56,15 +56,16 @@ def fake_library() -> Path:
 
 
 @functools.cache
-def edge_library() -> Path:
-    """What the CUDA library has of NCCL, for devices that are always there."""
+def edge_library(soname: str = _SONAME) -> Path:
+    """What the CUDA library has of NCCL, for devices that are always there; with the library that
+    the process knows by that name."""
     sources = [
         *(_SOURCES / "cuda" / "nccl" / name for name in _NCCL),
         _SOURCES / "ffi" / "nccl" / "nccl_table.cc",
         _SOURCES / "core" / "base" / "status.cc",
         _OURS / "test_edge.cc",
     ]
-    options = (f"-I{_SOURCES}", f'-DEP_RUNTIME_NCCL_SONAME="{_SONAME}"', "-Wall", "-Wextra")
+    options = (f"-I{_SOURCES}", f'-DEP_RUNTIME_NCCL_SONAME="{soname}"', "-Wall", "-Wextra")
     return _compile("libnccl_edge.so", sources, *options)
 
 

@@ -186,7 +186,20 @@ class Expression:
         self._check_labels(by, value.labels)
         return Value("vector", by)
 
+    def _quantile(self) -> Value:
+        """histogram_quantile(number, vector with `le`)"""
+        self._want("(")
+        self._want("number")
+        self._want(",")
+        value = self._operation(0)
+        self._want(")")
+        if value.kind != "vector" or value.labels is ANY_LABEL or "le" not in value.labels:
+            raise PromqlError("histogram_quantile takes the buckets of a histogram, with le")
+        return Value("vector", value.labels - {"le"})
+
     def _call(self, name: str) -> Value:
+        if name == "histogram_quantile":
+            return self._quantile()
         self._want("(")
         value = self._operation(0)
         self._want(")")

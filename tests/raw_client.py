@@ -96,7 +96,7 @@ class Client(Stubs):
         self.open("job")
         return resumed
 
-    def restore(self, group, ranks=None, layers=(), windows=()):
+    def restore(self, group, ranks=None, layers=(), windows=(), uuids=()):
         """RestoreGroup; the answer. `windows` of these world ranks are held, all where none."""
         request = group_service_pb2.RestoreGroupRequest(
             spec=group.spec,
@@ -104,6 +104,7 @@ class Client(Stubs):
             world_ranks=range(len(group.members)) if ranks is None else ranks,
             layers=[wire.registered_to_proto(layer) for layer in layers],
             window_ranks=windows,
+            device_uuids=uuids,
         )
         return self.call(self.groups.RestoreGroup, request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import mmap
 import multiprocessing
 import os
@@ -193,7 +194,13 @@ def _child_window_bytes(state):
     return [mapped[0] for mapped in state["maps"][1:]]
 
 
+def _child_call(state, module, name, *arguments):
+    """A function of a module that this process has not imported yet."""
+    return getattr(importlib.import_module(module), name)(state, *arguments)
+
+
 _COMMANDS = {
+    "call": _child_call,
     "window_bytes": _child_window_bytes,
     "board_fd": _child_board_fd,
     "become": _child_become,

@@ -10,6 +10,7 @@ import doc_pages
 
 import ep_runtime as ep
 from ep_runtime_client.block import linen, nnx
+from ep_runtime_client.block import optax as ep_optax
 
 START = doc_pages.ROOT / "docs/reference/index.md"
 # Whom users meet first, each after those whose results it goes on from.
@@ -25,6 +26,10 @@ FIRST_MET = {
     "combine": ep.combine,
     "permute": ep.permute,
     "moe": ep.moe,
+    "quantize_params": ep.quantize_params,
+    "straight_through": ep.straight_through,
+    "optax.quantizing": ep_optax.quantizing,
+    "init_moe_state": ep.init_moe_state,
     "sharding.rules": ep.sharding.rules,
     "nnx.MoEBlock": nnx.MoEBlock,
     "linen.MoEBlock": linen.MoEBlock,

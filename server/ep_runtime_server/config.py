@@ -32,7 +32,7 @@ class ServerConfig:
     testing: names of TESTING_SWITCHES, or failpoints.
     cluster: None for a daemon of one node alone.
     metrics: where Prometheus reads; None for nowhere.
-    metrics_detail: with series of every rank of every layer.
+    metrics_detail: with series of every rank and expert of every layer.
     """
 
     directory: Path

@@ -136,6 +136,7 @@ class Daemon:
         self.runtime.supervisor.keep("reaper", self._reap)
         self.runtime.supervisor.keep("look for late ranks", self.runtime.late_ranks.watch)
         self.runtime.supervisor.keep("look for rounds", self.runtime.rounds.watch)
+        self.runtime.supervisor.keep("copy boards", self.runtime.history.watch)
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
         if self.metrics is not None:
             await self.metrics.start()
@@ -198,7 +199,7 @@ class Daemon:
         policy = RpcPolicy(None, cluster.answering, Admission(), seal=cluster.seal)
         server = make_server([policy], SERVER_OPTIONS)
         cluster.listen(server)
-        cluster.start(server, runtime.groups)
+        cluster.start(server, runtime.groups, runtime.recovery.take_restored())
         assert cluster.coordination is not None  # `start` makes it
         runtime.unique_ids.of_view = cluster.coordination.unique_ids
         add: Any = server
@@ -216,7 +217,11 @@ class Daemon:
     def _server(self, runtime: Runtime, *, sessions_guard: bool) -> grpc.aio.Server:
         sessions = runtime.sessions if sessions_guard else None
         policy = RpcPolicy(
-            sessions, runtime.before_answer, Admission(), lambda peer: self._front.uid_of(peer)
+            sessions,
+            runtime.before_answer,
+            Admission(),
+            lambda peer: self._front.uid_of(peer),
+            before_work=lambda: runtime.failpoints.hit("rpc.request") if sessions_guard else None,
         )
         server = make_server([policy], SERVER_OPTIONS)
         add: Any = server

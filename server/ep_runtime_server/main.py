@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import setproctitle
 
@@ -21,9 +21,11 @@ from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.callers import quotas
 from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.config import ServerConfig
-from ep_runtime_server.daemon import Daemon
 from ep_runtime_server.memory import host_memory
 from ep_runtime_server.nodes import config as cluster_config
+
+if TYPE_CHECKING:
+    from ep_runtime_server.daemon import Daemon
 
 PROCESS_TITLE = "ep-runtimed"
 
@@ -107,7 +109,11 @@ def _add_metrics(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="answer http://ADDRESS/metrics: HOST:PORT, or PORT on loopback; 0 for a free one",
     )
-    add("--metrics-detail", action="store_true", help="also series of every rank of every layer")
+    add(
+        "--metrics-detail",
+        action="store_true",
+        help="also series of every rank and expert of every layer",
+    )
 
 
 def _count(text: str) -> int:
@@ -187,6 +193,8 @@ def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
 
 async def serve(settings: ServerConfig, log: LogWriter) -> None:
     """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
+    from ep_runtime_server.daemon import Daemon  # late: --help and wrong options need none of it
+
     daemon = Daemon(settings, stored_fds=systemd.stored_fds(*env.stored_fds()))
     await daemon.start()
     daemon.runtime.events.lost_lines = log.take_lost

@@ -31,6 +31,7 @@ from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State
+from ep_runtime_server.groups.history import History
 from ep_runtime_server.groups.lateness import LateRanks
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.groups.rounds import Rounds
@@ -94,6 +95,7 @@ class Runtime:
         self.recorder = Recorder(journal, self.sessions, self.groups, self.pool, self.events, clock)
         self.late_ranks = LateRanks(self.groups, self.events, clock)
         self.rounds = Rounds(self.groups, self.events)
+        self.history = History(self.groups, clock)
         self.failpoints = Failpoints(settings.testing)
         self.on_health: Callable[[], None] = lambda: None  # where `healthy` may have changed
         self.supervisor = Supervisor(self.events, lambda: self.on_health())
@@ -203,6 +205,8 @@ class Runtime:
             self.recorder.require(all_of_it=name != "OpenSession")
         else:
             self.recorder.flush()
+        if _ADMIN not in method:
+            self.failpoints.hit("rpc.answer")
 
     async def claims_allowed(self, session: SessionRecord, name: str, wait_s: float) -> None:
         """Returns when groups may be created.

@@ -146,13 +146,11 @@ def test_a_kill_at_a_change_costs_nothing(daemon_process, tmp_path, point, times
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [50])
-def test_many_kills_at_changes_cost_nothing(daemon_process, tmp_path, count):
+def test_many_kills_at_changes_cost_nothing(daemon_process, tmp_path, dose):
     seed = random.randrange(1 << 32)
     chosen = random.Random(seed)
     restarts = 0
-    for number in range(count):
+    for number in range(dose):
         point = chosen.choice([name for name in POINTS if name != "journal.before_rename"])
         times = chosen.randint(1, POINTS[point])
         directory = tmp_path / str(number)
@@ -162,7 +160,7 @@ def test_many_kills_at_changes_cost_nothing(daemon_process, tmp_path, count):
         except BaseException as error:
             error.add_note(f"seed {seed}, life {number}: {point} at time {times}")
             raise
-    assert restarts > count // 2
+    assert restarts > dose // 2
 
 
 @pytest.mark.parametrize("point", ["recovery.restored", "recovery.adopted"])
@@ -196,12 +194,11 @@ def test_a_kill_while_the_journal_is_compacted_costs_nothing(daemon_process, tmp
     life.end()
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_kills_in_a_row_leak_nothing(daemon_process, tmp_path, count):
+def test_kills_in_a_row_leak_nothing(daemon_process, tmp_path, dose):
     life = Life(daemon_process, tmp_path)
     life.run_to_registered()
     held = []
-    for _ in range(count):
+    for _ in range(dose):
         life.daemon.kill()
         life.restarts = 0
         life.restart()

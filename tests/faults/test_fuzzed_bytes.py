@@ -7,16 +7,13 @@ import functools
 import fuzz_frames
 import pytest
 from cluster_places import make_certificates, place, tls_flags
-from fuzzing import campaign, end_well, inputs
-
-pytestmark = pytest.mark.timeout(4 * 3600)
+from fuzzing import campaign, end_well
 
 
-@inputs(5000)
-def test_any_frames_on_api_sock_are_survived(fuzzed_daemon, inputs):
+def test_any_frames_on_api_sock_are_survived(fuzzed_daemon, dose):
     daemon, log = fuzzed_daemon()
-    answers = campaign(daemon, fuzz_frames.fuzz_frames, inputs)
-    assert answers["answered"] > inputs / 500
+    answers = campaign(daemon, fuzz_frames.fuzz_frames, dose)
+    assert answers["answered"] > dose / 500
     end_well(daemon, log)
 
 
@@ -32,18 +29,16 @@ def tls_daemon(fuzzed_daemon, tmp_path):
     )
 
 
-@inputs(2000)
-def test_any_frames_of_a_node_with_a_certificate_are_survived(tls_daemon, inputs):
+def test_any_frames_of_a_node_with_a_certificate_are_survived(tls_daemon, dose):
     daemon, log, address, pki = tls_daemon
     fuzz = functools.partial(fuzz_frames.fuzz_tls_frames, address=address, pki=pki, node="b")
-    answers = campaign(daemon, fuzz, inputs)
-    assert answers["answered"] > inputs / 500
+    answers = campaign(daemon, fuzz, dose)
+    assert answers["answered"] > dose / 500
     end_well(daemon, log)
 
 
-@inputs(2000)
-def test_any_bytes_instead_of_a_handshake_are_survived(tls_daemon, inputs):
+def test_any_bytes_instead_of_a_handshake_are_survived(tls_daemon, dose):
     daemon, log, address, pki = tls_daemon
     fuzz = functools.partial(fuzz_frames.fuzz_tls_bytes, address=address, pki=pki)
-    campaign(daemon, fuzz, inputs)
+    campaign(daemon, fuzz, dose)
     end_well(daemon, log)

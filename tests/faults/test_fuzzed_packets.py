@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import fuzz_packets
 import pytest
-from fuzzing import campaign, end_well, inputs
-
-pytestmark = pytest.mark.timeout(4 * 3600)
+from fuzzing import campaign, end_well
 
 
-@inputs(5000)
 @pytest.mark.parametrize(
     ("fuzz", "well"),
     [
@@ -18,8 +15,8 @@ pytestmark = pytest.mark.timeout(4 * 3600)
     ],
     ids=["alone", "with_descriptors"],
 )
-def test_any_packets_are_answered(fuzzed_daemon, fuzz, well, inputs):
+def test_any_packets_are_answered(fuzzed_daemon, fuzz, well, dose):
     daemon, log = fuzzed_daemon()
-    answers = campaign(daemon, fuzz, inputs)
+    answers = campaign(daemon, fuzz, dose)
     assert answers[well]
     end_well(daemon, log)

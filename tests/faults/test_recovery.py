@@ -291,16 +291,19 @@ def test_survivors_hear_who_was_lost(daemon_process, restarted):
 
 
 def test_a_daemon_that_is_replaced_in_good_order_costs_no_more_than_a_kill(
-    daemon_process, restarted
+    daemon_process, restarted, dose
 ):
     daemon = daemon_process("--drain-s", "0")
     clients, group, layers = ready_pair(daemon)
-    daemon.popen.terminate()
-    assert daemon.ended()[0] == 0
-    again = restarted(daemon)
-    assert come_back(clients, group, layers).group.generation == group.generation
-    assert again.group_states() == {"moe": "READY"}
-    assert clients[0].process.do("board")[1] == 0
+    used, memory = daemon.used_bytes, memfds_of(daemon.pid)
+    for _ in range(dose):
+        daemon.popen.terminate()
+        assert daemon.ended()[0] == 0
+        daemon = restarted(daemon, "--drain-s", "0")
+        assert come_back(clients, group, layers).group.generation == group.generation
+        assert daemon.group_states() == {"moe": "READY"}
+        assert (daemon.used_bytes, memfds_of(daemon.pid)) == (used, memory)
+        assert clients[0].process.do("board")[1] == 0
 
 
 @pytest.mark.parametrize("kind", ["session/", "windows/", "group/", "layers/"])

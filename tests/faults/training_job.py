@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ HIDDEN, EXPERTS, TOKENS = 16, 8, 8
 def train(folder: Path, say: Callable[..., None]) -> None:
     """Steps without end; says so after the third. Gradients are summed over all processes."""
     with ep.connect() as session, ep.translate_errors():
+        connected = time.monotonic()
         mesh = Mesh(np.array(jax.devices()), ("ep",))
         group = session.create_group(
             "training",
@@ -33,6 +35,7 @@ def train(folder: Path, say: Callable[..., None]) -> None:
             alignment=8,
             max_token_dtype="float32",
         )
+        formed = time.monotonic()
         layers = [group.register_layer(f"moe/{i}", top_k=2) for i in range(2)]
 
         def put(array: Any, spec: PartitionSpec) -> jax.Array:
@@ -67,7 +70,7 @@ def train(folder: Path, say: Callable[..., None]) -> None:
             sys.stdout.flush()
             save(folder, group.check(params))
             if number == 2:
-                say(stepping=True)
+                say(connected=connected, formed=formed, reattached=group.reattached)
 
 
 def save(folder: Path, params: Any) -> None:

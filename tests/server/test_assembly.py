@@ -8,16 +8,19 @@ import pytest
 from harness import FakeClock
 from raw_client import make_spec
 
+from ep_runtime.errors import GroupBusyError, SpecMismatchError
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
-from ep_runtime_server.cluster.assembly import Assemblies, NodeClaim, Outcome
+from ep_runtime_server.cluster.assembly import Assemblies
+from ep_runtime_server.cluster.views import NodeClaim, Outcome
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
 
 OWNER = Owner(7, "job", "moe")
 SPEC = make_spec(ranks=2, transport="xla")
+OTHER = make_spec(ranks=2, transport="xla", hidden_size=SPEC.hidden_size * 2)
 CLAIMS = {"b": (NodeClaim("s-b", 1, (0,)),), "c": (NodeClaim("s-c", 2, (1,)),)}
 
 
@@ -37,11 +40,12 @@ class Coordinator:
         self.facts.close()
         self.start()
 
-    async def join(self, node: str, claims=None, *, known=(), wait_s: float = 5.0):
-        found = CLAIMS[node] if claims is None else claims
-        return await self.decisions.join(
-            node, OWNER, SPEC, found, known_missing=list(known), wait_s=wait_s
-        )
+    async def join(
+        self, node: str, claims=None, *, spec=SPEC, generation=1, known=(), wait_s: float = 5.0
+    ):
+        found = CLAIMS.get(node, CLAIMS["b"]) if claims is None else claims
+        more = {"generation": generation, "known_missing": list(known), "wait_s": wait_s}
+        return await self.decisions.join(node, OWNER, spec, found, **more)
 
     async def both(self):
         """The view that b and c get."""
@@ -139,6 +143,104 @@ def test_a_view_made_between_two_calls_of_a_node_is_given_to_the_second(coordina
     asyncio.run(run())
 
 
+def test_a_view_is_not_given_to_a_node_that_wants_another_spec_by_then(coordinator):
+    async def run():
+        assert await coordinator.join("b") == (None, [1])
+        view, _ = await coordinator.join("c")
+        assert view is not None
+        # The same process claims the same rank, of another group of that name.
+        assert await coordinator.join("b", spec=OTHER, generation=2, wait_s=0.0) == (None, [1])
+        assert await coordinator.outcome(view.epoch) is Outcome.ABORTED
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("then", ["asks again", "has more claims", "begins anew", "comes late"])
+def test_a_node_refused_between_two_calls_hears_it_in_those_that_follow(coordinator, then):
+    more = (*CLAIMS["b"], NodeClaim("s-b2", 1, (1,)))
+
+    async def run():
+        assert await coordinator.join("b") == (None, [1])
+        with pytest.raises(SpecMismatchError, match="on node 'b'"):
+            await coordinator.join("c", spec=OTHER)
+        if then in ("asks again", "has more claims"):
+            claims = None if then == "asks again" else more
+            for _ in range(2):  # the first answer may have been lost
+                with pytest.raises(SpecMismatchError, match="on node 'c'"):
+                    await coordinator.join("b", claims, known=[1])
+            return
+        if then == "comes late":
+            coordinator.clock.advance(limits.NODE_REFUSAL_LIFE_S)
+            coordinator.decisions.tick()
+        generation = 1 if then == "comes late" else 2
+        assert await coordinator.join("b", generation=generation, wait_s=0.0) == (None, [1])
+
+    asyncio.run(run())
+
+
+def test_a_node_whose_claims_were_on_the_way_hears_of_another_spec_too(coordinator):
+    async def run():
+        assert await coordinator.join("b") == (None, [1])
+        with pytest.raises(SpecMismatchError):
+            await coordinator.join("c", spec=OTHER)
+        with pytest.raises(SpecMismatchError, match="on node 'c'"):
+            await coordinator.join("d", wait_s=0.0)
+        coordinator.clock.advance(limits.NODE_DIFFERS_S)
+        assert await coordinator.join("e", wait_s=0.0) == (None, [1])
+
+    asyncio.run(run())
+
+
+def test_nodes_that_agree_by_now_hear_nothing_of_the_spec_before(coordinator):
+    async def run():
+        assert await coordinator.join("b") == (None, [1])
+        with pytest.raises(SpecMismatchError):
+            await coordinator.join("c", spec=OTHER)
+        anew = asyncio.ensure_future(coordinator.join("b", generation=2, known=[1]))
+        await asyncio.sleep(0)
+        view, _ = await coordinator.join("c", generation=2)
+        assert view is not None
+        assert await anew == (view, [])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_what_a_node_claims_no_more_is_free_for_others_at_once(coordinator, viewed):
+    async def run():
+        assert await coordinator.join("b") == (None, [1])
+        if viewed:  # and nobody on b takes it up
+            view, _ = await coordinator.join("c")
+            assert view is not None
+        with pytest.raises(GroupBusyError):
+            await coordinator.join("d", CLAIMS["b"], wait_s=0.0)
+        coordinator.decisions.ended("b", OWNER, 0, [])
+        assert await coordinator.join("d", CLAIMS["b"], wait_s=0.0) == (None, [1])
+        if viewed:
+            assert await coordinator.outcome(view.epoch) is Outcome.ABORTED
+
+    asyncio.run(run())
+
+
+def test_every_node_that_waits_hears_of_another_spec(coordinator):
+    spec = make_spec(ranks=3, transport="xla")
+    other = make_spec(ranks=3, transport="xla", hidden_size=spec.hidden_size * 2)
+
+    async def run():
+        waiting = [
+            asyncio.ensure_future(coordinator.join("b", spec=spec, known=[2])),
+            asyncio.ensure_future(coordinator.join("c", spec=spec, known=[2])),
+        ]
+        await asyncio.sleep(0)  # both ask
+        with pytest.raises(SpecMismatchError):
+            await coordinator.join("d", (NodeClaim("s-d", 3, (2,)),), spec=other)
+        for call in waiting:
+            with pytest.raises(SpecMismatchError, match="on node 'd'"):
+                await asyncio.wait_for(call, 2.0)
+
+    asyncio.run(run())
+
+
 def test_claims_end_with_their_call_or_soon_after(coordinator):
     async def run():
         waiting = asyncio.ensure_future(coordinator.join("b", known=[1]))
@@ -151,6 +253,39 @@ def test_claims_end_with_their_call_or_soon_after(coordinator):
         assert await coordinator.join("b", wait_s=0.0) == (None, [1])
 
     asyncio.run(run())
+
+
+def test_nodes_that_wait_are_not_called_for_every_claim_of_another(coordinator):
+    """Each call has an answer, and each answer a call: 64 of them for each claim would be 4,096."""
+    count, calls = 64, 0
+    spec = make_spec(ranks=count, transport="xla")
+
+    async def forms(rank: int):
+        nonlocal calls
+        known: list[int] = []
+        while True:
+            calls += 1
+            view, known = await coordinator.decisions.join(
+                f"n{rank}",
+                OWNER,
+                spec,
+                (NodeClaim(f"s-{rank}", rank + 2, (rank,)),),
+                known_missing=known,
+                wait_s=5.0,
+            )
+            if view is not None:
+                return view
+
+    async def run():
+        forming = []
+        for rank in range(count):
+            forming.append(asyncio.ensure_future(forms(rank)))
+            for _ in range(5):  # of the loop: who hears of it has asked again
+                await asyncio.sleep(0)
+        assert len({view.epoch for view in await asyncio.gather(*forming)}) == 1
+
+    asyncio.run(run())
+    assert calls <= 6 * count
 
 
 def test_a_waiting_node_hears_at_once_which_ranks_are_missing_still(coordinator):

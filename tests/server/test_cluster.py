@@ -171,6 +171,31 @@ def test_a_node_that_ends_well_leaves_at_once(start_daemon):
     b.close = lambda: None
 
 
+def test_a_report_is_answered_with_the_nodes_only_where_one_changed(start_daemon, call_node):
+    address = place()
+    start_daemon(cluster=coordinates(address))
+
+    def join(name):
+        request = node_service_pb2.JoinClusterRequest(identity=identity(name, address=place()))
+        return call_node(address, NODE, "JoinCluster", request)
+
+    def report(version):
+        request = node_service_pb2.ReportNodeRequest(
+            node="x", lease_id=joined_as.lease_id, nodes_version=version
+        )
+        return call_node(address, NODE, "ReportNode", request)
+
+    def names(answer):
+        return [node.identity.node for node in answer.nodes]
+
+    joined_as = join("x")
+    assert names(joined_as) == names(report(0)) == ["a", "x"]
+    same = report(joined_as.nodes_version)
+    assert (names(same), same.nodes_version) == ([], joined_as.nodes_version)
+    join("y")
+    assert names(report(same.nodes_version)) == ["a", "x", "y"]
+
+
 def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, call_node):
     address = place()
     a = start_daemon(clock=FakeClock(), cluster=coordinates(address))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import doc_pages
 import pytest
 from harness import both_ready, eventually
 from raw_client import WAIT_S, close_fds, make_spec, new_op_id
@@ -108,6 +109,7 @@ def test_a_rank_of_a_live_process_is_busy(daemon):
     with pytest.raises(errors.GroupBusyError) as caught:
         second.create(make_spec(), [1])
     assert (caught.value.fields["rank"], caught.value.fields["pid"]) == (1, first.pid)
+    doc_pages.check_said("busy", str(caught.value))
 
 
 def test_names_live_inside_a_job(daemon):
@@ -131,6 +133,7 @@ def test_missing_ranks_are_named_at_the_deadline_and_the_claim_is_given_up(daemo
     with pytest.raises(errors.GroupNotReadyError, match=r"ranks \[0, 2\] of 3") as caught:
         client.create(make_spec(ranks=3, num_experts=6), [1], wait_s=0.05)
     assert caught.value.fields["missing_ranks"] == [0, 2]
+    doc_pages.check_said("missing", str(caught.value))
     assert daemon.group_states() == {}
     assert daemon.used_bytes == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -59,3 +60,15 @@ def test_a_traceback_stands_below_its_line():
     first, *rest = log_lines.TextLines(colours=False).format(made).splitlines()
     assert first.endswith("ERROR   x failed")
     assert rest[-1] == "ValueError: why"
+
+
+def test_what_callers_do_to_themselves_inside_grpc_is_no_failure() -> None:
+    def told(name: str, error: BaseException) -> bool:
+        exc_info = (type(error), error, None)
+        record = logging.LogRecord(name, logging.ERROR, "", 0, "not handled", None, exc_info)
+        return log_lines._is_failure(record)
+
+    for error in (asyncio.CancelledError(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text")):
+        assert not told("grpc._cython.cygrpc", error)
+        assert told("ep_runtime_server.rpc.interceptor", error)
+    assert told("grpc._cython.cygrpc", RuntimeError())

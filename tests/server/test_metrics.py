@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib.util
 import json
-import mmap
 import os
 import re
 import signal
@@ -17,20 +15,18 @@ import urllib.error
 import urllib.request
 
 import pytest
-from file_driver import UUIDS, FileDriver
+from file_driver import FileDriver
 from harness import Running, Turns
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from raw_client import WAIT_S, make_spec
+from tally_writer import Tally
+from written_group import Group
 
-from ep_runtime import board, layer_specs, wire
+from ep_runtime import layer_specs, wire
 from ep_runtime.board import (
-    MAX_HANDLES,
-    DeviceRowsStruct,
-    HandleRecordStruct,
     HandleState,
     OpCode,
-    RankRecordStruct,
     RankState,
 )
 from ep_runtime.errors import InvalidArgumentError
@@ -40,9 +36,10 @@ from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.metrics import collector, endpoint
-from ep_runtime_server.metrics.catalogue import COUNTER, METRICS
+from ep_runtime_server.metrics.catalogue import COUNTER, HISTOGRAM, METRICS
 from ep_runtime_server.metrics.collector import Collector
 from ep_runtime_server.metrics.exposition import encode
+from ep_runtime_server.metrics.sheet import SERIES_OF_HISTOGRAM
 from ep_runtime_server.nodes.config import Endpoint
 
 PREFIX = "ep_runtime_"
@@ -107,46 +104,6 @@ def metered(server_loop, tmp_path_factory):
         socket.create_connection((running.address.host, running.address.port), WAIT_S)
 
 
-class Group:
-    """A group whose board a test writes as its processes would."""
-
-    def __init__(self, client, spec, *, layers=(), stacks=()) -> None:
-        self.spec = spec
-        gpus = [UUIDS[rank % 2] for rank in range(spec.world_size)]
-        made = client.create(spec, uuids=gpus if spec.transport == "nvlink" else ())
-        self.client, self.made = client, made.group
-        (item, fd), *rest = client.fetch(self.made)
-        self.map = mmap.mmap(fd, item.bytes)
-        for held in [fd, *(fd for _, fd in rest)]:
-            os.close(held)
-        client.attached(self.made)
-        client.register(self.made, layers, stacks)
-        self._where = board.board_layout(spec)
-
-    def _write(self, kind, offset: int, fields: dict[str, int]) -> None:
-        record = kind.from_buffer(self.map, offset)
-        for name, value in fields.items():
-            setattr(record, name, value)
-
-    def handle(self, index: int, **fields: int) -> None:
-        offset = self._where.handles_offset + index * ctypes.sizeof(HandleRecordStruct)
-        self._write(HandleRecordStruct, offset, fields)
-
-    def rank(self, rank: int, **fields: int) -> None:
-        offset = self._where.ranks_offset + rank * ctypes.sizeof(RankRecordStruct)
-        self._write(RankRecordStruct, offset, fields)
-
-    def rows(self, rank: int, index: int, rows: int, dropped_rows: int = 0) -> None:
-        assert self._where.device_rows_offset
-        size = ctypes.sizeof(DeviceRowsStruct)
-        offset = self._where.device_rows_offset + (rank * MAX_HANDLES + index) * size
-        self._write(DeviceRowsStruct, offset, {"rows": rows, "dropped_rows": dropped_rows})
-
-    def close(self) -> None:
-        self.map.close()
-        self.client.close_group(self.made)
-
-
 @pytest.fixture(scope="module")
 def job(metered):
     """Two ranks on GPUs: layer "a" with two handles and "b" with one, each called a few times."""
@@ -161,8 +118,20 @@ def job(metered):
     for rank, rows in enumerate((120, 360)):
         group.rank(rank, calls=12, rows=rows, dropped_rows=3 * rank, op=OpCode.COMBINE)
     group.rank(0, progress_ns=now_ns)
+    for rank, calls in enumerate((2, 3)):
+        _tally_combines(Tally(group.map, group.spec, rank), rank, calls)
     yield group
     group.close()
+
+
+def _tally_combines(tally: Tally, rank: int, calls: int) -> None:
+    op = tally.op(OpCode.COMBINE)
+    op.calls, op.time_ns, op.wait_ns = calls, 4_000_000, 500_000 * rank
+    op.times[0], op.times[8], op.waits[0] = 1, calls - 1, calls
+    for peer in range(2):
+        tally.peer(OpCode.COMBINE, peer).wait_ns = 250_000 * rank
+    load, rows = tally.load(1)
+    load.tokens, rows[1] = 64, 30 * rank
 
 
 def test_every_metric_is_exported_and_nothing_else(metered, job) -> None:
@@ -175,8 +144,11 @@ def test_every_metric_is_exported_and_nothing_else(metered, job) -> None:
         assert families[name].type == metric.kind
         assert families[name].documentation == metric.help
         for sample in families[name].samples:
-            assert sample.name == metric.full_name
-            assert set(sample.labels) == set(metric.labels)
+            ending = sample.name.removeprefix(metric.full_name)
+            wanted = ("_bucket", "_count", "_sum") if metric.kind == HISTOGRAM else ("",)
+            assert ending in wanted
+            bounds = {"le"} if ending == "_bucket" else set()
+            assert set(sample.labels) == {*metric.labels, *bounds}
 
 
 def test_both_formats_say_the_same(metered, job) -> None:
@@ -236,6 +208,33 @@ def test_load_is_the_fullest_rank_over_the_mean(metered, job) -> None:
     assert metered.value("layer_load_max_mean_ratio", layer="a") == pytest.approx(1.5)
     assert metered.value("layer_rank_rows_total", layer="a", rank="1") == 210
     assert metered.value("layer_rank_dropped_rows_total", layer="b", rank="1") == 2
+
+
+def test_calls_are_histograms_of_time_and_wait(metered, job) -> None:
+    of = {"job": "job", "op": "COMBINE"}
+    owner = {"uid": str(os.getuid()), "group": "moe", "node": socket.gethostname()}
+    found = metered.values("op_seconds_bucket", **of, **owner)
+    buckets = {float(le): value for (le,), value in found.items()}
+    assert buckets[float("inf")] == metered.value("op_seconds_count", **of) == 5
+    assert buckets[4.096e-06] == 2  # of both ranks
+    assert buckets[0.000262144] == 2
+    assert buckets[0.001048576] == 5
+    assert len(buckets) == 13
+    assert metered.value("op_seconds_sum", **of) == pytest.approx(0.008)
+    assert metered.value("op_wait_seconds_sum", **of) == pytest.approx(0.0005)
+    assert metered.value("rank_waited_seconds_total", job="job", rank="1") == pytest.approx(0.0005)
+    assert metered.value("peer_waited_seconds_total", job="job", rank="0") == pytest.approx(0.00025)
+
+
+def test_experts_are_told_where_detail_is_asked_for(metered, job) -> None:
+    second = str(job.spec.experts_per_rank + 1)  # the second one of rank 1
+    assert metered.value("tokens_total", job="job", layer="a") == 128
+    assert metered.value("expert_rows_total", job="job", layer="a", expert=second) == 30
+    experts = job.spec.num_experts
+    assert metered.value("layer_expert_load_max_mean_ratio", job="job", layer="a") == pytest.approx(
+        experts
+    )
+    assert len(metered.values("expert_rows_total", job="job")) == 2 * experts
 
 
 def test_what_is_counted_as_status_counts_it(metered, job) -> None:
@@ -359,41 +358,51 @@ def large(metered):
             group.rows(rank, layer, 1 + rank)
     for rank in range(64):
         group.rank(rank, rows=1 + rank, progress_ns=1)
+        _tally_once(Tally(group.map, spec, rank))
     yield group
     group.close()
+
+
+def _tally_once(tally: Tally) -> None:
+    for op in range(OpCode.PREPARE, OpCode.COMBINE_BWD + 1):
+        tally.op(OpCode(op)).calls = 1
+    for layer in range(60):
+        load, rows = tally.load(layer)
+        load.tokens, rows[0] = 1, 1
 
 
 def of_job(sheet, name: str) -> int:
     """Series of a job in what a collector made."""
     return sum(
-        labels[METRICS[metric].labels.index("job")] == name
+        SERIES_OF_HISTOGRAM if METRICS[metric].kind == HISTOGRAM else 1
         for metric, rows in sheet.rows.items()
         if "job" in METRICS[metric].labels
         for labels, _ in rows
+        if labels[METRICS[metric].labels.index("job")] == name
     )
 
 
 def test_series_of_a_large_job_are_few_and_detail_is_asked_for(metered, large) -> None:
     plain, detail = metered.collect(detail=False), metered.collect(detail=True)
-    # 19 of the group, 9 of a rank, 6 of a layer.
-    assert of_job(plain, "large") == 19 + 64 * 9 + 60 * 6
-    assert of_job(detail, "large") == of_job(plain, "large") + 2 * 64 * 60
+    # 19 of the group, 15 of each histogram of an op, 11 of a rank, 8 of a layer.
+    assert of_job(plain, "large") == 19 + 5 * 2 * 15 + 64 * 11 + 60 * 8 == 1353
+    assert of_job(detail, "large") == of_job(plain, "large") + 2 * 64 * 60 + 256 * 60 == 24393
     assert b"layer_rank_rows_total" not in encode(plain, "", detail=False)[0]
 
 
 def test_a_scrape_of_a_large_job_is_short_and_holds_nobody(metered, large, server_loop) -> None:
     with Turns(server_loop) as turns:
         text = metered.text()
-    assert text.count('job="large"') > 8000
+    assert text.count('job="large"') > 24000
     assert turns.worst_s < HOLD_S
     assert metered.value("metrics_collection_seconds") < 1.0
 
 
 def test_one_user_cannot_fill_the_answer(metered, large, monkeypatch) -> None:
     assert list(metered.values("metrics_left_out").values()) == [0, 0]
-    monkeypatch.setattr(collector, "MAX_SERIES_PER_USER", 1000)
+    monkeypatch.setattr(collector, "MAX_SERIES_PER_USER", 1500)
     left = metered.collect(detail=True)
-    assert of_job(left, "large") <= 1000
+    assert of_job(left, "large") <= 1500
     assert dict(left.rows["metrics_left_out"])[socket.gethostname(), "layers"] >= 58
     monkeypatch.setattr(collector, "MAX_SERIES_PER_USER", 100)
     left = metered.collect(detail=True)

@@ -7,7 +7,6 @@ import random
 import shutil
 
 import pytest
-from fuzzing import MANY_INPUTS, inputs
 from raw_client import make_spec
 
 from ep_runtime import board
@@ -110,15 +109,14 @@ def look(daemon) -> None:
     daemon.client().create(make_spec("after"))
 
 
-@inputs(40, min(MANY_INPUTS, 4000))  # each is a daemon's life
 @pytest.mark.timeout(3600)
 def test_a_daemon_starts_on_any_journal_of_whole_records(
-    start_daemon, journal_of_a_job, tmp_path, inputs
+    start_daemon, journal_of_a_job, tmp_path, dose
 ):
     facts = facts_of(journal_of_a_job)
     assert {key.partition("/")[0] for key in facts} >= {"session", "group", "layers", "windows"}
-    numbers = random.Random(inputs)
-    for number, (what, odd) in enumerate(odd_journals(facts, numbers, inputs)):
+    numbers = random.Random(dose)
+    for number, (what, odd) in enumerate(odd_journals(facts, numbers, dose)):
         directory = tmp_path / f"d{number}"
         directory.mkdir(mode=0o700)
         write(directory / "journal", odd)

@@ -14,7 +14,7 @@ from ep_runtime.v1 import node_service_pb2
 from ep_runtime.v1.node_service_pb2_grpc import NodeServiceStub
 from ep_runtime_server.base import limits
 from ep_runtime_server.cluster import messages as cluster_messages
-from ep_runtime_server.cluster.assembly import NodeClaim
+from ep_runtime_server.cluster.views import NodeClaim
 from ep_runtime_server.memory.windows import Owner
 
 
@@ -89,6 +89,23 @@ def test_another_spec_on_another_node_ends_both_waits_naming_node_field_and_valu
         assert (fields["theirs"], fields["node"], fields["ours"]) == values
         assert fields["field"] == "hidden_size"
         assert f"on node '{values[1]}'" in str(caught.value)
+
+
+def test_another_spec_of_a_process_here_ends_the_waits_on_other_nodes_too(nodes, pool):
+    a, b = nodes
+    waiting = [
+        pool.submit(daemon.client().create, spec_of(3), ranks=[rank])
+        for rank, daemon in enumerate((a, b))
+    ]
+    eventually(lambda: {state(a), state(b)} == {"FORMING"})
+    with pytest.raises(errors.SpecMismatchError):
+        b.client().create(spec_of(3, hidden_size=32), ranks=[2])
+    for future in waiting:
+        with pytest.raises(errors.SpecMismatchError, match="hidden_size=32"):
+            future.result(WAIT_S)
+    eventually(lambda: not a.ask("ListGroups").groups)
+    again = all_ready(pool, spec_of(2), (a.client(), [0]), (b.client(), [1]))
+    assert {group.state for group in again} == {2}
 
 
 def test_a_rank_that_two_nodes_claim_is_refused_to_the_second(nodes, pool):
@@ -184,9 +201,25 @@ def test_a_process_that_closes_the_group_breaks_nothing(nodes, pool):
     groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
     second.close_group(groups[1])
     eventually(lambda: state(b) == "GONE")
+    eventually(lambda: not group_of(a).members[1].attached)  # node a has heard of it
     assert state(a) == "READY"
     again = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
     assert again[0].epoch > groups[0].epoch
+
+
+def test_a_node_answers_for_its_processes_of_a_view_that_its_group_left(nodes, pool):
+    """Another process of it closed the group and claims again; this one dies in the old view."""
+    a, b = nodes
+    dying, leaving, other = a.client(process=True), a.client(), b.client()
+    groups = all_ready(pool, spec_of(3), (dying, [0]), (leaving, [1]), (other, [2]))
+    leaving.close_group(groups[1])
+    again = pool.submit(leaving.ready, spec_of(3), ranks=[1])
+    eventually(lambda: state(a) == "FORMING")
+    assert state(b) == "READY"
+    dying.process.kill()
+    eventually(lambda: state(b) == "BROKEN", within_s=TOLD_S)
+    formed = all_ready(pool, spec_of(3), (b.client(), [0]), (other, [2]))  # rank 0 is free
+    assert again.result(WAIT_S).epoch == formed[0].epoch > groups[0].epoch
 
 
 def test_a_group_taken_away_on_one_node_breaks_on_the_others(nodes, pool):

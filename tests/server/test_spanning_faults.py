@@ -90,6 +90,23 @@ def test_a_process_that_dies_while_nobody_knows_the_decision_is_not_forgotten(
     assert futures[1].exception(WAIT_S) is not None
 
 
+def test_a_daemon_that_ends_before_it_hears_the_decision_tells_the_others_when_it_is_back(
+    three, restarted, pool
+):
+    a, flags, (b, c) = three(f"failpoint:cluster.after_write=kill:{_DECISION}")
+    futures = [
+        pool.submit(client.ready, spec_of(), ranks=[rank])
+        for rank, client in enumerate((b.client(), c.client(process=True)))
+    ]
+    assert a.ended(within_s=5.0)[0] == -9  # the view is committed, and it told nobody
+    c.kill()
+    assert futures[1].exception(WAIT_S) is not None
+    restarted(c, "--join", flags[1], *plain_tcp(), "--node", "c")
+    restarted(a, *flags)
+    futures[0].exception(WAIT_S)  # it may be READY for a moment
+    eventually(lambda: state(b) == "BROKEN", within_s=WAIT_S)
+
+
 def test_a_running_group_does_not_need_the_coordinator(three, restarted, pool):
     a, flags, (b, c) = three()
     first, dying = b.client(), c.client(process=True)
@@ -120,6 +137,35 @@ def test_a_daemon_that_starts_again_goes_on_with_the_groups_view(three, restarte
     joined(c)
     second.process.kill()
     eventually(lambda: state(b) == "BROKEN", within_s=TOLD_S)
+
+
+@pytest.mark.parametrize("retain_s", [0.0, 60.0])
+def test_a_process_that_dies_while_its_daemon_is_away_is_told_by_the_next(
+    three, restarted, pool, retain_s
+):
+    _, flags, (b, c) = three()
+    dying = c.client(process=True)
+    all_ready(pool, spec_of(retain_s=retain_s), (b.client(), [0]), (dying, [1]))
+    c.kill()
+    dying.process.kill()
+    assert state(b) == "READY"
+    restarted(c, "--join", flags[1], *plain_tcp(), "--node", "c")
+    eventually(lambda: state(b) == "BROKEN", within_s=WAIT_S)
+
+
+def test_an_end_that_nobody_was_there_to_hear_is_told_by_the_next_daemon(three, restarted, pool):
+    _, flags, (b, c) = three()
+    dying = c.client(process=True)
+    all_ready(pool, spec_of(), (b.client(), [0]), (dying, [1]))
+    b.kill()
+    dying.process.kill()
+    eventually(lambda: state(c) == "GONE")  # and so nothing of it is in the journal of c
+    c.kill()
+    joins = ("--join", flags[1], *plain_tcp(), "--node")
+    b = restarted(b, *joins, "b")
+    assert state(b) == "READY"
+    restarted(c, *joins, "c")
+    eventually(lambda: state(b) == "BROKEN", within_s=WAIT_S)
 
 
 class Job:
@@ -185,7 +231,7 @@ _FORMS_AGAIN = (errors.PeerLostError, errors.StaleHandleError, errors.GroupNotRe
     ("seed", "transport"), [(0, "xla"), (1, "xla"), (2, "xla"), (3, "memfd"), (4, "memfd")]
 )
 def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(
-    three, restarted, pool, seed, transport
+    three, restarted, pool, seed, transport, dose
 ):
     """Processes and the coordinator die at any moment; whoever is left forms the group."""
     chance = random.Random(seed)
@@ -197,7 +243,7 @@ def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(
         if group.epoch:
             assert views.setdefault(group.epoch, members(group)) == members(group)
 
-    for _ in range(8):
+    for _ in range(dose):
         forming = job.start()
         victims = chance.sample(range(4), chance.randrange(3))
         end = time.monotonic() + chance.uniform(0.0, 0.4)
@@ -221,7 +267,7 @@ def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(
             eventually(lambda daemon=daemon: state(daemon) == "GONE", within_s=TOLD_S)
         for rank in range(4):
             job.replace(rank)
-    assert len(views) >= 8
+    assert len(views) >= dose
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 failpoint:NAME=kill[:N]      SIGKILL ourselves at the N-th time (default 1) the point is reached
 failpoint:NAME=enospc[:N]    raise ENOSPC there, N times; without N always
 failpoint:NAME=eio[:N]       the same with EIO
+failpoint:NAME=lost:P        lose what comes by there in P of 100 cases, the same ones in every life
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import random
 import signal
 from collections.abc import Iterable
 
@@ -24,6 +26,8 @@ NAMES = (
     "cluster.torn_write",
     "fd.before_send",
     "fd.after_send",
+    "fd.answer",
+    "fd.request",
     "journal.after_write",
     "journal.before_rename",
     "journal.before_write",
@@ -31,15 +35,22 @@ NAMES = (
     "journal.torn_write",
     "recovery.adopted",
     "recovery.restored",
+    "rpc.answer",
     "rpc.before_answer",
+    "rpc.request",
 )
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+
+
+class LostError(ConnectionResetError):
+    """A request or an answer is lost on its way; its caller hears nothing but the end."""
 
 
 @dataclasses.dataclass
 class _Point:
     action: str
     count: int
+    chance: random.Random
 
 
 def parse(text: str) -> tuple[str, str, int]:
@@ -50,10 +61,11 @@ def parse(text: str) -> tuple[str, str, int]:
     """
     name, _, rest = text.removeprefix(PREFIX).partition("=")
     action, _, count = rest.partition(":")
-    known = name in NAMES and action in ("kill", *_ERRORS)
+    known = name in NAMES and action in ("kill", "lost", *_ERRORS)
     if not text.startswith(PREFIX) or not known or (count and not count.isdecimal()):
         raise InvalidArgumentError(
-            f"a failpoint is {PREFIX}NAME=kill|enospc|eio[:N] with NAME of {NAMES}, got {text!r}",
+            f"a failpoint is {PREFIX}NAME=kill|enospc|eio|lost[:N] with NAME of {NAMES}, "
+            f"got {text!r}",
             argument="testing",
         )
     return name, action, int(count or 0)
@@ -68,12 +80,17 @@ class Failpoints:
         for text in switches:
             if text.startswith(PREFIX):
                 name, action, count = parse(text)
-                self._armed[name] = _Point(action, count or (1 if action == "kill" else -1))
+                count = count or (1 if action == "kill" else -1)
+                self._armed[name] = _Point(action, count, random.Random(name))
 
     def due(self, name: str) -> bool:
         """Counts the point; True where a kill is due now. Raises OSError of an armed error."""
         point = self._armed.get(name)
         if point is None or point.count == 0:
+            return False
+        if point.action == "lost":
+            if point.chance.random() * 100 < point.count:
+                raise LostError(name)
             return False
         point.count -= 1
         if point.action == "kill":

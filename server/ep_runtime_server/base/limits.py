@@ -33,8 +33,14 @@ NODE_RETRY_MOST_S = 1.0
 NODE_REFUSED_RETRY_S = 5.0
 # One wait of a node for the others; it asks again.
 NODE_POLL_S = 5.0
+# Times the nodes that wait: that long they wait for more to be told of.
+NODE_NEWS_EACH_S = 0.002
 # Claims live on between two such waits.
 NODE_CLAIM_LIFE_S = 3.0
+# A spec that is not that of the others is known for so long: their claims may be on the way.
+NODE_DIFFERS_S = 1.0
+# A node that was refused hears it in its next calls too: an answer may be lost on its way.
+NODE_REFUSAL_LIFE_S = 15.0
 # From a view to every node's word on it: processes may have windows to map.
 NODE_INIT_S = 600.0
 NODE_TELL_S = 600.0

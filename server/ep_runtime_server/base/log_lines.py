@@ -64,8 +64,9 @@ class TextLines(logging.Formatter):
 
 
 # What gRPC tells as errors with a traceback, and any caller may cause at any rate: it had gone when
-# it was answered, or its headers are no text. gRPC exports no name of the first.
-_CALLERS_OWN = ("ExecuteBatchError", "UnicodeDecodeError")
+# it was answered, its headers are no text, or its call was on its way when the event loop ended.
+# gRPC exports no name of the first.
+_CALLERS_OWN = ("ExecuteBatchError", "UnicodeDecodeError", "CancelledError")
 
 
 def _is_failure(record: logging.LogRecord) -> bool:

@@ -44,6 +44,22 @@ class Turns:
         self._loop = loop
         self._waiting: FairQueue[Callable[[], None]] = FairQueue()
         self._due = False
+        self._until_s: float | None = None  # of what runs at once in this round of the loop
+
+    def now(self, uid: int, work: Callable[[], None]) -> bool:
+        """`work()` at once, and True, where nobody waits and this round of the loop has time left;
+        else as `add`."""
+        if self._until_s is None:
+            self._until_s = time.monotonic() + TURN_S
+            self._loop.call_soon(self._next_round)
+        if self._waiting or time.monotonic() >= self._until_s:
+            self.add(uid, work)
+            return False
+        work()
+        return True
+
+    def _next_round(self) -> None:
+        self._until_s = None
 
     def add(self, uid: int, work: Callable[[], None]) -> None:
         """`work()` soon, after what the user asked for before."""

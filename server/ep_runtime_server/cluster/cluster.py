@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,11 @@ class Cluster:
             host = socket.gethostname()
         self.address = str(Endpoint(host, port))
 
-    def start(self, server: grpc.aio.Server, groups: Groups) -> None:
-        """Begins to coordinate, or to join; `server` is the one that listens.
+    def start(
+        self, server: grpc.aio.Server, groups: Groups, restored: Iterable[GroupRecord] = ()
+    ) -> None:
+        """Begins to coordinate, or to join; `server` is the one that listens, `restored` are the
+        groups of the journal, also those that are over since.
 
         Raises:
             PoolExhaustedError: the journal cannot be written.
@@ -123,6 +127,7 @@ class Cluster:
             groups,
             self._tell_node,
             self._heard_epoch,
+            facts,
             self._events,
         )
         servicer = NodeServicer(
@@ -137,6 +142,9 @@ class Cluster:
         add: Any = server
         node_service_pb2_grpc.add_NodeServiceServicer_to_server(servicer, add)
         self._listen_to(groups, self.spanning)
+        self.spanning.ends.tell_owed()
+        for group in restored:
+            self.spanning.ends.restored(group)
         self._events.add(
             "cluster.serving",
             f"node {settings.node!r} {'coordinates' if self.nodes else 'serves'} at {self.address}"
@@ -206,6 +214,8 @@ class Cluster:
     ) -> None:
         address = next((n.identity.address for n in self.view() if n.identity.node == node), None)
         if not address:
+            if self.membership is not None:
+                self.membership.doubt()  # it joined after our last report
             raise RuntimeUnavailableError(f"node {node!r} is not in the cluster now", node=node)
         request = node_service_pb2.TellGroupRequest(
             node=self.settings.node,
@@ -294,7 +304,7 @@ class Cluster:
         if node is None:
             raise InvalidArgumentError(
                 f"no node {name!r} in the cluster, which has "
-                f"{[node.identity.node for node in view]}",
+                + ", ".join(node.identity.node for node in view),
                 argument="node",
             )
         address = node.identity.address

@@ -6,15 +6,20 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from ep_runtime import wire
+from ep_runtime.errors import PoolExhaustedError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
 from ep_runtime_server.cluster import messages
-from ep_runtime_server.cluster.assembly import Assemblies, GroupView, NodeClaim, Outcome
+from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.view_ids import ViewIds
+from ep_runtime_server.cluster.views import GroupView, NodeClaim, Outcome
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nccl.id_process import MAKE_S, UniqueIds
 from ep_runtime_server.nodes.membership import Membership
+
+# What a call may meet while daemons come and go; who asks again may have more luck.
+TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
 
 
 class Coordination(Protocol):
@@ -25,6 +30,7 @@ class Coordination(Protocol):
         owner: Owner,
         spec: GroupSpec,
         claims: tuple[NodeClaim, ...],
+        generation: int,
         known_missing: list[int],
     ) -> tuple[GroupView | None, list[int]]: ...
 
@@ -58,6 +64,7 @@ class OwnCoordination:
         owner: Owner,
         spec: GroupSpec,
         claims: tuple[NodeClaim, ...],
+        generation: int,
         known_missing: list[int],
     ) -> tuple[GroupView | None, list[int]]:
         answer = await self._assemblies.join(
@@ -65,6 +72,7 @@ class OwnCoordination:
             owner,
             spec,
             claims,
+            generation=generation,
             known_missing=known_missing,
             wait_s=limits.NODE_POLL_S,
         )
@@ -106,6 +114,7 @@ class RemoteCoordination:
         owner: Owner,
         spec: GroupSpec,
         claims: tuple[NodeClaim, ...],
+        generation: int,
         known_missing: list[int],
     ) -> tuple[GroupView | None, list[int]]:
         request = pb.JoinGroupRequest(
@@ -114,6 +123,7 @@ class RemoteCoordination:
             spec=wire.group_spec_to_proto(spec),
             claims=messages.claims_to_proto(claims),
             missing_ranks=known_missing,
+            generation=generation,
             wait=wire.duration(limits.NODE_POLL_S),
         )
         within_s = limits.NODE_POLL_S + limits.NODE_RPC_S

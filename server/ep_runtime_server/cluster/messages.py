@@ -8,7 +8,7 @@ from ep_runtime.board_abi import MAX_MEETING_RANKS
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, check_name
 from ep_runtime.v1 import node_service_pb2 as pb
-from ep_runtime_server.cluster.assembly import GroupView, NodeClaim, ViewMember
+from ep_runtime_server.cluster.views import GroupView, NodeClaim, ViewMember
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.config import check_node_name
 

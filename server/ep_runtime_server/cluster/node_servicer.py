@@ -18,12 +18,17 @@ from ep_runtime_server.cluster import messages
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.spanning import Spanning
 from ep_runtime_server.cluster.view_ids import ViewIds
+from ep_runtime_server.cluster.views import GroupView
 from ep_runtime_server.groups.claims import checked_wait
 from ep_runtime_server.nodes import messages as nodes_messages
 from ep_runtime_server.nodes.facts import ClusterFacts
 from ep_runtime_server.nodes.registry import Nodes
 
 Context = grpc.aio.ServicerContext
+
+# Nodes' times in their states are that old at most when they are told.
+LISTED_ANEW_S = 0.25
+MAX_MADE = 16
 
 
 def check_certificate(context: Context[Any, Any], node: str) -> None:
@@ -67,6 +72,8 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         self._facts = facts
         self._clock = clock
         self._coordinator = coordinator
+        self._made: dict[int, pb.GroupView] = {}  # by epoch, the last ones asked for
+        self._listed: tuple[int, float, list[pb.NodeInfo]] = (0, 0.0, [])  # version, when, nodes
 
     def _list(self) -> Nodes:
         if self._nodes is None:
@@ -76,9 +83,14 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
             )
         return self._nodes
 
-    def _all(self, nodes: Nodes) -> list[Any]:
+    def _all(self, nodes: Nodes) -> list[pb.NodeInfo]:
+        """Every node; what was told a moment ago serves the next who ask."""
         now = self._clock.monotonic_s()
-        return [nodes_messages.node_to_proto(node, now) for node in nodes.all()]
+        version, made_s, found = self._listed
+        if version != nodes.version or now - made_s > LISTED_ANEW_S:
+            found = [nodes_messages.node_to_proto(node, now) for node in nodes.all()]
+            self._listed = nodes.version, now, found
+        return found
 
     async def JoinCluster(  # noqa: N802
         self, request: pb.JoinClusterRequest, context: Context[Any, Any]
@@ -96,6 +108,7 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
             lease=wire.duration(limits.NODE_LEASE_S),
             report_interval=wire.duration(limits.NODE_REPORT_INTERVAL_S),
             nodes=self._all(nodes),
+            nodes_version=nodes.version,
         )
 
     async def ReportNode(  # noqa: N802
@@ -104,7 +117,13 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         nodes = self._list()
         check_certificate(context, request.node)
         nodes.report(request.node, request.lease_id)
-        return pb.ReportNodeResponse(epoch=self._facts.epoch, nodes=self._all(nodes))
+        # Every node asks every other second: most of the time nothing is new.
+        news = request.nodes_version != nodes.version
+        return pb.ReportNodeResponse(
+            epoch=self._facts.epoch,
+            nodes=self._all(nodes) if news else (),
+            nodes_version=nodes.version,
+        )
 
     async def LeaveCluster(  # noqa: N802
         self, request: pb.LeaveClusterRequest, context: Context[Any, Any]
@@ -129,12 +148,21 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
             messages.key_from_proto(request.key),
             spec,
             messages.claims_from_proto(request.claims, spec),
+            generation=request.generation,
             known_missing=list(messages.ranks_from_proto(request.missing_ranks)),
             wait_s=checked_wait(wire.seconds(request.wait)),
         )
         return pb.JoinGroupResponse(
-            view=messages.view_to_proto(view) if view is not None else None, missing_ranks=missing
+            view=self._view(view) if view is not None else None, missing_ranks=missing
         )
+
+    def _view(self, view: GroupView) -> pb.GroupView:
+        """Made once for all nodes of the view."""
+        if view.epoch not in self._made:
+            self._made[view.epoch] = messages.view_to_proto(view)
+            if len(self._made) > MAX_MADE:
+                del self._made[next(iter(self._made))]
+        return self._made[view.epoch]
 
     async def ReportInit(  # noqa: N802
         self, request: pb.ReportInitRequest, context: Context[Any, Any]
@@ -169,5 +197,5 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         lost = list(messages.ranks_from_proto(request.lost_ranks))
         left = list(messages.ranks_from_proto(request.left_ranks))
         self._assemblies.ended(request.node, owner, request.epoch, (*lost, *left))
-        self._spanning.heard(request.node, owner, request.epoch, lost, left)
+        self._spanning.ends.heard(request.node, owner, request.epoch, lost, left)
         return pb.TellGroupResponse()

@@ -1,4 +1,4 @@
-"""This node's part in groups that form across nodes: joins, installs the view, tells of ends.
+"""This node's part in groups that form across nodes: joins, installs the view, does as decided.
 
 While a group lacks ranks on this node, one task per group joins it at the coordinator; where every
 rank is claimed here meanwhile, that task ends and nobody else hears of the group. Each node has the
@@ -9,35 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from ep_runtime.errors import (
-    EpRuntimeError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    PoolExhaustedError,
-    RuntimeUnavailableError,
-    StaleHandleError,
-)
-from ep_runtime.specs import NODE_TRANSPORTS
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
+from ep_runtime.specs import NODE_TRANSPORTS, GroupSpec
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure
-from ep_runtime_server.cluster.assembly import GroupView, NodeClaim, Outcome
-from ep_runtime_server.cluster.coordination import Coordination
+from ep_runtime_server.callers.sessions import SessionRecord
+from ep_runtime_server.cluster.coordination import TRY_AGAIN, Coordination
+from ep_runtime_server.cluster.ends import Ends, Teller
+from ep_runtime_server.cluster.views import GroupView, NodeClaim, Outcome
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupRecord, RemoteMember
 from ep_runtime_server.memory.windows import Owner
-
-# (node, owner, epoch, lost ranks, left ranks) to that node's daemon.
-Teller = Callable[[str, Owner, int, list[int], list[int]], Awaitable[None]]
-
-# Ends of an attempt after which a group still wants to form; the next one may be better.
-_TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
+from ep_runtime_server.nodes.facts import ClusterFacts
 
 _SPANNING = (*NODE_TRANSPORTS, "xla")
 
@@ -88,6 +77,7 @@ class Spanning:
         groups: Groups,
         tell: Teller,
         heard_epoch: Callable[[int], Awaitable[None]],
+        facts: ClusterFacts,
         events: EventLog,
     ) -> None:
         """`heard_epoch` writes it down: a coordinator that lost its file learns it from us."""
@@ -95,20 +85,16 @@ class Spanning:
         self._node = node
         self._coordination = coordination
         self._groups = groups
-        self._tell = tell
         self._events = events
         self._drivers: dict[str, asyncio.Task[None]] = {}  # by group id
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told: dict[str, tuple[int, set[int]]] = {}  # by group id: epoch, ranks told
+        self.ends = Ends(coordination, groups, tell, self._start, facts, events)
+        groups.on_unequal = self._unequal
 
     def changed(self, group: GroupRecord) -> None:
-        driver = self._drivers.get(group.group_id)
-        if _wants_others(group) and (driver is None or driver.done()):
+        if _wants_others(group) and group.group_id not in self._drivers:
             self._drivers[group.group_id] = self._start(self._drive(group))
-        self._tell_ends(group)
-        if group.state is State.CLOSED:
-            self._drivers.pop(group.group_id, None)
-            self._told.pop(group.group_id, None)
+        self.ends.changed(group)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -129,15 +115,51 @@ class Spanning:
 
     # Forming
 
+    def _unequal(
+        self, owner: Owner, session: SessionRecord, spec: GroupSpec, ranks: tuple[int, ...]
+    ) -> None:
+        """A process here came with another spec: who waits elsewhere is to hear of it too."""
+        self._start(self._show(owner, spec, NodeClaim(session.session_id, session.pid, ranks)))
+
+    async def _show(self, owner: Owner, spec: GroupSpec, claim: NodeClaim) -> None:
+        """Claims for a moment, for no group: the coordinator compares it with others' claims."""
+        known: list[int] = []
+        with contextlib.suppress(EpRuntimeError, TimeoutError):
+            async with asyncio.timeout(limits.NODE_DIFFERS_S):
+                while not self._claims(owner):
+                    _, known = await self._coordination.join(owner, spec, (claim,), 0, known)
+        self._claim_nothing(owner)
+
+    def _claims(self, owner: Owner) -> bool:
+        group = self._groups.find(owner)
+        return group is not None and group.group_id in self._drivers
+
+    def _claim_nothing(self, owner: Owner) -> None:
+        """Between two calls the coordinator keeps what we claimed in the last one."""
+
+        async def say() -> None:
+            if not self._claims(owner):  # else the coordinator hears that
+                await self._coordination.ended(owner, 0, [], [])
+
+        self.ends.say(owner, say)
+
     async def _drive(self, group: GroupRecord) -> None:
         """Joins until the group is formed everywhere, or needs nobody else any more."""
+        try:
+            await self._join(group)
+        finally:
+            self._drivers.pop(group.group_id, None)
+        if not group.committed:
+            self._claim_nothing(group.owner)
+
+    async def _join(self, group: GroupRecord) -> None:
         pause_s = limits.NODE_RETRY_FIRST_S
         known: list[int] = []
         while _wants_others(group):
             generation = group.generation
             try:
                 claims = _claims(group)
-                join = self._coordination.join(group.owner, group.spec, claims, known)
+                join = self._coordination.join(group.owner, group.spec, claims, generation, known)
                 answer = await self._while_same(group, join)
                 if answer is None:
                     known = []
@@ -149,7 +171,7 @@ class Spanning:
                     known = []
                     await self._heard_epoch(view.epoch)
                     await self._attempt(group, generation, claims, view)
-            except _TRY_AGAIN as error:
+            except TRY_AGAIN as error:
                 self._events.add(
                     "cluster.join_waits",
                     f"group {group.owner}: {error}",
@@ -253,7 +275,7 @@ class Spanning:
                 if outcome is not Outcome.UNSPECIFIED:
                     return outcome, reason
                 pause_s = limits.NODE_RETRY_FIRST_S
-            except _TRY_AGAIN:
+            except TRY_AGAIN:
                 if not holds():
                     return self._withdraw(group.owner, view)
                 reported = False
@@ -264,9 +286,9 @@ class Spanning:
         """This node cannot use the view any more. It may be committed already, or be committed by a
         coordinator that does not answer now: so the other nodes hear of it too."""
         why = f"a process of node {self._node!r} ended"
-        self._say(owner, lambda: self._coordination.report(owner, view.epoch, why))
+        self.ends.say(owner, lambda: self._coordination.report(owner, view.epoch, why))
         ours = [member.rank for member in view.members if member.node == self._node]
-        self._tell_all(owner, view.epoch, view.nodes - {self._node}, ours, [])
+        self.ends.tell(owner, view.epoch, view.nodes - {self._node}, ours, [])
         return Outcome.ABORTED, why
 
     async def _next_word(self, group: GroupRecord, view: GroupView) -> tuple[Outcome, str]:
@@ -280,75 +302,6 @@ class Spanning:
                 call.cancel()
                 with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):
                     await call
-
-    # Ends
-
-    def _tell_ends(self, group: GroupRecord) -> None:
-        """Tells the other nodes of processes that ended or left, once each."""
-        if not group.committed or not group.remote:
-            return
-        epoch, told = self._told.get(group.group_id, (0, set()))
-        if epoch != group.epoch:
-            told = set()
-        own = set(range(group.spec.world_size)) - group.remote.keys()
-        gone = own - group.claims.keys() - told
-        if not gone or group.state is State.FORMING:
-            return
-        quiet = group.last_event in (Trigger.MEMBER_LEFT, Trigger.EMPTIED_FOR_GOOD)
-        lost = sorted(gone if not quiet else gone & group.lost.keys())
-        left = sorted(gone.difference(lost))
-        self._told[group.group_id] = (group.epoch, told | gone)
-        nodes = {member.node for member in group.remote.values()}
-        self._tell_all(group.owner, group.epoch, nodes, lost, left)
-
-    def _tell_all(
-        self, owner: Owner, epoch: int, nodes: Iterable[str], lost: list[int], left: list[int]
-    ) -> None:
-        """The view's other nodes break or mark their groups; the coordinator frees the ranks."""
-        for node in sorted(nodes):
-            self._say(owner, functools.partial(self._tell, node, owner, epoch, lost, left))
-        self._say(owner, lambda: self._coordination.ended(owner, epoch, lost, left))
-
-    def _say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
-        self._start(self._until_heard(say, owner))
-
-    async def _until_heard(self, say: Callable[[], Awaitable[None]], owner: Owner) -> None:
-        """Says it again for a while: the other daemon may be starting again."""
-        loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + limits.NODE_TELL_S, limits.NODE_RETRY_FIRST_S
-        while loop.time() < deadline:
-            try:
-                await say()
-                return
-            except _TRY_AGAIN:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, limits.NODE_RETRY_MOST_S)
-            except EpRuntimeError as error:
-                logging.getLogger(__name__).warning("group %s: not heard: %s", owner, error)
-                return
-
-    def heard(self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
-        """Another node tells of its processes. Raises PermissionDeniedError for others' ranks."""
-        group = self._groups.find(owner)
-        if group is None or group.epoch != epoch:
-            return
-        for rank in (*lost, *left):
-            if rank not in group.remote or group.remote[rank].node != node:
-                raise PermissionDeniedError(
-                    f"rank {rank} of group {owner.name!r} is not of node {node!r}", node=node
-                )
-        fresh = [rank for rank in lost if rank not in group.lost]
-        gone = [group.remote[rank].session_id for rank in left]
-        if not fresh and group.left.issuperset(gone):
-            return
-        group.lost.update({rank: group.remote[rank] for rank in fresh})
-        group.left.update(gone)
-        if fresh and group.state in (State.READY, State.BROKEN):
-            why = f"processes of node {node} are gone: ranks {fresh}"
-            self._groups.lost_elsewhere(group, why)
-            self._log("group.broken", group, f"node {node!r} lost the processes of ranks {fresh}")
-        else:
-            group.notify()
 
     def _log(self, kind: str, group: GroupRecord, message: str) -> None:
         self._events.add(

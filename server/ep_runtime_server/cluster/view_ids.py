@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from ep_runtime.errors import InvalidArgumentError, PeerLostError
-from ep_runtime_server.cluster.assembly import Assemblies, Outcome
+from ep_runtime_server.cluster.assembly import Assemblies
+from ep_runtime_server.cluster.views import Outcome
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nccl.id_process import IdProcess, UniqueIds
 from ep_runtime_server.nccl.unique_ids import JOIN_S

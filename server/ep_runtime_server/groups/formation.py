@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
@@ -34,6 +35,9 @@ class Groups(GroupBook):
     ) -> None:
         """Without `quotas` a user may have any number of groups."""
         super().__init__()
+        # Called when a process comes with another spec than a group's that forms, or may again.
+        self.on_unequal: Callable[[Owner, SessionRecord, GroupSpec, tuple[int, ...]], None]
+        self.on_unequal = lambda owner, session, spec, ranks: None
         self._quotas = quotas
         self._pool = pool
         self._clock = clock
@@ -94,7 +98,7 @@ class Groups(GroupBook):
         difference = group.spec.difference(spec) if group is not None else None
         if group is not None and difference is not None:
             if not replace:
-                self._fail_unequal(group, ranks, difference)
+                self._fail_unequal(group, session, spec, ranks, difference)
                 raise _mismatch(spec.name, *difference)
             self.take_away(group, PoisonReason.CLOSED, "replaced by another spec")
             group = None
@@ -135,17 +139,23 @@ class Groups(GroupBook):
         self._close(group, Trigger.FAILED, str(error))
 
     def _fail_unequal(
-        self, group: GroupRecord, ranks: tuple[int, ...], difference: tuple[str, object, object]
+        self,
+        group: GroupRecord,
+        session: SessionRecord,
+        spec: GroupSpec,
+        ranks: tuple[int, ...],
+        difference: tuple[str, object, object],
     ) -> None:
-        """Ends the wait of those whose missing ranks come with another spec: nobody else has them.
+        """Ends the wait of those whose missing ranks come with another spec: nobody has them.
 
         The difference is (field, of the group, of the newcomer).
         """
-        waits = group.state is State.FORMING and group.members
-        if waits and set(ranks).issubset(group.missing_ranks):
+        if group.state is not State.FORMING and not group.can_form_again:
+            return
+        self.on_unequal(group.owner, session, spec, ranks)
+        if group.state is State.FORMING and group.members and set(ranks) <= {*group.missing_ranks}:
             field, ours, theirs = difference
-            group.failure = _mismatch(group.spec.name, field, theirs, ours)
-            self._close(group, Trigger.FAILED, str(group.failure))
+            self.fail(group, _mismatch(group.spec.name, field, theirs, ours))
 
     def _check_formed(self, group: GroupRecord, task: asyncio.Task[None]) -> None:
         """A bug in forming ends the wait of its callers instead of letting them sit it out."""

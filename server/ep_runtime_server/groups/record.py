@@ -85,6 +85,9 @@ class GroupRecord:
         self.remote: dict[int, RemoteMember] = {}  # by world rank
         self.epoch = self.attempt = 0
         self.committed = False
+        # Of a daemon before us, which did not hear what became of its view: epoch, the other nodes,
+        # our world ranks.
+        self.undecided: tuple[int, tuple[str, ...], tuple[int, ...]] | None = None
         self.spans = False  # had a view under this generation: what is missing is on other nodes
         self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet
         self.last_event: Trigger | None = None

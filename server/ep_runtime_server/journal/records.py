@@ -129,13 +129,22 @@ def of_group(group: GroupRecord) -> dict[str, Any] | None:
         "retained_until_s": group.retained_until_s,
         "created_s": group.created_s,
         "created_wall_s": group.created_wall_s,
-        # A view that was not committed is nothing to a daemon that starts again.
+        # A view that was not committed is nothing to a daemon that starts again, but that others
+        # may have it.
+        "undecided": _of_undecided(group),
         "spans": group.spans,
         "epoch": group.epoch if group.committed else 0,
         "remote": [[rank, m.node, m.session_id, m.pid] for rank, m in group.remote.items()]
         if group.committed
         else [],
     }
+
+
+def _of_undecided(group: GroupRecord) -> list[Any] | None:
+    if not group.remote or group.committed:
+        return None
+    nodes = sorted({member.node for member in group.remote.values()})
+    return [group.epoch, nodes, group.local_ranks]
 
 
 def to_group(
@@ -160,6 +169,9 @@ def to_group(
     group.remote = {rank: RemoteMember(*rest) for rank, *rest in value.get("remote", ())}
     group.spans = value.get("spans", False)
     group.node_size = value.get("node_size", 0)
+    undecided = value.get("undecided")
+    if undecided is not None:
+        group.undecided = undecided[0], tuple(undecided[1]), tuple(undecided[2])
     group.committed, group.epoch = bool(group.remote), value.get("epoch", 0)
     group.windows = sets[value["windows"]] if value["windows"] is not None else None
     for name in ("formed", "reattached", "retained_until_s", "created_s", "created_wall_s"):

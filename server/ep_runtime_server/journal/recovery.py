@@ -69,6 +69,7 @@ class Recovery:
         self._waits = False
         self._begun = False
         self._dead: list[SessionRecord] = []
+        self._restored: list[GroupRecord] = []
         self._changed = asyncio.Event()
         self.found_any = False
         self.num_sessions = 0
@@ -179,6 +180,12 @@ class Recovery:
         elif self._incomplete_journal and group.missing_ranks and not group.spans:
             group.restoring = True  # the cut took the rest of its members
         self._groups.add(group)
+        self._restored.append(group)
+
+    def take_restored(self) -> list[GroupRecord]:
+        """The groups of the journal, also those whose last processes are gone; once."""
+        found, self._restored = self._restored, []
+        return found
 
     def begin(self) -> None:
         """After systemd's descriptors were adopted: buries the dead, and waits for the others."""

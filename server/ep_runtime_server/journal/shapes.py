@@ -97,6 +97,7 @@ GROUP: Mapping[str, Shape] = {
     "spans": flag,
     "epoch": generation,
     "remote": each(row(rank, text, text, number(-(1 << 63), (1 << 63) - 1))),
+    "undecided": maybe(row(generation, each(text), each(rank))),
 }
 
 

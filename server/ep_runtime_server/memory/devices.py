@@ -101,8 +101,8 @@ class HostDevice:
             if size_bytes > available:
                 # A memfd of more than the host has does not fail: it wakes the OOM killer.
                 raise PoolExhaustedError(
-                    f"{label}: asked for {iec(size_bytes)}, the host has {iec(available)} "
-                    "available",
+                    f"{label}: asked for {iec(size_bytes)}, the host or our cgroup has "
+                    f"{iec(available)} available",
                     asked_bytes=size_bytes,
                     free_bytes=available,
                     limit_bytes=self.limit_bytes,

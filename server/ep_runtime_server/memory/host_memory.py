@@ -6,6 +6,8 @@ import os
 import resource
 from pathlib import Path
 
+from ep_runtime_server.memory import cgroups
+
 
 def _kib(path: str, names: tuple[str, ...]) -> int:
     total = 0
@@ -17,8 +19,10 @@ def _kib(path: str, names: tuple[str, ...]) -> int:
 
 
 def available_bytes() -> int:
-    """Bytes that the host can give without swapping."""
-    return _kib("/proc/meminfo", ("MemAvailable",))
+    """Bytes that the host can give without swapping, and limits of our cgroups let us have."""
+    host = _kib("/proc/meminfo", ("MemAvailable",))
+    left = cgroups.left_bytes()
+    return host if left is None else min(host, left)
 
 
 def own_rss_bytes() -> int:

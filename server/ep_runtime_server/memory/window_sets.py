@@ -32,6 +32,11 @@ class Owner:
     def __str__(self) -> str:
         return f"{self.name} (uid {self.uid}, job {self.job})"
 
+    @property
+    def path(self) -> str:
+        """By which journals of a cluster know the group."""
+        return f"{self.uid}/{self.job}/{self.name}"
+
 
 def buffer_label(owner: Owner, generation: int, world_rank: int) -> str:
     return f"{owner.name}@{generation}/{'board' if world_rank < 0 else world_rank}"

@@ -1,7 +1,6 @@
 """What a group's board says, as series: its layers, and its ranks.
 
-A board has sums since it was formatted and what each rank does now, and no more: no times of calls
-that are over, so there are no histograms, and no rows by expert.
+A board has sums since it was formatted, and what each rank does now.
 """
 
 from __future__ import annotations
@@ -10,21 +9,26 @@ import collections
 import itertools
 from collections.abc import Sequence
 
-from ep_runtime import board_records
-from ep_runtime.board import HandleState, RankState
+from ep_runtime import board_records, board_tallies
+from ep_runtime.board import HandleState, OpCode, RankState
 from ep_runtime.board_records import HandleRecord, RankRecord
+from ep_runtime.board_tallies import OpTally
 from ep_runtime_server.base.limits import LATE_AFTER_S
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.lateness import LateRank, late_in, rank_records
 from ep_runtime_server.groups.record import GroupRecord
-from ep_runtime_server.metrics.catalogue import LAYER, METRICS, RANK
-from ep_runtime_server.metrics.sheet import Sheet
+from ep_runtime_server.metrics.catalogue import HISTOGRAM, LAYER, METRICS, RANK
+from ep_runtime_server.metrics.sheet import SERIES_OF_HISTOGRAM, Sheet
 
 Labels = tuple[str, ...]
 
 SERIES_OF_RANK = sum(metric.labels[: len(RANK)] == RANK for metric in METRICS.values())
 SERIES_OF_LAYER = sum(metric.labels == LAYER for metric in METRICS.values())
 SERIES_OF_LAYER_AND_RANK = sum(metric.detail for metric in METRICS.values())
+# A group calls prepare, and dispatch and combine with their backward passes.
+SERIES_OF_OPS = (
+    5 * SERIES_OF_HISTOGRAM * sum(metric.kind == HISTOGRAM for metric in METRICS.values())
+)
 _WAITING = (RankState.MEETING, RankState.WAITING)
 
 
@@ -74,12 +78,41 @@ def _since(then_ns: int, now_s: float) -> float:
     return max(0.0, now_s - then_ns / 1e9)
 
 
+async def put_ops(sheet: Sheet, group: GroupRecord, labels: Labels) -> None:
+    """Histograms of the calls of this node's ranks, and who waited for whom."""
+    times: dict[OpCode, list[OpTally]] = collections.defaultdict(list)
+    waited_ns, waited_for_ns = collections.Counter[int](), collections.Counter[int]()
+    async for rank in paced(group.local_ranks):
+        windows = group.windows
+        if windows is None or windows.board is None:  # looked at again: others had their turns
+            return
+        for op, tally in board_tallies.read_ops(windows.board, windows.spec, rank).items():
+            times[op].append(tally)
+            waited_ns[rank] += tally.wait_ns
+            for peer in tally.peers:
+                waited_for_ns[peer.world_rank] += peer.wait_ns
+    for op, tallies in times.items():
+        of_op, sums = (*labels, op.name), list(zip(*(t.times for t in tallies), strict=True))
+        time_s = sum(tally.time_ns for tally in tallies) / 1e9
+        sheet.put_histogram("op_seconds", of_op, [sum(counts) for counts in sums], time_s)
+        sums = list(zip(*(t.waits for t in tallies), strict=True))
+        wait_s = sum(tally.wait_ns for tally in tallies) / 1e9
+        sheet.put_histogram("op_wait_seconds", of_op, [sum(counts) for counts in sums], wait_s)
+    for rank in group.local_ranks:
+        of_rank = (*labels, str(rank))
+        sheet.put("rank_waited_seconds_total", of_rank, waited_ns[rank] / 1e9)
+        sheet.put("peer_waited_seconds_total", of_rank, waited_for_ns[rank] / 1e9)
+
+
 async def put_layers(
     sheet: Sheet, group: GroupRecord, labels: Labels, now_s: float, *, detail: bool
 ) -> int:
     """Series of every layer; returns how many layers the sheet has no room for."""
     ranks = group.local_ranks
-    cost = SERIES_OF_LAYER + (SERIES_OF_LAYER_AND_RANK * len(ranks) if detail else 0)
+    experts = sorted({expert for rank in ranks for expert in _experts(group, rank)})
+    cost = SERIES_OF_LAYER
+    if detail:
+        cost += SERIES_OF_LAYER_AND_RANK * len(ranks) + len(experts)
     left_out = 0
     states: collections.Counter[HandleState] = collections.Counter()
     by_layer = itertools.groupby(group.layers.handles(), key=lambda handle: handle.layer)
@@ -97,9 +130,32 @@ async def put_layers(
         loads = board_records.read_device_rows(windows.board, windows.spec, indices)
         if loads is not None:
             _put_loads(sheet, (*labels, name), loads, ranks, detail=detail)
+        rows, tokens = dict.fromkeys(experts, 0), 0
+        for rank in ranks:
+            load = board_tallies.read_load(windows.board, windows.spec, rank, indices)
+            if load is not None:
+                tokens += load.tokens
+                for expert, count in zip(_experts(group, rank), load.rows, strict=True):
+                    rows[expert] += count
+        sheet.put("tokens_total", (*labels, name), tokens)
+        _put_experts(sheet, (*labels, name), rows, detail=detail)
     for state in HandleState:
         sheet.put("group_handles", (*labels, state.name), states[state])
     return left_out
+
+
+def _experts(group: GroupRecord, rank: int) -> range:
+    """The experts that the rank has."""
+    first = board_tallies.first_expert(group.spec, rank)
+    return range(first, first + group.spec.experts_per_rank)
+
+
+def _put_experts(sheet: Sheet, labels: Labels, rows: dict[int, int], *, detail: bool) -> None:
+    ratio = max_mean_ratio([*rows.values()])
+    if ratio is not None:
+        sheet.put("layer_expert_load_max_mean_ratio", labels, ratio)
+    for expert, count in rows.items() if detail else ():
+        sheet.put("expert_rows_total", (*labels, str(expert)), count)
 
 
 def _put_layer(sheet: Sheet, labels: Labels, records: list[HandleRecord], now_s: float) -> None:

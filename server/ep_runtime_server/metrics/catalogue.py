@@ -15,14 +15,16 @@ GROUP = (*NODE, "uid", "job", "group")  # who owns a group, as the daemon tells 
 LAYER = (*GROUP, "layer")
 RANK = (*GROUP, "rank")
 
-COUNTER, GAUGE = "counter", "gauge"
+OP = (*GROUP, "op")
+
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
     """Args:
     name: without the prefix that all have.
-    kind: COUNTER or GAUGE.
+    kind: COUNTER, GAUGE or HISTOGRAM.
     labels: in the order of their values.
     help: what it is, with what is special about it.
     detail: exported with `serve --metrics-detail` alone.
@@ -46,6 +48,10 @@ def _gauge(name: str, labels: tuple[str, ...], text: str) -> Metric:
 
 def _counter(name: str, labels: tuple[str, ...], text: str, *, detail: bool = False) -> Metric:
     return Metric(name, COUNTER, labels, text, detail)
+
+
+def _histogram(name: str, labels: tuple[str, ...], text: str) -> Metric:
+    return Metric(name, HISTOGRAM, labels, text)
 
 
 _OF_DAEMON = (
@@ -90,7 +96,16 @@ _OF_GROUP = (
     _gauge("group_load_max_mean_ratio", GROUP, "Rows received: the fullest rank over the mean"),
 )
 
+_OF_OP = (
+    _histogram("op_seconds", OP, "Time of a rank's call, of all ranks of this node together"),
+    _histogram("op_wait_seconds", OP, "What of that time the call waited for peers"),
+)
+
 _OF_LAYER = (
+    _counter("tokens_total", LAYER, "Tokens that ranks of this node sent to the layer's experts"),
+    _gauge(
+        "layer_expert_load_max_mean_ratio", LAYER, "Rows of experts here: the fullest over the mean"
+    ),
     _counter("calls_total", LAYER, "Calls on the layer's handles, each counted once on a node"),
     _counter("rows_total", LAYER, "Rows that the layer's dispatches brought to ranks of this node"),
     _counter("dropped_rows_total", LAYER, "Rows that did not fit their rank's capacity"),
@@ -109,6 +124,10 @@ _OF_RANK = (
     _gauge("rank_open_calls", RANK, "Calls that the rank has begun and not finished"),
     _gauge("rank_last_call_seconds", RANK, "Time since the rank finished a call"),
     _gauge("rank_wait_seconds", RANK, "How long the rank has waited now; 0 where it does not"),
+    _counter("rank_waited_seconds_total", RANK, "Time that the rank's calls waited for peers"),
+    _counter(
+        "peer_waited_seconds_total", RANK, "Time that calls of other ranks waited for this one"
+    ),
     _gauge("peer_wait_seconds", RANK, "How long others have waited for this rank; 0 where none do"),
     _gauge("peer_waiters", RANK, "Ranks that wait for this one, by way of others too"),
     _gauge(
@@ -133,7 +152,24 @@ _OF_RANK_AND_LAYER = (
     ),
 )
 
+_OF_EXPERT = (
+    _counter(
+        "expert_rows_total",
+        (*LAYER, "expert"),
+        "Rows of the layer that the expert got, of experts of this node's ranks",
+        detail=True,
+    ),
+)
+
 METRICS = {
     metric.name: metric
-    for metric in (*_OF_DAEMON, *_OF_GROUP, *_OF_LAYER, *_OF_RANK, *_OF_RANK_AND_LAYER)
+    for metric in (
+        *_OF_DAEMON,
+        *_OF_GROUP,
+        *_OF_OP,
+        *_OF_LAYER,
+        *_OF_RANK,
+        *_OF_RANK_AND_LAYER,
+        *_OF_EXPERT,
+    )
 }

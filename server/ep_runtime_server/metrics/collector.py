@@ -41,7 +41,7 @@ _SERIES_OF_GROUP = sum(metric.labels[: len(GROUP)] == GROUP for metric in METRIC
 
 
 class Collector:
-    """The daemon's series, `detail` with those of every rank of every layer."""
+    """The daemon's series, `detail` with those of every rank and expert of every layer."""
 
     def __init__(self, runtime: Runtime, *, detail: bool) -> None:
         cluster = runtime.cluster
@@ -60,7 +60,8 @@ class Collector:
         async for group in paced(self._runtime.groups.all()):
             sheet = by_user[group.owner.uid]
             ranks = len(group.local_ranks)
-            if sheet.fits(_SERIES_OF_GROUP + boards.SERIES_OF_RANK * ranks):
+            of_group = _SERIES_OF_GROUP + boards.SERIES_OF_OPS
+            if sheet.fits(of_group + boards.SERIES_OF_RANK * ranks):
                 left_out["layers"] += await self._put_group(sheet, group)
             else:
                 left_out["groups"] += 1
@@ -113,6 +114,7 @@ class Collector:
         self._put_settings(sheet, group, labels)
         self._put_state(sheet, group, labels, now_s)
         await boards.put_ranks(sheet, group, labels, now_s)
+        await boards.put_ops(sheet, group, labels)
         return await boards.put_layers(sheet, group, labels, now_s, detail=self._detail)
 
     def _put_settings(self, sheet: Sheet, group: GroupRecord, labels: boards.Labels) -> None:

@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.exposition import choose_encoder
 
-from ep_runtime_server.metrics.catalogue import COUNTER, METRICS
-from ep_runtime_server.metrics.sheet import Sheet
+from ep_runtime_server.metrics.catalogue import COUNTER, HISTOGRAM, METRICS
+from ep_runtime_server.metrics.sheet import BOUNDS_S, Histogram, Sheet
 
-_FAMILIES = {COUNTER: CounterMetricFamily}
+_FAMILIES = {COUNTER: CounterMetricFamily, HISTOGRAM: HistogramMetricFamily}
+_BOUNDS = [*map(str, BOUNDS_S), "+Inf"]
 
 
 class _Families:
@@ -27,10 +32,14 @@ class _Families:
         for metric in METRICS.values():
             if metric.detail and not self._detail:
                 continue
-            kind = _FAMILIES.get(metric.kind, GaugeMetricFamily)
+            kind: Any = _FAMILIES.get(metric.kind, GaugeMetricFamily)
             family = kind(metric.full_name, metric.help, labels=metric.labels)
             for labels, value in self._sheet.rows.get(metric.name, ()):
-                family.add_metric(labels, value)
+                if isinstance(value, Histogram):
+                    buckets = [*zip(_BOUNDS, value.counts, strict=True)]
+                    family.add_metric(labels, buckets, value.sum_s)
+                else:
+                    family.add_metric(labels, value)
             yield family
         yield from ProcessCollector(registry=None).collect()
 

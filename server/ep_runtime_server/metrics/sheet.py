@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
 
+from ep_runtime.board_tallies import BUCKET_BOUNDS_S
 from ep_runtime_server.metrics.catalogue import METRICS
 
-Row = tuple[tuple[str, ...], float]
+# Bounds of histograms: each second one of the board's; what is above the last has no bound.
+BOUNDS_S = BUCKET_BOUNDS_S[::2]
+SERIES_OF_HISTOGRAM = len(BOUNDS_S) + 3  # the one without bound, sum and count
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """counts: of what was no more than each of BOUNDS_S, and of all; sum_s: of the values."""
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+Row = tuple[tuple[str, ...], float | Histogram]
 
 
 class Sheet:
@@ -26,6 +42,16 @@ class Sheet:
         assert len(labels) == len(METRICS[name].labels), name
         self.rows.setdefault(name, []).append((labels, value))
         self.size += 1
+
+    def put_histogram(
+        self, name: str, labels: tuple[str, ...], counts: Sequence[int], sum_s: float
+    ) -> None:
+        """One histogram; `counts` by the board's buckets."""
+        assert len(labels) == len(METRICS[name].labels), name
+        up_to = [*itertools.accumulate(counts)]
+        row = Histogram((*up_to[: len(BUCKET_BOUNDS_S) : 2], up_to[-1]), sum_s)
+        self.rows.setdefault(name, []).append((labels, row))
+        self.size += SERIES_OF_HISTOGRAM
 
     def put_one_of(
         self, name: str, labels: tuple[str, ...], states: Iterable[str], now: str

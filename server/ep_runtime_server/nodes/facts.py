@@ -15,6 +15,7 @@ from ep_runtime_server.nodes.identity import is_identity
 
 _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
 _COMMITTED = "committed/"
+_OWED = "owed/"
 
 # No cluster counts that far: a larger one is a lie, or a file that somebody else wrote.
 MAX_EPOCH = 1 << 62
@@ -139,6 +140,25 @@ class ClusterFacts:
             del self._facts[oldest]
             self._drop(oldest)
 
+    @property
+    def owed(self) -> Mapping[str, list[Any]]:
+        """What a daemon before us had still to tell other nodes, by key."""
+        return {
+            key.removeprefix(_OWED): value
+            for key, value in self._facts.items()
+            if key.startswith(_OWED)
+        }
+
+    def owe(self, key: str, word: list[Any]) -> None:
+        """[uid, job, group, epoch, nodes, lost ranks, left ranks] is to be told. Raises
+        PoolExhaustedError."""
+        self._put(_OWED + key, word)
+
+    def told(self, key: str) -> None:
+        """Everybody heard it. Where that cannot be written a restart says it again."""
+        if self._facts.pop(_OWED + key, None) is not None:
+            self._drop(_OWED + key)
+
     async def durable(self) -> None:
         """Returns once all that is known now survives a crash of the host: who was told must find
         it true afterwards, so whoever tells others waits for this before.
@@ -249,4 +269,14 @@ def _is_fact(key: str, value: Any) -> bool:
         return isinstance(value, str) and 0 < len(value) <= 64
     if key == _EPOCH or key.startswith(_COMMITTED):
         return type(value) is int and 0 <= value <= MAX_EPOCH
+    if key.startswith(_OWED):
+        return _is_word(value)
     return key.startswith(_NODE) and is_identity(value)
+
+
+def _is_word(value: Any) -> bool:
+    """Whether a journal's value is what `owe` is given."""
+    if not isinstance(value, list) or [type(x) for x in value] != [int, str, str, int, *[list] * 3]:
+        return False
+    *_, nodes, lost, left = value
+    return all(type(x) is str for x in nodes) and all(type(x) is int for x in (*lost, *left))

@@ -61,6 +61,7 @@ class Membership:
         self._clock = clock
         self._events = events
         self.lease_id = ""
+        self._version = 0
         self._nodes: list[Node] = []
         self.link = Standing.JOINING
         self.since_s = clock.monotonic_s()
@@ -69,7 +70,8 @@ class Membership:
         self._doubted = asyncio.Event()
 
     def doubt(self) -> None:
-        """Somebody heard that the lease is not known: reports now, and joins again if so."""
+        """What we know is old: the lease is not known any more, or a node is none of ours. Reports
+        now, and joins again where that is so."""
         self._doubted.set()
 
     def nodes(self) -> list[Node]:
@@ -122,6 +124,7 @@ class Membership:
         answer: pb.JoinClusterResponse = await self._ask("JoinCluster", request)
         self._facts.heard(answer.epoch, answer.cluster_id)
         self.lease_id = answer.lease_id
+        self._version = answer.nodes_version
         self._heard(answer.nodes)
         self._stand(Standing.JOINED, "")
 
@@ -132,13 +135,19 @@ class Membership:
                 async with asyncio.timeout(limits.NODE_REPORT_INTERVAL_S):
                     await self._doubted.wait()
             self._doubted.clear()
-            request = pb.ReportNodeRequest(node=self._identity.node, lease_id=self.lease_id)
+            request = pb.ReportNodeRequest(
+                node=self._identity.node, lease_id=self.lease_id, nodes_version=self._version
+            )
             try:
                 answer: pb.ReportNodeResponse = await self._ask("ReportNode", request)
             except StaleHandleError:
                 return
             self._facts.heard(answer.epoch)
-            self._heard(answer.nodes)
+            known, self._version = self._version, answer.nodes_version
+            if known and known == answer.nodes_version:
+                self._heard_s = self._clock.monotonic_s()
+            else:
+                self._heard(answer.nodes)
 
     async def _ask(self, method: str, request: Any) -> Any:
         return await self._peers.ask(

@@ -94,9 +94,12 @@ class Nodes:
     ) -> None:
         """A coordinator that starts again gives the nodes of before a whole lease's time.
 
+        `version` changes with what `all` says, but for the times.
+
         `on_gone(node)`: it left, is unreachable, or its daemon started again.
         """
         self._on_gone = on_gone
+        self.version = 1
         self._own = own
         self._expected = expected
         self._facts = facts
@@ -149,6 +152,7 @@ class Nodes:
         before = self._nodes.get(name)
         node = Node(identity, NodeState.JOINED, now, lease_id=secrets.token_hex(8), heard_s=now)
         self._nodes[name] = node
+        self.version += 1
         again = before is not None and before.identity.incarnation == identity.incarnation
         if again and before is not None and before.state is NodeState.JOINED:
             node.since_s = before.since_s  # the coordinator was away, not the node
@@ -189,6 +193,7 @@ class Nodes:
         node.heard_s = now
         if node.state is NodeState.UNREACHABLE:
             node.state, node.since_s = NodeState.JOINED, now
+            self.version += 1
             self._log("cluster.node_back", node, "is reachable again")
 
     def leave(self, name: str, lease_id: str) -> None:
@@ -202,6 +207,7 @@ class Nodes:
 
     def _remove(self, name: str) -> None:
         self._facts.forget(name)
+        self.version += 1
         del self._nodes[name]
         if name in self._expected:
             self._nodes[name] = self._absent(name, self._expected[name])
@@ -213,6 +219,7 @@ class Nodes:
             silent_s = now - node.heard_s
             if node.state is NodeState.JOINED and silent_s >= limits.NODE_LEASE_S:
                 node.state, node.since_s = NodeState.UNREACHABLE, node.heard_s
+                self.version += 1
                 self._on_gone(name)
                 self._log(
                     "cluster.node_unreachable",

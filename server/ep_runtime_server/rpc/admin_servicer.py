@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -15,17 +15,20 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
 from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory import host_memory
 from ep_runtime_server.memory.windows import WindowState
-from ep_runtime_server.rpc import views
+from ep_runtime_server.rpc import tallies, views
 from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
 Reading = Callable[[Any, Any, Any], Coroutine[Any, Any, Any]]
+T = TypeVar("T")
+Row = TypeVar("Row")
 
 
 def of_any_node(method: Reading) -> Reading:
@@ -173,11 +176,10 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def ListHandles(  # noqa: N802
         self, request: pb.ListHandlesRequest, context: Context[Any, Any]
     ) -> pb.ListHandlesResponse:
-        groups = self._groups(request.group)
-        row = functools.partial(views.handle_info, clock=self._runtime.clock)
-        rows = views.handles(groups, request.layer)
+        rows = views.handles(self._groups(request.group), request.layer)
+        row = self._at_its_time(request, views.handle_info)
         found, token = await page(rows, request.page_size, request.page_token, row)
-        return pb.ListHandlesResponse(handles=found, next_page_token=token)
+        return pb.ListHandlesResponse(handles=filter(None, found), next_page_token=token)
 
     @of_any_node
     async def ListBuffers(  # noqa: N802
@@ -214,6 +216,30 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         rows = views.ranks(self._groups(request.group))
         found, token = await page(rows, request.page_size, request.page_token, row)
         return pb.ListRanksResponse(ranks=found, next_page_token=token)
+
+    @of_any_node
+    async def ListTallies(  # noqa: N802
+        self, request: pb.ListTalliesRequest, context: Context[Any, Any]
+    ) -> pb.ListTalliesResponse:
+        rows = tallies.ranks(self._groups(request.group))
+        row = self._at_its_time(request, tallies.rank_tally)
+        found, token = await page(rows, request.page_size, request.page_token, row)
+        return pb.ListTalliesResponse(ranks=filter(None, found), next_page_token=token)
+
+    def _at_its_time(
+        self, request: Any, view: Callable[[tuple[GroupRecord, T], Clock], Row]
+    ) -> Callable[[tuple[GroupRecord, T]], Row | None]:
+        """Views rows as they are, or were at the request's `age`; None where nobody knows."""
+        runtime = self._runtime
+        if not request.HasField("age"):
+            return lambda row: view(row, runtime.clock)
+        back = runtime.history.back(wire.seconds(request.age))
+
+        def viewed(row: tuple[GroupRecord, T]) -> Row | None:
+            past = back(row[0])
+            return view((past[0], row[1]), past[1]) if past is not None else None
+
+        return viewed
 
     async def Drain(  # noqa: N802
         self, request: pb.DrainRequest, context: Context[Any, Any]

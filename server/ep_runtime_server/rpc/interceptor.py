@@ -22,6 +22,7 @@ from ep_runtime.errors import (
     InvalidArgumentError,
     SessionFencedError,
 )
+from ep_runtime_server.base.failpoints import LostError
 from ep_runtime_server.callers.admission import Admission, AdmittedCall
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.nodes.seal import Seal
@@ -65,8 +66,10 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         admission: Admission,
         uid_of: Callable[[str], int | None] = lambda peer: None,
         seal: Seal | None = None,
+        before_work: Callable[[], None] = lambda: None,
     ) -> None:
-        """`before_answer(method)` runs when a unary call did its work; it may still refuse.
+        """`before_answer(method)` runs when a unary call did its work; it may still refuse, as
+        `before_work()` may before anything is looked at.
         `uid_of(peer)` is the user behind a connection of sessions, by the kernel's word;
         every request has the `seal`, where there is one."""
         self._sessions = sessions
@@ -75,6 +78,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         self._parsing = asyncio.Lock()  # of long requests: between two of them others have turns
         self._uid_of = uid_of
         self._seal = seal
+        self._before_work = before_work
 
     async def intercept_service(
         self,
@@ -102,6 +106,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                     return handler.response_serializer(found)
                 if context.time_remaining() is None:
                     raise InvalidArgumentError(f"{method} needs a deadline", argument="deadline")
+                self._before_work()
                 admitted = self._admitted(counted, requests, context, handler, method, metadata)
                 async with admitted as request:
                     found = await handler.unary_unary(request, context)
@@ -251,6 +256,8 @@ def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
         raise error
     if isinstance(error, NotImplementedError):  # what a newer gRPC has in its services, and we not
         return wire.RpcFailure(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served", ())
+    if isinstance(error, LostError):
+        return wire.RpcFailure(grpc.StatusCode.UNAVAILABLE, str(error), ())
     if not isinstance(error, EpRuntimeError):
         logging.getLogger(__name__).error("%s failed", method, exc_info=error)
         ours = EpRuntimeError(f"{method} failed inside the daemon: {type(error).__name__}")

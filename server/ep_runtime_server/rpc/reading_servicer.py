@@ -22,6 +22,7 @@ READINGS = frozenset(
         "ListBuffers",
         "ListEvents",
         "ListRanks",
+        "ListTallies",
     }
 )
 

@@ -67,7 +67,7 @@ def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
                 world_rank=rank,
                 session_id=remote.session_id,
                 pid=remote.pid,
-                attached=group.committed,
+                attached=group.committed and remote.session_id not in group.left,
                 node=remote.node,
             )
         elif member is None:
@@ -324,9 +324,10 @@ def _add_progress(
     message.state = record.state.name
     message.epoch = record.epoch
     message.waiting_for = record.waiting_for
-    if record.since_ns:
+    if record.since_ns or record.progress_ns:  # what an idle rank did last stays on the board
         message.op = record.op.name
         message.layer = group.layers.name_of_id(record.layer_id)
         message.handle = record.handle
+    if record.since_ns:
         since_s = max(0.0, clock.monotonic_s() - record.since_ns / 1e9)
         message.since.CopyFrom(wire.duration(since_s))

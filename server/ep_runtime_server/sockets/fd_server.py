@@ -247,6 +247,7 @@ class FdServer:
             request = pb.FdRequest.FromString(data)
         except DecodeError as error:
             raise InvalidArgumentError("the packet is not an FdRequest") from error
+        self._runtime.failpoints.hit("fd.request")
         peer = self._peer(connection)
         try:
             if sender_pid is not None and sender_pid != peer.pid:
@@ -260,6 +261,7 @@ class FdServer:
                 raise InvalidArgumentError(f"a packet of {kind} carries no descriptors")
             if kind == "hello":
                 reply = fd_requests.hello(self._runtime, peer, request.hello)
+                self._runtime.failpoints.hit("fd.answer")
                 self._send(connection, reply, [])
             elif kind == "redeem_ticket":
                 self._redeem(connection, peer, request.redeem_ticket)
@@ -315,10 +317,12 @@ class FdServer:
         fds: list[int],
     ) -> None:
         reply = fd_requests.return_windows(self._runtime, session, request, fds)
+        self._runtime.failpoints.hit("fd.answer")
         self._send(connection, reply, [])
 
     def _redeem(self, connection: _Connection, peer: Peer, request: pb.RedeemTicket) -> None:
         with fd_requests.redeem(self._runtime, peer, request) as packets:
+            self._runtime.failpoints.hit("fd.answer")
             for reply, fds in packets:
                 self._send(connection, reply, fds)
         self._runtime.failpoints.hit("fd.after_send")

@@ -142,8 +142,8 @@ class _Call:
         self._ended = ended
         self._over = False
 
-        def in_turn(work: Callable[[], None]) -> None:
-            turns.add(uid, work)
+        def in_turn(work: Callable[[], None]) -> bool:
+            return turns.now(uid, work)
 
         self._ways = (
             _Way(loop, in_turn, outer, inner, _bytes_alone, self.end),
@@ -165,7 +165,7 @@ class _Way:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        in_turn: Callable[[Callable[[], None]], None],
+        in_turn: Callable[[Callable[[], None]], bool],
         source: socket.socket,
         target: socket.socket,
         take: Callable[[socket.socket], bytes],
@@ -179,19 +179,31 @@ class _Way:
         self._take = take
         self._end = end
         self._left = b""
+        self._listening = False
+        # Numbers: of a socket that it does not know the loop makes a text, for an error that it
+        # then drops, and that takes longer than to pass a heartbeat on.
+        self._source_fd, self._target_fd = source.fileno(), target.fileno()
         self._listen()
 
     def _listen(self) -> None:
-        self._loop.add_reader(self._source, self._readable)
+        if not self._listening:
+            self._listening = True
+            self._loop.add_reader(self._source_fd, self._readable)
+
+    def _pause(self) -> None:
+        if self._listening:
+            self._listening = False
+            self._loop.remove_reader(self._source_fd)
 
     def _readable(self) -> None:
-        self._loop.remove_reader(self._source)
-        self._in_turn(self._read)
+        if not self._in_turn(self._read):
+            self._pause()  # its turn comes later
 
     def stop(self) -> None:
         self._over = True
-        self._loop.remove_reader(self._source)
-        self._loop.remove_writer(self._target)
+        self._pause()
+        if self._left:
+            self._loop.remove_writer(self._target_fd)
 
     def _read(self) -> None:
         if self._over:
@@ -218,10 +230,11 @@ class _Way:
             return
         waited, self._left = bool(self._left), data[sent:]
         if self._left and not waited:
-            self._loop.add_writer(self._target, self._write)
+            self._pause()
+            self._loop.add_writer(self._target_fd, self._write)
         elif not self._left:
             if waited:
-                self._loop.remove_writer(self._target)
+                self._loop.remove_writer(self._target_fd)
             self._listen()
 
     def _write(self) -> None:

@@ -1,0 +1,189 @@
+"""Ends of processes of groups that span nodes: told to the other nodes until they hear, and heard.
+
+A node answers for its processes of a committed view until each of them is gone, also where the
+group here went on to a new generation meanwhile: the coordinator gives their ranks to nobody else
+before, and processes of other nodes may still be in the view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, PoolExhaustedError
+from ep_runtime_server.base import limits
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.callers.sessions import SessionRecord, SessionState
+from ep_runtime_server.cluster.coordination import TRY_AGAIN, Coordination
+from ep_runtime_server.groups.formation import Groups
+from ep_runtime_server.groups.fsm import State, Trigger
+from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.memory.windows import Owner
+from ep_runtime_server.nodes.facts import ClusterFacts
+
+# (node, owner, epoch, lost ranks, left ranks) to that node's daemon.
+Teller = Callable[[str, Owner, int, list[int], list[int]], Awaitable[None]]
+
+
+@dataclasses.dataclass
+class _Ours:
+    """Our processes of a committed view that are not told to be gone, by world rank; None for one
+    that ended while no daemon was here."""
+
+    epoch: int
+    nodes: frozenset[str]
+    sessions: dict[int, SessionRecord | None]
+
+
+class Ends:
+    """Lives on the event loop's thread. `changed` hears of every change of a group."""
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        groups: Groups,
+        tell: Teller,
+        start: Callable[[Coroutine[Any, Any, None]], object],
+        facts: ClusterFacts,
+        events: EventLog,
+    ) -> None:
+        """`start(work)` lets it run beside; `facts` keep what is to be told over a restart."""
+        self._facts = facts
+        self._coordination = coordination
+        self._groups = groups
+        self._tell = tell
+        self._start = start
+        self._events = events
+        self._ours: dict[str, _Ours] = {}  # by group id
+
+    def changed(self, group: GroupRecord) -> None:
+        if group.state is not State.CLOSED:
+            self._answer_for(group)
+        self._tell_gone(group)
+
+    def restored(self, group: GroupRecord) -> None:
+        """A group out of the journal, which may have lost its processes since. One whose view was
+        not decided before the daemon ended goes on without it, and the others may have it."""
+        if group.undecided is not None:
+            epoch, nodes, ranks = group.undecided
+            group.undecided = None
+            self.tell(group.owner, epoch, nodes, list(ranks), [])
+        self._answer_for(group)
+        self._tell_gone(group)
+
+    def _answer_for(self, group: GroupRecord) -> None:
+        known = self._ours.get(group.group_id)
+        if not group.committed or not group.remote or (known and known.epoch == group.epoch):
+            return
+        claims = group.claims
+        self._ours[group.group_id] = _Ours(
+            group.epoch,
+            frozenset(member.node for member in group.remote.values()),
+            {r: claims[r].session if r in claims else None for r in group.local_ranks},
+        )
+
+    def _tell_gone(self, group: GroupRecord) -> None:
+        """Tells the other nodes of processes that ended or left, once each."""
+        ours = self._ours.get(group.group_id)
+        if ours is None:
+            return
+        members = (*group.members.values(), *group.previous.values())
+        there = {(rank, member.session) for member in members for rank in member.ranks}
+        gone = {r: session for r, session in ours.sessions.items() if (r, session) not in there}
+        for rank in gone:
+            del ours.sessions[rank]
+        if not ours.sessions:
+            del self._ours[group.group_id]
+        if gone:
+            lost = [rank for rank, session in gone.items() if _is_lost(group, rank, session)]
+            left = [rank for rank in gone if rank not in lost]
+            self.tell(group.owner, ours.epoch, ours.nodes, sorted(lost), sorted(left))
+
+    def tell(
+        self, owner: Owner, epoch: int, nodes: Iterable[str], lost: list[int], left: list[int]
+    ) -> None:
+        """The view's other nodes break or mark their groups; the coordinator frees the ranks."""
+        key = f"{owner.path}/{epoch}/{min([*lost, *left], default=-1)}"
+        word = [owner.uid, owner.job, owner.name, epoch, sorted(nodes), lost, left]
+        with contextlib.suppress(PoolExhaustedError):  # it is told in any case
+            self._facts.owe(key, word)
+        self._start(self._tell_all(key, word))
+
+    def tell_owed(self) -> None:
+        """What the daemon before us did not live to tell."""
+        for key, word in self._facts.owed.items():
+            self._start(self._tell_all(key, word))
+
+    async def _tell_all(self, key: str, word: list[Any]) -> None:
+        uid, job, name, epoch, nodes, lost, left = word
+        owner = Owner(uid, job, name)
+        tells: list[Callable[[], Awaitable[None]]] = [
+            functools.partial(self._tell, node, owner, epoch, lost, left) for node in nodes
+        ]
+        tells.append(functools.partial(self._coordination.ended, owner, epoch, lost, left))
+        await asyncio.gather(*(_until_heard(tell, owner) for tell in tells))
+        self._facts.told(key)
+
+    def say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
+        self._start(_until_heard(say, owner))
+
+    def heard(self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
+        """Another node tells of its processes. Raises PermissionDeniedError for others' ranks."""
+        group = self._groups.find(owner)
+        if group is None or group.epoch != epoch:
+            return
+        for rank in (*lost, *left):
+            if rank not in group.remote or group.remote[rank].node != node:
+                raise PermissionDeniedError(
+                    f"rank {rank} of group {owner.name!r} is not of node {node!r}", node=node
+                )
+        gone = [group.remote[rank].session_id for rank in left]
+        # Who left in order is not lost, whatever a daemon says that started again since.
+        known = group.lost.keys() | {
+            rank for rank in lost if group.remote[rank].session_id in group.left
+        }
+        fresh = [rank for rank in lost if rank not in known]
+        if not fresh and group.left.issuperset(gone):
+            return
+        group.lost.update({rank: group.remote[rank] for rank in fresh})
+        group.left.update(gone)
+        if fresh and group.state in (State.READY, State.BROKEN):
+            why = f"processes of node {node} are gone: ranks {fresh}"
+            self._groups.lost_elsewhere(group, why)
+            self._events.add(
+                "group.broken",
+                f"group {owner}, epoch {epoch}: node {node!r} lost the processes of ranks {fresh}",
+                group=owner.name,
+                epoch=epoch,
+                generation=group.generation,
+            )
+        else:
+            group.notify()
+
+
+def _is_lost(group: GroupRecord, rank: int, session: SessionRecord | None) -> bool:
+    """Whether the rank's process left without a word, or its memory was taken from it."""
+    taken = group.state is State.CLOSED and group.last_event is Trigger.TAKEN_AWAY
+    dead = session is not None and session.state in (SessionState.DEAD, SessionState.FENCED)
+    return taken or dead or rank in group.lost
+
+
+async def _until_heard(say: Callable[[], Awaitable[None]], owner: Owner) -> None:
+    """Says it again for a while: the other daemon may be starting again."""
+    loop = asyncio.get_running_loop()
+    deadline, pause_s = loop.time() + limits.NODE_TELL_S, limits.NODE_RETRY_FIRST_S
+    while loop.time() < deadline:
+        try:
+            await say()
+            return
+        except TRY_AGAIN:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, limits.NODE_RETRY_MOST_S)
+        except EpRuntimeError as error:
+            logging.getLogger(__name__).warning("group %s: not heard: %s", owner, error)
+            return

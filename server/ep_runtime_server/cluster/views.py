@@ -1,0 +1,241 @@
+"""What a coordinator knows of one group that forms across nodes: claims, the view, its fate."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+
+from ep_runtime.errors import EpRuntimeError
+from ep_runtime.specs import GroupSpec
+from ep_runtime_server.base import limits
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeClaim:
+    """A process of a node and the world ranks that it claims."""
+
+    session_id: str
+    pid: int
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ViewMember:
+    """One world rank of a view."""
+
+    rank: int
+    node: str
+    session_id: str
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupView:
+    """Who makes up a group; members by world rank."""
+
+    epoch: int
+    attempt: int
+    members: tuple[ViewMember, ...]
+
+    @functools.cached_property
+    def nodes(self) -> frozenset[str]:
+        return frozenset(self.of_node)
+
+    @functools.cached_property
+    def of_node(self) -> dict[str, set[tuple[int, str]]]:
+        """(rank, session) of every member, by node."""
+        found: dict[str, set[tuple[int, str]]] = {}
+        for member in self.members:
+            found.setdefault(member.node, set()).add((member.rank, member.session_id))
+        return found
+
+
+class Outcome(enum.Enum):
+    """Values are the names on the wire."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    COMMITTED = "COMMITTED"
+    ABORTED = "ABORTED"
+
+
+@dataclasses.dataclass(eq=False)
+class NodePart:
+    """One node's claims on a group that forms."""
+
+    node: str
+    spec: GroupSpec
+    claims: tuple[NodeClaim, ...]
+    generation: int = 0  # of the group there
+    waits: bool = True
+    until_s: float = 0.0  # once nobody waits
+    refused_s: float = 0.0
+    view: GroupView | None = None
+    error: EpRuntimeError | None = None
+
+    @functools.cached_property
+    def ranks(self) -> dict[int, NodeClaim]:
+        return {rank: claim for claim in self.claims for rank in claim.ranks}
+
+
+@dataclasses.dataclass(eq=False)
+class Proposal:
+    """A view that every node was given, and what became of it."""
+
+    view: GroupView
+    spec: GroupSpec
+    until_s: float
+    delivered: set[str] = dataclasses.field(default_factory=set)
+    attached: set[str] = dataclasses.field(default_factory=set)
+    ended: set[int] = dataclasses.field(default_factory=set)  # ranks whose processes are gone
+    outcome: Outcome = Outcome.UNSPECIFIED
+    reason: str = ""
+
+    @property
+    def open(self) -> bool:
+        return self.outcome is Outcome.UNSPECIFIED
+
+    @property
+    def lives(self) -> bool:
+        """It is committed, and processes of it are there."""
+        everybody = {member.rank for member in self.view.members}
+        return self.outcome is Outcome.COMMITTED and self.ended != everybody
+
+    def holder(self, rank: int) -> ViewMember | None:
+        """Whose process has the rank, so that no other node may claim it."""
+        members = self.view.members  # by rank, without a gap
+        if self.outcome is Outcome.ABORTED or rank in self.ended or rank >= len(members):
+            return None
+        return members[rank]
+
+    def awaits(self, node: str, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> bool:
+        """Made between two calls of that node, which still claims what it claimed."""
+        if not self.open or node in self.delivered or self.spec.difference(spec) is not None:
+            return False
+        theirs = {(rank, claim.session_id) for claim in claims for rank in claim.ranks}
+        return self.view.of_node.get(node, set()) == theirs
+
+
+class Assembly:
+    """One group on its way to a view, and its last view.
+
+    Attributes:
+        parts: by node; only `put`, `drop` and `clear` change them.
+        missing: ranks that nobody claims, ascending; none where there is no part.
+        claimed: (node, pid) of the others, by rank.
+        refused: by node, parts that were refused lately: the same one hears it again, and those of
+            nodes that were on their way hear it too.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, NodePart] = {}
+        self.refused: dict[str, NodePart] = {}
+        self.claimed: dict[int, tuple[str, int]] = {}
+        self.missing: list[int] = []
+        self.proposal: Proposal | None = None
+        self.attempts = 0  # given up since the last one that was committed
+        # Apart, as every node's claim changes what is missing for all that wait.
+        self._decided = asyncio.Event()
+        self._gathered = asyncio.Event()
+
+    def put(self, part: NodePart) -> None:
+        """The node's part, in the place of the one before."""
+        before = self.parts.get(part.node)
+        waits = before is not None and before.waits
+        if before is not None:
+            before.waits = False
+            self._unclaim(before)
+        self.parts[part.node] = part
+        self.claimed.update({rank: (part.node, c.pid) for rank, c in part.ranks.items()})
+        self._count()
+        if waits:
+            self.notify()
+
+    def drop(self, part: NodePart) -> None:
+        if self.parts.get(part.node) is part:
+            del self.parts[part.node]
+            self._unclaim(part)
+            self._count()
+            self.notify()
+        elif self.refused.get(part.node) is part:
+            del self.refused[part.node]
+
+    def refuse(self, part: NodePart, error: EpRuntimeError, now_s: float) -> None:
+        """Ends the part's call with the error, and every later one for the same."""
+        part.error, part.refused_s = error, now_s
+        part.until_s = now_s + limits.NODE_REFUSAL_LIFE_S
+        self.drop(part)
+        self.refused[part.node] = part
+
+    def hear(self, part: NodePart) -> None:
+        """Raises what the same group there was refused for before, whoever claims in it by now."""
+        before = self.refused.get(part.node)
+        if before is not None and before.error and before.generation == part.generation:
+            raise before.error
+
+    def differing(self, part: NodePart, now_s: float) -> NodePart | None:
+        """Another node's that was refused a moment ago, and has another spec. None for a node that
+        was refused as well, and tries again."""
+        if part.node in self.refused:
+            return None
+        late = (p for p in self.refused.values() if now_s - p.refused_s < limits.NODE_DIFFERS_S)
+        return next((p for p in late if p.spec.difference(part.spec) is not None), None)
+
+    def clear(self) -> None:
+        """A view has them."""
+        self.parts, self.claimed, self.missing = {}, {}, []
+
+    def _unclaim(self, part: NodePart) -> None:
+        for rank in part.ranks:
+            self.claimed.pop(rank, None)
+
+    def _count(self) -> None:
+        part = next(iter(self.parts.values()), None)
+        ranks = range(part.spec.world_size if part is not None else 0)
+        missing = [rank for rank in ranks if rank not in self.claimed]
+        if missing != self.missing:
+            self.missing = missing
+            self._gathered.set()
+            self._gathered = asyncio.Event()
+
+    def notify(self) -> None:
+        """A view, a decision, an error, or a node's newer call."""
+        self._decided.set()
+        self._decided = asyncio.Event()
+        self._gathered.set()
+        self._gathered = asyncio.Event()
+
+    async def wait(
+        self, done: Callable[[], bool], wait_s: float, *, claims_too: bool = False
+    ) -> None:
+        """Until `done`, looked at after every decision, and every claim where wanted, or the time
+        is over."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while not done():
+                    await (self._gathered if claims_too else self._decided).wait()
+        except TimeoutError:
+            return
+
+
+async def view_or_news(
+    assembly: Assembly, part: NodePart, known_missing: list[int], wait_s: float
+) -> None:
+    """Until the part has its view, an error or a successor, or other ranks are missing than those
+    known. The more nodes wait, the later they hear of that: or each claim would call all of them.
+    """
+
+    def over() -> bool:
+        replaced = assembly.parts.get(part.node) is not part
+        return part.view is not None or part.error is not None or replaced
+
+    def news() -> bool:
+        return over() or assembly.missing != known_missing
+
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait_s
+    await assembly.wait(news, wait_s, claims_too=True)
+    left_s = max(0.0, deadline - loop.time())
+    await assembly.wait(over, min(left_s, limits.NODE_NEWS_EACH_S * len(assembly.parts)))

@@ -1,0 +1,196 @@
+"""What boards said lately: copies, by which those who look now see what happened before.
+
+One is taken of every board every SAMPLE_EVERY_S. Those of the last FINE_S are kept, of older ones
+one for every COARSE_S, and after KEPT_S none. All together have MOST_BYTES, compressed; where that
+is not enough, the user who has most loses his oldest. A board of more than MOST_RAW_BYTES is not
+copied: that, and unpacking it, would hold the loop. Copies are not in the journal: a daemon that
+starts again begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import copy
+import ctypes
+import dataclasses
+import functools
+import mmap
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+
+from ep_runtime import board
+from ep_runtime.board import DeviceRowsStruct, HandleRecordStruct, RankRecordStruct
+from ep_runtime.board_abi import MAX_HANDLES, MAX_LOADS
+from ep_runtime.specs import GroupSpec
+from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.groups.book import GroupBook
+from ep_runtime_server.groups.record import GroupRecord
+
+SAMPLE_EVERY_S = 10.0
+FINE_S = 120.0
+COARSE_S = 60.0
+KEPT_S = 2 * 3600.0
+MOST_BYTES = 64 << 20
+MOST_RAW_BYTES = 16 << 20
+_LEVEL = 1  # numbers of 64 bits, most of them small: more effort finds little more
+
+# A group as it was, and the clock of that time.
+Past = tuple[GroupRecord, Clock]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoppedClock:
+    """A clock that shows one time."""
+
+    now_s: float
+    now_wall_s: float
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_s(self) -> float:
+        return self.now_wall_s
+
+
+@dataclasses.dataclass(frozen=True)
+class BoardCopy:
+    """A board as it was at `taken_s`, and still at `until_s`; `packed` are its `parts`."""
+
+    uid: int
+    generation: int
+    num_handles: int
+    ranks: tuple[int, ...]
+    taken_s: float
+    until_s: float
+    checksum: int
+    packed: bytes
+
+
+def parts(spec: GroupSpec, num_handles: int, ranks: Iterable[int]) -> Iterator[slice]:
+    """What of a board says anything: records of so many handles, tallies of those ranks."""
+    where, tally = board.board_layout(spec), board.tally_layout(spec)
+
+    def part(offset: int, size: int) -> slice:
+        return slice(offset, offset + size)
+
+    handles, loads = min(num_handles, MAX_HANDLES), min(num_handles, MAX_LOADS)
+    yield part(where.ranks_offset, spec.world_size * ctypes.sizeof(RankRecordStruct))
+    yield part(where.handles_offset, handles * ctypes.sizeof(HandleRecordStruct))
+    size = ctypes.sizeof(DeviceRowsStruct)
+    for rank in ranks:
+        start = where.tallies_offset + rank * tally.tally_bytes
+        yield part(start, tally.loads_offset + loads * tally.load_bytes)
+        if where.device_rows_offset:
+            yield part(where.device_rows_offset + rank * MAX_HANDLES * size, handles * size)
+
+
+class History:
+    """Takes copies of the boards of all groups; lives on the event loop's thread."""
+
+    def __init__(self, groups: GroupBook, clock: Clock) -> None:
+        self._groups = groups
+        self._clock = clock
+        self._samples: dict[str, list[BoardCopy]] = {}  # by group_id, the oldest first
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self._bytes_by_user().values())
+
+    async def watch(self) -> None:
+        """Looks until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(SAMPLE_EVERY_S)
+
+    async def look(self) -> None:
+        """One more copy of every board that says something new."""
+        groups = self._groups.all()
+        known = {group.group_id for group in groups}
+        self._samples = {key: kept for key, kept in self._samples.items() if key in known}
+        async for group in paced(groups):
+            await self._look_at(group)
+        self._make_room()
+
+    async def _look_at(self, group: GroupRecord) -> None:
+        windows, now_s = group.windows, self._clock.monotonic_s()
+        if windows is None or windows.board is None:
+            return
+        ranks, handles = tuple(group.local_ranks), group.layers.num_handles
+        wanted = [*parts(windows.spec, handles, ranks)]
+        if sum(part.stop - part.start for part in wanted) > MOST_RAW_BYTES:
+            return
+        raw = b"".join(windows.board[part] for part in wanted)
+        about = (group.owner.uid, group.generation, handles, ranks)
+        checksum = zlib.crc32(raw)
+        kept = self._of(group)
+        if kept and kept[-1].checksum == checksum and kept[-1].num_handles == handles:
+            kept[-1] = dataclasses.replace(kept[-1], until_s=now_s)
+        else:
+            packed = await asyncio.to_thread(zlib.compress, raw, _LEVEL)
+            kept.append(BoardCopy(*about, now_s, now_s, checksum, packed))
+        self._samples[group.group_id] = _thinned(kept, now_s)
+
+    def _of(self, group: GroupRecord) -> list[BoardCopy]:
+        """The copies of the group's generation."""
+        kept = self._samples.get(group.group_id, [])
+        return [sample for sample in kept if sample.generation == group.generation]
+
+    def _bytes_by_user(self) -> collections.Counter[int]:
+        held = collections.Counter[int]()
+        for kept in self._samples.values():
+            for sample in kept:
+                held[sample.uid] += len(sample.packed)
+        return held
+
+    def _make_room(self) -> None:
+        held = self._bytes_by_user()
+        while held.total() > MOST_BYTES:
+            ((uid, _),) = held.most_common(1)
+            of_user = [kept for kept in self._samples.values() if kept and kept[0].uid == uid]
+            oldest = min(of_user, key=lambda kept: kept[0].taken_s)
+            held[uid] -= len(oldest.pop(0).packed)
+
+    def back(self, age_s: float) -> Callable[[GroupRecord], Past | None]:
+        """Gives groups as they were that long ago: by the youngest copy that is as old, else the
+        oldest; None of a group without a copy. Keeps the last group that it was asked for."""
+        then_s = self._clock.monotonic_s() - age_s
+
+        @functools.lru_cache(maxsize=1)
+        def as_it_was(group: GroupRecord) -> Past | None:
+            kept = self._of(group)
+            if not kept or group.windows is None:
+                return None
+            older = [sample for sample in kept if sample.taken_s <= then_s]
+            sample = older[-1] if older else kept[0]
+            at_s = max(sample.taken_s, min(then_s, sample.until_s))
+            past = copy.copy(group)
+            past.windows = copy.copy(group.windows)
+            past.windows.board = _unpacked(group.windows.spec, sample)
+            ago_s = self._clock.monotonic_s() - at_s
+            return past, StoppedClock(at_s, self._clock.wall_s() - ago_s)
+
+        return as_it_was
+
+
+def _thinned(samples: list[BoardCopy], now_s: float) -> list[BoardCopy]:
+    kept: list[BoardCopy] = []
+    for sample in samples:
+        if now_s - sample.until_s > KEPT_S:
+            continue
+        coarse = now_s - sample.until_s > FINE_S
+        if coarse and kept and sample.until_s - kept[-1].until_s < COARSE_S:
+            continue
+        kept.append(sample)
+    return kept
+
+
+def _unpacked(spec: GroupSpec, sample: BoardCopy) -> mmap.mmap:
+    """A board with nothing but what the copy has; the rest takes no memory."""
+    made, raw, used = mmap.mmap(-1, board.board_bytes(spec)), zlib.decompress(sample.packed), 0
+    for part in parts(spec, sample.num_handles, sample.ranks):
+        size = part.stop - part.start
+        made[part] = raw[used : used + size]
+        used += size
+    return made

@@ -1,0 +1,59 @@
+"""Processes that form one group through the client library, without JAX, whose distributed jobs
+end with any of their processes: groups are formed as Session.create_group does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from daemon_fixtures import Program
+
+RANKS = 4
+SCRIPT = """
+import json, sys, time
+import ep_runtime as ep
+from ep_runtime import specs
+from ep_runtime_client.groups import forming
+from ep_runtime_client.ops.kernels import ffi
+
+ffi.ensure_registered("cpu")  # loads JAX, as a training process has it by then
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+
+ranks = tuple(json.loads(sys.stdin.readline()))
+spec = specs.make_group_spec(
+    name="g", mesh_axes=(("ep", 4),), ep_axis="ep", num_experts=8, hidden_size=64,
+    max_tokens_per_rank=64, max_top_k=2, retain_s=60.0)
+session = ep.connect(job="survive", timeout_s=60)
+asked = time.monotonic()
+while True:
+    formed = forming.form(session, spec, forming.Claim(ranks), replace=False)
+    say(generation=formed.generation, reattached=formed.reattached, asked=asked,
+        formed=time.monotonic())
+    if json.loads(sys.stdin.readline()) == "end":
+        break
+    forming.unmap(formed.native_group)  # as a broken group steps aside
+    formed.memory.close()
+    asked = time.monotonic()
+forming.leave(session, "g", formed.generation, formed.native_group)
+session.close()
+"""
+
+
+def start(run_program: Callable[..., Program], address: str, ranks: list[int]) -> Program:
+    """A process that claims these ranks, and again when it is told so; it leaves at "end"."""
+    program = run_program(SCRIPT, prologue="", EP_RUNTIME_ADDRESS=address)
+    program.tell(ranks)
+    return program
+
+
+def met(members: list[Program]) -> dict[str, Any]:
+    """What all say of the group that they formed; `took_s` since the last one asked for it."""
+    said = [member.heard() for member in members]
+    (generation,) = {row["generation"] for row in said}
+    return {
+        "generation": generation,
+        "reattached": all(row["reattached"] for row in said),
+        "took_s": max(row["formed"] for row in said) - max(row["asked"] for row in said),
+    }

@@ -1,0 +1,188 @@
+"""Limits that the kernel holds, not failpoints: memory of a cgroup, a full file system, the size
+of files, descriptors. The daemon says what is full, jobs go on, and it heals."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from daemon_fixtures import Program
+from harness import DaemonProcess, eventually, memfds_of
+from memory_limits import memory_cgroup, on_small_disk
+from raw_client import close_fds, make_spec
+from raw_jobs import ready_pair
+
+from ep_runtime import errors, layer_specs
+from ep_runtime.v1 import session_service_pb2
+
+MIB = 1 << 20
+HEALED_S = 4.0
+# Windows of 94 and of 188 MiB.
+LARGE = make_spec("large", ranks=1, hidden_size=4096, max_tokens_per_rank=6000)
+MORE = make_spec("more", ranks=1, hidden_size=4096, max_tokens_per_rank=12_000)
+
+
+def heartbeat(client) -> None:
+    client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+
+
+def goes_on(daemon: DaemonProcess, clients) -> None:
+    """The job that was there before, and what becomes of it."""
+    for client in clients:
+        heartbeat(client)
+    assert daemon.popen.poll() is None
+    assert daemon.group_states()["moe"] == "READY"
+    clients[1].process.kill()
+    eventually(lambda: daemon.group_states()["moe"] == "BROKEN", within_s=2.0)
+    assert clients[0].process.do("board")[2:] == ("PEER_LOST", 1)
+
+
+def test_more_than_the_cgroup_has_is_refused_and_kills_nobody(daemon_process):
+    with memory_cgroup(256 * MIB) as cgroup:
+        daemon = daemon_process("--max-host-bytes", "1G", launcher=cgroup.launcher)
+        try:
+            clients, _, _ = ready_pair(daemon)
+            before = cgroup.used_bytes
+            client = daemon.client()
+            group = client.create(LARGE).group
+            held = group.window_bytes + group.board_bytes
+            assert abs(cgroup.used_bytes - before - held) < 16 * MIB  # the kernel's word on it
+            with pytest.raises(errors.PoolExhaustedError, match="has .* available"):
+                client.create(MORE)
+            client.close_group(group)
+            eventually(lambda: cgroup.used_bytes - before < 16 * MIB)
+            close_fds(client.fetch(client.create(LARGE).group))
+            goes_on(daemon, clients)
+        finally:
+            daemon.close()
+
+
+@pytest.fixture
+def on_full_disk(daemon_process, tmp_path) -> Iterator[tuple[DaemonProcess, Path]]:
+    """A daemon alone on 2 MiB, and the directory as others see it."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a file system of its own needs root")
+    place = tmp_path / "d"
+    place.mkdir()
+    daemon = daemon_process(directory=place, launcher=on_small_disk(place, "2m"))
+    if daemon.ready is None:
+        pytest.skip(f"no file systems of our own here: {daemon.ended()[1]}")
+    seen = Path(f"/proc/{daemon.pid}/root{place}")
+    daemon.directory = seen
+    daemon.admin.close()
+    daemon.admin = type(daemon.admin)(seen, "admin.sock")
+    return daemon, seen
+
+
+def fill(directory: Path) -> Path:
+    """A file that takes all the room there is."""
+    ballast = directory / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC  # noqa: PT017 - that is what it is for
+    return ballast
+
+
+def until_refused(client, group) -> errors.PoolExhaustedError:
+    """Registers until the journal has no room."""
+    for number in range(200):
+        layers = [layer_specs.LayerSpec(f"l{number}/{i}", top_k=1) for i in range(50)]
+        try:
+            client.register(group, layers)
+        except errors.PoolExhaustedError as error:
+            return error
+    raise AssertionError("ten thousand layers fit on a full disk")
+
+
+def test_a_full_run_refuses_what_is_new_and_heals(on_full_disk):
+    daemon, directory = on_full_disk
+    clients, _, _ = ready_pair(daemon)
+    other = daemon.client()
+    group = other.ready(make_spec("other", ranks=1))
+    ballast = fill(directory)
+    assert "journal" in str(until_refused(other, group))
+    assert "No space left" in daemon.status().journal.error
+    with pytest.raises(errors.PoolExhaustedError, match="journal"):
+        daemon.client()
+    for client in clients:
+        heartbeat(client)
+    ballast.unlink()
+    eventually(lambda: not daemon.status().journal.error, within_s=HEALED_S)
+    other.register(group, [layer_specs.LayerSpec("after", top_k=1)])
+    goes_on(daemon, clients)
+
+
+def test_files_that_may_not_grow_refuse_what_is_new_and_heal(daemon_process):
+    daemon = daemon_process()
+    clients, _, _ = ready_pair(daemon)
+    other = daemon.client()
+    group = other.ready(make_spec("other", ranks=1))
+    before = memfds_of(daemon.pid)
+    hard = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)[1]
+    journal = (daemon.directory / "journal").stat().st_size
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (journal, hard))
+    with pytest.raises(errors.PoolExhaustedError, match="File too large"):
+        other.create(make_spec("more", ranks=1))  # memory is a file to the kernel
+    assert memfds_of(daemon.pid) == before
+    assert "journal" in str(until_refused(other, group))
+    for client in clients:
+        heartbeat(client)
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    eventually(lambda: not daemon.status().journal.error, within_s=HEALED_S)
+    close_fds(other.fetch(other.create(make_spec("more", ranks=1)).group))
+    goes_on(daemon, clients)
+
+
+_STARVED = """
+import json, os, resource, sys
+import ep_runtime as ep
+from ep_runtime import specs
+from ep_runtime_client.groups import forming
+
+def say(value):
+    print(json.dumps(value), flush=True)
+
+spec = specs.make_group_spec(
+    name="g", mesh_axes=(("ep", 64),), ep_axis="ep", num_experts=64, hidden_size=16,
+    max_tokens_per_rank=8, max_top_k=2, retain_s=0.0)
+session = ep.connect(job="starved", timeout_s=20)
+forming.leave(session, "g", (formed := forming.form(
+    session, spec, forming.Claim(tuple(range(64))), replace=False)).generation, formed.native_group)
+formed.memory.close()
+held = len(os.listdir("/proc/self/fd"))
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (held + 20, hard))
+try:
+    forming.form(session, spec, forming.Claim(tuple(range(64))), replace=False)
+    say("formed")
+except ep.EpRuntimeError as error:
+    say(str(error))
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+assert len(os.listdir("/proc/self/fd")) <= held + 2, (held, os.listdir("/proc/self/fd"))
+forming.form(session, spec, forming.Claim(tuple(range(64))), replace=False)
+say("formed")
+sys.stdin.readline()
+"""
+
+
+def test_a_client_without_descriptors_says_so_and_keeps_none(
+    daemon_process, run_program: Callable[..., Program]
+):
+    daemon = daemon_process()
+    address = f"unix://{daemon.directory}"
+    program = run_program(_STARVED, prologue="", EP_RUNTIME_ADDRESS=address)
+    assert "ulimit -n" in program.heard()
+    assert program.heard() == "formed"
+    assert daemon.group_states() == {"g": "READY"}
+    program.tell()
+    assert program.finish() == 0
+    eventually(lambda: daemon.used_bytes == 0)

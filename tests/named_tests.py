@@ -1,0 +1,20 @@
+"""Tests by the names that pages have for them: FILE::TEST, FILE below `tests/`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+
+
+@functools.cache
+def names_in(file: str) -> set[str]:
+    """TEST and CLASS::TEST of a file, as pytest names them."""
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for outer in tree.body:
+        if isinstance(outer, ast.ClassDef) and outer.name.startswith("Test"):
+            found |= {f"{outer.name}::{n.name}" for n in outer.body if hasattr(n, "name")}
+    return {name for name in found if name.rpartition("::")[2].startswith("test_")}

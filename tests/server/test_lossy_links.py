@@ -1,0 +1,115 @@
+"""Two daemons over a cable that loses packets, delays them, or carries them one way alone."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_nets import HOSTS
+from cluster_places import make_certificates, tls_flags
+from harness import Watcher, eventually
+from raw_client import WAIT_S
+from test_cluster import joined, link, states
+from test_partition import MENDED_S, pool, spec_of  # noqa: F401 - one is a fixture
+from test_spanning import all_ready, group_of, members, state
+
+from ep_runtime import errors
+from ep_runtime_server.base import limits
+
+pytestmark = pytest.mark.slow
+
+LOST_S = limits.NODE_LEASE_S + 2 * limits.NODE_RPC_S
+BAD = {
+    "a third lost": {"a": {"lost": 0.3}, "b": {"lost": 0.3}},
+    "300 ms late": {"a": {"late_s": 0.3}, "b": {"late_s": 0.3}},
+    "late one way, lost the other": {"a": {"late_s": 0.5}, "b": {"lost": 0.2}},
+}
+
+
+class Nodes:
+    """a, which coordinates, and b; either can be killed and started again."""
+
+    def __init__(self, net, daemon_process, folder) -> None:
+        self._net, self._start = net, daemon_process
+        pki = make_certificates(folder / "pki", **HOSTS)
+        address = f"{HOSTS['a']}:7700"
+        self._flags = {
+            "a": ["--coordinator", address, "--node", "a", *tls_flags(pki, "a")],
+            "b": ["--join", address, "--node", "b", *tls_flags(pki, "b")],
+        }
+        self.a, self.b = self.start("a"), self.start("b")
+        joined(self.b)
+
+    def start(self, name: str, directory=None):
+        flags, launcher = self._flags[name], self._net.launcher(name)
+        return self._start(*flags, launcher=launcher, directory=directory)
+
+    def b_starts_again(self) -> None:
+        self.b.kill()
+        self.b = self.start("b", self.b.directory)
+
+
+@pytest.fixture
+def nodes(lossy_net, daemon_process, tmp_path) -> Nodes:
+    return Nodes(lossy_net, daemon_process, tmp_path)
+
+
+def whole(nodes: Nodes) -> None:
+    """The cluster is one again, and both say the same of it."""
+    joined(nodes.b, within_s=MENDED_S)
+    eventually(lambda: states(nodes.a) == {"a": "JOINED", "b": "JOINED"}, within_s=MENDED_S)
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_groups_form_and_deaths_are_told_over_a_bad_link(lossy_net, nodes, pool, how):  # noqa: F811
+    lossy_net.now(**BAD[how])
+    first, dying = nodes.a.client(), nodes.b.client(process=True)
+    watcher = Watcher(first)
+    groups = all_ready(pool, spec_of(), (first, [0]), (dying, [1]))
+    assert groups[0].epoch == groups[1].epoch
+    assert members(groups[0]) == members(groups[1])
+    dying.process.kill()
+    eventually(lambda: state(nodes.a) == "BROKEN", within_s=MENDED_S)
+    eventually(lambda: any(list(e.group.lost_ranks) == [1] for e in watcher.events))
+    lossy_net.mend()
+    whole(nodes)
+
+
+@pytest.mark.parametrize("deaf", ["a", "b"])
+def test_a_link_that_carries_one_way_alone_ends_no_group_and_splits_none(
+    lossy_net,
+    nodes,
+    pool,  # noqa: F811
+    deaf,
+):
+    first, second = nodes.a.client(), nodes.b.client()
+    groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
+    lossy_net.now(**{"b" if deaf == "a" else "a": {"lost": 1.0}})
+    eventually(
+        lambda: (link(nodes.b), states(nodes.a)["b"]) == ("LOST", "UNREACHABLE"), within_s=LOST_S
+    )
+    assert (state(nodes.a), state(nodes.b)) == ("READY", "READY")
+    halves = [
+        pool.submit(client.create, spec_of("later"), ranks=[rank], wait_s=2.0)
+        for rank, client in enumerate((first, second))
+    ]
+    for half in halves:
+        with pytest.raises(errors.GroupNotReadyError):
+            half.result(WAIT_S)
+    lossy_net.mend()
+    whole(nodes)
+    assert (state(nodes.a), state(nodes.b)) == ("READY", "READY")
+    later = all_ready(pool, spec_of("later"), (first, [0]), (second, [1]))
+    assert later[0].epoch == later[1].epoch > groups[0].epoch
+
+
+def test_a_node_that_starts_again_behind_a_cut_takes_its_place(lossy_net, nodes, pool):  # noqa: F811
+    """Nobody tells a that b's end of every connection is gone: they are half open."""
+    first = nodes.a.client()
+    groups = all_ready(pool, spec_of(), (first, [0]), (nodes.b.client(process=True), [1]))
+    lossy_net.cut()
+    nodes.b_starts_again()
+    lossy_net.mend()
+    whole(nodes)
+    newcomer = nodes.b.client(process=True)
+    again = all_ready(pool, spec_of("next"), (first, [0]), (newcomer, [1]))
+    assert again[0].epoch == again[1].epoch > groups[0].epoch
+    assert group_of(nodes.b, "next").epoch == again[0].epoch

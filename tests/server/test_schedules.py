@@ -1,0 +1,55 @@
+"""Daemons of several nodes under random schedules (`schedules`): what is promised holds in each.
+
+python -m pytest -n 0 --dose 20000 tests/server/test_schedules.py
+
+A schedule with a fault is printed as small as it gets; `schedule.run` of that one shows it again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from schedules.schedule import make_schedule, run, shrunk
+
+from ep_runtime_server.cluster.ends import Ends
+from ep_runtime_server.cluster.spanning import Spanning
+from ep_runtime_server.cluster.views import Assembly
+
+# In so many schedules what is left out shows.
+SEEDS = 200
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """Each run ends with one, which is to look at what the run made alone."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_any_schedule_keeps_what_is_promised(dose, record_property):
+    calls = 0
+    for seed in range(dose):
+        result = run(make_schedule(seed))
+        calls += result.num_calls
+        if result.faults:
+            small = shrunk(make_schedule(seed))
+            shown = run(small)
+            lines = [str(small), *shown.said, "all faults of the one before:", *result.faults]
+            pytest.fail("\n".join(lines), pytrace=False)
+    record_property("calls between daemons", f"{calls:,}")
+
+
+def test_the_same_schedule_runs_the_same_way_again():
+    assert run(make_schedule(5)) == run(make_schedule(5))
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [(Ends, "tell"), (Assembly, "hear"), (Spanning, "_unequal")]
+)
+def test_a_cluster_that_leaves_something_out_is_found(monkeypatch, of, name):
+    monkeypatch.setattr(of, name, lambda *arguments: None)
+    assert any(run(make_schedule(seed)).faults for seed in range(SEEDS))
