@@ -40,10 +40,13 @@ _NAMES_OF = {
     "ep_runtime_client.base.layers": ("EpLayer", "LayerStack", "layer"),
     "ep_runtime_client.block.moe": (
         "MoEParams",
+        "MoEState",
         "MoEStats",
         "init_moe_params",
+        "init_moe_state",
         "moe",
     ),
+    "ep_runtime_client.block.quantized": ("quantize_params", "straight_through"),
     "ep_runtime_client.ops.movement.combine": ("combine",),
     "ep_runtime_client.ops.movement.dispatch": ("dispatch",),
     "ep_runtime_client.ops.permutation.api": (
@@ -79,10 +82,11 @@ _SUBMODULES = {
     "recipes": "ep_runtime_client.ops.quantize.formats.recipes",
     "sharding": "ep_runtime_client.block.sharding",
 }
-# With the extra flax; `from ep_runtime import *` works without it.
+# With the extras flax and optax; `from ep_runtime import *` works without them.
 _OPTIONAL_SUBMODULES = {
     "linen": "ep_runtime_client.block.linen",
     "nnx": "ep_runtime_client.block.nnx",
+    "optax": "ep_runtime_client.block.optax",
 }
 
 __all__ = ["__version__", *sorted([*_MODULE_OF, *_SUBMODULES])]

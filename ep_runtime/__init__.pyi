@@ -21,11 +21,16 @@ from ep_runtime_client.base.layers import layer as layer
 from ep_runtime_client.block import convert as convert
 from ep_runtime_client.block import linen as linen
 from ep_runtime_client.block import nnx as nnx
+from ep_runtime_client.block import optax as optax
 from ep_runtime_client.block import sharding as sharding
 from ep_runtime_client.block.moe import MoEParams as MoEParams
+from ep_runtime_client.block.moe import MoEState as MoEState
 from ep_runtime_client.block.moe import MoEStats as MoEStats
 from ep_runtime_client.block.moe import init_moe_params as init_moe_params
+from ep_runtime_client.block.moe import init_moe_state as init_moe_state
 from ep_runtime_client.block.moe import moe as moe
+from ep_runtime_client.block.quantized import quantize_params as quantize_params
+from ep_runtime_client.block.quantized import straight_through as straight_through
 from ep_runtime_client.groups.estimate import MemoryEstimate as MemoryEstimate
 from ep_runtime_client.groups.estimate import estimate_memory as estimate_memory
 from ep_runtime_client.groups.group import Group as Group

@@ -26,9 +26,11 @@ from ep_runtime.board_abi import (
     LINE_BYTES,
     MAGIC,
     MAX_HANDLES,
+    MAX_LOADS,
     MAX_MEETING_RANKS,
     MEETING_SLOTS,
     PAGE_BYTES,
+    TALLY_OPS,
     VERSION,
     BoardHeaderStruct,
     ControlStruct,
@@ -37,8 +39,11 @@ from ep_runtime.board_abi import (
     HandleRecordStruct,
     HandleState,
     LaneStruct,
+    LoadRecordStruct,
     MeetingSlotStruct,
     OpCode,
+    OpRecordStruct,
+    PeerRecordStruct,
     PoisonReason,
     RankRecordStruct,
     RankState,
@@ -70,6 +75,7 @@ __all__ = [
     "PoisonReason",
     "RankRecordStruct",
     "RankState",
+    "TallyLayout",
     "VERSION",
     "board_bytes",
     "board_layout",
@@ -78,6 +84,7 @@ __all__ = [
     "lane_bytes",
     "poison",
     "read_header",
+    "tally_layout",
     "tell_time",
     "window_bytes",
 ]
@@ -100,6 +107,20 @@ class BoardHeader:
 
 
 @dataclasses.dataclass(frozen=True)
+class TallyLayout:
+    """Of one rank's tally: what its calls took, for whom they waited, what they brought.
+
+    Its ops [TALLY_OPS] come first; peers [TALLY_OPS][N] and loads [MAX_LOADS], each with the rows
+    of L experts, follow.
+    """
+
+    peers_offset: int
+    loads_offset: int
+    load_bytes: int
+    tally_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class BoardLayout:
     """Byte offsets of a board's parts."""
 
@@ -109,6 +130,7 @@ class BoardLayout:
     world_offset: int
     domains_offset: int
     domain_bytes: int
+    tallies_offset: int  # of world rank 0, others behind it
     device_rows_offset: int  # 0 where windows are in host memory
     board_bytes: int
 
@@ -123,6 +145,15 @@ def control_bytes(ranks: int, lanes: int) -> int:
     phases = lanes * ranks * LINE_BYTES
     slots = MEETING_SLOTS * (4 + ctypes.sizeof(MeetingSlotStruct))
     return align_up(head + phases + slots, PAGE_BYTES)
+
+
+def tally_layout(spec: GroupSpec) -> TallyLayout:
+    """Where the parts of each rank's tally lie, from its start."""
+    peers = TALLY_OPS * ctypes.sizeof(OpRecordStruct)
+    loads = _line(peers + TALLY_OPS * spec.ranks_per_node * ctypes.sizeof(PeerRecordStruct))
+    load = _line(ctypes.sizeof(LoadRecordStruct) + spec.experts_per_rank * 8)
+    # Whole pages, as devices map them.
+    return TallyLayout(peers, loads, load, align_up(loads + MAX_LOADS * load, PAGE_BYTES))
 
 
 def board_layout(spec: GroupSpec) -> BoardLayout:
@@ -143,11 +174,12 @@ def board_layout(spec: GroupSpec) -> BoardLayout:
     world = failures + FAILURE_RECORDS * ctypes.sizeof(FailureRecordStruct)
     domains = world + control_bytes(spec.world_size, 0)
     domain = control_bytes(spec.ranks_per_node, spec.lanes)
-    end = domains + spec.world_size // spec.ranks_per_node * domain
+    tallies = domains + spec.world_size // spec.ranks_per_node * domain
+    end = tallies + spec.world_size * tally_layout(spec).tally_bytes
     if not on_device(spec):
-        return BoardLayout(ranks, handles, failures, world, domains, domain, 0, end)
-    rows = spec.world_size * MAX_HANDLES * ctypes.sizeof(DeviceRowsStruct)
-    return BoardLayout(ranks, handles, failures, world, domains, domain, end, end + rows)
+        return BoardLayout(ranks, handles, failures, world, domains, domain, tallies, 0, end)
+    rows = end + spec.world_size * MAX_HANDLES * ctypes.sizeof(DeviceRowsStruct)
+    return BoardLayout(ranks, handles, failures, world, domains, domain, tallies, end, rows)
 
 
 def board_bytes(spec: GroupSpec) -> int:
@@ -219,6 +251,8 @@ def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
     header.domains_offset = where.domains_offset
     header.domain_bytes = where.domain_bytes
     header.device_rows_offset = where.device_rows_offset
+    header.tallies_offset = where.tallies_offset
+    header.tally_bytes = tally_layout(spec).tally_bytes
     for rank in range(spec.world_size):
         record = _at(buf, RankRecordStruct, _rank_offset(where.ranks_offset, rank))
         record.waiting_for = record.lane = -1

@@ -1,6 +1,6 @@
 """The structs, enums and constants of a group's board: the mirror of `csrc/core/memory/board.h`.
 
-A test compares every size and offset with the native library. All integers are little-endian and
+The native library's are compared with these when it is loaded. All integers are little-endian and
 naturally aligned; every struct is a whole number of 64-byte lines.
 """
 
@@ -10,8 +10,12 @@ import ctypes
 import enum
 
 MAGIC = int.from_bytes(b"EPBOARD1", "little")
-VERSION = 3
+VERSION = 4
 MAX_HANDLES = 16384
+MAX_LOADS = 1024  # handles whose load the board has, from the first
+TALLY_OPS = 8  # one for each OpCode
+TIME_BUCKETS = 24
+BUCKET_BITS = 12  # bucket b counts what took less than 2 ** (BUCKET_BITS + b) ns
 MEETING_SLOTS = 4096
 MAX_MEETING_RANKS = 1024
 FAILURE_RECORDS = 128
@@ -85,7 +89,9 @@ class BoardHeaderStruct(ctypes.Structure):
         ("failures", ctypes.c_uint64),
         ("now_ns", ctypes.c_uint64),
         ("device_rows_offset", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint8 * 104),
+        ("tallies_offset", ctypes.c_uint64),
+        ("tally_bytes", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * 88),
     ]
 
 
@@ -130,6 +136,36 @@ class DeviceRowsStruct(ctypes.Structure):
     """What one rank on a device adds to a handle's rows: it cannot add to a word of host memory."""
 
     _fields_ = [("rows", ctypes.c_uint64), ("dropped_rows", ctypes.c_uint64)]
+
+
+class OpRecordStruct(ctypes.Structure):
+    """What the calls of one op took on one rank, and waited for peers."""
+
+    _fields_ = [
+        ("calls", ctypes.c_uint64),
+        ("time_ns", ctypes.c_uint64),
+        ("wait_ns", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 5),
+        ("times", ctypes.c_uint64 * TIME_BUCKETS),
+        ("waits", ctypes.c_uint64 * TIME_BUCKETS),
+    ]
+
+
+class PeerRecordStruct(ctypes.Structure):
+    """Of what one rank's calls of one op waited for one peer."""
+
+    _fields_ = [("arrival_ns", ctypes.c_uint64), ("wait_ns", ctypes.c_uint64)]
+
+
+class LoadRecordStruct(ctypes.Structure):
+    """What one handle's calls took and brought on one rank; rows by local expert follow, u64."""
+
+    _fields_ = [
+        ("calls", ctypes.c_uint64),
+        ("time_ns", ctypes.c_uint64),
+        ("wait_ns", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+    ]
 
 
 class FailureRecordStruct(ctypes.Structure):
@@ -199,3 +235,33 @@ class MeetingSlotStruct(ctypes.Structure):
         ("run", ctypes.c_uint64),
         ("reserved", ctypes.c_uint8 * 8),
     ]
+
+
+# By their names in C.
+STRUCTS = {
+    "BoardHeader": BoardHeaderStruct,
+    "RankRecord": RankRecordStruct,
+    "HandleRecord": HandleRecordStruct,
+    "DeviceRows": DeviceRowsStruct,
+    "OpRecord": OpRecordStruct,
+    "PeerRecord": PeerRecordStruct,
+    "LoadRecord": LoadRecordStruct,
+    "FailureRecord": FailureRecordStruct,
+    "Control": ControlStruct,
+    "Lane": LaneStruct,
+    "MeetingSlot": MeetingSlotStruct,
+}
+CONSTANTS = {
+    "kBoardMagic": MAGIC,
+    "kBoardVersion": VERSION,
+    "kMaxHandles": MAX_HANDLES,
+    "kMaxLoads": MAX_LOADS,
+    "kTallyOps": TALLY_OPS,
+    "kTimeBuckets": TIME_BUCKETS,
+    "kBucketBits": BUCKET_BITS,
+    "kMeetingSlots": MEETING_SLOTS,
+    "kMaxMeetingRanks": MAX_MEETING_RANKS,
+    "kFailureRecords": FAILURE_RECORDS,
+    "kLineBytes": LINE_BYTES,
+    "kPageBytes": PAGE_BYTES,
+}

@@ -9,7 +9,7 @@ environments, and a program's fingerprint knows none. What does is a group's set
 | EP_RUNTIME_JOB | unset | name of the job; group names live inside (uid, job) |
 | EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes (NaN) |
 | EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
-| EP_RUNTIME_BOARD | 1 | 0: GPUs write no progress to the board; `status` then shows none of them |
+| EP_RUNTIME_BOARD | 1 | 0: GPUs write nothing to the board; `status` and `top` show none of them |
 | EP_RUNTIME_NCCL | 1 | 0: GPU groups of transport "nvlink" get no NCCL communicators |
 | EP_RUNTIME_NCCL_LIBRARY | unset | libnccl.so.2 for a process in which JAX has loaded none |
 | JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |

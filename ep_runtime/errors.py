@@ -14,7 +14,7 @@
         ├── RuntimeUnavailableError     no daemon answers at the address
         ├── PermissionDeniedError       not served: the wrong user, or another process's token
         ├── PoolExhaustedError          a limit of memory, or of the user; names asked and held
-        └── VersionSkewError            client and daemon speak no common protocol version
+        └── VersionSkewError            client, daemon or native library are of different versions
 
 What this platform cannot do is a plain NotImplementedError.
 
@@ -142,7 +142,8 @@ class PoolExhaustedError(EpRuntimeError):
 
 
 class VersionSkewError(EpRuntimeError):
-    """Client and daemon share no protocol version. `fields`: client, daemon."""
+    """Client and daemon share no protocol version, or the native library and what calls it are
+    of different ones. `fields`: client and daemon, or library and package."""
 
     grpc_code = "UNIMPLEMENTED"
 

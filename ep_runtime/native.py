@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ep_runtime
-from ep_runtime import native_abi
+from ep_runtime import board_abi, native_abi, struct_lines
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, VersionSkewError, parse
 from ep_runtime.native_abi import ABI
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
@@ -140,6 +140,13 @@ class NativeLibrary:
                 library=int(self._table.abi),
                 package=ABI,
             )
+        self._path = path
+        self.check_structs({**native_abi.STRUCTS, **board_abi.STRUCTS})
+
+    def check_structs(self, mirrors: struct_lines.Mirrors) -> None:
+        """Raises VersionSkewError where structs are not those of the library, by field."""
+        text = self._table.structs().decode()
+        struct_lines.check(self._path, text, mirrors, board_abi.CONSTANTS)
 
     @property
     def version(self) -> str:
@@ -149,7 +156,9 @@ class NativeLibrary:
     def targets(self) -> list[Target]:
         """Every custom call target, in a fixed order."""
         found = (self._table.targets[i] for i in range(self._table.num_targets))
-        return [Target(t.name.decode(), t.instantiate or 0, t.execute or 0) for t in found]
+        return [
+            Target(t.name.decode(), _address(t.instantiate), _address(t.execute)) for t in found
+        ]
 
     def state_type(self) -> tuple[int, int]:
         """Addresses of the FFI type id and type info; register them before the targets."""
@@ -279,10 +288,9 @@ class NativeLibrary:
         """`board.control_bytes` as the library computes it."""
         return int(self._table.control_bytes(ranks, lanes))
 
-    def board_layout(self) -> dict[str, int]:
-        """ "Struct" -> bytes and "Struct.field" -> offset of the board's C++ structs."""
-        lines = self._table.board_layout().decode().split()
-        return {name: int(value) for name, value in (line.split("=") for line in lines)}
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _text_of(buffer: ctypes.Array[ctypes.c_char]) -> native_abi.TextStruct:

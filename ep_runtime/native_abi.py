@@ -1,7 +1,7 @@
 """The structs of the native libraries' C edge, field by field as in `csrc/ffi/c_table.h`.
 
-The first fields of the table never change, so a library of another version is refused with a
-clear error and not with a crash.
+A library whose structs differ is refused when it is loaded (`struct_lines.py`). The first fields
+of the table never change, so one of another version is refused with an error and not with a crash.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
+_HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+
+
 class TargetStruct(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
-        ("instantiate", ctypes.c_void_p),
-        ("execute", ctypes.c_void_p),
+        ("instantiate", _HANDLER),
+        ("execute", _HANDLER),
     ]
 
 
@@ -87,9 +90,19 @@ class TableStruct(ctypes.Structure):
         ("fill_staging", ctypes.CFUNCTYPE(None, _I64, ctypes.c_int)),
         ("window_bytes", ctypes.CFUNCTYPE(_I64, OptionsP)),
         ("control_bytes", ctypes.CFUNCTYPE(_I64, _I64, _I64)),
-        ("board_layout", ctypes.CFUNCTYPE(ctypes.c_char_p)),
+        ("structs", ctypes.CFUNCTYPE(ctypes.c_char_p)),
         ("use_row_ops", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)),
         ("num_devices", ctypes.CFUNCTYPE(_I64, TextStruct)),
         ("device_uuid", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, TextStruct)),
         ("reaches", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, ctypes.c_int32, TextStruct)),
     ]
+
+
+# By their names in C.
+STRUCTS = {
+    "EpText": TextStruct,
+    "EpGroupOptions": GroupOptionsStruct,
+    "EpLayer": LayerStruct,
+    "Target": TargetStruct,
+    "EpTable": TableStruct,
+}

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from ep_runtime import env, native
+from ep_runtime import env, native, struct_lines
 from ep_runtime.errors import EpRuntimeError, VersionSkewError, parse
 
 ABI = 2
@@ -74,7 +74,17 @@ class _TableStruct(ctypes.Structure):
         ("await_failure", ctypes.CFUNCTYPE(_I64, _I64, _I64, _TextStruct)),
         ("rank_left", ctypes.CFUNCTYPE(None, _I64, _I64, ctypes.c_char_p)),
         ("try_sum", ctypes.CFUNCTYPE(_I64, _I64, _I64, _TextStruct)),
+        ("structs", ctypes.CFUNCTYPE(ctypes.c_char_p)),
     ]
+
+
+# By their names in C.
+_STRUCTS = {
+    "EpNcclText": _TextStruct,
+    "EpNcclOptions": _OptionsStruct,
+    "EpNcclLayer": _LayerStruct,
+    "EpNcclTable": _TableStruct,
+}
 
 
 def version_text(version: int) -> str:
@@ -158,6 +168,7 @@ class NcclLibrary:
             raise VersionSkewError(
                 f"{path} has no NCCL of this package's version; build it again", package=ABI
             )
+        struct_lines.check(path, self._table.structs().decode(), _STRUCTS, {})
 
     def version(self) -> int:
         """22809 of 2.28.9; loads NCCL where the process has none yet.

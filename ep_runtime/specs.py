@@ -111,6 +111,7 @@ class GroupSpec:
             there is none.
         workspace: rows that a block call holds at once: "auto", a float, which is a factor of the
             even share, or an int, which is bytes of the largest call of a layer.
+        overlap: a block call runs exchanges beside products that do not need them.
     """
 
     name: str
@@ -134,6 +135,7 @@ class GroupSpec:
     num_sms: int = dataclasses.field(default=0, metadata=_NOT_IN_PROGRAMS)
     node_size: int = 0
     workspace: workspaces.Setting = "auto"
+    overlap: bool = dataclasses.field(default=True, metadata=_NOT_IN_PROGRAMS)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -285,6 +287,7 @@ def make_group_spec(
     num_sms: int | None = None,
     node_size: int = 0,
     workspace: workspaces.Setting = "auto",
+    overlap: bool = True,
 ) -> GroupSpec:
     """Validates the arguments of `Session.create_group` and resolves its capacity.
 
@@ -360,4 +363,5 @@ def make_group_spec(
         num_sms=int(num_sms or 0),
         node_size=int(node_size),
         workspace=workspaces.check_setting(workspace),
+        overlap=bool(overlap),
     )

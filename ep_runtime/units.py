@@ -23,3 +23,12 @@ def duration(seconds: float) -> str:
     at = next(i for i, (_, size) in enumerate(_AGES) if whole >= size)
     (name, size), (next_name, next_size) = _AGES[at], _AGES[at + 1]
     return f"{whole // size}{name}{whole % size // next_size}{next_name}"
+
+
+def si(value: float) -> str:
+    """A number by thousands: 950, 12.3k, 4.5M."""
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:.0f}{unit}" if not unit and value >= 10 else f"{value:.1f}{unit}"

@@ -103,6 +103,11 @@ def _is_duration(field: FieldDescriptor) -> bool:
     return kind is not None and kind.full_name == "google.protobuf.Duration"
 
 
+def _is_absent(message: types_pb2.GroupSpec, field: FieldDescriptor) -> bool:
+    """Of a setting of one value that was not always there."""
+    return field.message_type is None and field.has_presence and not message.HasField(field.name)
+
+
 def _setting_to_proto(field: FieldDescriptor, value: Any) -> Any:
     if field.enum_type is not None:  # of ON_OVERFLOW_DROP, "drop"
         return field.enum_type.values_by_name[f"{field.name}_{value}".upper()].number
@@ -151,13 +156,14 @@ def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
 
 
 def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
-    """Raises InvalidArgumentError naming the field that no spec may have."""
+    """Absent settings have their defaults; raises InvalidArgumentError naming a bad field."""
     for axes in (message.mesh_axes, message.ep_axis, message.outer_axes):
         specs.check_axis_count(len(axes))
     return specs.make_group_spec(
         **{
             name: _setting_from_proto(field, getattr(message, field.name))
             for name, field in _spec_fields()
+            if not _is_absent(message, field)
         }
     )
 

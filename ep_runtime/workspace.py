@@ -27,10 +27,14 @@ AUTO_FACTOR = 1.5
 MAX_FACTOR = 1024.0
 MAX_BYTES = 1 << 60
 KEEPS = ("first", "nothing")
+# How 8-bit products scale their operands; "none" where products are of rows as they are.
+Scaling = Literal["none", "tensor", "block"]
 
 _TILE_ROWS = 128  # of a product; W and the kept rows are multiples where C is not less
 _REGION_BYTES = 1024  # to which every region is rounded up
 _CONTROL_BYTES = 4096  # flags, then 16 bytes of each expert
+_SCALED_VALUES = 128  # of a row, that share a block's scale
+_PADDED_TO = 128  # rows of an expert in a copy with rows along memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,7 @@ class BlockSizes:
         hidden_size, mlp_dim: H, M.
         gated: the first product has a gate beside each of its M columns.
         element_bytes: of a row's elements.
+        scaling: of 8-bit products.
     """
 
     tokens: int
@@ -56,6 +61,7 @@ class BlockSizes:
     mlp_dim: int
     gated: bool = True
     element_bytes: int = 2
+    scaling: Scaling = "none"
 
     @property
     def columns(self) -> int:
@@ -252,8 +258,12 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     whole = kept_rows == rows and sizes.parts(rows) == 0
-    regions = [rows * 4, rows * h * e, rows * m * e, 0 if whole else rows * n * e]
-    return _common_bytes(sizes, rows) + _total(regions)
+    regions = [rows * 4, rows * h * e, 0 if whole else rows * n * e]
+    if sizes.scaling == "none":
+        return _common_bytes(sizes, rows) + _total([*regions, rows * m * e])
+    # Quantized activations lie where quantized tokens were.
+    narrow = max(_total(_quantized(sizes, rows, width)) for width in (h, m))
+    return _common_bytes(sizes, rows) + _total([*regions, 4 * sizes.experts]) + narrow
 
 
 def backward_bytes(sizes: BlockSizes, rows: int) -> int:
@@ -263,9 +273,44 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
     of the first product, activations and their gradients.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
+    if sizes.scaling != "none":
+        return _common_bytes(sizes, rows) + _quantized_backward_bytes(sizes, rows)
     widths = (h, h, n, m, m)
     regions = [rows * 4, rows * 4, *(rows * width * e for width in widths)]
     return _common_bytes(sizes, rows) + _total(regions)
+
+
+def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
+    """What `backward_bytes` counts where products are of 8 bits.
+
+    Quantized gradients of the first product lie where those of outputs and activations were.
+    Copies that gradients of weights are made of, and of the first weight, lie where rows of later
+    steps do: the first product and gradients of activations and of tokens.
+    """
+    h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
+    first, tokens, outer, inner = (_quantized(sizes, rows, width) for width in (n, h, h, m))
+    always = _total([rows * 4, rows * 4, 4 * sizes.experts, *tokens])
+    narrow = max(_total([*outer, *inner]), _total(first))
+    hidden = _total([rows * n * e])
+    second = max(_total([sizes.experts * n * h]), _copies(sizes, rows, m, h))
+    later = _total([rows * m * e, rows * h * e])
+    return always + narrow + max(hidden + max(later, second), _copies(sizes, rows, h, n))
+
+
+def _quantized(sizes: BlockSizes, rows: int, width: int) -> list[int]:
+    """Bytes of rows of 8 bits, and of their scales: of an expert's, or of 128 values of a row."""
+    scales = sizes.experts if sizes.scaling == "tensor" else rows * -(-width // _SCALED_VALUES)
+    return [rows * width, 4 * scales]
+
+
+def _copies(sizes: BlockSizes, rows: int, *widths: int) -> int:
+    """Bytes of a weight gradient's operands as its product takes them: with rows along memory, or
+    where scales lie along rows in bf16."""
+    each = 2 * rows
+    if sizes.scaling == "tensor":
+        padding = (_PADDED_TO - 1) * min(sizes.experts, rows)
+        each = (rows + padding) // _PADDED_TO * _PADDED_TO
+    return _total([width * each for width in widths])
 
 
 def largest_bytes(sizes: BlockSizes, rows: int) -> int:

@@ -387,18 +387,20 @@ class LayerInfo(_message.Message):
     def __init__(self, layer: _Optional[_Union[_types_pb2.RegisteredLayer, _Mapping]] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ListHandlesRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "group", "layer", "node")
+    __slots__ = ("page_size", "page_token", "group", "layer", "node", "age")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
     layer: str
     node: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., layer: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+    age: _duration_pb2.Duration
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., layer: _Optional[str] = ..., node: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListHandlesResponse(_message.Message):
     __slots__ = ("handles", "next_page_token")
@@ -581,6 +583,102 @@ class RankInfo(_message.Message):
     waiting_for: int
     since: _duration_pb2.Duration
     def __init__(self, group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., op: _Optional[str] = ..., layer: _Optional[str] = ..., handle: _Optional[int] = ..., epoch: _Optional[int] = ..., waiting_for: _Optional[int] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ListTalliesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "group", "node", "age")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    group: str
+    node: str
+    age: _duration_pb2.Duration
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ListTalliesResponse(_message.Message):
+    __slots__ = ("ranks", "next_page_token")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankTally]
+    next_page_token: str
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankTally, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class RankTally(_message.Message):
+    __slots__ = ("group", "job", "uid", "generation", "world_rank", "read", "now", "calls", "rows", "dropped_rows", "row_bytes", "device", "first_expert", "ops", "layers")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_EXPERT_FIELD_NUMBER: _ClassVar[int]
+    OPS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    job: str
+    uid: int
+    generation: int
+    world_rank: int
+    read: _duration_pb2.Duration
+    now: RankInfo
+    calls: int
+    rows: int
+    dropped_rows: int
+    row_bytes: int
+    device: str
+    first_expert: int
+    ops: _containers.RepeatedCompositeFieldContainer[OpTally]
+    layers: _containers.RepeatedCompositeFieldContainer[LoadTally]
+    def __init__(self, group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., read: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., now: _Optional[_Union[RankInfo, _Mapping]] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., dropped_rows: _Optional[int] = ..., row_bytes: _Optional[int] = ..., device: _Optional[str] = ..., first_expert: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[OpTally, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LoadTally, _Mapping]]] = ...) -> None: ...
+
+class OpTally(_message.Message):
+    __slots__ = ("op", "calls", "time_ns", "wait_ns", "peers")
+    OP_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    op: str
+    calls: int
+    time_ns: int
+    wait_ns: int
+    peers: _containers.RepeatedCompositeFieldContainer[PeerTally]
+    def __init__(self, op: _Optional[str] = ..., calls: _Optional[int] = ..., time_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerTally, _Mapping]]] = ...) -> None: ...
+
+class PeerTally(_message.Message):
+    __slots__ = ("world_rank", "arrival_ns", "wait_ns")
+    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_NS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    world_rank: int
+    arrival_ns: int
+    wait_ns: int
+    def __init__(self, world_rank: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ...) -> None: ...
+
+class LoadTally(_message.Message):
+    __slots__ = ("layer", "calls", "time_ns", "wait_ns", "tokens", "rows")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    layer: str
+    calls: int
+    time_ns: int
+    wait_ns: int
+    tokens: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[str] = ..., calls: _Optional[int] = ..., time_ns: _Optional[int] = ..., wait_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline", "shutdown")

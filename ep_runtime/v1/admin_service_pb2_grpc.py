@@ -82,6 +82,11 @@ class AdminServiceStub(object):
                 request_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.ListRanksRequest.SerializeToString,
                 response_deserializer=ep__runtime_dot_v1_dot_admin__service__pb2.ListRanksResponse.FromString,
                 _registered_method=True)
+        self.ListTallies = channel.unary_unary(
+                '/ep_runtime.v1.AdminService/ListTallies',
+                request_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.ListTalliesRequest.SerializeToString,
+                response_deserializer=ep__runtime_dot_v1_dot_admin__service__pb2.ListTalliesResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/ep_runtime.v1.AdminService/Drain',
                 request_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.DrainRequest.SerializeToString,
@@ -183,6 +188,16 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTallies(self, request, context):
+        """What the calls of every rank took since its group formed, for whom they waited, and what they
+        brought: of the groups' ranks that are not another node's, and of groups that have a board.
+
+        no failures of its own
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops admitting sessions and groups and tells every session. With `shutdown` the daemon ends
         when they are gone or the deadline is reached. Idempotent; a later call changes the deadline.
@@ -256,6 +271,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListRanks,
                     request_deserializer=ep__runtime_dot_v1_dot_admin__service__pb2.ListRanksRequest.FromString,
                     response_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.ListRanksResponse.SerializeToString,
+            ),
+            'ListTallies': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTallies,
+                    request_deserializer=ep__runtime_dot_v1_dot_admin__service__pb2.ListTalliesRequest.FromString,
+                    response_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.ListTalliesResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -497,6 +517,33 @@ class AdminService(object):
             '/ep_runtime.v1.AdminService/ListRanks',
             ep__runtime_dot_v1_dot_admin__service__pb2.ListRanksRequest.SerializeToString,
             ep__runtime_dot_v1_dot_admin__service__pb2.ListRanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTallies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_runtime.v1.AdminService/ListTallies',
+            ep__runtime_dot_v1_dot_admin__service__pb2.ListTalliesRequest.SerializeToString,
+            ep__runtime_dot_v1_dot_admin__service__pb2.ListTalliesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,17 +26,17 @@ from ep_runtime.v1 import types_pb2 as ep__runtime_dot_v1_dot_types__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ep_runtime/v1/node_service.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\"\xbf\x01\n\x0cNodeIdentity\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x11\n\thost_name\x18\x05 \x01(\t\x12\x0b\n\x03uid\x18\x06 \x01(\r\x12\x0b\n\x03pid\x18\x07 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x08 \x01(\t\x12\x16\n\x0eserver_version\x18\t \x01(\t\x12\x14\n\x0c\x61pi_versions\x18\n \x03(\t\"\xa1\x01\n\x08NodeInfo\x12-\n\x08identity\x18\x01 \x01(\x0b\x32\x1b.ep_runtime.v1.NodeIdentity\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\x08\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.ep_runtime.v1.NodeState\x12(\n\x05since\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x12JoinClusterRequest\x12-\n\x08identity\x18\x01 \x01(\x0b\x32\x1b.ep_runtime.v1.NodeIdentity\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\xd0\x01\n\x13JoinClusterResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12(\n\x05lease\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0freport_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05nodes\x18\x06 \x03(\x0b\x32\x17.ep_runtime.v1.NodeInfo\"3\n\x11ReportNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"K\n\x12ReportNodeResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x05nodes\x18\x02 \x03(\x0b\x32\x17.ep_runtime.v1.NodeInfo\"5\n\x13LeaveClusterRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x16\n\x14LeaveClusterResponse\"2\n\x08GroupKey\x12\x0b\n\x03uid\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"A\n\tNodeClaim\x12\x13\n\x0bworld_ranks\x18\x01 \x03(\x03\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\"O\n\nViewMember\x12\x12\n\nworld_rank\x18\x01 \x01(\x03\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\"W\n\tGroupView\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x03\x12*\n\x07members\x18\x03 \x03(\x0b\x32\x19.ep_runtime.v1.ViewMember\"\xea\x01\n\x10JoinGroupRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12$\n\x03key\x18\x03 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12&\n\x04spec\x18\x04 \x01(\x0b\x32\x18.ep_runtime.v1.GroupSpec\x12(\n\x06\x63laims\x18\x05 \x03(\x0b\x32\x18.ep_runtime.v1.NodeClaim\x12\x15\n\rmissing_ranks\x18\x06 \x03(\x03\x12\'\n\x04wait\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x11JoinGroupResponse\x12&\n\x04view\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.GroupView\x12\x15\n\rmissing_ranks\x18\x02 \x03(\x03\"w\n\x11ReportInitRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12$\n\x03key\x18\x03 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\x14\n\x12ReportInitResponse\"\x91\x01\n\x11\x41waitGroupRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12$\n\x03key\x18\x03 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\'\n\x04wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"Q\n\x12\x41waitGroupResponse\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.ep_runtime.v1.ViewOutcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\"}\n\x11GetViewIdsRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12$\n\x03key\x18\x03 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bnum_domains\x18\x05 \x01(\x05\">\n\x12GetViewIdsResponse\x12\x12\n\nunique_ids\x18\x01 \x03(\x0c\x12\x14\n\x0cnccl_version\x18\x02 \x01(\t\"}\n\x10TellGroupRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12$\n\x03key\x18\x02 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nlost_ranks\x18\x04 \x03(\x03\x12\x12\n\nleft_ranks\x18\x05 \x03(\x03\"\x13\n\x11TellGroupResponse*q\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_JOINED\x10\x01\x12\x1a\n\x16NODE_STATE_UNREACHABLE\x10\x02\x12\x15\n\x11NODE_STATE_ABSENT\x10\x03*a\n\x0bViewOutcome\x12\x1c\n\x18VIEW_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16VIEW_OUTCOME_COMMITTED\x10\x01\x12\x18\n\x14VIEW_OUTCOME_ABORTED\x10\x02\x32\xa8\x05\n\x0bNodeService\x12T\n\x0bJoinCluster\x12!.ep_runtime.v1.JoinClusterRequest\x1a\".ep_runtime.v1.JoinClusterResponse\x12Q\n\nReportNode\x12 .ep_runtime.v1.ReportNodeRequest\x1a!.ep_runtime.v1.ReportNodeResponse\x12W\n\x0cLeaveCluster\x12\".ep_runtime.v1.LeaveClusterRequest\x1a#.ep_runtime.v1.LeaveClusterResponse\x12N\n\tJoinGroup\x12\x1f.ep_runtime.v1.JoinGroupRequest\x1a .ep_runtime.v1.JoinGroupResponse\x12Q\n\nReportInit\x12 .ep_runtime.v1.ReportInitRequest\x1a!.ep_runtime.v1.ReportInitResponse\x12Q\n\nAwaitGroup\x12 .ep_runtime.v1.AwaitGroupRequest\x1a!.ep_runtime.v1.AwaitGroupResponse\x12Q\n\nGetViewIds\x12 .ep_runtime.v1.GetViewIdsRequest\x1a!.ep_runtime.v1.GetViewIdsResponse\x12N\n\tTellGroup\x12\x1f.ep_runtime.v1.TellGroupRequest\x1a .ep_runtime.v1.TellGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ep_runtime/v1/node_service.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\"\xbf\x01\n\x0cNodeIdentity\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x11\n\thost_name\x18\x05 \x01(\t\x12\x0b\n\x03uid\x18\x06 \x01(\r\x12\x0b\n\x03pid\x18\x07 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x08 \x01(\t\x12\x16\n\x0eserver_version\x18\t \x01(\t\x12\x14\n\x0c\x61pi_versions\x18\n \x03(\t\"\xa1\x01\n\x08NodeInfo\x12-\n\x08identity\x18\x01 \x01(\x0b\x32\x1b.ep_runtime.v1.NodeIdentity\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\x08\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.ep_runtime.v1.NodeState\x12(\n\x05since\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x12JoinClusterRequest\x12-\n\x08identity\x18\x01 \x01(\x0b\x32\x1b.ep_runtime.v1.NodeIdentity\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\xe7\x01\n\x13JoinClusterResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12(\n\x05lease\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0freport_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05nodes\x18\x06 \x03(\x0b\x32\x17.ep_runtime.v1.NodeInfo\x12\x15\n\rnodes_version\x18\x07 \x01(\x04\"J\n\x11ReportNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x15\n\rnodes_version\x18\x03 \x01(\x04\"b\n\x12ReportNodeResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x05nodes\x18\x02 \x03(\x0b\x32\x17.ep_runtime.v1.NodeInfo\x12\x15\n\rnodes_version\x18\x03 \x01(\x04\"5\n\x13LeaveClusterRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x16\n\x14LeaveClusterResponse\"2\n\x08GroupKey\x12\x0b\n\x03uid\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"A\n\tNodeClaim\x12\x13\n\x0bworld_ranks\x18\x01 \x03(\x03\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\"O\n\nViewMember\x12\x12\n\nworld_rank\x18\x01 \x01(\x03\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\"W\n\tGroupView\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x03\x12*\n\x07members\x18\x03 \x03(\x0b\x32\x19.ep_runtime.v1.ViewMember\"\xfe\x01\n\x10JoinGroupRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12$\n\x03key\x18\x03 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12&\n\x04spec\x18\x04 \x01(\x0b\x32\x18.ep_runtime.v1.GroupSpec\x12(\n\x06\x63laims\x18\x05 \x03(\x0b\x32\x18.ep_runtime.v1.NodeClaim\x12\x15\n\rmissing_ranks\x18\x06 \x03(\x03\x12\'\n\x04wait\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ngeneration\x18\x08 \x01(\x04\"R\n\x11JoinGroupResponse\x12&\n\x04view\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.GroupView\x12\x15\n\rmissing_ranks\x18\x02 \x03(\x03\"w\n\x11ReportInitRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12$\n\x03key\x18\x03 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\x14\n\x12ReportInitResponse\"\x91\x01\n\x11\x41waitGroupRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12$\n\x03key\x18\x03 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\'\n\x04wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"Q\n\x12\x41waitGroupResponse\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.ep_runtime.v1.ViewOutcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\"}\n\x11GetViewIdsRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12$\n\x03key\x18\x03 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bnum_domains\x18\x05 \x01(\x05\">\n\x12GetViewIdsResponse\x12\x12\n\nunique_ids\x18\x01 \x03(\x0c\x12\x14\n\x0cnccl_version\x18\x02 \x01(\t\"}\n\x10TellGroupRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12$\n\x03key\x18\x02 \x01(\x0b\x32\x17.ep_runtime.v1.GroupKey\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nlost_ranks\x18\x04 \x03(\x03\x12\x12\n\nleft_ranks\x18\x05 \x03(\x03\"\x13\n\x11TellGroupResponse*q\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_JOINED\x10\x01\x12\x1a\n\x16NODE_STATE_UNREACHABLE\x10\x02\x12\x15\n\x11NODE_STATE_ABSENT\x10\x03*a\n\x0bViewOutcome\x12\x1c\n\x18VIEW_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16VIEW_OUTCOME_COMMITTED\x10\x01\x12\x18\n\x14VIEW_OUTCOME_ABORTED\x10\x02\x32\xa8\x05\n\x0bNodeService\x12T\n\x0bJoinCluster\x12!.ep_runtime.v1.JoinClusterRequest\x1a\".ep_runtime.v1.JoinClusterResponse\x12Q\n\nReportNode\x12 .ep_runtime.v1.ReportNodeRequest\x1a!.ep_runtime.v1.ReportNodeResponse\x12W\n\x0cLeaveCluster\x12\".ep_runtime.v1.LeaveClusterRequest\x1a#.ep_runtime.v1.LeaveClusterResponse\x12N\n\tJoinGroup\x12\x1f.ep_runtime.v1.JoinGroupRequest\x1a .ep_runtime.v1.JoinGroupResponse\x12Q\n\nReportInit\x12 .ep_runtime.v1.ReportInitRequest\x1a!.ep_runtime.v1.ReportInitResponse\x12Q\n\nAwaitGroup\x12 .ep_runtime.v1.AwaitGroupRequest\x1a!.ep_runtime.v1.AwaitGroupResponse\x12Q\n\nGetViewIds\x12 .ep_runtime.v1.GetViewIdsRequest\x1a!.ep_runtime.v1.GetViewIdsResponse\x12N\n\tTellGroup\x12\x1f.ep_runtime.v1.TellGroupRequest\x1a .ep_runtime.v1.TellGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ep_runtime.v1.node_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODESTATE']._serialized_start=2295
-  _globals['_NODESTATE']._serialized_end=2408
-  _globals['_VIEWOUTCOME']._serialized_start=2410
-  _globals['_VIEWOUTCOME']._serialized_end=2507
+  _globals['_NODESTATE']._serialized_start=2384
+  _globals['_NODESTATE']._serialized_end=2497
+  _globals['_VIEWOUTCOME']._serialized_start=2499
+  _globals['_VIEWOUTCOME']._serialized_end=2596
   _globals['_NODEIDENTITY']._serialized_start=111
   _globals['_NODEIDENTITY']._serialized_end=302
   _globals['_NODEINFO']._serialized_start=305
@@ -44,43 +44,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINCLUSTERREQUEST']._serialized_start=468
   _globals['_JOINCLUSTERREQUEST']._serialized_end=550
   _globals['_JOINCLUSTERRESPONSE']._serialized_start=553
-  _globals['_JOINCLUSTERRESPONSE']._serialized_end=761
-  _globals['_REPORTNODEREQUEST']._serialized_start=763
-  _globals['_REPORTNODEREQUEST']._serialized_end=814
-  _globals['_REPORTNODERESPONSE']._serialized_start=816
-  _globals['_REPORTNODERESPONSE']._serialized_end=891
-  _globals['_LEAVECLUSTERREQUEST']._serialized_start=893
-  _globals['_LEAVECLUSTERREQUEST']._serialized_end=946
-  _globals['_LEAVECLUSTERRESPONSE']._serialized_start=948
-  _globals['_LEAVECLUSTERRESPONSE']._serialized_end=970
-  _globals['_GROUPKEY']._serialized_start=972
-  _globals['_GROUPKEY']._serialized_end=1022
-  _globals['_NODECLAIM']._serialized_start=1024
-  _globals['_NODECLAIM']._serialized_end=1089
-  _globals['_VIEWMEMBER']._serialized_start=1091
-  _globals['_VIEWMEMBER']._serialized_end=1170
-  _globals['_GROUPVIEW']._serialized_start=1172
-  _globals['_GROUPVIEW']._serialized_end=1259
-  _globals['_JOINGROUPREQUEST']._serialized_start=1262
-  _globals['_JOINGROUPREQUEST']._serialized_end=1496
-  _globals['_JOINGROUPRESPONSE']._serialized_start=1498
-  _globals['_JOINGROUPRESPONSE']._serialized_end=1580
-  _globals['_REPORTINITREQUEST']._serialized_start=1582
-  _globals['_REPORTINITREQUEST']._serialized_end=1701
-  _globals['_REPORTINITRESPONSE']._serialized_start=1703
-  _globals['_REPORTINITRESPONSE']._serialized_end=1723
-  _globals['_AWAITGROUPREQUEST']._serialized_start=1726
-  _globals['_AWAITGROUPREQUEST']._serialized_end=1871
-  _globals['_AWAITGROUPRESPONSE']._serialized_start=1873
-  _globals['_AWAITGROUPRESPONSE']._serialized_end=1954
-  _globals['_GETVIEWIDSREQUEST']._serialized_start=1956
-  _globals['_GETVIEWIDSREQUEST']._serialized_end=2081
-  _globals['_GETVIEWIDSRESPONSE']._serialized_start=2083
-  _globals['_GETVIEWIDSRESPONSE']._serialized_end=2145
-  _globals['_TELLGROUPREQUEST']._serialized_start=2147
-  _globals['_TELLGROUPREQUEST']._serialized_end=2272
-  _globals['_TELLGROUPRESPONSE']._serialized_start=2274
-  _globals['_TELLGROUPRESPONSE']._serialized_end=2293
-  _globals['_NODESERVICE']._serialized_start=2510
-  _globals['_NODESERVICE']._serialized_end=3190
+  _globals['_JOINCLUSTERRESPONSE']._serialized_end=784
+  _globals['_REPORTNODEREQUEST']._serialized_start=786
+  _globals['_REPORTNODEREQUEST']._serialized_end=860
+  _globals['_REPORTNODERESPONSE']._serialized_start=862
+  _globals['_REPORTNODERESPONSE']._serialized_end=960
+  _globals['_LEAVECLUSTERREQUEST']._serialized_start=962
+  _globals['_LEAVECLUSTERREQUEST']._serialized_end=1015
+  _globals['_LEAVECLUSTERRESPONSE']._serialized_start=1017
+  _globals['_LEAVECLUSTERRESPONSE']._serialized_end=1039
+  _globals['_GROUPKEY']._serialized_start=1041
+  _globals['_GROUPKEY']._serialized_end=1091
+  _globals['_NODECLAIM']._serialized_start=1093
+  _globals['_NODECLAIM']._serialized_end=1158
+  _globals['_VIEWMEMBER']._serialized_start=1160
+  _globals['_VIEWMEMBER']._serialized_end=1239
+  _globals['_GROUPVIEW']._serialized_start=1241
+  _globals['_GROUPVIEW']._serialized_end=1328
+  _globals['_JOINGROUPREQUEST']._serialized_start=1331
+  _globals['_JOINGROUPREQUEST']._serialized_end=1585
+  _globals['_JOINGROUPRESPONSE']._serialized_start=1587
+  _globals['_JOINGROUPRESPONSE']._serialized_end=1669
+  _globals['_REPORTINITREQUEST']._serialized_start=1671
+  _globals['_REPORTINITREQUEST']._serialized_end=1790
+  _globals['_REPORTINITRESPONSE']._serialized_start=1792
+  _globals['_REPORTINITRESPONSE']._serialized_end=1812
+  _globals['_AWAITGROUPREQUEST']._serialized_start=1815
+  _globals['_AWAITGROUPREQUEST']._serialized_end=1960
+  _globals['_AWAITGROUPRESPONSE']._serialized_start=1962
+  _globals['_AWAITGROUPRESPONSE']._serialized_end=2043
+  _globals['_GETVIEWIDSREQUEST']._serialized_start=2045
+  _globals['_GETVIEWIDSREQUEST']._serialized_end=2170
+  _globals['_GETVIEWIDSRESPONSE']._serialized_start=2172
+  _globals['_GETVIEWIDSRESPONSE']._serialized_end=2234
+  _globals['_TELLGROUPREQUEST']._serialized_start=2236
+  _globals['_TELLGROUPREQUEST']._serialized_end=2361
+  _globals['_TELLGROUPRESPONSE']._serialized_start=2363
+  _globals['_TELLGROUPRESPONSE']._serialized_end=2382
+  _globals['_NODESERVICE']._serialized_start=2599
+  _globals['_NODESERVICE']._serialized_end=3279
 # @@protoc_insertion_point(module_scope)

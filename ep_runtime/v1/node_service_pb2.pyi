@@ -76,36 +76,42 @@ class JoinClusterRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class JoinClusterResponse(_message.Message):
-    __slots__ = ("cluster_id", "epoch", "lease_id", "lease", "report_interval", "nodes")
+    __slots__ = ("cluster_id", "epoch", "lease_id", "lease", "report_interval", "nodes", "nodes_version")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     REPORT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    NODES_VERSION_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     epoch: int
     lease_id: str
     lease: _duration_pb2.Duration
     report_interval: _duration_pb2.Duration
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
-    def __init__(self, cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
+    nodes_version: int
+    def __init__(self, cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., nodes_version: _Optional[int] = ...) -> None: ...
 
 class ReportNodeRequest(_message.Message):
-    __slots__ = ("node", "lease_id")
+    __slots__ = ("node", "lease_id", "nodes_version")
     NODE_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NODES_VERSION_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease_id: str
-    def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ...) -> None: ...
+    nodes_version: int
+    def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ..., nodes_version: _Optional[int] = ...) -> None: ...
 
 class ReportNodeResponse(_message.Message):
-    __slots__ = ("epoch", "nodes")
+    __slots__ = ("epoch", "nodes", "nodes_version")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    NODES_VERSION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
+    nodes_version: int
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., nodes_version: _Optional[int] = ...) -> None: ...
 
 class LeaveClusterRequest(_message.Message):
     __slots__ = ("node", "lease_id")
@@ -162,7 +168,7 @@ class GroupView(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ViewMember, _Mapping]]] = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
-    __slots__ = ("node", "lease_id", "key", "spec", "claims", "missing_ranks", "wait")
+    __slots__ = ("node", "lease_id", "key", "spec", "claims", "missing_ranks", "wait", "generation")
     NODE_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +176,7 @@ class JoinGroupRequest(_message.Message):
     CLAIMS_FIELD_NUMBER: _ClassVar[int]
     MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease_id: str
     key: GroupKey
@@ -177,7 +184,8 @@ class JoinGroupRequest(_message.Message):
     claims: _containers.RepeatedCompositeFieldContainer[NodeClaim]
     missing_ranks: _containers.RepeatedScalarFieldContainer[int]
     wait: _duration_pb2.Duration
-    def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., claims: _Optional[_Iterable[_Union[NodeClaim, _Mapping]]] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    generation: int
+    def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.GroupSpec, _Mapping]] = ..., claims: _Optional[_Iterable[_Union[NodeClaim, _Mapping]]] = ..., missing_ranks: _Optional[_Iterable[int]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class JoinGroupResponse(_message.Message):
     __slots__ = ("view", "missing_ranks")

@@ -175,7 +175,8 @@ class NodeServiceServicer(object):
     def TellGroup(self, request, context):
         """From node to node, without the coordinator: processes of a committed view ended, or left. The
         coordinator hears it too, and lets other nodes claim these ranks. Idempotent; of an epoch that
-        is over it says nothing new.
+        is over it says nothing new. To the coordinator with epoch 0: the node claims nothing of the
+        group any more, and can use no view that is not committed.
 
         ranks of another node         PERMISSION_DENIED    a bug of the caller
         """

@@ -1,0 +1,127 @@
+"""What a group's board says its ranks' calls took, for whom they waited, and what they brought.
+
+Sums since the board was formatted. As `board_records.py` it finds them by the reader's own spec,
+and a client may have written anything: numbers stay numbers of 64 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ep_runtime.board import TallyLayout, board_layout, tally_layout
+from ep_runtime.board_abi import (
+    BUCKET_BITS,
+    MAX_LOADS,
+    TIME_BUCKETS,
+    LoadRecordStruct,
+    OpCode,
+    OpRecordStruct,
+    PeerRecordStruct,
+)
+from ep_runtime.specs import GroupSpec
+
+_MOST = (1 << 64) - 1
+_LOAD_WORDS = ctypes.sizeof(LoadRecordStruct) // 8
+
+# What bucket b of a histogram counts took less than BUCKET_BOUNDS_S[b]; the last has no bound.
+BUCKET_BOUNDS_S = tuple((1 << BUCKET_BITS + bucket) / 1e9 for bucket in range(TIME_BUCKETS - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerTally:
+    """Of one rank's calls of one op: by how much a peer came after it, and the wait it ended."""
+
+    world_rank: int
+    arrival_ns: int
+    wait_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OpTally:
+    """One rank's calls of one op. times and waits count calls by bucket; peers are all that share
+    windows with the rank, itself included."""
+
+    calls: int
+    time_ns: int
+    wait_ns: int
+    times: tuple[int, ...]
+    waits: tuple[int, ...]
+    peers: tuple[PeerTally, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadTally:
+    """One rank's calls on some handles: tokens it sent on their way, rows by its experts [L]."""
+
+    calls: int
+    time_ns: int
+    wait_ns: int
+    tokens: int
+    rows: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _where(spec: GroupSpec) -> tuple[int, TallyLayout]:
+    """Where the first rank's tally lies, and the parts of each."""
+    return board_layout(spec).tallies_offset, tally_layout(spec)
+
+
+def read_ops(buf: Any, spec: GroupSpec, rank: int) -> dict[OpCode, OpTally]:
+    """That world rank's calls by op, of the ops that it has called."""
+    first, where = _where(spec)
+    start, size = first + rank * where.tally_bytes, ctypes.sizeof(OpRecordStruct)
+    found = {}
+    for op in OpCode:
+        raw = OpRecordStruct.from_buffer_copy(buf, start + op * size)
+        if not raw.calls:
+            continue
+        found[op] = OpTally(
+            calls=raw.calls,
+            time_ns=raw.time_ns,
+            wait_ns=raw.wait_ns,
+            times=tuple(raw.times),
+            waits=tuple(raw.waits),
+            peers=_read_peers(buf, spec, rank, start + where.peers_offset, op),
+        )
+    return found
+
+
+def _read_peers(
+    buf: Any, spec: GroupSpec, rank: int, offset: int, op: OpCode
+) -> tuple[PeerTally, ...]:
+    peers = spec.ranks_per_node
+    words = _words(buf, offset + op * peers * ctypes.sizeof(PeerRecordStruct), 2 * peers)
+    lowest = rank - rank % peers
+    return tuple(PeerTally(lowest + i, words[2 * i], words[2 * i + 1]) for i in range(peers))
+
+
+def _words(buf: Any, offset: int, count: int) -> list[int]:
+    with memoryview(buf) as view, view.cast("Q") as words:
+        return words[offset // 8 : offset // 8 + count].tolist()
+
+
+def read_load(buf: Any, spec: GroupSpec, rank: int, indices: Iterable[int]) -> LoadTally | None:
+    """That world rank's calls on those handles, added up; None where it has made none, and for
+    handles that the board keeps no load of: MAX_LOADS and up."""
+    start, where = _where(spec)
+    first = start + rank * where.tally_bytes + where.loads_offset
+    count = _LOAD_WORDS + spec.experts_per_rank
+    total: Sequence[int] = ()
+    for index in indices:
+        if index >= MAX_LOADS:
+            continue
+        words = _words(buf, first + index * where.load_bytes, count)
+        total = [min(_MOST, a + b) for a, b in zip(total, words, strict=True)] if total else words
+    if not any(total):
+        return None
+    calls, time_ns, wait_ns, tokens, *rows = total
+    return LoadTally(calls, time_ns, wait_ns, tokens, tuple(rows))
+
+
+def first_expert(spec: GroupSpec, rank: int) -> int:
+    """The expert that is that world rank's first; its others follow."""
+    return rank % spec.ep_size * spec.experts_per_rank

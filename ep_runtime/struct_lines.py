@@ -1,0 +1,64 @@
+"""Structs of ctypes beside those of a native library, field by field.
+
+A line is "EpLayer.top_k=24 8 i64": offset, bytes and kind, as `csrc/ffi/struct_lines.h` writes what
+the compiler has; "EpLayer=56" is a size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from _ctypes import CFuncPtr
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ep_runtime.errors import VersionSkewError
+
+Mirrors = Mapping[str, type[ctypes.Structure]]
+_POINTERS = (ctypes.c_char_p, ctypes.c_void_p)
+# Of struct's format characters, which ctypes gives its simple types.
+_SIGNED = "bhilq"
+
+
+def check(path: Path, text: str, mirrors: Mirrors, constants: Mapping[str, int]) -> None:
+    """Compares what a library says of its structs with Python's, which are `mirrors`.
+
+    Raises:
+        VersionSkewError: the first struct, field or constant that one of them lacks or has
+            otherwise.
+    """
+    theirs = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    ours = {**dict(_lines(mirrors)), **{name: str(value) for name, value in constants.items()}}
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            raise VersionSkewError(
+                f"{path} was built of other sources than this package: {name} is "
+                f"{theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here; "
+                "build it again",
+                field=name,
+                library=theirs.get(name),
+                package=ours.get(name),
+            )
+
+
+def _lines(mirrors: Mirrors) -> Iterator[tuple[str, str]]:
+    for name, struct in mirrors.items():
+        yield name, str(ctypes.sizeof(struct))
+        for field, kind, *_ in struct._fields_:
+            place = getattr(struct, field)
+            yield f"{name}.{field}", f"{place.offset} {place.size} {_kind(kind)}"
+
+
+def _kind(of: Any) -> str:
+    if of is None:
+        return "v"
+    if issubclass(of, CFuncPtr):
+        arguments = ",".join(_kind(argument) for argument in of._argtypes_)
+        return f"{_kind(of._restype_)}({arguments})"
+    if issubclass(of, (*_POINTERS, ctypes._Pointer)):
+        return "p"
+    if issubclass(of, ctypes.Array):
+        return f"{_kind(of._type_)}[{of._length_}]"
+    if issubclass(of, ctypes.Structure):
+        return f"s{ctypes.sizeof(of)}"
+    return f"{'i' if of._type_ in _SIGNED else 'u'}{8 * ctypes.sizeof(of)}"
