@@ -33,6 +33,7 @@ AXES = {"dp": 2, "fsdp": 2, "ep": 2}
 SLAB = P(("dp", "fsdp", "ep"))
 WEIGHT = P("ep", "fsdp")
 SPECS = (SLAB, WEIGHT, P("ep"), SLAB)
+DELAYED = recipes.TensorScaling(delayed=True, history=2)
 
 
 def draw() -> list[Any]:
@@ -256,33 +257,72 @@ def test_an_op_without_a_layer_is_not_exported_for_a_mesh_and_says_so() -> None:
     np.testing.assert_array_equal(alone.call(*draw()[:2], draw()[3]), run(*draw()[:2], draw()[3]))
 
 
-@pytest.mark.parametrize("manual", [False, True], ids=["rule", "manual"])
-def test_delayed_histories_are_those_of_all_ranks(make_group: MakeGroup, manual: bool) -> None:
+@pytest.mark.parametrize("mode", ["rule", "explicit", "explicit experts"])
+def test_delayed_histories_are_those_of_all_ranks(make_group: MakeGroup, mode: str) -> None:
+    explicit = mode != "rule"
+    settings: dict[str, Any] = {} if explicit else {"partitioning": mode}
+    mesh = fakes.mesh_of(AXES, explicit=explicit)
+    layer = layer_of(make_group, mesh=mesh, **settings)
+    state = DELAYED.init_state(4)
+    if explicit:
+        spread = NamedSharding(mesh, P(None, "ep") if "experts" in mode else P(None, None))
+        state = jax.device_put(state, spread)
+
+    @jax.jit
+    def step(lhs: Any, rhs: Any, _: Any, sizes: Any, state: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, sizes, layer=layer, recipe=DELAYED, state=state)
+
+    _, first = step(*placed(mesh), state)
+    out, second = step(*placed(mesh), first)
+    check_delayed(out, second)
+    for old, new in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+        assert not explicit or jax.typeof(new) == jax.typeof(state.x)
+
+
+@pytest.mark.parametrize("tracked", [False, True], ids=["unchecked", "check_vma"])
+@pytest.mark.parametrize(
+    ("manual", "weight"),
+    [
+        pytest.param(("dp", "fsdp", "ep"), WEIGHT, id="all"),
+        pytest.param(("dp", "fsdp", "ep"), P(("ep", "fsdp")), id="experts on fsdp"),
+        pytest.param(("dp",), P(), id="dp"),
+    ],
+)
+def test_delayed_histories_are_whole_in_manual_regions(
+    make_group: MakeGroup, manual: Any, weight: P, tracked: bool
+) -> None:
     layer = layer_of(make_group, partitioning="rule")
-    recipe = recipes.TensorScaling(delayed=True, history=2)
-    state = recipe.init_state(4)
+    slab = P(manual)
 
-    def step(lhs: Any, rhs: Any, sizes: Any, state: Any, **options: Any) -> Any:
-        return ep.grouped_gemm(lhs, rhs, sizes, recipe=recipe, state=state, **options)
+    def step(lhs: Any, rhs: Any, sizes: Any, state: Any) -> Any:
+        how: Any = {"layer": layer, "rhs_spec": weight, "recipe": DELAYED, "state": state}
+        return ep.grouped_gemm(lhs, rhs, sizes, **how)
 
-    wanted = draw()
-    lhs, rhs, _, sizes = placed(layer.mesh)
-    run: Any = jax.jit(lambda *args: step(*args, layer=layer))
-    if manual:
-        run = jax.shard_map(
-            lambda *args: step(*args, layer=layer, rhs_spec=WEIGHT),
+    run = jax.jit(
+        jax.shard_map(
+            step,
             mesh=layer.mesh,
-            in_specs=(SLAB, WEIGHT, SLAB, P()),
-            out_specs=(SLAB, P()),
-            check_vma=False,
+            axis_names={*manual},
+            in_specs=(slab, weight, slab, P()),
+            out_specs=(slab, P()),
+            check_vma=tracked,
         )
-        run = jax.jit(run)
-    _, state = run(lhs, rhs, sizes, state)
-    rows = np.abs(wanted[0]).reshape(4, 2, 2, 8 * 8).max((0, 3)).reshape(4)
-    np.testing.assert_array_equal(state.x[0], rows)
-    np.testing.assert_array_equal(state.w[0], np.abs(wanted[1]).max((1, 2)))
-    out, _ = run(lhs, rhs, sizes, state)
-    exact = ep.grouped_gemm(wanted[0], wanted[1], wanted[3], recipe=recipes.TensorScaling())
+    )
+    lhs, rhs, _, sizes = placed(layer.mesh)
+    state = DELAYED.init_state(4)
+    for _ in range(2):
+        out, state = run(lhs, rhs, sizes, state)
+    check_delayed(out, state)
+
+
+def check_delayed(out: Any, state: Any) -> None:
+    """The second of two equal calls."""
+    lhs, rhs, _, sizes = draw()
+    rows = np.abs(lhs).reshape(4, 2, 2, 8 * 8).max((0, 3)).reshape(4)
+    np.testing.assert_array_equal(state.x, [rows] * 2)
+    np.testing.assert_array_equal(state.w, [np.abs(rhs).max((1, 2))] * 2)
+    exact = ep.grouped_gemm(lhs, rhs, sizes, recipe=recipes.TensorScaling())
     np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
 
 

@@ -131,6 +131,7 @@ def test_our_classes_cross_an_export_as_arguments_and_results(layer: Any) -> Non
         jax.eval_shape(ep.grouped_quantize, jnp.ones((32, 32)), sizes, ep.recipes.MXFP8()),
         recipe,
         recipe.init_state(EXPERTS),
+        ep.init_moe_state(layer, (recipe, None)),
     )
     round_trip(lambda *args: args, *every)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,11 @@ def tokens(group: fakes.LocalGroup) -> jax.Array:
 def test_the_attributes_are_the_options_of_moe_with_their_defaults() -> None:
     own = {field.name: field.default for field in dataclasses.fields(ep.linen.MoEBlock)}
     for name, parameter in inspect.signature(ep.moe).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("expert_bias", "routing"):
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in (
+            "expert_bias",
+            "routing",
+            "state",
+        ):
             assert own[name] == parameter.default
 
 
@@ -174,6 +179,88 @@ def test_the_expert_bias_moves_in_its_own_collection(group: fakes.LocalGroup) ->
     found = moved["expert_bias"]["expert_bias"]
     np.testing.assert_array_equal(found, 0.5 * np.sign(load.mean() - load))
     assert set(moved) == {"expert_bias"}
+
+
+DELAYED = ep.recipes.TensorScaling(delayed=True, history=3)
+HISTORIES = {"wi_x_amax", "wi_w_amax", "wo_x_amax", "wo_w_amax"}
+
+
+def test_a_mutable_collection_moves_the_state_of_a_delayed_recipe(group: fakes.LocalGroup) -> None:
+    layer, x = group.register_layer("block", top_k=2), tokens(group)
+    block = ep.linen.MoEBlock(layer, MLP, recipe=DELAYED, return_stats=True)
+    variables = nn.meta.unbox(block.init(KEY, x))
+    assert {*variables} == {"params", "amax_history"}
+    state, histories = ep.init_moe_state(layer, DELAYED), variables["amax_history"]
+    assert {*histories} == HISTORIES
+    for history in histories.values():
+        np.testing.assert_array_equal(history, np.zeros((3, EXPERTS)))
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def of_module(params: Any, histories: Any, x: jax.Array) -> Any:
+        given = {"params": params, "amax_history": histories}
+        (y, _, stats), moved = block.apply(given, x, mutable="amax_history")
+        return jnp.sin(y).sum(), (moved["amax_history"], stats)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def of_function(params: ep.MoEParams, state: ep.MoEState, x: jax.Array) -> Any:
+        y, _, state = ep.moe(layer, x, params, recipe=DELAYED, state=state)
+        return jnp.sin(y).sum(), state
+
+    params = variables["params"]
+    for factor in (1.0, 3.0):
+        (loss, (histories, stats)), grads = of_module(params, histories, factor * x)
+        (want, state), wanted = of_function(ep.MoEParams(**params), state, factor * x)
+        np.testing.assert_array_equal(loss, want)
+        jax.tree.map(np.testing.assert_array_equal, ep.MoEParams(**grads), wanted)
+        np.testing.assert_array_equal(histories["wi_x_amax"], state.wi.x)
+        np.testing.assert_array_equal(histories["wo_w_amax"], state.wo.w)
+        assert int(stats.tokens_per_expert.sum()) == 32
+
+    # In evaluation scales come from the histories as they are.
+    still = jax.jit(lambda x: block.apply({"params": params, "amax_history": histories}, x)[0])
+    meant = jax.jit(
+        lambda x: ep.moe(layer, x, ep.MoEParams(**params), recipe=DELAYED, state=state)[0]
+    )
+    np.testing.assert_array_equal(still(5 * x), meant(5 * x))
+
+
+def test_a_scan_with_remat_moves_each_layers_state_once(group: fakes.LocalGroup) -> None:
+    depth, x = 2, tokens(group)
+    stack = group.register_layer_stack("stack", depth, top_k=2)
+
+    class Residual(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, index: jax.Array) -> Any:
+            return x + ep.linen.MoEBlock(stack, MLP, recipe=DELAYED, name="moe")(x, index)[0], None
+
+    scanned = nn.scan(
+        nn.remat(Residual, policy=ep.remat_policy(), prevent_cse=False),
+        variable_axes={"params": 0, "amax_history": 0},
+        split_rngs={"params": True},
+        length=depth,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )()
+    variables = nn.meta.unbox(scanned.init(KEY, x, jnp.arange(depth)))
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def step(params: Any, histories: Any) -> Any:
+        given = {"params": params, "amax_history": histories}
+        (y, _), moved = scanned.apply(given, x, jnp.arange(depth), mutable="amax_history")
+        return jnp.sin(y).sum(), moved["amax_history"]
+
+    params, histories = variables["params"], variables["amax_history"]
+    for _ in range(2):
+        grads, histories = step(params, histories)
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
+    amax = np.abs(params["moe"]["wi"]).max((2, 3, 4))
+    found = histories["moe"]
+    np.testing.assert_array_equal(found["wi_w_amax"], np.stack([amax, amax, 0 * amax], 1))
+    for name in HISTORIES:
+        assert (found[name][:, :2] > 0).all()
+        np.testing.assert_array_equal(found[name][:, 2], np.zeros((depth, EXPERTS)))
 
 
 def test_a_block_without_a_router_is_called_with_a_routing(group: fakes.LocalGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
@@ -249,6 +251,125 @@ def test_the_expert_bias_is_state_that_no_optimizer_meets(group: fakes.LocalGrou
     block.expert_bias[...] = jnp.array([9.0, 9.0, -9.0, -9.0])
     _, _, biased = block(tokens(group))
     np.testing.assert_array_equal(biased.tokens_per_expert, [16, 16, 0, 0])
+
+
+DELAYED = ep.recipes.TensorScaling(delayed=True, history=3)
+HISTORIES = {"wi_x_amax", "wi_w_amax", "wo_x_amax", "wo_w_amax"}
+
+
+def test_calls_move_the_state_of_a_delayed_recipe_unless_the_block_evaluates(
+    group: fakes.LocalGroup,
+) -> None:
+    layer, x = group.register_layer("block", top_k=2), tokens(group)
+    block = ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), recipe=DELAYED, return_stats=True)
+    assert {*nnx.to_pure_dict(nnx.state(block, ep.nnx.AmaxHistory))} == HISTORIES
+    assert not HISTORIES & {*nnx.to_pure_dict(nnx.state(block, nnx.Param))}
+    optimizer = nnx.Optimizer(block, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def train(block: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda block: jnp.sin(block(x)[0]).sum())(block)
+        optimizer.update(block, grads)
+        return loss
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def wanted(params: ep.MoEParams, state: ep.MoEState, x: jax.Array) -> Any:
+        y, _, state = ep.moe(layer, x, params, recipe=DELAYED, state=state)
+        return jnp.sin(y).sum(), state
+
+    params, state = block.params, ep.init_moe_state(layer, DELAYED)
+    jax.tree.map(np.testing.assert_array_equal, block.moe_state, state)
+    for factor in (1.0, 3.0):
+        (loss, state), grads = wanted(params, state, factor * x)
+        params = jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads)
+        np.testing.assert_array_equal(train(block, optimizer, factor * x), loss)
+        for got, want in zip(*map(jax.tree.leaves, (block.moe_state, state)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6)
+
+    # In evaluation scales come from the histories as they are.
+    kept = jax.tree.map(jnp.copy, block.moe_state)
+    run = nnx.jit(lambda block, x: block(x)[0])
+    block.eval()
+    y = run(block, 5 * x)
+    jax.tree.map(np.testing.assert_array_equal, block.moe_state, kept)
+    meant = jax.jit(lambda *args: ep.moe(layer, 5 * x, args[0], recipe=DELAYED, state=args[1])[0])
+    np.testing.assert_array_equal(y, meant(block.params, kept))
+    block.train()
+    block(x)
+    assert not np.array_equal(block.moe_state.wi.x, kept.wi.x)
+    if hasattr(nnx, "view"):
+        assert nnx.view(block, use_running_average=True).use_running_average
+        assert not block.use_running_average
+
+
+def test_a_scan_with_remat_moves_each_layers_state_once(make_group: MakeGroup) -> None:
+    """On Explicit axes, where states lie whole and stay so."""
+    fakes.require_native()
+    mesh, depth = fakes.mesh_of({"fsdp": 2, "ep": 2}, explicit=True), 2
+    rules = ep.sharding.rules("fsdp+ep").on(mesh)
+    group = make_group(mesh=mesh, **rules.group_axes(mesh), transport="memfd", num_experts=EXPERTS)
+    stack = group.register_layer_stack("stack", depth, top_k=2)
+    recipe = (DELAYED, None)
+
+    @nnx.split_rngs(splits=depth)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs: Any) -> Any:
+        return ep.nnx.MoEBlock(stack, MLP, rngs=rngs, recipe=recipe)
+
+    @nnx.scan(
+        in_axes=(0, 0, nnx.Carry),
+        out_axes=nnx.Carry,
+        transform_metadata={nnx.PARTITION_NAME: "layers"},
+    )
+    @nnx.remat(policy=ep.remat_policy())
+    def scanned(block: Any, index: jax.Array, x: jax.Array) -> jax.Array:
+        return x + block(x, index)[0]
+
+    @nnx.jit
+    def train(blocks: Any, x: jax.Array) -> Any:
+        return nnx.grad(lambda blocks: scanned(blocks, jnp.arange(depth), x).sum())(blocks)
+
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules.logical):
+        blocks = nnx.jit(lambda: make(nnx.Rngs(0)))()
+        assert blocks.wi_w_amax.out_sharding == ("layers", None, None)
+        x = jax.device_put(
+            jnp.ones((16, HIDDEN)), rules.shardings(("activation_batch", None), mesh)
+        )
+        before = jax.typeof(blocks.wi_w_amax[...])
+        for _ in range(2):
+            grads = train(blocks, x)
+    assert jax.typeof(blocks.wi_w_amax[...]) == before
+    assert {*nnx.to_pure_dict(grads)} == {"router", "wi", "wo"}
+    amax = np.abs(blocks.wi[...]).max((2, 3, 4))
+    np.testing.assert_array_equal(blocks.wi_w_amax[...], np.stack([amax, amax, 0 * amax], 1))
+    rows = np.asarray(blocks.wi_x_amax[...])
+    assert (rows[:, :2].max(2) >= 1).all()
+    np.testing.assert_array_equal(rows[:, 2], np.zeros((depth, EXPERTS)))
+    assert not hasattr(blocks, "wo_x_amax")
+
+
+def test_histories_are_in_checkpoints_and_need_no_daemon(
+    group: fakes.LocalGroup, tmp_path: Path
+) -> None:
+    layer, x = group.register_layer("block", top_k=2), tokens(group)
+    block = ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), recipe=DELAYED)
+    block(x)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", nnx.to_pure_dict(nnx.state(block)))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved")
+    assert {*restored} == {"router", "wi", "wo"} | HISTORIES
+    other = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(1), recipe=DELAYED)
+    nnx.update(other, jax.tree.map(np.asarray, restored))
+    jax.tree.map(np.testing.assert_array_equal, other.moe_state, block.moe_state)
+    y, _ = nnx.eval_shape(lambda block, x: block(x), other, x)
+    assert y.shape == x.shape
+    shardings = ep.sharding.rules("fsdp+ep").shardings(nnx.state(block), group.mesh)
+    placed = jax.device_put(nnx.state(block), shardings)
+    assert placed["wi_x_amax"][...].sharding.is_fully_replicated
+    with pytest.raises(InvalidArgumentError, match="state is a variable of the module"):
+        ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), recipe=DELAYED, **{"state": None})
 
 
 def test_a_block_without_a_router_is_called_with_a_routing(group: fakes.LocalGroup) -> None:

@@ -161,3 +161,26 @@ def test_wrong_rules_say_what_is_wrong() -> None:
         rules.spec(("embde",))
     with pytest.raises(InvalidArgumentError, match="an axis of ep=\\('expert',\\), got \\('dp',"):
         rules.group_axes(fakes.mesh_of({"dp": 2}))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_quantized_weights_lie_as_the_weights_and_scales_along(separate: bool) -> None:
+    mesh = fakes.mesh_of({"fsdp": 2, "ep": 2, "tp": 2})
+    rules = ep.sharding.rules("fsdp+ep", dp=None)
+    spec = ep.LayerSpec("block", top_k=2, num_experts=4, hidden_size=256)
+    params = ep.init_moe_params(jax.random.key(0), spec, 128, separate=separate)
+    stack = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    for tree, lead in ((params, ()), (stack, (None,))):
+        for recipe in (ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8()):
+            shapes = jax.eval_shape(lambda tree, r=recipe: ep.quantize_params(tree, r), tree)
+            places = rules.shardings(shapes, mesh)
+            wi, wo = places.wi, places.wo
+            assert wi.data.spec == P(*lead, "ep", "fsdp", None, "tp")
+            assert wo.data.spec == P(*lead, "ep", "tp", "fsdp")
+            if wi.scale.spec != P(*lead, "ep"):
+                last = "tp" if isinstance(recipe, ep.recipes.MXFP8) else None  # one block of M
+                assert wi.scale.spec == P(*lead, "ep", "fsdp", None, last)
+            made = jax.device_put(ep.quantize_params(tree, recipe), places)
+            assert made.wi.data.sharding == wi.data
+            of_params = rules.shardings(tree, mesh)
+            assert jax.tree.leaves(wi.origin) == jax.tree.leaves(of_params.wi)

@@ -177,5 +177,5 @@ def test_explain_says_which_way_experts_go_and_why(layer: Any, ways: Ways) -> No
     assert told() == [f"ep.moe of 'moe': slabs: {takes.REASONS['transport']}"]
     ways.call()
     assert told(keep="nothing") == ["ep.moe of 'moe': block call"]
-    recipe = ep.recipes.BlockScaling()
+    recipe = (ep.recipes.TensorScaling(), None)
     assert told(recipe=recipe) == [f"ep.moe of 'moe': slabs: {takes.REASONS['recipe']}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -92,8 +93,11 @@ def test_explicit_axes_tell_how_weights_lie(make_group: MakeGroup, name: str) ->
     assert kinds <= {"all-gather", "all-reduce", "reduce-scatter"}
 
 
-def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(make_group: MakeGroup) -> None:
-    layout = LAYOUTS["fsdp2 ep2 tp2"]
+@pytest.mark.parametrize("name", ["fsdp2 ep2 tp2", "experts on ep and fsdp"])
+def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(
+    make_group: MakeGroup, name: str
+) -> None:
+    layout = LAYOUTS[name]
     group = open_group(make_group, layout)
     layer = group.register_layer("moe", top_k=TOP_K)
     x, params = place(group, layout, make_params(layer))
@@ -160,3 +164,26 @@ def test_a_pair_lies_as_the_one_array_does(make_group: MakeGroup, partitioning: 
         np.testing.assert_array_equal(each, d_one.wi[..., number, :])
         assert each.sharding.is_equivalent_to(wi[number].sharding, each.ndim)
     np.testing.assert_array_equal(jnp.stack(d_pair.wi_bias, 1), d_one.wi_bias)
+
+
+@pytest.mark.parametrize("mode", ["rule", "shard_map", "explicit"])
+def test_quantized_weights_lie_as_they_do_and_cross_in_bytes(
+    make_group: MakeGroup, mode: str
+) -> None:
+    layout = LAYOUTS["fsdp2 ep2 tp2"]
+    how: Any = {"explicit": True} if mode == "explicit" else {"partitioning": mode}
+    group = open_group(make_group, layout, **how)
+    x, params = place(group, layout, make_params(group.register_layer("first", top_k=TOP_K)))
+    options = {"params_spec": layout.specs} if mode == "shard_map" else {}
+    with jax.set_mesh(group.mesh) if mode == "explicit" else contextlib.nullcontext():
+        program = compiled(group, x, params, recipe=ep.recipes.TensorScaling(), **options)
+        got = program(x, params)
+    check_layouts(got, x, params)
+    assert worst_error(got, Dense(TOP_K).graded(x, params)) < 0.2
+    seen = explain_text(program.as_text())
+    assert seen.num_others == 0
+    gathered = [one for one in seen.collectives if one.kind == "all-gather" and "block" in one.op]
+    # A device's experts of both weights, by the axis that is gathered off them.
+    whole = EXPERTS // 2 * HIDDEN * INNER
+    assert gathered
+    assert all(one.bytes <= whole for one in gathered)

@@ -18,7 +18,7 @@ import ep_runtime as ep
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.block import call as block_call
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.transports import between_nccl
+from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows
 
 RANKS, TOKENS, HIDDEN, WIDTH, EXPERTS = 2, 128, 128, 128, 8
@@ -36,7 +36,7 @@ def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "installed", lambda: True)
     for module in (activation_plain, platform):
         monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.CAPABILITY,))
-    for module in (transports_windows, between_nccl, block_call):
+    for module in (transports_windows, between_nccl, rails, block_call):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 
 

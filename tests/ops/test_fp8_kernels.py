@@ -330,6 +330,7 @@ def test_gradients_of_both_types_and_no_others_are_served() -> None:
     assert not served(rows, rhs)
 
 
+@pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("recipe", [TENSOR, BLOCK], ids=["tensor", "block"])
 def test_kernels_come_from_the_quantizer_in_both_layouts(
     recipe: Any, monkeypatch: pytest.MonkeyPatch
@@ -349,6 +350,23 @@ def test_kernels_come_from_the_quantizer_in_both_layouts(
     # Odd K' cannot be stored along memory.
     odd = calls(graded(recipe=recipe), *drawn(k=152))
     assert odd == {}
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("recipe", [TENSOR, BLOCK], ids=["tensor", "block"])
+def test_a_kernel_that_was_quantized_apart_is_transposed_by_no_product(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apart(lhs: Any, rhs: Any, bias: Any) -> Any:
+        return loss(lhs, ep.grouped_quantize(rhs, None, recipe), bias, recipe=recipe)
+
+    operands = drawn()
+    monkeypatch.setattr(serve, "available", lambda: True)
+    assert "ep_transpose_weights_v1" not in calls(jax.grad(apart, argnums=(0, 1, 2)), *operands)
+    inside = jax.jit(graded(recipe=recipe))(*operands)
+    found = jax.jit(jax.grad(apart, argnums=(0, 1, 2)))(*operands)
+    for left, right in zip(found, inside, strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
 @pytest.mark.parametrize("recipe", [TENSOR, BLOCK], ids=["tensor", "block"])

@@ -271,7 +271,7 @@ def test_delayed_scaling_takes_scales_from_the_history_and_pushes_this_amax() ->
         (
             recipes.TensorScaling(delayed=True, history=3),
             recipes.TensorScaling(delayed=True, history=2).init_state(8),
-            r"\[3, 8\], got \[2, 8\]",
+            r"\[3, 8\], got float32 \[2, 8\]",
         ),
     ],
 )

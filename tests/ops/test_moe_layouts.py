@@ -113,7 +113,9 @@ def test_recipes_stay_near_f64_and_add_no_pass_over_the_slabs(
     assert worst_error(got, Dense(TOP_K).graded(x, params)) < tolerance
     # Before 0.11 XLA itself widens bf16 slabs in front of a loop that slices them.
     if name != "bf16" or jax.__version_info__ >= (0, 11):
-        assert hlo_scan.maps_of(program.as_text(), 96) == []
+        passes = hlo_scan.maps_of(program.as_text(), 96)
+        # Rows that came quantized bring their scales as bytes: 4 for 128 values, taken apart.
+        assert [line for line in passes if name != "block" or " = u32[96,1" not in line] == []
 
 
 def test_a_scanned_stack_under_remat_quantizes_once_where_the_copies_are_saved(
@@ -177,8 +179,11 @@ def casts(lowered: Any) -> int:
     return sum("f8e4m3fn[" in line and " convert(" in line.split("=")[1] for line in lines[1:])
 
 
-def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(make_group: MakeGroup) -> None:
-    layout = LAYOUTS["fsdp2 ep2 tp2"]
+@pytest.mark.parametrize("name", ["fsdp2 ep2 tp2", "experts on ep and fsdp"])
+def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(
+    make_group: MakeGroup, name: str
+) -> None:
+    layout = LAYOUTS[name]
     group = open_group(make_group, layout)
     layer = group.register_layer("moe", top_k=TOP_K)
     x, params = place(group, layout, make_params(layer))
@@ -211,7 +216,11 @@ PAIRS = dataclasses.replace(
 @pytest.mark.usefixtures("optimized")  # bits of two programs, as users compile them
 @pytest.mark.parametrize(
     ("partitioning", "recipe"),
-    [("rule", None), ("shard_map", None), ("rule", ep.recipes.TensorScaling())],
+    [
+        pytest.param("rule", None, marks=pytest.mark.slow),  # as with a recipe, and the next
+        ("shard_map", None),
+        ("rule", ep.recipes.TensorScaling()),
+    ],
     ids=["rule", "shard_map", "rule, 8-bit"],
 )
 def test_gate_and_up_kept_apart_give_the_bits_of_the_one_array(

@@ -17,7 +17,7 @@ from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_bench.movement import device_ops
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.movement.prepare import make_call
-from ep_runtime_client.ops.transports import between_nccl
+from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows
 
 RANKS, TOKENS, HIDDEN = 8, 16, 32
@@ -25,11 +25,19 @@ RANKS, TOKENS, HIDDEN = 8, 16, 32
 
 @pytest.fixture(autouse=True)
 def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (transports_windows, between_nccl):
+    for module in (transports_windows, between_nccl, rails):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 
 
-def lowered(make_group: Callable[..., Any], node_size: int, *, gradient: bool = False) -> str:
+def lowered(
+    make_group: Callable[..., Any],
+    node_size: int,
+    *,
+    top_k: int = 2,
+    gradient: bool = False,
+    dtype: Any = jnp.float32,
+    **settings: Any,
+) -> str:
     """StableHLO for GPUs of dispatch and combine over nodes of `node_size` ranks."""
     group = make_group(
         transport="nccl",
@@ -37,10 +45,11 @@ def lowered(make_group: Callable[..., Any], node_size: int, *, gradient: bool = 
         num_experts=16,
         hidden_size=HIDDEN,
         max_tokens_per_rank=TOKENS,
-        max_top_k=2,
+        max_top_k=12,
         alignment=4,
+        **settings,
     )
-    layer = group.register_layer("moe", top_k=2)
+    layer = group.register_layer("moe", top_k=top_k)
 
     def forward(tokens: Any, idx: Any, weights: Any) -> Any:
         sent = ep.dispatch(layer, tokens, idx, weights)
@@ -54,11 +63,11 @@ def lowered(make_group: Callable[..., Any], node_size: int, *, gradient: bool = 
     rows = NamedSharding(group.mesh, PartitionSpec("ep"))
     count = RANKS * TOKENS
     operands = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-        for shape, dtype in (
-            ((count, HIDDEN), jnp.float32),
-            ((count, 2), jnp.int32),
-            ((count, 2), jnp.float32),
+        jax.ShapeDtypeStruct(shape, kind, sharding=rows)
+        for shape, kind in (
+            ((count, HIDDEN), dtype),
+            ((count, top_k), jnp.int32),
+            ((count, top_k), jnp.float32),
         )
     ]
     exported = jax.export.export(
@@ -71,28 +80,58 @@ def calls(text: str) -> Counter[str]:
     return Counter(re.findall(r"@(ep_\w+_v1)", text))
 
 
-@pytest.mark.parametrize("node_size", [1, 4])
+def own_calls_alone(text: str) -> bool:
+    return not re.search(r"stablehlo\.(all_to_all|all_gather|collective_permute)", text)
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
 def test_rows_and_counts_cross_over_our_communicators(
     make_group: Callable[..., Any], node_size: int
 ) -> None:
+    """Where a token needs few of the nodes: the host reads how many rows cross, once a call."""
     text = lowered(make_group, node_size)
     found = calls(text)
-    assert found["ep_nccl_all_gather_v1"] >= 1
-    assert found["ep_nccl_exchange_v1"] >= 3
+    assert found["ep_nccl_all_gather_v1"] == 1
+    assert found["ep_nccl_exchange_v1"] == (1 if node_size == 1 else 2)
+    assert found["ep_nccl_counted_v1"] == 2
     assert {"ep_dispatch_v1", "ep_combine_v1"} <= set(found)
-    assert not re.search(r"stablehlo\.(all_to_all|all_gather|collective_permute)", text)
+    assert "stablehlo.while" not in text.split("ep_nccl_counted_v1", 1)[1]
+    assert own_calls_alone(text)
     rails = re.findall(r"node_size = (\d+) : i64, rail = (\d) : i64", text)
     assert (str(node_size), "1") in rails
+
+
+def test_where_all_rows_cross_prepare_is_one_call(make_group: Callable[..., Any]) -> None:
+    text = lowered(make_group, 4, top_k=12, gradient=True)
+    found = calls(text)
+    assert found["ep_nccl_prepare_v1"] == 1
+    # Rows, weights and gradients of sums out; of rows and weights back. Nobody reads the sums.
+    assert (found["ep_nccl_all_gather_v1"], found["ep_nccl_exchange_v1"]) == (3, 2)
+    assert {"ep_dispatch_v1", "ep_combine_bwd_v1"} <= set(found)
+    assert own_calls_alone(text)
+
+
+def test_where_nodes_are_one_rank_each_every_op_is_one_call(make_group: Callable[..., Any]) -> None:
+    text = lowered(make_group, 1, top_k=12, gradient=True, combine_precision="fast")
+    ours = ("prepare", "dispatch", "dispatch_bwd", "combine_bwd")  # nobody reads the sums
+    assert calls(text) == Counter(f"ep_nccl_{op}_v1" for op in ours)
+    assert own_calls_alone(text)
+
+
+def test_sums_that_cross_unrounded_are_made_by_windows(make_group: Callable[..., Any]) -> None:
+    found = calls(lowered(make_group, 1, top_k=12, dtype=jnp.bfloat16, combine_precision="exact"))
+    names = ("ep_nccl_prepare_v1", "ep_nccl_dispatch_v1", "ep_combine_v1", "ep_nccl_exchange_v1")
+    assert found == Counter(names)
 
 
 def test_gradients_cross_over_them_too(make_group: Callable[..., Any]) -> None:
     found = calls(lowered(make_group, 1, gradient=True))
     assert {"ep_dispatch_bwd_v1", "ep_combine_bwd_v1"} <= set(found)
-    assert found["ep_nccl_exchange_v1"] > calls(lowered(make_group, 1))["ep_nccl_exchange_v1"]
+    assert found["ep_nccl_counted_v1"] == 3  # rows out, gradients out and back
 
 
 def test_programs_name_neither_ranks_nor_communicators(make_group: Callable[..., Any]) -> None:
-    text = lowered(make_group, 4)
+    text = lowered(make_group, 2)
     (attributes,) = {
         tuple(sorted(re.findall(r"(\w+) = ", match)))
         for match in re.findall(r"@ep_nccl_\w+_v1\([^{]*\{[^}]*backend_config = \{([^}]*)\}", text)

@@ -25,7 +25,7 @@ from ep_runtime import env
 from ep_runtime_client.block.moe import init_moe_params, moe
 from ep_runtime_client.ops.kernels import platform, serve
 from ep_runtime_client.ops.quantize.formats import recipes
-from ep_runtime_client.ops.transports import between_nccl
+from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -44,7 +44,7 @@ class Unreadable:
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For GPUs, whether or not there are any; what was traced with the kernels is forgotten."""
-    for module in (transports_windows, between_nccl):
+    for module in (transports_windows, between_nccl, rails):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
     jax.clear_caches()
     yield

@@ -60,7 +60,7 @@ class Process:
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+def process(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> Process:
     return Process(monkeypatch)
 
 

@@ -27,7 +27,7 @@ BF16 = jnp.dtype(jnp.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def _available(monkeypatch: pytest.MonkeyPatch) -> None:
+def _available(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     """No GPU need be there to lower for one."""
     monkeypatch.setattr(serve, "available", lambda: True)
 

@@ -4,7 +4,6 @@ given makes the products. Stand-ins multiply in NumPy what the calls' own words 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,11 +28,9 @@ GRADED = {
 
 
 @pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The library need not be there to lower for it; what was traced with it is forgotten."""
+def _installed(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
+    """The library need not be there to lower for it."""
     monkeypatch.setattr(platform, "installed", lambda: True)
-    yield
-    jax.clear_caches()
 
 
 def drawn(k: int = 36, n: tuple[int, ...] = (2, 14), experts: int = 8, dtype: Any = None) -> Any:

@@ -10,15 +10,25 @@ import jax.numpy as jnp
 
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack
-from ep_runtime_client.block import module_options
+from ep_runtime_client.block import module_options, state
 from ep_runtime_client.block.moe import moe
-from ep_runtime_client.block.params import KernelInit, initializers, logical_axes, of_named
+from ep_runtime_client.block.params import (
+    KernelInit,
+    MoEParams,
+    initializers,
+    logical_axes,
+    of_named,
+)
+from ep_runtime_client.block.quantized import straight_through
 from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
 
 try:
     from flax import linen
 except ImportError as error:
     raise ImportError(f"ep.linen needs flax: {module_options.EXTRA}") from error
+
+# The collection of a delayed recipe's amax histories.
+_HISTORY = "amax_history"
 
 
 class MoEBlock(linen.Module):  # type: ignore[misc]
@@ -29,6 +39,12 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     by `with_logical_partitioning` with the names of `logical_axes` (`block/params.py`).
     Rules that are in place when the block is called tell `ep.moe` how they lie (`params_spec`).
     Layers are static fields: they reach no variable and no checkpoint.
+
+    With a delayed recipe the amax histories of `ep.MoEState` are the variables `wi_x_amax`,
+    `wi_w_amax`, `wo_x_amax` and `wo_w_amax` of the collection `amax_history`. A call moves them
+    where that is mutable: `apply(..., mutable="amax_history")` in training, and under `nn.scan`
+    it is one of `variable_axes`. Elsewhere, in evaluation, scales come from the histories as they
+    are, and stay.
 
     Attributes:
         layer_or_spec: a registered layer; a layer stack, of which each call names one layer; or a
@@ -100,6 +116,11 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         if self.use_expert_bias:
             zeros = jnp.zeros((made["wo"].shape[0],), jnp.float32)
             self.bias = self.variable("expert_bias", "expert_bias", lambda: zeros)
+        kept = module_options.histories(self.layer_or_spec, self.recipe)
+        self.histories = {
+            name: self.variable(_HISTORY, name, jnp.zeros, like.shape, like.dtype)
+            for name, like in kept.items()
+        }
 
     def __call__(
         self,
@@ -107,6 +128,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         layer_index: int | jax.Array | None = None,
         *,
         routing: Routing | None = None,
+        params8: MoEParams | None = None,
     ) -> Any:
         """Runs the block; shapes, results and errors are those of `ep.moe`.
 
@@ -114,6 +136,8 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
             x: [T, H] or [B, S, H].
             layer_index: of a layer stack, a Python int or a traced int32 scalar; else None.
             routing: as in `ep.moe`, of a block without a router.
+            params8: of `ep.quantize_params`: 8-bit weights of this block's parameters, which are
+                the masters and get the gradients.
 
         Returns:
             (y, aux), with return_stats (y, aux, stats). While it initialises, from a LayerSpec
@@ -128,7 +152,17 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
             options["params_spec"] = module_options.rules_in_context(
                 linen.get_logical_axis_rules(), layer
             )
-        return moe(layer, x, self.moe_params, routing=routing, expert_bias=bias, **options)
+        params = self.moe_params
+        params = params if params8 is None else straight_through(params, params8)
+        options |= {"routing": routing, "expert_bias": bias}
+        if not self.histories:
+            return moe(layer, x, params, **options)
+        given = state.of_named({name: held.value for name, held in self.histories.items()})
+        *results, after = moe(layer, x, params, state=given, **options)
+        if self.is_mutable_collection(_HISTORY):
+            for name, history in state.to_named(after).items():
+                self.histories[name].value = history
+        return tuple(results)
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
         """Moves the expert bias as `ep.update_expert_bias` does.

@@ -12,14 +12,17 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer, resolve
 from ep_runtime_client.block.moe import moe
+from ep_runtime_client.block.moe_checks import Recipes, pair_of
 from ep_runtime_client.block.params import LOGICAL_AXES
 from ep_runtime_client.block.sharding import Rules, axes_of_entry
+from ep_runtime_client.block.state import init_moe_state, keeps, to_named
 
 EXTRA = "pip install 'ep-runtime[flax]'"
 # What a module gives to `moe` and how its users say it.
 NO_OPTIONS = {
     "expert_bias": "a variable of the module: pass use_expert_bias=True",
     "routing": "of one call: make the module with use_router=False and call block(x, routing=...)",
+    "state": "a variable of the module, which has one where its recipe is delayed",
 }
 
 
@@ -59,6 +62,17 @@ def check_router(use_router: bool, use_expert_bias: bool) -> None:
             "use_router=False; add a bias of your own where you call ep.route",
             argument="use_expert_bias",
         )
+
+
+def histories(
+    layer_or_spec: EpLayer | LayerStack | LayerSpec, recipe: Recipes
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The amax histories, zeros at first, that a module keeps for its recipe, by their names."""
+    if not any(map(keeps, pair_of(recipe))):
+        return {}
+    made = jax.eval_shape(lambda: init_moe_state(layer_or_spec, recipe))
+    named: dict[str, Any] = to_named(made)
+    return named
 
 
 def rules_in_context(

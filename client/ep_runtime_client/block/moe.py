@@ -26,11 +26,15 @@ from ep_runtime_client.block.moe_experts import Block, Moved
 from ep_runtime_client.block.moe_options import MoEOptions
 from ep_runtime_client.block.params import MoEParams as MoEParams
 from ep_runtime_client.block.params import init_moe_params as init_moe_params
+from ep_runtime_client.block.state import MoEState as MoEState
+from ep_runtime_client.block.state import checked as checked_state
+from ep_runtime_client.block.state import init_moe_state as init_moe_state
 from ep_runtime_client.ops.activation.function import Activation, Function
 from ep_runtime_client.ops.block.api import Kept
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.movement.dispatch import call_of_plan
+from ep_runtime_client.ops.quantize.formats.recipes import DelayedState
 from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.tracing import scopes
 from ep_runtime_client.ops.tracing.ambient import open_layer
@@ -61,6 +65,9 @@ class MoEStats(NamedTuple):
 Layer = EpLayer | TracedLayer | LayerSpec
 Result = tuple[jax.Array, jax.Array]
 ResultWithStats = tuple[jax.Array, jax.Array, MoEStats]
+ResultWithState = tuple[jax.Array, jax.Array, MoEState]
+ResultWithBoth = tuple[jax.Array, jax.Array, MoEStats, MoEState]
+Results = Result | ResultWithStats | ResultWithState | ResultWithBoth
 
 
 @overload
@@ -69,6 +76,7 @@ def moe(
     x: jax.Array,
     params: MoEParams,
     *,
+    state: None = None,
     return_stats: Literal[False] = False,
     **options: Unpack[MoEOptions],
 ) -> Result: ...
@@ -78,6 +86,7 @@ def moe(
     x: jax.Array,
     params: MoEParams,
     *,
+    state: None = None,
     return_stats: Literal[True],
     **options: Unpack[MoEOptions],
 ) -> ResultWithStats: ...
@@ -87,9 +96,30 @@ def moe(
     x: jax.Array,
     params: MoEParams,
     *,
+    state: MoEState | DelayedState,
+    return_stats: Literal[False] = False,
+    **options: Unpack[MoEOptions],
+) -> ResultWithState: ...
+@overload
+def moe(
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    state: MoEState | DelayedState,
+    return_stats: Literal[True],
+    **options: Unpack[MoEOptions],
+) -> ResultWithBoth: ...
+@overload
+def moe(
+    layer: Layer,
+    x: jax.Array,
+    params: MoEParams,
+    *,
+    state: MoEState | DelayedState | None = None,
     return_stats: bool,
     **options: Unpack[MoEOptions],
-) -> Result | ResultWithStats: ...
+) -> Results: ...
 @qwix.apart
 def moe(
     layer: Layer,
@@ -116,16 +146,18 @@ def moe(
     handle: int = 0,
     keep: Literal["first", "nothing"] = "first",
     keep_factor: float = 1.25,
+    state: MoEState | DelayedState | None = None,
     return_stats: bool = False,
     tokens_spec: PartitionSpec | None = None,
     params_spec: Any = None,
-) -> Result | ResultWithStats:
+) -> Results:
     """Routes every token to its experts on all ranks, runs them, and sums their answers.
 
     Args:
         layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do.
         x: [T, H] or [B, S, H], laid out as `dispatch` wants tokens.
-        params: the block's weights; experts on dim 0 over the ep axes.
+        params: the block's weights; experts on dim 0 over the ep axes. Those of `quantize_params`
+            have their recipe with them.
         routing: a router's of your own, laid out as x: topk_idx int32 [..., K] with K of the layer
             (-1 is a slot unused), topk_weights [..., K], and probs [..., E] where aux_loss_coeff
             is not 0. Gradients flow to topk_weights and probs. `params.router` is None then, and
@@ -133,7 +165,8 @@ def moe(
         activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h).
         recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo); None
             computes in compute_dtype. The parameters themselves are quantized, and rows once per
-            matmul; delayed scaling, which keeps a state, is not for here.
+            matmul, by BlockScaling on CPU before they are sent (docs/matmuls.md), with the same
+            bits. Delayed scaling, of both or of one, goes with `state`.
         score_function: as in `route`.
         use_pre_softmax: as in `route`.
         expert_bias: [E] f32, as in `route`.
@@ -164,6 +197,12 @@ def moe(
             same. Where there is no block call (`ep.explain` says it), JAX keeps what ops need.
         keep_factor: how many rows "first" keeps, in even shares of a rank (T * K); more rows than
             that are made again in backward. It decides about time and memory, never results.
+        state: with TensorScaling(delayed=True) alone, and always with it: MoEState, f32
+            [history, E] arrays, of `init_moe_state` or of the call before, the same on every
+            device, whole inside a shard_map too; or `recipe.init_state(E)`, from which both
+            products start. Rows and parameters are scaled by the largest amax of their histories,
+            and what is larger by now saturates; gradients of rows have current scales. In a scan
+            over layers states are stacked as parameters are.
         tokens_spec: as in `dispatch`.
         return_stats: also return MoEStats.
         params_spec: how the parameters lie, where traced arrays cannot tell (plain jit, a manual
@@ -173,15 +212,20 @@ def moe(
     Returns:
         (y, aux): y like x; aux f32 [], 0 when the coefficient is 0. With return_stats (y, aux,
         stats). Inside a shard_map of the user aux and the stats' sums are over the global batch.
+        With `state` the next one comes last: (y, aux, state), (y, aux, stats, state); this call's
+        amax is in front of each history, and no gradient flows through it.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer.
+        InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer; a
+            state without a delayed recipe, the other way round, or of other shapes.
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
-    Cost: one dispatch and one combine forward, the same backward; router logits in f32. Weights
-    are gathered over outer axes that shard them (`grouped_gemm`); an axis that shards M costs one
-    sum of the slabs forward and one backward, and no other collective on an activation.
+    Cost: one dispatch and one combine forward, the same backward, where a block call moves the
+    tokens once more; router logits in f32. Weights are gathered over outer axes that shard them
+    (`grouped_gemm`); an axis that shards M costs one sum forward and one backward, of slabs or, by
+    a block call, of tokens, and no other collective on an activation. A delayed recipe: one
+    gather of [E] f32 for each history, and no block call.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538) and GShard (arXiv:2006.16668), without drops as
     in MegaBlocks (arXiv:2211.15841) unless the group's capacity_factor asks for them.
@@ -206,14 +250,17 @@ def moe(
         "normalize_weights": normalize_weights,
         "scaling_factor": scaling_factor,
     }
+    recipes = moe_checks.recipes_of(recipe, params)
     if isinstance(layer, LayerSpec):
         sizes = moe_shapes.check(layer, x, params)
         routed = moe_routing.routed(x, params, sizes, routing, reading, aux_loss_coeff)
-        y, aux, counts, dropped, num_recv = moe_shapes.shapes_of(layer, x, params, sizes)
-        stats = MoEStats(counts, dropped, num_recv, routed)
-        return (y, aux, stats) if return_stats else (y, aux)
+        given = checked_state(state, recipes, sizes.experts)
+        y, aux, *counts, after = moe_shapes.shapes_of(layer, x, params, sizes, given)
+        stats = MoEStats(counts[0], counts[1], counts[2], routed) if return_stats else None
+        return _results(y, aux, stats, after)
     static = resolve(layer)[0]
-    recipes, specs = moe_checks.pair_of(recipe), moe_checks.specs_of(params_spec, params)
+    after = checked_state(state, recipes, static.group_spec.num_experts)
+    specs = moe_checks.specs_of(params_spec, params)
     moe_checks.check(static, x, params, specs, activation, gated)
     inner_axes = moe_checks.inner_axes(static.group_spec, params.wi, specs["wi"])
     moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
@@ -233,14 +280,23 @@ def moe(
     refused = moe_call.refused(static, block, moved, params, weighted)
     with scopes.way("slabs", refused, static) if refused else scopes.way("call", "taken", static):
         if refused:
-            y, plan = moe_slabs.run(layer, block, moved, params, weighted)
+            y, plan, after = moe_slabs.run(layer, block, moved, params, weighted, after)
         else:
             kept = Kept(keep, keep_factor)
             y, plan = moe_call.run(layer, block, moved, params, weighted, kept)
     y = y.astype(x.dtype)
     call = call_of_plan(static, open_layer(layer)[2], plan)
     aux = _aux_loss(call, routed, aux_loss_coeff)
-    return (y, aux, _stats(call, routed, plan.arrays)) if return_stats else (y, aux)
+    stats = _stats(call, routed, plan.arrays) if return_stats else None
+    return _results(y, aux, stats, after)
+
+
+def _results(
+    y: jax.Array, aux: jax.Array, stats: MoEStats | None, state: MoEState | None
+) -> Results:
+    if stats is None:
+        return (y, aux) if state is None else (y, aux, state)
+    return (y, aux, stats) if state is None else (y, aux, stats, state)
 
 
 def _batch_axes(call: Call) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import math
 import jax
 
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.block import moe_checks
 from ep_runtime_client.block.moe_experts import Block, Moved, Weighted, bias_of, operand
 from ep_runtime_client.block.params import MoEParams
 from ep_runtime_client.ops.block import api, takes
@@ -30,8 +31,8 @@ def refused(
             inner=params.wo.shape[1],
             experts=group.experts_per_rank,
             activation=block.activation,
-            recipes=any(recipe is not None and recipe.quantizes for recipe in block.recipes),
-            paired=is_pair(params.wi),
+            recipes=moe_checks.quantizing(block.recipes),
+            paired=is_pair(getattr(params.wi, "origin", params.wi)),
             input_weights=weighted == "rows",
         )
     )
@@ -58,9 +59,10 @@ def run(
     )
     assert weights is not None
     plan, most = make_plan_with_most(call, index, routed.topk_idx)
+    recipe = moe_checks.quantizing(block.recipes)[0]
     experts = Weights(
-        operand(params.wi, None, dtype),
-        operand(params.wo, None, dtype),
+        operand(params.wi, recipe, dtype),
+        operand(params.wo, recipe, dtype),
         bias_of(block, "wi_bias", params),
         bias_of(block, "wo_bias", params),
         block.specs["wi"],
@@ -77,5 +79,6 @@ def run(
         activation=block.activation,
         early=weighted == "activations",
         kept=kept,
+        recipe=recipe,
     )
     return y, plan

@@ -15,10 +15,12 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.block.params import Halves, MoEParams, check_all_or_none, logical_axes
 from ep_runtime_client.ops.activation.function import ACTIVATIONS, Function
+from ep_runtime_client.ops.gemm.weight_entries import values_of
 from ep_runtime_client.ops.partitioning.regions import known_entries
-from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
+from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_both, paired
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing.varying import Axes
 
 Recipes = Recipe | tuple[Recipe | None, Recipe | None] | None
@@ -28,7 +30,7 @@ def pair_of(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
     """The recipes of (wi, wo).
 
     Raises:
-        InvalidArgumentError: neither a recipe nor two, or one that keeps a state.
+        InvalidArgumentError: neither a recipe nor two.
     """
     pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
     if len(pair) != 2 or not all(isinstance(r, Recipe | None) for r in pair):
@@ -36,14 +38,33 @@ def pair_of(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
             f"recipe must be one of ep.recipes, or a pair of them for wi and wo, got {recipe!r}",
             argument="recipe",
         )
-    for each in pair:
-        if each is not None and each.delayed:
+    return pair[0], pair[1]
+
+
+def recipes_of(recipe: Recipes, params: MoEParams) -> tuple[Recipe | None, Recipe | None]:
+    """As `pair_of`; a weight that is quantized already has the recipe that it was quantized by.
+
+    Raises:
+        InvalidArgumentError: another one is given.
+    """
+    found: list[Recipe | None] = []
+    for name, given in zip(("wi", "wo"), pair_of(recipe), strict=True):
+        weight: Any = getattr(params, name, None)
+        own = weight.recipe if isinstance(weight, QuantizedTensor) else given
+        if given is not None and given != own:
             raise InvalidArgumentError(
-                f"recipe {each} keeps a state, which moe has no place for; quantize the operands "
-                "of grouped_gemm with it, or take TensorScaling()",
+                f"recipe is {given} for {name}, and params.{name} was quantized by {own}; leave "
+                "recipe= out, or quantize the masters by the recipe you want",
                 argument="recipe",
             )
-    return pair[0], pair[1]
+        found.append(own)
+    return found[0], found[1]
+
+
+def quantizing(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
+    """As `pair_of`, but None for those that quantize nothing."""
+    wi, wo = (each if each is not None and each.quantizes else None for each in pair_of(recipe))
+    return wi, wo
 
 
 def check_weights(early: bool | None, to_input: bool) -> None:
@@ -69,8 +90,10 @@ def check_params(params: Any) -> None:
     )
 
 
-def specs_of(given: Any, params: MoEParams) -> dict[str, PartitionSpec | None]:
+def specs_of(given: Any, params: MoEParams, stack: int = 0) -> dict[str, PartitionSpec | None]:
     """Specs of the parameters by name, from moe's `params_spec`; None where it says nothing.
+
+    `stack`: how many dims a stack of layers has in front of every parameter.
 
     Raises:
         InvalidArgumentError: neither MoEParams of PartitionSpecs nor rules of `ep.sharding`.
@@ -79,7 +102,12 @@ def specs_of(given: Any, params: MoEParams) -> dict[str, PartitionSpec | None]:
     if given is None:
         return dict.fromkeys(names)
     if isinstance(given, MoEParams):
-        return {name: _one_spec(name, getattr(given, name)) for name in names}
+        found = {name: _one_spec(name, getattr(given, name)) for name in names}
+        if found["wi"] is not None and is_pair(given.wi) and not is_pair(params.wi):
+            # Quantized, gate and up are one array.
+            experts, hidden, *rest = padded(entries_of(found["wi"], 3), 3)
+            found["wi"] = PartitionSpec(experts or None, hidden or None, None, rest[0] or None)
+        return found
     if not callable(getattr(given, "spec", None)):
         raise InvalidArgumentError(
             "params_spec must be MoEParams of PartitionSpecs or rules of ep.sharding, got "
@@ -89,9 +117,13 @@ def specs_of(given: Any, params: MoEParams) -> dict[str, PartitionSpec | None]:
     arrays = {name: getattr(params, name) for name in names}
     arrays = {name: array[0] if is_pair(array) else array for name, array in arrays.items()}
     return {
-        name: None if array is None else given.spec(logical_axes(name, array.ndim))
+        name: None if array is None else given.spec(_names(name, array.ndim, stack))
         for name, array in arrays.items()
     }
+
+
+def _names(name: str, ndim: int, stack: int) -> tuple[str | None, ...]:
+    return (*[None] * stack, *logical_axes(name, ndim - stack))
 
 
 def _one_spec(name: str, spec: Any) -> PartitionSpec | None:
@@ -117,7 +149,7 @@ def inner_axes(group: GroupSpec, wi: Halves, spec: PartitionSpec | None) -> Axes
     Raises:
         InvalidArgumentError: they lie on wi [E, H, 2M], where no shard has both gate and up.
     """
-    one = wi[0] if isinstance(wi, tuple | list) else wi
+    one = values_of(wi[0] if isinstance(wi, tuple | list) else wi)
     entries: Entries | None = known_entries(one, one.ndim)
     if spec is not None:
         entries = entries_of(spec, one.ndim)
@@ -179,7 +211,8 @@ def check(
 
 def _check_halves_of_bias(params: MoEParams) -> None:
     bias: Any = params.wi_bias
-    if bias is not None and is_pair(bias) != is_pair(params.wi):
+    quantized = isinstance(params.wi, QuantizedTensor)  # which is one array
+    if bias is not None and not quantized and is_pair(bias) != is_pair(params.wi):
         raise InvalidArgumentError(
             "wi and wi_bias must both be pairs (gate, up), or neither", argument="params.wi_bias"
         )

@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime_client.block.params import MoEParams
 from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.gemm import quantized_operands
 from ep_runtime_client.ops.partitioning.roles import entries_of
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.pair import is_pair, paired
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.routing.api import Routing
 from ep_runtime_client.ops.tracing.varying import Axes
 
@@ -86,4 +88,6 @@ def _gathered(block: Block, name: str, bias: jax.Array) -> jax.Array:
 def operand(kernel: Any, recipe: Recipe | None, dtype: Any) -> Any:
     """The kernel as the matmul takes it: a recipe quantizes the parameter itself."""
     kernel = paired(kernel, "params.wi")
+    if isinstance(kernel, QuantizedTensor):
+        return quantized_operands.with_gradient(kernel)
     return kernel.astype(dtype) if recipe is None else kernel

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 
@@ -13,6 +14,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.block.moe_routing import Sizes
 from ep_runtime_client.block.params import MoEParams
+from ep_runtime_client.block.state import MoEState
 from ep_runtime_client.ops.quantize.pair import is_pair
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
@@ -38,16 +40,21 @@ def check(spec: LayerSpec, x: jax.Array, params: MoEParams) -> Sizes:
     return Sizes(tuple(x.shape[:-1]), spec.top_k, wanted[1])
 
 
-def shapes_of(spec: LayerSpec, x: jax.Array, params: MoEParams, sizes: Sizes) -> tuple[Any, ...]:
-    """(y, aux, tokens_per_expert, dropped, num_recv), without values.
+def shapes_of(
+    spec: LayerSpec, x: jax.Array, params: MoEParams, sizes: Sizes, state: MoEState | None
+) -> tuple[Any, ...]:
+    """(y, aux, tokens_per_expert, dropped, num_recv, the next state), without values.
 
     They can be traced and differentiated; a program with them is refused when it is compiled.
     How many slabs there are a LayerSpec does not know: num_recv is [1].
     """
     counts = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sizes.experts,), (), (1,))]
     outs = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.float32), *counts)
-    made: tuple[Any, ...] = _made(spec.name, outs, (x, params))
-    return made
+    kept, tree = jax.tree.flatten(state)
+    shapes = (*outs, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept))
+    made: tuple[Any, ...] = _made(spec.name, shapes, (x, params))
+    found, histories = made[: len(outs)], made[len(outs) :]
+    return *found, jax.tree.unflatten(tree, map(lax.stop_gradient, histories))
 
 
 def _refuse(*_: Any, name: str, **__: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack
-from ep_runtime_client.block import module_options
+from ep_runtime_client.block import module_options, state
 from ep_runtime_client.block.moe import moe
 from ep_runtime_client.block.moe_options import ModuleOptions
 from ep_runtime_client.block.params import (
@@ -20,6 +20,8 @@ from ep_runtime_client.block.params import (
     of_named,
     to_named,
 )
+from ep_runtime_client.block.quantized import straight_through
+from ep_runtime_client.block.state import MoEState
 from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
 
 try:
@@ -34,6 +36,11 @@ class ExpertBias(nnx.Variable):  # type: ignore[misc]
     meets it, and loss-free balancing moves it."""
 
 
+class AmaxHistory(nnx.Variable):  # type: ignore[misc]
+    """One history of `ep.MoEState`; state of the module and no nnx.Param: no optimizer meets it,
+    and calls move it unless the module evaluates."""
+
+
 class MoEBlock(nnx.Module):  # type: ignore[misc]
     """Router, dispatch, experts and combine: `ep.moe` with its parameters.
 
@@ -44,6 +51,11 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
     `ep.sharding.rules(...).shardings(nnx.state(block), mesh)` places them. Rules that are in place
     when the block is called tell `ep.moe` how its parameters lie (`params_spec`). The layer is a
     static attribute: it reaches no state and no checkpoint, and `block.layer = other` exchanges it.
+
+    With a delayed recipe the amax histories of `ep.MoEState` are AmaxHistory variables `wi_x_amax`,
+    `wi_w_amax`, `wo_x_amax` and `wo_w_amax`, and each call moves them. After `block.eval()`, or in
+    an `nnx.view` with use_running_average=True, as of BatchNorm, scales come from the histories as
+    they are, and calls leave them; `block.train()` goes on.
 
     Args:
         layer_or_spec: a registered layer; a layer stack, of which each call names one layer; or a
@@ -107,14 +119,30 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         named = to_named(made)
         self._names = tuple(named)
         for name, value in named.items():
-            setattr(self, name, _variable(nnx.Param, name, value))
+            names = logical_axes(name, value.ndim)
+            setattr(self, name, _variable(nnx.Param, names, value))
         zeros = jnp.zeros((made.wo.shape[0],), jnp.float32)
-        self.expert_bias = _variable(ExpertBias, "router_bias", zeros) if use_expert_bias else None
+        names = logical_axes("router_bias", 1)
+        self.expert_bias = _variable(ExpertBias, names, zeros) if use_expert_bias else None
+        kept = module_options.histories(layer_or_spec, options.get("recipe"))
+        self._histories = tuple(kept)
+        for name, like in kept.items():
+            history = jnp.zeros(like.shape, like.dtype)
+            setattr(self, name, _variable(AmaxHistory, (None,) * history.ndim, history))
+        if kept:
+            self.use_running_average = False
 
     @property
     def params(self) -> MoEParams:
         """The parameters as `ep.moe` takes them."""
         return of_named({name: getattr(self, name)[...] for name in self._names})
+
+    @property
+    def moe_state(self) -> MoEState | None:
+        """The histories as `ep.moe` takes them; None without a delayed recipe."""
+        if not self._histories:
+            return None
+        return state.of_named({name: getattr(self, name)[...] for name in self._histories})
 
     def __call__(
         self,
@@ -122,6 +150,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         layer_index: int | jax.Array | None = None,
         *,
         routing: Routing | None = None,
+        params8: MoEParams | None = None,
     ) -> Any:
         """Runs the block; shapes, results and errors are those of `ep.moe`.
 
@@ -129,6 +158,8 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             x: [T, H] or [B, S, H].
             layer_index: of a layer stack, a Python int or a traced int32 scalar; else None.
             routing: as in `ep.moe`, of a block without a router.
+            params8: of `ep.quantize_params`: 8-bit weights of this block's parameters, which are
+                the masters and get the gradients.
 
         Returns:
             (y, aux), with the option return_stats (y, aux, stats).
@@ -140,7 +171,25 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             options["params_spec"] = module_options.rules_in_context(
                 spmd.get_logical_axis_rules(), layer
             )
-        return moe(layer, x, self.params, routing=routing, expert_bias=bias, **options)
+        params = self.params
+        params = params if params8 is None else straight_through(params, params8)
+        options |= {"routing": routing, "expert_bias": bias, "state": self.moe_state}
+        results = moe(layer, x, params, **options)
+        if not self._histories:
+            return results
+        if not self.use_running_average:
+            for name, history in state.to_named(results[-1]).items():
+                getattr(self, name)[...] = history
+        return results[:-1]
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """For `nnx.view`: whether calls leave the amax histories of a delayed recipe as they are.
+
+        Args:
+            use_running_average: True in evaluation; None changes nothing.
+        """
+        if use_running_average is not None and self._histories:
+            self.use_running_average = use_running_average
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
         """Moves `expert_bias` as `ep.update_expert_bias` does; the module needs to have one.
@@ -155,12 +204,11 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         self.expert_bias[...] = update_expert_bias(self.expert_bias[...], tokens_per_expert, rate)
 
 
-def _variable(kind: Any, name: str, value: jax.Array) -> Any:
+def _variable(kind: Any, names: tuple[str | None, ...], value: jax.Array) -> Any:
     """A Variable with logical names, sharded at once where mesh and rules say how.
 
     Flax shards every annotated Variable when it is made, and fails without a mesh.
     """
-    names = logical_axes(name, value.ndim)
     mesh_axes = jax.sharding.get_abstract_mesh().axis_names
     known = {*mesh_axes, *(rule[0] for rule in spmd.get_logical_axis_rules() or ())}
     eager = bool(mesh_axes) and all(axis is None or axis in known for axis in names)

@@ -16,6 +16,7 @@ from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer
 from ep_runtime_client.ops.quantize.pair import is_pair
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 KernelInit = Callable[..., jax.Array]
 Halves = jax.Array | tuple[jax.Array, jax.Array]
@@ -41,6 +42,8 @@ _FIELDS = {"wi_0": "wi", "wi_1": "wi", "wi_0_bias": "wi_bias", "wi_1_bias": "wi_
 @dataclasses.dataclass(frozen=True)
 class MoEParams:
     """Weights of a router and its experts. Letters: `ops/__init__.py`.
+
+    `ep.quantize_params` puts QuantizedTensors in the place of wi and wo.
 
     Attributes:
         router: [H, E], or None where each call of `moe` brings its `routing`.
@@ -106,7 +109,17 @@ class MoEParams:
         return cls(router, jnp.stack([wi_0, wi_1], axis=2), wo, bias, wo_bias, router_bias)
 
     def to_separate(self) -> dict[str, jax.Array | None]:
-        """The arguments of `from_separate`, by name; wi_1 is None for ungated parameters."""
+        """The arguments of `from_separate`, by name; wi_1 is None for ungated parameters.
+
+        Raises:
+            InvalidArgumentError: a weight that is quantized: its masters come apart.
+        """
+        for name in ("wi", "wo"):
+            if isinstance(getattr(self, name), QuantizedTensor):
+                raise InvalidArgumentError(
+                    f"{name} is quantized: take the masters apart, which checkpoints hold",
+                    argument="params",
+                )
         inner = self.wo.shape[1]
         halves = _apart(self.wi, 2, inner)
         biases = (None, None) if self.wi_bias is None else _apart(self.wi_bias, 1, inner)
@@ -271,7 +284,7 @@ def initializers(
 
     Names are fields of MoEParams; separate ones are wi_0 and wi_1, wi_0_bias and wi_1_bias.
     """
-    experts, hidden = _sizes(layer_or_spec)
+    experts, hidden = sizes_of(layer_or_spec)
     if mlp_dim < 1:
         raise InvalidArgumentError(f"mlp_dim must be at least 1, got {mlp_dim}", argument="mlp_dim")
     if separate and not gated:
@@ -316,7 +329,12 @@ def _matrices(
     return jnp.moveaxis(drawn.reshape(*rest, fan_in, shape[-1]), -2, row_dim)
 
 
-def _sizes(source: EpLayer | LayerStack | TracedLayer | LayerSpec) -> tuple[int, int]:
+def sizes_of(source: EpLayer | LayerStack | TracedLayer | LayerSpec) -> tuple[int, int]:
+    """(E, H).
+
+    Raises:
+        InvalidArgumentError: no layer, or a spec without them.
+    """
     if isinstance(source, TracedLayer):
         source = source.stack
     if not isinstance(source, EpLayer | LayerStack | LayerSpec):

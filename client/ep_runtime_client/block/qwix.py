@@ -22,6 +22,7 @@ _R = TypeVar("_R")
 
 # What qwix calls the matmuls that experts would be.
 _OPS = ("ragged_dot", "dot_general", "einsum")
+_OPERANDS = ("layer", "x", "params")  # of `ep.moe`
 
 
 def apart(block: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -32,15 +33,16 @@ def apart(block: Callable[_P, _R]) -> Callable[_P, _R]:
     def run(*args: _P.args, **options: _P.kwargs) -> _R:
         if "qwix._src.qconfig" not in sys.modules:
             return block(*args, **options)
-        _say(args[0] if args else options["layer"], options.get("recipe"))
+        given: dict[str, Any] = {**dict(zip(_OPERANDS, args, strict=False)), **options}
+        _say(given["layer"], given.get("recipe"), given.get("params"))
         with _unreached():
             return block(*args, **options)
 
     return run
 
 
-def _say(layer: Any, recipe: Any) -> None:
-    rule, pair = _rule(), moe_checks.pair_of(recipe)
+def _say(layer: Any, recipe: Any, params: Any) -> None:
+    rule, pair = _rule(), moe_checks.recipes_of(recipe, params)
     if rule is None or all(each is not None and each.quantizes for each in pair):
         return
     name = resolve(layer)[0].name if isinstance(layer, EpLayer | TracedLayer) else layer.name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -19,7 +19,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.block.params import LOGICAL_AXES, MoEParams, logical_axes
 from ep_runtime_client.ops.partitioning.roles import say_once
+from ep_runtime_client.ops.quantize.ops import FIELDS, packing_of
 from ep_runtime_client.ops.quantize.pair import is_pair
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 KINDS = ("fsdp+ep", "shard-exp-on-fsdp")
 
@@ -131,7 +133,8 @@ class Rules:
             tree: arrays or ShapeDtypeStructs. Names come from MoEParams, wherever they are in the
                 tree (an optimizer's state too), and from the metadata of flax's nnx.Variables and
                 linen boxes. A tuple of names or a PartitionSpec of names stands for an array.
-                An array without names is on every device.
+                An array without names is on every device. 8-bit weights of `quantize_params` lie as
+                the weights, their scales along.
             mesh: Auto or Explicit; axes that it lacks are left out.
 
         Returns:
@@ -282,12 +285,45 @@ def _of_params(here: Rules, params: MoEParams, mesh: Mesh, where: str) -> MoEPar
     def place(name: str, value: Any, at: str) -> Any:
         if is_pair(value):
             return tuple(place(name, each, f"{at}[{i}]") for i, each in enumerate(value))
+        if isinstance(value, QuantizedTensor):
+            return _of_quantized(place, here, name, value, stacked, mesh, at)
         if not hasattr(value, "shape"):  # None, or what optax puts in the place of a masked array
             return value
         names = (None,) * stacked + logical_axes(name, len(value.shape) - stacked)
         return _placed(here, names, value, mesh, at)
 
     return MoEParams(**{name: place(name, x, f"{where}.{name}") for name, x in fields.items()})
+
+
+def _of_quantized(
+    place: Callable[..., Any],
+    here: Rules,
+    name: str,
+    q: QuantizedTensor,
+    stacked: int,
+    mesh: Mesh,
+    at: str,
+) -> Any:
+    """Of data as of the weight, scales along where axes divide them."""
+    packing = packing_of(q.recipe, q.ndim - stacked, rows=False)
+    names = logical_axes(name, packing.ndim)
+
+    def one(field: str) -> NamedSharding | None:
+        leaf = getattr(q, field)
+        if leaf is None:
+            return None
+        laid = (None,) * stacked + packing.laid(field, names)[: packing.leaf_ndim(field)]
+        if "scale" not in field:
+            return _placed(here, laid, leaf, mesh, f"{at}.{field}")
+        spec = [*here.spec(laid)]
+        sizes = [math.prod(mesh.shape[axis] for axis in axes_of_entry(entry)) for entry in spec]
+        whole = (size % count for size, count in zip(leaf.shape, sizes, strict=False))
+        kept = (None if rest else entry for rest, entry in zip(whole, spec, strict=False))
+        return NamedSharding(mesh, PartitionSpec(*kept))
+
+    origin = None if q.origin is None else place(name, q.origin, f"{at}.origin")
+    found: Any = {field: one(field) for field in FIELDS}
+    return dataclasses.replace(q, origin=origin, **found)
 
 
 def _stacked_dims(fields: Mapping[str, Any]) -> int:

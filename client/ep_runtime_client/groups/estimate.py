@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ep_runtime import specs, workspace
 from ep_runtime.units import iec
 from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    from ep_runtime_client.block import moe_checks
 
 _log = logging.getLogger("ep_runtime")
 
@@ -64,7 +67,9 @@ def _plan_bytes(spec: specs.GroupSpec) -> int:
     return 4 * (2 * slots + received + 2 * spec.experts_per_rank + 1)
 
 
-def block_sizes(spec: specs.GroupSpec, mlp_dim: int, *, gated: bool) -> workspace.BlockSizes:
+def block_sizes(
+    spec: specs.GroupSpec, mlp_dim: int, *, gated: bool, scaling: workspace.Scaling = "none"
+) -> workspace.BlockSizes:
     """Of the largest calls that a layer of the group can have, 16-bit tokens."""
     return workspace.BlockSizes(
         tokens=spec.max_tokens_per_rank,
@@ -76,6 +81,7 @@ def block_sizes(spec: specs.GroupSpec, mlp_dim: int, *, gated: bool) -> workspac
         hidden_size=spec.hidden_size,
         mlp_dim=mlp_dim,
         gated=gated,
+        scaling=scaling,
     )
 
 
@@ -111,6 +117,7 @@ def estimate_memory(
     gated: bool = True,
     keep: Literal["first", "nothing"] = "first",
     keep_factor: float = 1.25,
+    recipe: moe_checks.Recipes = None,
     **arguments: Any,
 ) -> MemoryEstimate:
     """Memory of a group that `Session.create_group` with the same arguments would make.
@@ -124,6 +131,7 @@ def estimate_memory(
         mlp_dim: M of the layers; of one device where tp splits it, unless `workspace` is bytes,
             which count M whole. None leaves the workspace out.
         gated, keep, keep_factor: as in `ep.moe`.
+        recipe: likewise; one with which `ep.moe` takes slabs leaves the workspace out.
         **arguments: the others of `Session.create_group`.
 
     Returns:
@@ -146,10 +154,11 @@ def estimate_memory(
     )
     found = of_spec(spec)
     workspace.check_keep(keep, keep_factor)
-    if mlp_dim is None or transport not in _BLOCK_TRANSPORTS:
+    scaling = _scaling_of(recipe)
+    if mlp_dim is None or transport not in _BLOCK_TRANSPORTS or scaling is None:
         return found
     specs.check_at_least("mlp_dim", mlp_dim, 1)
-    sizes = block_sizes(spec, mlp_dim, gated=gated)
+    sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
     block = workspace.of_block(sizes, spec.workspace, keep=keep, keep_factor=keep_factor)
     return found._replace(
         workspace_bytes_per_device=max(block.forward_bytes, block.backward_bytes),
@@ -157,27 +166,54 @@ def estimate_memory(
     )
 
 
+def _scaling_of(recipe: moe_checks.Recipes) -> workspace.Scaling | None:
+    """How a block call scales its operands; None where it has not the products of `recipe`."""
+    if recipe is None:
+        return "none"
+    # Recipes are JAX's types, and a group is described without JAX too.
+    from ep_runtime_client.block import moe_checks
+    from ep_runtime_client.ops.block import takes
+    from ep_runtime_client.ops.block.call import scaling_of
+
+    recipes = moe_checks.quantizing(recipe)
+    return scaling_of(recipes[0]) if takes.takes_recipes(recipes) else None
+
+
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
     """One log line with the group's sizes, and a warning where they are large for the device."""
     sizes = of_spec(spec)
+    staging, slab = sizes.staging_bytes_per_rank, sizes.dispatched_bytes_per_layer
+    blocks = spec.transport in _BLOCK_TRANSPORTS  # whose layers need no slab
     _log.info(
         "group %r: capacity %d rows per rank, staging %s per rank, dispatched %s per layer and "
-        "rank, transport %s",
+        "rank%s, transport %s",
         spec.name,
         sizes.capacity_per_rank,
-        iec(sizes.staging_bytes_per_rank),
-        iec(sizes.dispatched_bytes_per_layer),
+        iec(staging),
+        iec(slab),
+        " where ep.moe is no block call" if blocks else "",
         f"{spec.transport}, per node of {spec.node_size}" if spec.node_size else spec.transport,
     )
     total = device_memory_bytes(device, devices_per_host)
-    used = sizes.staging_bytes_per_rank + sizes.dispatched_bytes_per_layer
-    if total and used > WARN_SHARE * total:
+    used = staging if blocks else staging + slab
+    if not total or used <= WARN_SHARE * total:
+        return
+    if blocks:
+        _log.warning(
+            "group %r: staging takes %s, %.0f%% of %s per device; fewer max_tokens_per_rank or "
+            "lanes make it smaller",
+            spec.name,
+            iec(staging),
+            100 * used / total,
+            iec(total),
+        )
+    else:
         _log.warning(
             "group %r: staging (%s) and a slab (%s, %d rows) take %.0f%% of %s per device; fewer "
             "max_tokens_per_rank or lanes make the one smaller, capacity_factor the other",
             spec.name,
-            iec(sizes.staging_bytes_per_rank),
-            iec(sizes.dispatched_bytes_per_layer),
+            iec(staging),
+            iec(slab),
             sizes.capacity_per_rank,
             100 * used / total,
             iec(total),

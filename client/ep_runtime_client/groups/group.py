@@ -283,8 +283,12 @@ class Group:
         if arrays is not None:
             import jax  # a control plane without JAX has no arrays
 
-            with failures.translate_errors():
-                jax.block_until_ready(arrays)
+            try:
+                with failures.translate_errors():
+                    jax.block_until_ready(arrays)
+            except errors.EpRuntimeError:
+                self._health.take_report()  # of the same failure, which is told once
+                raise
         # What the device saw says more than that the group is gone, which follows from it.
         found = self._health.take_report()
         if found is not None:

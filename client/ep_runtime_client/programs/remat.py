@@ -25,11 +25,12 @@ def remat_policy(
         offload: tags moved to pinned host memory and back.
 
     Tags: ep_plan (a plan's arrays, the router's logits and choice), ep_recv (dispatched rows and
-    weights), ep_wi and ep_wo (what the experts' matmuls return), ep_q_x and ep_q_w (quantized
-    operands; weights in both layouts, a byte each, where GPU kernels make both and ep_wi and ep_wo
-    are not kept). Of a block call, which `ep.explain` tells, there are two: ep_plan, with which
-    backward begins with tokens and plan, no forward call before it; and ep_kept, the rows that
-    `moe(keep="first")` keeps. Without ep_kept backward makes them, as with "nothing".
+    weights; rows that came quantized are ep_q_x too), ep_wi and ep_wo (what the experts' matmuls
+    return), ep_q_x and ep_q_w (quantized operands; weights in both layouts, a byte each, where GPU
+    kernels make both and ep_wi and ep_wo are not kept). Of a block call, which `ep.explain` tells,
+    there are three: ep_plan, with which backward begins with tokens and plan, no forward call
+    before it; ep_kept, the rows that `moe(keep="first")` keeps; and ep_q_w, of a recipe. Without
+    ep_kept backward makes rows, as with "nothing", and without ep_q_w it quantizes weights again.
 
     Returns:
         The policy.

@@ -160,8 +160,8 @@ def call_of(
 ) -> tuple[ActivationOp, Axes, tuple[jax.Array, ...]]:
     """The op of `activate` with the same arguments, the axes on M, and its operands."""
     known = regions.known_entries(hidden, hidden.ndim)
-    if inner_axes is None and known is not None:
-        inner_axes = known[-1]
+    if known is not None:
+        inner_axes = known[-1]  # a recipe's blocks may leave fewer axes than wi's spec has
     weights = () if row_weights is None else (row_weights,)
     operands: tuple[jax.Array, ...] = (hidden, group_sizes, *weights)
     where = regions.of_layer(layer, operands, known=inner_axes is not None, slabs=True)

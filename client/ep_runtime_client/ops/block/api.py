@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,35 +15,40 @@ from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.block import takes, vjp
-from ep_runtime_client.ops.block.call import Static
+from ep_runtime_client.ops.block.call import Static, scaling_of
 from ep_runtime_client.ops.block.vjp import BlockCall, Operands
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
 from ep_runtime_client.ops.gemm import weight_entries
 from ep_runtime_client.ops.gemm.checks import check_experts
+from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
 from ep_runtime_client.ops.movement import per_device, token_watch
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
 from ep_runtime_client.ops.tracing.ambient import open_layer
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Of the experts, in the dtype of rows but for the bias, and how they lie where one is told.
+    """Of the experts, and how they lie where one is told.
+
+    In the dtype of rows but for the biases, and what a recipe quantizes or has quantized.
 
     Attributes:
-        wi: [E, H, *N'], or a Pair.
-        wo: [E, M, H].
+        wi: [E, H, *N'], or a Pair, or quantized in one array.
+        wo: [E, M, H], or quantized.
         wi_bias: [E, *N'], or None.
         wo_bias: [E, H], or None; weights do not multiply activations then.
         wi_spec: PartitionSpec of wi, or of each of a pair, or None.
         wo_spec: likewise.
     """
 
-    wi: jax.Array | Pair
-    wo: jax.Array
+    wi: Kernel
+    wo: Matrix
     wi_bias: jax.Array | None
     wo_bias: jax.Array | None
     wi_spec: PartitionSpec | None = None
@@ -69,6 +74,7 @@ def run(
     activation: Activation,
     early: bool,
     kept: Kept,
+    recipe: Recipe | None = None,
 ) -> jax.Array:
     """Tokens' experts' answers, summed.
 
@@ -83,6 +89,7 @@ def run(
         activation: between the products.
         early: whether weights multiply activations instead of outputs.
         kept: for backward.
+        recipe: that quantizes the operands of both products, or None.
 
     Returns:
         Like tokens. Differentiable in tokens, topk_weights and the weights.
@@ -95,8 +102,11 @@ def run(
     operands = [tokens, topk_weights, topk_idx, plan.arrays, *of_weights]
     where = regions.of_layer(layer, operands, known=None not in lies)
     moved = per_device.varied(Call(plan.meta, mesh, where.manual), index, *operands)
-    on_device = Static(moved, activation, early, *_rows(moved, activation, weights, kept))
+    rows = _rows(moved, activation, weights, kept, recipe)
+    on_device = Static(moved, activation, early, *rows, recipe)
     placed = _placed(where, lies, weights)
+    biases = (weights.wi_bias, weights.wo_bias)
+    graded: tuple[Any, ...] = (origin_of(weights.wi), origin_of(weights.wo), *biases)
     given = Operands(
         index,
         _on_tokens(moved, "topk_idx", _narrow(group.num_experts, topk_idx)),
@@ -106,12 +116,14 @@ def run(
         plan.arrays,
         *(
             spread.settle(where, x, of_each(each) if isinstance(x, Pair) else each)
-            for x, each in zip(arrays, placed, strict=True)
+            for x, each in zip(graded, placed, strict=True)
         ),
+        *(settled(where, x, each) for x, each in zip(arrays[:2], placed[:2], strict=True)),
     )
-    typed = jax.tree.leaves((tokens, topk_weights, *of_weights))
-    types = tuple(map(regions.type_of, typed))
-    call = BlockCall(where, on_device, takes.on_gpu(group), placed, types)
+    types = tuple(map(regions.type_of, jax.tree.leaves((tokens, topk_weights, *graded))))
+    dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in graded[:2])
+    paired = isinstance(graded[0], Pair)
+    call = BlockCall(where, on_device, takes.on_gpu(group), placed, types, paired, dtypes)
     check_experts(where, _num_experts(call, given), plan.arrays.group_sizes, group.num_experts)
     y = vjp.run(call, given)
     if not where.manual:
@@ -122,7 +134,7 @@ def run(
 
 
 def _rows(
-    call: Call, activation: Activation, weights: Weights, kept: Kept
+    call: Call, activation: Activation, weights: Weights, kept: Kept, recipe: Recipe | None
 ) -> tuple[BlockSizes, int, int]:
     """Sizes of a call with whole weights; rows of its workspace, and those it keeps."""
     group, layer = call.group, call.layer
@@ -136,13 +148,14 @@ def _rows(
         hidden_size=group.hidden_size,
         mlp_dim=weights.wo.shape[1],
         gated=activation.gated,
-        element_bytes=weights.wo.dtype.itemsize,
+        element_bytes=jnp.dtype(activation.dtype).itemsize,
+        scaling=scaling_of(recipe),
     )
     found = workspace.of_block(sizes, group.workspace, keep=kept.keep, keep_factor=kept.factor)
     return sizes, found.rows, found.kept_rows
 
 
-def _entries(weight: jax.Array | Pair, spec: PartitionSpec | None) -> Entries | None:
+def _entries(weight: Kernel, spec: PartitionSpec | None) -> Entries | None:
     """Entries of a weight where they are known, per dim of the one array that a pair stands for."""
     if spec is None:
         return weight_entries.known(weight)
@@ -163,8 +176,8 @@ def _placed(
 
 
 def _of_bias(where: Where, bias: jax.Array | None, weight: Entries) -> Entries:
-    if bias is None or where.manual:
-        return padded((), len(weight) - 1)
+    if bias is None or where.manual:  # of as many experts as the weight here, elsewhere whole
+        return padded(weight[:1], len(weight) - 1)
     # One of unknown layout lies as its weight does.
     known = regions.known_entries(bias, bias.ndim)
     return (weight[0], *weight[2:]) if known is None else known
@@ -183,4 +196,4 @@ def _narrow(experts: int, topk_idx: jax.Array) -> jax.Array:
 
 
 def _num_experts(call: BlockCall, given: Operands) -> int:
-    return spread.whole_shape(call.where, given.wo.shape, call.lies[1])[0]
+    return spread.whole_shape(call.where, given.kernels[1].shape, call.lies[1])[0]

@@ -12,24 +12,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime import workspace
-from ep_runtime.workspace import BlockSizes
+from ep_runtime.workspace import BlockSizes, Scaling
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays
+from ep_runtime_client.ops.gemm import kernels_8
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
 from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
+from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES, Recipe
+from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.ops.quantize.formats.tiles import bits
 from ep_runtime_client.ops.quantize.pair import Pair
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.transports import windows
 
 TARGETS = targets("ep_block_v1", "ep_block_bwd_v1")
+_SCALINGS = get_args(Scaling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Static:
         sizes: of a call with whole weights.
         rows: W.
         kept: rows of the first product that forward keeps for backward.
+        recipe: that quantizes the operands of both products, or None.
     """
 
     call: Call
@@ -51,21 +58,31 @@ class Static:
     sizes: BlockSizes
     rows: int
     kept: int
+    recipe: Recipe | None = None
 
     def __repr__(self) -> str:
         """Equal in every process of a job: the call's mesh names devices."""
         meta = self.call.meta
         of_call = (meta.layout, meta.capacity, meta.handle, self.call.layer.base_id)
         of_rows = (self.sizes, self.rows, self.kept)
-        return f"Static({of_call}, {self.activation}, {self.early}, {of_rows})"
+        return f"Static({of_call}, {self.activation}, {self.early}, {of_rows}, {self.recipe})"
 
     def here(self, inner: int) -> BlockSizes:
         """Sizes on a device that has `inner` of M."""
         return dataclasses.replace(self.sizes, mlp_dim=inner)
 
 
+def scaling_of(recipe: Recipe | None) -> Scaling:
+    """How its products scale their operands."""
+    if recipe is None:
+        return "none"
+    return "tensor" if format_of(recipe).per_group else "block"
+
+
 class Experts(NamedTuple):
     """Weights of the experts of one device, whole but for axes that split M.
+
+    With a recipe wi and wo are QuantizedTensors of these shapes, wi in one array.
 
     Attributes:
         wi: [L, H, 2, M], [L, H, 2M], a Pair of [L, H, M], or [L, H, M] where it is not gated.
@@ -74,10 +91,22 @@ class Experts(NamedTuple):
         wo_bias: [L, H], or None.
     """
 
-    wi: jax.Array | Pair
-    wo: jax.Array
+    wi: jax.Array | Pair | QuantizedTensor
+    wo: jax.Array | QuantizedTensor
     wi_bias: jax.Array | None
     wo_bias: jax.Array | None
+
+
+class WeightGrads(NamedTuple):
+    """How the gradients of wi and wo are made.
+
+    Attributes:
+        paired: gate and up of wi apart.
+        dtype: theirs; None is that of rows.
+    """
+
+    paired: bool
+    dtype: Any = None
 
 
 class Given(NamedTuple):
@@ -122,8 +151,7 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
         jax.ShapeDtypeStruct(_kept_shape(static, sizes), dtype),
         _bytes(workspace.forward_bytes(static.here(sizes[1]), static.rows, static.kept)),
     )
-    bias = _as_taken(experts.wo_bias)
-    y, kept = _call(TARGETS[0], static, results, given, experts, *bias, scratch=2, held=1)
+    y, kept = _call(TARGETS[0], static, results, given, experts, scratch=2, held=1)
     return y, kept.reshape(static.kept, *columns)
 
 
@@ -134,20 +162,22 @@ def backward(
     kept: jax.Array,
     made: jax.Array,
     dy: jax.Array,
+    grads: WeightGrads,
 ) -> Gradients:
     """Gradients of what `forward` was given; dy [T, H]. `kept` is as it returned it, or anything
     of that shape where `made`, int32 [1], is 0."""
     dtype, sizes = given.tokens.dtype, _sizes(experts)
     hidden, inner, columns = sizes
-    count, bias, pair = experts.wo.shape[0], experts.wi_bias, isinstance(experts.wi, Pair)
+    count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
     wo_bias = _as_taken(experts.wo_bias)
-    wi, up = _first(experts.wi)
+    weight_dtype = dtype if grads.dtype is None else _made(grads.dtype)
+    first = (count, hidden, columns // 2 if pair else columns)
     results = (
         jax.ShapeDtypeStruct(given.tokens.shape, dtype),
         jax.ShapeDtypeStruct(given.weights.shape, jnp.float32),
-        jax.ShapeDtypeStruct(wi.shape, dtype),
-        jax.ShapeDtypeStruct(up.shape, dtype),
-        jax.ShapeDtypeStruct((count, inner, hidden), dtype),
+        jax.ShapeDtypeStruct(first, weight_dtype),
+        jax.ShapeDtypeStruct(first if pair else (0, 0, 0), weight_dtype),
+        jax.ShapeDtypeStruct((count, inner, hidden), weight_dtype),
         jax.ShapeDtypeStruct((0, 0) if bias is None else (count, columns), jnp.float32),
         _bytes(workspace.backward_bytes(static.here(inner), static.rows)),
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in wo_bias),
@@ -159,7 +189,7 @@ def backward(
         results,
         given,
         experts,
-        *(kept, made, dy, *wo_bias),
+        *(kept, made, dy),
         scratch=6,
         held=2,
     )
@@ -190,23 +220,59 @@ def _call(
     ensure_registered("cuda")
     *operands, plan = given
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
-    weights = (*_first(experts.wi), experts.wo, bias)
+    weights, scales = _weights(experts, forward=target == TARGETS[0])
+    others = (*others, *scales, *_as_taken(experts.wo_bias))
     function = activation_kernels.attributes_of(static.activation)
     numbers = {"rows": static.rows, **function, "early": int(static.early)}
+    numbers |= _numbers(static.recipe)
     attributes = windows.attributes(static.call)
     attributes |= {name: np.int64(value) for name, value in numbers.items()}
     made = jax.ffi.ffi_call(target, tuple(results))
-    outs = list(made(*bound(*operands, *plan, *weights, *others), **attributes))
+    outs = list(made(*bound(*operands, *plan, *weights, bias, *others), **attributes))
     del outs[scratch]
     # What has no user but a stack is written into it at once: rows kept, gradients of weights.
     return (*once(tuple(outs[:held])), *outs[held:])
 
 
-def _first(wi: jax.Array | Pair) -> tuple[jax.Array, jax.Array]:
-    """The two operands of the first product: one array and an empty one, or gate and up."""
+def _weights(experts: Experts, *, forward: bool) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The two operands of the first product, one array and an empty one or gate and up; then wo.
+    And scales of quantized ones, whose contracted dim is along memory."""
+    wi, wo, data, scales = experts.wi, experts.wo, [], []
     if isinstance(wi, Pair):
-        return wi.gate, wi.up
-    return wi.reshape(*wi.shape[:2], -1), jnp.zeros((0, 0, 0), wi.dtype)
+        return [wi.gate, wi.up, _plain(wo)], []
+    if not isinstance(wi, QuantizedTensor):
+        return [wi.reshape(*wi.shape[:2], -1), jnp.zeros((0, 0, 0), wi.dtype), _plain(wo)], []
+    for weight in (wi, wo):
+        assert isinstance(weight, QuantizedTensor)
+        assert weight.scale is not None
+        count, contracted = weight.shape[:2]
+        flat = bits(weight.data).reshape(count, contracted, -1)
+        data.append(kernels_8.turned(weight) if forward else flat)
+        lead = weight.scale.shape[:2]
+        scales.append(weight.scale.reshape(*lead, *[-1] * (weight.scale.ndim > 1)))
+    return [data[0], jnp.zeros((0, 0, 0), jnp.uint8), data[1]], scales
+
+
+def _plain(wo: jax.Array | QuantizedTensor) -> jax.Array:
+    assert not isinstance(wo, QuantizedTensor)
+    return wo
+
+
+def _numbers(recipe: Recipe | None) -> dict[str, int]:
+    """Attributes of a recipe."""
+    if recipe is None:
+        return {}
+    gradients = jnp.dtype(recipe.data_dtype(gradient=True)).name
+    return {
+        "scaling": _SCALINGS.index(scaling_of(recipe)),
+        "e5m2": DATA_DTYPES.index(gradients),
+        "power_of_two": int(format_of(recipe).power_of_two(recipe)),
+    }
+
+
+def _made(dtype: Any) -> Any:
+    """What the kernels store of gradients of weights on the way to `dtype`."""
+    return dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
 
 
 def _as_taken(wo_bias: jax.Array | None) -> list[jax.Array]:

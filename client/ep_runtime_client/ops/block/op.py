@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.block import call as kernels
 from ep_runtime_client.ops.block import plain, takes
-from ep_runtime_client.ops.block.call import Experts, Given, Static
+from ep_runtime_client.ops.block.call import Experts, Given, Static, WeightGrads
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.calls.plan import arrays_type
 from ep_runtime_client.ops.gemm.ops import of_first
@@ -24,8 +24,8 @@ from ep_runtime_client.ops.partitioning.placement import Weight, expert_bias, ex
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
-from ep_runtime_client.ops.quantize.packing import Value, gather
-from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each
+from ep_runtime_client.ops.quantize.packing import Packing, Value, gather, unpack
+from ep_runtime_client.ops.quantize.pair import of_each
 from ep_runtime_client.ops.tracing.varying import Axes
 
 _FIRST = 5  # operands in front of the plan: index, topk_idx, tokens, weights, most
@@ -56,24 +56,24 @@ class BlockOp:
     """What forward and backward share. Hashable.
 
     Operands: index [1], topk_idx [R, T, K], tokens [R, T, H], weights [R, T, K], most [R, 1], the
-    plan's arrays, wi [E, H, *N'] (or gate and up [E, H, M]), wo [E, M, H], and their biases
-    [E, *N'] and [E, H].
+    plan's arrays, leaves of wi [E, H, *N'] (gate and up [E, H, M] are two) and of wo [E, M, H],
+    and their biases [E, *N'] and [E, H].
 
     Attributes:
         where: where it runs.
         static: what is static on one device.
         on_gpu: whether it is the custom call, and not what that is composed of.
-        paired: whether gate and up come apart.
+        wi: its leaves.
+        wo: its leaves.
         biases: whether wi has one, and wo.
-        ndim: of wi as one array.
     """
 
     where: Where
     static: Static
     on_gpu: bool
-    paired: bool
+    wi: Packing
+    wo: Packing
     biases: tuple[bool, bool]
-    ndim: int
 
     name: ClassVar[str] = "block"
 
@@ -87,18 +87,24 @@ class BlockOp:
         return _FIRST + len(self._plan._fields)
 
     @property
-    def _halves(self) -> int:
-        return 2 if self.paired else 1
+    def _wo(self) -> int:
+        """Which operand is the first of wo."""
+        return self._wi + len(self.wi)
+
+    @property
+    def _biases(self) -> int:
+        """Which operand is the first bias."""
+        return self._wo + len(self.wo)
 
     @property
     def _count(self) -> int:
         """Operands that both directions take."""
-        return self._wi + self._halves + 1 + sum(self.biases)
+        return self._biases + sum(self.biases)
 
     @property
     def _splits(self) -> bool:
         """Whether M is a dim of wi, which axes may lie on."""
-        return self.ndim == 4 or not self.static.activation.gated
+        return self.wi.ndim == 4 or not self.static.activation.gated
 
     def roles(
         self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
@@ -109,13 +115,12 @@ class BlockOp:
         self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
     ) -> Placed:
         """How the weights are taken, which arrive like this."""
-        first, ruled = self._wi, self.where.mode == "rule"
-        second = first + self._halves
-        lies, shape = arrived[first], shapes[first]
-        if self.paired:
-            lies, shape = of_both(lies, ()), of_both(shape, 2)
-        wi = expert_weight(roles, lies, shape, ruled=ruled)
-        wo = expert_weight(roles, arrived[second], shapes[second], ruled=ruled)
+        first, second, ruled = self._wi, self._wo, self.where.mode == "rule"
+        lies, shape = self.wi.of_values(arrived[first], ()), self.wi.of_values(shapes[first], 2)
+        wi = expert_weight(roles, lies, shape, blocks=self.wi.blocks, ruled=ruled)
+        wo = expert_weight(
+            roles, arrived[second], shapes[second], blocks=self.wo.blocks, ruled=ruled
+        )
         inner = self._inner(roles, wi, wo, shapes[second][1])
         dropped = [a for a in wi.kept[1] + wo.kept[2] if a not in inner]
         if dropped:
@@ -125,7 +130,7 @@ class BlockOp:
             )
         wi, wo = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner)
         theirs = self._there(((wi, shape), (wo, shapes[second])))
-        given = arrived[second + 1 : self._count]
+        given = arrived[self._biases : self._count]
         biases = [
             expert_bias(roles, weight, lies, shape)
             for lies, (weight, shape) in zip(given, theirs, strict=True)
@@ -139,7 +144,7 @@ class BlockOp:
     def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
         """The axes that M of both weights is taken over."""
         inner = (wi.kept[-1] or wo.kept[1]) if self._splits else ()
-        unit = takes.multiple(self.paired) if self.on_gpu else 1
+        unit = takes.multiple(self.static.recipe, paired=self.wi.paired) if self.on_gpu else 1
         gone = (wi.gathered[-1], wo.gathered[1])
         whole = all(width % (roles.size(inner + each) * unit) == 0 for each in gone)
         if inner and not whole:
@@ -153,8 +158,8 @@ class BlockOp:
         """Entries of the operands that both directions take."""
         slabs = [(roles.slab, *[()] * (len(shape) - 1)) for shape in shapes[1 : self._wi]]
         biases = [bias.entries for bias in place.biases]
-        wi = [self.each(place.wi.entries)] * self._halves
-        return [((),), *slabs, *wi, place.wo.entries, *biases]
+        weights = (*self.wi.spread(place.wi.entries), *self.wo.spread(place.wo.entries))
+        return [((),), *slabs, *weights, *biases]
 
     def kept(self, roles: Roles, place: Placed) -> Entries:
         """Entries of the rows that are kept, [R, Wk, *N']."""
@@ -166,21 +171,19 @@ class BlockOp:
         idx, tokens, weights, most, *plan = (x[0] for x in slabs)
         rank = world_rank(self.static.call.group)
         given = Given(rank, index, idx, tokens, weights, most, self._plan(*plan))
-        *halves, wo = blocks[self._wi : self._wi + self._halves + 1]
-        halves = [gather(x, self.each(place.wi.gathered)) for x in halves]
-        wi = Pair(*halves) if self.paired else halves[0]
-        placed = zip(
-            blocks[self._count - sum(self.biases) : self._count], place.biases, strict=True
-        )
+        found: list[Any] = []
+        for packing, taken, first in ((self.wi, place.wi, self._wi), (self.wo, place.wo, self._wo)):
+            leaves = zip(
+                blocks[first : first + len(packing)], packing.spread(taken.gathered), strict=True
+            )
+            found.append(unpack(packing, [gather(*each) for each in leaves]))
+        placed = zip(blocks[self._biases : self._count], place.biases, strict=True)
         biases = (gather(x, bias.gathered) for x, bias in placed)
         wi_bias, wo_bias = (next(biases) if there else None for there in self.biases)
         if wo_bias is not None and place.parts:
             wo_bias = of_first(place.parts, wo_bias)
-        return given, Experts(wi, gather(wo, place.wo.gathered), wi_bias, wo_bias)
-
-    def each(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What there is per dim of wi as one array, per dim of one of its arrays."""
-        return of_each(values) if self.paired else tuple(values)
+        wi, wo = found
+        return given, Experts(wi, wo, wi_bias, wo_bias)
 
     def runs_nowhere(self, roles: Roles) -> bool:
         """Whether only the results' shapes are asked for: of a group of several devices at once."""
@@ -199,14 +202,13 @@ class BlockOp:
     @property
     def _columns(self) -> list[str]:
         """Factors of N'."""
-        middle = ["g"] if self.ndim == 4 else []
+        middle = ["g"] if self.wi.ndim == 4 else []
         return [*middle, "m" if self._splits else "n"]
 
     @property
     def _kernels(self) -> list[str]:
-        """Factors of wi and wo."""
-        wi = " ".join(self.each(["e", "h", *self._columns]))
-        return [*[wi] * self._halves, "e m o"]
+        """Factors of the leaves of wi and wo."""
+        return [*self.wi.factors(["e", "h", *self._columns]), *self.wo.factors(["e", "m", "o"])]
 
     @property
     def kept_factors(self) -> str:
@@ -258,7 +260,7 @@ class BlockForward(BlockOp):
     def _shapes(
         self, shapes: Sequence[tuple[int, ...]], tokens: jax.Array
     ) -> tuple[jax.Array, ...]:
-        wi = of_both(shapes[self._wi], 2) if self.paired else shapes[self._wi]
+        wi = self.wi.of_values(shapes[self._wi], 2)
         kept = jnp.zeros((tokens.shape[0], self.static.kept, *wi[2:]), tokens.dtype)
         made = jnp.zeros((tokens.shape[0], 1), jnp.int32)
         return tuple([jnp.zeros_like(tokens), kept, made][self._results])
@@ -271,7 +273,15 @@ class BlockForward(BlockOp):
 class BlockBackward(BlockOp):
     """Operands, [R, Wk, *N'] where rows are kept and whether they were made [R, 1],
     dy [R, T, H] -> gradients of tokens and weights as slabs, of wi (of a pair two), wo and the
-    biases as they are."""
+    biases as they are.
+
+    Attributes:
+        paired: whether wi is a pair; quantized, its leaves are those of one array.
+        dtypes: of the gradients of wi and wo.
+    """
+
+    paired: bool = False
+    dtypes: tuple[Any, Any] = (None, None)
 
     name: ClassVar[str] = "block_bwd"
 
@@ -290,7 +300,7 @@ class BlockBackward(BlockOp):
         def back(x: jax.Array, taken_off: Entries, like: Any) -> jax.Array:
             # What is added up over devices stays wide.
             wide = x.astype(_wide(x)) if shared else x
-            return sums.back(wide, taken_off, shared).astype(like.dtype)
+            return sums.back(wide, taken_off, shared).astype(like)
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             if self.runs_nowhere(roles):
@@ -301,13 +311,14 @@ class BlockBackward(BlockOp):
                 jnp.zeros((0, *experts.wi.shape[2:]), dy.dtype),
                 jnp.zeros(1, jnp.int32),
             )
-            made = backward(self.static, given, experts, rows, made_rows, dy)
+            grads = WeightGrads(self.paired, self._made(shared))
+            made = backward(self.static, given, experts, rows, made_rows, dy, grads)
             d_tokens = _added_up(sums, made.tokens, place.inner)
             d_weights = sums.total(made.weights, place.inner)
-            off = self.each(place.wi.gathered)
-            wi = [back(x, off, experts.wi) for x in jax.tree.leaves(made.wi)]
-            wo = back(made.wo, place.wo.gathered, experts.wo)
-            likes = self._there(experts[2:])
+            off = self._each(place.wi.gathered)
+            wi = [back(x, off, self.dtypes[0]) for x in jax.tree.leaves(made.wi)]
+            wo = back(made.wo, place.wo.gathered, self.dtypes[1])
+            likes = [x.dtype for x in experts[2:] if x is not None]
             parts = [x for x in (made.wi_bias, made.wo_bias) if x is not None]
             if self.biases[1] and outside:
                 parts[-1] = of_first(outside, parts[-1])
@@ -318,18 +329,39 @@ class BlockBackward(BlockOp):
         slab: Entries = (roles.slab, (), ())
         operands = self.taken(roles, place, shapes)
         kept = [self.kept(roles, place), (roles.slab, ())] if self.static.kept else []
-        results = (slab, slab, *operands[self._wi :])
+        weights = [self._each(place.wi.lies)] * self._halves + [place.wo.lies]
+        results = (slab, slab, *weights, *operands[self._biases :])
         return Resolved((*operands, *kept, slab), results, local)
 
+    @property
+    def _halves(self) -> int:
+        return 2 if self.paired else 1
+
+    def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
+        """What there is per dim of wi as one array, per dim of one of its arrays."""
+        return of_each(values) if self.paired else tuple(values)
+
+    def _made(self, shared: Axes) -> Any:
+        """What the call makes gradients of weights in: of 8-bit products as they are wanted, but
+        wide where they are added up over devices."""
+        if self.static.recipe is None:
+            return None
+        same = self.dtypes[0] == self.dtypes[1]
+        return self.dtypes[0] if same and not shared else jnp.float32
+
     def _shapes(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(
-            map(jnp.zeros_like, (*blocks[_TOKENS : _WEIGHTS + 1], *blocks[self._wi : self._count]))
-        )
+        wi, wo = self.wi.of_values(blocks[self._wi].shape, 2), blocks[self._wo].shape
+        weights = [jnp.zeros(self._each(wi), self.dtypes[0])] * self._halves
+        weights.append(jnp.zeros(wo, self.dtypes[1]))
+        rows, biases = blocks[_TOKENS : _WEIGHTS + 1], blocks[self._biases : self._count]
+        return (*map(jnp.zeros_like, rows), *weights, *map(jnp.zeros_like, biases))
 
     def factors(self) -> tuple[list[str], list[str]]:
         shared = self.shared_factors()
         kept = [self.kept_factors, "r one"] if self.static.kept else []
-        return [*shared, *kept, "r t x"], ["r t x", "r t k", *shared[self._wi :]]
+        wi = " ".join(self._each(["e", "h", *self._columns]))
+        weights = [*[wi] * self._halves, "e m o", *shared[self._biases :]]
+        return [*shared, *kept, "r t x"], ["r t x", "r t k", *weights]
 
 
 def _on(weight: Weight, dim: int, inner: Axes) -> Weight:

@@ -6,13 +6,18 @@ they multiply forward: sum w * (act @ wo) is sum (w * act) @ wo but for rounding
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.activation import plain as activation
-from ep_runtime_client.ops.block.call import Experts, Given, Gradients, Static
+from ep_runtime_client.ops.activation import quantized_plain
+from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
+from ep_runtime_client.ops.block.call import Experts, Given, Gradients, Static, WeightGrads
 from ep_runtime_client.ops.gemm import plain as gemm
 from ep_runtime_client.ops.gemm.plain import Gemm
+from ep_runtime_client.ops.quantize import plain as quantize
 from ep_runtime_client.ops.transports.choice import per_device_ops
 
 
@@ -20,9 +25,9 @@ def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, 
     """As `call.forward`."""
     ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
     rows, weights = _dispatched(static, given)
+    rows = _quantized(static, rows, sizes)
     hidden = gemm.forward(product, rows, experts.wi, experts.wi_bias, sizes)
-    early = weights if static.early else None
-    act = activation.forward(static.activation, hidden, early, sizes)
+    act = _activated(static, hidden, weights if static.early else None, sizes)
     out = gemm.forward(product, act, experts.wo, experts.wo_bias, sizes)
     late = None if static.early else weights[0]
     y = ops.combine(static.call, given.rank, given.layer_index, out[0], late, given.plan)
@@ -36,32 +41,54 @@ def backward(
     kept: jax.Array,
     made: jax.Array,
     dy: jax.Array,
+    grads: WeightGrads,
 ) -> Gradients:
     """As `call.backward`."""
     ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
     named = (static.call, given.rank, given.layer_index)
     rows, weights = _dispatched(static, given)
+    rows = _quantized(static, rows, sizes)
     hidden = gemm.forward(product, rows, experts.wi, experts.wi_bias, sizes)
     again = hidden[0, : kept.shape[0]]
     hidden = hidden.at[0, : kept.shape[0]].set(jnp.where(made[0] != 0, kept, again))
-    grads, _ = ops.combine_bwd(*named, dy, None, None, given.plan)
-    act = activation.forward(static.activation, hidden, weights, sizes)
-    d_act, d_wo = gemm.pullback(product, act, experts.wo, grads[None], sizes, act.dtype)
+    d_out, _ = ops.combine_bwd(*named, dy, None, None, given.plan)
+    dtype = hidden.dtype if grads.dtype is None else grads.dtype
+    act = _activated(static, hidden, weights, sizes)
+    given_back = _quantized(static, d_out[None], sizes, gradient=True)
+    d_act, d_wo = gemm.pullback(product, act, experts.wo, given_back, sizes, dtype)
     d_hidden, d_weights = activation.pullback(static.activation, hidden, weights, sizes, d_act)
-    pair = hidden.ndim == 4 and not isinstance(experts.wi, jax.Array)
+    given_back = _quantized(static, d_hidden, sizes, gradient=True)
     d_rows, d_wi = gemm.pullback(
-        product, rows, experts.wi, d_hidden, sizes, hidden.dtype, paired=pair
+        product, rows, experts.wi, given_back, sizes, dtype, paired=grads.paired
     )
     assert d_weights is not None
     d_wi_bias = d_wo_bias = None
     if experts.wi_bias is not None:
         d_wi_bias = gemm.bias_grad(product, d_hidden, sizes, experts.wo.shape[0])
     if experts.wo_bias is not None:
-        weighted = (grads * weights[0][:, None]).astype(grads.dtype)
+        weighted = (d_out * weights[0][:, None]).astype(d_out.dtype)
         d_wo_bias = gemm.bias_grad(product, weighted[None], sizes, experts.wo.shape[0])
-        d_weights = d_weights + _times_bias(grads, experts.wo_bias, sizes[0])
+        d_weights = d_weights + _times_bias(d_out, experts.wo_bias, sizes[0])
     d_tokens, d_topk = ops.dispatch_bwd(*named, d_rows[0], d_weights[0], given.plan)
     return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias)
+
+
+def _quantized(static: Static, rows: jax.Array, sizes: jax.Array, *, gradient: bool = False) -> Any:
+    """Rows [1, C, ...] as a product takes them."""
+    if static.recipe is None:
+        return rows
+    options: dict[str, Any] = {"gradient": gradient, "num_experts": sizes.shape[-1]}
+    return quantize.quantize_rows(static.recipe, rows, sizes, clear_slack=False, **options)
+
+
+def _activated(
+    static: Static, hidden: jax.Array, weights: jax.Array | None, sizes: jax.Array
+) -> Any:
+    """Activations [1, C, M] as a product takes them."""
+    if static.recipe is None:
+        return activation.forward(static.activation, hidden, weights, sizes)
+    made = QuantizedActivation(static.activation, static.recipe, sizes.shape[-1])
+    return quantized_plain.forward(made, hidden, weights, sizes)
 
 
 def _times_bias(grads: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
+from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16
+from ep_runtime_client.ops.quantize.formats.recipes import BlockScaling, Recipe, TensorScaling
+from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.tracing import slack
 
 _TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -18,7 +20,8 @@ REASONS = {
     "transport": "it is for GPUs whose ranks map each other's windows",
     "tokens": "the call has no tokens",
     "dtype": "rows are neither bfloat16 nor float16",
-    "recipe": "a recipe quantizes operands",
+    "recipe": "recipes of wi and wo differ, or the call has no products of theirs",
+    "quantized": "a recipe quantizes rows that are not bfloat16",
     "activation": "the kernels do not know the activation",
     "input_weights": "weights multiply the experts' inputs",
     "debug": "jax_debug_nans or jax_debug_infs looks at every row",
@@ -37,7 +40,7 @@ class Asked:
         inner: M of the whole weight.
         experts: L, experts of a rank.
         activation: between the products, with the dtype of rows.
-        recipes: whether any operand is quantized.
+        recipes: of wi and wo; those that quantize nothing are None.
         paired: whether gate and up come apart.
         input_weights: whether weights multiply the experts' inputs.
     """
@@ -48,7 +51,7 @@ class Asked:
     inner: int
     experts: int
     activation: Activation
-    recipes: bool
+    recipes: tuple[Recipe | None, Recipe | None]
     paired: bool
     input_weights: bool
 
@@ -57,22 +60,44 @@ def refused(asked: Asked) -> str:
     """Why the call is not taken: a name in REASONS, or nothing."""
     if asked.group.transport != "nvlink" or asked.group.node_size:
         return "transport"
-    sizes = asked.hidden % kernels_16.MULTIPLE or asked.inner % multiple(asked.paired)
+    recipe = asked.recipes[0]
+    whole = multiple(recipe, paired=asked.paired)
+    sizes = asked.hidden % multiple(recipe, paired=False) or asked.inner % whole
     found = {
         "tokens": asked.tokens == 0,
         "dtype": jnp.dtype(asked.activation.dtype) not in _TYPES,
-        "recipe": asked.recipes,
+        "recipe": not takes_recipes(asked.recipes),
+        "quantized": recipe is not None and asked.activation.dtype != jnp.bfloat16,
         "input_weights": asked.input_weights,
         "activation": not activation_kernels.takes(asked.activation),
         "debug": slack.checked(),
-        "sizes": sizes != 0 or asked.experts > kernels_16.MAX_EXPERTS,
+        "sizes": sizes != 0 or asked.experts > kernels_16.MAX_EXPERTS or _uneven(asked),
     }
     return next((name for name, is_so in found.items() if is_so), "")
 
 
-def multiple(paired: bool) -> int:
-    """What M of a device is a multiple of."""
-    return kernel_weights.MULTIPLE if paired else kernels_16.MULTIPLE
+def takes_recipes(recipes: tuple[Recipe | None, Recipe | None]) -> bool:
+    """Whether the call has the products of these recipes."""
+    first, second = recipes
+    if first is not None and first.delayed:  # scales that are there before the call
+        return False
+    return first == second and isinstance(first, TensorScaling | BlockScaling | None)
+
+
+def _uneven(asked: Asked) -> bool:
+    """Whether an axis could leave a device no whole blocks of scales."""
+    group, tile = asked.group, format_of(asked.recipes[0]).tile
+    sizes = (size for axis, size in group.axis_sizes.items() if axis not in group.ep_axis)
+    units = [tile * size for size in sizes]
+    return tile > 1 and any(x % unit for unit in units for x in (asked.hidden, asked.inner))
+
+
+def multiple(recipe: Recipe | None, *, paired: bool) -> int:
+    """What M of a device is a multiple of; H too, as of one array."""
+    one = kernels_16.MULTIPLE if recipe is None else kernels_8.MULTIPLE
+    each = kernel_weights.MULTIPLE if paired else one
+    # Blocks of scales end with gate, and with a weight's part of M.
+    return max(each, one, format_of(recipe).tile)
 
 
 def on_gpu(group: GroupSpec) -> bool:

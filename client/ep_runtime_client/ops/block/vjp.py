@@ -23,7 +23,10 @@ from ep_runtime_client.ops.movement.prepare import prepare_with_most
 from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
-from ep_runtime_client.ops.quantize.pair import Pair, of_each
+from ep_runtime_client.ops.quantize import ops as quantize_ops
+from ep_runtime_client.ops.quantize.packing import Kernel, Packing, pack
+from ep_runtime_client.ops.quantize.pair import Pair
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.lean import unless_unused
 from ep_runtime_client.ops.tracing.scopes import scope
@@ -42,10 +45,13 @@ class Operands(NamedTuple):
         weights: f32 [..., K].
         most: int32 [R, 1], of prepare.
         plan: of prepare.
-        wi: [E, H, *N'], or a Pair.
-        wo: [E, M, H].
+        wi: [E, H, *N'], or a Pair; quantized where a recipe says so, behind `run`. None where it
+            comes quantized and takes no gradient.
+        wo: [E, M, H]; likewise.
         wi_bias: [E, *N'], or None.
         wo_bias: [E, H], or None.
+        wi8: wi where it comes quantized; None behind `run`.
+        wo8: likewise.
     """
 
     layer_index: jax.Array
@@ -54,10 +60,20 @@ class Operands(NamedTuple):
     weights: jax.Array
     most: jax.Array
     plan: AnyArrays
-    wi: jax.Array | Pair
-    wo: jax.Array
+    wi: Kernel
+    wo: Kernel
     wi_bias: jax.Array | None
     wo_bias: jax.Array | None
+    wi8: QuantizedTensor | None = None
+    wo8: QuantizedTensor | None = None
+
+    @property
+    def kernels(self) -> tuple[Kernel, Kernel]:
+        """wi and wo as they are multiplied, or will be quantized."""
+        return (
+            self.wi if self.wi8 is None else self.wi8,
+            self.wo if self.wo8 is None else self.wo8,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +86,8 @@ class BlockCall:
         on_gpu: whether it is the custom call.
         lies: entries of wi (as one array), wo and their biases, where they are known.
         types: entries that the gradients of every array of Operands must have as types.
+        paired: whether wi is a Pair.
+        dtypes: of the gradients of wi and wo; None where they take none.
     """
 
     where: Where
@@ -77,6 +95,8 @@ class BlockCall:
     on_gpu: bool
     lies: tuple[Entries, Entries, Entries, Entries]
     types: tuple[Entries | None, ...]
+    paired: bool
+    dtypes: tuple[Any, ...]
 
     @property
     def plans_again(self) -> bool:
@@ -97,9 +117,10 @@ def run(call: BlockCall, operands: Operands) -> jax.Array:
 def inner_axes(call: BlockCall, operands: Operands) -> Axes:
     """Axes on M, over which y is added up; for a call whose weights' layout is known."""
     assert call.where.roles is not None
-    op = BlockForward(**_common(call, operands))
+    weights = _packed(operands)
+    op = BlockForward(**_common(call, operands, weights))
     slabs = (operands.topk_idx, operands.tokens, operands.weights)
-    lies, given = _given(call, operands, [x[None] for x in slabs])
+    lies, given = _given(call, operands, weights, [x[None] for x in slabs])
     shapes = [
         spread.whole_shape(call.where, x.shape, padded(each, x.ndim))
         for x, each in zip(given, lies, strict=True)
@@ -108,7 +129,33 @@ def inner_axes(call: BlockCall, operands: Operands) -> Axes:
 
 
 def _primal(call: BlockCall, *operands: Any) -> jax.Array:
+    return _lean(call, *_quantized(call, *operands))
+
+
+def _lean(call: BlockCall, *operands: Any) -> jax.Array:
     return _with_rows(_keeping_nothing(call), *operands)[0]
+
+
+def _quantized(call: BlockCall, *operands: Any) -> Operands:
+    """The operands with weights as products take them: quantized once, for both directions."""
+    given, recipe = Operands(*operands), call.static.recipe
+    if recipe is None:
+        return given
+    made: list[Any] = []
+    for kernel, lies in zip(given.kernels, call.lies[:2], strict=True):
+        if isinstance(kernel, QuantizedTensor):
+            made.append(kernel)  # as it came: a scan has it already
+            continue
+        transposed, paired = quantize_ops.transposes(recipe, kernel.shape), isinstance(kernel, Pair)
+        op = quantize_ops.QuantizeKernel(
+            call.where, recipe, kernel.shape, transposed=transposed, paired=paired
+        )
+        with scope("block", call.static.call.layer):
+            q = quantize_ops.raw(
+                dataclasses.replace(quantize_ops.kernel(op, lies, kernel), amax=None)
+            )
+        made.append(jax.tree.map(lambda leaf: checkpoint_name(leaf, "ep_q_w"), q))
+    return given._replace(wi=made[0], wo=made[1], wi8=None, wo8=None)
 
 
 def _with_rows(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
@@ -125,8 +172,9 @@ def _forward(call: BlockCall, *arrays: Any, bare: bool) -> tuple[jax.Array, ...]
     operands = Operands(*arrays)
     with scope("block", call.static.call.layer):
         slabs = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights)
-        op = BlockForward(**_common(call, operands), bare=bare)
-        lies, given = _given(call, operands, slabs)
+        weights = _packed(operands)
+        op = BlockForward(**_common(call, operands, weights), bare=bare)
+        lies, given = _given(call, operands, weights, slabs)
         made: tuple[jax.Array, ...] = spread.run(op, lies, *given)
         return made if bare else (*_to_tokens(call, made[0]), *made[1:])
 
@@ -135,16 +183,17 @@ def _keeping_nothing(call: BlockCall) -> BlockCall:
     return dataclasses.replace(call, static=dataclasses.replace(call.static, kept=0))
 
 
-def _fwd(call: BlockCall, *operands: Any) -> Any:
-    leaves, tree = jax.tree.flatten(operands)
+def _fwd(call: BlockCall, *given: Any) -> Any:
+    operands = eager.shared(_quantized, call, *given) if call.static.recipe else Operands(*given)
+    leaves, tree = jax.tree.flatten(tuple(operands))
 
     def full(*leaves: jax.Array) -> Any:
         return eager.shared(_with_rows, call, *jax.tree.unflatten(tree, leaves))
 
     def lean(*leaves: jax.Array) -> Any:
-        return eager.shared(_primal, call, *jax.tree.unflatten(tree, leaves))
+        return eager.shared(_lean, call, *jax.tree.unflatten(tree, leaves))
 
-    saved = Operands(*operands)
+    saved = operands._replace(wi=_for_backward(operands.wi), wo=_for_backward(operands.wo))
     if call.plans_again:
         saved = saved._replace(plan=None, most=None)  # type: ignore[arg-type]
     if not call.static.kept:
@@ -155,6 +204,13 @@ def _fwd(call: BlockCall, *operands: Any) -> Any:
 
     y, *rows = unless_unused(full, lean, bare, *leaves)
     return y, (saved, [checkpoint_name(x, "ep_kept") for x in rows])
+
+
+def _for_backward(kernel: Kernel) -> Kernel:
+    """A quantized weight without the copy that forward's products take."""
+    if not isinstance(kernel, QuantizedTensor):
+        return kernel
+    return dataclasses.replace(kernel, transposed=None)
 
 
 def _bwd(call: BlockCall, saved: Any, dy: jax.Array) -> Any:
@@ -171,12 +227,17 @@ def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: ja
         operands = operands._replace(plan=plan, most=most)
     with scope("block_bwd", call.static.call.layer):
         *slabs, dy = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights, dy)
-        op = BlockBackward(**_common(call, operands))
-        lies, given = _given(call, operands, slabs)
+        weights = _packed(operands)
+        common = _common(call, operands, weights)
+        rows = operands.tokens.dtype
+        of_wi, of_wo = (rows if dtype is None else dtype for dtype in call.dtypes)
+        op = BlockBackward(**common, paired=call.paired, dtypes=(of_wi, of_wo))
+        lies, given = _given(call, operands, weights, slabs)
         made = spread.run(op, (*lies, *_of_slabs(call, (*kept, dy))), *given, *kept, dy)
         d_tokens, d_weights = _to_tokens(call, *made[:2])
-    halves = 2 if isinstance(operands.wi, Pair) else 1
+    halves = 2 if call.paired else 1
     d_wi, d_wo, biases = made[2 : 2 + halves], made[2 + halves], iter(made[3 + halves :])
+    wi: Any = Pair(*d_wi) if halves == 2 else d_wi[0]
     grads = Operands(
         layer_index=None,  # type: ignore[arg-type]
         topk_idx=None,  # type: ignore[arg-type]
@@ -184,8 +245,8 @@ def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: ja
         weights=d_weights,
         most=None,  # type: ignore[arg-type]
         plan=None,  # type: ignore[arg-type]
-        wi=Pair(*d_wi) if halves == 2 else d_wi[0],
-        wo=d_wo,
+        wi=None if call.dtypes[0] is None else wi,  # type: ignore[arg-type]
+        wo=None if call.dtypes[1] is None else d_wo,  # type: ignore[arg-type]
         wi_bias=None if operands.wi_bias is None else next(biases),
         wo_bias=None if operands.wo_bias is None else next(biases),
     )
@@ -194,28 +255,37 @@ def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: ja
     return tuple(jax.tree.unflatten(tree, typed))
 
 
-def _common(call: BlockCall, operands: Operands) -> dict[str, Any]:
+_Packed = list[tuple[list[jax.Array], Packing]]
+
+
+def _packed(operands: Operands) -> _Packed:
+    """Leaves of wi and of wo."""
+    kernels = (quantize_ops.from_raw(x, rows=False) for x in operands.kernels)
+    return [pack(kernel, rows=False) for kernel in kernels]
+
+
+def _common(call: BlockCall, operands: Operands, weights: _Packed) -> dict[str, Any]:
     return {
         "where": call.where,
         "static": call.static,
         "on_gpu": call.on_gpu,
-        "paired": isinstance(operands.wi, Pair),
+        "wi": weights[0][1],
+        "wo": weights[1][1],
         "biases": (operands.wi_bias is not None, operands.wo_bias is not None),
-        "ndim": operands.wi.ndim,
     }
 
 
 def _given(
-    call: BlockCall, operands: Operands, slabs: Any
+    call: BlockCall, operands: Operands, weights: _Packed, slabs: Any
 ) -> tuple[list[Entries], list[jax.Array]]:
     """What both directions take, and how it lies where that is known."""
     assert call.where.roles is not None
     rows = [*slabs, operands.most, *operands.plan]
     lies: list[Entries] = [((),), *_of_slabs(call, rows)]
-    halves = jax.tree.leaves(operands.wi)
-    wi, wo, *of_biases = call.lies
-    lies += [of_each(wi) if len(halves) == 2 else wi] * len(halves) + [wo]
-    given = [operands.layer_index, *rows, *halves, operands.wo]
+    *kernels, first, second = call.lies
+    of_biases, given = (first, second), [operands.layer_index, *rows]
+    for (leaves, packing), each in zip(weights, kernels, strict=True):
+        given, lies = [*given, *leaves], [*lies, *packing.spread(each)]
     for bias, each in zip((operands.wi_bias, operands.wo_bias), of_biases, strict=True):
         if bias is not None:
             given, lies = [*given, bias], [*lies, each]

@@ -8,7 +8,7 @@ included, needs nothing else.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -109,14 +109,15 @@ class Dispatched:
 
     Attributes:
         tokens: [R, C, H]. Expert-major; each non-empty expert's rows start at an aligned offset.
-            Padding rows inside a zone are zero, rows past the last zone are undefined.
+            Padding rows inside a zone are zero, rows past the last zone are undefined. An array,
+            or a QuantizedTensor where tokens were quantized before they were sent.
         weights: [R, C] f32. Weight of each row, 0 in padding.
         group_sizes: [R, L] int32. Aligned rows per local expert.
         num_recv: [R] int32. Aligned rows demanded before any drop; compare with C.
         plan: what combine and backward need.
     """
 
-    tokens: jax.Array
+    tokens: Any
     weights: jax.Array
     group_sizes: jax.Array
     num_recv: jax.Array

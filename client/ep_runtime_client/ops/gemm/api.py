@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.gemm import kernels_32, vjp, weight_entries
-from ep_runtime_client.ops.gemm.checks import check_experts, check_gemm, check_state
+from ep_runtime_client.ops.gemm.checks import check_delayed, check_experts, check_gemm
 from ep_runtime_client.ops.gemm.plain import Gemm
+from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
 from ep_runtime_client.ops.gemm.vjp import GemmCall
 from ep_runtime_client.ops.gemm.weight_entries import values_of
 from ep_runtime_client.ops.partitioning import regions, spread
-from ep_runtime_client.ops.partitioning.placement import grouped
+from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, padded, read_off
-from ep_runtime_client.ops.quantize.delayed import Delayed
+from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
@@ -72,10 +74,11 @@ def grouped_gemm(
         lhs: [R, C, K'] rows as dispatch lays them out, or [rows, K']; float, or a QuantizedTensor
             of rows. Rows past the last group are neither read nor trusted.
         rhs: [E, K', *N'] kernels (trailing dims such as [2, M] stay apart), or a QuantizedTensor
-            of kernels, or a pair (gate, up) of [E, K', M] each: the result is that of the one
-            [E, K', 2, M], bit for bit, and the gradient a pair. What a recipe quantizes of a pair
-            is one array. Its expert dim is sharded over the ep axes; outer axes on any dim are
-            gathered off it, after quantization; other axes stay on N', or are summed over on K'.
+            of kernels (`recipe` then quantizes rows, and gradients), or a pair (gate, up) of
+            [E, K', M] each: the result is that of the one [E, K', 2, M], bit for bit, and the
+            gradient a pair. What a recipe quantizes of a pair is one array. Its expert dim is
+            sharded over the ep axes; outer axes on any dim are gathered off it, after
+            quantization; other axes stay on N', or are summed over on K'.
         group_sizes: [R, L] int32, rows of each group, on the device; [E] for [rows, K']. Group l
             of slab r is expert (r * L + l) % E.
         layer: whose mesh and axes the sharding rules resolve against. Without it they come from
@@ -151,7 +154,7 @@ def multiply(
     flat_rows = group_sizes.ndim == 1
     check_gemm(lhs, kernel, _whole_kernel(kernel, rhs_spec, layer), group_sizes, bias, recipe)
     plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, kernel))
-    check_state(recipe, state, plain=plain)
+    check_delayed(recipe, state, plain=plain)
     if recipe is not None and not recipe.quantizes:
         lhs, kernel = _cast(lhs, jnp.bfloat16), _cast(kernel, jnp.bfloat16)
         recipe = None
@@ -195,13 +198,15 @@ def _call(
     if layer is None and where.mode == "shard_map":
         roles = _read_off(where, rows or padded((), lhs.ndim), rhs, group_sizes)
         where = dataclasses.replace(where, roles=roles)
-    num_experts = rhs.shape[0]
+    num_experts, lies = rhs.shape[0], given
     if where.roles is not None:
         # The weight decides which axes lie on K' of the rows too.
         shape = spread.whole_shape(where, rhs.shape, given)
         num_experts = shape[0]
         blocks = _blocks(recipe, rhs)
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
+        if recipe is not None and not isinstance(rhs, QuantizedTensor):
+            lies = _with_whole_blocks(where, given, shape, blocks)
     if layer is not None:
         regions.check_slabs(where, "lhs", lhs.shape[0])
         check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
@@ -210,15 +215,40 @@ def _call(
     alignment = 1 if layer is None else regions.alignment_of(layer)
     gemm = Gemm(jnp.dtype(out_dtype), alignment, tf32=kernels_32.allowed())
     bias_entries = padded((), rhs.ndim - 1)
-    if bias is not None and not where.manual:
+    if where.manual:
+        bias_entries = padded(given[:1], rhs.ndim - 1)  # of as many experts as the weight here
+    elif bias is not None:
         # One of unknown layout lies as its weight does.
         known = regions.known_entries(bias, rhs.ndim - 1)
         bias_entries = (given[0], *given[2:]) if known is None else known
-    typed = (_origin(lhs), _origin(rhs), bias)
+    typed = (origin_of(lhs), origin_of(rhs), bias)
     types = tuple(tuple(map(regions.type_of, jax.tree.leaves(x))) for x in typed)
-    rows, both = rows or padded((), lhs.ndim), isinstance(rhs, Pair)
-    static = (where, recipe, gemm, num_experts, rows, given, bias_entries, types)
+    rows, both = rows or padded((), lhs.ndim), isinstance(origin_of(rhs), Pair)
+    static = (where, recipe, gemm, num_experts, rows, given, lies, bias_entries, types)
     return GemmCall(*static, paired=both)
+
+
+def _with_whole_blocks(
+    where: Where, given: Entries, shape: tuple[int, ...], blocks: tuple[int, ...]
+) -> Entries:
+    """How a weight lies once a recipe quantized it: off the axes that leave no whole blocks.
+
+    Raises:
+        InvalidArgumentError: a shard_map has cut it over such an axis, and rows too.
+    """
+    assert where.roles is not None
+    weight = expert_weight(where.roles, given, shape, blocks=blocks)
+    for dim, axes in enumerate(weight.before):
+        cut = [axis for axis in axes if axis in where.manual and axis not in where.roles.slab]
+        if cut:
+            raise InvalidArgumentError(
+                f"rhs: dim {dim} of size {shape[dim]} over {where.roles.named(cut)} does not leave "
+                f"multiples of {blocks[dim]}, the recipe's blocks, on every shard, and the "
+                "shard_map around is manual over it; leave the axis to the partitioner, or choose "
+                "another recipe or size",
+                argument="recipe",
+            )
+    return weight.entries
 
 
 def _whole_kernel(
@@ -238,11 +268,6 @@ def _whole_kernel(
             manual = (axis for axis in axes if axis in gathered)
             shape[dim] *= prod(ambient.shape[axis] for axis in manual)
     return tuple(shape)
-
-
-def _origin(x: Kernel) -> jax.Array | Pair | None:
-    """Where the gradient of an operand goes."""
-    return x.origin if isinstance(x, QuantizedTensor) else x
 
 
 def _blocks(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
@@ -273,22 +298,20 @@ def _run(
     primals: list[Any] = []
     quantized: list[Any] = []
     for x, entries in ((lhs, call.lhs), (rhs, call.rhs)):
-        lies = of_each(entries) if isinstance(x, Pair) else entries
-        primals.append(spread.settle(call.where, _origin(x), lies))
-        detached = None
-        if isinstance(x, QuantizedTensor):
-            detached = dataclasses.replace(
-                x, origin=None, amax=None, group_sizes=None, transposed=None
-            )
-        quantized.append(spread.settle(call.where, detached, entries))
+        origin = origin_of(x)
+        lies = of_each(entries) if isinstance(origin, Pair) else entries
+        primals.append(spread.settle(call.where, origin, lies))
+        quantized.append(settled(call.where, x, entries))
     bias = spread.settle(call.where, bias, call.bias)
     group_sizes = spread.settle(call.where, group_sizes, call.lhs[:1])
     scales, delayed = None, None
     if state is not None:
         assert call.recipe is not None
-        groups = group_sizes.shape
-        delayed = Delayed.of(call.where, call.recipe, call.num_experts, groups)
-        delayed.check(state)
+        delayed = Delayed.of(
+            call.where, call.recipe, call.num_experts, group_sizes.shape, call.lhs, call.rhs
+        )
+        check_state(call.recipe, state, call.num_experts)
+        state = state if call.where.manual else spread.settle(call.where, state, ())
         scales = spread.settle(call.where, delayed.scales(state), ())
     operands: Any = (*primals, bias, *quantized, group_sizes, scales)
     out, amax = vjp.run(call, operands)

@@ -80,7 +80,7 @@ def _check_bias(rhs: tuple[int, ...], bias: Any) -> None:
         )
 
 
-def check_state(recipe: Any, state: Any, *, plain: bool) -> None:
+def check_delayed(recipe: Any, state: Any, *, plain: bool) -> None:
     """Raises InvalidArgumentError unless delayed scaling has its state, and nothing else has."""
     delayed = recipe is not None and recipe.delayed
     if delayed and state is None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,8 +29,8 @@ import numpy as np
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import bound, once, targets
+from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize.formats.format import OnGpu
 from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES
 from ep_runtime_client.ops.quantize.formats.table import format_of
@@ -47,7 +46,7 @@ TARGETS = targets(
     "ep_dequantize_v1",
 )
 _GEMM, _GEMM_DW, TRANSPOSE_ROWS, _TRANSPOSE_WEIGHTS, _DEQUANTIZE = TARGETS
-MULTIPLE = 16  # of features: tensor copies move 16 bytes at a time
+MULTIPLE = quantize_kernels.PRODUCT_MULTIPLE
 PADDED = 128  # rows of a group in a transposed copy are a multiple of it
 _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
 _log = logging.getLogger(__name__)
@@ -84,18 +83,6 @@ def takes(product: Product) -> bool:
     return fits
 
 
-def transposes(recipe: Any, shape: Sequence[int]) -> bool:
-    """Whether forward products of kernels [E, K', *N'] want K' along memory from the quantizer.
-
-    Its kernel then makes both layouts in one read.
-    """
-    on_gpu = format_of(recipe).on_gpu
-    if on_gpu is None or not on_gpu.rows:
-        return False
-    widths = (shape[1], math.prod(shape[2:]))
-    return not any(width % MULTIPLE for width in widths) and kernels_serve.available()
-
-
 @functools.cache
 def _say_plain(recipe: str, features: tuple[int, ...]) -> None:
     _log.warning(
@@ -128,12 +115,8 @@ def forward(
     if not _on_gpu(lhs).rows:
         rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
         return kernels_16.forward(out_dtype, None, rows, kernel, bias, group_sizes)
-    kernel = bits(rhs.data).reshape(*rhs.shape[:2], -1)
-    (experts, k, n), rows = kernel.shape, bits(lhs.data).reshape(-1, rhs.shape[1])
-    if rhs.transposed is None:
-        transposed = _call(_TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
-    else:
-        transposed = bits(rhs.transposed).reshape(experts, n, k)
+    transposed, rows = turned(rhs), bits(lhs.data).reshape(-1, rhs.shape[1])
+    experts, n, _ = transposed.shape
     biases = jnp.zeros((0, 0), jnp.float32)
     if bias is not None:
         wide = bias.dtype not in (jnp.bfloat16, jnp.float16)
@@ -141,6 +124,15 @@ def forward(
     way = {"data_grad": 0, "clear_slack": 0}
     out = _multiply_rows(out_dtype, way, lhs, rows, rhs, transposed, biases, group_sizes)
     return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
+
+
+def turned(rhs: QuantizedTensor) -> jax.Array:
+    """Kernels as forward products take them, uint8 [G, N', K'] with N' one dim."""
+    experts, k, n = (*rhs.shape[:2], math.prod(rhs.shape[2:]))
+    if rhs.transposed is not None:
+        return bits(rhs.transposed).reshape(experts, n, k)
+    kernel = bits(rhs.data).reshape(experts, k, n)
+    return _call(_TRANSPOSE_WEIGHTS, (experts, n, k), jnp.uint8, kernel)
 
 
 def data_grad(

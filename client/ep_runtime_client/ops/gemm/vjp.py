@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.ops.gemm import kernels_8
 from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward, arrivals
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.partitioning import spread
@@ -46,6 +45,7 @@ class GemmCall:
         num_experts: E, over all devices.
         lhs: entries of the rows [R, C, K'].
         rhs: entries of the weight, where they are known.
+        lies: of what is multiplied: quantized, it may lie over fewer axes.
         bias: entries of the bias, likewise.
         types: entries that the gradients of every array of lhs, rhs and bias must have as types;
             None where types say nothing.
@@ -59,6 +59,7 @@ class GemmCall:
     num_experts: int
     lhs: Entries
     rhs: Entries
+    lies: Entries
     bias: Entries
     types: tuple[tuple[Entries | None, ...], ...] = ((), (), ())
     beside: str | None = None
@@ -94,7 +95,7 @@ def _multiplied(
     x_scale, w_scale = ((), ()) if scales is None else ((scales[0],), (scales[1],))
     found: list[Any] = []
     if q_rhs is None:
-        transposed = kernels_8.transposes(call.recipe, kernel.shape)
+        transposed = quantize_ops.transposes(call.recipe, kernel.shape)
         kernel_op = quantize_ops.QuantizeKernel(
             call.where, call.recipe, kernel.shape, scaled, transposed, call.paired
         )
@@ -138,7 +139,7 @@ def _forward(
     op = GemmForward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm, call.beside)
     others = [] if bias is None else [bias]
     known = [] if bias is None else [call.bias]
-    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *known, padded((), 2))
+    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.lies, *known, padded((), 2))
     return spread.run(op, arrived, *lhs, *rhs, *others, group_sizes)[0]
 
 
@@ -198,7 +199,7 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
     known = [] if bias is None else [call.bias]
     own = of_each(call.rhs) if call.paired else call.rhs
     rest = (*known, padded((), 2), padded((), grad.ndim), *[own] * len(itself))
-    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.rhs, *rest)
+    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.lies, *rest)
     operands = (*lhs, *rhs, *others, group_sizes, grad, *itself)
     d_lhs, *others = spread.run(op, arrived, *operands)
     count = 1 + int(call.paired)

@@ -60,13 +60,19 @@ def call(
     operands: tuple[jax.Array, ...],
     attributes: dict[str, int] | None = None,
     aliases: dict[int, int] | None = None,
+    stacked: int = 0,
 ) -> tuple[jax.Array, ...]:
-    """The custom call; under vmap one after the other."""
+    """The custom call; under vmap one after the other.
+
+    The first `stacked` results have no user in a scan but its stack, into which they are written at
+    once.
+    """
     made = jax.ffi.ffi_call(
         target, results, vmap_method="sequential", input_output_aliases=aliases or {}
     )
     values = {name: np.int64(value) for name, value in (attributes or {}).items()}
-    return once(tuple(made(*bound(*operands), **values)))
+    outs = tuple(made(*bound(*operands), **values))
+    return (*outs[:stacked], *once(outs[stacked:]))
 
 
 def sizes_of(group_sizes: jax.Array) -> jax.Array:

@@ -45,8 +45,13 @@ def _up(rows: jax.Array, alignment: int) -> jax.Array:
     return _blocks(rows + (alignment - 1), alignment) * alignment
 
 
-def kept_rows(demand: jax.Array, capacity: int, alignment: int) -> jax.Array:
-    """`layout.kept_rows` for every rank at once: demand [N, L] int32 -> rows kept [N, L]."""
+def kept_rows(
+    demand: jax.Array, capacity: int, alignment: int, most_asked: int = 2**31 - 1
+) -> jax.Array:
+    """`layout.kept_rows` for every rank at once: demand [N, L] int32 -> rows kept [N, L].
+
+    `most_asked`: no demand is above it. On a GPU each halving of that is launches of its own.
+    """
 
     def zones(level: jax.Array) -> jax.Array:
         return _up(jnp.minimum(demand, level[:, None]), alignment).sum(1, dtype=jnp.int32)
@@ -62,7 +67,10 @@ def kept_rows(demand: jax.Array, capacity: int, alignment: int) -> jax.Array:
         return jnp.where(moving & ok, middle, low), jnp.where(moving & ~ok, middle, high)
 
     low, _ = lax.fori_loop(
-        0, 31, halve, (like(jnp.zeros_like(most), most), _blocks(most, alignment) + 1)
+        0,
+        (most_asked // alignment).bit_length(),
+        halve,
+        (like(jnp.zeros_like(most), most), _blocks(most, alignment) + 1),
     )
     level = low * alignment
     blocks_left = _blocks(capacity - zones(level), alignment)

@@ -12,19 +12,18 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops.calls.call import Call, check_handle, world_rank
-from ep_runtime_client.ops.calls.plan import AnyArrays, Dispatched, Plan, check_plan
-from ep_runtime_client.ops.movement import per_device, token_watch
+from ep_runtime_client.ops.calls.call import Call, check_handle
+from ep_runtime_client.ops.calls.plan import Dispatched, Plan, check_plan
+from ep_runtime_client.ops.movement import dispatch_rows, quantized_rows
 from ep_runtime_client.ops.movement.prepare import check_idx, known_specs, make_call, make_plan
-from ep_runtime_client.ops.tracing import eager, first_order, slack
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
-from ep_runtime_client.ops.tracing.scopes import scope
-from ep_runtime_client.ops.transports.choice import per_device_ops
 
 
 def dispatch(
     layer: EpLayer | TracedLayer,
-    tokens: jax.Array,
+    tokens: jax.Array | QuantizedTensor,
     topk_idx: jax.Array | None,
     topk_weights: jax.Array | None = None,
     *,
@@ -32,6 +31,7 @@ def dispatch(
     capacity: int | None = None,
     plan: Plan | None = None,
     tokens_spec: PartitionSpec | None = None,
+    recipe: Recipe | None = None,
 ) -> Dispatched:
     """Moves every token to the ranks that hold its experts, and lines the rows up per expert.
 
@@ -39,25 +39,34 @@ def dispatch(
         layer: a registered layer, or `stack[i]`.
         tokens: [T, H] or [B, S, H], a float dtype no wider than the group's max_token_dtype, or
             a 1-byte dtype (no gradient). (*outer_axes, ep_axis) shard dim 0, or lie on dims 0
-            and 1 of 3-D tokens in any way; other layouts are resharded.
+            and 1 of 3-D tokens in any way; other layouts are resharded. Or a QuantizedTensor of
+            rows by a recipe that `recipe` takes: data [T, H] with f32 scales [T, ceil(H/128)], as
+            `grouped_quantize` makes them of rows with group_sizes.
         topk_idx: [T, K] or [B, S, K] int32; see `prepare`. May be None with `plan`.
         topk_weights: [T, K] or [B, S, K] f32. None stands for ones.
         handle: which of the layer's handles the call uses; with `plan`, the plan's.
         capacity: C, rows per slab in this call; with `plan`, the plan's.
         plan: what `prepare` returned for this layer; topk_idx is then not read.
         tokens_spec: how the leading dims lie on the mesh, where a traced 3-D array cannot tell.
+        recipe: BlockScaling quantizes tokens where they are: H bytes and H / 32 of scales cross
+            per row, and dispatched.tokens is the QuantizedTensor that quantizing rows where they
+            arrive gives, bit for bit, for `grouped_gemm` with the same recipe. None sends tokens as
+            they are. Other recipes look at rows as received.
 
     Returns:
         Dispatched with tokens [R, C, H] (zero in padding rows, undefined past the last zone),
         weights [R, C] f32 (0 in padding), group_sizes [R, L], num_recv [R] and the plan.
-        Differentiable in tokens and topk_weights; a dropped slot gets exactly zero.
+        Differentiable in tokens and topk_weights; a dropped slot gets exactly zero. Gradients go
+        straight through quantization to what was quantized.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer.
+        InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer, or
+            the recipe does not quantize every row by itself.
         CapacityOverflowError: out of the compiled program, in a group with on_overflow="error".
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: the gradient of 1-byte tokens, a second derivative, or under any vmap
-            but one with spmd_axis_name over a mesh axis outside the group, as large as that axis.
+        NotImplementedError: the gradient of 1-byte tokens (of a QuantizedTensor, if it has no
+            origin), a second derivative, or under any vmap but one with spmd_axis_name over a mesh
+            axis outside the group, as large as that axis.
 
     Inside a shard_map of the user R counts only the axes that are not manual, and so do the leading
     dims of every array.
@@ -77,14 +86,15 @@ def dispatch(
         ((8, 64, 32), (8, 2))
     """
     static, index, mesh = open_layer(layer)
+    values, recipe = _values_of(static, tokens, recipe)
     if plan is None:
         if topk_idx is None:
             raise InvalidArgumentError("dispatch needs topk_idx or plan", argument="topk_idx")
         how: Any = {"handle": handle, "capacity": capacity, "tokens_spec": tokens_spec}
-        call, _, weights = open_call(layer, tokens, topk_idx, topk_weights, **how)
+        call, _, weights = open_call(layer, values, topk_idx, topk_weights, **how)
         plan = make_plan(call, index, topk_idx)
     else:
-        _check_tokens(static, tokens)
+        _check_tokens(static, values)
         call = call_of_plan(static, mesh, plan)
         _check_reuse(call, handle, capacity)
         if tokens.shape[:-1] != call.lead:
@@ -94,7 +104,24 @@ def dispatch(
                 argument="tokens",
             )
         weights = _as_weights(call, topk_weights)
-    return _dispatch_rows(call, index, tokens, weights, plan)
+    return _dispatch_rows(call, index, tokens, weights, plan, recipe)
+
+
+def _values_of(
+    layer: EpLayer, tokens: jax.Array | QuantizedTensor, recipe: Recipe | None
+) -> tuple[jax.Array, Recipe | None]:
+    """The array that has the tokens' shape, and how rows are quantized; both are checked."""
+    if not isinstance(tokens, QuantizedTensor):
+        if recipe is not None:
+            quantized_rows.check(layer.group_spec, recipe, tokens)
+        return tokens, recipe
+    if recipe not in (None, tokens.recipe):
+        raise InvalidArgumentError(
+            f"recipe {recipe} was given with tokens quantized by {tokens.recipe}",
+            argument="recipe",
+        )
+    quantized_rows.check(layer.group_spec, tokens.recipe, tokens)
+    return tokens.data, tokens.recipe
 
 
 def open_call(
@@ -190,109 +217,28 @@ def _as_weights(call: Call, weights: jax.Array | None) -> jax.Array | None:
 
 
 def _dispatch_rows(
-    call: Call, index: jax.Array, tokens: jax.Array, weights: jax.Array | None, plan: Plan
+    call: Call,
+    index: jax.Array,
+    tokens: jax.Array | QuantizedTensor,
+    weights: jax.Array | None,
+    plan: Plan,
+    recipe: Recipe | None,
 ) -> Dispatched:
-    spec = call.layout.spec()
-    if call.layout.tokens_per_rank == 0:
+    rows: Any
+    if recipe is not None:
+        sending = quantized_rows.Sending(call, recipe)
+        rows, recv_weights = quantized_rows.send(sending, index, tokens, weights, plan)
+    elif call.layout.tokens_per_rank == 0:
         shape = (call.num_slabs, call.capacity)
         rows = jnp.zeros((*shape, tokens.shape[-1]), tokens.dtype)
         recv_weights = jnp.zeros(shape, jnp.float32)
     else:
-        with scope("dispatch", call.layer):
-            call = per_device.varied(call, index, tokens, weights, plan.arrays)
-            tokens = token_watch.watched(call, per_device.place(call, "tokens", tokens, spec))
-            tokens = per_device.vary(call, tokens)
-            if weights is not None:
-                weights = per_device.vary(
-                    call, per_device.place(call, "topk_weights", weights, spec)
-                )
-            operands = (index, tokens, weights, plan.arrays)
-            rows, recv_weights = eager.run(_dispatch_primal, call, *operands, traced=_dispatch)
+        assert not isinstance(tokens, QuantizedTensor)
+        rows, recv_weights = dispatch_rows.move(call, index, tokens, weights, plan.arrays)
     return Dispatched(
-        tokens=checkpoint_name(rows, "ep_recv"),
+        tokens=rows if recipe is not None else checkpoint_name(rows, "ep_recv"),
         weights=checkpoint_name(recv_weights, "ep_recv"),
         group_sizes=plan.arrays.group_sizes,
         num_recv=plan.arrays.num_recv.reshape(-1),
         plan=plan,
     )
-
-
-def _dispatch_primal(
-    call: Call,
-    index: jax.Array,
-    tokens: jax.Array,
-    weights: jax.Array | None,
-    arrays: AnyArrays,
-) -> tuple[jax.Array, jax.Array]:
-    """tokens [..., H], weights [..., K] or None -> recv [R, C, H], recv_weights [R, C]."""
-    spec, slab = call.layout.spec(), per_device.slab_spec(call)
-    given = (tokens,) if weights is None else (tokens, weights)
-
-    def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        local = [x.reshape(-1, x.shape[-1]) for x in operands[: len(given)]]
-        plan = type(arrays)(*(x[0] for x in operands[len(given) :]))
-        rows, recv_weights = per_device_ops(call).dispatch(
-            call,
-            world_rank(call.group),
-            index,
-            local[0],
-            local[1] if len(local) > 1 else None,
-            plan,
-        )
-        rows, recv_weights = (slack.cleared(x, plan.group_sizes) for x in (rows, recv_weights))
-        return rows[None], recv_weights[None]
-
-    specs = (PartitionSpec(), *([spec] * len(given)), *([slab] * len(arrays)))
-    result: tuple[jax.Array, jax.Array] = per_device.run(
-        call, "dispatch", body, (index, *given, *arrays), specs, (slab, slab)
-    )
-    return result
-
-
-def _dispatch_fwd(
-    call: Call,
-    index: jax.Array,
-    tokens: jax.Array,
-    weights: jax.Array | None,
-    arrays: AnyArrays,
-) -> Any:
-    if jnp.dtype(tokens.dtype).itemsize == 1:
-        raise NotImplementedError(
-            f"dispatch of 1-byte tokens ({tokens.dtype}) has no gradient: sums of such rows have "
-            "no useful precision; dispatch a wider dtype, or stop_gradient the tokens and weights"
-        )
-    rows, recv_weights = eager.run(_dispatch_primal, call, index, tokens, weights, arrays)
-    return (rows, recv_weights), (index, arrays, weights is not None)
-
-
-def _dispatch_bwd(call: Call, saved: Any, grads: tuple[jax.Array, jax.Array]) -> Any:
-    index, arrays, weighted = saved
-    with scope("dispatch_bwd", call.layer):
-        d_tokens, d_weights = eager.run(_dispatch_pullback, call, index, *grads, arrays)
-    return None, d_tokens, d_weights if weighted else None, None
-
-
-def _dispatch_pullback(
-    call: Call, index: jax.Array, d_recv: jax.Array, d_weights: jax.Array, arrays: AnyArrays
-) -> tuple[jax.Array, jax.Array]:
-    """d_recv [R, C, H], d_weights [R, C] -> d_tokens [..., H], d_topk_weights [..., K]."""
-    spec, slab = call.layout.spec(), per_device.slab_spec(call)
-    block = call.layout.local
-
-    def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        d_rows, d_row_weights, *plan = (x[0] for x in operands)
-        d_tokens, d_topk = per_device_ops(call).dispatch_bwd(
-            call, world_rank(call.group), index, d_rows, d_row_weights, type(arrays)(*plan)
-        )
-        return d_tokens.reshape(*block, -1), d_topk.reshape(*block, -1)
-
-    operands = (index, d_recv, d_weights, *arrays)
-    specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: tuple[jax.Array, jax.Array] = per_device.run(
-        call, "dispatch_bwd", body, operands, specs, (spec, spec)
-    )
-    return result
-
-
-_dispatch = jax.custom_vjp(_dispatch_primal, nondiff_argnums=(0,))
-first_order.defvjp("dispatch", _dispatch, _dispatch_fwd, _dispatch_bwd)

@@ -43,6 +43,7 @@ def run(
     operands: Sequence[jax.Array],
     in_specs: Sequence[PartitionSpec],
     out_specs: Any,
+    variant: str = "",
 ) -> Any:
     """Runs `body` once per device on the local blocks of `operands`.
 
@@ -53,6 +54,7 @@ def run(
         operands: arrays that are global but for the manual axes.
         in_specs: one per operand, without manual axes.
         out_specs: a prefix of what `body` returns.
+        variant: what `body` depends on beside the call and the operands' types.
 
     Returns:
         What `body` returns, spread like the operands.
@@ -74,7 +76,7 @@ def run(
         check_vma=False,
     )
     if rule.serves(call, mesh):
-        return rule.per_device(call, op, body, mapped, operands, in_specs, out_specs)
+        return rule.per_device(call, op, body, mapped, operands, in_specs, out_specs, variant)
     # A shard_map that checks nothing forgets over which of the user's axes its results vary.
     return jax.tree.map(cast, mapped(*operands))
 

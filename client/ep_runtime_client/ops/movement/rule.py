@@ -44,6 +44,7 @@ def per_device(
     operands: Sequence[jax.Array],
     in_specs: Sequence[PartitionSpec],
     out_specs: Any,
+    variant: str = "",
 ) -> Any:
     """`body` once per device on the local blocks of `operands`.
 
@@ -55,6 +56,7 @@ def per_device(
         operands: global arrays.
         in_specs: one per operand.
         out_specs: a prefix of what `body` returns.
+        variant: what `body` depends on beside the call and the operands' types.
     """
     mesh = Mesh(call.mesh.devices, call.mesh.axis_names)
     shapes = jax.eval_shape(mapped, *operands)
@@ -86,7 +88,7 @@ def per_device(
 
     partitioned_op = custom_partitioning(whole)
     partitioned_op.def_partition(partition, sharding_rule=_factors(operands, leaves))
-    identity = _identity(call, op, (*in_specs, *spread))
+    identity = _identity(call, op + variant, (*in_specs, *spread))
     pinned = [
         lax.with_sharding_constraint(x, sharding)
         for x, sharding in zip(operands, given, strict=True)

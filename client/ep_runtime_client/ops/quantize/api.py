@@ -15,7 +15,9 @@ from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Roles, padded
 from ep_runtime_client.ops.quantize import ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.rounding import quantize_tiles
 from ep_runtime_client.ops.tracing import eager
 
 
@@ -30,8 +32,10 @@ def grouped_quantize(
 
     Args:
         x: rows [R, C, K'] or [rows, K'], or kernels [E, K', N'], in any float dtype. Dims between
-            the first of a row or kernel and the last stay apart: wi may be [E, H, 2, M].
-        group_sizes: int32 [R, L] or [E], rows of each group, on the device; None for kernels.
+            the first of a row or kernel and the last stay apart: wi may be [E, H, 2, M]. Or tokens
+            [T, H] for `dispatch`, with BlockScaling, laid out in any way.
+        group_sizes: int32 [R, L] or [E], rows of each group, on the device; None for kernels and
+            for tokens, which are one group.
         recipe: one of `ep.recipes`, which say how values are rounded.
         layer: whose mesh and axes the sharding rules resolve against. Without it they come from
             the layout of x, where every group of every slab is one of its own; an unsharded x
@@ -39,8 +43,9 @@ def grouped_quantize(
 
     Returns:
         QuantizedTensor whose data has the shape of x. Rows past sum(group_sizes) are not read:
-        they reach no amax and come out as zeros with scales of 1. Gradients go straight through
-        to x: rounding is the identity to them.
+        they reach no amax and come out as zeros with scales of 1. Kernels come with `transposed`
+        where this process's GPU kernels multiply that copy, a byte per value more. Gradients go
+        straight through to x: rounding is the identity to them.
 
     Raises:
         InvalidArgumentError: dims or dtypes that do not fit, sizes that MXFP8 cannot tile, or
@@ -57,7 +62,9 @@ def grouped_quantize(
     """
     check_quantize(x, group_sizes, recipe)
     values = jax.lax.stop_gradient(x)
-    if group_sizes is None:
+    if group_sizes is None and x.ndim == 2:
+        quantized = eager.run(_run_tokens, recipe, values)
+    elif group_sizes is None:
         quantized = _quantize_kernel(values, recipe, layer)
     else:
         quantized = _quantize_rows(values, group_sizes.astype(jnp.int32), recipe, layer)
@@ -75,7 +82,8 @@ def _quantize_kernel(
         assert where.roles is not None
         # Whatever lies on the experts' dim shards experts.
         where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[0]))
-    op = ops.QuantizeKernel(where, recipe, tuple(w.shape))
+    shape = tuple(w.shape)
+    op = ops.QuantizeKernel(where, recipe, shape, transposed=ops.transposes(recipe, shape))
     quantized: QuantizedTensor = eager.run(_run_kernel, (op, entries), w)
     return quantized
 
@@ -113,6 +121,17 @@ def _where(
     return regions.of_layer(layer, operands, known=known, slabs=slabs)
 
 
+def _run_tokens(recipe: Recipe, x: jax.Array) -> QuantizedTensor:
+    """Rows that know nothing of each other: no layout is wrong, and nothing moves."""
+    form, kind = format_of(recipe), jnp.finfo(x.dtype)
+    # XLA may leave out a rounding that a cast back to f32 follows.
+    x = jax.lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
+    static = (recipe.data_dtype(), form.power_of_two(recipe))
+    data, scale = quantize_tiles(x.astype(jnp.float32), {1: form.tile}, *static)
+    sizes = jnp.full(1, x.shape[0], jnp.int32)
+    return QuantizedTensor(data, scale, None, None, None, sizes, None, recipe)
+
+
 def _run_rows(call: Any, x: jax.Array, group_sizes: jax.Array) -> QuantizedTensor:
     return ops.rows(*call, x, group_sizes)
 
@@ -136,9 +155,12 @@ def check_quantize(x: Any, group_sizes: Any, recipe: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise InvalidArgumentError(f"x must be floating, got {x.dtype}", argument="x")
     if group_sizes is None:
-        if x.ndim < 3:
+        by_row = format_of(recipe).by_row
+        if x.ndim < (2 if by_row else 3):
+            tokens = "" if by_row else "; tokens [T, H] are for BlockScaling"
             raise InvalidArgumentError(
-                f"x must be [E, K', N'] without group_sizes, got {tuple(x.shape)}", argument="x"
+                f"x must be [E, K', N'] without group_sizes, got {tuple(x.shape)}{tokens}",
+                argument="x",
             )
         return
     check_rows("x", x, group_sizes)

@@ -7,17 +7,40 @@ axes every device has whole histories and takes its experts' part of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning import spread
+from ep_runtime_client.ops.partitioning.regions import Where, type_of
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, padded
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.rounding import scale_of
-from ep_runtime_client.ops.tracing.varying import Axes
+from ep_runtime_client.ops.tracing.varying import Axes, settled
+
+
+def check_state(recipe: Recipe, state: Any, num_experts: int, name: str = "state") -> None:
+    """Raises InvalidArgumentError unless `state` has the histories [history, E] f32 of `recipe`."""
+    if not isinstance(state, DelayedState):
+        raise InvalidArgumentError(
+            f"{name} must be the DelayedState of {recipe}, from its init_state({num_experts}), got "
+            f"{type(state).__name__}",
+            argument="state",
+        )
+    wanted = jax.eval_shape(lambda: recipe.init_state(num_experts)).x
+    for field, history in (("x", state.x), ("w", state.w)):
+        shape, dtype = jnp.shape(history), jnp.result_type(history)
+        if (shape, dtype) != (wanted.shape, wanted.dtype):
+            raise InvalidArgumentError(
+                f"{name}.{field} must be {wanted.dtype} [history, E] = {list(wanted.shape)}, got "
+                f"{dtype} {list(shape)}; it is of one layer, and whole inside a shard_map too",
+                argument="state",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,57 +52,93 @@ class Delayed:
         num_experts: E, over all devices.
         groups: (R, L) of the call.
         ep: ep axes that are manual around the call.
+        experts: manual axes that split the kernels: ep, and others on their dim of experts.
+        alike: manual axes along which every device has the same histories.
+        mesh: on which the next histories are to lie whole; None where types say how they lie, or
+            there is nothing to say.
     """
 
     recipe: Recipe
     num_experts: int
     groups: tuple[int, int]
-    ep: Axes
+    ep: Axes = ()
+    experts: Axes = ()
+    alike: Axes = ()
+    mesh: Mesh | None = None
 
     @classmethod
-    def of(cls, where: Where, recipe: Recipe, num_experts: int, groups: Sequence[int]) -> Delayed:
-        ep = () if where.roles is None else where.roles.real(where.roles.ep)
-        manual = tuple(axis for axis in ep if axis in where.manual)
-        return cls(recipe, num_experts, (groups[0], groups[1]), manual)
+    def of(
+        cls,
+        where: Where,
+        recipe: Recipe,
+        num_experts: int,
+        groups: Sequence[int],
+        lhs: Entries,
+        rhs: Entries,
+    ) -> Delayed:
+        """Of a call whose rows and kernels lie so."""
+        roles = where.roles or Roles()
 
-    def check(self, state: DelayedState) -> None:
-        """Raises InvalidArgumentError unless the histories are [history, E] f32."""
-        wanted = jax.eval_shape(lambda: self.recipe.init_state(self.num_experts)).x.shape
-        for name, history in (("x", state.x), ("w", state.w)):
-            if jnp.shape(history) != wanted:
-                raise InvalidArgumentError(
-                    f"state.{name} must be [history, E] = {list(wanted)}, got "
-                    f"{list(jnp.shape(history))}",
-                    argument="state",
-                )
+        def manual(axes: Collection[str]) -> Axes:
+            return tuple(axis for axis in axes if axis in where.manual)
+
+        over = {*roles.slab, *flat((*lhs[2:], *rhs))}  # what an amax is over, and ep
+        return cls(
+            recipe,
+            num_experts,
+            (groups[0], groups[1]),
+            manual(roles.real(roles.ep)),
+            manual(roles.real(rhs[0])),
+            tuple(axis for axis in where.manual if axis in over),
+            where.mesh if isinstance(where.mesh, Mesh) and not where.manual else None,
+        )
 
     def scales(self, state: DelayedState) -> tuple[jax.Array, jax.Array]:
         """f32 scales of the rows [R, L] and of the kernels [E here]."""
         found = []
-        for history in (state.x, state.w):
-            amax = lax.stop_gradient(history).max(0)
-            found.append(self._mine(scale_of(amax, self.recipe.data_dtype())))
+        for history, axes in ((state.x, self.ep), (state.w, self.experts)):
+            amax = _typed_whole(lax.stop_gradient(history)).max(0)
+            found.append(_mine(scale_of(amax, self.recipe.data_dtype()), axes))
         x, w = found
         numbers = jnp.arange(self.groups[0] * self.groups[1]) % x.shape[0]
         return jnp.take(x, numbers, axis=0).reshape(self.groups), w
 
     def next(self, state: DelayedState, x: jax.Array, w: jax.Array) -> DelayedState:
         """`state` with this call's amax in front: of the rows [R, L], of the kernels [E here]."""
-        here = w.shape[0]
-        rows = x.reshape(-1, here).max(0)
-        return DelayedState(self._pushed(state.x, rows), self._pushed(state.w, w))
+        here = self.num_experts // (lax.axis_size(self.ep) if self.ep else 1)
+        rows = _typed_whole(x).reshape(-1, here).max(0)
+        return DelayedState(
+            self._pushed(state.x, rows, self.ep), self._pushed(state.w, w, self.experts)
+        )
 
-    def _pushed(self, history: jax.Array, amax: jax.Array) -> jax.Array:
-        if self.ep:
-            amax = lax.all_gather(amax, self.ep, tiled=True)
-        pushed = jnp.concatenate([amax[None], history[:-1]])
-        return lax.stop_gradient(pushed)
+    def _pushed(self, history: jax.Array, amax: jax.Array, axes: Axes) -> jax.Array:
+        history, amax = lax.stop_gradient(history), lax.stop_gradient(amax)
+        if axes:
+            amax = lax.all_gather(amax, axes, tiled=True)
+        amax = settled(_typed_whole(amax), self.alike)
+        pushed = jnp.concatenate([amax[None], _typed_whole(history)[:-1]])
+        if type_of(pushed) is None and self.mesh is not None:
+            # Left to XLA it would lie otherwise than it came, and the next step compile again.
+            whole = NamedSharding(self.mesh, PartitionSpec())
+            pushed = lax.with_sharding_constraint(pushed, whole)
+        return _typed(pushed, type_of(history))
 
-    def _mine(self, values: jax.Array) -> jax.Array:
-        """The part of [E] that this device's experts have."""
-        if not self.ep:
-            return values
-        here = values.shape[0] // lax.axis_size(self.ep)
-        start = lax.axis_index(self.ep) * here
-        part: jax.Array = lax.dynamic_slice_in_dim(values, start, here)
-        return part
+
+def _mine(values: jax.Array, axes: Axes) -> jax.Array:
+    """The part of [E] that this device has of what manual `axes` split."""
+    if not axes:
+        return values
+    here = values.shape[0] // lax.axis_size(axes)
+    part: jax.Array = lax.dynamic_slice_in_dim(values, lax.axis_index(axes) * here, here)
+    return part
+
+
+def _typed_whole(x: jax.Array) -> jax.Array:
+    """`x` on every device, where types say how it lies."""
+    return _typed(x, None if type_of(x) is None else padded((), x.ndim))
+
+
+def _typed(x: jax.Array, entries: Entries | None) -> jax.Array:
+    typed = spread.typed_as(x, entries)
+    assert typed is not None
+    return typed

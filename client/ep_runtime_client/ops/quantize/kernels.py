@@ -29,6 +29,8 @@ TARGETS = targets(
     "ep_quantize_mx_v1",
 )
 _AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _WEIGHTS, _MX = TARGETS
+# Of features, in products of 8-bit operands: tensor copies move 16 bytes at a time.
+PRODUCT_MULTIPLE = 16
 _TURNED_MULTIPLE = 16  # of K': what is stored at once along it
 _MULTIPLE = 8  # of the last dim: what one lane converts
 _F32 = jnp.dtype(jnp.float32)
@@ -139,7 +141,9 @@ def transposed_kernel(
     )
     given = jnp.zeros(0, _F32) if scale is None else scale.astype(_F32)
     way = _way(dtype, power_of_two, True)
-    data, transposed, made = kernels_serve.call(_WEIGHTS, results, (flat, given), way)
+    # Products of the forward pass take `transposed` alone: the data are for the backward pass.
+    found = kernels_serve.call(_WEIGHTS, results, (flat, given), way, stacked=1)
+    data, transposed, made = found
     if scale is None:
         scale = made.reshape(shape[0], tiles[0], *middle, tiles[1])
     transposed = from_bits(transposed, dtype).reshape(shape[0], *shape[2:], shape[1])

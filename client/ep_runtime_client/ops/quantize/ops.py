@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import jax
 
+from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.placement import expert_weight
 from ep_runtime_client.ops.partitioning.regions import Where
@@ -25,6 +27,7 @@ from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.kernels import PRODUCT_MULTIPLE
 from ep_runtime_client.ops.quantize.packing import (
     Kernel,
     Packing,
@@ -193,6 +196,18 @@ class QuantizeKernel:
 
     def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
         return of_each(values) if self.paired else tuple(values)
+
+
+def transposes(recipe: Recipe, shape: Sequence[int]) -> bool:
+    """Whether forward products of kernels [E, K', *N'] want K' along memory from the quantizer.
+
+    Its kernel then makes both layouts in one read.
+    """
+    on_gpu = format_of(recipe).on_gpu
+    if on_gpu is None or not on_gpu.rows:
+        return False
+    widths = (shape[1], prod(shape[2:]))
+    return not any(width % PRODUCT_MULTIPLE for width in widths) and kernels_serve.available()
 
 
 def uneven(where: Where, shape: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:

@@ -60,17 +60,17 @@ class Packing:
 
     def spread(self, entries: Entries) -> list[Entries]:
         """Entries of every leaf from those of the values."""
-        return [self._laid(name, entries)[: self.leaf_ndim(name)] for name in self.names]
+        return [self.laid(name, entries)[: self.leaf_ndim(name)] for name in self.names]
 
     def of_values(self, leaf: Sequence[Value], between: Value) -> tuple[Value, ...]:
         """What there is per dim of the first leaf, per dim of the values; `between` gate and up."""
         return of_both(leaf, between) if self.paired else tuple(leaf)
 
-    def _laid(self, name: str, values: Any) -> Any:
+    def laid(self, name: str, values: Any) -> Any:
         """What there is per dim of the values, per dim of a leaf."""
         if self.paired:
             return of_each(values)
-        return (values[0], *values[2:], values[1]) if name == "transposed" else values
+        return turned_of(values) if name == "transposed" else values
 
     def per_group(self, name: str) -> bool:
         """Whether a leaf has one value per group of rows or per kernel."""
@@ -91,8 +91,13 @@ class Packing:
             elif self.rows and name == "scale_columns":
                 found.append(" ".join([values[0], "c32", *values[2:]]))
             else:
-                found.append(" ".join(self._laid(name, values)[: self.leaf_ndim(name)]))
+                found.append(" ".join(self.laid(name, values)[: self.leaf_ndim(name)]))
         return found
+
+
+def turned_of(values: Sequence[Value]) -> tuple[Value, ...]:
+    """What there is per dim of a kernel, per dim of its copy with K' along memory."""
+    return (values[0], *values[2:], values[1])
 
 
 def pack(x: Kernel, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:

@@ -13,6 +13,7 @@ from ep_runtime_client.base import stored
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import FORMATS, format_of
 from ep_runtime_client.ops.quantize.formats.tiles import row_scales, spread_tiles, widen
+from ep_runtime_client.ops.tracing import slack
 
 
 @stored.pytree(*FORMATS)
@@ -22,7 +23,8 @@ class QuantizedTensor:
     """Values x ~= data * scale, with one scale for many values.
 
     Rows have group_sizes, kernels have none. Rows past sum(group_sizes) hold zeros with scales of
-    1. Scales, where *mid are dims between the first of a row or kernel and the last:
+    1; those of dispatch hold anything. Scales, where *mid are dims between the first of a row or
+    kernel and the last:
 
     | recipe | rows [R, C, *mid, K'] | kernels [E, K', *mid, N'] |
     |---|---|---|
@@ -42,8 +44,9 @@ class QuantizedTensor:
             contracts the other dim.
         scale_columns: as the table says.
         group_sizes: int32 [R, L] or [E] of rows, None for kernels.
-        origin: what was quantized, where gradients go; None in a tensor that takes none. It costs
-            no memory in a compiled program that neither returns nor differentiates past it.
+        origin: what was quantized, where gradients go, (gate, up) where those came apart; None in
+            a tensor that takes none. It costs no memory in a compiled program that neither returns
+            nor differentiates past it.
         recipe: static.
         transposed: kernels alone, [E, *mid, N', K']: `data` with K' along memory, as GPU kernels
             multiply it forward; None where they make that copy themselves, or are not there.
@@ -55,7 +58,7 @@ class QuantizedTensor:
     data_columns: jax.Array | None
     scale_columns: jax.Array | None
     group_sizes: jax.Array | None
-    origin: jax.Array | None
+    origin: jax.Array | tuple[jax.Array, jax.Array] | None
     recipe: Recipe = dataclasses.field(metadata={"static": True})
     transposed: jax.Array | None = None
 
@@ -108,10 +111,19 @@ class QuantizedTensor:
         values = widen(data)
         if scale is not None:
             values = values * self._spread(scale, columns)
-        values = values.astype(dtype)
+        values = self._cleared(values.astype(dtype))
         if self.origin is None:
             return values
-        return straight_through(_laid_as(self.origin, values), values, self.group_sizes)
+        origin = self.origin
+        if isinstance(origin, tuple):
+            origin = jnp.stack(origin, -2)
+        return straight_through(_laid_as(origin, values), values, self.group_sizes)
+
+    def _cleared(self, values: jax.Array) -> jax.Array:
+        """Zeros past the rows of all groups, where dispatch leaves anything."""
+        if self.group_sizes is None:
+            return values
+        return slack.zeroed(values, self.group_sizes)
 
     def _spread(self, scale: jax.Array, columns: bool) -> jax.Array:
         """`scale` in f32, of a shape that broadcasts to the data's."""
@@ -155,11 +167,7 @@ def _straight_through_fwd(
 def _straight_through_bwd(kept: Any, grad: jax.Array) -> Any:
     like, group_sizes = kept
     if group_sizes is not None:
-        lead = group_sizes.ndim
-        used = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
-        inside = jnp.arange(grad.shape[lead - 1], dtype=jnp.int32) < used
-        inside = inside.reshape(*inside.shape, *([1] * (grad.ndim - lead)))
-        grad = jnp.where(inside, grad, jnp.zeros((), grad.dtype))
+        grad = slack.zeroed(grad, group_sizes)
     return grad.astype(like.dtype), None, None
 
 

@@ -19,8 +19,11 @@ def checked() -> bool:
 
 def cleared(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Rows [C, ...] of groups [L], or [S, C, ...] of [S, L]; zeros past the last, if `checked`."""
-    if not checked():
-        return rows
+    return zeroed(rows, group_sizes) if checked() else rows
+
+
+def zeroed(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """As `cleared`, always."""
     lead = group_sizes.ndim
     used = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
     inside = jnp.arange(rows.shape[lead - 1], dtype=jnp.int32) < used

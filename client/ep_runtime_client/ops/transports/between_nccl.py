@@ -24,12 +24,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.kernels.ffi import ensure_registered, once, targets
 
-EXCHANGE, ALL_GATHER = TARGETS = targets("ep_nccl_exchange_v1", "ep_nccl_all_gather_v1")
+TARGETS = targets("ep_nccl_exchange_v1", "ep_nccl_all_gather_v1", "ep_nccl_counted_v1")
+EXCHANGE, ALL_GATHER, COUNTED = TARGETS
 
 
 def all_gather(call: Call, x: jax.Array) -> jax.Array:
@@ -48,6 +50,31 @@ def rail(call: Call, blocks: jax.Array) -> jax.Array:
     return _call(call, EXCHANGE, blocks.shape, blocks, node_size=size, rail=True)
 
 
+def rail_gather(call: Call, x: jax.Array) -> jax.Array:
+    group = call.group
+    if group.num_nodes == 1:
+        return x[None]
+    return _call(
+        call, ALL_GATHER, (group.num_nodes, *x.shape), x, node_size=group.ranks_per_node, rail=True
+    )
+
+
+def rail_counted(
+    call: Call, sent: jax.Array, received: jax.Array, *blocks: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Arrays [D, R, X] as by `rail`, but of block m only the first sent[m] rows go to node m, and
+    received[m] rows come from it, int32 [D] both; behind them stands anything.
+
+    The host reads both once, and waits for the device until they are there.
+    """
+    ensure_registered("cuda")
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in blocks)
+    attributes = _attributes(call, call.group.ranks_per_node, rail=True)
+    counts = jnp.stack([sent, received])
+    moved = jax.ffi.ffi_call(COUNTED, results)(counts, *blocks, **attributes)
+    return once(tuple(moved))
+
+
 def node(call: Call, blocks: jax.Array) -> jax.Array:
     size = call.group.ranks_per_node
     return blocks if size == 1 else _call(call, EXCHANGE, blocks.shape, blocks, node_size=size)
@@ -63,13 +90,17 @@ def _call(
     rail: bool = False,
 ) -> jax.Array:
     ensure_registered("cuda")
-    attributes = {
+    attributes = _attributes(call, node_size, rail=rail)
+    result: Any = jax.ShapeDtypeStruct(shape, operand.dtype)
+    moved: jax.Array = jax.ffi.ffi_call(target, result)(operand, *after, **attributes)
+    return once(moved)
+
+
+def _attributes(call: Call, node_size: int, *, rail: bool) -> dict[str, np.int64]:
+    return {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),
         "handle": np.int64(call.meta.handle),
         "node_size": np.int64(node_size),
         "rail": np.int64(rail),
     }
-    result: Any = jax.ShapeDtypeStruct(shape, operand.dtype)
-    moved: jax.Array = jax.ffi.ffi_call(target, result)(operand, *after, **attributes)
-    return once(moved)

@@ -1,6 +1,6 @@
 """What the ranks of an EP group send each other beside windows: the jax.lax implementation.
 
-A module that takes its place, which `transports.collectives` names per transport, has these four
+A module that takes its place, which `transports.collectives` names per transport, has these five
 functions. Each runs per device, inside manual axes, with the static `call` first; every rank of
 the EP group makes the same calls in the same order, some of them inside a `lax.while_loop` whose
 trip count all of them agree on. Bits arrive as they were sent, whatever the dtype; no gradient is
@@ -10,6 +10,7 @@ taken. Letters: N ranks of an EP group on D nodes of G; ep rank = node * G + loc
     exchange(call, blocks [N, ...]) -> [N, ...]  block d goes to rank d, block j comes from rank j
     rail(call, blocks [D, ...])     -> [D, ...]  the same between the ranks of equal local rank, in
                                                  order of their nodes: all that crosses the network
+    rail_gather(call, x [...])      -> [D, ...]  all_gather between those
     node(call, blocks [G, ...])     -> [G, ...]  the same between the ranks of this node
 """
 
@@ -51,6 +52,10 @@ def rail(call: Call, blocks: jax.Array) -> jax.Array:
     size, nodes = call.group.ranks_per_node, call.group.num_nodes
     peers = [[node * size + local for node in range(nodes)] for local in range(size)]
     return blocks if nodes == 1 else _all_to_all(call, blocks, peers)
+
+
+def rail_gather(call: Call, x: jax.Array) -> jax.Array:
+    return rail(call, jnp.broadcast_to(x, (call.group.num_nodes, *x.shape)))
 
 
 def node(call: Call, blocks: jax.Array) -> jax.Array:

@@ -4,14 +4,20 @@ A row crosses the network once per node that needs it, from its rank to the rank
 index there, its rail peer; that one places it and fans it out over its node's windows. combine
 goes the other way: partial sums of a node cross back, and the source adds them up in node order.
 
-Between nodes rows travel in chunks of a fixed size, as many as the rank with the most rows for
-one node needs (`nodes_plan.chunk_rows`): a loop whose count the device knows. XLA:CPU reads it in
-place; XLA:GPU reads it on the host, which waits for the device once per chunk and once more, so
-there groups that would send most chunks anyway send all rows as one (`nodes_plan.counts_chunks`).
-In each chunk every rank sends one block to each other node: what a rank with fewer rows sends in
-its place is waste, on top of the rounding to whole chunks. The windows' call starts when all chunks
-are there. With network and windows at work on different parts of the rows at once, every part cost
-its calls some fixed time and nothing was gained, over NVLink.
+On CPU rows travel between nodes in chunks of a fixed size, as many as the rank with the most rows
+for one node needs (`nodes_plan.chunk_rows`): a loop whose count the device knows. In each chunk
+every rank sends one block to each other node: what a rank with fewer rows sends in its place is
+waste, on top of the rounding to whole chunks.
+
+On GPUs the host must know how many rows cross. It reads the counts of every two ranks once, behind
+a short wait, and each sends the other just those, in one exchange (`between_nccl.rail_counted`).
+Groups that would send most rows anyway send all of them, and nothing waits
+(`nodes_plan.counts_chunks`): every token stands at its own place then, and nothing is lined up.
+Where nodes are one rank each `rails.py` does that.
+
+The windows' call starts when all rows are there. With network and windows at work on different
+parts of the rows at once, as calls of their own, every part cost its calls some fixed time and
+nothing was gained, over NVLink.
 
 Beside the windows, which are as large as those of one node, XLA holds D*T rows per rank while they
 cross, of fp32 in combine where it is exact.
@@ -35,21 +41,29 @@ from jax import lax
 
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
+from ep_runtime_client.ops.kernels.serve import FLOATS
 from ep_runtime_client.ops.kernels.slots import rows_at
 from ep_runtime_client.ops.tracing.varying import like
-from ep_runtime_client.ops.transports import nodes_plan, windows
+from ep_runtime_client.ops.transports import nodes_plan, rails, windows
 from ep_runtime_client.ops.transports.choice import collectives
 from ep_runtime_client.ops.transports.nodes_plan import (
     chunk_rows,
     counts_chunks,
+    counts_rows,
     my_node,
     packing,
+    row_counts,
     slot_nodes,
 )
 from ep_runtime_client.ops.transports.nodes_rows import lined_up, sum_nodes
 from ep_runtime_client.ops.transports.xla import sum_dtype
 
-prepare = nodes_plan.prepare
+
+def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> NodePlanArrays:
+    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
+    if rails.plans(call, topk_idx):
+        return rails.prepare(call, topk_idx)
+    return nodes_plan.prepare(call, rank, index, topk_idx)
 
 
 def _in_chunks(
@@ -93,7 +107,14 @@ def _in_chunks(
 
 def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
     """Arrays [T, X] of tokens -> those of this rank's virtual tokens, [D*T, X]."""
+    ops = collectives(call)
+    if not counts_chunks(call):
+        return tuple(ops.rail_gather(call, x).reshape(-1, x.shape[-1]) for x in sent)
     tokens = packing(call, plan.dst_rank)
+    if counts_rows(call):
+        to, from_ = row_counts(call, plan, tokens.has)
+        moved = ops.rail_counted(call, to, from_, *(lined_up(call, x, tokens.token) for x in sent))
+        return tuple(x.reshape(-1, x.shape[-1]) for x in moved)
     mine = my_node(call)
     own = rows_at(tokens.token, mine)
 
@@ -114,6 +135,10 @@ def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax
     # Results of custom calls are typed as varying over nothing.
     typed = (like(x, plan.chunks) for x in sent)
     blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)
+    if counts_rows(call):
+        from_, to = row_counts(call, plan, packing(call, plan.dst_rank).has)
+        moved: tuple[jax.Array, ...] = collectives(call).rail_counted(call, to, from_, *blocks)
+        return moved
 
     def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
         return tuple(lax.dynamic_slice_in_dim(x, first, rows, 1) for x in blocks)
@@ -135,6 +160,8 @@ def dispatch(
     plan: NodePlanArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
+    if rails.takes(call, tokens, tokens.shape[0]):
+        return rails.dispatch(call, rank, index, tokens, weights, plan)
     sent = (tokens,) if weights is None else (tokens, weights)
     arrived = _to_nodes(call, plan, *sent)
     given = None if weights is None else arrived[1]
@@ -150,6 +177,8 @@ def combine(
     plan: NodePlanArrays,
 ) -> jax.Array:
     """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
+    if rails.takes(call, expert_out, plan.dst_rank.shape[0], sums=True):
+        return rails.combine(call, rank, index, expert_out, weights, plan)
     dtype = expert_out.dtype
     wide = _partial_dtype(call, dtype)
     sums = windows.combine(call, rank, index, expert_out, weights, plan.inside, wide)
@@ -166,6 +195,8 @@ def dispatch_bwd(
     plan: NodePlanArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
+    if rails.takes(call, d_recv, plan.dst_rank.shape[0], sums=True):
+        return rails.dispatch_bwd(call, rank, index, d_recv, d_weights, plan)
     dtype = d_recv.dtype
     wide = _partial_dtype(call, dtype)
     sums = windows.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
@@ -191,5 +222,8 @@ def combine_bwd(
     plan: NodePlanArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
     """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
+    plain = expert_out is None and weights is None
+    if rails.takes(call, grad, grad.shape[0]) and (plain or grad.dtype in FLOATS):
+        return rails.combine_bwd(call, rank, index, grad, expert_out, weights, plan)
     (arrived,) = _to_nodes(call, plan, grad)
     return windows.combine_bwd(call, rank, index, arrived, expert_out, weights, plan.inside)

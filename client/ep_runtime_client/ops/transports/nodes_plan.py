@@ -26,16 +26,18 @@ from ep_runtime_client.ops.transports.xla_plan import receiver_side, route
 # for the network more often. Chunks have at least so many rows, where the rank has them.
 MAX_CHUNKS = 16
 MIN_CHUNK_ROWS = 64
-# Above this share of nodes that need a token, by uniform routing, counting chunks saves less than
-# it costs where the host reads the count.
-COUNTED_SHARE = 0.75
+# Above this share of nodes that need a token, by uniform routing, all rows cross on a GPU, where
+# the host must read a count: that takes some 50 us, in which 50 GB/s carry 2.5 MB.
+COUNTED_SHARE = 0.95
+# Where nodes are one rank each, what `rails.py` does beside its exchanges is lost too.
+COUNTED_SHARE_OF_RANKS = 0.75
 
 
 class NodePacking(NamedTuple):
-    """Which of this device's tokens go to which node, lined up there in token order."""
+    """Which of this device's tokens go to which node, and in which place."""
 
     has: jax.Array  # [D, T] bool: the token keeps a row on the node
-    position: jax.Array  # [D, T] of the token among those of the node
+    position: jax.Array  # [D, T] of the token: among those of the node, or its own number
     token: jax.Array  # [D, T] at each position; past the last one any token
 
 
@@ -45,13 +47,25 @@ def chunk_rows(tokens: int) -> int:
 
 
 def counts_chunks(call: Call) -> bool:
-    """Whether rows cross in as many chunks as they need, and not always all in one.
+    """Whether as many rows cross as must, and not always all.
 
-    A loop on CPU reads its count in place. XLA:GPU reads it on the host, which waits for the device
-    each time round, so there it must be worth it.
+    A loop on CPU reads its count in place. On a GPU the host reads it, which must be worth it.
     """
-    share = 1 - (1 - 1 / call.group.num_nodes) ** call.layer.top_k
-    return bool(call.group.transport == "memfd" or share < COUNTED_SHARE)
+    group = call.group
+    share = 1 - (1 - 1 / group.num_nodes) ** call.layer.top_k
+    enough = COUNTED_SHARE_OF_RANKS if group.ranks_per_node == 1 else COUNTED_SHARE
+    return bool(group.transport == "memfd" or share < enough)
+
+
+def counts_rows(call: Call) -> bool:
+    """Whether rows cross at once, as many as each two ranks have for each other."""
+    return call.group.transport == "nccl" and counts_chunks(call)
+
+
+def row_counts(call: Call, plan: NodePlanArrays, has: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows for the rail peer on each node, by has [D, T], and from it: int32 [D] both."""
+    here = (plan.virtual_rank >= 0).any(-1).reshape(call.group.num_nodes, -1)
+    return has.sum(1, dtype=jnp.int32), here.sum(1, dtype=jnp.int32)
 
 
 def my_node(call: Call) -> jax.Array:
@@ -67,9 +81,12 @@ def slot_nodes(call: Call, dst_rank: jax.Array) -> jax.Array:
 
 
 def packing(call: Call, dst_rank: jax.Array) -> NodePacking:
-    """dst_rank [T, K] of a plan -> its tokens by node."""
+    """dst_rank [T, K] of a plan -> its tokens by node; at their own places where all cross."""
     nodes = jnp.arange(call.group.num_nodes, dtype=jnp.int32)[:, None, None]
     has = ((dst_rank >= 0) & (slot_nodes(call, dst_rank) == nodes)).any(-1)
+    if not counts_chunks(call):
+        place = jnp.broadcast_to(jnp.arange(has.shape[1], dtype=jnp.int32), has.shape)
+        return NodePacking(has, place, place)
     return NodePacking(has, *packed(has))
 
 
@@ -77,7 +94,7 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim.
 
     Cost over the network: E counts of each rank to all, 8 bytes per slot to each other node, and
-    one number of each rank to all.
+    where rows cross in chunks one number of each rank to all.
     """
     ops, group = collectives(call), call.group
     routed = route(call, rank, index, topk_idx, ops.all_gather)
@@ -110,19 +127,20 @@ def _virtual_tokens(
     rows = jnp.broadcast_to(dst_row, there.shape)
     slots = jnp.stack([dst_rank - nodes * group.ranks_per_node, rows], 1)
     slots = jnp.where(there[:, None], slots, -1)  # [D, 2, T, K]
-    # Past the last token of a node stands any one, whose slots must not come along.
-    order = jnp.arange(dst_rank.shape[0], dtype=jnp.int32)
-    filled = order < tokens.has.sum(1, dtype=jnp.int32)[:, None]
-    lined = jnp.take_along_axis(slots, tokens.token[:, None, :, None], 2)
-    lined = jnp.where(filled[:, None, :, None], lined, -1)
-    arrived = collectives(call).rail(call, lined)
+    if counts_chunks(call):
+        # Past the last token of a node stands any one, whose slots must not come along.
+        order = jnp.arange(dst_rank.shape[0], dtype=jnp.int32)
+        filled = order < tokens.has.sum(1, dtype=jnp.int32)[:, None]
+        slots = jnp.take_along_axis(slots, tokens.token[:, None, :, None], 2)
+        slots = jnp.where(filled[:, None, :, None], slots, -1)
+    arrived = collectives(call).rail(call, slots)
     top_k = dst_rank.shape[1]
     return arrived[:, 0].reshape(-1, top_k), arrived[:, 1].reshape(-1, top_k)
 
 
 def _chunks(call: Call, tokens: NodePacking) -> jax.Array:
-    """Chunks that the rank with the most rows for another node needs, or 1 for all, int32 [1]."""
-    if not counts_chunks(call):
+    """Chunks that the rank with the most rows for another node needs, or 1 for one exchange."""
+    if not counts_chunks(call) or counts_rows(call):
         return jnp.ones(1, jnp.int32)
     rows = chunk_rows(tokens.has.shape[1])
     counts = tokens.has.sum(1, dtype=jnp.int32)
@@ -145,7 +163,10 @@ def network_rows(call: Call, plan: AnyArrays) -> tuple[int, int]:
     place = jnp.where(plan.dst_rank >= 0, plan.dst_rank // size, -1)  # [N, T, K]
     goes = (place[..., None] == nodes).any(2)  # [N, T, D]
     own = (jnp.arange(group.ep_size) // size)[:, None, None] == nodes
+    least = int((goes & ~own).sum())
+    if counts_rows(call):
+        return least, least
     rows = int(plan.chunks[0, 0]) * chunk_rows(plan.dst_rank.shape[1])
     if not counts_chunks(call):  # as one
         rows = plan.virtual_rank.shape[1] // group.num_nodes
-    return rows * (group.num_nodes - 1) * group.ep_size, int((goes & ~own).sum())
+    return rows * (group.num_nodes - 1) * group.ep_size, least

@@ -50,7 +50,7 @@ def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def _or_empty(array: jax.Array | None, *dims: int) -> jax.Array:
+def or_empty(array: jax.Array | None, *dims: int) -> jax.Array:
     """A missing operand travels as an f32 array of size 0."""
     return jnp.zeros(dims, jnp.float32) if array is None else array
 
@@ -110,7 +110,7 @@ def dispatch(
         _shape(tokens.dtype, call.capacity, tokens.shape[1]),
         _shape(jnp.float32, call.capacity),
     )
-    operands = (rank, index, tokens, _or_empty(weights, 0, 0), *plan)
+    operands = (rank, index, tokens, or_empty(weights, 0, 0), *plan)
     recv, recv_weights = _call(call, "ep_dispatch_v1", results, *operands)
     return recv, recv_weights
 
@@ -127,7 +127,7 @@ def combine(
     """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H] of its dtype, or `dtype`."""
     result = _shape(dtype or expert_out.dtype, plan.dst_rank.shape[0], expert_out.shape[1])
     tokens_out: jax.Array = _call(
-        call, "ep_combine_v1", result, rank, index, expert_out, _or_empty(weights, 0), *plan
+        call, "ep_combine_v1", result, rank, index, expert_out, or_empty(weights, 0), *plan
     )
     return tokens_out
 
@@ -172,7 +172,7 @@ def combine_bwd(
         _shape(grad.dtype, call.capacity, grad.shape[1]),
         _shape(jnp.float32, call.capacity if weighted else 0),
     )
-    operands = (rank, index, grad, rows, _or_empty(weights, 0), *plan)
+    operands = (rank, index, grad, rows, or_empty(weights, 0), *plan)
     slack = {} if call.clear_slack else {"clear_slack": np.int64(0)}
     d_expert_out, d_weights = _call(call, "ep_combine_bwd_v1", results, *operands, **slack)
     return d_expert_out, d_weights if weighted else None

@@ -63,7 +63,7 @@ def route(
     counts, position = _ranks_in_expert(expert, num_experts)
     matrix = gather(call, counts)
     demand = matrix.sum(0, dtype=jnp.int32).reshape(ranks, local)
-    kept = kept_rows(demand, call.capacity, alignment)
+    kept = kept_rows(demand, call.capacity, alignment, ranks * flat.shape[0])
     zones = _up(kept, alignment)
     base = exclusive_sum(zones).reshape(-1)
 

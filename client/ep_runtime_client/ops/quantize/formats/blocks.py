@@ -28,6 +28,7 @@ from ep_runtime_client.ops.quantize.slabs import BLOCK_ROWS, Slabs
 
 class BlockFormat(Format):
     tile = TILE
+    by_row = True
     on_gpu = OnGpu(rows=True, columns=False, activation=True)
 
     def leaves(self, recipe: Recipe) -> dict[str, Any]:

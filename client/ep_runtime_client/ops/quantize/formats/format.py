@@ -69,12 +69,14 @@ class Format(abc.ABC):
         tile: values that share a scale along a blocked dim; 1 where there are no blocks.
         per_group: whether a group of rows, or a kernel, has one scale, and an amax.
         columns: whether there is a second copy, with its tiles along the other dim.
+        by_row: whether every row is quantized by itself, so that it may be before it moves.
         on_gpu: what GPUs do; None where all is plain JAX there too.
     """
 
     tile: ClassVar[int] = 1
     per_group: ClassVar[bool] = False
     columns: ClassVar[bool] = False
+    by_row: ClassVar[bool] = False
     on_gpu: ClassVar[OnGpu | None] = None
 
     @abc.abstractmethod

@@ -1,0 +1,115 @@
+"""`ep.optax`: optimizers that quantize the masters they have updated. Needs the extra `optax`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.block.moe_checks import Recipes
+from ep_runtime_client.block.quantized import check_recipes, quantize_params
+
+try:
+    import optax
+except ImportError as error:
+    raise ImportError("ep.optax needs optax: pip install 'ep-runtime[optax]'") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizing:
+    """An optimizer of masters, and the 8-bit weights that it leaves. Made by `quantizing`.
+
+    Attributes:
+        init: masters -> state, the inner optimizer's.
+        update: (gradients, state, masters) -> (updates of the masters, state), the inner
+            optimizer's.
+        recipe: how weights are quantized.
+        layer: as in `quantize_params`.
+    """
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+    recipe: Recipes
+    layer: EpLayer | TracedLayer | None = None
+
+    def quantize(self, masters: Any) -> Any:
+        """The 8-bit weights of masters: before the first step, and after a checkpoint is restored.
+
+        Args:
+            masters: as `quantize_params` takes them.
+
+        Returns:
+            `quantize_params(masters, recipe, weights_only=True)`, for `straight_through`.
+
+        Raises:
+            InvalidArgumentError: as by `quantize_params`.
+
+        Cost: that of `quantize_params`.
+        """
+        return quantize_params(masters, self.recipe, layer=self.layer, weights_only=True)
+
+    def apply_updates(self, masters: Any, updates: Any) -> tuple[Any, Any]:
+        """`optax.apply_updates`, and the 8-bit weights of the result, in the same program.
+
+        Args:
+            masters: a pytree with MoEParams in it; donated to the `jit` around, it is updated in
+                place.
+            updates: of `update`.
+
+        Returns:
+            (masters, params8): masters alone go into a checkpoint.
+
+        Raises:
+            InvalidArgumentError: as by `quantize_params`.
+
+        Cost: that of the update and of `quantize_params`; masters move over no link.
+        """
+        masters = optax.apply_updates(masters, updates)
+        return masters, self.quantize(masters)
+
+
+def quantizing(
+    tx: optax.GradientTransformation,
+    recipe: Recipes,
+    *,
+    layer: EpLayer | TracedLayer | None = None,
+) -> Quantizing:
+    """An optimizer that quantizes the experts' weights once per step, when it has updated them.
+
+    Its state is that of tx, and gradients are the masters', by `straight_through` in the loss. What
+    takes an optimizer by its `init` and `update` takes this one; a chain goes inside.
+
+    Args:
+        tx: any optax optimizer of the masters.
+        recipe: as in `quantize_params`.
+        layer: likewise.
+
+    Returns:
+        Quantizing, whose `apply_updates` gives (masters, params8).
+
+    Raises:
+        InvalidArgumentError: a recipe that `quantize_params` refuses.
+
+    Cost: nothing by itself; a step's is that of `quantize_params`.
+
+    Source: masters in full precision beside 8-bit weights are from Micikevicius et al. 2018, "Mixed
+    Precision Training" (arXiv:1710.03740).
+
+    Examples:
+        >>> tx = ep.optax.quantizing(optax.adamw(1e-3), ep.recipes.TensorScaling())
+        >>> state, params8 = tx.init(params), tx.quantize(params)
+        >>> def loss(masters, params8, batch):
+        ...     return ep.moe(layer, batch, ep.straight_through(masters, params8))[0].sum()
+        >>> @jax.jit
+        ... def step(masters, params8, state, batch):
+        ...     grads = jax.grad(loss)(masters, params8, batch)
+        ...     updates, state = tx.update(grads, state, masters)
+        ...     return *tx.apply_updates(masters, updates), state
+        >>> masters, params8, state = step(params, params8, state, tokens)
+        >>> masters.wi.dtype.name, params8.wi.dtype.name
+        ('float32', 'float8_e4m3fn')
+    """
+    check_recipes(recipe)
+    whole = optax.with_extra_args_support(tx)
+    return Quantizing(whole.init, whole.update, recipe, layer)

@@ -1,0 +1,244 @@
+"""Experts' weights quantized once for many calls of `moe`: once per optimizer step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.block import moe_checks
+from ep_runtime_client.block.moe_checks import Recipes
+from ep_runtime_client.block.params import MoEParams
+from ep_runtime_client.block.state import keeps
+from ep_runtime_client.ops.gemm.quantized_operands import quantize_weight
+from ep_runtime_client.ops.quantize.pair import is_pair
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+
+Tree = TypeVar("Tree")
+_WEIGHTS = ("wi", "wo")
+
+
+def quantize_params(
+    params: Tree,
+    recipe: Recipes,
+    *,
+    layer: EpLayer | TracedLayer | None = None,
+    params_spec: Any = None,
+    weights_only: bool = False,
+) -> Tree:
+    """Quantizes the experts' weights in every layout that products take, in one read of each.
+
+    `moe` takes the result in the place of params, without `recipe`: what it computes are the bits
+    of `recipe` with plain arrays, and nothing of a weight is quantized again, forward or backward,
+    in a scan or under `jax.checkpoint`. Made in the differentiated function, gradients go straight
+    through to params. Made once per optimizer step outside of it, `straight_through` says where
+    they go. A checkpoint holds the params (the masters) alone.
+
+    Args:
+        params: MoEParams, or any pytree with some in it, of which everything else stays as it is.
+            wi and wo may be those of a stack of layers, [layers, E, ...] for `scan`.
+        recipe: one of `ep.recipes` for wi and wo, or a pair for (wi, wo) of which None leaves one
+            as it is. Not delayed: those scales come with each call's state.
+        layer: whose mesh and axes the sharding rules resolve against. Without it they come from
+            the layout of params; needed inside a shard_map of the user, and for exports.
+        params_spec: as in `moe`, where traced arrays in a shard_map cannot tell how they lie.
+        weights_only: nothing but quantized weights, with None for all else and no way back for
+            gradients: what is kept from step to step beside the masters, a byte per value (two on
+            GPUs, and with MXFP8) and the scales. `straight_through` puts them together again.
+
+    Returns:
+        Like params, with a QuantizedTensor for each weight that has a recipe: `data` and scales
+        lie on the mesh as the weight does, on GPUs with Hopper's kernels also `transposed`. A pair
+        (gate, up) becomes one, [E, H, 2, M].
+
+    Raises:
+        InvalidArgumentError: params without MoEParams, or quantized already; no recipe, or a
+            delayed one; sizes that the recipe cannot tile.
+
+    Cost: one read of the weights (with tensor scales two), and one write of those bytes. With
+        tensor scales one all-reduce of E amax values over the axes that split an expert's weight.
+
+    Source: as the recipe's; weights that are quantized once per optimizer step and gathered in 8
+        bits are torchao's float8 all-gather (github.com/pytorch/ao, torchao/float8).
+
+    Examples:
+        >>> params8 = ep.quantize_params(params, ep.recipes.BlockScaling())
+        >>> params8.wi.dtype.name, params8.router is params.router
+        ('float8_e4m3fn', True)
+        >>> y, aux = jax.jit(lambda x, p: ep.moe(layer, x, p))(tokens, params8)
+        >>> def loss(masters):
+        ...     params8 = ep.quantize_params(masters, ep.recipes.MXFP8())
+        ...     return ep.moe(layer, tokens, params8)[0].sum()
+        >>> jax.grad(loss)(params).wi.dtype == params.wi.dtype
+        True
+    """
+    recipes = check_recipes(recipe)
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, MoEParams):
+            return None if weights_only else x
+        return _quantized(x, recipes, layer, params_spec, weights_only)
+
+    _check_tree(params, "params")
+    made: Tree = jax.tree.map(one, params, is_leaf=_is_params)
+    return made
+
+
+def straight_through(masters: Tree, params8: Any) -> Tree:
+    """Quantized weights whose gradients go to the masters that they were made of.
+
+    For weights that are quantized outside of the differentiated function, once for all microbatches
+    of an optimizer step: `loss(masters, params8, batch)` calls the model with
+    `straight_through(masters, params8)`, and `jax.grad(loss)` is the masters' gradient, in their
+    dtypes, for any optimizer. Values of masters are not read where a weight is quantized.
+
+    Args:
+        masters: MoEParams, or a pytree with some in it.
+        params8: of `quantize_params(masters, ...)`, with or without weights_only.
+
+    Returns:
+        Like masters, with the quantized weights of params8; everything else is the masters'.
+
+    Raises:
+        InvalidArgumentError: masters and params8 do not fit each other; names the weight and both
+            shapes.
+
+    Cost: none.
+
+    Source: the straight-through estimator of Bengio et al. 2013 (arXiv:1308.3432).
+
+    Examples:
+        >>> params8 = ep.quantize_params(params, ep.recipes.TensorScaling(), weights_only=True)
+        >>> def loss(masters, batch):
+        ...     return ep.moe(layer, batch, ep.straight_through(masters, params8))[0].sum()
+        >>> grads = jax.grad(loss)(params, tokens)  # quantizes nothing but rows
+        >>> jax.tree.structure(grads) == jax.tree.structure(params)
+        True
+    """
+    _check_tree(masters, "masters")
+
+    def one(own: Any, quantized: Any) -> Any:
+        if not isinstance(own, MoEParams):
+            return own
+        if not isinstance(quantized, MoEParams):
+            raise InvalidArgumentError(
+                "params8 must have MoEParams where masters have them, got "
+                f"{type(quantized).__name__}; it is what quantize_params(masters, ...) returns",
+                argument="params8",
+            )
+        found = {
+            name: _back(name, getattr(own, name), getattr(quantized, name)) for name in _WEIGHTS
+        }
+        return dataclasses.replace(own, **found)
+
+    try:
+        made: Tree = jax.tree.map(one, masters, params8, is_leaf=_is_params)
+    except InvalidArgumentError:
+        raise
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"params8 must be what quantize_params(masters, ...) returns: {error}",
+            argument="params8",
+        ) from error
+    return made
+
+
+def _is_params(x: Any) -> bool:
+    return isinstance(x, MoEParams)
+
+
+def _check_tree(tree: Any, name: str) -> None:
+    """Raises InvalidArgumentError unless `tree` has MoEParams of plain arrays."""
+    found = [x for x in jax.tree.leaves(tree, is_leaf=_is_params) if _is_params(x)]
+    if not found:
+        raise InvalidArgumentError(
+            f"{name} must be ep.MoEParams or a pytree with some in it, got {type(tree).__name__} "
+            "with none",
+            argument=name,
+        )
+    for each in found:
+        for weight in _WEIGHTS:
+            if isinstance(getattr(each, weight), QuantizedTensor):
+                raise InvalidArgumentError(
+                    f"{name} must be masters, got {weight} that is quantized already",
+                    argument=name,
+                )
+
+
+def check_recipes(recipe: Recipes) -> tuple[Any, Any]:
+    """The recipes of (wi, wo).
+
+    Raises:
+        InvalidArgumentError: none that quantizes, or a delayed one.
+    """
+    pair = moe_checks.quantizing(recipe)
+    for each in pair:
+        if keeps(each):
+            raise InvalidArgumentError(
+                f"recipe must not be delayed, got {each}: its scales come from the state of a "
+                "call, so that weights are quantized by the call; take TensorScaling()",
+                argument="recipe",
+            )
+    if pair == (None, None):
+        raise InvalidArgumentError(
+            f"recipe must quantize wi, wo or both, got {recipe!r}", argument="recipe"
+        )
+    return pair
+
+
+def _quantized(
+    params: MoEParams,
+    recipes: tuple[Any, Any],
+    layer: EpLayer | TracedLayer | None,
+    params_spec: Any,
+    weights_only: bool,
+) -> MoEParams:
+    stack = params.wo.ndim - 3
+    specs = moe_checks.specs_of(params_spec, params, stack)
+    made: dict[str, Any] = {}
+    for name, recipe in zip(_WEIGHTS, recipes, strict=True):
+        if recipe is None:
+            continue
+        w = getattr(params, name)
+        w = _apart(w, stack) if is_pair(w) else w
+        q = quantize_weight(w, recipe, layer=layer, spec=specs[name], stack=stack)
+        made[name] = q.detached() if weights_only else q
+    if weights_only:
+        nothing: Any = dict.fromkeys(field.name for field in dataclasses.fields(params))
+        return MoEParams(**nothing | made)
+    return dataclasses.replace(params, **made)
+
+
+def _apart(w: Any, stack: int) -> Any:
+    """(gate, up) of [*stack, E, H, M] as a tuple.
+
+    Raises:
+        InvalidArgumentError: they are no such two.
+    """
+    found = [f"{x.dtype}{list(x.shape)}" for x in w]
+    if len(found) != 2 or found[0] != found[1] or w[0].ndim != stack + 3:
+        raise InvalidArgumentError(
+            f"wi (gate, up) must be two arrays [E, H, M] of one shape and dtype beside wo, got "
+            f"{' and '.join(found)}",
+            argument="params.wi",
+        )
+    return tuple(w)
+
+
+def _back(name: str, own: Any, quantized: Any) -> Any:
+    """`quantized` with its gradient going to `own`, which is what there is of other weights."""
+    if not isinstance(quantized, QuantizedTensor):
+        return own
+    shape = list(own[0].shape if is_pair(own) else own.shape)
+    if is_pair(own):
+        shape.insert(-1, 2)
+    if shape != list(quantized.shape):
+        raise InvalidArgumentError(
+            f"{name} of masters is {shape}, of params8 {list(quantized.shape)}: they are not "
+            "quantized from these masters",
+            argument="params8",
+        )
+    return dataclasses.replace(quantized, origin=tuple(own) if is_pair(own) else own)

@@ -1,0 +1,139 @@
+"""Operands that come quantized: what products read of them, and where their gradients go; and
+kernels quantized once for many products, in the layouts that those take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.ops.gemm import weight_entries
+from ep_runtime_client.ops.partitioning import regions, spread
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.ops import QuantizeKernel, transposes
+from ep_runtime_client.ops.quantize.packing import Kernel, turned_of, unpack
+from ep_runtime_client.ops.quantize.pair import Pair, of_both, paired
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.stacks import QuantizeStack
+from ep_runtime_client.ops.tracing import eager
+
+
+def origin_of(x: Kernel) -> jax.Array | Pair | None:
+    """Where the gradient of an operand goes."""
+    origin: jax.Array | Pair | None
+    origin = paired(x.origin, "rhs") if isinstance(x, QuantizedTensor) else x
+    return origin
+
+
+def settled(where: Where, x: Any, entries: Entries) -> QuantizedTensor | None:
+    """What products read of a quantized operand, typed and placed; None of a plain one."""
+    if not isinstance(x, QuantizedTensor):
+        return None
+    bare = dataclasses.replace(x, origin=None, amax=None, group_sizes=None, transposed=None)
+    read: QuantizedTensor = spread.settle(where, bare, entries)
+    turned = spread.settle(where, x.transposed, turned_of(entries))
+    return dataclasses.replace(read, transposed=turned)
+
+
+def quantize_weight(
+    w: jax.Array | tuple[jax.Array, jax.Array],
+    recipe: Recipe,
+    *,
+    layer: EpLayer | TracedLayer | None = None,
+    spec: PartitionSpec | None = None,
+    stack: int = 0,
+) -> QuantizedTensor:
+    """Kernels of experts as `grouped_gemm` with the recipe quantizes them, bit for bit.
+
+    Args:
+        w: [*stack, E, K', *N'], or (gate, up) of [*stack, E, K', M], which come out as one
+            [*stack, E, K', 2, M].
+        recipe: how; not delayed.
+        layer: as in `grouped_quantize`.
+        spec: how w, or each of a pair, lies, where that cannot be seen; as rhs_spec.
+        stack: dims in front, of a stack of layers.
+
+    Returns:
+        A QuantizedTensor with `transposed` where this process's GPU kernels take it. Gradients go
+        to w. Its leaves are tagged "ep_q_w".
+
+    Raises:
+        InvalidArgumentError: sizes that the recipe cannot tile, gate and up that lie in two ways.
+    """
+    arrays = [*w] if isinstance(w, tuple) else [w]
+    known = _known(arrays) if spec is None else entries_of(spec, arrays[0].ndim)
+    if layer is None:
+        last = None if spec is None else PartitionSpec(*tuple(spec)[stack:])
+        where = regions.of_operands(arrays, last)
+    else:
+        where = regions.of_layer(layer, arrays, known=known is not None)
+    entries = known or padded((), arrays[0].ndim)
+    if where.manual:
+        entries = (*entries[:stack], *weight_entries.with_manual_experts(where, entries[stack:]))
+    if layer is None and where.mode == "shard_map":
+        assert where.roles is not None
+        # Whatever lies on the experts' dim shards experts.
+        where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[stack]))
+    op = _op(where, recipe, arrays, stack)
+    values = [jax.lax.stop_gradient(x) for x in arrays]
+    made: QuantizedTensor = eager.run(_run, (op, entries), *values)
+    return dataclasses.replace(made, origin=w)
+
+
+def _known(arrays: list[jax.Array]) -> Entries | None:
+    """Entries of one array, or of each of two, where they are known."""
+    found = [regions.known_entries(x, x.ndim) for x in arrays]
+    if None not in found and found[0] != found[-1]:
+        raise InvalidArgumentError(
+            f"gate and up of a pair must lie alike, got {found[0]} and {found[-1]}",
+            argument="params.wi",
+        )
+    return None if None in found else found[0]
+
+
+def _op(
+    where: Where, recipe: Recipe, arrays: list[jax.Array], stack: int
+) -> QuantizeKernel | QuantizeStack:
+    shape, paired = tuple(arrays[0].shape[stack:]), len(arrays) == 2
+    shape = of_both(shape, 2) if paired else shape
+    transposed = transposes(recipe, shape)
+    kernel = QuantizeKernel(where, recipe, shape, transposed=transposed, paired=paired)
+    return QuantizeStack(kernel, stack) if stack else kernel
+
+
+def _run(
+    call: tuple[QuantizeKernel | QuantizeStack, Entries], *arrays: jax.Array
+) -> QuantizedTensor:
+    op, entries = call
+    leaves = spread.run(op, [entries] * len(arrays), *arrays)
+    # Bytes are what a checkpoint policy keeps.
+    tagged = [checkpoint_name(leaf, "ep_q_w") for leaf in leaves]
+    result = unpack(op.packing, tagged)
+    assert isinstance(result, QuantizedTensor)
+    return result
+
+
+def with_gradient(q: QuantizedTensor) -> QuantizedTensor:
+    """`q`, of which nobody takes a gradient that goes nowhere."""
+    return q if q.origin is not None else dataclasses.replace(q, data=_undifferentiated(q.data))
+
+
+@jax.custom_jvp
+def _undifferentiated(data: jax.Array) -> jax.Array:
+    return data
+
+
+@_undifferentiated.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise InvalidArgumentError(
+        "params are differentiated by 8-bit weights, which have no gradient: differentiate by the "
+        "masters, with ep.straight_through(masters, params8) in the loss",
+        argument="params",
+    )

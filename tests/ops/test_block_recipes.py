@@ -1,0 +1,125 @@
+"""Recipes in the block call: what slabs make of them, on CPU by what the call is composed of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_ways import Ways, assert_close
+
+import ep_runtime as ep
+from ep_runtime_client.ops.block import takes
+
+HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 48, 32, 4, 2, 24
+TENSOR, BLOCK = ep.recipes.TensorScaling(), ep.recipes.BlockScaling()
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[fakes.LocalGroup]:
+    fakes.require_native()
+    made = fakes.local_group(
+        {"ep": 2},
+        transport="memfd",
+        debug=True,
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        max_top_k=TOP_K,
+        max_tokens_per_rank=TOKENS,
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def layer(group: fakes.LocalGroup) -> Any:
+    return group.register_layer("moe", top_k=TOP_K)
+
+
+def graded(layer: Any, x: Any, params: Any, **options: Any) -> Any:
+    def block(x: Any, params: Any) -> Any:
+        return ep.moe(layer, x, params, apply_topk_weights_early=True, **options)[0]
+
+    y, pull = jax.vjp(block, x, params)
+    return y, pull(jnp.cos(y.astype(jnp.float32)).astype(y.dtype))
+
+
+def drawn(layer: Any, of_rows: Any = jnp.float32, **options: Any) -> tuple[Any, Any]:
+    params = ep.init_moe_params(jax.random.key(0), layer, INNER, **options)
+    x = jax.random.normal(jax.random.key(7), (2 * TOKENS, HIDDEN), of_rows)
+    return x, params
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "tensor scales": (TENSOR, jnp.bfloat16, {}, {}),
+    "a pair": (TENSOR, jnp.float32, {"separate": True}, {"keep": "nothing"}),
+    "not gated": (TENSOR, jnp.bfloat16, {"gated": False}, {"activation": "gelu"}),
+    "16-bit parameters": (
+        TENSOR,
+        jnp.bfloat16,
+        {"param_dtype": jnp.bfloat16},
+        {"keep_factor": 0.25},
+    ),
+    "scales of blocks": (BLOCK, jnp.bfloat16, {}, {}),
+    "wide gradients": (
+        ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float8_e5m2"),
+        jnp.bfloat16,
+        {"separate": True},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_slabs(layer: Any, ways: Ways, name: str) -> None:
+    recipe, dtype, of_params, options = CASES[name]
+    x, params = drawn(layer, dtype, **of_params)
+    options = {"recipe": recipe, "gated": of_params.get("gated", True), **options}
+    want, got = ways.both(lambda x, params: graded(layer, x, params, **options), x, params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    exact = jax.jit(lambda x, params: graded(layer, x, params, gated=options["gated"])[0])
+    assert not np.array_equal(got[0], exact(x, params))  # something was rounded
+
+
+@pytest.mark.parametrize("policy", [None, ("ep_plan",), ("ep_plan", "ep_q_w")], ids=str)
+def test_scans_and_checkpoints_quantize_weights_as_often_as_slabs(
+    group: fakes.LocalGroup, ways: Ways, policy: tuple[str, ...] | None
+) -> None:
+    stack = group.register_layer_stack(f"stack{policy}", 2, top_k=TOP_K)
+    x, each = drawn(stack[0])
+    params = jax.tree.map(lambda x: jnp.stack([x, 0.9 * x]), each)
+
+    def run(x: Any, params: Any) -> Any:
+        def step(x: Any, own: Any) -> Any:
+            number, params = own
+            y = ep.moe(stack[number], x, params, recipe=TENSOR, apply_topk_weights_early=True)[0]
+            return x + y, None
+
+        body = step if policy is None else jax.checkpoint(step, policy=ep.remat_policy(policy))
+
+        def loss(x: Any, params: Any) -> Any:
+            return jnp.sin(jax.lax.scan(body, x, (jnp.arange(2), params))[0]).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(x, params)
+
+    want, got = ways.both(run, x, params)
+    assert_close(got, want)
+
+
+def test_explain_says_which_recipes_the_call_takes(layer: Any, ways: Ways) -> None:
+    ways.call()
+    x, params = drawn(layer)
+
+    def told(recipe: Any) -> str:
+        run = jax.jit(lambda x, p: ep.moe(layer, x, p, recipe=recipe)[0])
+        (path,) = ep.explain(run, x, params).paths
+        return path.why or path.path
+
+    for taken in (TENSOR, BLOCK, (TENSOR, TENSOR), ep.recipes.BF16()):
+        assert told(taken) == "block call"
+    for refused in ((TENSOR, BLOCK), (TENSOR, None)):
+        assert told(refused) == takes.REASONS["recipe"]
