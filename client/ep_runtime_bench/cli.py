@@ -28,7 +28,7 @@ from ep_runtime_bench.base.options import (
     BenchReport,
 )
 from ep_runtime_bench.base.routing import ROUTINGS
-from ep_runtime_bench.base.train_cases import MODELS, REMATS
+from ep_runtime_bench.base.train_cases import MODELS, QUANTIZED, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import gpus
@@ -135,12 +135,18 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
             gpu.weights,
             f"of {', '.join(WEIGHTS)}: router weights of `moe` before wo, or in combine",
         ),
+        ("--overlap", gpu.overlap, "calls of `moe` and `train` overlap, on, off or both"),
         ("--models", gpu.models, f"of {', '.join(MODELS)}: that `train` trains"),
         ("--remat", gpu.remat, f"of {', '.join(REMATS)}: what backward of `train` finds again"),
+        (
+            "--quantized",
+            gpu.quantized,
+            f"of {', '.join(QUANTIZED)}: when 8-bit recipes of `train` quantize weights",
+        ),
         ("--routed", gpu.routings, f"of {', '.join(TRAIN_ROUTINGS)}: where tokens of `train` go"),
     ):
         said = ",".join(chosen) or "none"
-        anywhere = flag not in ("--routing", "--precision", "--board", "--also")
+        anywhere = flag not in ("--routing", "--precision", "--board", "--also", "--overlap")
         what = f"{text}; {said}" if anywhere else f"on GPUs: {text}; {said}"
         parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
     parser.add_argument(
@@ -218,6 +224,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         sms=args.sms or (0,),
         precision=args.precision,
         board=args.board,
+        overlap=args.overlap,
         also=args.also,
         cases=args.cases,
         capacity=args.capacity,
@@ -225,6 +232,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         weights=args.weights,
         models=args.models,
         remat=args.remat,
+        quantized=args.quantized,
         routings=args.routed,
         top_k=args.top_k,
         num_experts=experts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_bench import cli
 from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.moe_cases import KernelTime, Profile
 from ep_runtime_bench.base.options import BenchOptions
@@ -31,7 +33,7 @@ def order_of(subject: str, **change: Any) -> TrainOrder:
 
 # JAX's reader of profiles makes its types without modules; Python 3.12 warns, and it would abort.
 @pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
-@pytest.mark.parametrize("beside", ["fsdp", "tp"])
+@pytest.mark.parametrize("beside", ["fsdp", pytest.param("tp", marks=pytest.mark.slow)])
 def test_both_train_the_same_model(monkeypatch: pytest.MonkeyPatch, beside: str) -> None:
     monkeypatch.setattr(client, "start_jax", lambda *args: None)
     monkeypatch.setattr(model, "LEARNING_RATE", 1e-2)
@@ -86,6 +88,37 @@ def test_ours_is_measured_before_stock_with_and_without_remat() -> None:
     assert [order.label for order in found] == each * 2
     assert {order.name for order in found} == {"8-layers", "8-layers zipf"}
     assert TrainOrder.from_dict(dataclasses.asdict(found[0])) == found[0]
+
+
+def test_the_command_measures_with_overlap_and_without() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    said = parser.parse_args(["train", "--transports", "memfd", "--overlap", "on,off"])
+    found = train.orders(cli.make_options(said), "address")
+    assert [order.label for order in found] == ["memfd", "memfd overlap off"]
+
+
+def test_weights_are_quantized_once_a_step_with_8_bit_recipes_alone() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    line = ["train", "--transports", "memfd", "--recipe", "none,fp8", "--quantized", "call,step"]
+    found = train.orders(cli.make_options(parser.parse_args(line)), "address")
+    assert [order.label for order in found] == ["memfd", "memfd fp8", "memfd fp8 weights once"]
+
+
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
+def test_weights_that_are_quantized_once_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "start_jax", lambda *args: None)
+    monkeypatch.setattr(model, "LEARNING_RATE", 1e-2)
+    losses = []
+    for quantized in ("call", "step"):
+        order = order_of("xla", recipe="fp8", quantized=quantized, remat="plan")
+        found = client.measure(order, lambda stage: None, itertools.count(1.0).__next__)
+        losses.append(np.array(found.losses))
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1][0] == losses[0][0]
+    # XLA fuses what is around the block in another way, and 8 bits make steps of small changes.
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
 
 
 def test_each_row_stands_beside_stock_with_remat_alike() -> None:

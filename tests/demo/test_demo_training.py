@@ -315,6 +315,34 @@ def test_mesh_and_ep_exclude_each_other_and_mesh_says_how_many_devices() -> None
         make_config(parser.parse_args(["--mesh", "fsdp=2,ep=2", "--ep", "2"]))
 
 
+def test_the_number_of_parameters_is_what_the_model_has() -> None:
+    import jax
+
+    from ep_runtime_client.demo import model
+
+    config = DemoConfig(hidden_size=32, mlp_dim=24, num_layers=3, num_experts=8)
+    sizes = model.ModelConfig(num_layers=3, hidden_size=32, mlp_dim=24, num_experts=8)
+    specs = [LayerSpec(f"{i}", top_k=2, num_experts=8, hidden_size=32) for i in range(3)]
+    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), sizes, specs))
+    assert config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.usefixtures("gpus_found")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--hidden", "30"], "--hidden must be a multiple of the 4 heads, got 30"),
+        (["--mlp-dim", "0"], "--mlp-dim must be at least 1, got 0"),
+        (["--learning-rate", "0"], r"--learning-rate must be more than 0, got 0\.0"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(options: list[str], text: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(InvalidArgumentError, match=text):
+        make_config(parser.parse_args(options))
+
+
 def test_muon_gets_every_matrix_and_nothing_else() -> None:
     import jax
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from ep_runtime import env
 from ep_runtime_client.cli import render
-from ep_runtime_client.daemons.children import python_command
+from ep_runtime_client.daemons.command_line import python_command
 
 # What processes and bench say to each other.
 READY, COMPILED, GO = "ready", "compiled", "go"

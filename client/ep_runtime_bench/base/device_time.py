@@ -28,8 +28,9 @@ from ep_runtime_client.ops.kernels.ffi import ensure_registered
 # (token int32 [1], arrays, hold_ns) -> the token, and nanoseconds uint32 [2], low word first. The
 # token comes after the arrays are there, and whoever takes it comes after the reading and hold_ns.
 Clock = Callable[[jax.Array, Sequence[jax.Array], int], tuple[jax.Array, jax.Array]]
-# Time for the host to launch a whole chain.
+# Time for the host to launch a whole chain; NCCL's own thread launches what it does.
 HOLD_NS = 500_000
+LONG_HOLD_NS = 5_000_000
 WARMUP = 2
 # (token, operands of this device) -> results; every result must depend on the token.
 DeviceOp = Callable[[jax.Array, Any], Any]
@@ -52,13 +53,18 @@ def nothing(token: jax.Array, operands: Any) -> tuple[()]:
 
 
 def chain(
-    clock: Clock, token: Callable[[], jax.Array], gate: DeviceOp, op: DeviceOp, calls: int
+    clock: Clock,
+    token: Callable[[], jax.Array],
+    gate: DeviceOp,
+    op: DeviceOp,
+    calls: int,
+    hold_ns: int = HOLD_NS,
 ) -> Callable[[Any], jax.Array]:
     """A function of the operands of this device -> readings uint32 [1, calls + 2, 2]."""
 
     def body(operands: Any) -> jax.Array:
         after = token()
-        after, _ = clock(after, jax.tree.leaves(gate(after, operands)), HOLD_NS)
+        after, _ = clock(after, jax.tree.leaves(gate(after, operands)), hold_ns)
         after, now = clock(after, (), 0)
         readings = [now]
         for _ in range(calls + 1):

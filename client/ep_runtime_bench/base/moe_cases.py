@@ -14,6 +14,7 @@ DROPLESS = "stock dropless"
 REMAT = "remat"
 # How the experts' matmuls quantize; the first not at all: they run in the layer's dtype.
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
+EIGHT_BIT = RECIPES[2:]
 # Where the router's weights are multiplied: into the activations before wo, or in combine.
 WEIGHTS = ("early", "late")
 
@@ -71,6 +72,7 @@ class Order:
         capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
         recipe: of RECIPES.
         weights: of WEIGHTS.
+        overlap: whether exchanges run beside products, "on" or "off".
     """
 
     subject: str
@@ -84,6 +86,7 @@ class Order:
     capacity_factor: float = 0.0
     recipe: str = RECIPES[0]
     weights: str = WEIGHTS[0]
+    overlap: str = "on"
 
     @property
     def label(self) -> str:
@@ -92,6 +95,7 @@ class Order:
         said += [self.recipe] * (self.recipe != RECIPES[0])
         said += [self.weights] * (self.weights != WEIGHTS[0])
         said += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
+        said += [f"overlap {self.overlap}"] * (self.overlap != "on")
         return " ".join(said)
 
     @property

@@ -11,7 +11,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
 from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, RECIPES, WEIGHTS
 from ep_runtime_bench.base.routing import ROUTINGS
-from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, REMATS
+from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, QUANTIZED, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli.tables import Column
 
@@ -79,8 +79,10 @@ class BenchOptions:
         capacity: capacity factors of our slabs that `moe` measures; 0 is room for any routing.
         recipes: that `moe` measures, names of its RECIPES.
         weights: likewise, of its WEIGHTS.
+        overlap: of "on" and "off": whether calls of `moe` and `train` overlap, on GPUs.
         models: that `train` trains, names of its MODELS.
         remat: what its backward finds again, of REMATS.
+        quantized: when its weights are quantized, of QUANTIZED.
         routings: where its tokens go, of TRAIN_ROUTINGS.
         top_k: K.
         num_experts: E.
@@ -110,8 +112,10 @@ class BenchOptions:
     capacity: tuple[float, ...] = (0.0,)
     recipes: tuple[str, ...] = RECIPES[:1]
     weights: tuple[str, ...] = WEIGHTS[:1]
+    overlap: tuple[str, ...] = ("on",)
     models: tuple[str, ...] = tuple(MODELS)[:1]
     remat: tuple[str, ...] = REMATS[:1]
+    quantized: tuple[str, ...] = QUANTIZED[:1]
     routings: tuple[str, ...] = TRAIN_ROUTINGS[:1]
     top_k: int = 8
     num_experts: int = 64
@@ -131,8 +135,10 @@ class BenchOptions:
             ("--cases", self.cases, tuple(CASES)),
             ("--recipe", self.recipes, RECIPES),
             ("--weights", self.weights, WEIGHTS),
+            ("--overlap", self.overlap, ("on", "off")),
             ("--models", self.models, tuple(MODELS)),
             ("--remat", self.remat, REMATS),
+            ("--quantized", self.quantized, QUANTIZED),
             ("--routed", self.routings, TRAIN_ROUTINGS),
         )
         for argument, values, choices in checks:

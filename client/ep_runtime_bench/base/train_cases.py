@@ -14,6 +14,8 @@ from ep_runtime_bench.base.moe_cases import RECIPES, Case, Profile
 STOCK = "stock padded"
 # What backward finds again: everything, what `ep.remat_policy()` saves, or of our names alone.
 REMATS = ("none", "default", "plan", "rows")
+# When weights of an 8-bit recipe are quantized: in every call, or all of them once a step.
+QUANTIZED = ("call", "step")
 # Where tokens go: as the router says as it was initialised, or to experts drawn beforehand.
 ROUTINGS = ("router", "uniform", "zipf", "double")
 
@@ -87,6 +89,8 @@ class TrainOrder:
         recipe: of RECIPES.
         remat: of REMATS.
         routing: of ROUTINGS.
+        overlap: whether exchanges run beside products, "on" or "off".
+        quantized: of QUANTIZED.
     """
 
     subject: str
@@ -101,6 +105,8 @@ class TrainOrder:
     recipe: str = RECIPES[0]
     remat: str = REMATS[0]
     routing: str = ROUTINGS[0]
+    overlap: str = "on"
+    quantized: str = QUANTIZED[0]
 
     @property
     def label(self) -> str:
@@ -109,6 +115,8 @@ class TrainOrder:
         said += [self.recipe] * (self.recipe != RECIPES[0])
         said += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
         said += [f"remat {self.remat}"] * (self.remat != REMATS[0])
+        said += [f"overlap {self.overlap}"] * (self.overlap != "on")
+        said += ["weights once"] * (self.quantized != QUANTIZED[0])
         return " ".join(said)
 
     @property

@@ -25,6 +25,8 @@ class Wanted(Protocol):
     def dtype(self) -> str: ...
     @property
     def capacity_factor(self) -> float: ...
+    @property
+    def overlap(self) -> str: ...
 
 
 def create_group(wanted: Wanted, case: Case, mesh: Mesh, session: Session) -> Group:
@@ -41,6 +43,7 @@ def create_group(wanted: Wanted, case: Case, mesh: Mesh, session: Session) -> Gr
         max_token_dtype=wanted.dtype,
         capacity_factor=wanted.capacity_factor or None,
         transport=cast(Any, wanted.subject),
+        overlap=wanted.overlap == "on",
     )
 
 

@@ -101,22 +101,28 @@ def orders(options: BenchOptions, address: str) -> list[Order]:
     """What is measured, in that order."""
     known = CASES if options.on_gpus else CPU_CASES
     subjects: list[tuple[Any, ...]] = [
-        *itertools.product(options.transports, options.recipes, options.weights, options.capacity)
+        *itertools.product(
+            options.transports,
+            options.recipes,
+            options.weights,
+            options.capacity,
+            options.overlap,
+        )
     ]
     if options.stock:
         able = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
         said = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
         chosen = [said[name] for name in options.stock_layers]
-        subjects += [(name, RECIPES[0], WEIGHTS[0], 0.0) for name in able if name in chosen]
+        subjects += [(name, RECIPES[0], WEIGHTS[0], 0.0, "on") for name in able if name in chosen]
     found = []
-    for subject, recipe, weights, factor in subjects:
+    for subject, recipe, weights, factor, overlap in subjects:
         for name in options.cases:
             case = known[name]
             if options.tokens_per_rank:
                 case = dataclasses.replace(case, tokens=options.tokens_per_rank)
             platform = "gpu" if options.on_gpus else "cpu"
             how = (options.devices, platform, options.dtype, options.repeats, address)
-            found.append(Order(subject, name, case, *how, factor, recipe, weights))
+            found.append(Order(subject, name, case, *how, factor, recipe, weights, overlap))
     return found
 
 

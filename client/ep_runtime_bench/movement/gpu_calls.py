@@ -247,7 +247,9 @@ class _Case:
         calls = SLOW_CALLS if self._slow else CALLS
         for name, timed in chained.items():
             token = lambda: world_rank(call.group)  # noqa: E731
-            body = device_time.chain(bench.clock, token, self._ops["prepare"], timed, calls)
+            hold_ns = device_time.LONG_HOLD_NS if self._slow else device_time.HOLD_NS
+            gate = self._ops["prepare"]
+            body = device_time.chain(bench.clock, token, gate, timed, calls, hold_ns)
             needs = device_ops.NEEDS[name.split()[0]]
             found[f"{name} chain"] = (bench.mapped(body), tuple({*needs, "idx"}))
         steps = {*self._wanted()} if self.first else set()

@@ -72,11 +72,15 @@ class _Training:
 
     def __init__(self, order: TrainOrder, place: models.Layout, group: Group | None) -> None:
         model = order.model
+        quantize = None
         if group is None:
             block = models.stock_block(model, place)
         else:
             stack = group.register_layer_stack("blocks", model.layers, top_k=model.top_k)
-            block = models.our_block(stack, place, recipe_of(order.recipe))
+            recipe = recipe_of(order.recipe)
+            if order.quantized == "step":
+                quantize, recipe = models.quantized_once(stack, place, recipe), None
+            block = models.our_block(stack, place, recipe)
         self._params = models.make_params(model, jnp.dtype(order.dtype), place)
         optimizer = models.make_optimizer()
         lies = jax.tree.map(lambda leaf: leaf.sharding, self._params)
@@ -86,7 +90,7 @@ class _Training:
         )
         self._batches = itertools.cycle(models.batches(model, place, order.devices))
         self._experts = models.experts_of(order, place)
-        step = models.make_step(model, place, block, _again(order))
+        step = models.make_step(model, place, block, _again(order), quantize)
         jitted: Any = jax.jit(step, donate_argnums=(0, 1))
         self.program = jitted.lower(*self._next()).compile()
 

@@ -133,11 +133,27 @@ def experts_of(order: TrainOrder, place: Layout) -> jax.Array | None:
     return placed
 
 
+def _told(place: Layout) -> ep.MoEParams:
+    """How one layer's weights of the block lie."""
+    specs, whole = place.specs().layers, P()
+    router: Any = whole
+    return ep.MoEParams(router, specs.wi, specs.wo)
+
+
+def quantized_once(stack: ep.LayerStack, place: Layout, recipe: Any) -> Callable[[Layer], Layer]:
+    """Quantizes the experts of all layers; gradients go straight through."""
+
+    def quantize(layers: Layer) -> Layer:
+        params = ep.MoEParams(layers.router, layers.wi, layers.wo)
+        q = ep.quantize_params(params, recipe, layer=stack[0], params_spec=_told(place))
+        return layers._replace(wi=q.wi, wo=q.wo)
+
+    return quantize
+
+
 def our_block(stack: ep.LayerStack, place: Layout, recipe: Any) -> Block:
     """`ep.moe` of a stack's layers."""
-    specs = place.specs().layers
-    whole: Any = P()
-    told = ep.MoEParams(whole, specs.wi, specs.wo)
+    told = _told(place)
 
     def block(index: Any, x: jax.Array, layer: Layer, experts: Any) -> jax.Array:
         chosen, router, said = None, layer.router, told
@@ -207,9 +223,14 @@ def _attention(x: jax.Array, layer: Layer, model: Model, place: Layout) -> jax.A
 
 
 def make_step(
-    model: Model, place: Layout, block: Block, again: Callable[[Any], Any]
+    model: Model,
+    place: Layout,
+    block: Block,
+    again: Callable[[Any], Any],
+    quantize: Callable[[Layer], Layer] | None = None,
 ) -> Callable[..., Any]:
-    """(params, state, tokens, experts) -> (params, state, loss); `again` wraps a layer's body."""
+    """(params, state, tokens, experts) -> (params, state, loss); `again` wraps a layer's body, and
+    `quantize` all layers' weights before the first."""
     optimizer = make_optimizer()
 
     def one(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
@@ -223,7 +244,8 @@ def make_step(
         x = params.embedding[tokens[:, :-1]]
         x = lax.with_sharding_constraint(x, NamedSharding(place.mesh, P(place.rows)))
         numbers = jnp.arange(model.layers, dtype=jnp.int32)
-        x, _ = lax.scan(lambda x, given: body(x, (*given, experts)), x, (params.layers, numbers))
+        layers = params.layers if quantize is None else quantize(params.layers)
+        x, _ = lax.scan(lambda x, given: body(x, (*given, experts)), x, (layers, numbers))
         logits = (x @ params.embedding.T).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         mean: jax.Array = losses.mean()

@@ -18,12 +18,13 @@ from typing import Any
 
 from ep_runtime_bench.base import clients
 from ep_runtime_bench.base.daemon import warm_daemon
-from ep_runtime_bench.base.moe_cases import Profile
+from ep_runtime_bench.base.moe_cases import EIGHT_BIT, Profile
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.base.train_cases import (
     CPU_MODELS,
     MODELS,
+    QUANTIZED,
     ROUTINGS,
     STOCK,
     Trained,
@@ -91,21 +92,28 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
 def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
     """What is measured, in that order: of a model ours, then stock JAX."""
     known = MODELS if options.on_gpus else CPU_MODELS
-    ours = itertools.product(options.transports, options.recipes, options.capacity, options.remat)
-    subjects: list[tuple[Any, ...]] = [*ours]
+    subjects: list[tuple[Any, ...]] = [
+        *itertools.product(
+            options.transports,
+            options.recipes,
+            options.capacity,
+            options.remat,
+            options.overlap,
+            options.quantized,
+        )
+    ]
+    subjects = [each for each in subjects if each[1] in EIGHT_BIT or each[-1] == QUANTIZED[0]]
     if options.stock:
         again = dict.fromkeys("default" if remat != "none" else remat for remat in options.remat)
-        subjects += [(STOCK, options.recipes[0], 0.0, remat) for remat in again]
+        subjects += [(STOCK, "none", 0.0, remat, "on", QUANTIZED[0]) for remat in again]
     platform = "gpu" if options.on_gpus else "cpu"
     found = []
     for name, routing in itertools.product(options.models, options.routings):
         said = name if routing == ROUTINGS[0] else f"{name} {routing}"
         how = (options.devices, platform, options.dtype, options.repeats, address)
-        for subject, recipe, factor, remat in subjects:
-            plain = "none" if subject == STOCK else recipe
-            found.append(
-                TrainOrder(subject, said, known[name], *how, factor, plain, remat, routing)
-            )
+        for subject, recipe, factor, remat, overlap, quantized in subjects:
+            settings = (factor, recipe, remat, routing, overlap, quantized)
+            found.append(TrainOrder(subject, said, known[name], *how, *settings))
     return found
 
 
@@ -139,7 +147,13 @@ def make_rows(found: Found) -> list[dict[str, Any]]:
 
 def _stock_of(order: TrainOrder, remat: str) -> TrainOrder:
     return dataclasses.replace(
-        order, subject=STOCK, recipe="none", capacity_factor=0.0, remat=remat
+        order,
+        subject=STOCK,
+        recipe="none",
+        capacity_factor=0.0,
+        remat=remat,
+        overlap="on",
+        quantized=QUANTIZED[0],
     )
 
 

@@ -81,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--experts", default.num_experts, "experts of each layer"),
         ("--top-k", default.top_k, "experts per token"),
         ("--layers", default.num_layers, "blocks of attention and experts"),
+        ("--hidden", default.hidden_size, "H, values of a token between layers"),
+        ("--mlp-dim", default.mlp_dim, "M, values of a token inside an expert"),
         ("--sample", default.sample_bytes, "bytes of text to write at the end"),
         ("--seed", default.seed, "of parameters, batches and the sample"),
     ):
@@ -119,6 +121,13 @@ def _add_layout_arguments(parser: argparse.ArgumentParser, default: defaults.Dem
         choices=defaults.OPTIMIZERS,
         default=default.optimizer,
         help=f"default {default.optimizer}",
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        default=default.learning_rate,
+        metavar="RATE",
+        help=f"its peak, after a warm-up; {default.learning_rate:g}",
     )
     parser.add_argument(
         "--plot",
@@ -161,6 +170,9 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
         num_experts=args.experts,
         top_k=args.top_k,
         num_layers=args.layers,
+        hidden_size=args.hidden,
+        mlp_dim=args.mlp_dim,
+        learning_rate=args.learning_rate,
         sample_bytes=args.sample,
         seed=args.seed,
         address=args.address,

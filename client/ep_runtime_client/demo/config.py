@@ -19,6 +19,8 @@ RECIPES = ("f32", "bf16", "fp8", "fp8-block", "mxfp8")
 RULES = ("fsdp+ep", "shard-exp-on-fsdp")
 OPTIMIZERS = ("adamw", "muon")
 AXES = ("dp", "fsdp", "ep", "tp")
+HEADS = 4
+VOCAB = 256  # bytes
 DEFAULT_STEPS = 500
 # Two models share the machine, so a step of a comparison takes more than twice as long.
 DEFAULT_COMPARE_STEPS = 200
@@ -47,6 +49,9 @@ class DemoConfig:
             model's state every other step.
         batch: windows per step, over all devices.
         seq: bytes per window.
+        hidden_size: H.
+        mlp_dim: M of an expert.
+        learning_rate: the peak of the optimizer's schedule.
         seed: of parameters, batches and sampling.
         address: of a runtime; None finds or starts one.
         nodes: daemons of a cluster on this machine, between which the processes are divided.
@@ -82,11 +87,14 @@ class DemoConfig:
 
     def checked(self) -> DemoConfig:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
-        for argument in ("steps", "devices", "processes", "ep_size", "batch", "num_layers"):
+        counts = ("steps", "devices", "processes", "ep_size", "batch", "num_layers", "mlp_dim")
+        for argument in counts:
             if getattr(self, argument) < 1:
                 _refuse(argument, "at least 1", getattr(self, argument))
         if self.devices % self.processes:
             _refuse("processes", f"a divisor of devices={self.devices}", self.processes)
+        if not 0 < self.learning_rate < math.inf:
+            _refuse("learning_rate", "more than 0", self.learning_rate)
         for argument, choices in (("rules", RULES), ("optimizer", OPTIMIZERS)):
             if getattr(self, argument) not in choices:
                 _refuse(argument, f"one of {choices}", getattr(self, argument))
@@ -149,6 +157,8 @@ class DemoConfig:
             _refuse("num_experts", f"a multiple of {named}", self.num_experts)
         if not 1 <= self.top_k <= self.num_experts:
             _refuse("top_k", f"1 to num_experts={self.num_experts}", self.top_k)
+        if self.hidden_size < HEADS or self.hidden_size % HEADS:
+            _refuse("hidden_size", f"a multiple of the {HEADS} heads", self.hidden_size)
         for axis, dim, size in (("fsdp", "H", self.hidden_size), ("tp", "M", self.mlp_dim)):
             if size % axes.get(axis, 1):
                 _refuse("mesh", f"a {axis} that divides {dim}={size}", self.mesh)
@@ -165,6 +175,14 @@ class DemoConfig:
             _refuse("recipe", "different ones", self.recipe)
         if self.compare and len(self.recipes) > 1:
             _refuse("recipe", "one with --compare", self.recipe)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        h, e = self.hidden_size, self.num_experts
+        experts = 3 * e * h * self.mlp_dim
+        layer = 4 * h * h + h * e + experts + 2 * h
+        return self.num_layers * layer + 2 * VOCAB * h + h
 
     @property
     def recipes(self) -> tuple[str, ...]:

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import ep_runtime as ep
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer
+from ep_runtime_client.demo.config import HEADS, VOCAB
 from ep_runtime_client.ops.quantize.formats import recipes
-
-VOCAB = 256
 
 Params = dict[str, Any]
 
@@ -30,7 +29,7 @@ class ModelConfig:
 
     num_layers: int = 2
     hidden_size: int = 128
-    num_heads: int = 4
+    num_heads: int = HEADS
     mlp_dim: int = 256
     num_experts: int = 8
     top_k: int = 2

@@ -92,8 +92,8 @@ class Reporter:
         mesh = " x ".join(f"{axis} {size}" for axis, size in c.axes.items())
         self.say(
             f"model: {c.num_layers} MoE layers, top-{c.top_k} of {c.num_experts} experts, hidden "
-            f"{c.hidden_size}; {c.steps} steps of {c.tokens_per_step:,} bytes on {c.devices} "
-            f"{c.platform.upper()} devices as {mesh}"
+            f"{c.hidden_size}, {c.num_parameters:,} parameters; {c.steps} steps of "
+            f"{c.tokens_per_step:,} bytes on {c.devices} {c.platform.upper()} devices as {mesh}"
         )
         self.say(f"layout {c.rules}, optimizer {c.optimizer}, recipe {', '.join(c.recipes)}")
         self.say(
