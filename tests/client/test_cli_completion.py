@@ -1,8 +1,15 @@
-"""What bash completes, by the script that the command prints."""
+"""What shells complete, by the scripts that the command prints: typed in front of real ones."""
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import select
+import shutil
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,18 +24,31 @@ CASES = {
     "status --qu": "--quiet",
     "groups -o wi": "wide",
     "groups --sort-by BYT": "BYTES",
+    "load --sin": "--since",
     "serve --max-host-bytes-p": "--max-host-bytes-per-uid",
     "groups mo": "moe",
+    "top mo": "moe",
     "fence s-": "s-1",
     "describe gro": "group",
     "describe group mo": "moe",
     "describe sessions s-": "s-1",
 }
+# How each starts without a user's settings, and a key by which it tells the line and forgets it.
+SHELLS = {
+    "bash": (
+        ["bash", "--norc", "--noprofile", "-i"],
+        """bind -x '"\\C-t": echo "<<$READLINE_LINE>>"; READLINE_LINE='""",
+    ),
+    "zsh": (
+        ["zsh", "-f", "-i"],
+        """tell() { print -r -- "<<$BUFFER>>"; BUFFER=; }; zle -N tell; bindkey '^T' tell""",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script, and in front of it an `ep-runtime` that knows some names."""
+    """A folder with an `ep-runtime` that knows some names."""
     folder = tmp_path_factory.mktemp("completion")
     fake = folder / "ep-runtime"
     fake.write_text(
@@ -42,24 +62,116 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_bash_completes_commands_options_values_and_names(
+def printed(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The script for that shell, in a file."""
+    assert cli.main(["completion", shell]) == 0
+    script = folder / f"script.{shell}"
+    script.write_text(capsys.readouterr().out)
+    return script
+
+
+def environment(folder: Path) -> dict[str, str]:
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    # An empty home: nobody's settings, and room for what zsh remembers of its completion.
+    return {**os.environ, "PATH": path, "HOME": str(folder), "TERM": "xterm", "PS1": "$ "}
+
+
+class Shell:
+    """A shell in front of a terminal."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        words, self._tell = SHELLS[name]
+        self._fd, theirs = pty.openpty()
+        self._popen = subprocess.Popen(
+            words,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment(folder),
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._said = ""
+
+    def read(self, script: Path) -> None:
+        self._type(f". {script}\n{self._tell}\necho rea''dy\n")
+        self._until("ready\r")
+
+    def complete(self, typed: str) -> str:
+        """The line after a tab."""
+        self._type(f"{typed}\t\x14")
+        return self._until("<<(.*)>>")
+
+    def _type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def _until(self, wanted: str) -> str:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not (found := re.search(wanted, self._said)):
+            left_s = deadline_s - time.monotonic()
+            assert left_s > 0, f"no {wanted} in {self._said!r}"
+            if select.select([self._fd], [], [], left_s)[0]:
+                self._said += os.read(self._fd, 65536).decode(errors="replace")
+        self._said = self._said[found.end() :]
+        return found[found.re.groups]
+
+    def close(self) -> None:
+        self._popen.kill()
+        self._popen.wait(TIMEOUT_S)
+        os.close(self._fd)
+
+
+@pytest.fixture(params=SHELLS)
+def shell(
+    request: pytest.FixtureRequest, program: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Shell]:
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    running = Shell(request.param, program)
+    try:
+        running.read(printed(request.param, program, capsys))
+        yield running
+    finally:
+        running.close()
+
+
+def test_a_shell_completes_commands_options_values_and_names(shell: Shell) -> None:
+    for typed, last in CASES.items():
+        *before, _ = typed.split()
+        wanted = " ".join(["ep-runtime", *before, last])
+        assert shell.complete(f"ep-runtime {typed}").rstrip() == wanted
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes_them_too(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"source {printed('fish', program, capsys)}"]
+    lines += [f"complete -C 'ep-runtime {typed}' | head -n 1; echo" for typed in CASES]
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment(program),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = [text.partition("\t")[0].strip() for text in done.stdout.split("\n\n")]
+    assert dict(zip(CASES, found, strict=False)) == CASES
+
+
+def test_the_bash_script_bears_strict_shells(
     program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["completion", "bash"]) == 0
-    lines = ["set -u", capsys.readouterr().out, f"PATH={program}:$PATH"]
-    for typed in CASES:
-        count = len(typed.split())
-        lines.append(f"COMP_WORDS=(ep-runtime {typed}); COMP_CWORD={count}; COMPREPLY=()")
-        lines.append('_ep_runtime; echo "${COMPREPLY[*]}"')
+    """`set -u`, and a word that nothing completes."""
+    lines = ["set -u", f". {printed('bash', program, capsys)}", f"PATH={program}:$PATH"]
+    lines += [
+        "COMP_WORDS=(ep-runtime nothing x); COMP_CWORD=2",
+        "_ep_runtime; echo ${#COMPREPLY[@]}",
+    ]
     done = subprocess.run(
         ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=TIMEOUT_S
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    found = done.stdout.splitlines()
-    assert dict(zip(CASES, found, strict=True)) == CASES
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-def test_zsh_reads_the_script_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["completion", "zsh"]) == 0
-    assert capsys.readouterr().out.startswith("autoload -U +X compinit bashcompinit")
+def test_other_shells_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", "tcsh"]) == cli.USAGE

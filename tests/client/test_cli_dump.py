@@ -87,7 +87,7 @@ def test_a_real_daemons_archive_has_every_part(
         assert cli.main(["dump", str(path), "--address", address]) == cli.OK
     assert os.stat(path).st_mode & 0o777 == 0o600
     parts = parts_of(path)
-    lists = {"buffers", "events", "groups", "handles", "layers", "ranks", "sessions"}
+    lists = {"buffers", "events", "groups", "handles", "layers", "ranks", "sessions", "tallies"}
     assert set(parts) == {"", "about", "status", "journal", "machine", *lists}
     assert parts["journal"]["facts"]["session"] == 1
     assert parts["journal"]["files"]["node.key"]["bytes"] == len(PEM)

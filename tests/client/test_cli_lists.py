@@ -11,8 +11,8 @@ import pytest
 
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_client import cli
-from ep_runtime_client.cli.commands import events
-from ep_runtime_client.cli.daemon import choosing, source, watching
+from ep_runtime_client.cli.commands import describe
+from ep_runtime_client.cli.daemon import choosing, reading, source, watching
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 DEAD = "s-ba9876543210"
@@ -71,6 +71,28 @@ def test_rows_are_sorted_as_people_count(sort_by: str | None, order: list[int]) 
 def test_rows_are_chosen_by_label_or_field(labels: list[str], left: list[int]) -> None:
     found = choosing.filtered(ROWS, choosing.conditions(labels), COLUMNS)
     assert [row["name"] for row in found] == [f"layer{number}" for number in left]
+
+
+def test_a_group_of_several_nodes_is_described_once() -> None:
+    def row(node: str, epoch: int) -> dict[str, Any]:
+        owner = {"uid": 0, "job": "j", "name": "g", "epoch": epoch, "node": node}
+        members = [
+            {"world_rank": rank, "node": of, "state": "IDLE" if of == node else None}
+            for rank, of in enumerate("ab")
+        ]
+        events = [{"time": f"{number}{node}"} for number in range(8)]
+        late = [{"world_rank": 1}] if node == "a" else []
+        return {**owner, "total_bytes": 5, "members": members, "events": events, "late_ranks": late}
+
+    (one,) = describe._together([row("a", 2), row("b", 2)])
+    assert (one["node"], one["total_bytes"], len(one["late_ranks"])) == (["a", "b"], 10, 1)
+    assert [member["state"] for member in one["members"]] == ["IDLE", "IDLE"]
+    assert len(one["events"]) == describe.MOST_EVENTS
+    assert [(event["time"], event["node"]) for event in one["events"]][-2:] == [
+        ("7a", "a"),
+        ("7b", "b"),
+    ]
+    assert len(describe._together([row("a", 0), row("b", 0)])) == 2  # each node's own
 
 
 @pytest.mark.parametrize(
@@ -143,7 +165,7 @@ def test_events_are_chosen_by_kind_and_age(ask: Any, monkeypatch: pytest.MonkeyP
     ("text", "seconds"), [("90s", 90), ("10m", 600), ("1h30m", 5400), ("2d", 172800), ("7", 7)]
 )
 def test_spans_of_time(text: str, seconds: float) -> None:
-    assert events.span(text) == seconds
+    assert reading.span(text) == seconds
 
 
 def test_changes_are_what_is_new_other_or_gone() -> None:

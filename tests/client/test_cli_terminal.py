@@ -16,9 +16,10 @@ from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.movement import gpu_movement
 from ep_runtime_client import cli
 from ep_runtime_client.cli import tables
-from ep_runtime_client.cli.commands import describe, doctor, events, status
+from ep_runtime_client.cli.commands import describe, doctor, events, load, skew, status
 from ep_runtime_client.cli.daemon import describing, nodes, source
 from ep_runtime_client.cli.machine import gpus, nvml
+from ep_runtime_client.cli.ranks import rows
 
 WIDTHS = (80, 120, 200)
 
@@ -48,6 +49,17 @@ SHOWN = {
     "describe buffer b-1234": ("b-1234", fixed.GPU, "QUARANTINED", "12.0 GiB"),
     f"describe node {NODE}": (NODE, "JOINED", "SERVING"),
     f"groups --node {NODE} {fixed.GROUP}": (fixed.GROUP, "READY", "members:", "768.0 GiB"),
+    "top --samples 1 --interval 0.01": (fixed.GROUP, NODE, "<<<", "SLOW: rank 3"),
+    "top --samples 2 --interval 0.01 -o wide": (NODE, "<<<", "WAITING", fixed.LAYER, "4003"),
+    f"load --node {NODE}": (fixed.GROUP, fixed.LAYER, "MAX/MEAN", "▄"),
+    "load -o wide --interval 0.01 --samples 2": (fixed.LAYER, "256", "MAX/MEAN by interval"),
+    "load --since 1h": (fixed.GROUP, fixed.LAYER, "in the last 1h0m", "▄"),
+    "load --since 1h --samples 12": ("in the last 1h0m", "JAIN by interval"),
+    "skew --since 90s --samples 2": ("in 45.0s that ended 45.0s ago", "SLOW: rank 3"),
+    "top --since 10m -o wide": (NODE, "<<<", "in the last 10m0s"),
+    "skew --interval 0.01": (fixed.GROUP, "SLOW: rank 3", "COMBINE_BWD", "all ops: share"),
+    "skew --interval 0.01 --op dispatch": ("DISPATCH", "ms a call"),
+    "skew --interval 0.01 -o wide": ("DISPATCH", "COMBINE_BWD", "ms a call"),
     "doctor": ("native library", "FAIL", "gpu memory", "open files", "WARN"),
     "version": ("client", "daemon", "0.1.0"),
     "--help": ("usage: ep-runtime COMMAND", "groups", "sessions"),
@@ -61,9 +73,12 @@ TABLES = {
     "events": (events.COLUMNS,),
     "doctor": (doctor._COLUMNS,),
     "describe": (describing.RANKS,),
+    "top": (rows.RANKS, rows.LAYERS),
+    "load": (load.COLUMNS,),
+    "skew": (skew.COLUMNS,),
     **{view.kind: (view.columns,) for view in describe.VIEWS.values()},
 }
-CODES = {"status": cli.LATE, "doctor": cli.PARTIAL}
+CODES = {"status": cli.LATE, "skew": cli.LATE, "doctor": cli.PARTIAL}
 FINDINGS = [
     doctor.Finding("native library", "FAIL", "libep_runtime_cpu.so: " * 9, "install it again"),
     doctor.Finding("open files", "WARN", "256 of 4096", "ulimit -n 1024 or more, " * 9),
@@ -142,6 +157,15 @@ def test_help_fits_and_explains_every_column(
     for column in [column for columns in TABLES.get(name, ()) for column in columns]:
         assert column.about, f"{name}: {column.title}"
         assert any(line.startswith(f"  {column.title} ") for line in lines), column.title
+
+
+@pytest.mark.parametrize("words", ["describe gruop x", "groups --outputt json", "load -o x"])
+def test_wrong_usage_fits(
+    words: str, terminal: int, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(words.split(), monkeypatch) == cli.USAGE
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if len(line) > terminal] == []
 
 
 def test_titles_are_short() -> None:

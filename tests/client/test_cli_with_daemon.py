@@ -37,7 +37,7 @@ _KEYS = {
     "max_tokens_per_rank "
     "recv_capacity_per_rank max_top_k max_token_dtype alignment lanes on_overflow "
     "combine_precision transport partitioning op_timeout_s retain_s num_sms node_size workspace "
-    "members",
+    "overlap members",
     "layers": "name group job uid generation top_k alignment in_flight num_experts hidden_size "
     "num_layers base_id handle_base",
     "handles": "layer handle index group job uid generation pids state last_op epoch lane calls "

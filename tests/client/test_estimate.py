@@ -74,7 +74,24 @@ def test_estimate_of_block_calls_is_of_the_workspace() -> None:
     assert plain.kept_bytes_per_layer < found.kept_bytes_per_layer / 4
 
 
-@pytest.mark.parametrize("said", [{}, {"mlp_dim": 128, "transport": "xla"}])
+def test_estimate_of_recipes_is_of_their_workspace() -> None:
+    spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **_ARGUMENTS)
+    recipes: dict[workspace.Scaling, Any] = {
+        "tensor": ep.recipes.TensorScaling(),
+        "block": (ep.recipes.BlockScaling(), ep.recipes.BlockScaling()),
+        "none": ep.recipes.BF16(),
+    }
+    for scaling, recipe in recipes.items():
+        block = workspace.of_block(estimate.block_sizes(spec, 128, gated=True, scaling=scaling))
+        found = ep.estimate_memory("g", _MESH, mlp_dim=128, recipe=recipe, **_ARGUMENTS)
+        largest = max(block.forward_bytes, block.backward_bytes)
+        assert found.workspace_bytes_per_device == largest
+
+
+_MX = {"mlp_dim": 128, "recipe": ep.recipes.MXFP8()}
+
+
+@pytest.mark.parametrize("said", [{}, {"mlp_dim": 128, "transport": "xla"}, _MX])
 def test_no_workspace_where_there_are_no_block_calls(said: dict[str, Any]) -> None:
     found = ep.estimate_memory("g", _MESH, **said, **_ARGUMENTS)
     assert (found.workspace_bytes_per_device, found.kept_bytes_per_layer) == (None, None)
@@ -108,6 +125,26 @@ def test_the_report_warns_above_a_tenth_of_the_memory(
     assert [line.levelname for line in lines[1:]] == (["WARNING"] if warned else [])
     if warned:
         words = "fewer max_tokens_per_rank or lanes make the one smaller, capacity_factor the other"
+        assert lines[1].getMessage().endswith(words)
+
+
+@pytest.mark.parametrize(("memory", "warned"), [(30 << 20, False), (1 << 20, True)])
+def test_where_block_calls_run_the_report_warns_of_windows_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, memory: int, warned: bool
+) -> None:
+    arguments = {**_ARGUMENTS, "transport": "nvlink", "max_tokens_per_rank": 2048}
+    spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **arguments)
+    sizes = estimate.of_spec(spec)
+    used = sizes.staging_bytes_per_rank, sizes.dispatched_bytes_per_layer
+    assert used[0] < 0.1 * (30 << 20) < sum(used)  # a slab is not counted
+    monkeypatch.setattr(estimate, "device_memory_bytes", lambda device, count: memory)
+    with caplog.at_level(logging.INFO, "ep_runtime"):
+        estimate.report(spec, None, 8)
+    lines = [record for record in caplog.records if record.name == "ep_runtime"]
+    assert "per layer and rank where ep.moe is no block call" in lines[0].getMessage()
+    assert [line.levelname for line in lines[1:]] == (["WARNING"] if warned else [])
+    if warned:
+        words = "fewer max_tokens_per_rank or lanes make it smaller"
         assert lines[1].getMessage().endswith(words)
 
 

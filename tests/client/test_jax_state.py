@@ -7,6 +7,7 @@ import sys
 import threading
 from typing import Any
 
+import doc_pages
 import fakes
 import jax
 import numpy as np
@@ -75,13 +76,15 @@ def test_connect_warns_where_the_backend_started_with_too_few() -> None:
         pytest.skip("jaxlib 0.12 has a pool of its own")
     program = (
         "import jax, logging, sys\n"
-        "logging.basicConfig(stream=sys.stdout, level=logging.WARNING)\n"
+        "logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format='%(message)s')\n"
         "jax.config.update('jax_num_cpu_devices', 4)\n"
         "jax.devices()\n"
         "import ep_runtime as ep\n"
         "ep.connect('none'); ep.connect('none')\n"
     )
-    assert _run(program, PJRT_NPROC="4").count("with 4 threads for 4 devices") == 1
+    lines = _run(program, PJRT_NPROC="4").splitlines()
+    (warning,) = [line for line in lines if "with 4 threads for 4 devices" in line]
+    doc_pages.check_said("late connect", warning)
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])

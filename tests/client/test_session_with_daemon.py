@@ -207,6 +207,19 @@ def test_the_memory_limit_names_asked_free_and_limit(directory: Path, mesh: Any)
         assert daemon.stop() == 0
 
 
+def test_check_tells_an_overflow_once(session: ep.Session, mesh: Any) -> None:
+    wide = {"max_token_dtype": "float32", "on_overflow": "error"}
+    group = session.create_group("g", mesh, **_ARGUMENTS, **wide)
+    layer = group.register_layer("moe", top_k=1)
+    spread = np.tile(np.arange(8, dtype=np.int32), 8)[:, None]
+    step = jax.jit(lambda x, idx: ep.dispatch(layer, x, idx, capacity=16).tokens)
+    x = np.ones((64, 16), np.float32)
+    for _ in range(2):
+        with pytest.raises(ep.CapacityOverflowError):
+            group.check(step(x, 0 * spread))
+        group.check(step(x, spread))
+
+
 def test_reclaim_makes_the_old_layer_stale(
     session: ep.Session, mesh: Any, admin: source.Source
 ) -> None:

@@ -41,6 +41,7 @@ _SETTINGS: dict[str, Any] = {
     "retain_s": 5.0,
     "num_sms": 24,
     "workspace": 2.0,
+    "overlap": False,
 }
 
 
@@ -94,6 +95,7 @@ def test_the_same_spec_again_is_the_same_group(session: ep.Session, mesh: Any) -
         ({"op_timeout_s": 5}, "op_timeout_s", 600.0, 5.0),
         ({"workspace": 1.5}, "workspace", "auto", 1.5),
         ({"workspace": 1 << 30}, "workspace", "auto", 1 << 30),
+        ({"overlap": False}, "overlap", True, False),
     ],
 )
 def test_another_spec_names_the_field_and_both_values(

@@ -15,7 +15,7 @@ PACKAGES = ("ep_runtime", "ep_runtime_server", "ep_runtime_client", "ep_runtime_
 # Flax has two frontends, and users know the block of either by this name.
 TWICE = {"MoEBlock"}
 # What Flax, gRPC, JAX and `logging` call.
-OF_FRAMEWORKS = {"_same_tangent", "emit", "intercept_service", "setup"}
+OF_FRAMEWORKS = {"_same_tangent", "emit", "intercept_service", "set_view", "setup"}
 # Methods of public classes.
 OF_USERS = {"from_hf", "from_separate", "to_hf"}
 # What tests compare with, and how they see that an op reads no stale memory.

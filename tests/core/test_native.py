@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ep_runtime import board, board_abi, native
+from ep_runtime import board, board_abi, native, native_abi
 from ep_runtime.errors import (
     InvalidArgumentError,
     RuntimeUnavailableError,
@@ -15,17 +15,6 @@ from ep_runtime.errors import (
     VersionSkewError,
 )
 from ep_runtime.specs import GroupSpec, make_group_spec
-
-_STRUCTS = {
-    "BoardHeader": board_abi.BoardHeaderStruct,
-    "RankRecord": board_abi.RankRecordStruct,
-    "HandleRecord": board_abi.HandleRecordStruct,
-    "DeviceRows": board_abi.DeviceRowsStruct,
-    "FailureRecord": board_abi.FailureRecordStruct,
-    "Control": board_abi.ControlStruct,
-    "Lane": board_abi.LaneStruct,
-    "MeetingSlot": board_abi.MeetingSlotStruct,
-}
 
 
 def spec_of(**changes) -> GroupSpec:
@@ -65,14 +54,56 @@ def files():
         os.close(fd)
 
 
-def test_board_structs_agree_with_the_library():
-    layout = native.library().board_layout()
-    for name, value in layout.items():
-        struct, _, field = name.partition(".")
-        kind = _STRUCTS[struct]
-        mine = getattr(kind, field).offset if field else ctypes.sizeof(kind)
-        assert (name, mine) == (name, value)
-    assert len(layout) > 50
+STRUCTS = {**native_abi.STRUCTS, **board_abi.STRUCTS}
+
+
+def changed(struct: type[ctypes.Structure], fields: list[tuple]) -> type[ctypes.Structure]:
+    return type(struct.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_a_struct_that_differs_in_any_field_is_refused_by_its_name(name):
+    library, fields = native.library(), STRUCTS[name]._fields_
+    for i in range(len(fields)):
+        following = (i + 1) % len(fields)
+        swapped = list(fields)
+        swapped[i], swapped[following] = swapped[following], swapped[i]
+        renamed = [*fields[:i], ("other", *fields[i][1:]), *fields[i + 1 :]]
+        without = [*fields[:i], *fields[i + 1 :]]
+        for theirs in (swapped, renamed, without):
+            if [field[0] for field in theirs] == [field[0] for field in fields]:
+                continue  # one field alone
+            with pytest.raises(VersionSkewError, match=rf"{name}[.\w]* is .* there and .* here"):
+                library.check_structs({**STRUCTS, name: changed(STRUCTS[name], theirs)})
+
+
+def test_a_struct_and_a_function_of_other_kinds_are_refused():
+    library = native.library()
+    layer = [
+        (n, ctypes.c_uint64 if n == "top_k" else k) for n, k in native_abi.LayerStruct._fields_
+    ]
+    with pytest.raises(
+        VersionSkewError, match=r"EpLayer\.top_k is 24 8 i64 there and 24 8 u64 here"
+    ):
+        library.check_structs({**STRUCTS, "EpLayer": changed(native_abi.LayerStruct, layer)})
+    one_less = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+    table = [(n, one_less if n == "close_group" else k) for n, k in native_abi.TableStruct._fields_]
+    with pytest.raises(
+        VersionSkewError, match=r"close_group is .* v\(i64,i64\) there .* v\(i64\) h"
+    ):
+        library.check_structs({**STRUCTS, "EpTable": changed(native_abi.TableStruct, table)})
+
+
+def test_a_struct_or_constant_that_one_side_lacks_is_refused(monkeypatch):
+    library = native.library()
+    library.check_structs(STRUCTS)
+    with pytest.raises(VersionSkewError, match="EpLayer is 56 there and missing here"):
+        library.check_structs({k: v for k, v in STRUCTS.items() if k != "EpLayer"})
+    with pytest.raises(VersionSkewError, match="More is missing there and 16 here"):
+        library.check_structs({**STRUCTS, "More": native_abi.TextStruct})
+    monkeypatch.setitem(board_abi.CONSTANTS, "kBoardVersion", board_abi.VERSION + 1)
+    with pytest.raises(VersionSkewError, match=r"kBoardVersion is \d+ there and \d+ here; build"):
+        native.NativeLibrary()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import re
 
 import pytest
 
-from ep_runtime import board, native
-from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, RuntimeUnavailableError
+from ep_runtime import board, native, nccl
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    RuntimeUnavailableError,
+    VersionSkewError,
+)
 from ep_runtime.specs import GroupSpec, make_group_spec
 
 needs_library = pytest.mark.skipif(
@@ -64,8 +70,17 @@ def test_both_libraries_serve_the_same_ops_and_cuda_more_under_versioned_names()
 
 
 @needs_library
-def test_both_libraries_share_one_board() -> None:
-    assert native.library("cuda").board_layout() == native.library("cpu").board_layout()
+def test_structs_of_nccl_are_compared_as_those_of_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nccl.library()
+    fields = nccl._OptionsStruct._fields_
+    swapped = type("Swapped", (ctypes.Structure,), {"_fields_": [*fields[1::-1], *fields[2:]]})
+    monkeypatch.setitem(nccl._STRUCTS, "EpNcclOptions", swapped)
+    with pytest.raises(
+        VersionSkewError, match=r"EpNcclOptions\.name is 8 8 p there and 0 8 p here"
+    ):
+        nccl.NcclLibrary(native.library_path("cuda"))
 
 
 @needs_library

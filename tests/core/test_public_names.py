@@ -24,8 +24,8 @@ def _stub_names() -> set[str]:
 
 
 def test_the_stub_lists_the_public_names() -> None:
-    # Flax is an optional extra, so `import *` leaves its two submodules out.
-    assert _stub_names() == {*ep_runtime.__all__, "linen", "nnx"}
+    # Flax and optax are optional extras, so `import *` leaves what needs them out.
+    assert _stub_names() == {*ep_runtime.__all__, "linen", "nnx", "optax"}
 
 
 def test_importing_loads_neither_jax_nor_native_nor_grpc() -> None:

@@ -36,6 +36,12 @@ def block(layer: ep.EpLayer, stack: ep.LayerStack, x: jax.Array, params: ep.MoEP
     ep.moe(layer, x, params, capasity=4)  # E "capasity"
     ep.moe(layer, x, params, capacity="4")  # E No overload variant
     ep.moe("layer", x, params)  # E No overload variant
+    state = ep.init_moe_state(layer, ep.recipes.TensorScaling(delayed=True))
+    y, aux, state = ep.moe(layer, x, params, state=state)
+    y, aux, stats, state = ep.moe(layer, x, params, state=state, return_stats=True)
+    y, aux = ep.moe(layer, x, params, state=state)  # E more than 2 values|Too many values
+    assert state.wi is not None
+    state.wi.x.no_such_method  # E "Array" has no attribute
     return y + aux
 
 def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -80,7 +86,7 @@ def test_dir_shows_the_public_names_alone() -> None:
     found = subprocess.run(
         [sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == sorted([*ep.__all__, "linen", "nnx"])
+    assert found.stdout.split() == sorted([*ep.__all__, "linen", "nnx", "optax"])
 
 
 def test_the_options_that_checkers_know_are_those_of_moe() -> None:

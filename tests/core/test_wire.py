@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import grpc
@@ -47,6 +48,7 @@ class FakeRpcError(grpc.RpcError):
         {"op_timeout_s": 0.1, "retain_s": 0.0},
         {"retain_s": 59.9999999999},
         {"num_sms": 24},
+        {"overlap": False},
         {"node_size": 2},
         {"workspace": 2.0},
         {"workspace": 1 << 53 | 1},
@@ -70,6 +72,12 @@ def test_a_spec_of_before_the_workspace_reads_as_auto():
     message.workspace.bytes = -5
     with pytest.raises(errors.InvalidArgumentError, match="workspace must be .* got -5"):
         wire.group_spec_from_proto(message)
+
+
+def test_a_spec_of_before_the_overlap_reads_as_on():
+    message = wire.group_spec_to_proto(make_spec(overlap=False))
+    message.ClearField("overlap")
+    assert wire.group_spec_from_proto(message) == make_spec(overlap=True)
 
 
 @pytest.mark.parametrize("setting", ["auto", 1.5, 1 << 30])
@@ -104,6 +112,67 @@ def test_layers_and_stacks_come_back_equal(alignment):
     assert wire.stack_spec_from_proto(wire.stack_spec_to_proto(stack)) == stack
     assert wire.registered_from_proto(wire.registered_to_proto(registered)) == registered
     assert registered.num_handles == 14
+
+
+# Where another number will not do.
+OTHERS = {
+    "name": "other",
+    "mesh_axes": (("pp", 3), ("ep", 4), ("dp", 2)),
+    "ep_axis": ("dp", "ep"),
+    "outer_axes": ("pp",),
+    "num_experts": 16,
+    "max_token_dtype": "float8_e5m2",
+    "on_overflow": "error",
+    "combine_precision": "exact",
+    "transport": "nccl",
+    "partitioning": "rule",
+    "node_size": 2,
+    "workspace": 1.5,
+    "spec": layer_specs.LayerSpec("b", 3, 16, 4, 12, 80),
+}
+LAYER = layer_specs.LayerSpec("a", top_k=2, alignment=8, num_experts=4, hidden_size=16)
+
+
+def with_other_values(spec):
+    """Every field differs from the spec's."""
+
+    def other(name, value):
+        if name in OTHERS:
+            return OTHERS[name]
+        assert isinstance(value, int | float), f"give {name} a value in OTHERS"
+        return not value if isinstance(value, bool) else value + 3
+
+    fields = dataclasses.fields(spec)
+    return type(spec)(**{f.name: other(f.name, getattr(spec, f.name)) for f in fields})
+
+
+@pytest.mark.parametrize(
+    ("spec", "to_proto", "from_proto"),
+    [
+        (make_spec(), wire.group_spec_to_proto, wire.group_spec_from_proto),
+        (LAYER, wire.layer_spec_to_proto, wire.layer_spec_from_proto),
+        (wire.LayerStackSpec(LAYER, 7), wire.stack_spec_to_proto, wire.stack_spec_from_proto),
+        (
+            wire.RegisteredLayer(LAYER, 7, (1 << 62) + 1, 5),
+            wire.registered_to_proto,
+            wire.registered_from_proto,
+        ),
+    ],
+    ids=["group", "layer", "stack", "registered"],
+)
+def test_no_field_of_a_spec_is_lost_on_the_wire(spec, to_proto, from_proto):
+    other = with_other_values(spec)
+    for sent in (spec, other):
+        message = to_proto(sent)
+        back = from_proto(type(message).FromString(message.SerializeToString()))
+        for field in dataclasses.fields(spec):
+            assert (field.name, getattr(back, field.name)) == (
+                field.name,
+                getattr(sent, field.name),
+            )
+            assert getattr(spec, field.name) != getattr(other, field.name)
+    full = to_proto(other)  # each travels by itself, none is made of another
+    assert {field.name for field, _ in full.ListFields()} == {*full.DESCRIPTOR.fields_by_name}
 
 
 ERROR_CLASSES = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import re
 import shlex
 import subprocess
@@ -17,7 +16,6 @@ import doc_pages
 import pytest
 import run_examples
 import run_page
-from daemon_fixtures import package_path
 
 from ep_runtime_client import cli
 from ep_runtime_client.demo.cli import make_config
@@ -42,11 +40,11 @@ def page_name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", pages("python"), ids=page_name)
-def test_the_python_of_a_page_runs(page: Path) -> None:
+def test_the_python_of_a_page_runs(page: Path, environment: dict[str, str]) -> None:
     # A process of its own, as a reader's: connect() comes before JAX starts its backends.
     done = subprocess.run(
         [sys.executable, "-W", "error", str(doc_pages.ROOT / "tests/run_page.py"), str(page)],
-        env={**os.environ, **run_page.CHEAP},
+        env={**environment, **run_page.CHEAP},
         capture_output=True,
         text=True,
         timeout=PAGE_TIMEOUT_S,
@@ -56,19 +54,11 @@ def test_the_python_of_a_page_runs(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages("bash"), ids=page_name)
-def test_the_shell_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    program = tmp_path / "bin/ep-runtime"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ep_runtime_client.cli "$@"\n')
-    program.chmod(0o755)
+def test_the_shell_of_a_page_runs(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join([ENDS_ITS_JOBS, *shell_lines(page)])],
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{program.parent}:{os.environ['PATH']}",
-            "PYTHONPATH": package_path(),
-        },
+        env=environment,
         capture_output=True,
         text=True,
         timeout=PAGE_TIMEOUT_S,
@@ -125,6 +115,18 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
+def spoken() -> list[tuple[str, list[str]]]:
+    """The same of commands inside sentences and tables, but for those with words to fill in."""
+    found = []
+    for page in doc_pages.PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for code in re.findall(r"`ep-runtime ([^`]+)`", text):
+            words = shlex.split(code)
+            if words[0] != "COMMAND" and not re.search(r"\.\.\.|\||\*", code):
+                found.append((f"{page.name}: {code!r}", words))
+    return found
+
+
 def parser_of(command: str, place: str) -> argparse.ArgumentParser:
     if command == "serve":  # whose options are the daemon's
         return build_parser()
@@ -141,6 +143,15 @@ def test_options_of_our_commands_exist() -> None:
             make_config(args)
         checked += 1
     assert checked > 20
+
+
+def test_commands_in_sentences_exist() -> None:
+    found = spoken()
+    assert len(found) > 20
+    for place, (command, *words) in found:
+        known = re.findall(r"--?[\w-]+", parser_of(command, place).format_help())
+        options = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert options <= set(known), place
 
 
 def test_scripts_that_pages_name_exist() -> None:

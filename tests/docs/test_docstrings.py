@@ -21,6 +21,7 @@ from run_page import CHEAP
 
 import ep_runtime as ep
 from ep_runtime_client.block import linen, nnx
+from ep_runtime_client.block import optax as ep_optax
 
 EXAMPLES_TIMEOUT_S = 240.0
 REFERENCE = doc_pages.ROOT / "docs/reference"
@@ -33,6 +34,7 @@ NEVER_RAISE = {
     "update_expert_bias",
     "nnx.MoEBlock.update_expert_bias",
     "linen.MoEBlock.update_expert_bias",
+    "nnx.MoEBlock.set_view",
     "recipes.Recipe.data_dtype",
     "recipes.BF16.data_dtype",
     "GroupSpec.difference",
@@ -48,6 +50,7 @@ COSTS_NOTHING = {
     "sharding.Rules.on",
     "sharding.Rules.shardings",
     "sharding.Rules.spec",
+    "nnx.MoEBlock.set_view",
     "recipes.Recipe.data_dtype",
     "recipes.BF16.data_dtype",
     "recipes.Recipe.init_state",
@@ -61,6 +64,7 @@ SOURCED = {
     *("grouped_quantize", "init_moe_params", "moe", "permute", "prepare", "recv_capacity"),
     *("remat_policy", "route", "sort_chunks", "unpermute", "update_expert_bias"),
     *("Session.create_group", "sharding.rules", "nnx.MoEBlock", "linen.MoEBlock"),
+    *("quantize_params", "straight_through", "optax.quantizing"),
     *("recipes.TensorScaling", "recipes.BlockScaling", "recipes.MXFP8"),
 }
 
@@ -141,7 +145,8 @@ def of_value(name: str, value: Any) -> Iterator[Public]:
 def public() -> list[Public]:
     names = [name for name in ep.__all__ if name != "__version__"]
     found = [item for name in names for item in of_value(name, getattr(ep, name))]
-    return [*found, *of_value("nnx", nnx), *of_value("linen", linen)]
+    modules = {"nnx": nnx, "linen": linen, "optax": ep_optax}
+    return [*found, *(item for each in modules.items() for item in of_value(*each))]
 
 
 PUBLIC = public()
@@ -232,7 +237,7 @@ def test_whom_users_meet_first_have_examples_that_run() -> None:
 def test_the_reference_has_every_name() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     shown = re.findall(r"^::: ep_runtime\.(\w+)$", text, re.MULTILINE)
-    assert sorted(shown) == sorted({*ep.__all__, "linen", "nnx"} - {"__version__"})
+    assert sorted(shown) == sorted({*ep.__all__, "linen", "nnx", "optax"} - {"__version__"})
     members = {
         name for names in re.findall(r"members: \[(.*)\]", text) for name in names.split(", ")
     }

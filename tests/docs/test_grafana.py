@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import doc_pages
 import promql
 import pytest
 import yaml
+from grafana_files import DASHBOARD, FOLDER, PANELS, RULES, VARIABLES, expressions
 from prometheus_client import ProcessCollector
 
-from ep_runtime_server.metrics.catalogue import METRICS
-
-FOLDER = doc_pages.ROOT / "docs/deploy/grafana"
-DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
-RULES = [
-    rule
-    for group in yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"]
-    for rule in group["rules"]
-]
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-VARIABLES = DASHBOARD["templating"]["list"]
+from ep_runtime_server.metrics.catalogue import HISTOGRAM, METRICS
 
 # Prometheus adds who was scraped; `job` stays ours with honor_labels, and is its own elsewhere.
 SCRAPED = {"instance", "job"}
 KNOWN = {metric.full_name: frozenset({*metric.labels, *SCRAPED}) for metric in METRICS.values()}
+for metric in [metric for metric in METRICS.values() if metric.kind == HISTOGRAM]:
+    of_histogram = KNOWN.pop(metric.full_name)
+    KNOWN |= {f"{metric.full_name}_{part}": of_histogram for part in ("sum", "count")}
+    KNOWN[f"{metric.full_name}_bucket"] = of_histogram | {"le"}
 KNOWN |= {family.name: frozenset(SCRAPED) for family in ProcessCollector(registry=None).collect()}
 KNOWN["up"] = frozenset(SCRAPED)
-
-
-def expressions() -> list[tuple[str, str]]:
-    """(title, expression) of panels and rules, Grafana's variables put in."""
-    found = [(rule["alert"], rule["expr"]) for rule in RULES]
-    for panel in PANELS:
-        for target in panel["targets"]:
-            text = target["expr"].replace("$__rate_interval", "5m")
-            found.append((panel["title"], re.sub(r'"\$(\w+)"', '".*"', text)))
-    return found
 
 
 @pytest.mark.parametrize(("title", "text"), expressions())
@@ -140,6 +123,8 @@ def test_panels_ask_the_chosen_source_and_known_variables() -> None:
         "rat(ep_runtime_calls_total[5m])",
         "rate(ep_runtime_calls_total[5])",
         "ep_runtime_healthy{node='a' job='b'}",
+        "histogram_quantile(0.5, sum by (op) (rate(ep_runtime_op_seconds_bucket[5m])))",
+        "rate(ep_runtime_op_seconds[5m])",
     ],
 )
 def test_what_prometheus_would_refuse_is_refused(text: str) -> None:

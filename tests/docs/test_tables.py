@@ -11,6 +11,7 @@ import pytest
 
 from ep_runtime import env, errors
 from ep_runtime_client import cli
+from ep_runtime_client.ops.block import takes
 from ep_runtime_server.metrics.catalogue import METRICS
 
 MAX_README_LINES = 220
@@ -65,6 +66,19 @@ def test_the_environment_table_is_the_one_of_the_code() -> None:
     # Read when building, by CMake and not by Python.
     del shown["EP_RUNTIME_CUDA"]
     assert shown == documented
+
+
+def test_every_reason_for_slabs_has_a_row() -> None:
+    shown = doc_pages.table(doc_pages.ROOT / "docs/memory.md", "## What keeps a block to slabs")
+    assert [row[0] for row in shown] == list(takes.REASONS.values())
+
+
+def test_the_glossary_has_each_word_once() -> None:
+    text = (doc_pages.ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| ([^|]+) \|", text, re.M)
+    words = [each for word in words if word not in ("word", "---") for each in word.split(", ")]
+    assert len(words) > 50
+    assert sorted(set(words)) == sorted(words)
 
 
 def test_the_table_of_metrics_is_the_catalogue() -> None:

@@ -36,7 +36,28 @@ def run_case(session: Any, case: cases.Case, nodes: int) -> None:
     got.pop("sent")
     got = multihost_utils.process_allgather(got, tiled=True)
     check(case, group.spec, inputs, capacity, got)
+    if case.name == "bfloat16 fast":
+        check_quantized(layer, movement.placed(inputs, case, group))
     group.close()
+
+
+def check_quantized(layer: Any, inputs: Any) -> None:
+    """Rows quantized before they are sent have the bits of those that were quantized behind."""
+    recipe = ep.recipes.BlockScaling()
+
+    @jax.jit
+    def both(tokens: Any, topk_idx: Any) -> Any:
+        behind = ep.dispatch(layer, tokens, topk_idx)
+        q = ep.grouped_quantize(behind.tokens, behind.group_sizes, recipe, layer=layer)
+        before = ep.dispatch(layer, tokens, None, plan=behind.plan, recipe=recipe).tokens
+        found = [(jax.lax.bitcast_convert_type(x.data, np.uint8), x.scale) for x in (before, q)]
+        return *found, behind.group_sizes
+
+    made = both(inputs.tokens, inputs.topk_idx)
+    before, behind, sizes = multihost_utils.process_allgather(made, tiled=True)
+    for slab, used in enumerate(sizes.sum(1)):
+        for got, want in zip(before, behind, strict=True):
+            np.testing.assert_array_equal(got[slab, :used], want[slab, :used])
 
 
 def shares_of(group: Any, nodes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doc_pages
 import pytest
 from multiprocess.launch import Job
 from native_memory import shared_groups
@@ -68,6 +69,7 @@ def test_processes_with_other_programs_are_told_which_calls_met() -> None:
             assert "EP ranks [0, 1] at call 1 repetition 0" in said["text"]
             assert "EP ranks [2, 3] at call 0 repetition 0" in said["text"]
             assert "different handles" in said["text"]
+            doc_pages.check_said("different programs", said["text"])
             assert said["fields"]["op"] == "prepare"
             assert said["seconds"] < 15
         job.tell()

@@ -4,8 +4,8 @@ A command's module has `add_arguments(parser)` and `run(args) -> exit code`. Onl
 the command that was typed is imported, none imports JAX, and gRPC comes with the first call, so
 the first output is there within 0.3 s.
 
-Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 (of `status`) a rank
-is late.
+Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 (of `status` and `skew`)
+a rank is late or slow.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ COMMANDS = {
     "handles": "handles: layer, lane, generation, state, owner, last op",
     "buffers": "windows and boards: bytes, state, owner, who maps them",
     "events": "what happened lately",
+    "top": "what every rank does now, and for whom the others wait",
+    "load": "rows by layer and expert, and how even they are",
+    "skew": "which rank comes late, by peer and op, and who waits for it",
     "describe": "all about one session, group, layer, handle, buffer or node",
     "dump": "one archive for a bug report: state, events, versions, and no secrets",
     "drain": "let no new session or group in; --shutdown ends the daemon",
@@ -58,7 +61,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        self.exit(USAGE, f"{self.prog}: {message}{self._hint(message)}\n")
+        render.err(f"{self.prog}: {message}{self._hint(message)}")
+        self.exit(USAGE)
 
     def _hint(self, message: str) -> str:
         """The option, or the word that one takes, that may have been meant."""

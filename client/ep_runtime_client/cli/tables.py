@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ep_runtime.text import printable
-from ep_runtime.units import duration, iec
+from ep_runtime.units import duration, iec, si
 
 IDENTITY, STATE, USUAL = range(3)
 
@@ -22,7 +22,7 @@ _GAP = "  "
 _LEAST_FOLDED = 24  # a column of text narrower than that is no pleasure to read
 _LEAST = 12  # of others, where nothing else is left
 _MOST_ITEMS = 3  # of a list, in a table that is not wide
-_RIGHT = ("bytes", "count", "seconds")
+_RIGHT = ("bytes", "count", "seconds", "share", "rate", "ratio")
 _FOLDING = ("prose", "list")
 _DEVICE = re.compile(r"(GPU-[0-9a-f]{8})-[0-9a-f-]+")
 
@@ -36,6 +36,7 @@ class Column:
         title: heading.
         kind: "text", "prose" (folds), "list" (folds; the first few where it is not wide),
             "bytes" (IEC units), "seconds" (an age), "count", "lane" (-1: none), "time" (local),
+            "share" (0 to 1, as percent), "rate" (thousands as k), "ratio",
             "device" (the start of a GPU's UUID where it is not wide), "late" (late ranks: the one
             for which others have waited longest, and how many there are beside it).
         wide: shown by `-o wide` only.
@@ -94,6 +95,12 @@ def _cell(value: Any, kind: str, wide: bool) -> str:
         return iec(int(value))
     if kind == "seconds":
         return duration(float(value))
+    if kind == "share":
+        return f"{100 * float(value):.1f}%"
+    if kind == "rate":
+        return si(float(value))
+    if kind == "ratio":
+        return f"{float(value):.2f}"
     if kind == "lane":
         return str(value) if value >= 0 else "-"
     if kind == "time":

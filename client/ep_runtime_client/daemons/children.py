@@ -7,7 +7,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -16,22 +15,11 @@ from typing import IO
 
 from ep_runtime import env, wire
 from ep_runtime.errors import RuntimeUnavailableError
-from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons import command_line, transport
 from ep_runtime_client.daemons.place import Place, path_of
 
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10
-
-
-def python_command(module: str, options: Sequence[str]) -> list[str]:
-    """The command line of a module of ours in a process of its own.
-
-    `-P` keeps the current directory off the child's path: a checkout that the user happens to
-    stand in must not take the place of the installed package. PYTHONPATH still counts, and so
-    does isolated mode.
-    """
-    flags = ["-I"] if sys.flags.isolated else ["-P"]
-    return [sys.executable, *flags, "-m", module, *options]
 
 
 class Child:
@@ -75,7 +63,7 @@ class Child:
             log_path: file of its log; None keeps the log in a file without a name.
         """
         ready, told = os.pipe()
-        command = python_command(
+        command = command_line.python_command(
             "ep_runtime_server", ["--dir", str(directory), "--ready-fd", str(told), *options]
         )
         log = open(log_path, "a+b") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child

@@ -6,6 +6,7 @@ One that ended meanwhile has to say so, or its groups would stay claimed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
@@ -61,7 +62,11 @@ class Farewells:
                 self._thread.start()
 
     def say(self, place: Place) -> None:
-        """Says now what is owed to that daemon, which answers: a new session may want the ranks."""
+        """Says now what is owed to that daemon: a new session may want the ranks.
+
+        Raises:
+            RuntimeUnavailableError: it is away still, or again.
+        """
         with self._changed:
             owed = [item for item in self._owed.items() if item[1].place == place]
         for token, item in owed:
@@ -77,14 +82,15 @@ class Farewells:
                 owed = list(self._owed.items())
                 self._changed.wait(pause_s * random.uniform(0.8, 1.2))
             for token, item in owed:
-                self._say(token, item)
+                with contextlib.suppress(RuntimeUnavailableError):  # still away
+                    self._say(token, item)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _say(self, token: str, owed: Owed) -> None:
         try:
             _close_session(token, owed)
         except RuntimeUnavailableError:
-            return  # still away
+            raise
         except EpRuntimeError as error:
             _log.info("on the way out: %s", error)  # it knows no such session: nothing is owed
         with self._changed:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import command_line
 
 INTERRUPTED = 130  # a shell's convention for a program that SIGINT ended
 # The others of a process that failed hear of it within 2 s; a device that waits inside one of
@@ -113,7 +113,7 @@ class Members:
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         member = Member(index, self._processes, self._coordinator, str(self._directory))
         order = {"order": self._order, "member": dataclasses.asdict(member)}
-        command = children.python_command(self._module, [json.dumps(order)])
+        command = command_line.python_command(self._module, [json.dumps(order)])
         with open(self._log(index), "wb") as log:
             return subprocess.Popen(
                 command,

@@ -181,6 +181,7 @@ class Session:
         retain_s: float = 60.0,
         num_sms: int | None = None,
         workspace: Literal["auto"] | float | int = "auto",
+        overlap: bool = True,
         replace: bool = False,
     ) -> Group:
         """Makes an expert-parallel group; collective over the mesh's processes.
@@ -215,6 +216,8 @@ class Session:
                 factor of the rows of an even routing, an int bytes (weights counted whole), "auto"
                 a factor of 1.5. Where any rank has more rows the call runs its tokens in parts,
                 which costs time and never a row.
+            overlap: on GPUs a layer's call runs exchanges beside products that do not need them;
+                the results are the same bits either way.
             replace: take the place of a group of that name with other settings; one with the same
                 stays, and so do its layers (`Group.register_layer` replaces those).
 
@@ -276,6 +279,7 @@ class Session:
             retain_s=retain_s,
             num_sms=num_sms,
             workspace=workspace,
+            overlap=overlap,
         )
         if self._runtime.is_private:
             spec = attach.without_retention(spec)

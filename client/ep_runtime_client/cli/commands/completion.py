@@ -8,13 +8,14 @@ where no daemon answers.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.commands import describe, events
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 _ASKED = "ep-runtime {name} --help 2> /dev/null | grep -oE -- '--[a-z][a-z-]*[a-z]'"
 
 # Commands whose first word is an object's name, and the list that has the names.
@@ -22,6 +23,9 @@ _NAMES = {
     **{view.kind: view.kind for view in describe.VIEWS.values()},
     "events": "groups",
     "reclaim": "groups",
+    "top": "groups",
+    "load": "groups",
+    "skew": "groups",
     "fence": "sessions",
 }
 
@@ -54,24 +58,47 @@ _ep_runtime() {{
 complete -o default -F _ep_runtime ep-runtime"""
 
 
+# zsh reads the script of bash; its own completion may be on already.
+_ZSH = """\
+(( $+functions[compdef] )) || {{ autoload -U +X compinit && compinit }}
+autoload -U +X bashcompinit && bashcompinit
+{bash}"""
+
+_FISH = """\
+function __ep_runtime_in
+  set -l words (commandline -opc)
+  test (count $words) -gt 1; and test $words[2] = $argv[1]
+end
+function __ep_runtime_described
+  set -l words (commandline -opc)
+  if test (count $words) -gt 2
+    ep-runtime (string replace -r 's?$' s $words[3]) -o name 2> /dev/null
+  else
+    string split ' ' '{kinds}'
+  end
+end
+complete -c ep-runtime -n 'test (count (commandline -opc)) -eq 1' -f
+{lines}"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "shell",
         choices=SHELLS,
         metavar="SHELL",
-        help="bash or zsh: `source <(ep-runtime completion bash)`",
+        help="bash, zsh or fish: `source <(ep-runtime completion bash)`; in fish "
+        "`ep-runtime completion fish | source`",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.shell == "zsh":
-        render.out("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
-    render.out(script())
+    made = {"bash": script, "zsh": lambda: _ZSH.format(bash=script()), "fish": fish}
+    render.out(made[args.shell]())
     return cli.OK
 
 
 def script() -> str:
-    """The script of bash; zsh reads it too."""
+    """The script of bash."""
     values, options = [], []
     for name in cli.COMMANDS:
         if name in cli.APART:
@@ -89,6 +116,30 @@ def script() -> str:
         values="\n".join(values),
         options="\n".join(options),
     )
+
+
+def fish() -> str:
+    """The script of fish."""
+    lines = []
+    for name, about in cli.COMMANDS.items():
+        command = "complete -c ep-runtime"
+        first = "test (count (commandline -opc)) -eq 1"
+        lines.append(f"{command} -n '{first}' -a {name} -d {shlex.quote(about)}")
+        command += f" -n '__ep_runtime_in {name}'"
+        if name in cli.APART:
+            lines.append(f'{command} -a "({_ASKED.format(name=name)})"')
+            continue
+        flags, chosen = _options(name)
+        words = dict(chosen)
+        for flag in flags:
+            kind = "-l" if flag.startswith("--") else "-s"
+            more = f" -x -a '{words[flag]}'" if flag in words else ""
+            lines.append(f"{command} {kind} {flag.lstrip('-')}{more}")
+        if name == "describe":
+            lines.append(f"{command} -f -a '(__ep_runtime_described)'")
+        elif name in _NAMES:
+            lines.append(f"{command} -f -a '(ep-runtime {_NAMES[name]} -o name 2> /dev/null)'")
+    return _FISH.format(kinds=" ".join(describe.KINDS), lines="\n".join(lines))
 
 
 def _options(name: str) -> tuple[list[str], list[tuple[str, str]]]:

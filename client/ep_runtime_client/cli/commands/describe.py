@@ -33,7 +33,7 @@ _PARTS = {
     "groups": groups.VIEW.columns,
     "layers": layers.VIEW.columns,
     "handles": handles.VIEW.columns,
-    "events": events.COLUMNS,
+    "events": (Column("node", "NODE", about="its node"), *events.COLUMNS),
 }
 
 
@@ -77,11 +77,39 @@ def run(args: argparse.Namespace) -> int:
         if args.output == "json":
             render.write_json(kind, {"items": rows, "unreachable": found.missing})
             return cli.PARTIAL if found.missing else cli.OK
-        for number, row in enumerate(rows):
+        for number, row in enumerate(_together(rows) if args.kind == "group" else rows):
             if number:
                 render.out("")
             describing.write(row, columns, _PARTS)
     return cli.PARTIAL if found.missing else cli.OK
+
+
+def _together(rows: Sequence[Row]) -> list[Row]:
+    """A group of several nodes as one: members as their own nodes tell of them, events of all."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["uid"], row["job"], row["name"], row["epoch"]), []).append(row)
+    return [part for same in found.values() for part in (_merged(same) if len(same) > 1 else same)]
+
+
+def _merged(rows: Sequence[Row]) -> list[Row]:
+    first = rows[0]
+    if not first["epoch"]:  # of the same name, and each node's own
+        return [*rows]
+    members = []
+    for number, member in enumerate(first["members"]):
+        told = [row["members"][number] for row in rows if row["node"] == member["node"]]
+        members.append((told or [member])[0])
+    events = [{**event, "node": row["node"]} for row in rows for event in row["events"]]
+    merged = {
+        **first,
+        "node": [row["node"] for row in rows],
+        "total_bytes": sum(row["total_bytes"] for row in rows),
+        "late_ranks": [late for row in rows for late in row["late_ranks"]],
+        "members": members,
+        "events": sorted(events, key=lambda event: event["time"])[-MOST_EVENTS:],
+    }
+    return [merged]
 
 
 def _nodes(daemon: source.Source) -> nodes.Found:

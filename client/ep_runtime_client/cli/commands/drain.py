@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ep_runtime import wire
-from ep_runtime.v1 import admin_service_pb2 as messages
-from ep_runtime_client.cli.daemon import ordering, reading, source
+from ep_runtime_client.cli.daemon import ordering, reading
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli.daemon import source
+
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
         status = daemon.status()
         lines = ["new sessions and groups will be refused until the daemon is started again"]
@@ -32,9 +32,6 @@ def run(args: argparse.Namespace) -> int:
                 "groups goes with it"
             )
         ordering.confirm(args, lines)
-        request = messages.DrainRequest(
-            deadline=wire.duration(args.deadline), shutdown=args.shutdown
-        )
-        answer = daemon.call("Drain", request)
+        answer = daemon.drain(args.deadline, shutdown=args.shutdown)
         text = f"draining; {answer['num_sessions']} sessions are still there"
         return ordering.report(args, "drain", answer, text)

@@ -39,6 +39,7 @@ _LISTS: dict[str, Callable[[source.Source], list[dict[str, Any]]]] = {
     "layers": lambda daemon: daemon.layers(),
     "handles": lambda daemon: daemon.handles(),
     "ranks": lambda daemon: daemon.ranks(),
+    "tallies": lambda daemon: daemon.tallies(),
     "buffers": lambda daemon: daemon.buffers(),
     "events": lambda daemon: daemon.events(0),
 }
@@ -107,10 +108,10 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def journal(args: argparse.Namespace) -> dict[str, Any]:
     """The daemon's journal in numbers, and the files of its directory by size; no content."""
-    from ep_runtime_client.daemons import children, runtime
+    from ep_runtime_client.daemons import command_line, runtime
 
     directory = runtime.daemon_place(args.address).directory
-    command = children.python_command(
+    command = command_line.python_command(
         "ep_runtime_server.journal.summary", [str(directory / "journal")]
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)

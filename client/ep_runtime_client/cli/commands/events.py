@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
-import re
 from typing import Any
 
 from ep_runtime_client.cli import render
@@ -23,26 +22,13 @@ COLUMNS = (
 )
 
 _LONGEST_S = 1e9  # clocks began later
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
-
-
-def span(text: str) -> float:
-    """argparse type: 90s, 10m, 1h30m, 2d or a number of seconds, as seconds."""
-    if _SPAN.fullmatch(text):
-        parts = re.findall(r"([\d.]+)([smhd])", text)
-        return sum(float(number) * _UNITS[unit] for number, unit in parts)
-    try:
-        return reading.positive(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be like 90s, 10m or 1h30m, got {text!r}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="only of this group or session")
     add("--after", type=int, default=0, metavar="SEQ", help="only events after this number")
-    add("--since", type=span, metavar="SPAN", help="only of the last 90s, 10m, 1h30m, ...")
+    add("--since", type=reading.span, metavar="SPAN", help="only of the last 90s, 10m, 1h30m, ...")
     add(
         "--type",
         action="append",

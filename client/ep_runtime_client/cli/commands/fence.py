@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.cli import names
-from ep_runtime_client.cli.daemon import ordering, source
+from ep_runtime_client.cli.daemon import ordering
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli.daemon import source
+
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
         rows = {row["session_id"]: row for row in daemon.sessions()}
         found = rows.get(args.session)
@@ -35,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
                 "its memory stays charged until its process ends",
             ],
         )
-        request = messages.FenceRequest(session_id=args.session, reason=args.reason)
-        answer = daemon.call("Fence", request)
+        answer = daemon.fence(args.session, args.reason)
         poisoned = ", ".join(answer["groups"]) or "none"
         return ordering.report(args, "fence", answer, f"fenced; groups poisoned: {poisoned}")

@@ -44,6 +44,7 @@ VIEW = reading.View(
         Column("recv_capacity_per_rank", "CAPACITY", "count", wide=True, about="rows of a slab"),
         Column("num_experts", "EXPERTS", "count", wide=True, about="experts"),
         Column("num_sms", "SMS", "count", wide=True, about="SMs of its kernels; 0: chosen"),
+        Column("overlap", "OVERLAP", wide=True, about="exchanges of block calls beside products"),
         Column("workspace", "WORKSPACE", wide=True, about="of block calls: bytes, factor or auto"),
         Column("uid", "UID", wide=True, about="its user"),
         Column("poison_reason", "POISON", wide=True, about="why its waits end in errors"),

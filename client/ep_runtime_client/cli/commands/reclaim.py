@@ -7,8 +7,7 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.units import iec
-from ep_runtime.v1 import admin_service_pb2 as messages
-from ep_runtime_client.cli.daemon import ordering, source
+from ep_runtime_client.cli.daemon import ordering
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli.daemon import source
+
     if (args.name is None) == (not args.all_retained):
         raise InvalidArgumentError("give NAME or --all-retained", argument="NAME")
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
         ordering.confirm(args, [_consequence(row) for row in _affected(args, daemon.groups())])
-        request = messages.ReclaimRequest(
-            name=args.name or "", job=args.job, uid=args.uid, all_retained=args.all_retained
+        answer = daemon.reclaim(
+            args.name, job=args.job, uid=args.uid, all_retained=args.all_retained
         )
-        answer = daemon.call("Reclaim", request)
         text = (
             f"reclaimed {len(answer['groups'])} groups: {iec(answer['freed_bytes'])} freed, "
             f"{iec(answer['quarantined_bytes'])} when the processes that map them end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ Row = Mapping[str, Any]
 
 # Of a list also the names alone, for scripts and completion.
 LIST_OUTPUTS = (*render.OUTPUTS, "name")
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,25 @@ def positive(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value
+
+
+def count(text: str) -> int:
+    """argparse type: 1, 2, ..."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return value
+
+
+def span(text: str) -> float:
+    """argparse type: 90s, 10m, 1h30m, 2d or a number of seconds, as seconds."""
+    if _SPAN.fullmatch(text):
+        parts = re.findall(r"([\d.]+)([smhd])", text)
+        return sum(float(number) * _UNITS[unit] for number, unit in parts)
+    try:
+        return positive(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be like 90s, 10m or 1h30m, got {text!r}") from None
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,10 +136,12 @@ def add_node_argument(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def explain(
-    parser: argparse.ArgumentParser, columns: Mapping[str, Sequence[tables.Column]]
+    parser: argparse.ArgumentParser,
+    columns: Mapping[str, Sequence[tables.Column]],
+    about: str = "",
 ) -> None:
-    """--help says what every column shows, by the title of its table."""
-    lines: list[str] = []
+    """--help says what every column shows, by the title of its table; before them `about`."""
+    lines = tables.fold(about, render.width() or 100) if about else []
     for title, shown in columns.items():
         room = max(len(column.title) for column in shown) + 4
         lines += [*([""] if lines else []), f"{title}:"]

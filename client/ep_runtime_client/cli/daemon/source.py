@@ -19,6 +19,7 @@ from ep_runtime_client.daemons import children, runtime, transport
 from ep_runtime_client.daemons.place import Place
 
 _PAGE_SIZE = 1000
+_TALLIES_PAGE_SIZE = 16  # each has the rows of its experts, of every layer
 
 
 class Source:
@@ -66,8 +67,9 @@ class Source:
         """Every row of a paged list."""
         rows: list[dict[str, Any]] = []
         token = ""
+        filters.setdefault("page_size", _PAGE_SIZE)
         while True:
-            request = make_request(page_size=_PAGE_SIZE, page_token=token, **filters)
+            request = make_request(page_token=token, **filters)
             answer = self._send(method, request)
             rows += [plain(item) for item in getattr(answer, field)]
             token = answer.next_page_token
@@ -90,8 +92,10 @@ class Source:
         rows = self.pages("ListLayers", messages.AdminServiceListLayersRequest, "layers")
         return [_flat_layer(row) for row in rows]
 
-    def handles(self) -> list[dict[str, Any]]:
-        return self.pages("ListHandles", messages.ListHandlesRequest, "handles")
+    def handles(self, *, age_s: float | None = None) -> list[dict[str, Any]]:
+        """`age_s`: as they were that long ago."""
+        request = messages.ListHandlesRequest
+        return self.pages("ListHandles", request, "handles", age=_age(age_s))
 
     def buffers(self) -> list[dict[str, Any]]:
         rows = self.pages("ListBuffers", messages.ListBuffersRequest, "buffers")
@@ -100,8 +104,32 @@ class Source:
     def ranks(self) -> list[dict[str, Any]]:
         return self.pages("ListRanks", messages.ListRanksRequest, "ranks")
 
+    def tallies(self, group: str = "", *, age_s: float | None = None) -> list[dict[str, Any]]:
+        """`age_s`: as they were that long ago; `read_s` says when that was."""
+        asked = {"page_size": _TALLIES_PAGE_SIZE, "group": group, "age": _age(age_s)}
+        return self.pages("ListTallies", messages.ListTalliesRequest, "ranks", **asked)
+
     def events(self, after: int) -> list[dict[str, Any]]:
         return self.pages("ListEvents", messages.ListEventsRequest, "events", after_sequence=after)
+
+    def drain(self, deadline_s: float, *, shutdown: bool) -> dict[str, Any]:
+        request = messages.DrainRequest(deadline=wire.duration(deadline_s), shutdown=shutdown)
+        return self.call("Drain", request)
+
+    def fence(self, session_id: str, reason: str) -> dict[str, Any]:
+        return self.call("Fence", messages.FenceRequest(session_id=session_id, reason=reason))
+
+    def reclaim(
+        self, name: str | None, *, job: str, uid: int | None, all_retained: bool
+    ) -> dict[str, Any]:
+        request = messages.ReclaimRequest(
+            name=name or "", job=job, uid=uid, all_retained=all_retained
+        )
+        return self.call("Reclaim", request)
+
+
+def _age(age_s: float | None) -> Any:
+    return wire.duration(age_s) if age_s is not None else None
 
 
 def _flat_group(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,195 @@
+"""`ep-runtime load`: how many rows the experts of every layer get, and how evenly."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.cli import render, tables
+from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.cli.ranks import heat, looks, tallies
+from ep_runtime_client.cli.tables import IDENTITY, Column
+
+COLUMNS = (
+    Column("layer", "LAYER", priority=IDENTITY, about="layer; NAME[i] of a stack"),
+    Column("rows", "ROWS", "rate", about="rows that its experts got"),
+    Column("max_mean", "MAX/MEAN", "ratio", about="rows of the fullest expert over the mean"),
+    Column("jain", "JAIN", "ratio", about="Jain's index: 1 even, 1/experts all in one"),
+    Column("fullest", "FULLEST", "count", about="expert with the most rows"),
+    Column("ranks_max_mean", "BY RANK", "ratio", about="MAX/MEAN of ranks instead of experts"),
+    Column("dropped", "DROPPED", "count", about="rows over capacity"),
+    Column("rounds", "ROUNDS", "count", priority=3, about="parts that calls ran beyond one"),
+    Column("unused", "UNUSED", "count", wide=True, about="experts without a row"),
+    Column("num_experts", "EXPERTS", "count", wide=True, about="experts"),
+)
+_MOST_CELLS = 64  # of a line in a pipe
+_LABEL = 24
+_OVER_TIME = ("rows", "max_mean", "jain", "dropped")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--layer", help="of this layer only")
+    add("--png", metavar="FILE", help="a picture of the last interval; needs the extra plot")
+    looks.add_arguments(parser, "rows of the next S seconds instead of all since the group formed")
+    reading.explain(parser, {"columns": COLUMNS}, looks.ABOUT_SINCE)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli.daemon import source
+
+    _check(args)
+    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        seen = looks.begin(args, daemon)
+        history: History = {}
+        for _ in range(args.samples):
+            if seen.interval_s:
+                seen.wait()
+            groups = _groups(args, seen)
+            for key, layers in groups.items():
+                for layer in layers:
+                    history.setdefault((key, layer["layer"]), []).append(layer)
+            if args.output == "json" or not isinstance(seen, looks.Back):
+                _write(args, seen, groups)
+        if isinstance(seen, looks.Back):
+            seen.whole()
+            groups = _groups(args, seen)
+            if args.output != "json":
+                _write(args, seen, groups)
+        if args.samples > 1 and args.output != "json":
+            _write_history(history)
+        if args.png:
+            _write_pictures(args, groups)
+        return seen.exit_code
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.samples > 1 and not (args.interval or args.since):
+        raise InvalidArgumentError(
+            "--samples needs --interval S, how long each of them takes, or --since SPAN"
+        )
+    if args.png and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgumentError("--png needs matplotlib: pip install 'ep-runtime[plot]'")
+
+
+Groups = Mapping[tallies.GroupName, list[dict[str, Any]]]
+History = dict[tuple[tallies.GroupName, str], list[dict[str, Any]]]
+
+
+def _groups(args: argparse.Namespace, seen: looks.Looks) -> Groups:
+    """Layers by group: what they got in the interval, or since the group formed."""
+    ranks: Mapping[tallies.GroupName, Sequence[Any]] = (
+        seen.groups if seen.interval_s else seen.sums()
+    )
+    found = {}
+    for key, of_group in ranks.items():
+        dropped = seen.grown(key, "dropped_rows", from_start=not seen.interval_s)
+        rounds = seen.grown(key, "rounds", from_start=not seen.interval_s)
+        rows = seen.grown(key, "rows", from_start=not seen.interval_s)
+        names = dict.fromkeys(name for one in of_group for name in tallies.layer_names(one))
+        layers = [
+            {
+                **_layer(of_group, name, rows.get(name, 0)),
+                "dropped": dropped.get(name, 0),
+                "rounds": rounds.get(name, 0),
+            }
+            for name in names
+            if args.layer in (None, name)
+        ]
+        if args.layer is not None and not layers:
+            raise InvalidArgumentError(
+                f"group {key.group} has called no layer {args.layer!r}", argument="--layer"
+            )
+        found[key] = layers
+    return found
+
+
+def _layer(ranks: Sequence[Any], name: str, rows: int) -> dict[str, Any]:
+    """`rows`: of the layer's handles, which count where nobody counts by expert."""
+    by_expert = tallies.layer_rows(ranks, name)
+    if rows and not any(by_expert.values()):
+        by_expert = {}
+    experts = [*by_expert.values()]
+    by_rank = [sum(tallies.layer_rows([one], name).values()) for one in ranks]
+    return {
+        "layer": name,
+        "rows": sum(experts) if experts else rows,
+        "max_mean": tallies.max_mean(experts) if experts else None,
+        "jain": tallies.jain(experts) if experts else None,
+        "fullest": max(by_expert, key=lambda expert: by_expert[expert]) if sum(experts) else None,
+        "ranks_max_mean": tallies.max_mean(by_rank),
+        "unused": sum(not count for count in experts),
+        "num_experts": len(experts),
+        "experts": experts,
+    }
+
+
+def _write(args: argparse.Namespace, seen: looks.Looks, groups: Groups) -> None:
+    if args.output == "json":
+        items = [{**seen.about(key), "layers": layers} for key, layers in groups.items()]
+        seen.write_json("load", items, compact=args.samples > 1)
+        return
+    if not groups:
+        render.out("no groups")
+    for key, layers in seen.apart(groups):
+        render.write_text(f"group {key.group} of job {key.job}: rows {seen.when(key)}")
+        render.write_table(COLUMNS, layers, wide=args.output == "wide", empty="no calls yet")
+        _write_heat(layers)
+
+
+def _write_heat(layers: Sequence[dict[str, Any]]) -> None:
+    """A line of cells for each layer, as wide as the terminal."""
+    if any(layer["rows"] and not layer["experts"] for layer in layers):
+        render.write_text("rows by expert are not counted in a group that spans nodes")
+    layers = [layer for layer in layers if layer["experts"]]
+    if not layers:
+        return
+    label = min(max(len(layer["layer"]) for layer in layers), _LABEL)
+    cells = max((render.width() or _MOST_CELLS + label + 2) - label - 2, 8)
+    most = max(layer["num_experts"] for layer in layers)
+    each = f", up to {-(-most // cells)} in a cell" if most > cells else ""
+    render.out("")
+    render.write_text(
+        f"by expert{each}: {heat.CELLS[4]} is a layer's mean, {heat.CELLS[8]} twice it"
+    )
+    for layer in layers:
+        name = layer["layer"][-label:]  # the end of a name tells layers apart
+        render.out(f"{name:<{label}}  {heat.line(layer['experts'], cells)}")
+
+
+def _write_history(history: History) -> None:
+    """How rows and their balance went, interval by interval; drops where there are some."""
+    for column in COLUMNS:
+        if column.key not in _OVER_TIME:
+            continue
+        told = {
+            (group, layer): [sample[column.key] for sample in samples]
+            for (group, layer), samples in history.items()
+            if column.key != "dropped" or any(sample["dropped"] for sample in samples)
+        }
+        if told:
+            render.out("")
+            render.out(f"{column.title} by interval")
+        for (group, layer), values in told.items():
+            text = " ".join(tables.cell(value, column.kind) for value in values)
+            render.write_text(text, start=f"{group.group} {layer}  ", then="  ")
+
+
+def _write_pictures(args: argparse.Namespace, groups: Groups) -> None:
+    called = {
+        key: counted
+        for key, layers in groups.items()
+        if (counted := [layer for layer in layers if layer["experts"]])
+    }
+    if len(called) != 1:
+        raise InvalidArgumentError(
+            f"--png takes one group that was called, got {len(called)}: name one",
+            argument="--png",
+        )
+    for key, layers in called.items():
+        heat.write_picture(args.png, f"{key.group} of job {key.job}", layers)
+        if args.output != "json":
+            render.write_text(f"wrote {args.png}")

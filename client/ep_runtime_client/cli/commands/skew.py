@@ -1,0 +1,160 @@
+"""`ep-runtime skew`: which rank comes how much later than another, and who waits for whom."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ep_runtime_client import cli
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.cli.ranks import looks, tallies
+from ep_runtime_client.cli.ranks.tallies import Interval
+from ep_runtime_client.cli.tables import IDENTITY, STATE, USUAL, Column
+
+COLUMNS = (
+    Column("op", "OP", priority=IDENTITY, about="op of the calls"),
+    Column("calls_s", "CALLS/S", "rate", about="calls of a rank, per second"),
+    Column("mean_ms", "MS/CALL", "ratio", about="time of a call, in ms"),
+    Column("wait_share", "WAIT", "share", about="share of the time that ranks waited in it"),
+    Column("peer", "PEER", "count", priority=STATE, about="rank for which the others waited most"),
+    Column("peer_share", "FOR PEER", "share", about="of the time for that one alone, on average"),
+    Column("late_ms", "LATE MS", "ratio", about="by how much that one came later, in a call"),
+)
+_MATRICES = {
+    "waits": ("share", "share of the time that a rank (row) waited for a peer (column)"),
+    "arrivals_ms": ("ratio", "by how much a peer (column) came later than a rank (row), ms a call"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--op", help="matrices of this op only, such as dispatch; wide has those of every op")
+    looks.add_arguments(parser, "seconds to look at", interval_s=5.0, wide="every peer")
+    about = (
+        "Names the rank that holds the others up, where one does so for more than "
+        f"{100 * tallies.SLOW_SHARE:g}% of the time, and ends with {cli.LATE} then. "
+        f"{looks.ABOUT_SINCE}"
+    )
+    reading.explain(parser, {"columns": COLUMNS}, about)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli.daemon import source
+
+    args.op = args.op.upper() if args.op else None
+    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        seen = looks.begin(args, daemon)
+        for _ in range(args.samples):
+            seen.wait()
+            if args.output == "json":
+                _write_json(args, seen)
+            else:
+                _write_tables(args, seen)
+        if any(tallies.slow_rank(group) is not None for group in seen.groups.values()):
+            return cli.LATE
+        return seen.exit_code
+
+
+def _ops(group: Sequence[Interval], wanted: str | None) -> list[str]:
+    """Those that ranks called or wait in, in the order of a step."""
+    found = dict.fromkeys(op for one in group for op, (calls, _) in one.ops.items() if calls)
+    found |= dict.fromkeys(op for one in group for op, _ in one.waits_s)
+    return [op for op in found if wanted in (None, op)]
+
+
+def _by_op(group: Sequence[Interval], op: str) -> dict[str, Any]:
+    """One row of COLUMNS."""
+    of_op = [one.ops.get(op, (0, 0.0)) for one in group]
+    calls, seconds = sum(count for count, _ in of_op), sum(time_s for _, time_s in of_op)
+    waits = _matrix(group, op, "waits")
+    by_peer: dict[int, float] = collections.defaultdict(float)
+    for of_rank in waits.values():
+        for rank, share in of_rank.items():
+            by_peer[rank] += share
+    others = max(len(group) - 1, 1)
+    peer = max(by_peer, key=lambda rank: by_peer[rank], default=None)
+    arrivals = _matrix(group, op, "arrivals_ms").items()
+    late = [] if peer is None else [of.get(peer, 0.0) for rank, of in arrivals if rank != peer]
+    return {
+        "op": op,
+        "calls_s": sum(count / one.elapsed_s for one, (count, _) in zip(group, of_op, strict=True))
+        / len(group),
+        "mean_ms": 1000 * seconds / calls if calls else None,
+        "wait_share": sum(sum(of_rank.values()) for of_rank in waits.values()) / len(group),
+        "peer": peer,
+        "peer_share": by_peer[peer] / others if peer is not None else None,
+        "late_ms": sum(late) / len(late) if late else None,
+    }
+
+
+def _matrix(group: Sequence[Interval], op: str | None, what: str) -> dict[int, dict[int, float]]:
+    """By rank and peer; of all ops together where `op` is None."""
+    found: dict[int, dict[int, float]] = {}
+    for one in group:
+        seconds = one.waits_s if what == "waits" else one.arrivals_s
+        cells: dict[int, float] = collections.defaultdict(float)
+        for (of_op, peer), value in seconds.items():
+            if op in (None, of_op):
+                cells[peer] += value
+        calls = sum(count for of_op, (count, _) in one.ops.items() if op in (None, of_op))
+        found[one.world_rank] = {
+            peer: one.share(value) if what == "waits" else 1000 * value / max(calls, 1)
+            for peer, value in sorted(cells.items())
+        }
+    return found
+
+
+def _write_json(args: argparse.Namespace, seen: looks.Looks) -> None:
+    groups = []
+    for key, group in seen.groups.items():
+        ops = [
+            {**_by_op(group, op), **{what: _matrix(group, op, what) for what in _MATRICES}}
+            for op in _ops(group, args.op)
+        ]
+        held = tallies.held_up(group)
+        about = {**seen.about(key), "slow": seen.slow(key)}
+        groups.append({**about, "holds_share": held, "ops": ops})
+    seen.write_json("skew", groups, compact=args.samples > 1)
+
+
+def _write_tables(args: argparse.Namespace, seen: looks.Looks) -> None:
+    wide = args.output == "wide"
+    if not seen.groups:
+        render.out("no ranks")
+    for key, group in seen.apart(seen.groups):
+        for line in seen.heading(key):
+            render.write_text(line)
+        ops = _ops(group, args.op)
+        rows = [_by_op(group, op) for op in ops]
+        render.write_table(COLUMNS, rows, wide=wide, empty="no calls in that time")
+        if not (wide or args.op):
+            _write_matrix(group, None, "waits", wide=False)
+            continue
+        for op in ops:
+            for what in _MATRICES:
+                _write_matrix(group, op, what, wide=wide)
+
+
+def _write_matrix(group: Sequence[Interval], op: str | None, what: str, *, wide: bool) -> None:
+    """Columns are peers; where not all fit, those for which others waited most."""
+    kind, about = _MATRICES[what]
+    matrix = _matrix(group, op, what)
+    if not any(matrix.values()):
+        return
+    holds = tallies.held_up(group)
+    by_weight = sorted(matrix, key=lambda rank: -holds.get(rank, 0.0))
+    peers = [
+        Column(str(rank), str(rank), kind, priority=USUAL + by_weight.index(rank))
+        for rank in matrix
+    ]
+    columns = [Column("rank", "RANK", "count", priority=IDENTITY), *peers]
+    rows: list[Mapping[str, Any]] = [
+        {"rank": rank, **{str(peer): value for peer, value in cells.items()}}
+        for rank, cells in matrix.items()
+    ]
+    render.out("")
+    render.write_text(f"{op.lower() if op else 'all ops'}: {about}")
+    render.write_table(columns, rows, wide=wide, empty="")

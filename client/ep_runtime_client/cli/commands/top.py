@@ -1,0 +1,69 @@
+"""`ep-runtime top`: what every rank does now, and for whom the others wait."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ep_runtime_client import cli
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.cli.ranks import looks, rows, tallies
+
+_ABOUT_KEYS = (
+    "In front of a terminal it goes on until q. Keys: s sorts by the next column, r turns the "
+    "order, l lists layers, up and down choose one, enter opens it, escape goes back, g takes the "
+    "next group. Without a terminal, or with --samples or --since, it writes what it finds and "
+    "ends."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--link", type=reading.positive, metavar="GB/S", help="compare with that, not with NVML")
+    looks.add_arguments(parser, "seconds of one sample", interval_s=2.0, samples=None)
+    shown = {"ranks": rows.RANKS, "layers (key l)": rows.LAYERS}
+    reading.explain(parser, shown, f"{_ABOUT_KEYS} {looks.ABOUT_SINCE}")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ep_runtime_client.cli.daemon import source
+    from ep_runtime_client.cli.ranks import live, screen
+
+    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        seen = looks.begin(args, daemon)
+        links = rows.Links(args.link)
+        now = args.samples is None and args.since is None
+        if now and args.output == "table" and live.possible():
+            shown = screen.Screen(seen, links)
+            live.run(shown.lines, shown.press, seen.again, args.interval)
+            return cli.OK
+        for _ in range(args.samples or 1):
+            seen.wait()
+            if args.output == "json":
+                groups = [_document(seen, key, links) for key in seen.groups]
+                seen.write_json("top", groups, compact=args.samples is not None)
+            else:
+                _write_tables(args, seen, links)
+        return seen.exit_code
+
+
+def _write_tables(args: argparse.Namespace, seen: looks.Looks, links: rows.Links) -> None:
+    if not seen.groups:
+        render.out("no ranks")
+    for key, _ in seen.apart(seen.groups):
+        for line in seen.heading(key):
+            render.write_text(line)
+        found = seen.ranks(key, links)
+        shown = looks.columns(found, rows.RANKS)
+        render.write_table(shown, found, wide=args.output == "wide", empty="no ranks")
+
+
+def _document(seen: looks.Looks, key: tallies.GroupName, links: rows.Links) -> dict[str, Any]:
+    found = seen.ranks(key, links)
+    return {
+        **seen.about(key),
+        "slow": seen.slow(key),
+        "ranks": [{k: v for k, v in row.items() if k != "waits"} for row in found],
+        "layers": seen.layers(key),
+    }

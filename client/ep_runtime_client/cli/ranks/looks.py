@@ -1,0 +1,226 @@
+"""Looks at the boards, one after the other, what groups did in between, and how that is told."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.units import duration
+from ep_runtime_client import cli
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.daemon import nodes, reading
+from ep_runtime_client.cli.ranks import rows, tallies
+from ep_runtime_client.cli.tables import Column
+
+if TYPE_CHECKING:
+    from ep_runtime_client.cli.daemon import source
+
+T = TypeVar("T")
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    interval: str,
+    *,
+    interval_s: float | None = None,
+    samples: int | None = 1,
+    wide: str = "every column",
+) -> None:
+    """Whose ranks, over what time, and how to write what they did.
+
+    Args:
+        interval: what --interval does.
+        interval_s, samples: where nobody says.
+        wide: what that output has.
+    """
+    add = parser.add_argument
+    add("group", nargs="?", metavar="GROUP", help="of this group only")
+    over = parser.add_mutually_exclusive_group()
+    over.add_argument(
+        "--interval", type=reading.positive, default=interval_s, metavar="S", help=interval
+    )
+    about = "look back instead: at the last 90s, 10m, 1h30m, ...; daemons remember two hours"
+    over.add_argument("--since", type=reading.span, metavar="SPAN", help=about)
+    about = "write N samples and end, or those of N parts of SPAN; JSON: one a line"
+    add("--samples", type=reading.count, default=samples, metavar="N", help=about)
+    add("-o", "--output", choices=render.OUTPUTS, default="table", help=f"wide has {wide}")
+    reading.add_node_argument(parser, "every node of the daemon's cluster")
+    reading.add_daemon_arguments(parser)
+
+
+# What add_arguments says of --since, for the end of --help.
+ABOUT_SINCE = (
+    "Daemons copy their boards every 10 s, in 64 MiB at most: those of the last two minutes are "
+    "kept, and one a minute of the last two hours. --since takes the copy that is as old, else the "
+    "oldest; none is older than the group's generation or the daemon."
+)
+
+
+def begin(args: argparse.Namespace, daemon: source.Source) -> Looks:
+    """The first look that the options of `add_arguments` want."""
+    if args.since is not None:
+        return Back(daemon, args.group, args.node, args.since, args.samples or 1)
+    return Looks(daemon, args.group, args.node, args.interval or 0.0)
+
+
+class Looks:
+    """The last two looks at the boards, and what is between them."""
+
+    def __init__(
+        self, daemon: source.Source, group: str | None, node: str | None, interval_s: float
+    ) -> None:
+        """Looks for the first time; `group` and `node` None for all, `interval_s` 0.0 for all
+        since groups formed."""
+        self._daemon, self._where, self.interval_s = daemon, (group, node), interval_s
+        self._after = self._before = tallies.look(daemon, group, node)
+        nodes.tell_missing(self._after.missing)
+        self.groups: dict[tallies.GroupName, list[tallies.Interval]] = {}
+        self._written = False
+
+    @property
+    def missing(self) -> list[dict[str, Any]]:
+        return self._after.missing
+
+    def again(self) -> None:
+        """Looks once more."""
+        self._compare(self._after, tallies.look(self._daemon, *self._where))
+
+    def _compare(self, before: tallies.Look, after: tallies.Look) -> None:
+        self._before, self._after = before, after
+        self.groups = tallies.by_group(tallies.between(self._before, self._after))
+
+    def wait(self) -> None:
+        """Looks once more when a sample is over."""
+        time.sleep(self.interval_s)
+        self.again()
+
+    def when(self, group: tallies.GroupName) -> str:
+        """The time that is between the looks."""
+        return f"in the last {self.interval_s:g} s" if self.interval_s else "since it formed"
+
+    def about(self, group: tallies.GroupName) -> dict[str, Any]:
+        """Whose a sample is, and of how long, as documents have it."""
+        elapsed_s = self._elapsed_s(group) if group in self.groups else None
+        return {**group._asdict(), "elapsed_s": elapsed_s}
+
+    def _elapsed_s(self, group: tallies.GroupName) -> float:
+        return max(one.elapsed_s for one in self.groups[group])
+
+    def heading(self, group: tallies.GroupName) -> Iterator[str]:
+        """Whose ranks they are, and which of them is slow."""
+        yield f"group {group.group} of job {group.job}: {len(self.groups[group])} ranks"
+        slow = tallies.slow_rank(self.groups[group])
+        if slow is not None:
+            yield f"SLOW: {slow.message}"
+
+    def ranks(self, group: tallies.GroupName, links: rows.Links) -> rows.Rows:
+        """Of rows.RANKS."""
+        rounds = sum(self.grown(group, "rounds").values())
+        return rows.ranks(self.groups[group], rounds, links)
+
+    def layers(self, group: tallies.GroupName) -> rows.Rows:
+        """Of rows.LAYERS."""
+        rounds, dropped = self.grown(group, "rounds"), self.grown(group, "dropped_rows")
+        return rows.layers(self.groups[group], rounds, dropped)
+
+    def sums(self) -> dict[tallies.GroupName, list[tallies.Row]]:
+        """What ranks have since their group formed, as ListTallies tells it."""
+        found: dict[tallies.GroupName, list[tallies.Row]] = {}
+        for row in self._after.ranks.values():
+            found.setdefault(tallies.group_of(row), []).append(row)
+        return found
+
+    def slow(self, group: tallies.GroupName) -> dict[str, Any] | None:
+        """The slow rank, as documents have it."""
+        found = tallies.slow_rank(self.groups[group])
+        return vars(found) if found is not None else None
+
+    def write_json(self, kind: str, groups: Iterable[Mapping[str, Any]], *, compact: bool) -> None:
+        """One document of a sample; `interval_s` null for all since groups formed."""
+        interval_s = self.interval_s or None
+        body = {"interval_s": interval_s, **self._told(), "groups": [*groups]}
+        render.write_json(kind, {**body, "unreachable": self.missing}, compact=compact)
+
+    def _told(self) -> dict[str, Any]:
+        return {}
+
+    def apart(self, groups: Mapping[tallies.GroupName, T]) -> Iterator[tuple[tallies.GroupName, T]]:
+        """Groups whose tables follow each other: writes an empty line between two, also where the
+        samples before wrote the first."""
+        for key, group in groups.items():
+            if self._written:
+                render.out("")
+            self._written = True
+            yield key, group
+
+    @property
+    def exit_code(self) -> int:
+        return cli.PARTIAL if self.missing else cli.OK
+
+    def grown(
+        self, group: tallies.GroupName, key: str, *, from_start: bool = False
+    ) -> dict[str, int]:
+        """By layer: by how much a number of its handles grew since the look before."""
+        before = [] if from_start else self._before.handles
+        return rows.growth(before, self._after.handles, group, key)
+
+
+class Back(Looks):
+    """Looks at what daemons remember, the oldest part first."""
+
+    def __init__(
+        self, daemon: source.Source, group: str | None, node: str | None, since_s: float, parts: int
+    ) -> None:
+        """Looks as long ago as is remembered, and at now; `parts` is how often `wait` is called.
+
+        Raises:
+            InvalidArgumentError: there is no copy yet.
+        """
+        self._first = tallies.look(daemon, group, node, age_s=since_s)
+        super().__init__(daemon, group, node, 0.0)
+        whole = tallies.between(self._first, self._after)
+        if self._after.ranks and not whole:
+            raise InvalidArgumentError(
+                "--since: the daemon has no copy of these boards yet, it takes one every 10 s",
+                argument="--since",
+            )
+        since_s = min(since_s, max((one.elapsed_s for one in whole), default=since_s))
+        self.interval_s = since_s / parts
+        self._last = self._after
+        self._ages_s = [self.interval_s * number for number in range(1, parts)]
+        self._age_s = since_s
+        self._after = self._first
+
+    def wait(self) -> None:
+        """Goes on to the next part."""
+        if not self._ages_s:
+            self._age_s = 0.0
+            self._compare(self._after, self._last)
+            return
+        self._age_s = self._ages_s.pop()
+        self._compare(self._after, tallies.look(self._daemon, *self._where, age_s=self._age_s))
+
+    def whole(self) -> None:
+        """Puts all parts together again."""
+        self._compare(self._first, self._last)
+
+    def when(self, group: tallies.GroupName) -> str:
+        over = duration(self._elapsed_s(group))
+        ago = f"that ended {duration(self._age_s)} ago"
+        return f"in {over} {ago}" if self._age_s else f"in the last {over}"
+
+    def heading(self, group: tallies.GroupName) -> Iterator[str]:
+        first, *more = super().heading(group)
+        yield f"{first} {self.when(group)}"
+        yield from more
+
+    def _told(self) -> dict[str, Any]:
+        return {"age_s": self._age_s}
+
+
+def columns(found: rows.Rows, of: Sequence[Column]) -> Sequence[Column]:
+    """With the node where there are several."""
+    return (nodes.COLUMN, *of) if any(row["node"] for row in found) else of

@@ -1,0 +1,321 @@
+"""What ranks did between two looks at the boards: rates, shares of time, and who held up whom.
+
+A board has sums, so everything here is a difference of two of them. A wait that goes on has not
+reached the sums yet: what a rank says of itself now is added, so a job that stands still shows.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ep_runtime_client.cli.daemon import choosing, nodes
+
+if TYPE_CHECKING:
+    from ep_runtime_client.cli.daemon import source
+
+Row = Mapping[str, Any]
+
+
+class GroupName(NamedTuple):
+    """Which group it is, by the names that documents have."""
+
+    uid: int
+    job: str
+    group: str
+
+
+# A rank is slow where others waited for it for that share of the time, and for nobody else for
+# half as long: in a job without a slow rank waits are short, and every rank has its part in them.
+SLOW_SHARE = 0.02
+_NEXT_SHARE = 0.5
+_WAITS = ("MEETING", "WAITING")
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """The sums of every rank and handle at one time; `missing` as in nodes.Found."""
+
+    ranks: dict[tuple[Any, ...], Row]
+    handles: list[dict[str, Any]]
+    missing: list[dict[str, Any]]
+
+
+def look(
+    daemon: source.Source, group: str | None, node: str | None, *, age_s: float | None = None
+) -> Look:
+    """The sums of now, or those of that long ago, of the groups of that name or of all.
+
+    Raises:
+        InvalidArgumentError: no group of that name.
+    """
+    found = nodes.everywhere(daemon, lambda one: one.tallies(group or "", age_s=age_s), node)
+    if group is not None and age_s is None and not found.rows:
+        known = nodes.everywhere(daemon, lambda one: one.groups(), node).rows
+        choosing.select("groups", ("name",), known, group, must=True)
+    handles = nodes.everywhere(daemon, lambda one: one.handles(age_s=age_s), node)
+    ranks: dict[tuple[Any, ...], Row] = {
+        (*group_of(row), row["generation"], row["world_rank"]): row
+        for row in sorted(found.rows, key=lambda row: (group_of(row), row["world_rank"]))
+    }
+    return Look(ranks, handles.rows, found.missing)
+
+
+def group_of(row: Row) -> GroupName:
+    return GroupName(row["uid"], row["job"], row["group"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """One rank's calls on one layer, between two looks. Seconds; rows by the rank's experts."""
+
+    calls: int
+    time_s: float
+    wait_s: float
+    tokens: int
+    rows: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """What one rank did between two looks.
+
+    Attributes:
+        row: of the later look.
+        elapsed_s: between the two.
+        waits_s: by (op, peer), what the peer ended as the last to come.
+        arrivals_s: by (op, peer), by how much the peer came later, over all calls.
+        ops: (calls, seconds) by op.
+        layers: by name.
+    """
+
+    row: Row
+    elapsed_s: float
+    calls: int
+    rows: int
+    dropped_rows: int
+    ops: dict[str, tuple[int, float]]
+    waits_s: dict[tuple[str, int], float]
+    arrivals_s: dict[tuple[str, int], float]
+    layers: dict[str, Load]
+
+    @property
+    def world_rank(self) -> int:
+        return int(self.row["world_rank"])
+
+    @property
+    def group(self) -> GroupName:
+        return group_of(self.row)
+
+    @property
+    def wait_s(self) -> float:
+        return sum(self.waits_s.values())
+
+    def share(self, seconds: float) -> float:
+        """Of the time between the looks, 0 to 1."""
+        return min(1.0, max(0.0, seconds / self.elapsed_s))
+
+
+def between(before: Look, after: Look) -> list[Interval]:
+    """Of every rank that both looks saw in the same generation of its group."""
+    found = []
+    for key, row in after.ranks.items():
+        earlier = before.ranks.get(key)
+        if earlier is not None and row["read_s"] > earlier["read_s"]:
+            found.append(_interval(earlier, row))
+    return found
+
+
+def _interval(before: Row, after: Row) -> Interval:
+    peers_before, peers_after = _by_peer(before), _by_peer(after)
+    waits: dict[tuple[str, int], float] = collections.defaultdict(float)
+    arrivals: dict[tuple[str, int], float] = {}
+    for key, (arrival_ns, wait_ns) in peers_after.items():
+        arrival_before, wait_before = peers_before.get(key, (0, 0))
+        arrivals[key] = (arrival_ns - arrival_before) / 1e9
+        waits[key] = (wait_ns - wait_before) / 1e9
+    layers = _layers(before, after)
+    for row, sign in ((after, 1), (before, -1)):
+        now = row["now"]
+        if now["state"] not in _WAITS or now["waiting_for"] < 0 or not now["since_s"]:
+            continue
+        waits[now["op"], now["waiting_for"]] += sign * now["since_s"]
+        known = layers.get(now["layer"], Load(0, 0.0, 0.0, 0, ()))
+        wait_s = known.wait_s + sign * now["since_s"]
+        layers[now["layer"]] = dataclasses.replace(known, wait_s=wait_s)
+    ops_before = {op["op"]: op for op in before["ops"]}
+    ops = {}
+    for op in after["ops"]:
+        earlier = ops_before.get(op["op"], {"calls": 0, "time_ns": 0})
+        calls, time_ns = op["calls"] - earlier["calls"], op["time_ns"] - earlier["time_ns"]
+        ops[op["op"]] = (calls, time_ns / 1e9)
+    return Interval(
+        row=after,
+        elapsed_s=after["read_s"] - before["read_s"],
+        calls=sum(calls for calls, _ in ops.values()),
+        rows=after["rows"] - before["rows"],
+        dropped_rows=after["dropped_rows"] - before["dropped_rows"],
+        ops=ops,
+        waits_s={key: value for key, value in waits.items() if value > 0},
+        arrivals_s={key: value for key, value in arrivals.items() if value > 0},
+        layers=layers,
+    )
+
+
+def _by_peer(row: Row) -> dict[tuple[str, int], tuple[int, int]]:
+    return {
+        (op["op"], peer["world_rank"]): (peer["arrival_ns"], peer["wait_ns"])
+        for op in row["ops"]
+        for peer in op["peers"]
+    }
+
+
+def _layers(before: Row, after: Row) -> dict[str, Load]:
+    earlier = {layer["layer"]: load_of(layer) for layer in before["layers"]}
+    found = {}
+    for layer in after["layers"]:
+        now = load_of(layer)
+        then = earlier.get(layer["layer"], Load(0, 0.0, 0.0, 0, (0,) * len(now.rows)))
+        found[layer["layer"]] = Load(
+            now.calls - then.calls,
+            now.time_s - then.time_s,
+            now.wait_s - then.wait_s,
+            now.tokens - then.tokens,
+            tuple(a - b for a, b in zip(now.rows, then.rows, strict=True)),
+        )
+    return found
+
+
+def load_of(layer: Row) -> Load:
+    """A layer's sums as ListTallies tells them."""
+    times = layer["time_ns"] / 1e9, layer["wait_ns"] / 1e9
+    return Load(layer["calls"], *times, layer["tokens"], tuple(layer["rows"]))
+
+
+def by_group(intervals: Iterable[Interval]) -> dict[GroupName, list[Interval]]:
+    """In the order of the ranks."""
+    found: dict[GroupName, list[Interval]] = {}
+    for one in intervals:
+        found.setdefault(one.group, []).append(one)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow:
+    """The rank for which the others of a group waited.
+
+    Attributes:
+        share: of the time, 0 to 1, that the others waited for it, on average.
+        op, layer: in which they waited longest.
+    """
+
+    world_rank: int
+    share: float
+    op: str
+    layer: str
+
+    @property
+    def message(self) -> str:
+        layer = f" of layer {self.layer}" if self.layer else ""
+        return (
+            f"rank {self.world_rank} holds the others up for {100 * self.share:.1f}% of the time, "
+            f"most in {self.op.lower()}{layer}"
+        )
+
+
+def held_up(group: Sequence[Interval]) -> dict[int, float]:
+    """By rank: the share of the time that the ranks which meet it waited for it, on average."""
+    waited: dict[int, float] = collections.defaultdict(float)
+    ends = _ends(group)
+    for one in group:
+        for (op, peer), seconds in one.waits_s.items():
+            charged = ends.get(one.world_rank, peer) if _goes_on(one, op, peer) else peer
+            waited[charged] += one.share(seconds)
+    others = max((_num_peers(one) for one in group), default=1) - 1
+    return {rank: min(1.0, share / max(others, 1)) for rank, share in waited.items()}
+
+
+def _num_peers(one: Interval) -> int:
+    return max((len(op["peers"]) for op in one.row["ops"]), default=1)
+
+
+def _goes_on(one: Interval, op: str, peer: int) -> bool:
+    now = one.row["now"]
+    return now["state"] in _WAITS and now["op"] == op and now["waiting_for"] == peer
+
+
+def _ends(group: Sequence[Interval]) -> dict[int, int]:
+    """Whom each rank that waits now waits for in the end: who waits is itself held up."""
+    waits_for = {
+        one.world_rank: one.row["now"]["waiting_for"]
+        for one in group
+        if one.row["now"]["state"] in _WAITS and one.row["now"]["waiting_for"] >= 0
+    }
+    ends = {}
+    for rank, direct in waits_for.items():
+        passed, end = {rank}, direct
+        while end in waits_for and end not in passed:
+            passed.add(end)
+            end = waits_for[end]
+        ends[rank] = direct if end in passed else end
+    return ends
+
+
+def slow_rank(group: Sequence[Interval]) -> Slow | None:
+    """The rank that held up the others of its group, where one did so more than any other."""
+    shares = held_up(group)
+    if not shares:
+        return None
+    rank = max(shares, key=lambda one: shares[one])
+    following = max((share for one, share in shares.items() if one != rank), default=0.0)
+    if shares[rank] < SLOW_SHARE or following > _NEXT_SHARE * shares[rank]:
+        return None
+    ops: dict[str, float] = collections.defaultdict(float)
+    layers: dict[str, float] = collections.defaultdict(float)
+    for one in group:
+        if one.world_rank == rank:
+            continue
+        for (op, _), seconds in one.waits_s.items():
+            ops[op] += seconds
+        for name, load in one.layers.items():
+            layers[name] += load.wait_s
+    return Slow(rank, shares[rank], _most(ops), _most(layers))
+
+
+def _most(seconds: Mapping[str, float]) -> str:
+    return max(seconds, key=lambda name: seconds[name]) if seconds else ""
+
+
+def layer_names(one: Row | Interval) -> list[str]:
+    """Layers that the rank has called."""
+    if isinstance(one, Interval):
+        return [name for name in one.layers if name]
+    return [layer["layer"] for layer in one["layers"]]
+
+
+def layer_rows(group: Iterable[Row | Interval], layer: str) -> dict[int, int]:
+    """Rows by expert of one layer, added up over the ranks that have the expert."""
+    rows = collections.Counter[int]()
+    for one in group:
+        if isinstance(one, Interval):
+            load, first = one.layers.get(layer), one.row["first_expert"]
+        else:
+            named = [load_of(item) for item in one["layers"] if item["layer"] == layer]
+            load, first = (named[0] if named else None), one["first_expert"]
+        for expert, count in enumerate(load.rows if load is not None else ()):
+            rows[first + expert] += count
+    return dict(sorted(rows.items()))
+
+
+def max_mean(rows: Sequence[int]) -> float | None:
+    """The fullest over the mean: 1.0 where all have the same; None where nobody has any."""
+    total = sum(rows)
+    return max(rows) * len(rows) / total if total else None
+
+
+def jain(rows: Sequence[int]) -> float | None:
+    """Jain's index: 1.0 where all have the same, 1 / n where one has everything."""
+    squares = sum(count * count for count in rows)
+    return sum(rows) ** 2 / (len(rows) * squares) if squares else None

@@ -1,0 +1,143 @@
+"""Prolog, batch script and epilog of a Slurm job of two nodes, with stubs of Slurm and systemd."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import booted_systemd
+import checkers
+import doc_pages
+import guardian
+import pytest
+from daemon_fixtures import package_path
+
+FOLDER = doc_pages.ROOT / "docs/deploy/slurm"
+HERE = Path(__file__).parent
+# Two addresses of this host are two nodes.
+NODES = ("127.0.0.1", "127.0.0.2")
+TIMEOUT_S = 240.0
+
+
+class Site:
+    """Two nodes of a site on which everything is installed, and one job of ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        programs = folder / "prefix/bin"
+        programs.mkdir(parents=True)
+        for name in ("scontrol", "systemd-run", "systemctl", "srun"):
+            self._script(programs / name, f"{sys.executable} {HERE / 'slurm_stubs.py'} {name}")
+        self._script(programs / "python", sys.executable)
+        self._script(programs / "python3", sys.executable)
+        (programs / "ep-runtime").write_text(booted_systemd.program_text())
+        (programs / "ep-runtime").chmod(0o755)
+        (folder / "key").write_text("a site's own\n")
+        self.job_id = str(os.getpid())
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+            "STUBS": str(folder),
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": package_path(),
+            "JAX_PLATFORMS": "cpu",
+            "EP_RUNTIME_PREFIX": str(folder / "prefix"),
+            "EP_RUNTIME_KEY": str(folder / "key"),
+            "SLURM_JOB_ID": self.job_id,
+            "SLURM_JOB_UID": str(os.getuid()),
+            "SLURM_JOB_NODELIST": ",".join(NODES),
+        }
+
+    @staticmethod
+    def _script(path: Path, command: str) -> None:
+        path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        path.chmod(0o755)
+
+    def jobs(self, node: str) -> Path:
+        """The folder of jobs in the node's /run."""
+        return self.folder / node
+
+    def run(
+        self, script: str, *words: str, node: str = NODES[0]
+    ) -> subprocess.CompletedProcess[str]:
+        own = {"SLURMD_NODENAME": node, "EP_RUNTIME_JOBS": str(self.jobs(node))}
+        return subprocess.run(
+            ["bash", str(FOLDER / script), *words],
+            env=self.environment | own,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    def daemons(self) -> list[int]:
+        return [int(path.read_text()) for path in sorted(self.folder.glob("*.pid"))]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    folder = Path(os.path.realpath(f"/tmp/epslurm-{os.getpid()}"))
+    folder.mkdir(mode=0o700)
+    site = Site(folder)
+    yield site
+    for pid in site.daemons():
+        guardian.protect(pid)
+    shutil.rmtree(folder)
+
+
+def test_a_job_starts_again_on_its_nodes_and_leaves_nothing(site: Site) -> None:
+    for node in NODES:
+        done = site.run("prolog.sh", node=node)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for pid in site.daemons():
+        guardian.protect(pid)
+    done = site.run("train.sbatch", str(HERE / "job.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attempt 1 of 5 ended with 137" in done.stderr
+    assert "attempt 2" not in done.stderr
+    for number in range(len(NODES)):
+        lines = (site.folder / f"said-{number}").read_text().splitlines()
+        first, second = map(json.loads, lines)
+        # Windows are a node's own, and of its restart.
+        assert (first["reattached"], second["reattached"]) == (False, True)
+        assert first["node_size"] == second["node_size"] == 2
+    for node in NODES:
+        done = site.run("epilog.sh", node=node)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not (site.jobs(node) / site.job_id).exists()
+    assert site.daemons() == []
+
+
+def test_a_script_that_always_fails_ends_with_its_code(site: Site) -> None:
+    (site.folder / "train.py").write_text("raise SystemExit(7)")
+    site.environment["ATTEMPTS"] = "2"
+    done = site.run("train.sbatch", "train.py")
+    assert done.returncode == 7
+    assert "attempt 2 of 2 ended with 7" in done.stderr
+
+
+def test_a_daemon_that_does_not_start_fails_the_prolog(site: Site) -> None:
+    (site.folder / "key").unlink()
+    done = site.run("prolog.sh")
+    assert done.returncode != 0
+    assert "key" in done.stderr
+    assert site.run("epilog.sh").returncode == 0
+    assert not (site.jobs(NODES[0]) / site.job_id).exists()
+
+
+@pytest.mark.skipif(checkers.SHELLCHECK is None, reason="the extra dev is not installed")
+@pytest.mark.parametrize("script", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    done = subprocess.run(
+        [str(checkers.SHELLCHECK), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,21 @@
+"""What a reader's commands find."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from daemon_fixtures import address, daemon, directory, package_path  # noqa: F401 - fixtures
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A reader's: `ep-runtime` is on the path."""
+    program = tmp_path / "bin/ep-runtime"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ep_runtime_client.cli "$@"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": package_path()}
