@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 
 import grpc
 import pytest
@@ -15,6 +16,19 @@ from ep_runtime import board, errors, layer_specs, wire
 from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
 HOLD_S = 0.1
+
+# Every two bytes of it become a message.
+LARGEST = layer_service_pb2.RegisterLayersRequest(
+    layers=[types_pb2.LayerSpec()]
+).SerializeToString() * ((wire.MAX_REQUEST_BYTES - 100) // 2)
+
+
+def hold_s() -> float:
+    """How long a turn may take: where protobuf itself, which nobody interrupts, takes longer to
+    read the largest request, as on a slow machine, three times that."""
+    before_s = time.thread_time()
+    layer_service_pb2.RegisterLayersRequest.FromString(LARGEST)
+    return max(HOLD_S, 3 * (time.thread_time() - before_s))
 
 
 def create_of(spec_changes):
@@ -69,11 +83,8 @@ def restore(count):
 
 
 def empty_layers(client):
-    """Every two bytes of it become a message."""
-    one = layer_service_pb2.RegisterLayersRequest(layers=[types_pb2.LayerSpec()])
-    data = one.SerializeToString() * ((wire.MAX_REQUEST_BYTES - 100) // 2)
     call = client.channel.unary_unary("/ep_runtime.v1.LayerService/RegisterLayers")
-    calls = [call.future(data, **client.how()) for _ in range(4)]
+    calls = [call.future(LARGEST, **client.how()) for _ in range(4)]
     for sent in calls:
         assert sent.code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -115,7 +126,7 @@ def test_a_request_is_answered_in_short_turns(daemon, busy, server_loop, attack)
         with contextlib.suppress(errors.EpRuntimeError):
             ATTACKS[attack](busy)
         daemon.status()
-    assert turns.worst_s < HOLD_S
+    assert turns.worst_s < hold_s()
 
 
 def test_lists_of_a_full_board_come_in_short_turns(daemon, busy, server_loop):
@@ -125,7 +136,7 @@ def test_lists_of_a_full_board_come_in_short_turns(daemon, busy, server_loop):
         assert len(daemon.ask("ListHandles", page_size=10_000).handles) == 10_000
         daemon.ask("ListGroups")
         daemon.status()
-    assert turns.worst_s < HOLD_S
+    assert turns.worst_s < hold_s()
 
 
 @pytest.mark.slow
@@ -136,7 +147,7 @@ def test_a_group_with_all_the_layers_it_can_have_comes_in_short_turns(daemon, bu
         request = group_service_pb2.GetGroupRequest(name="moe")
         assert len(busy.call(busy.groups.GetGroup, request).layers) == board.MAX_HANDLES
         daemon.ask("ListLayers", page_size=10_000)
-    assert turns.worst_s < HOLD_S
+    assert turns.worst_s < hold_s()
 
 
 def test_hellos_that_come_together_are_answered_in_short_turns(daemon, server_loop):
@@ -153,7 +164,7 @@ def test_hellos_that_come_together_are_answered_in_short_turns(daemon, server_lo
             sent.set()
             for connection in connections:
                 assert receive(connection)
-        assert turns.worst_s < HOLD_S / 4
+        assert turns.worst_s < hold_s() / 4
 
 
 def test_what_is_registered_in_turns_is_registered_whole(daemon, busy):
