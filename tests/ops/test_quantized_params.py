@@ -199,6 +199,41 @@ def test_a_stack_is_quantized_at_once_and_scanned(
     assert weights_quantized(by_recipe, params, x) == 2 * again * rounded
 
 
+@pytest.mark.parametrize("as_call", [False, True], ids=["slabs", "call"])
+@pytest.mark.parametrize("once", [False, True], ids=["plain", "quantized"])
+def test_a_scan_stacks_no_copy_of_weights_that_it_is_given(
+    group: fakes.LocalGroup, ways: Ways, once: bool, as_call: bool
+) -> None:
+    stack = group.register_layer_stack(f"given {once} {as_call}", 2, top_k=TOP_K)
+    x, each = drawn(stack[0], param_dtype=jnp.bfloat16)  # others are cast, and casts are kept
+    params = jax.tree.map(lambda x: jnp.stack([x, x]), each)
+    ways.call() if as_call else ways.slabs()
+
+    def loss(params: Any, x: Any) -> Any:
+        params = ep.quantize_params(params, BLOCK, layer=stack[0]) if once else params
+
+        def step(x: Any, own: Any) -> Any:
+            return x + ep.moe(stack[own[0]], x, own[1])[0], None
+
+        return jnp.sin(jax.lax.scan(step, x, (jnp.arange(2), params))[0]).sum()
+
+    scans = list(_scans(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr))
+    stacked = [made.aval for scan in scans for made in scan.outvars]
+    weights = [x for x in stacked if x.shape in {params.wi.shape, params.wo.shape}]
+    assert len(scans) == 2
+    assert [x.dtype for x in weights] == [params.wi.dtype, params.wo.dtype]  # gradients
+
+
+def _scans(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+            continue
+        for inner in jax.tree.leaves(eqn.params, is_leaf=_is_program):
+            if _is_program(inner):
+                yield from _scans(getattr(inner, "jaxpr", inner))
+
+
 @pytest.mark.parametrize(
     "schedule",
     [microbatches.accumulated_in_the_loss, microbatches.accumulated_outside],

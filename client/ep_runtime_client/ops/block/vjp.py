@@ -144,7 +144,7 @@ def _quantized(call: BlockCall, *operands: Any) -> Operands:
     made: list[Any] = []
     for kernel, lies in zip(given.kernels, call.lies[:2], strict=True):
         if isinstance(kernel, QuantizedTensor):
-            made.append(kernel)  # as it came: a scan has it already
+            made.append(kernel)
             continue
         transposed, paired = quantize_ops.transposes(recipe, kernel.shape), isinstance(kernel, Pair)
         op = quantize_ops.QuantizeKernel(
@@ -184,7 +184,11 @@ def _keeping_nothing(call: BlockCall) -> BlockCall:
 
 
 def _fwd(call: BlockCall, *given: Any) -> Any:
-    operands = eager.shared(_quantized, call, *given) if call.static.recipe else Operands(*given)
+    operands, came = Operands(*given), Operands(*given)
+    if call.static.recipe:
+        operands = eager.shared(_quantized, call, *given)
+        # What came quantized is the very argument again: a scan that has it keeps no copy of it.
+        operands = operands._replace(wi=came.wi8 or operands.wi, wo=came.wo8 or operands.wo)
     leaves, tree = jax.tree.flatten(tuple(operands))
 
     def full(*leaves: jax.Array) -> Any:

@@ -144,7 +144,14 @@ def _forward(
 
 
 def _fwd(call: GemmCall, *operands: Any) -> Any:
-    return eager.shared(_forward_kept, call, *operands)
+    out, (rows, kernel, _, _, likes) = eager.shared(_forward_kept, call, *operands)
+    lhs, rhs, bias, q_lhs, q_rhs, group_sizes, _ = operands
+    # What is kept as it came is the very argument: a scan that has it keeps no copy of it.
+    if q_lhs is not None or call.recipe is None:
+        rows = _either(q_lhs, lhs)
+    if q_rhs is not None or call.recipe is None:
+        kernel = _for_backward(_either(q_rhs, rhs))
+    return out, (rows, kernel, bias, group_sizes, likes)
 
 
 def _bwd(call: GemmCall, kept: Any, grads_out: tuple[jax.Array, Any]) -> Any:
@@ -169,9 +176,14 @@ def _forward_kept(call: GemmCall, *operands: Any) -> Any:
         blocks = pack(kernel, rows=False)[1].blocks
         shape = spread.whole_shape(call.where, rhs.shape, call.rhs)
         likes[1] = rhs if quantize_ops.uneven(call.where, shape, blocks) else likes[1]
-    if isinstance(kernel, QuantizedTensor):
-        kernel = dataclasses.replace(kernel, transposed=None)  # forward's alone
-    return (out, amax), (rows, kernel, bias, group_sizes, likes)
+    return (out, amax), (rows, _for_backward(kernel), bias, group_sizes, likes)
+
+
+def _for_backward(kernel: Kernel) -> Kernel:
+    """A quantized kernel without the copy that is forward's alone."""
+    if not isinstance(kernel, QuantizedTensor):
+        return kernel
+    return dataclasses.replace(kernel, transposed=None)
 
 
 def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
