@@ -54,6 +54,31 @@ cudaError_t QuantizedExperts::Backward(const PassRows& rows) const {
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], /*weighted=*/true));
   }
+  EP_RETURN_IF_CUDA_ERROR(NeedsWide() ? WideHiddenGrads(rows) : HiddenGrads(rows));
+  EP_RETURN_IF_CUDA_ERROR(
+      WeightGrad(rows, at_.q_tokens, at_.q_hidden, at_.of_first, /*first=*/true));
+  return DataGrad(rows, at_.q_hidden, at_.grads, /*first=*/true);
+}
+
+// What the gradient of wo is made of lies where rows were that DataGrad writes, and q_hidden where
+// its operands were.
+cudaError_t QuantizedExperts::HiddenGrads(const PassRows& rows) const {
+  EP_RETURN_IF_CUDA_ERROR(
+      WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));
+  EP_RETURN_IF_CUDA_ERROR(DataGrad(rows, at_.q_grads, at_.d_inner, /*first=*/false));
+  for (int i = 0; i < rows.count; ++i) {
+    auto activation = ActivationOf<QuantizedActivationParams>(rows, rows.places[i]);
+    activation.weights = at_.weights;
+    activation.grad = at_.d_inner;
+    activation.d_weights = at_.d_weights;
+    activation.format = Gradients();
+    EP_RETURN_IF_CUDA_ERROR(Activate(activation, at_.q_hidden));
+  }
+  return cudaSuccess;
+}
+
+// The same bits by rows in the type of rows, which gradients of biases are sums of.
+cudaError_t QuantizedExperts::WideHiddenGrads(const PassRows& rows) const {
   EP_RETURN_IF_CUDA_ERROR(DataGrad(rows, at_.q_grads, at_.d_inner, /*first=*/false));
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(ActivateBwd(rows, rows.places[i]));
@@ -61,10 +86,13 @@ cudaError_t QuantizedExperts::Backward(const PassRows& rows) const {
   EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
   EP_RETURN_IF_CUDA_ERROR(
       WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));
-  EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.hidden, s_.columns, Gradients(), at_.q_hidden));
-  EP_RETURN_IF_CUDA_ERROR(
-      WeightGrad(rows, at_.q_tokens, at_.q_hidden, at_.of_first, /*first=*/true));
-  return DataGrad(rows, at_.q_hidden, at_.grads, /*first=*/true);
+  return Quantize(rows, at_.hidden, s_.columns, Gradients(), at_.q_hidden);
+}
+
+bool QuantizedExperts::NeedsWide() const {
+  // A tile of a fused pass ends with gate, as one of a row of both does where it ends there.
+  const bool tiles = s_.scaling != GemmScaling::kBlock || !p_.gated || s_.inner % kTile == 0;
+  return p_.wi_bias != nullptr || p_.wo_bias != nullptr || !tiles;
 }
 
 cudaError_t QuantizedExperts::Quantize(const PassRows& rows, const void* values, int32_t width,
@@ -105,19 +133,25 @@ cudaError_t QuantizedExperts::Activate(const PassRows& rows, const Hidden& hidde
                                        bool weighted) const {
   auto activation = ActivationOf<QuantizedActivationParams>(rows, hidden);
   activation.weights = weighted ? at_.weights : nullptr;
-  activation.num_experts = s_.experts;
   activation.format = Fp8Format::kE4M3;
+  return Activate(activation, at_.q_inner);
+}
+
+// Of values or gradients, scales included.
+cudaError_t QuantizedExperts::Activate(QuantizedActivationParams activation,
+                                       const QuantizedRows& out) const {
+  activation.num_experts = s_.experts;
   if (s_.scaling == GemmScaling::kTensor) {
     activation.amax = at_.amax;
     EP_RETURN_IF_CUDA_ERROR(LaunchQuantizedActivation(stream_, activation));
-    EP_RETURN_IF_CUDA_ERROR(ScalesOf(hidden.wanted, activation.format, at_.q_inner.scale));
+    EP_RETURN_IF_CUDA_ERROR(ScalesOf(activation.wanted, activation.format, out.scale));
     activation.amax = nullptr;
-    activation.group_scale = at_.q_inner.scale;
+    activation.group_scale = out.scale;
   } else {
-    activation.tile_scale = at_.q_inner.scale;
+    activation.tile_scale = out.scale;
     activation.power_of_two = p_.power_of_two;
   }
-  activation.data = at_.q_inner.data;
+  activation.data = out.data;
   return LaunchQuantizedActivation(stream_, activation);
 }
 

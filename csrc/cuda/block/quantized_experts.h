@@ -7,10 +7,10 @@
 //   kept     <- q_tokens @ wi, or hidden         hidden   <- q_tokens @ wi, where it was not kept
 //   q_inner  <- activation, quantized            q_grads  <- quantize grads
 //   tokens   <- q_inner @ wo                     q_inner  <- activation, weighted and quantized
-//                                                d_inner  <- q_grads @ wo^T
-//                                                hidden   <- activation's gradient, and of weights
 //                                                dwo      <- q_inner^T @ q_grads
-//                                                q_hidden <- quantize hidden
+//                                                d_inner  <- q_grads @ wo^T
+//                                                q_hidden <- activation's gradient, quantized, and
+//                                                            that of weights
 //                                                dwi      <- q_tokens^T @ q_hidden
 //                                                grads    <- q_hidden @ wi^T
 //
@@ -46,6 +46,11 @@ class QuantizedExperts : private ExpertLaunches {
                        const QuantizedRows& out) const;
   cudaError_t FirstProduct(const PassRows& rows, const Hidden& hidden, const void* wi) const;
   cudaError_t Activate(const PassRows& rows, const Hidden& hidden, bool weighted) const;
+  cudaError_t Activate(QuantizedActivationParams activation, const QuantizedRows& out) const;
+  // dwo, d_inner and q_hidden.
+  cudaError_t HiddenGrads(const PassRows& rows) const;
+  cudaError_t WideHiddenGrads(const PassRows& rows) const;
+  bool NeedsWide() const;
   cudaError_t ScalesOf(const int32_t* wanted, Fp8Format format, float* scale) const;
   GroupedGemmParams Product(GemmProduct product, const PassRows& rows, const QuantizedRows& lhs,
                             const void* weight, void* out, bool first) const;
