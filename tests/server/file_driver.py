@@ -23,6 +23,7 @@ class FileDriver:
         self._gpu_bytes = gpu_bytes
         self.held: dict[int, tuple[int, int]] = {}  # handle -> (fd, ordinal)
         self.made = 0
+        self._imported: set[int] = set()  # handles; like the driver's, they have no descriptors
         self._last = 0
         self._ordinals: dict[int, int] = {}  # by inode
         self._lock = threading.Lock()
@@ -52,6 +53,8 @@ class FileDriver:
 
     def export_fd(self, handle: int) -> int:
         with self._lock:
+            if handle in self._imported:
+                raise DriverError("cuMemExportToShareableHandle: CUDA_ERROR_INVALID_VALUE")
             return os.dup(self.held[handle][0])
 
     def adopt(self, fd: int) -> tuple[int, int]:
@@ -59,7 +62,9 @@ class FileDriver:
             ordinal = self._ordinals.get(os.fstat(fd).st_ino)
             if ordinal is None:
                 raise DriverError("cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE")
-            return self._hold(os.dup(fd), ordinal), ordinal
+            handle = self._hold(os.dup(fd), ordinal)
+            self._imported.add(handle)
+            return handle, ordinal
 
     def release(self, handle: int) -> None:
         with self._lock:

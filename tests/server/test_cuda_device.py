@@ -17,10 +17,12 @@ from raw_client import WAIT_S, close_fds, make_spec
 
 from ep_runtime import board, errors, layer_specs
 from ep_runtime.v1 import types_pb2
+from ep_runtime_server.base import limits
 from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.memory.cuda_device import (
     BindingsDriver,
     CudaDevice,
+    DriverError,
     Gpus,
     uuid_text,
 )
@@ -233,6 +235,41 @@ def test_memory_of_another_gpu_is_not_adopted(driver):
         CudaDevice(driver, gpu, None).adopt(driver.export_fd(handle), GRANULARITY)
     with pytest.raises(errors.InvalidArgumentError, match="not the group's memory"):
         CudaDevice(driver, gpu, None).adopt(os.memfd_create("other"), GRANULARITY)
+
+
+def test_memory_that_came_back_is_handed_out_again(driver):
+    fd = driver.export_fd(driver.create(0, GRANULARITY))
+    inode = os.fstat(fd).st_ino
+    allocation = CudaDevice(driver, driver.gpus()[0], None).adopt(fd, GRANULARITY)
+    exported = allocation.export_fd()
+    assert os.fstat(exported).st_ino == inode
+    os.close(exported)
+    allocation.free()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "match"),
+    [
+        (DriverError("cuMemExport"), errors.RuntimeUnavailableError, "no descriptor of .*cuMemExp"),
+        (ZeroDivisionError(), ConnectionResetError, "closed the connection"),
+    ],
+    ids=["the driver's", "a fault of ours"],
+)
+def test_who_gets_no_descriptor_hears_so_at_once(
+    gpu_daemon, driver, monkeypatch, fault, told, match
+):
+    def export_fd(handle: int) -> int:
+        raise fault
+
+    client = gpu_daemon.client()
+    group = client.create(SPEC, uuids=UUIDS).group
+    monkeypatch.setattr(driver, "export_fd", export_fd)
+    started = time.monotonic()
+    with pytest.raises(told, match=match):
+        client.fetch(group)
+    assert time.monotonic() - started < limits.FD_CONNECTION_IDLE_S / 2
 
 
 def test_uuids_are_written_as_nvml_writes_them():

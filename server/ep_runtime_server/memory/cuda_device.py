@@ -156,13 +156,21 @@ class CudaAllocation:
 
     identity = None
 
-    def __init__(self, driver: Driver, handle: int, size_bytes: int) -> None:
+    def __init__(self, driver: Driver, handle: int, size_bytes: int, fd: int | None = None) -> None:
         self._driver = driver
         self._handle = handle
+        self._fd = fd  # of an exporter before us: the driver exports no handle that it imported
         self.size_bytes = size_bytes
 
     def export_fd(self) -> int:
-        return self._driver.export_fd(self._handle)
+        if self._fd is not None:
+            return os.dup(self._fd)
+        try:
+            return self._driver.export_fd(self._handle)
+        except DriverError as error:
+            raise RuntimeUnavailableError(
+                f"the driver gives no descriptor of {iec(self.size_bytes)} in GPU memory: {error}"
+            ) from error
 
     def map(self) -> mmap.mmap:
         raise NotImplementedError("GPU memory is not mapped in the daemon; boards are on the host")
@@ -172,6 +180,8 @@ class CudaAllocation:
             self._driver.release(self._handle)
         except DriverError:
             _log.exception("GPU memory of %d bytes was not given back", self.size_bytes)
+        if self._fd is not None:
+            os.close(self._fd)
 
 
 class CudaDevice:
@@ -216,8 +226,7 @@ class CudaDevice:
                 f"({self.name})",
                 argument="fd",
             )
-        os.close(fd)  # the handle holds the memory
-        return CudaAllocation(self._driver, handle, size_bytes)
+        return CudaAllocation(self._driver, handle, size_bytes, fd)
 
 
 class Gpus:

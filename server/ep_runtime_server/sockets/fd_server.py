@@ -232,6 +232,9 @@ class FdServer:
                 self._drop(connection)
                 return
             self._refuse(connection, _out_of_descriptors(error))
+        except Exception:
+            self._drop(connection)  # a fault of ours: the client must not wait for an answer
+            raise
 
     def _refuse(self, connection: _Connection, error: EpRuntimeError) -> None:
         self._tell_denied(error)
