@@ -107,7 +107,7 @@ def test_tallies_reach_the_board(session: ep.Session, gpus: list[Any]) -> None:
         assert sum(layer["rows"]) == STEPS * min(demand[rank], CAPACITY)
 
 
-def test_a_slow_rank_is_named(session: ep.Session, gpus: list[Any]) -> None:
+def test_a_slow_rank_is_named(session: ep.Session, gpus: list[Any], several_gpus: int) -> None:
     """The last one has more to do before it dispatches."""
     last, mesh = len(gpus) - 1, Mesh(np.array(gpus), ["ep"])
     group = session.create_group(

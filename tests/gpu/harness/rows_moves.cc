@@ -206,8 +206,8 @@ bool CheckGroupSums(std::mt19937& random, const Slabs& slabs, RowType type, int 
   }
   const Memory on_device(slabs.sizes), x(values);
   const Memory sums(static_cast<int64_t>(wanted.size() * sizeof(float)));
-  const ec::GroupSumsParams params{type,   slabs.On(on_device), width, experts,
-                                   x.as(), sums.as<float>()};
+  const ec::GroupSumsParams params{type,    slabs.On(on_device), width, experts, x.as(),
+                                   nullptr, sums.as<float>()};
   if (!RunTwice([&] { return ec::LaunchGroupSums(nullptr, params); }, {&sums}, name)) return false;
   const Floats found(RowType::kF32, sums.read());
   for (size_t i = 0; i < wanted.size(); ++i) {
