@@ -304,13 +304,14 @@ def _quantized(sizes: BlockSizes, rows: int, width: int) -> list[int]:
 
 
 def _copies(sizes: BlockSizes, rows: int, *widths: int) -> int:
-    """Bytes of a weight gradient's operands as its product takes them: with rows along memory, or
-    where scales lie along rows in bf16."""
-    each = 2 * rows
-    if sizes.scaling == "tensor":
-        padding = (_PADDED_TO - 1) * min(sizes.experts, rows)
-        each = (rows + padding) // _PADDED_TO * _PADDED_TO
-    return _total([width * each for width in widths])
+    """Bytes of a weight gradient's operands as its product takes them: with rows along memory, and
+    with scales of their own where those of rows lie along a row."""
+    each = (rows + (_PADDED_TO - 1) * min(sizes.experts, rows)) // _PADDED_TO * _PADDED_TO
+    regions = [width * each for width in widths]
+    if sizes.scaling == "block":
+        blocks = [-(-width // _SCALED_VALUES) for width in widths]
+        regions += [4 * count * (each // _PADDED_TO) for count in blocks]
+    return _total(regions)
 
 
 def largest_bytes(sizes: BlockSizes, rows: int) -> int:

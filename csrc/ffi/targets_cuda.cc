@@ -138,6 +138,7 @@ const Target kTargets[] = {
     {"ep_tf32_grouped_gemm_dw_v1", nullptr, kTf32GroupedGemmDwV1},
     {"ep_transpose_rows_v1", nullptr, kTransposeRowsV1},
     {"ep_transpose_weights_v1", nullptr, kTransposeWeightsV1},
+    {"ep_requantize_rows_v1", nullptr, kRequantizeRowsV1},
     {"ep_dequantize_v1", nullptr, kDequantizeV1},
     {"ep_activation_v1", nullptr, kActivationV1},
     {"ep_activation_bwd_v1", nullptr, kActivationBwdV1},

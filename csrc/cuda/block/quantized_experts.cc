@@ -1,9 +1,9 @@
 #include "cuda/block/quantized_experts.h"
 
-#include "cuda/gemm/copies/dequantize.h"
 #include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/product/groups.h"
 #include "cuda/rows/quantize.h"
+#include "cuda/rows/requantize_rows.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -179,58 +179,39 @@ cudaError_t QuantizedExperts::DataGrad(const PassRows& rows, const QuantizedRows
   return Multiply(gemm);
 }
 
-// The tensor cores want what is contracted along memory, and know no scales along it.
+// The tensor cores want what is contracted along memory. Scales along a row's values do not serve
+// sums over rows: it is quantized once more.
 cudaError_t QuantizedExperts::WeightGrad(const PassRows& rows, const QuantizedRows& lhs,
                                          const QuantizedRows& grads, const Copies& copies,
                                          bool first) const {
   GroupedGemmParams gemm =
       Product(GemmProduct::kWeightGrad, rows, lhs, nullptr, first ? p_.dwi : p_.dwo, first);
-  const int32_t in = gemm.in_features, out = gemm.out_features;
-  if (s_.scaling == GemmScaling::kTensor) {
-    EP_RETURN_IF_CUDA_ERROR(Transpose(rows, lhs, in, copies.lhs));
-    EP_RETURN_IF_CUDA_ERROR(Transpose(rows, grads, out, copies.grads));
-    gemm.rhs_type = ToFloatType(Gradients());
-    gemm.rhs_scale = grads.scale;
-  } else {
-    EP_RETURN_IF_CUDA_ERROR(Widen(rows, lhs, in, Fp8Format::kE4M3, copies.lhs));
-    EP_RETURN_IF_CUDA_ERROR(Widen(rows, grads, out, Gradients(), copies.grads));
-    gemm.type = gemm.rhs_type = FloatType::kBF16;
-    gemm.scaling = GemmScaling::kNone;
-    gemm.lhs_scale = gemm.rhs_scale = nullptr;
-  }
+  gemm.rhs_type = ToFloatType(Gradients());
+  EP_RETURN_IF_CUDA_ERROR(Turn(rows, lhs, gemm.in_features, Fp8Format::kE4M3, copies.lhs));
+  EP_RETURN_IF_CUDA_ERROR(Turn(rows, grads, gemm.out_features, Gradients(), copies.grads));
+  const bool tensor = s_.scaling == GemmScaling::kTensor;
+  gemm.lhs = copies.lhs.data;
+  gemm.rhs = copies.grads.data;
+  gemm.lhs_scale = tensor ? lhs.scale : copies.lhs.scale;
+  gemm.rhs_scale = tensor ? grads.scale : copies.grads.scale;
   gemm.out_type = p_.weight_type;
-  gemm.lhs = copies.lhs;
-  gemm.rhs = copies.grads;
   gemm.out_up = first ? p_.dwi_up : nullptr;
   gemm.adds = rows.adds;
   return Multiply(gemm);
 }
 
-cudaError_t QuantizedExperts::Transpose(const PassRows& rows, const QuantizedRows& from,
-                                        int32_t width, uint8_t* to) const {
+cudaError_t QuantizedExperts::Turn(const PassRows& rows, const QuantizedRows& from, int32_t width,
+                                   Fp8Format format, const Copy& to) const {
   if (gemm::PaddedSlabRows(s_.rows, s_.experts) != TransposedRowsOf(s_)) {
     return cudaErrorInvalidValue;
   }
-  const gemm::TransposedRows copy{
-      ToGroups(GroupsOf(rows, s_.rows)), from.data, to, 1, width, rows.wanted};
-  return gemm::LaunchTranspose(stream_, copy);
-}
-
-cudaError_t QuantizedExperts::Widen(const PassRows& rows, const QuantizedRows& from, int32_t width,
-                                    Fp8Format format, uint8_t* to) const {
-  gemm::DequantizeParams widen{};
-  widen.groups = ToGroups(GroupsOf(rows, s_.rows));
-  widen.data = from.data;
-  widen.type = ToFloatType(format);
-  widen.scale = from.scale;
-  widen.planes = 1;
-  widen.lines = s_.rows;
-  widen.width = width;
-  widen.line_values = 1;
-  widen.column_values = kTile;
-  widen.out = to;
-  widen.wanted = rows.wanted;
-  return gemm::LaunchDequantize(stream_, widen);
+  const gemm::Groups groups = ToGroups(GroupsOf(rows, s_.rows));
+  if (s_.scaling == GemmScaling::kTensor) {
+    return gemm::LaunchTranspose(
+        stream_, gemm::TransposedRows{groups, from.data, to.data, 1, width, rows.wanted});
+  }
+  return LaunchRequantizeRows(stream_, {format, groups, 1, width, from.data, from.scale,
+                                        p_.power_of_two, to.data, to.scale, rows.wanted});
 }
 
 }  // namespace block

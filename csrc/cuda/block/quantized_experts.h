@@ -58,10 +58,8 @@ class QuantizedExperts : private ExpertLaunches {
                        bool first) const;
   cudaError_t WeightGrad(const PassRows& rows, const QuantizedRows& lhs, const QuantizedRows& grads,
                          const Copies& copies, bool first) const;
-  cudaError_t Transpose(const PassRows& rows, const QuantizedRows& from, int32_t width,
-                        uint8_t* to) const;
-  cudaError_t Widen(const PassRows& rows, const QuantizedRows& from, int32_t width,
-                    Fp8Format format, uint8_t* to) const;
+  cudaError_t Turn(const PassRows& rows, const QuantizedRows& from, int32_t width, Fp8Format format,
+                   const Copy& to) const;
 };
 
 }  // namespace block

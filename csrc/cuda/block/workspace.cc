@@ -60,10 +60,14 @@ void TakeQuantized(const BlockSizes& s, int64_t width, Regions* regions, Quantiz
 }
 
 void TakeCopies(const BlockSizes& s, int64_t lhs, int64_t grads, Regions* regions, Copies* out) {
-  const int64_t each =
-      s.scaling == GemmScaling::kTensor ? TransposedRowsOf(s) : int64_t{2} * s.rows;
-  regions->Take(lhs * each, &out->lhs);
-  regions->Take(grads * each, &out->grads);
+  const int64_t each = TransposedRowsOf(s);
+  const auto take = [&](int64_t width, Copy* copy) {
+    regions->Take(width * each, &copy->data);
+    if (s.scaling == GemmScaling::kTensor) return;
+    regions->Take(4 * Blocks(width, kScaledValues) * (each / kPaddedTo), &copy->scale);
+  };
+  take(lhs, &out->lhs);
+  take(grads, &out->grads);
 }
 
 void LayOutQuantized(const BlockSizes& s, bool hidden, Regions* regions, Workspace* out) {

@@ -53,11 +53,14 @@ struct QuantizedRows {
   float* scale;   // kTensor: [L]; kBlock: [W, ceil(width / 128)]
 };
 
-// Operands of a weight gradient as its product takes them. kTensor: 8 bits, transposed, [width,
-// padded W]; kBlock: bf16, [W, width].
+// An operand of a weight gradient as its product takes it: transposed.
+struct Copy {
+  uint8_t* data;  // [width, padded W]
+  float* scale;   // kBlock: [padded W / 128, ceil(width / 128)]; kTensor: null, rows' serve
+};
 struct Copies {
-  uint8_t* lhs;
-  uint8_t* grads;
+  Copy lhs;
+  Copy grads;
 };
 
 struct Workspace {

@@ -25,9 +25,11 @@ bool HasGroupEach(const GroupedGemmParams& p) {
 }
 
 Summing SummingOf(const GroupedGemmParams& params) {
-  if (params.scaling == GemmScaling::kBlock) return Summing::kByBlock;
-  if (!params.tuning.promoted || !IsNarrow(params)) return Summing::kWhole;
   const bool by_expert = params.product == GemmProduct::kWeightGrad;
+  if (params.scaling == GemmScaling::kBlock) {
+    return by_expert ? Summing::kByTile : Summing::kByBlock;
+  }
+  if (!params.tuning.promoted || !IsNarrow(params)) return Summing::kWhole;
   return by_expert && !HasGroupEach(params) ? Summing::kByGroup : Summing::kPromoted;
 }
 
@@ -80,9 +82,8 @@ bool ScalesFit(const GroupedGemmParams& p) {
   if (p.scaling == GemmScaling::kNone || p.lhs_scale == nullptr || p.rhs_scale == nullptr) {
     return false;
   }
-  if (p.scaling == GemmScaling::kBlock && by_expert) return false;
   // Without promotion an expert's groups have one sum, and one scale.
-  return !by_expert || p.tuning.promoted || HasGroupEach(p);
+  return !by_expert || p.scaling == GemmScaling::kBlock || p.tuning.promoted || HasGroupEach(p);
 }
 
 // Direct kernels know no tickets, and so does the one of tf32 that goes forward.
@@ -160,6 +161,11 @@ Scales ScalesOf(const GroupedGemmParams& p) {
   Scales scales{};
   scales.lhs = p.lhs_scale;
   scales.rhs = p.rhs_scale;
+  if (p.product == GemmProduct::kWeightGrad) {
+    scales.lhs_width = in;
+    scales.rhs_depth = out;
+    return scales;
+  }
   scales.last_row = static_cast<int32_t>(RowsOf(p)) - 1;
   scales.lhs_width = backward ? out : in;
   scales.rhs_plane = in * out;

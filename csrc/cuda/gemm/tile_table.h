@@ -35,6 +35,7 @@ constexpr TileChoice kTileTable[] = {
     {GemmProduct::kWeightGrad, GemmScaling::kTensor, kAnyRows, {256, 2, true, true}},
     {GemmProduct::kForward, GemmScaling::kBlock, kAnyRows, {256, 2, true, true}},
     {GemmProduct::kDataGrad, GemmScaling::kBlock, kAnyRows, {256, 2, true, true}},
+    {GemmProduct::kWeightGrad, GemmScaling::kBlock, kAnyRows, {256, 2, true, true}},
 };
 
 }  // namespace gemm

@@ -5,6 +5,7 @@
 
 #include "cuda/gemm/copies/dequantize.h"
 #include "cuda/gemm/copies/transpose.h"
+#include "cuda/rows/requantize_rows.h"
 #include "ffi/gemm/grouped_gemm_ffi_cuda.h"
 #include "ffi/stream_call.h"
 
@@ -52,6 +53,11 @@ Status ReadSizes(const CallFrame& frame, const Operand& sizes, int64_t rows,
   return Status();
 }
 
+// Of a transposed copy of all slabs.
+int64_t PaddedRows(const GroupedGemmParams& params) {
+  return params.num_slabs * cuda::gemm::PaddedSlabRows(params.slab_rows, params.groups_per_slab);
+}
+
 Status ReadScales(const Operand& sizes, const Operand& lhs_scale, const Operand& rhs_scale,
                   GroupedGemmParams* params) {
   const int64_t in = params->in_features, out = params->out_features, experts = params->num_experts;
@@ -61,8 +67,11 @@ Status ReadScales(const Operand& sizes, const Operand& lhs_scale, const Operand&
   if (params->scaling == GemmScaling::kBlock) {
     const int64_t rows = int64_t{params->num_slabs} * params->slab_rows;
     const int64_t contracted = params->product == GemmProduct::kDataGrad ? out : in;
-    lhs = {rows, Blocks(contracted, kBlockValues)};
-    rhs = {experts, Blocks(in, kBlockValues), Blocks(out, kBlockValues)};
+    const int64_t blocks = PaddedRows(*params) / kBlockValues;
+    lhs = by_expert ? Dims{blocks, Blocks(in, kBlockValues)}
+                    : Dims{rows, Blocks(contracted, kBlockValues)};
+    rhs = by_expert ? Dims{blocks, Blocks(out, kBlockValues)}
+                    : Dims{experts, Blocks(in, kBlockValues), Blocks(out, kBlockValues)};
   }
   EP_RETURN_IF_ERROR(lhs_scale.Read(lhs, &params->lhs_scale));
   return rhs_scale.Read(rhs, &params->rhs_scale);
@@ -122,23 +131,24 @@ Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_g
 }
 
 // ep_fp8_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs u8 [K', S * P], grad u8 [N', S * P],
-//                           lhs_scale f32 [S, L], rhs_scale f32 [S, L]; slab_rows=C, e5m2: grad
-//                           is)
+//                           lhs_scale f32 [S, L], rhs_scale f32 [S, L]; slab_rows=C, block=0, e5m2:
+//                           grad is)
 //   -> [G, K', N'] bf16 or f32, or of a pair two [G, K', N' / 2]; P is PaddedSlabRows(C, L)
-Status LaunchDw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows, int64_t e5m2) {
+//   block=1: lhs_scale [S * P / 128, ceil(K' / 128)], rhs_scale [S * P / 128, ceil(N' / 128)]
+Status LaunchDw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows, int64_t block,
+                int64_t e5m2) {
   EP_RETURN_IF_ERROR(frame.CheckCount(5, CountWeightGrads(frame)));
   const auto [group_sizes, lhs, grad, lhs_scale, rhs_scale] =
       frame.Args("group_sizes", "lhs", "grad", "lhs_scale", "rhs_scale");
   GroupedGemmParams params{};
   params.product = GemmProduct::kWeightGrad;
-  params.scaling = GemmScaling::kTensor;
+  params.scaling = block != 0 ? GemmScaling::kBlock : GemmScaling::kTensor;
   params.type = FloatType::kE4M3;
   params.rhs_type = NarrowType(e5m2);
   EP_RETURN_IF_ERROR(ReadOperands(frame, &params));
   const int64_t slabs = group_sizes.dim(0);
   EP_RETURN_IF_ERROR(ReadSizes(frame, group_sizes, slab_rows * slabs, &params));
-  const int64_t padded =
-      slabs * cuda::gemm::PaddedSlabRows(params.slab_rows, params.groups_per_slab);
+  const int64_t padded = PaddedRows(params);
   EP_RETURN_IF_ERROR(lhs.CheckShape({lhs.dim(0), padded}));
   EP_RETURN_IF_ERROR(grad.CheckShape({grad.dim(0), padded}));
   EP_RETURN_IF_ERROR(ReadWeightGrads(frame, lhs.dim(0), grad.dim(0), &params));
@@ -169,6 +179,32 @@ Status LaunchTransposeRows(const CallFrame& frame, cudaStream_t stream) {
     return LaunchRows(frame, stream, cuda::gemm::TransposedFloatRows{});
   }
   return LaunchRows(frame, stream, cuda::gemm::TransposedRows{});
+}
+
+// ep_requantize_rows_v1(group_sizes s32 [S, L], rows u8 [S * C, W], scale f32 [S * C, ceil(W /
+// 128)];
+//                       power_of_two, e5m2) -> u8 [W, S * P], f32 [S * P / 128, ceil(W / 128)], of
+//                       which only what FindPaddedRows names is written
+Status LaunchRequantizeRows(const CallFrame& frame, cudaStream_t stream, int64_t power_of_two,
+                            int64_t e5m2) {
+  EP_RETURN_IF_ERROR(frame.CheckCount(3, 2));
+  const auto [group_sizes, rows, scale] = frame.Args("group_sizes", "rows", "scale");
+  const auto [out, out_scale] = frame.Rets("out", "out_scale");
+  const int64_t width = rows.dim(1), slabs = group_sizes.dim(0);
+  cuda::RequantizeRowsParams params{};
+  EP_RETURN_IF_ERROR(rows.Read({rows.dim(0), width}, &params.data));
+  EP_RETURN_IF_ERROR(scale.Read({rows.dim(0), Blocks(width, kBlockValues)}, &params.scale));
+  EP_RETURN_IF_ERROR(ReadGroups(frame, group_sizes, rows.dim(0), &params.groups));
+  const int64_t padded =
+      slabs * cuda::gemm::PaddedSlabRows(params.groups.slab_rows, params.groups.groups_per_slab);
+  EP_RETURN_IF_ERROR(out.Read({width, padded}, &params.out));
+  EP_RETURN_IF_ERROR(
+      out_scale.Read({padded / kBlockValues, Blocks(width, kBlockValues)}, &params.out_scale));
+  params.format = e5m2 != 0 ? cuda::Fp8Format::kE5M2 : cuda::Fp8Format::kE4M3;
+  params.slabs = static_cast<int32_t>(slabs);
+  params.width = static_cast<int32_t>(width);
+  params.power_of_two = power_of_two != 0;
+  return cuda::Check(cuda::LaunchRequantizeRows(stream, params), frame.call);
 }
 
 // ep_transpose_weights_v1(weights u8 [G, K', N']) -> [G, N', K']
@@ -226,7 +262,9 @@ EP_RUNTIME_STREAM_CALL(kFp8GroupedGemmV1, "ep_fp8_grouped_gemm_v1", LaunchProduc
                            .Attr<int64_t>("block")
                            .Attr<int64_t>("e5m2"));
 EP_RUNTIME_STREAM_CALL(kFp8GroupedGemmDwV1, "ep_fp8_grouped_gemm_dw_v1", LaunchDw,
-                       .Attr<int64_t>("slab_rows").Attr<int64_t>("e5m2"));
+                       .Attr<int64_t>("slab_rows").Attr<int64_t>("block").Attr<int64_t>("e5m2"));
+EP_RUNTIME_STREAM_CALL(kRequantizeRowsV1, "ep_requantize_rows_v1", LaunchRequantizeRows,
+                       .Attr<int64_t>("power_of_two").Attr<int64_t>("e5m2"));
 EP_RUNTIME_STREAM_CALL(kTransposeRowsV1, "ep_transpose_rows_v1", LaunchTransposeRows);
 EP_RUNTIME_STREAM_CALL(kTransposeWeightsV1, "ep_transpose_weights_v1", LaunchTransposeWeights);
 EP_RUNTIME_STREAM_CALL(

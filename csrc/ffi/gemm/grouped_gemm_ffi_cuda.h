@@ -38,6 +38,7 @@ extern XLA_FFI_Handler* const kFp8GroupedGemmV1;
 extern XLA_FFI_Handler* const kFp8GroupedGemmDwV1;
 extern XLA_FFI_Handler* const kTransposeRowsV1;
 extern XLA_FFI_Handler* const kTransposeWeightsV1;
+extern XLA_FFI_Handler* const kRequantizeRowsV1;
 extern XLA_FFI_Handler* const kDequantizeV1;
 
 }  // namespace ep_runtime

@@ -80,10 +80,13 @@ Layout LayOut(const GemmCase& c) {
   const int groups = c.groups_per_slab();
   for (int slab = 0; slab < c.slabs; ++slab) {
     int start = 0;
+    int64_t at = slab * ec::gemm::PaddedSlabRows(c.slab_rows, groups);
     for (int g = 0; g < groups; ++g) {
       const int group = slab * groups + g;
       const int size = std::min(c.sizes[group], c.slab_rows - start);
       layout.starts.push_back(slab * c.slab_rows + start);
+      layout.padded.push_back(static_cast<int>(at));
+      at += ec::gemm::PadRows(size);
       layout.sizes.push_back(size);
       for (int r = 0; r < size; ++r) {
         layout.row_group[int64_t{slab} * c.slab_rows + start + r] = group;
@@ -114,6 +117,7 @@ Data::Data(const GemmCase& c) : case_(c), layout_(LayOut(c)) {
   row_group_ = Upload(layout_.row_group);
   starts_ = Upload(layout_.starts);
   clipped_ = Upload(layout_.sizes);
+  padded_ = Upload(layout_.padded);
   out_ = Allocate(out_bytes_ + kGuardBytes);
   result_ = static_cast<Mismatch*>(Allocate(sizeof(Mismatch)));
   FillOperands();
@@ -182,6 +186,13 @@ void Data::FillScales() {
     return;
   }
   const int64_t in = (c.in_features + 127) / 128, out = (c.out_features + 127) / 128;
+  if (c.product == GemmProduct::kWeightGrad) {
+    const int64_t blocks =
+        c.slabs * ec::gemm::PaddedSlabRows(c.slab_rows, c.groups_per_slab()) / 128;
+    lhs_scale_ = draw(blocks * in, 11);
+    rhs_scale_ = draw(blocks * out, 12);
+    return;
+  }
   lhs_scale_ = draw(c.rows() * (c.product == GemmProduct::kForward ? in : out), 11);
   rhs_scale_ = draw(c.experts * in * out, 12);
 }
@@ -298,11 +309,11 @@ Mismatch Data::Compare(int64_t stride) {
                       : promoted      ? kPromotedSums
                                       : kNarrowSums;
   const Check check{
-      c.product,  c.type,        c.rhs_type,     c.out_type, c.scaling,
-      c.rows(),   c.in_features, c.out_features, c.experts,  static_cast<int>(c.sizes.size()),
-      lhs_,       rhs_,          bias_,          out_,       lhs_scale_,
-      rhs_scale_, row_group_,    starts_,        clipped_,   c.clear_slack,
-      sums};
+      c.product,     c.type,        c.rhs_type,     c.out_type, c.scaling,
+      c.rows(),      c.in_features, c.out_features, c.experts,  static_cast<int>(c.sizes.size()),
+      lhs_,          rhs_,          bias_,          out_,       lhs_scale_,
+      rhs_scale_,    row_group_,    starts_,        clipped_,   padded_,
+      c.clear_slack, sums};
   Mismatch result{0, ~0ull, 0, 0, 0, {}, {}};
   CHECK_CUDA(cudaMemcpy(result_, &result, sizeof(result), cudaMemcpyHostToDevice));
   CompareAll<<<kBlocks, kThreads>>>(check, out_elements_, backward ? c.in_features : c.out_features,

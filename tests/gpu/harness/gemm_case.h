@@ -66,6 +66,7 @@ struct GemmCase {
 struct Layout {
   std::vector<int> row_group;  // [rows], -1: of no group
   std::vector<int> starts;     // [groups]
+  std::vector<int> padded;     // [groups], in transposed copies
   std::vector<int> sizes;
   int64_t total = 0;
 };
@@ -122,6 +123,7 @@ class Data {
   int* row_group_ = nullptr;
   int* starts_ = nullptr;
   int* clipped_ = nullptr;
+  int* padded_ = nullptr;
   void* lhs_ = nullptr;
   void* rhs_ = nullptr;
   void* transposed_lhs_ = nullptr;  // transposed copies; null: the product takes the operand itself

@@ -177,8 +177,7 @@ void AddTf32(const GemmCase& c, std::vector<GemmCase>* all) {
 
 GemmCase RandomCase(std::mt19937& random, Kind kind) {
   const auto below = [&](int n) { return static_cast<int>(random() % n); };
-  GemmCase c =
-      MakeCase("random", kProducts[below(kind == Kind::kBlock ? 2 : 3)], {}, 0, 0, 0, kind);
+  GemmCase c = MakeCase("random", kProducts[below(3)], {}, 0, 0, 0, kind);
   const bool wide = kind == Kind::kWide;
   const bool narrow = !wide && kind != Kind::kTf32;
   c.slabs = 1 + (below(4) == 0);

@@ -17,6 +17,7 @@ struct Check {
   const void *lhs, *rhs, *bias, *out;
   const float *lhs_scale, *rhs_scale;
   const int *row_group, *starts, *sizes;
+  const int* padded;  // where groups begin in transposed copies
   bool clear_slack;
   double sums;  // tolerance
 };
@@ -48,9 +49,15 @@ __device__ inline void ExpectWeight(const Check& c, int64_t row, int column, Sum
   const int64_t k_count = c.in_features, n_count = c.out_features;
   const int64_t feature = row % k_count;
   for (int g = static_cast<int>(row / k_count); g < c.groups; g += c.experts) {
-    const bool scaled = c.scaling != GemmScaling::kNone;
-    const double scale = scaled ? static_cast<double>(c.lhs_scale[g]) * c.rhs_scale[g] : 1;
     for (int64_t r = c.starts[g]; r < c.starts[g] + c.sizes[g]; ++r) {
+      const int64_t block = (c.padded[g] + r - c.starts[g]) / 128;
+      double scale = 1;
+      if (c.scaling == GemmScaling::kTensor) {
+        scale = static_cast<double>(c.lhs_scale[g]) * c.rhs_scale[g];
+      } else if (c.scaling == GemmScaling::kBlock) {
+        scale = static_cast<double>(c.lhs_scale[block * ((k_count + 127) / 128) + feature / 128]) *
+                c.rhs_scale[block * ((n_count + 127) / 128) + column / 128];
+      }
       sum->Add(scale * LoadFloat(c.lhs, c.type, r * k_count + feature),
                LoadFloat(c.rhs, c.rhs_type, r * n_count + column));
     }

@@ -96,7 +96,6 @@ void RunAll(Kind kind, const char* what, const std::vector<GemmCase>& cases, Cou
 
 void CheckKind(Kind kind, bool small, Count* count) {
   for (const GemmProduct product : kProducts) {
-    if (kind == Kind::kBlock && product == GemmProduct::kWeightGrad) continue;
     RunAll(kind, Name(product), FixedCases(product, kind, small), count);
   }
   RunAll(kind, "random", RandomCases(kind, small ? 5 : 300), count);

@@ -206,7 +206,6 @@ void TimeNarrow() {
         for (const char* load : {"even", "zipf"}) {
           const double wide = PrintTime(CaseOf(load, product, shape, groups), 0);
           for (const Kind kind : {Kind::kTensor, Kind::kBlock}) {
-            if (kind == Kind::kBlock && product == GemmProduct::kWeightGrad) continue;
             GemmCase c = CaseOf(load, product, shape, groups, kind);
             if (product == GemmProduct::kWeightGrad) c.rhs_type = FloatType::kE5M2;
             if (product == GemmProduct::kDataGrad) c.type = FloatType::kE5M2;
@@ -259,7 +258,6 @@ void Tune(const char* part) {
   for (const Kind kind : {Kind::kWide, Kind::kTensor, Kind::kBlock}) {
     if (*part != '\0' && (kind == Kind::kWide) != (std::strcmp(part, "16") == 0)) continue;
     for (const GemmProduct product : kProducts) {
-      if (kind == Kind::kBlock && product == GemmProduct::kWeightGrad) continue;
       for (const bool few : {true, false}) TuneClass(product, kind, few);
     }
   }

@@ -37,6 +37,16 @@ def row_reader(
     return format_of(operand.recipe).row_reader(operand, lead, columns=columns)
 
 
+def contracted_rows(*operands: Any) -> int:
+    """Rows that a block has at most where a GEMM contracts those of `operands`; 0: any number."""
+    wanted = [
+        format_of(each.recipe).contracted_rows
+        for each in operands
+        if isinstance(each, QuantizedTensor)
+    ]
+    return max(wanted, default=0)
+
+
 def kernel_reader(
     operand: Any, *, columns: bool = False, dtype: Any = None
 ) -> Callable[[jax.Array], Part]:

@@ -4,8 +4,9 @@ They serve operands that are both of one recipe, with K' and N' multiples of 16,
 `kernels_16.py` serves:
 
 - TensorScaling: the tensor cores multiply the 8-bit data, in all three products.
-- BlockScaling: likewise forward and for the rows' gradient. The weight's gradient contracts rows,
-  each with scales of its own: data times scales are rounded to bf16 first, and those multiplied.
+- BlockScaling: likewise. The weight's gradient contracts rows, each with scales of its own along
+  its values, which serve no sum over rows: both operands are quantized once more, in blocks of 128
+  rows of a group times 128 values, as `formats/blocks.py` says.
 - MXFP8: Hopper's tensor cores know no such scales: data times scales in bf16, which is exact.
 
 The tensor cores want 8-bit data with the contracted dim along memory: what lies otherwise is
@@ -34,7 +35,7 @@ from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize.formats.format import OnGpu
 from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES
 from ep_runtime_client.ops.quantize.formats.table import format_of
-from ep_runtime_client.ops.quantize.formats.tiles import bits
+from ep_runtime_client.ops.quantize.formats.tiles import bits, num_tiles
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
@@ -44,8 +45,9 @@ TARGETS = targets(
     "ep_transpose_rows_v1",
     "ep_transpose_weights_v1",
     "ep_dequantize_v1",
+    "ep_requantize_rows_v1",
 )
-_GEMM, _GEMM_DW, TRANSPOSE_ROWS, _TRANSPOSE_WEIGHTS, _DEQUANTIZE = TARGETS
+_GEMM, _GEMM_DW, TRANSPOSE_ROWS, _TRANSPOSE_WEIGHTS, _DEQUANTIZE, _REQUANTIZE = TARGETS
 MULTIPLE = quantize_kernels.PRODUCT_MULTIPLE
 PADDED = 128  # rows of a group in a transposed copy are a multiple of it
 _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
@@ -198,9 +200,14 @@ def weight_grad(
     assert lhs.scale is not None
     assert grad.scale is not None
     sizes, lead = _sizes(group_sizes), group_sizes.ndim
-    transposed = [_transposed_rows(x, group_sizes) for x in (lhs, grad)]
-    scales = [lhs.scale.reshape(sizes.shape), grad.scale.reshape(sizes.shape)]
-    way = {"slab_rows": lhs.shape[lead - 1], "e5m2": int(grad.dtype == _E5M2)}
+    blocks = not format_of(lhs.recipe).per_group
+    turn = _requantized_rows if blocks else _transposed_rows
+    transposed, scales = zip(*(turn(x, group_sizes) for x in (lhs, grad)), strict=True)
+    way = {
+        "slab_rows": lhs.shape[lead - 1],
+        "block": int(blocks),
+        "e5m2": int(grad.dtype == _E5M2),
+    }
 
     def call(shapes: kernel_weights.Shapes) -> list[jax.Array]:
         outs = _calls(_GEMM_DW, shapes, _made(out_dtype), sizes, *transposed, *scales, **way)
@@ -214,13 +221,38 @@ def padded_rows(slab_rows: int, groups: int) -> int:
     return (slab_rows + (PADDED - 1) * min(groups, slab_rows)) // PADDED * PADDED
 
 
-def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> jax.Array:
-    """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it."""
+def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it; [S, L]."""
+    assert x.scale is not None
     sizes = _sizes(group_sizes)
-    slab_rows = x.shape[group_sizes.ndim - 1]
+    rows, shape = _turned_rows(x, sizes, x.shape[group_sizes.ndim - 1])
+    return _call(TRANSPOSE_ROWS, shape, jnp.uint8, sizes, rows), x.scale.reshape(sizes.shape)
+
+
+def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same, quantized again in blocks of 128 x 128; scales [S * padded rows / 128, W / 128]."""
+    assert x.scale is not None
+    sizes = _sizes(group_sizes)
+    rows, shape = _turned_rows(x, sizes, x.shape[group_sizes.ndim - 1])
+    made = (
+        jax.ShapeDtypeStruct(shape, jnp.uint8),
+        jax.ShapeDtypeStruct((shape[1] // PADDED, num_tiles(shape[0], PADDED)), jnp.float32),
+    )
+    way = {
+        "power_of_two": int(format_of(x.recipe).power_of_two(x.recipe)),
+        "e5m2": int(x.dtype == _E5M2),
+    }
+    operands = (sizes, rows, x.scale.reshape(rows.shape[0], -1))
+    data, scale = (once(out) for out in _launched(_REQUANTIZE, made, *operands, **way))
+    return data, scale
+
+
+def _turned_rows(
+    x: QuantizedTensor, sizes: jax.Array, slab_rows: int
+) -> tuple[jax.Array, tuple[int, int]]:
+    """Rows [S * C, W] of bits, and the shape that they have with rows along memory."""
     rows = bits(x.data).reshape(sizes.shape[0] * slab_rows, -1)
-    shape = (rows.shape[1], sizes.shape[0] * padded_rows(slab_rows, sizes.shape[1]))
-    return _call(TRANSPOSE_ROWS, shape, jnp.uint8, sizes, rows)
+    return rows, (rows.shape[1], sizes.shape[0] * padded_rows(slab_rows, sizes.shape[1]))
 
 
 def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False) -> jax.Array:
@@ -283,8 +315,17 @@ def _calls(
     *operands: jax.Array,
     **attributes: int,
 ) -> list[jax.Array]:
-    values = {name: np.int64(value) for name, value in attributes.items()}
     results = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return _launched(target, results, *operands, **attributes)
+
+
+def _launched(
+    target: str,
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    *operands: jax.Array,
+    **attributes: int,
+) -> list[jax.Array]:
+    values = {name: np.int64(value) for name, value in attributes.items()}
     return list(jax.ffi.ffi_call(target, results)(*bound(*operands), **values))
 
 

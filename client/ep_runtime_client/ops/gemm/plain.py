@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops.gemm import kernels_bias
-from ep_runtime_client.ops.gemm.block_operands import kernel_reader, row_reader
+from ep_runtime_client.ops.gemm.block_operands import contracted_rows, kernel_reader, row_reader
 from ep_runtime_client.ops.gemm.families import kernels_of
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform, row_blocks
@@ -219,7 +219,7 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """Gradients of the rows, unless rhs is None, and of the kernels, unless lhs is None."""
     lead = group_sizes.ndim
-    blocks = _cut(gemm, grad, group_sizes)
+    blocks = _cut(gemm, grad, group_sizes, 0 if lhs is None else contracted_rows(lhs, grad))
     read = functools.partial(row_reader, lead=lead, dtype=gemm.compute_dtype)
     outs: list[Any] = []
     steps: list[Callable[[RowBlock, Any], Any]] = []
@@ -301,8 +301,12 @@ def _served_by(
     return kernels_of(Product(rows, other, group_sizes.shape, kernel[0], kernel[1:], *static))
 
 
-def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array) -> Blocks:
-    return row_blocks.cut(rows.shape[group_sizes.ndim - 1], group_sizes, gemm.alignment)
+def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array, exactly: int = 0) -> Blocks:
+    """Blocks of rows of each group; of `exactly` so many but for the last one, where it is said."""
+    capacity = rows.shape[group_sizes.ndim - 1]
+    if exactly:
+        return row_blocks.cut(capacity, group_sizes, exactly, most=exactly)
+    return row_blocks.cut(capacity, group_sizes, gemm.alignment)
 
 
 def _dot(lhs: Part, rhs: Part, contract: tuple[int, int]) -> jax.Array:

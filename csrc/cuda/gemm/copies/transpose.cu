@@ -1,5 +1,5 @@
+#include "cuda/gemm/copies/read_lines.cuh"
 #include "cuda/gemm/copies/transpose.h"
-#include "cuda/gemm/copies/transpose_tile.h"
 #include "cuda/gemm/copies/write_columns.cuh"
 #include "cuda/gemm/product/groups.cuh"
 #include "cuda/wanted.cuh"
@@ -9,51 +9,27 @@ namespace cuda {
 namespace gemm {
 namespace {
 
-// Bytes a side, as kPaddedTo says: a tile of rows is one group's.
-constexpr int kSide = kPaddedTo;
-constexpr int kThreads = 256;
+static_assert(kSide == kPaddedTo, "a tile of rows is one group's");
+constexpr int kThreads = kTileThreads;
 constexpr int kBlocksPerProcessor = 4;  // some read while others write
 // Of blocks beside each other in a line; each takes every kAcross-th tile, and looks for its rows
 // once.
 constexpr int kAcross = 8;
 
 struct BytePlace {
-  const uint8_t* from;  // the tile's first line
-  uint8_t* to;          // where its first column's values go
-  int64_t pitch;        // of `to`
-  int32_t width;        // of a line of `from`
-  int32_t lines;        // that there are; zeros stand for the others
-  int32_t stored;       // values of a column that are written
+  Lines lines;
+  uint8_t* to;     // where its first column's values go
+  int64_t pitch;   // of `to`
+  int32_t stored;  // values of a column that are written
 };
-
-// The line's 16-byte vectors come in an order of their own, so that a warp's reads of 16 lines each
-// meet no bank twice.
-__device__ __forceinline__ void ReadTile(const BytePlace& place, int32_t column, uint4* tile) {
-  uint4 vectors[kSide * kSide / 16 / kThreads];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int line = TileLine(threadIdx.x, i);
-    const int32_t at = column + TileVector(threadIdx.x) * 16;
-    vectors[i] = make_uint4(0, 0, 0, 0);
-    if (line < place.lines && at < place.width) {
-      vectors[i] = __ldg(reinterpret_cast<const uint4*>(
-          place.from + static_cast<int64_t>(line) * place.width + at));
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int line = TileLine(threadIdx.x, i);
-    tile[StoredVector(line, TileVector(threadIdx.x))] = vectors[i];
-  }
-}
 
 // All threads of a block: every kAcross-th tile of the lines that `place` names.
 __device__ __forceinline__ void TransposeLines(const BytePlace& place) {
   __shared__ uint4 tile[kSide * kSide / 16];
-  for (int32_t column = blockIdx.y * kSide; column < place.width; column += kAcross * kSide) {
-    ReadTile(place, column, tile);
+  for (int32_t column = blockIdx.y * kSide; column < place.lines.width; column += kAcross * kSide) {
+    ReadLines(place.lines, column, tile);
     __syncthreads();
-    WriteColumns({place.to, place.pitch, place.width, place.stored}, column, tile);
+    WriteColumns({place.to, place.pitch, place.lines.width, place.stored}, column, tile);
     __syncthreads();
   }
 }
@@ -65,8 +41,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   const int32_t first = blockIdx.x * kSide;
   const int64_t plane = static_cast<int64_t>(blockIdx.z) * planes.lines * planes.width;
   const int32_t lines = min(planes.lines - first, kSide);
-  TransposeLines({planes.from + plane + static_cast<int64_t>(first) * planes.width,
-                  planes.to + plane + first, planes.lines, planes.width, lines, lines});
+  TransposeLines(
+      {{planes.from + plane + static_cast<int64_t>(first) * planes.width, planes.width, lines},
+       planes.to + plane + first,
+       planes.lines,
+       lines});
 }
 
 // blockIdx.x: tile of a slab's line in the result, .z: slab.
@@ -78,8 +57,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   const Rows found = FindRowsAt(rows.groups, slab, at);
   if (found.size == 0) return;
   const int64_t line = PaddedSlabRows(rows.groups.slab_rows, rows.groups.groups_per_slab);
-  TransposeLines({rows.from + static_cast<int64_t>(found.start) * rows.width,
-                  rows.to + slab * line + at, rows.slabs * line, rows.width, found.size, kSide});
+  TransposeLines(
+      {{rows.from + static_cast<int64_t>(found.start) * rows.width, rows.width, found.size},
+       rows.to + slab * line + at,
+       rows.slabs * line,
+       kSide});
 }
 
 dim3 Grid(int64_t lines, int32_t width, int32_t planes) {

@@ -31,6 +31,7 @@ enum class Summing : int32_t {
   kPromoted = 1,  // every 128 contracted elements they are added to f32 sums
   kByGroup = 2,   // likewise, times their group's scales: experts have several groups
   kByBlock = 3,   // likewise, times the block's scales
+  kByTile = 4,    // likewise, times what both operands' 128 x 128 values have
 };
 
 struct Instance {
@@ -105,7 +106,11 @@ Instances Rows8Instances();
   X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kByGroup)  \
   X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kByGroup)   \
   X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kByGroup)  \
-  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kByGroup)
+  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kByGroup)   \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kByTile)   \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kByTile)    \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kByTile)   \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kByTile)
 Instances Weights8Instances();
 
 #define EP_GEMM_GRADS_32(X) X(kDataGrad, kTF32, kTF32, kF32, 256, kWhole)

@@ -8,6 +8,8 @@
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_
 
+#include <type_traits>
+
 #include "cuda/gemm/kernels/block_scales.cuh"
 #include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
 #include "cuda/gemm/kernels/instances.h"
@@ -49,11 +51,66 @@ __device__ __forceinline__ void Promote(const float (&sums)[kPartSums], const Fa
       total[i] += sums[i] * factors.of[0] * factors.of[1];
     } else if constexpr (kSumming == Summing::kByBlock) {
       total[i] += sums[i] * factors.of[i / 2 % 2];
+    } else if constexpr (kSumming == Summing::kByTile) {
+      total[i] += sums[i] * factors.of[0];
     } else {
       total[i] += sums[i];
     }
   }
 }
+
+struct Nothing {
+  __device__ Nothing(const Scales&, const Work&) {}
+};
+
+// What a tile's products of one stage are multiplied by, a stage after the other; read ahead.
+class TileScales {
+ public:
+  __device__ TileScales(const Scales& scales, const Work& work)
+      : lhs_(scales.lhs + At(work, scales.lhs_width) + work.row / kScaledValues),
+        rhs_(scales.rhs + At(work, scales.rhs_depth)),
+        lhs_step_(scales.lhs_width),
+        rhs_step_(scales.rhs_depth),
+        left_(work.size / kScaledValues) {
+#pragma unroll
+    for (int part = 0; part < kTileParts; ++part) {
+      column_[part] = min(work.column / kScaledValues + part, scales.rhs_depth - 1);
+    }
+    // A tile may lie past the last row.
+    if (work.row / kScaledValues >= scales.lhs_width) lhs_ = scales.lhs;
+    Read();
+  }
+
+  __device__ __forceinline__ void Next(float (&factors)[kTileParts]) {
+#pragma unroll
+    for (int part = 0; part < kTileParts; ++part) factors[part] = of_row_ * of_columns_[part];
+    if (--left_ == 0) return;
+    lhs_ += lhs_step_;
+    rhs_ += rhs_step_;
+    Read();
+  }
+
+ private:
+  __device__ static int64_t At(const Work& work, int32_t width) {
+    return static_cast<int64_t>(work.start / kScaledValues) * width;
+  }
+  __device__ __forceinline__ void Read() {
+    of_row_ = LoadEarly(lhs_);
+#pragma unroll
+    for (int part = 0; part < kTileParts; ++part) {
+      of_columns_[part] = LoadEarly(rhs_ + column_[part]);
+    }
+  }
+
+  const float* lhs_;
+  const float* rhs_;
+  const int32_t lhs_step_;
+  const int32_t rhs_step_;
+  int32_t left_;
+  int32_t column_[kTileParts];
+  float of_row_;
+  float of_columns_[kTileParts];
+};
 
 // total += what one range contributes, stage by stage.
 template <class Traits, class Memory>
@@ -67,7 +124,8 @@ __device__ __forceinline__ void SumPromoted(const KernelArguments& args, const W
     factors.of[0] = LoadEarly(args.scales.lhs + work.group);
     factors.of[1] = LoadEarly(args.scales.rhs + work.group);
   }
-  float sums[kPartSums];
+  std::conditional_t<Traits::kByTile, TileScales, Nothing> scales(args.scales, work);
+  float sums[kPartSums], of_parts[kTileParts];
 #pragma unroll
   for (int i = 0; i < kPartSums; ++i) sums[i] = 0;
 #pragma unroll 1
@@ -76,10 +134,13 @@ __device__ __forceinline__ void SumPromoted(const KernelArguments& args, const W
     const uint32_t stage = SharedAddress(memory->stages[place->stage]);
     const uint64_t lhs = DescribeOperand<Along::kContracted>(stage + warpgroup * kPieceBytes);
     const uint64_t rhs = DescribeOperand<Along::kContracted>(stage + Traits::kLhsBytes);
+    if constexpr (Traits::kByTile) scales.Next(of_parts);
 #pragma unroll
     for (int part = 0; part < kTileParts; ++part) {
       if constexpr (Traits::kByBlock) {
         factors = BlockFactors(memory->scales[place->stage], warpgroup, part);
+      } else if constexpr (Traits::kByTile) {
+        factors.of[0] = of_parts[part];
       }
       BeginPart<Traits>(lhs, rhs + part * kPartOffset, sums);
       WaitProducts<0>();

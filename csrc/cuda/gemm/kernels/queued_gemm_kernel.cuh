@@ -38,6 +38,8 @@ struct QueuedTraits {
   static_assert(sizeof(Lhs) == sizeof(Rhs), "a stage has as many elements of both");
   static_assert(kNarrow || !kPromotes, "sums of other operands are f32 anyway");
   static constexpr bool kByBlock = summing == Summing::kByBlock;
+  static constexpr bool kByTile = summing == Summing::kByTile;
+  static_assert(!kByTile || product == GemmProduct::kWeightGrad, "rows of others have scales");
   static_assert(!kPromotes || columns == kTileParts * kPartColumns, "tiles have all parts");
   static constexpr Along kLhs = kRagged && !kTransposed ? Along::kOther : Along::kContracted;
   static constexpr Along kRhs =
@@ -52,7 +54,7 @@ struct QueuedTraits {
   // f32 tiles of 256 columns would leave no room for stages. Others gain more from a fourth stage:
   // products that stop to add up to 18%, 16-bit ones 3 to 4%.
   static constexpr bool kStagesWhole =
-      kRagged && kNarrow && summing != Summing::kPromoted && kHalfBytes <= 32 << 10;
+      kRagged && kNarrow && summing != Summing::kPromoted && !kByTile && kHalfBytes <= 32 << 10;
   static constexpr int kStaged = kStagesWhole ? kHalfBytes : kStagingBytes;
   static constexpr int kOrder = kRagged ? kMaxExperts : 1;
   static constexpr int kScaleBytes = kByBlock ? sizeof(StageScales) : 0;  // of a stage
@@ -107,8 +109,9 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
   };
   while (find()) {
     ForEachWork<Traits>(args, tile, [&](int group, const Rows& rows, bool last) {
-      PushWork({tile.row, tile.column, tile.row_end, tile.expert, group, rows.size, last}, &next,
-               &memory->queue);
+      PushWork(
+          {tile.row, tile.column, tile.row_end, tile.expert, group, rows.size, last, rows.start},
+          &next, &memory->queue);
 #pragma unroll 1
       for (int32_t done = 0; done < rows.size; done += Traits::kDepth, place.Advance()) {
         if (leads) {
@@ -121,7 +124,7 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
       }
     });
   }
-  PushWork({0, 0, 0, -1, -1, 0, 1}, &next, &memory->queue);
+  PushWork({0, 0, 0, -1, -1, 0, 1, 0}, &next, &memory->queue);
   if (args.tickets.words != nullptr && rank == 0 && leads) EndTickets(args.tickets);
 }
 

@@ -49,7 +49,8 @@ enum class GemmProduct : int32_t {
 enum class GemmScaling : int32_t {
   kNone = 0,    // 16-bit and tf32 operands
   kTensor = 1,  // one of a group's rows, one of an expert's weight
-  kBlock = 2,   // one of 128 contracted values of a row, one of 128 x 128 of a weight
+  kBlock = 2,   // one of 128 contracted values of a row, one of 128 x 128 of a weight, and of a
+                // weight gradient's operands
 };
 
 // Launch tuning; the numbers do not depend on it, but for `promoted`.
@@ -96,9 +97,11 @@ struct GroupedGemmParams {
   // Gate and up kept apart stand for one array of weights: N' is two halves, multiples of 64 each;
   // rhs (kWeightGrad: out) is [G, K', N' / 2], and this is the second. Null: there is one array.
   const void* rhs_up;      // 16-bit and tf32 operands alone
-  const float* lhs_scale;  // kTensor: [S, L]; kBlock: [S * C, ceil(K' / 128)] (kDataGrad: N')
+  const float* lhs_scale;  // kTensor: [S, L]; kBlock: [S * C, ceil(K' / 128)] (kDataGrad: N';
+                           // kWeightGrad: [S * P / 128, ceil(K' / 128)])
   const float* rhs_scale;  // kTensor: [G] (kWeightGrad: [S, L]);
-                           // kBlock: [G, ceil(K' / 128), ceil(N' / 128)]; no kWeightGrad
+                           // kBlock: [G, ceil(K' / 128), ceil(N' / 128)] (kWeightGrad:
+                           // [S * P / 128, ceil(N' / 128)])
   const void* bias;        // [G, N'] bias_type, device; null: none. kForward only
   FloatType bias_type;
   void* out;              // out_type, device, 16-byte aligned. Experts without rows get zeros.

@@ -23,9 +23,9 @@ struct Work {
   int32_t row_end;
   int32_t expert;  // -1: there is no more
   int32_t group;
-  int32_t size;  // of the range
-  int32_t last;  // of the tile
-  int32_t unused;
+  int32_t size;   // of the range
+  int32_t last;   // of the tile
+  int32_t start;  // of the range
 };
 static_assert(sizeof(Work) == 2 * sizeof(int4), "as it is read");
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void PushWork(const Work& work, RingPlace<kQueuedWork
   if (threadIdx.x % 32 == 0) {
     WaitBarrier(SharedAddress(&queue->empty[place->stage]), place->parity ^ 1);
     queue->work[place->stage][0] = make_int4(work.row, work.column, work.row_end, work.expert);
-    queue->work[place->stage][1] = make_int4(work.group, work.size, work.last, 0);
+    queue->work[place->stage][1] = make_int4(work.group, work.size, work.last, work.start);
     Arrive(SharedAddress(&queue->full[place->stage]));
   }
   __syncwarp();
@@ -70,7 +70,7 @@ __device__ __forceinline__ Work TakeWork(RingPlace<kQueuedWork>* place, WorkQueu
   __syncwarp();
   if (threadIdx.x % 32 == 0) Arrive(SharedAddress(&queue->empty[place->stage]));
   place->Advance();
-  return {tile.x, tile.y, tile.z, tile.w, range.x, range.y, range.z, 0};
+  return {tile.x, tile.y, tile.z, tile.w, range.x, range.y, range.z, range.w};
 }
 
 }  // namespace gemm

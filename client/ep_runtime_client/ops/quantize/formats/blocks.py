@@ -1,8 +1,14 @@
-"""`BlockScaling`: f32 scales of 1 x 128 values of rows and of 128 x 128 values of a kernel."""
+"""`BlockScaling`: f32 scales of 1 x 128 values of rows and of 128 x 128 values of a kernel.
+
+A kernel's gradient sums over rows, for which scales along their values are of no use: what was
+quantized so is quantized again then, 128 rows of a group times 128 values sharing a scale. Floats
+of 8 bits are as precise for what is 2^14 times smaller than their largest value as for that.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +23,19 @@ from ep_runtime_client.ops.quantize.formats.format import (
     Format,
     Leaves,
     OnGpu,
+    Part,
     RowOptions,
+    matrix,
 )
 from ep_runtime_client.ops.quantize.formats.layouts import both_layouts
 from ep_runtime_client.ops.quantize.formats.recipes import TILE, Recipe
-from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits, num_tiles
+from ep_runtime_client.ops.quantize.formats.tiles import (
+    bits,
+    from_bits,
+    num_tiles,
+    spread_tiles,
+    widen,
+)
 from ep_runtime_client.ops.quantize.rounding import quantize_tiles
 from ep_runtime_client.ops.quantize.slabs import BLOCK_ROWS, Slabs
 
@@ -29,7 +43,8 @@ from ep_runtime_client.ops.quantize.slabs import BLOCK_ROWS, Slabs
 class BlockFormat(Format):
     tile = TILE
     by_row = True
-    on_gpu = OnGpu(rows=True, columns=False, activation=True)
+    contracted_rows = TILE
+    on_gpu = OnGpu(rows=True, columns=True, activation=True)
 
     def leaves(self, recipe: Recipe) -> dict[str, Any]:
         return {"data": recipe.data_dtype(), "scale": jnp.dtype(jnp.float32)}
@@ -39,6 +54,24 @@ class BlockFormat(Format):
 
     def power_of_two(self, recipe: Recipe) -> bool:
         return bool(getattr(recipe, "power_of_two_scales", False))
+
+    def row_reader(
+        self, operand: Any, lead: int, *, columns: bool = False
+    ) -> Callable[[RowBlock], Part]:
+        """Where the rows are contracted a block of them is quantized once more."""
+        read = super().row_reader(operand, lead, columns=columns)
+        if not columns:
+            return read
+        two, shape = self.power_of_two(operand.recipe), operand.shape[lead:]
+
+        def again(block: RowBlock) -> Part:
+            values = read(block).values.reshape(-1, *shape)
+            rows, last = len(values), values.ndim - 1
+            tiles = {0: rows, last: TILE}
+            data, scale = quantize_tiles(values, tiles, operand.dtype, two)
+            return Part(matrix(widen(data) * spread_tiles(scale, last, TILE, shape[-1])))
+
+        return again
 
     def quantize_rows(
         self, recipe: Recipe, x: jax.Array, group_sizes: jax.Array, options: RowOptions

@@ -69,6 +69,8 @@ class Format(abc.ABC):
         tile: values that share a scale along a blocked dim; 1 where there are no blocks.
         per_group: whether a group of rows, or a kernel, has one scale, and an amax.
         columns: whether there is a second copy, with its tiles along the other dim.
+        contracted_rows: rows of a group that share a scale where a product contracts them; 0 where
+            any number may be read at once.
         by_row: whether every row is quantized by itself, so that it may be before it moves.
         on_gpu: what GPUs do; None where all is plain JAX there too.
     """
@@ -76,6 +78,7 @@ class Format(abc.ABC):
     tile: ClassVar[int] = 1
     per_group: ClassVar[bool] = False
     columns: ClassVar[bool] = False
+    contracted_rows: ClassVar[int] = 0
     by_row: ClassVar[bool] = False
     on_gpu: ClassVar[OnGpu | None] = None
 

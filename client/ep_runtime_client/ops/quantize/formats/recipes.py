@@ -170,7 +170,9 @@ class TensorScaling(Recipe):
 class BlockScaling(Recipe):
     """One f32 scale per 1 x 128 values of rows, and per 128 x 128 values of a kernel.
 
-    Dims need not be multiples of 128: the last block is smaller.
+    Dims need not be multiples of 128: the last block is smaller. A kernel's gradient contracts
+    rows: both of its operands are quantized again for it, from their 8-bit values, with one scale
+    per 128 rows of a group x 128 values.
 
     Attributes:
         power_of_two_scales: round scales up to powers of two, so that scaling itself is exact.
