@@ -98,12 +98,18 @@ def test_the_command_measures_with_overlap_and_without() -> None:
     assert [order.label for order in found] == ["memfd", "memfd overlap off"]
 
 
-def test_weights_are_quantized_once_a_step_with_8_bit_recipes_alone() -> None:
+@pytest.mark.parametrize(
+    ("said", "of_fp8"),
+    [("call,step", ["memfd fp8", "memfd fp8 weights once"]), ("step", ["memfd fp8 weights once"])],
+)
+def test_weights_are_quantized_once_a_step_with_8_bit_recipes_alone(
+    said: str, of_fp8: list[str]
+) -> None:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    line = ["train", "--transports", "memfd", "--recipe", "none,fp8", "--quantized", "call,step"]
+    line = ["train", "--transports", "memfd", "--recipe", "none,fp8", "--quantized", said]
     found = train.orders(cli.make_options(parser.parse_args(line)), "address")
-    assert [order.label for order in found] == ["memfd", "memfd fp8", "memfd fp8 weights once"]
+    assert [order.label for order in found] == ["memfd", *of_fp8]
 
 
 @pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")

@@ -102,7 +102,9 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
             options.quantized,
         )
     ]
-    subjects = [each for each in subjects if each[1] in EIGHT_BIT or each[-1] == QUANTIZED[0]]
+    # Others quantize no weights: they run once, whatever is asked of those that do.
+    subjects = [x if x[1] in EIGHT_BIT else (*x[:-1], QUANTIZED[0]) for x in subjects]
+    subjects = list(dict.fromkeys(subjects))
     if options.stock:
         again = dict.fromkeys("default" if remat != "none" else remat for remat in options.remat)
         subjects += [(STOCK, "none", 0.0, remat, "on", QUANTIZED[0]) for remat in again]
