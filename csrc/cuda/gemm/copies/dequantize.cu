@@ -3,7 +3,6 @@
 
 #include "cuda/gemm/copies/dequantize.h"
 #include "cuda/gemm/product/groups.cuh"
-#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -63,7 +62,6 @@ __device__ __forceinline__ void LoadScales(const DequantizeParams& p, int64_t li
 
 // blockIdx.y: the plane.
 __global__ void __launch_bounds__(kThreads) DequantizeKernel(const DequantizeParams p) {
-  if (LeftOut(p.wanted)) return;
   const int plane = blockIdx.y;
   int32_t lines = p.lines;
   if (p.groups.sizes != nullptr) {

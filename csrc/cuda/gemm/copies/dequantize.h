@@ -27,9 +27,8 @@ struct DequantizeParams {
   int32_t lines;
   int32_t width;  // a multiple of 16
   int32_t line_values;
-  int32_t column_values;            // 1 (with e8m0) or a multiple of 16
-  void* out;                        // [planes, lines, width] bf16, device, 16-byte aligned
-  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
+  int32_t column_values;  // 1 (with e8m0) or a multiple of 16
+  void* out;              // [planes, lines, width] bf16, device, 16-byte aligned
 };
 cudaError_t LaunchDequantize(cudaStream_t stream, const DequantizeParams& params);
 
