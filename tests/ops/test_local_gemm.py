@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -46,13 +47,14 @@ def expected(given: cases.Operands, sizes: Any) -> Any:
 
 
 def assert_close(got: Any, want: Any, tolerance: float) -> None:
-    """Within `tolerance` of the largest value of each array; zeros where zeros are due."""
+    """Within `tolerance` of the largest value of each array; rows or experts of zeros are exact."""
     for left, right in zip(got, want, strict=True):
         assert left.shape == right.shape
         left = np.asarray(left, np.float64)
         limit = tolerance * max(np.abs(right).max(initial=0), 1e-9)
         np.testing.assert_allclose(left, right, rtol=0, atol=limit)
-        np.testing.assert_array_equal(left[right == 0], 0)
+        zeros = (right == 0).all(tuple(range(1, right.ndim)))
+        np.testing.assert_array_equal(left[zeros], 0)
 
 
 @functools.cache
@@ -80,6 +82,21 @@ def test_arrays_of_any_sizes(sizes: Any, shape: Any) -> None:
     assert_close(compiled()(*given, jnp.int32(sizes)), expected(given, sizes), 1e-6)
 
 
+def quantized_again(x: Any, sizes: Any) -> Any:
+    """Rows [C, *mid, W] as e4m3 keeps them by one scale for 128 rows of a group x 128 values."""
+    made, first = np.zeros_like(x), 0
+    for size in sizes:
+        last = min(first + int(size), len(x))
+        for row, column in itertools.product(range(first, last, 128), range(0, x.shape[-1], 128)):
+            for mid in np.ndindex(x.shape[1:-1]):
+                at = (slice(row, min(row + 128, last)), *mid, slice(column, column + 128))
+                scale = np.float32(np.abs(x[at]).max()) / np.float32(448) or np.float32(1)
+                data = (x[at] * (np.float32(1) / scale)).astype(jnp.float8_e4m3fn)
+                made[at] = data.astype(np.float32) * scale
+        first = last
+    return made
+
+
 @pytest.mark.parametrize("sizes", cases.SIZES.values(), ids=cases.SIZES)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_quantized_operands_are_multiplied_as_they_dequantize(recipe: Any, sizes: Any) -> None:
@@ -93,6 +110,9 @@ def test_quantized_operands_are_multiplied_as_they_dequantize(recipe: Any, sizes
         given.bias,
         grads.dequantize(columns=columns),
     )
+    if isinstance(recipe, recipes.BlockScaling):
+        again = (quantized_again(np.asarray(x), sizes) for x in (first.lhs, first.grad))
+        second = second._replace(lhs=next(again), grad=next(again))
     want = (
         expected(first, sizes)[0],
         expected(second._replace(grad=first.grad), sizes)[1],
@@ -103,10 +123,11 @@ def test_quantized_operands_are_multiplied_as_they_dequantize(recipe: Any, sizes
 
 
 # One value is off by 2^-4 at most in e4m3 and by 2^-3 in e5m2, 2.6 and 5.3 % in the mean square;
-# two operands add up to 3.7 and 5.9 %. Scales that many values share cost a little more.
+# two operands add up to 3.7 and 5.9 %. Scales that many values share cost a little more, and block
+# scales' weight gradients round both operands twice: 5.2 %.
 @pytest.mark.parametrize(
     ("recipe", "tolerance"),
-    list(zip(RECIPES, (0.004, 0.07, 0.045, 0.045), strict=True)),
+    list(zip(RECIPES, (0.004, 0.07, 0.055, 0.045), strict=True)),
     ids=str,
 )
 def test_every_recipe_stays_close_to_exact_sums(recipe: Any, tolerance: float) -> None:
