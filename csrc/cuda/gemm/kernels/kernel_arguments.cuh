@@ -14,9 +14,9 @@ namespace cuda {
 namespace gemm {
 
 // Of 8-bit operands. A block's scales are at: lhs[row * lhs_width + depth / 128],
-// rhs[expert * rhs_plane + column / 128 * rhs_column + depth / 128 * rhs_depth]. Of a weight
-// gradient, at: lhs[depth / 128 * lhs_width + row / 128], rhs[depth / 128 * rhs_depth + column /
-// 128].
+// rhs[expert * rhs_plane + column / 128 * rhs_column + depth / 128 * rhs_depth].
+// Those of a weight gradient: lhs[depth / 128 * lhs_width + row / 128],
+// rhs[depth / 128 * rhs_depth + column / 128].
 struct Scales {
   const float* lhs;
   const float* rhs;
@@ -24,7 +24,7 @@ struct Scales {
   int32_t lhs_width;  // blocks
   int32_t rhs_plane;  // floats
   int32_t rhs_column;
-  int32_t rhs_depth;    // of a weight gradient columns
+  int32_t rhs_depth;
   int32_t last_column;  // block; tiles may lie past it
 };
 
