@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime_client.ops.block.call import Static
 from ep_runtime_client.ops.block.op import BlockBackward, BlockForward
 from ep_runtime_client.ops.calls.plan import AnyArrays
+from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.movement.prepare import prepare_with_most
 from ep_runtime_client.ops.partitioning import spread
@@ -184,11 +185,14 @@ def _keeping_nothing(call: BlockCall) -> BlockCall:
 
 
 def _fwd(call: BlockCall, *given: Any) -> Any:
-    operands, came = Operands(*given), Operands(*given)
+    came = operands = Operands(*given)
     if call.static.recipe:
         operands = eager.shared(_quantized, call, *given)
         # What came quantized is the very argument again: a scan that has it keeps no copy of it.
-        operands = operands._replace(wi=came.wi8 or operands.wi, wo=came.wo8 or operands.wo)
+        operands = operands._replace(
+            wi=operands.wi if came.wi8 is None else came.wi8,
+            wo=operands.wo if came.wo8 is None else came.wo8,
+        )
     leaves, tree = jax.tree.flatten(tuple(operands))
 
     def full(*leaves: jax.Array) -> Any:
@@ -197,7 +201,7 @@ def _fwd(call: BlockCall, *given: Any) -> Any:
     def lean(*leaves: jax.Array) -> Any:
         return eager.shared(_lean, call, *jax.tree.unflatten(tree, leaves))
 
-    saved = operands._replace(wi=_for_backward(operands.wi), wo=_for_backward(operands.wo))
+    saved = operands._replace(wi=for_backward(operands.wi), wo=for_backward(operands.wo))
     if call.plans_again:
         saved = saved._replace(plan=None, most=None)  # type: ignore[arg-type]
     if not call.static.kept:
@@ -208,13 +212,6 @@ def _fwd(call: BlockCall, *given: Any) -> Any:
 
     y, *rows = unless_unused(full, lean, bare, *leaves)
     return y, (saved, [checkpoint_name(x, "ep_kept") for x in rows])
-
-
-def _for_backward(kernel: Kernel) -> Kernel:
-    """A quantized weight without the copy that forward's products take."""
-    if not isinstance(kernel, QuantizedTensor):
-        return kernel
-    return dataclasses.replace(kernel, transposed=None)
 
 
 def _bwd(call: BlockCall, saved: Any, dy: jax.Array) -> Any:

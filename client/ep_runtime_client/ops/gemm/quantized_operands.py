@@ -42,6 +42,13 @@ def settled(where: Where, x: Any, entries: Entries) -> QuantizedTensor | None:
     return dataclasses.replace(read, transposed=turned)
 
 
+def for_backward(kernel: Kernel) -> Kernel:
+    """A kernel as it is kept: quantized, without the copy that forward's products take."""
+    if not isinstance(kernel, QuantizedTensor):
+        return kernel
+    return dataclasses.replace(kernel, transposed=None)
+
+
 def quantize_weight(
     w: jax.Array | tuple[jax.Array, jax.Array],
     recipe: Recipe,

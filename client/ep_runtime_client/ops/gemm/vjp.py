@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward, arrivals
 from ep_runtime_client.ops.gemm.plain import Gemm
+from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
@@ -150,7 +151,7 @@ def _fwd(call: GemmCall, *operands: Any) -> Any:
     if q_lhs is not None or call.recipe is None:
         rows = _either(q_lhs, lhs)
     if q_rhs is not None or call.recipe is None:
-        kernel = _for_backward(_either(q_rhs, rhs))
+        kernel = for_backward(_either(q_rhs, rhs))
     return out, (rows, kernel, bias, group_sizes, likes)
 
 
@@ -176,14 +177,7 @@ def _forward_kept(call: GemmCall, *operands: Any) -> Any:
         blocks = pack(kernel, rows=False)[1].blocks
         shape = spread.whole_shape(call.where, rhs.shape, call.rhs)
         likes[1] = rhs if quantize_ops.uneven(call.where, shape, blocks) else likes[1]
-    return (out, amax), (rows, _for_backward(kernel), bias, group_sizes, likes)
-
-
-def _for_backward(kernel: Kernel) -> Kernel:
-    """A quantized kernel without the copy that is forward's alone."""
-    if not isinstance(kernel, QuantizedTensor):
-        return kernel
-    return dataclasses.replace(kernel, transposed=None)
+    return (out, amax), (rows, for_backward(kernel), bias, group_sizes, likes)
 
 
 def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
