@@ -58,8 +58,12 @@ struct QuantizeRowsParams {
   bool power_of_two;         // scales of tiles
   bool clear_slack;
   uint8_t* data;                    // [S * C, W], device
-  float* tile_scale;                // [S * C, ceil(W / kTile)], device; null with group_scale
+  float* tile_scale;                // [S * C, ceil(W / kTile)], device; null with group_scale or
+                                    // where rows are packed
   const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
+  // The scales of a row's tiles stand behind its data: [S * C, W + 4 * ceil(W / kTile)] bytes. Not
+  // with clear_slack.
+  bool packed = false;
 };
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const QuantizeRowsParams& params);
 

@@ -126,6 +126,9 @@ template <RowType kType, Fp8Format kFormat>
 __device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64_t row, int lane) {
   const int pieces = p.width / 8;
   const int tiles = (p.width + kTile - 1) / kTile;
+  const int64_t at = row * (p.packed ? p.width + 4 * tiles : p.width);
+  float* scales =
+      p.packed ? reinterpret_cast<float*>(p.data + at + p.width) : p.tile_scale + row * tiles;
   for (int base = 0; base < tiles; base += kTilesOfTurn) {
     Piece<kType> part[kUnroll];
     const auto place = [&](int u) { return base * kTileLanes + u * 32 + lane; };
@@ -152,10 +155,10 @@ __device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64
     for (int u = 0; u < kUnroll; ++u) {
       const float inverse = __shfl_sync(kAllLanes, inverses, lane / kTileLanes * kTileLanes + u);
       const uint2 bytes = Convert<kType, kFormat>(part[u], [=](int) { return inverse; });
-      if (place(u) < pieces) StorePiece(p.data, row * p.width + place(u) * 8, bytes);
+      if (place(u) < pieces) StorePiece(p.data, at + place(u) * 8, bytes);
     }
     const int tile = base + lane % kTileLanes * kTilesAtOnce + lane / kTileLanes;
-    if (lane % kTileLanes < kUnroll && tile < tiles) p.tile_scale[row * tiles + tile] = scale;
+    if (lane % kTileLanes < kUnroll && tile < tiles) scales[tile] = scale;
   }
 }
 
@@ -285,7 +288,8 @@ cudaError_t LaunchGroupScales(cudaStream_t stream, const GroupScalesParams& p) {
 
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const QuantizeRowsParams& p) {
   if (!rows::FitsQuantize(p.groups, p.values, p.width) ||
-      (p.group_scale == nullptr) == (p.tile_scale == nullptr)) {
+      (p.group_scale != nullptr) + (p.tile_scale != nullptr) + p.packed != 1 ||
+      (p.packed && p.clear_slack)) {
     return cudaErrorInvalidValue;
   }
   dim3 grid;

@@ -1,5 +1,5 @@
 // Kernels against the reference, failing waits, and times beside the link's ceiling.
-//   kernels_main check|small|time|quick [ranks]
+//   kernels_main check|small|time|quick|warps [ranks]
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -257,7 +257,7 @@ int Main(const std::string& what, int ranks, int gpus) {
     }
     wrong += RunCombineFailure(ranks, gpus, grids);
   }
-  if (what == "time" || what == "quick") wrong += TimeAll(ranks, gpus, what == "quick");
+  if (what == "time" || what == "quick" || what == "warps") wrong += TimeAll(ranks, gpus, what);
   std::printf("%s: %d arrays wrong, %d ranks on %d GPUs\n", wrong == 0 ? "passed" : "FAILED", wrong,
               ranks, gpus);
   return wrong == 0 ? 0 : 1;

@@ -11,7 +11,7 @@
 
 namespace gpu_test {
 
-constexpr int kWidth = 7168;
+constexpr int kWidth = 7168;  // unless another is asked for
 constexpr int kTopK = 8;
 constexpr int kExperts = 256;
 constexpr int kIterations = 10;
@@ -28,10 +28,10 @@ __host__ __device__ inline uint16_t ValueAt(uint32_t what, uint32_t row, uint32_
   return static_cast<uint16_t>(0x3F80u | (x & 0x807Fu));
 }
 
-static __global__ void FillValues(uint16_t* out, uint32_t what, int64_t rows) {
+static __global__ void FillValues(uint16_t* out, uint32_t what, int64_t rows, int width) {
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    for (int h = threadIdx.x; h < kWidth; h += blockDim.x) {
-      out[row * kWidth + h] = ValueAt(what, static_cast<uint32_t>(row), h);
+    for (int h = threadIdx.x; h < width; h += blockDim.x) {
+      out[row * width + h] = ValueAt(what, static_cast<uint32_t>(row), h);
     }
   }
 }
@@ -40,12 +40,12 @@ enum : uint32_t { kTokens = 100, kExpertOut = 200 };
 
 class TimedCase {
  public:
-  TimedCase(World& world, int tokens, Routing routing)
-      : world_(world), n_(world.ranks()), routing_(routing), data_(world.ranks()) {
+  TimedCase(World& world, int tokens, Routing routing, int width = kWidth)
+      : world_(world), n_(world.ranks()), width_(width), routing_(routing), data_(world.ranks()) {
     const int local = kExperts / n_;
     const int64_t rows = int64_t{n_} * tokens * std::min(kTopK, local);
     const auto capacity = static_cast<int>(ep_runtime::AlignUp(rows + 127 * local, 128));
-    c_ = {"bench", n_,       tokens,         kWidth, kTopK, kExperts,
+    c_ = {"bench", n_,       tokens,         width_, kTopK, kExperts,
           128,     capacity, RowType::kBF16, 0,      false, false};
     std::mt19937 random(tokens);
     double sum = 0;
@@ -59,11 +59,12 @@ class TimedCase {
     world_.Synchronize();
   }
 
-  ec::CallSizes Sizes() const { return {c_.tokens, kTopK, c_.capacity, kExperts / n_, kWidth}; }
+  ec::CallSizes Sizes() const { return {c_.tokens, kTopK, c_.capacity, kExperts / n_, width_}; }
   // Of one rank, on average: each token once to every rank that wants it, and once per expert.
-  double RemoteBytes() const { return remote_rows_ * kWidth * 2.0 / n_; }
-  double CopiedBytes() const { return copied_rows_ * kWidth * 2.0 / n_; }
+  double RemoteBytes() const { return remote_rows_ * width_ * 2.0 / n_; }
+  double CopiedBytes() const { return copied_rows_ * width_ * 2.0 / n_; }
   int tokens() const { return c_.tokens; }
+  int width() const { return width_; }
 
   void Prepare(int r, int blocks) {
     RankData& d = data_[r];
@@ -83,13 +84,32 @@ class TimedCase {
                                                      {1, nullptr, 0},
                                                      Sizes(),
                                                      RowType::kBF16,
-                                                     kWidth * 2,
+                                                     width_ * 2,
                                                      d.tokens->as<void>(),
                                                      d.topk_weights->as<float>(),
                                                      d.plan->buffers<const int32_t>(),
                                                      d.recv->as<void>(),
                                                      d.recv_weights->as<float>(),
                                                      grid}));
+  }
+  // Of rows of 8 bits, that end with scales of 128 values each.
+  void DispatchNarrow(int r, const ec::DispatchGrid& grid) {
+    RankData& d = data_[r];
+    ec::DispatchParams params{};
+    params.group = world_.group(r);
+    params.name = {1, nullptr, 0};
+    params.sizes = Sizes();
+    params.type = RowType::kBytes;
+    params.scale_bytes = width_ / 128 * 4;
+    params.row_bytes = width_ + params.scale_bytes;
+    params.tokens = d.tokens->as<void>();
+    params.weights = d.topk_weights->as<float>();
+    params.plan = d.plan->buffers<const int32_t>();
+    params.recv = d.recv->as<void>();
+    params.recv_scale = d.recv->as<uint8_t>() + int64_t{c_.capacity} * width_;
+    params.recv_weights = d.recv_weights->as<float>();
+    params.grid = grid;
+    CHECK_CUDA(ec::LaunchDispatch(world_.stream(r), params));
   }
   void DispatchBwd(int r, const ec::CombineGrid& grid) {
     RankData& d = data_[r];
@@ -109,7 +129,7 @@ class TimedCase {
             ep_runtime::OpCode::kCombine,
             Sizes(),
             RowType::kBF16,
-            kWidth * 2,
+            width_ * 2,
             exact,
             ep_runtime::LaneLayout(world_.sizes()).source_rows_bytes,
             d.expert_out->as<void>(),
@@ -127,7 +147,7 @@ class TimedCase {
                                                 {1, nullptr, 0},
                                                 Sizes(),
                                                 RowType::kBF16,
-                                                kWidth * 2,
+                                                width_ * 2,
                                                 d.tokens->as<void>(),
                                                 weighted ? d.expert_out->as<void>() : nullptr,
                                                 weighted ? d.recv_weights->as<float>() : nullptr,
@@ -144,7 +164,7 @@ class TimedCase {
     CHECK_CUDA(ec::LaunchCeiling(
         world_.stream(r),
         {world_.group(r), d.tokens->as<void>(), rank->as<int32_t>(), row->as<int32_t>(), c_.tokens,
-         kTopK, kWidth * 2, blocks, warps, d.d_weights->as<int32_t>()}));
+         kTopK, width_ * 2, blocks, warps, d.d_weights->as<int32_t>()}));
   }
 
   // Median us of one iteration, the slowest rank each time; replays captured iterations.
@@ -242,7 +262,7 @@ class TimedCase {
   void Fill(int r) {
     world_.Use(r);
     RankData& d = data_[r];
-    const int64_t row_bytes = kWidth * 2;
+    const int64_t row_bytes = width_ * 2;
     d.idx = std::make_unique<Memory>(idx_[r]);
     d.tokens = std::make_unique<Memory>(c_.tokens * row_bytes);
     d.out = std::make_unique<Memory>(c_.tokens * row_bytes);
@@ -252,8 +272,8 @@ class TimedCase {
     d.d_weights = std::make_unique<Memory>(c_.capacity * 4);
     d.topk_weights = std::make_unique<Memory>(Floats(c_.tokens * kTopK, 0.5f));
     d.plan = std::make_unique<Plan>(c_);
-    FillValues<<<1024, 256>>>(d.tokens->as<uint16_t>(), kTokens + r, c_.tokens);
-    FillValues<<<1024, 256>>>(d.expert_out->as<uint16_t>(), kExpertOut + r, c_.capacity);
+    FillValues<<<1024, 256>>>(d.tokens->as<uint16_t>(), kTokens + r, c_.tokens, width_);
+    FillValues<<<1024, 256>>>(d.expert_out->as<uint16_t>(), kExpertOut + r, c_.capacity, width_);
     CHECK_CUDA(cudaGetLastError());
     // The ceiling's destinations: once per rank.
     Ints rank(c_.tokens * kTopK, -1), row(c_.tokens * kTopK, -1), next(n_, 0);
@@ -279,15 +299,15 @@ class TimedCase {
   }
 
   std::vector<uint16_t> ReadRow(const Buffer& buffer, int64_t row) {
-    std::vector<uint16_t> out(kWidth);
-    CHECK_CUDA(cudaMemcpy(out.data(), buffer->as<uint16_t>() + row * kWidth, kWidth * 2,
+    std::vector<uint16_t> out(width_);
+    CHECK_CUDA(cudaMemcpy(out.data(), buffer->as<uint16_t>() + row * width_, width_ * 2,
                           cudaMemcpyDeviceToHost));
     return out;
   }
   bool GoodRow(int r, int row) {
     const Row& from = routed_.rows[r][row];
     const auto got = ReadRow(data_[r].recv, row);
-    for (int h = 0; h < kWidth; ++h) {
+    for (int h = 0; h < width_; ++h) {
       const uint16_t want = from.source < 0 ? 0 : ValueAt(kTokens + from.source, from.token, h);
       if (got[h] != want) return false;
     }
@@ -296,7 +316,7 @@ class TimedCase {
   bool GoodToken(int r, int t) {
     const auto got = ReadRow(data_[r].out, t);
     const RankPlan& plan = routed_.plans[r];
-    for (int h = 0; h < kWidth; ++h) {
+    for (int h = 0; h < width_; ++h) {
       float sum = 0;
       for (int rank = 0; rank < n_; ++rank) {
         float part = 0;
@@ -316,6 +336,7 @@ class TimedCase {
 
   World& world_;
   int n_;
+  int width_;
   Routing routing_;
   Case c_;
   std::vector<Ints> idx_;

@@ -28,6 +28,14 @@ class Table {
     Row("dispatch", grid.push_blocks, grid.place_blocks, us,
         " warps " + std::to_string(grid.warps) + " buffers " + std::to_string(grid.buffers));
   }
+  // Before what the check looks at is made.
+  void DispatchNarrow(const DispatchGrid& grid) {
+    const double us = timed_.Time([&](int r) { timed_.DispatchNarrow(r, grid); });
+    Print("dispatch of 8-bit rows with scales, warps " + std::to_string(grid.warps) + " buffers " +
+              std::to_string(grid.buffers),
+          std::to_string(grid.push_blocks) + "+" + std::to_string(grid.place_blocks), us,
+          timed_.RemoteBytes() * (1 + 4.0 / 128) / 2);
+  }
   void Combine(const CombineGrid& grid, bool weighted = false, bool exact = false) {
     const double us = timed_.Time([&](int r) { timed_.Combine(r, grid, weighted, exact); });
     Row("combine", grid.reduce_blocks, grid.sum_blocks, us,
@@ -84,7 +92,8 @@ class Table {
 
 void PrintHead(const TimedCase& timed, const char* routing, int ranks) {
   std::printf("== T=%d H=%d bf16 K=%d E=%d, %s routing, %d ranks, %.1f MB remote per rank\n",
-              timed.tokens(), kWidth, kTopK, kExperts, routing, ranks, timed.RemoteBytes() / 1e6);
+              timed.tokens(), timed.width(), kTopK, kExperts, routing, ranks,
+              timed.RemoteBytes() / 1e6);
 }
 
 int TimeUniform(World& world, int tokens) {
@@ -140,6 +149,9 @@ int TimeQuick(World& world, int tokens) {
   Table table(timed);
   table.Prepare(32);
   table.Ceilings({32, 40, 48});
+  for (const DispatchGrid& grid : {DispatchGrid{12, 28, 7, 2}, {12, 28, 7, 3}, {16, 24, 7, 2}}) {
+    table.DispatchNarrow(grid);
+  }
   table.Dispatch({12, 28, 7, 2});
   table.Dispatch({8, 24, 7, 2});
   for (const auto& g : {std::pair<int, int>{20, 12},
@@ -160,6 +172,26 @@ int TimeQuick(World& world, int tokens) {
   table.DispatchBwd({});
   // The check looks at the fast sums.
   table.Combine({}, false, false);
+  return timed.Check();
+}
+
+// Rows of a few KB, of 16 bits and of 8: how many warps and buffers they want.
+int TimeWarps(World& world, int width) {
+  TimedCase timed(world, 8192, Routing::kUniform, width);
+  PrintHead(timed, "uniform", world.ranks());
+  Table table(timed);
+  table.Prepare(32);
+  table.Ceilings({40, 64, 128});
+  for (const auto& g : {std::pair<int, int>{12, 28}, {20, 20}, {20, 44}, {30, 98}}) {
+    for (const auto& w : {std::pair<int, int>{7, 2}, {7, 4}, {8, 2}}) {
+      const DispatchGrid grid{g.first, g.second, w.first, w.second};
+      table.DispatchNarrow(grid);
+      table.Dispatch(grid);
+    }
+  }
+  for (const auto& g : {std::pair<int, int>{24, 16}, {38, 26}, {80, 48}}) {
+    table.Combine({g.first, g.second});
+  }
   return timed.Check();
 }
 
@@ -193,11 +225,15 @@ int TimeSkewed(World& world, Routing routing, const char* name) {
 
 }  // namespace
 
-int TimeAll(int ranks, int gpus, bool quick) {
+int TimeAll(int ranks, int gpus, const std::string& what) {
   const GroupSizes sizes{ranks, ranks, kExperts, kWidth, 8192, 1, kTopK, 2, 2};
   World world(sizes, gpus);
   int wrong = 0;
-  if (quick) {
+  if (what == "warps") {
+    for (int width : {2048, 7168}) wrong += TimeWarps(world, width);
+    return wrong;
+  }
+  if (what == "quick") {
     for (int tokens : {8192, 4096, 128}) wrong += TimeQuick(world, tokens);
     return wrong;
   }

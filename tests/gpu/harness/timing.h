@@ -1,11 +1,14 @@
 #ifndef EP_RUNTIME_TESTS_GPU_TIMING_H_
 #define EP_RUNTIME_TESTS_GPU_TIMING_H_
 
+#include <string>
+
 namespace gpu_test {
 
 // Times prepare, dispatch and combine beside the link's ceiling; returns how many sampled rows are
-// wrong.
-int TimeAll(int ranks, int gpus, bool quick);
+// wrong. `what`: "time" for all, "quick" for what changes with combine's blocks, "warps" for what
+// changes with dispatch's warps.
+int TimeAll(int ranks, int gpus, const std::string& what);
 
 }  // namespace gpu_test
 

@@ -149,12 +149,13 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
       if (block == 0 && kind.op == OpCode::kDispatch) CountReceived(call, params.name, params.plan);
       ZeroWeightsPastZones(params, block, place_blocks);
     }
-    const EmptyJob empty{static_cast<uint8_t*>(params.recv), params.recv_weights, params.row_bytes,
-                         kind.past_zones};
+    const EmptyJob empty{RowsOf(params), params.recv_weights, kind.past_zones};
     FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
   }
+  const int64_t capacity = params.sizes.capacity;
   const Output outputs[] = {
-      {params.recv, int64_t{params.sizes.capacity} * params.row_bytes, nan},
+      {params.recv, capacity * (params.row_bytes - params.scale_bytes), nan},
+      {params.recv_scale, capacity * params.scale_bytes, 0x7FC00000u},
       {params.recv_weights, params.recv_weights != nullptr ? int64_t{params.sizes.capacity} * 4 : 0,
        0x7FC00000u}};
   EndCall(call, outputs);
@@ -199,8 +200,8 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   }
   // In a block that sends, warps without a part of it stay out of the copy engine's way.
   if (!call.dead && (!push || warp <= layout.push_warps)) {
-    const EmptyJob empty{static_cast<uint8_t*>(params.d_expert_out), params.d_weights,
-                         params.row_bytes, params.clear_slack};
+    const SlabArrays rows{static_cast<uint8_t*>(params.d_expert_out), nullptr, params.row_bytes, 0};
+    const EmptyJob empty{rows, params.d_weights, params.clear_slack};
     FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
   }
   const Output outputs[] = {
@@ -210,11 +211,12 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   EndCall(call, outputs);
 }
 
-bool GoodSizes(const CallSizes& sizes, const DispatchGrid& grid, int32_t row_bytes) {
-  return sizes.top_k >= 1 && sizes.top_k <= kMaxTopK && row_bytes > 0 && row_bytes % 16 == 0 &&
-         sizes.tokens >= 0 && grid.push_blocks >= 1 && grid.place_blocks >= 1 &&
-         grid.push_blocks <= kMaxBlocks && grid.warps >= 1 && grid.buffers >= 2 &&
-         grid.buffers <= kMaxBuffers;
+bool GoodSizes(const CallSizes& sizes, const DispatchGrid& grid, int32_t row_bytes,
+               int32_t scale_bytes) {
+  return scale_bytes >= 0 && scale_bytes < row_bytes && scale_bytes % 16 == 0 && sizes.top_k >= 1 &&
+         sizes.top_k <= kMaxTopK && row_bytes > 0 && row_bytes % 16 == 0 && sizes.tokens >= 0 &&
+         grid.push_blocks >= 1 && grid.place_blocks >= 1 && grid.push_blocks <= kMaxBlocks &&
+         grid.warps >= 1 && grid.buffers >= 2 && grid.buffers <= kMaxBuffers;
 }
 
 template <typename Kernel, typename... Args>
@@ -262,22 +264,27 @@ cudaError_t LaunchGrads(cudaStream_t stream, const CombineBwdParams& params) {
 }  // namespace dispatch
 
 cudaError_t LaunchDispatch(cudaStream_t stream, const DispatchParams& params) {
-  if (!dispatch::GoodSizes(params.sizes, params.grid, params.row_bytes))
+  if (!dispatch::GoodSizes(params.sizes, params.grid, params.row_bytes, params.scale_bytes)) {
     return cudaErrorInvalidValue;
+  }
   return dispatch::LaunchCopies(stream, params, {OpCode::kDispatch, false});
 }
 
 cudaError_t LaunchCombineBwd(cudaStream_t stream, const CombineBwdParams& params) {
-  if (!dispatch::GoodSizes(params.sizes, params.grid, params.row_bytes))
+  if (!dispatch::GoodSizes(params.sizes, params.grid, params.row_bytes, params.scale_bytes)) {
     return cudaErrorInvalidValue;
+  }
   if ((params.expert_out == nullptr) != (params.d_weights == nullptr)) return cudaErrorInvalidValue;
-  if (params.type == RowType::kBytes) return cudaErrorInvalidValue;
+  const bool bytes = params.type == RowType::kBytes;
+  if (bytes != (params.scale_bytes != 0)) return cudaErrorInvalidValue;
   if (params.weights == nullptr && params.expert_out == nullptr) {
     const DispatchParams copies{params.group,        params.name, params.sizes, params.type,
                                 params.row_bytes,    params.grad, nullptr,      params.plan,
-                                params.d_expert_out, nullptr,     params.grid};
+                                params.d_expert_out, nullptr,     params.grid,  params.scale_bytes,
+                                params.d_scale};
     return dispatch::LaunchCopies(stream, copies, {OpCode::kCombineBwd, params.clear_slack});
   }
+  if (bytes) return cudaErrorInvalidValue;
   return params.type == RowType::kF32    ? dispatch::LaunchGrads<RowType::kF32>(stream, params)
          : params.type == RowType::kBF16 ? dispatch::LaunchGrads<RowType::kBF16>(stream, params)
                                          : dispatch::LaunchGrads<RowType::kF16>(stream, params);

@@ -21,13 +21,17 @@ struct DispatchParams {
   CallName name;
   CallSizes sizes;
   RowType type;
-  int32_t row_bytes;     // H * element bytes, a multiple of 16
+  int32_t row_bytes;     // H * element bytes, a multiple of 16; with scales behind them, theirs too
   const void* tokens;    // [T, H] type, device, written by XLA
   const float* weights;  // [T, K] f32, device, written by XLA; null: weights of 1
   Plan plan;
   void* recv;           // [C, H] type, device; written: rows, and zeros in padding
   float* recv_weights;  // [C] f32, device; written whole, zeros where no row is
   DispatchGrid grid;
+  // Rows that end with scales, `type` kBytes: these go to an array of their own, and `recv` is
+  // [C, row_bytes - scale_bytes].
+  int32_t scale_bytes = 0;     // of row_bytes, a multiple of 16; 0: rows have none
+  void* recv_scale = nullptr;  // [C, scale_bytes], device; likewise
 };
 
 // Sends each token once to every rank that keeps a row of it; placement runs while rows arrive.
@@ -37,7 +41,8 @@ struct CombineBwdParams {
   DeviceGroup* group;  // device, never freed
   CallName name;
   CallSizes sizes;
-  RowType type;  // kF32, kBF16 or kF16
+  RowType type;  // kF32, kBF16 or kF16; of rows that end with scales kBytes, with neither
+                 // expert_out nor weights
   int32_t row_bytes;
   const void* grad;        // [T, H] type, device, written by XLA
   const void* expert_out;  // [C, H] type, device, written by XLA; null: no d_weights
@@ -48,6 +53,8 @@ struct CombineBwdParams {
   float* d_weights;    // [C] f32, device; written likewise; null with expert_out
   DispatchGrid grid;
   bool clear_slack = true;
+  int32_t scale_bytes = 0;  // as of dispatch
+  void* d_scale = nullptr;  // [C, scale_bytes], device
 };
 
 // A dispatch of the gradient: a row's is weight * grad, its weight's is grad . expert_out.

@@ -56,10 +56,27 @@ struct EmptyRows {
   __device__ int32_t End() { return Row(0x7FFFFFFF), base; }
 };
 
-struct EmptyJob {
-  uint8_t* rows;   // [C, row_bytes]
-  float* weights;  // [C] or null
+// Rows as a slab holds them: where they end with scales, these in an array of their own.
+struct SlabArrays {
+  uint8_t* data;    // [C, row_bytes - scale_bytes]
+  uint8_t* scales;  // [C, scale_bytes]
   int32_t row_bytes;
+  int32_t scale_bytes;
+
+  __device__ int32_t DataBytes() const { return row_bytes - scale_bytes; }
+  // One thread: bytes [at, at + bytes) of a row, from shared memory.
+  __device__ void Store(int64_t row, int32_t at, const uint8_t* from, int32_t bytes) const {
+    const int32_t left = DataBytes() - at;  // of the data
+    if (left > 0) BulkStore(data + row * DataBytes() + at, from, min(bytes, left));
+    if (bytes <= left) return;
+    const int32_t before = max(left, 0);
+    BulkStore(scales + row * scale_bytes + (before - left), from + before, bytes - before);
+  }
+};
+
+struct EmptyJob {
+  SlabArrays rows;
+  float* weights;   // [C] or null
   bool past_zones;  // also the rows past the last zone
 };
 
@@ -77,8 +94,8 @@ __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
       more = row < sizes.capacity && (job.past_zones || empty.expert < sizes.experts);
       if (!more || lane != 0) continue;
       if (job.weights != nullptr) job.weights[row] = 0.0f;
-      for (int32_t at = 0; at < job.row_bytes; at += kZeroBytes) {
-        BulkStore(job.rows + row * job.row_bytes + at, zeros, min(kZeroBytes, job.row_bytes - at));
+      for (int32_t at = 0; at < job.rows.row_bytes; at += kZeroBytes) {
+        job.rows.Store(row, at, zeros, min(kZeroBytes, job.rows.row_bytes - at));
       }
       CommitStores();
       // Rows that arrive share the engine: they do not queue behind many of these.

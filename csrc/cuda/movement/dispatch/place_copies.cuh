@@ -7,6 +7,7 @@
 #include "cuda/movement/call/staged_rows.cuh"
 #include "cuda/movement/dispatch/arrivals.cuh"
 #include "cuda/movement/dispatch/dispatch_kernels.h"
+#include "cuda/movement/dispatch/empty_rows.cuh"
 #include "cuda/movement/dispatch/push_rows.cuh"
 
 namespace ep_runtime {
@@ -84,14 +85,19 @@ struct PlaceItems {
   }
 };
 
+__device__ inline SlabArrays RowsOf(const DispatchParams& params) {
+  return {static_cast<uint8_t*>(params.recv), static_cast<uint8_t*>(params.recv_scale),
+          params.row_bytes, params.scale_bytes};
+}
+
 // Stores one piece of an item from `buffer` to every row of it.
 __device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& params,
                                   uint32_t offset, const uint8_t* buffer, uint32_t bytes) {
   const int lane = threadIdx.x % 32;
-  uint8_t* recv = static_cast<uint8_t*>(params.recv) + offset;
+  const SlabArrays rows = RowsOf(params);
   for (uint32_t left = __ballot_sync(~0u, item.row >= 0); left != 0; left &= left - 1) {
     const int64_t to = __shfl_sync(~0u, item.row, __ffs(left) - 1);
-    if (lane == 0) BulkStore(recv + to * params.row_bytes, buffer, bytes);
+    if (lane == 0) rows.Store(to, offset, buffer, bytes);
   }
   if (lane == 0) CommitStores();
 }
