@@ -35,6 +35,7 @@ _REGION_BYTES = 1024  # to which every region is rounded up
 _CONTROL_BYTES = 4096  # flags, then 16 bytes of each expert
 _SCALED_VALUES = 128  # of a row, that share a block's scale
 _PADDED_TO = 128  # rows of an expert in a copy with rows along memory
+_COPIED = 16  # bytes that copies of rows are multiples of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +255,8 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
     """Bytes of the forward call's workspace with W = `rows`.
 
     Tokens (in whose place the experts' outputs come), activations, and the first product unless
-    all of it is kept, which an array outside the workspace holds.
+    all of it is kept, which an array outside the workspace holds. With block scales also this
+    rank's tokens, quantized before they are sent.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     whole = kept_rows == rows and sizes.parts(rows) == 0
@@ -263,7 +265,8 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
         return _common_bytes(sizes, rows) + _total([*regions, rows * m * e])
     # Quantized activations lie where quantized tokens were.
     narrow = max(_total(_quantized(sizes, rows, width)) for width in (h, m))
-    return _common_bytes(sizes, rows) + _total([*regions, 4 * sizes.experts]) + narrow
+    regions += [_sent(sizes), 4 * sizes.experts]
+    return _common_bytes(sizes, rows) + _total(regions) + narrow
 
 
 def backward_bytes(sizes: BlockSizes, rows: int) -> int:
@@ -283,18 +286,28 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
 def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
     """What `backward_bytes` counts where products are of 8 bits.
 
-    Quantized gradients of the first product lie where those of outputs and activations were.
-    Copies that gradients of weights are made of, and of the first weight, lie where rows of later
-    steps do: the first product and gradients of activations and of tokens.
+    Quantized gradients of the first product lie where those of outputs and activations were. What
+    the gradient of the first weight is made of lies where the first product and the gradient of
+    activations were; that weight with its dims swapped, and what the second's is made of, where
+    tokens were and their gradients will be.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     first, tokens, outer, inner = (_quantized(sizes, rows, width) for width in (n, h, h, m))
-    always = _total([rows * 4, rows * 4, 4 * sizes.experts, *tokens])
+    always = _total([rows * 4, rows * 4, _sent(sizes), 4 * sizes.experts, *tokens])
     narrow = max(_total([*outer, *inner]), _total(first))
-    hidden = _total([rows * n * e])
-    second = max(_total([sizes.experts * n * h]), _copies(sizes, rows, m, h))
-    later = _total([rows * m * e, rows * h * e])
-    return always + narrow + max(hidden + max(later, second), _copies(sizes, rows, h, n))
+    wide = max(_total([rows * n * e, rows * m * e]), _copies(sizes, rows, h, n))
+    late = [_total([rows * h * e]), _total([sizes.experts * n * h]), _copies(sizes, rows, m, h)]
+    return always + narrow + wide + max(late)
+
+
+def _sent(sizes: BlockSizes) -> int:
+    """Bytes of this rank's tokens, or of their gradients, as exchanges carry them: 8 bits and
+    behind them the scales of their blocks. 0 where they are sent as they are: with tensor scales,
+    and where scales fill no whole copies."""
+    scales = 4 * -(-sizes.hidden_size // _SCALED_VALUES)
+    if sizes.scaling != "block" or sizes.hidden_size % _COPIED or scales % _COPIED:
+        return 0
+    return sizes.tokens * (sizes.hidden_size + scales)
 
 
 def _quantized(sizes: BlockSizes, rows: int, width: int) -> list[int]:

@@ -31,14 +31,14 @@ class Blocks:
     mesh: Mesh
     ways: Ways
 
-    def layer(self, name: str = "block", **settings: Any) -> Any:
+    def layer(self, name: str = "block", hidden: int = HIDDEN, **settings: Any) -> Any:
         group = self.session.create_group(
             name,
             self.mesh,
             ep_axis="ep",
             transport=TRANSPORT,
             num_experts=LOCAL * self.mesh.size,
-            hidden_size=HIDDEN,
+            hidden_size=hidden,
             max_tokens_per_rank=TOKENS,
             max_top_k=TOP_K,
             max_token_dtype="float32",
@@ -58,13 +58,15 @@ class Blocks:
         wi_bias, wo_bias = jax.tree.unflatten(tree, drawn)
         return dataclasses.replace(made, wi_bias=wi_bias, wo_bias=wo_bias)
 
-    def drawn(self, change: Callable[[Any, int], Any]) -> tuple[Any, Any, Any]:
+    def drawn(
+        self, change: Callable[[Any, int], Any], hidden: int = HIDDEN
+    ) -> tuple[Any, Any, Any]:
         """Tokens, weights, and indices as `change` of (drawn ones, experts) has them."""
         count, experts = TOKENS * self.mesh.size, LOCAL * self.mesh.size
         rng = np.random.default_rng(7)
         idx = np.argsort(rng.random((count, experts)), axis=1)[:, :TOP_K].astype(np.int32)
         weights = rng.random((count, TOP_K), np.float32)
-        x = rng.standard_normal((count, HIDDEN), np.float32)
+        x = rng.standard_normal((count, hidden), np.float32)
         rows = NamedSharding(self.mesh, PartitionSpec("ep"))
         given: Any = jax.device_put((x, weights, change(idx, experts)), rows)
         return given
@@ -169,14 +171,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"gated": False, "recipe": TENSOR, "apply_topk_weights_early": False, "keep": "nothing"},
     ),
     "fp8 by blocks, biases": ("bfloat16", {"use_bias": True}, {"recipe": TILES}),
+    "fp8 by blocks sent, biases": ("bfloat16", {"use_bias": True}, {"recipe": TILES}),
 }
+# Rows of 512 values end with scales that fill whole copies: exchanges carry 8 bits then.
+SENT = 512
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_as_near_as_those_of_slabs(blocks: Blocks, name: str) -> None:
     dtype, of_params, options = CASES[name]
-    layer = blocks.layer()
-    given = blocks.drawn(lambda idx, experts: idx)
+    hidden = SENT if "sent" in name else HIDDEN
+    layer = blocks.layer(hidden=hidden)
+    given = blocks.drawn(lambda idx, experts: idx, hidden)
     compare(blocks, layer, blocks.params(layer, **of_params), given, dtype, **options)
 
 
@@ -189,6 +195,13 @@ RECIPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"gated": False, "keep_factor": 0.5},
     ),
     "blocks": (TILES, {}, {"capacity": 512}),
+    "blocks, sent": (TILES, {}, {"capacity": 512}),
+    "blocks, sent, e5m2": (
+        ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float8_e5m2"),
+        {"gated": False},
+        {"gated": False, "keep": "nothing"},
+    ),
+    "blocks, sent in two copies": (TILES, {}, {"keep_factor": 0.5}),
     "blocks by powers of two": (
         ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float8_e5m2"),
         {"separate": True},
@@ -197,13 +210,18 @@ RECIPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def hidden_of(name: str) -> int:
+    """Of a case by its name: copies are of at most 8 KiB."""
+    return 17 * SENT if "two copies" in name else SENT if "sent" in name else HIDDEN
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_have_the_bits_of_slabs(blocks: Blocks, name: str) -> None:
     """Where weights multiply activations: as many rows have one scale, and sums one order."""
     recipe, of_params, options = RECIPES[name]
-    layer = blocks.layer()
+    layer = blocks.layer(hidden=hidden_of(name))
     params = blocks.params(layer, **of_params)
-    x, weights, idx = blocks.drawn(lambda idx, experts: idx)
+    x, weights, idx = blocks.drawn(lambda idx, experts: idx, hidden_of(name))
     early = {"recipe": recipe, "apply_topk_weights_early": True, **options}
     run = functools.partial(graded, layer, jnp.bfloat16, **early)
     blocks.ways.slabs()
@@ -225,9 +243,9 @@ def test_weights_quantized_once_have_the_bits_of_the_recipe(
 ) -> None:
     """In the layouts that forward and backward products take, which nothing transposes again."""
     recipe, of_params, options = (RECIPES | MX)[name]
-    layer = blocks.layer()
+    layer = blocks.layer(hidden=hidden_of(name))
     params = blocks.params(layer, **of_params)
-    x, weights, idx = blocks.drawn(lambda idx, experts: idx)
+    x, weights, idx = blocks.drawn(lambda idx, experts: idx, hidden_of(name))
     (blocks.ways.slabs if way == "slabs" else blocks.call)()
     by_recipe = functools.partial(graded, layer, jnp.bfloat16, recipe=recipe, **options)
     once = functools.partial(graded, layer, jnp.bfloat16, **options)
@@ -240,11 +258,12 @@ def test_weights_quantized_once_have_the_bits_of_the_recipe(
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("hidden", [HIDDEN, SENT])
 @pytest.mark.parametrize("recipe", [TENSOR, TILES], ids=lambda recipe: type(recipe).__name__)
-def test_recipes_in_parts(blocks: Blocks, recipe: Any) -> None:
+def test_recipes_in_parts(blocks: Blocks, recipe: Any, hidden: int) -> None:
     """Tensor scales are of a part's rows: results are as near f32, and not the same bits."""
-    layer = blocks.layer(workspace=1e-6)
-    given = blocks.drawn(lambda idx, experts: np.where(idx % 2 == 0, idx, idx % LOCAL))
+    layer = blocks.layer(hidden=hidden, workspace=1e-6)
+    given = blocks.drawn(lambda idx, experts: np.where(idx % 2 == 0, idx, idx % LOCAL), hidden)
     options = {"recipe": recipe, "keep_factor": 1.0}
     compare(blocks, layer, blocks.params(layer), given, "bfloat16", **options)
 
@@ -390,6 +409,23 @@ def test_overlap_changes_no_bit(
         run = functools.partial(scanned, stack, policy, jnp.bfloat16, "first")
         found.append((once, ran(run, *given, of_all_layers(params))))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, SENT])
+@pytest.mark.parametrize("recipe", [TENSOR, TILES], ids=lambda recipe: type(recipe).__name__)
+def test_overlap_changes_no_bit_of_recipes(blocks: Blocks, recipe: Any, hidden: int) -> None:
+    given = blocks.drawn(lambda idx, experts: idx, hidden)
+    found = []
+    blocks.call()
+    for overlap in (False, True):
+        layer = blocks.layer(f"overlap {overlap}", hidden, overlap=overlap)
+        params = blocks.params(layer)
+        for keep in ("first", "nothing"):
+            run = functools.partial(graded, layer, jnp.bfloat16, recipe=recipe, keep=keep)
+            found.append(ran(run, *given, params))
+    first, *others = found
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, first)
 
 
 def test_programs_take_the_call(blocks: Blocks) -> None:

@@ -86,23 +86,57 @@ class BlockLaunches : private ExpertLaunches {
 
  private:
   cudaError_t RunPass(const TokenPass& pass) {
-    if (s_.scaling != GemmScaling::kNone) return Quantized(pass);
+    if (s_.scaling != GemmScaling::kNone) return backward_ ? QuantizedBwd(pass) : Quantized(pass);
     return backward_ ? Backward(pass) : Forward(pass);
   }
 
   // The exchanges of a pass with 8-bit products, and those between them.
   cudaError_t Quantized(const TokenPass& pass) {
+    const QuantizedExperts experts(stream_, p_, at_);
+    EP_RETURN_IF_CUDA_ERROR(
+        experts.PackTokens(pass.wanted, TokensOf(pass, p_.tokens), pass.tokens));
+    EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, SentTokens(pass, experts)));
+    EP_RETURN_IF_CUDA_ERROR(experts.Forward(RowsOf(pass)));
+    return LaunchCombine(stream_, Sums(pass));
+  }
+
+  cudaError_t QuantizedBwd(const TokenPass& pass) {
     const PassRows rows = RowsOf(pass);
     const QuantizedExperts experts(stream_, p_, at_);
-    EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, Tokens(pass)));
-    if (backward_) {
+    // Its gradient sums rows of gradients, which lie where tokens' were: nothing may come there.
+    const bool tokens_first = p_.wo_bias != nullptr;
+    const auto send_tokens = [&](cudaStream_t stream) {
+      return LaunchDispatch(stream, SentTokens(pass, experts));
+    };
+    if (tokens_first) {
+      EP_RETURN_IF_CUDA_ERROR(
+          experts.PackTokens(pass.wanted, TokensOf(pass, p_.tokens), pass.tokens));
+      EP_RETURN_IF_CUDA_ERROR(send_tokens(stream_));
       EP_RETURN_IF_CUDA_ERROR(experts.TakeTokens(rows));
-      EP_RETURN_IF_CUDA_ERROR(LaunchCombineBwd(stream_, Grads(pass)));
-      EP_RETURN_IF_CUDA_ERROR(experts.Backward(rows));
-    } else {
-      EP_RETURN_IF_CUDA_ERROR(experts.Forward(rows));
     }
-    return LaunchCombine(stream_, Sums(pass));
+    EP_RETURN_IF_CUDA_ERROR(experts.PackGrads(pass.wanted, TokensOf(pass, p_.dy), pass.tokens));
+    EP_RETURN_IF_CUDA_ERROR(LaunchCombineBwd(stream_, SentGrads(pass, experts)));
+    EP_RETURN_IF_CUDA_ERROR(experts.TakeGrads(rows));
+    if (tokens_first) {
+      EP_RETURN_IF_CUDA_ERROR(Multiply(experts.InnerGrad(rows)));
+    } else {
+      EP_RETURN_IF_CUDA_ERROR(
+          experts.PackTokens(pass.wanted, TokensOf(pass, p_.tokens), pass.tokens));
+      EP_RETURN_IF_CUDA_ERROR(
+          RunBeside(pass, send_tokens, DispatchBlocks(), experts.InnerGrad(rows)));
+      EP_RETURN_IF_CUDA_ERROR(experts.TakeTokens(rows));
+    }
+    EP_RETURN_IF_CUDA_ERROR(experts.Backward(rows));
+    return RunBeside(
+        pass, [&](cudaStream_t stream) { return LaunchCombine(stream, Sums(pass)); },
+        CombineBlocks(), experts.FirstWeightGrad(rows));
+  }
+
+  int32_t DispatchBlocks() const {
+    return p_.dispatch_grid.push_blocks + p_.dispatch_grid.place_blocks;
+  }
+  int32_t CombineBlocks() const {
+    return p_.combine_grid.reduce_blocks + p_.combine_grid.sum_blocks;
   }
 
   cudaError_t Forward(const TokenPass& pass) {
@@ -125,7 +159,7 @@ class BlockLaunches : private ExpertLaunches {
     EP_RETURN_IF_CUDA_ERROR(LaunchCombineBwd(stream_, Grads(pass)));
     EP_RETURN_IF_CUDA_ERROR(RunBeside(
         pass, [&](cudaStream_t stream) { return LaunchDispatch(stream, Tokens(pass)); },
-        p_.dispatch_grid.push_blocks + p_.dispatch_grid.place_blocks,
+        DispatchBlocks(),
         Product(GemmProduct::kDataGrad, rows, at_.grads, at_.d_inner, /*first=*/false)));
     for (int i = 0; i < rows.count; ++i) {
       const Hidden& hidden = rows.places[i];
@@ -141,8 +175,7 @@ class BlockLaunches : private ExpertLaunches {
         Multiply(Product(GemmProduct::kDataGrad, rows, at_.hidden, at_.grads, /*first=*/true)));
     return RunBeside(
         pass, [&](cudaStream_t stream) { return LaunchCombine(stream, Sums(pass)); },
-        p_.combine_grid.reduce_blocks + p_.combine_grid.sum_blocks,
-        WeightGrad(rows, at_.tokens, at_.hidden, /*first=*/true));
+        CombineBlocks(), WeightGrad(rows, at_.tokens, at_.hidden, /*first=*/true));
   }
 
   // An exchange of so many blocks, and a product that needs nothing of it.
@@ -245,6 +278,32 @@ class BlockLaunches : private ExpertLaunches {
     grads.grid = p_.dispatch_grid;
     grads.clear_slack = false;
     return grads;
+  }
+
+  // Both as 8-bit products take them, where they are quantized before they are sent.
+  DispatchParams SentTokens(const TokenPass& pass, const QuantizedExperts& experts) const {
+    DispatchParams dispatch = Tokens(pass);
+    if (!experts.SendsTokens()) return dispatch;
+    dispatch.tokens = at_.sent;
+    dispatch.recv = at_.q_tokens.data;
+    dispatch.recv_scale = at_.q_tokens.scale;
+    SendPacked(&dispatch);
+    return dispatch;
+  }
+  CombineBwdParams SentGrads(const TokenPass& pass, const QuantizedExperts& experts) const {
+    CombineBwdParams grads = Grads(pass);
+    if (!experts.SendsGrads()) return grads;
+    grads.grad = at_.sent;
+    grads.d_expert_out = at_.q_grads.data;
+    grads.d_scale = at_.q_grads.scale;
+    SendPacked(&grads);
+    return grads;
+  }
+  template <typename Params>
+  void SendPacked(Params* params) const {
+    params->type = RowType::kBytes;
+    params->row_bytes = static_cast<int32_t>(QuantizedRowBytes(s_));
+    params->scale_bytes = params->row_bytes - s_.hidden;
   }
 
   CombineParams Sums(const TokenPass& pass) const {

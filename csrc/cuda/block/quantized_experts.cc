@@ -21,8 +21,35 @@ gemm::Groups ToGroups(const rows::RowGroups& groups) {
 
 }  // namespace
 
+cudaError_t QuantizedExperts::PackTokens(const int32_t* wanted, const void* values,
+                                         int32_t tokens) const {
+  return SendsTokens() ? Pack(wanted, values, tokens, Fp8Format::kE4M3) : cudaSuccess;
+}
+
+cudaError_t QuantizedExperts::PackGrads(const int32_t* wanted, const void* values,
+                                        int32_t tokens) const {
+  return SendsGrads() ? Pack(wanted, values, tokens, Gradients()) : cudaSuccess;
+}
+
+cudaError_t QuantizedExperts::Pack(const int32_t* wanted, const void* values, int32_t tokens,
+                                   Fp8Format format) const {
+  QuantizeRowsParams quantize{};
+  quantize.type = p_.type;
+  quantize.format = format;
+  quantize.groups = {nullptr, 1, 1, tokens};
+  quantize.width = s_.hidden;
+  quantize.values = values;
+  quantize.power_of_two = p_.power_of_two;
+  quantize.data = at_.sent;
+  quantize.packed = true;
+  quantize.wanted = wanted;
+  return LaunchQuantizeRows(stream_, quantize);
+}
+
 cudaError_t QuantizedExperts::Forward(const PassRows& rows) const {
-  EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
+  if (!SendsTokens()) {
+    EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
+  }
   // One way is wanted: q_inner lies where q_tokens were read by it.
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i], p_.wi));
@@ -35,8 +62,19 @@ cudaError_t QuantizedExperts::Forward(const PassRows& rows) const {
   return Multiply(second);
 }
 
+cudaError_t QuantizedExperts::TakeGrads(const PassRows& rows) const {
+  if (SendsGrads()) return cudaSuccess;
+  return Quantize(rows, at_.grads, s_.hidden, Gradients(), at_.q_grads);
+}
+
+GroupedGemmParams QuantizedExperts::InnerGrad(const PassRows& rows) const {
+  return DataGrad(rows, at_.q_grads, at_.d_inner, /*first=*/false);
+}
+
 cudaError_t QuantizedExperts::TakeTokens(const PassRows& rows) const {
-  EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
+  if (!SendsTokens()) {
+    EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
+  }
   for (int i = 0; i < rows.count; ++i) {
     const Hidden& hidden = rows.places[i];
     if (hidden.rows == p_.kept) continue;
@@ -50,22 +88,28 @@ cudaError_t QuantizedExperts::TakeTokens(const PassRows& rows) const {
 }
 
 cudaError_t QuantizedExperts::Backward(const PassRows& rows) const {
-  EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.grads, s_.hidden, Gradients(), at_.q_grads));
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], /*weighted=*/true));
   }
   EP_RETURN_IF_CUDA_ERROR(NeedsWide() ? WideHiddenGrads(rows) : HiddenGrads(rows));
   EP_RETURN_IF_CUDA_ERROR(
-      WeightGrad(rows, at_.q_tokens, at_.q_hidden, at_.of_first, /*first=*/true));
-  return DataGrad(rows, at_.q_hidden, at_.grads, /*first=*/true);
+      TurnBoth(rows, at_.q_tokens, s_.hidden, at_.q_hidden, s_.columns, at_.of_first));
+  return Multiply(DataGrad(rows, at_.q_hidden, at_.grads, /*first=*/true));
 }
 
-// What the gradient of wo is made of lies where rows were that DataGrad writes, and q_hidden where
-// its operands were.
-cudaError_t QuantizedExperts::HiddenGrads(const PassRows& rows) const {
+GroupedGemmParams QuantizedExperts::FirstWeightGrad(const PassRows& rows) const {
+  return WeightGrad(rows, at_.q_tokens, at_.q_hidden, at_.of_first, /*first=*/true);
+}
+
+cudaError_t QuantizedExperts::SecondWeightGrad(const PassRows& rows) const {
   EP_RETURN_IF_CUDA_ERROR(
-      WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));
-  EP_RETURN_IF_CUDA_ERROR(DataGrad(rows, at_.q_grads, at_.d_inner, /*first=*/false));
+      TurnBoth(rows, at_.q_inner, s_.inner, at_.q_grads, s_.hidden, at_.of_second));
+  return Multiply(WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));
+}
+
+// q_hidden lies where the operands of wo's gradient were.
+cudaError_t QuantizedExperts::HiddenGrads(const PassRows& rows) const {
+  EP_RETURN_IF_CUDA_ERROR(SecondWeightGrad(rows));
   for (int i = 0; i < rows.count; ++i) {
     auto activation = ActivationOf<QuantizedActivationParams>(rows, rows.places[i]);
     activation.weights = at_.weights;
@@ -79,13 +123,11 @@ cudaError_t QuantizedExperts::HiddenGrads(const PassRows& rows) const {
 
 // The same bits by rows in the type of rows, which gradients of biases are sums of.
 cudaError_t QuantizedExperts::WideHiddenGrads(const PassRows& rows) const {
-  EP_RETURN_IF_CUDA_ERROR(DataGrad(rows, at_.q_grads, at_.d_inner, /*first=*/false));
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(ActivateBwd(rows, rows.places[i]));
   }
   EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
-  EP_RETURN_IF_CUDA_ERROR(
-      WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));
+  EP_RETURN_IF_CUDA_ERROR(SecondWeightGrad(rows));
   return Quantize(rows, at_.hidden, s_.columns, Gradients(), at_.q_hidden);
 }
 
@@ -168,27 +210,33 @@ GroupedGemmParams QuantizedExperts::Product(GemmProduct product, const PassRows&
   gemm.lhs_scale = lhs.scale;
   gemm.rhs = weight;
   gemm.rhs_scale = first ? p_.wi_scale : p_.wo_scale;
+  if (product != GemmProduct::kForward) gemm.tickets.words = at_.decision->tickets;
   return gemm;
 }
 
-cudaError_t QuantizedExperts::DataGrad(const PassRows& rows, const QuantizedRows& grads, void* out,
-                                       bool first) const {
+GroupedGemmParams QuantizedExperts::DataGrad(const PassRows& rows, const QuantizedRows& grads,
+                                             void* out, bool first) const {
   GroupedGemmParams gemm =
       Product(GemmProduct::kDataGrad, rows, grads, first ? p_.wi : p_.wo, out, first);
   gemm.type = ToFloatType(Gradients());
-  return Multiply(gemm);
+  return gemm;
 }
 
 // The tensor cores want what is contracted along memory. Scales along a row's values do not serve
 // sums over rows: it is quantized once more.
-cudaError_t QuantizedExperts::WeightGrad(const PassRows& rows, const QuantizedRows& lhs,
-                                         const QuantizedRows& grads, const Copies& copies,
-                                         bool first) const {
+cudaError_t QuantizedExperts::TurnBoth(const PassRows& rows, const QuantizedRows& lhs,
+                                       int32_t lhs_width, const QuantizedRows& grads,
+                                       int32_t grads_width, const Copies& copies) const {
+  EP_RETURN_IF_CUDA_ERROR(Turn(rows, lhs, lhs_width, Fp8Format::kE4M3, copies.lhs));
+  return Turn(rows, grads, grads_width, Gradients(), copies.grads);
+}
+
+GroupedGemmParams QuantizedExperts::WeightGrad(const PassRows& rows, const QuantizedRows& lhs,
+                                               const QuantizedRows& grads, const Copies& copies,
+                                               bool first) const {
   GroupedGemmParams gemm =
       Product(GemmProduct::kWeightGrad, rows, lhs, nullptr, first ? p_.dwi : p_.dwo, first);
   gemm.rhs_type = ToFloatType(Gradients());
-  EP_RETURN_IF_CUDA_ERROR(Turn(rows, lhs, gemm.in_features, Fp8Format::kE4M3, copies.lhs));
-  EP_RETURN_IF_CUDA_ERROR(Turn(rows, grads, gemm.out_features, Gradients(), copies.grads));
   const bool tensor = s_.scaling == GemmScaling::kTensor;
   gemm.lhs = copies.lhs.data;
   gemm.rhs = copies.grads.data;
@@ -197,7 +245,7 @@ cudaError_t QuantizedExperts::WeightGrad(const PassRows& rows, const QuantizedRo
   gemm.out_type = p_.weight_type;
   gemm.out_up = first ? p_.dwi_up : nullptr;
   gemm.adds = rows.adds;
-  return Multiply(gemm);
+  return gemm;
 }
 
 cudaError_t QuantizedExperts::Turn(const PassRows& rows, const QuantizedRows& from, int32_t width,

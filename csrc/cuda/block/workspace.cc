@@ -11,6 +11,7 @@ constexpr int64_t kRegionBytes = 1024;  // they begin at multiples of it
 constexpr int64_t kDecisionBytes = 4096;
 constexpr int64_t kScaledValues = 128;  // of a row, that share a block's scale
 constexpr int64_t kPaddedTo = 128;      // rows of a group in a transposed copy
+constexpr int64_t kCopied = 16;         // bytes that copies are multiples of
 
 int64_t Blocks(int64_t values, int64_t each) { return (values + each - 1) / each; }
 
@@ -92,22 +93,32 @@ void LayOutQuantizedBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
   regions->PastAll();
   const int64_t wide = regions->used();
   regions->Take(int64_t{s.rows} * s.columns * s.element_bytes, &out->hidden);
-  const int64_t early = regions->used();
   regions->Take(int64_t{s.rows} * s.inner * s.element_bytes, &out->d_inner);
-  regions->Take(int64_t{s.rows} * s.hidden * s.element_bytes, &out->tokens);
-  out->grads = out->tokens;
-  // The first weight, before there are d_inner and gradients of tokens' rows; the second weight's
-  // gradient, after both; the first's, when hidden is done with too.
-  regions->BackTo(early);
-  regions->Take(int64_t{s.experts} * s.columns * s.hidden, &out->wi);
-  regions->BackTo(early);
-  TakeCopies(s, s.inner, s.hidden, regions, &out->of_second);
   regions->BackTo(wide);
   TakeCopies(s, s.hidden, s.columns, regions, &out->of_first);
+  regions->PastAll();
+  // Rows as they arrive, and once they are quantized the weight, then the copies, then what combine
+  // sends while the first weight's gradient is made.
+  const int64_t late = regions->used();
+  regions->Take(int64_t{s.rows} * s.hidden * s.element_bytes, &out->tokens);
+  out->grads = out->tokens;
+  regions->BackTo(late);
+  regions->Take(int64_t{s.experts} * s.columns * s.hidden, &out->wi);
+  regions->BackTo(late);
+  TakeCopies(s, s.inner, s.hidden, regions, &out->of_second);
   regions->PastAll();
 }
 
 }  // namespace
+
+bool SendsQuantized(const BlockSizes& s) {
+  return s.scaling == GemmScaling::kBlock && s.hidden % kCopied == 0 &&
+         4 * Blocks(s.hidden, kScaledValues) % kCopied == 0;
+}
+
+int64_t QuantizedRowBytes(const BlockSizes& s) {
+  return s.hidden + 4 * Blocks(s.hidden, kScaledValues);
+}
 
 int32_t PartTokens(const BlockSizes& s) {
   // All slots of a token may be rows of one rank, as an expert may be there more than once.
@@ -135,6 +146,7 @@ int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out
   if (parts) TakePart(s, &regions, out);
   regions.Take(int64_t{4} * s.rows, &out->weights);
   if (backward) regions.Take(int64_t{4} * s.rows, &out->d_weights);
+  if (SendsQuantized(s)) regions.Take(s.tokens * QuantizedRowBytes(s), &out->sent);
   if (s.scaling != GemmScaling::kNone) {
     backward ? LayOutQuantizedBwd(s, &regions, out) : LayOutQuantized(s, hidden, &regions, out);
     return regions.used();

@@ -32,6 +32,12 @@ struct BlockSizes {
   GemmScaling scaling = GemmScaling::kNone;  // else products are of 8-bit operands
 };
 
+// Whether exchanges carry rows as 8-bit products take them, with the scales of their blocks behind
+// them: where each token is quantized by itself, and its scales fill whole copies.
+bool SendsQuantized(const BlockSizes& sizes);
+// Bytes of such a row.
+int64_t QuantizedRowBytes(const BlockSizes& sizes);
+
 // Tokens of a part, few enough that no routing of them brings any rank more than W rows. Below 1
 // where W is too small for one token of every rank.
 int32_t PartTokens(const BlockSizes& sizes);
@@ -78,12 +84,14 @@ struct Workspace {
 
   // With 8-bit products. `inner` is null then, and `grads` are where `tokens` were.
   float* amax;             // [L]
+  uint8_t* sent;           // [T, QuantizedRowBytes] of tokens, then of dy; null: rows are sent wide
   QuantizedRows q_tokens;  // H
   QuantizedRows q_grads;   // H, backward
   QuantizedRows q_inner;   // M; forward: where q_tokens were
   QuantizedRows q_hidden;  // N, backward: where q_grads and q_inner were
   // Backward, in the place of rows that are not there yet, or not any more: [L, N, H] the first
-  // weight, and what its gradient and the second weight's are made of.
+  // weight and what the second weight's gradient is made of, where `tokens` are; what the first
+  // weight's is made of, where `hidden` and `d_inner` were.
   uint8_t* wi;
   Copies of_second;
   Copies of_first;

@@ -19,6 +19,7 @@ struct BlockShape {
   double room;            // rows of the workspace, in even shares
   double kept;            // rows that keep the first product, likewise; 0: none
   bool one_rank = false;  // all slots go to the first rank's experts
+  ec::GemmScaling scaling = ec::GemmScaling::kNone;
 };
 
 // How exchanges run.
@@ -36,6 +37,14 @@ static __global__ void FillRandom(uint16_t* out, uint32_t what, float scale, int
     x = (x ^ x >> 13) * 0xC2B2AE35u;
     const float value = scale * (static_cast<int32_t>(x ^ x >> 16) * 0x1p-31f);
     out[i] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
+  }
+}
+
+// Bits of finite e4m3 below 2 in magnitude.
+static __global__ void MakeFinite(uint8_t* bytes, int64_t count) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    bytes[i] = (bytes[i] ^ static_cast<uint8_t>(i * 37)) & 0xBF;
   }
 }
 
@@ -87,7 +96,7 @@ class BlockCase {
     Backward(r, way);
   }
 
-  // Of backward the first exchange alone, as a rank does that dies then.
+  // Of backward the first exchange alone, as a rank does that dies then; of 16-bit products.
   void DispatchGrads(int r) {
     world_.Use(r);
     const ec::BlockParams block = Params(r, {false});
@@ -136,7 +145,8 @@ class BlockCase {
 
  private:
   struct Arrays {
-    Buffer idx, tokens, weights, dy, wi, wo, most, workspace, kept, y, dx, d_weights, dwi, dwo;
+    Buffer idx, tokens, weights, dy, wi, wo, scales, most, workspace, kept, y, dx, d_weights, dwi,
+        dwo;
     std::unique_ptr<Plan> plan;
   };
 
@@ -164,6 +174,7 @@ class BlockCase {
     sizes.rows = share(shape_.room);
     sizes.kept_rows = shape_.kept == 0 ? 0 : std::min(sizes.rows, share(shape_.kept));
     sizes.element_bytes = 2;
+    sizes.scaling = shape_.scaling;
     return sizes;
   }
 
@@ -189,6 +200,9 @@ class BlockCase {
     p.plan = d.plan->buffers<const int32_t>();
     p.wi = d.wi->as<void>();
     p.wo = d.wo->as<void>();
+    p.weight_type = ec::FloatType::kBF16;
+    p.gradients = ec::Fp8Format::kE5M2;
+    p.wi_scale = p.wo_scale = d.scales->as<float>();
     p.kept = p.sizes.kept_rows > 0 ? d.kept->as<void>() : nullptr;
     p.workspace = d.workspace->as<uint8_t>();
     p.y = d.y->as<void>();
@@ -236,6 +250,14 @@ class BlockCase {
     d.dy = Random(tokens, 20 + r, 1);
     d.wi = Random(WeightBytes() * 2, 30 + r, wi_scale);
     d.wo = Random(WeightBytes(), 40 + r, 2.0f / std::sqrt(static_cast<float>(shape_.inner)));
+    // Large enough for the scales of any kind; of products that take none nobody reads them.
+    const int64_t blocks = int64_t{Local()} * (c_.width + 127) / 128 * (2 * shape_.inner + 127);
+    d.scales = std::make_unique<Memory>(std::vector<float>(blocks, wi_scale));
+    if (shape_.scaling != ec::GemmScaling::kNone) {
+      MakeFinite<<<512, 256>>>(d.wi->as<uint8_t>(), WeightBytes() * 2);
+      MakeFinite<<<512, 256>>>(d.wo->as<uint8_t>(), WeightBytes());
+      CHECK_CUDA(cudaGetLastError());
+    }
     d.most = bytes(4);
     ec::block::Workspace regions;
     d.workspace = bytes(std::max(ec::block::LayOut(sizes, false, nullptr, &regions),

@@ -29,6 +29,7 @@ __global__ void Delay(uint64_t ns) {
 }
 
 std::vector<BlockShape> Shapes(int n) {
+  constexpr auto kBlock = ec::GemmScaling::kBlock, kTensor = ec::GemmScaling::kTensor;
   return {
       {"kept", n, 300, 256, 128, 4 * n, 3, 1.5, 1.5},
       {"kept where it fits", n, 300, 256, 128, 4 * n, 3, 1.5, 1.0},
@@ -38,6 +39,12 @@ std::vector<BlockShape> Shapes(int n) {
       {"all to one rank", n, 300, 256, 128, 4 * n, 3, 1000, 0, true},
       {"tiles for all SMs", n, 4096, 1024, 512, 8 * n, 4, 1.5, 1.5},
       {"few tiles of many experts", n, 2048, 512, 256, 64 * n, 8, 1.5, 0},
+      {"block scales", n, 300, 512, 256, 4 * n, 3, 1.5, 1.5, false, kBlock},
+      {"block scales, in parts", n, 300, 512, 256, 4 * n, 3, 0.6, 1.0, false, kBlock},
+      {"block scales, nothing kept", n, 2048, 1024, 512, 8 * n, 4, 1.5, 0, false, kBlock},
+      {"block scales, rows sent wide", n, 300, 256, 128, 4 * n, 3, 1.5, 1.0, false, kBlock},
+      {"block scales, long rows", n, 300, 8704, 128, 4 * n, 3, 1.5, 1.5, false, kBlock},
+      {"tensor scales", n, 2048, 1024, 512, 8 * n, 4, 1.5, 1.0, false, kTensor},
   };
 }
 
@@ -237,9 +244,11 @@ double Time(World& world, bool graphs, const std::function<void(int)>& enqueue) 
 int TimeShape(const BlockShape& shape, int gpus) {
   World world(SizesOf(shape), gpus);
   BlockCase block(world, shape);
-  std::printf("== %s: T=%d H=%d M=%d E=%d K=%d, %d ranks, %g shares kept: ms of a call\n",
-              shape.name, shape.tokens, shape.hidden, shape.inner, shape.experts, shape.top_k,
-              shape.ranks, shape.kept);
+  static const char* const kScales[] = {"none", "tensor", "block"};
+  std::printf(
+      "== %s: T=%d H=%d M=%d E=%d K=%d, %d ranks, %g shares kept, scales %s: ms of a call\n",
+      shape.name, shape.tokens, shape.hidden, shape.inner, shape.experts, shape.top_k, shape.ranks,
+      shape.kept, kScales[static_cast<int>(shape.scaling)]);
   for (int r = 0; r < shape.ranks; ++r) block.Prepare(r);
   const double forward = Time(world, true, [&](int r) { block.Forward(r, {false}); });
   std::printf("forward                                      %.3f\n", forward);
@@ -273,12 +282,18 @@ int Main(const std::string& what, int ranks, int gpus) {
   }
   if (what == "small") {  // for sanitizers: a call at once, and one in parts
     const std::vector<BlockShape> shapes = Shapes(ranks);
-    for (int i : {0, 3}) wrong += RunShape(shapes[i], gpus);
+    for (int i : {0, 3, 8, 9}) wrong += RunShape(shapes[i], gpus);
   }
   if (what == "time") {
     wrong += TimeShape({"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, 1.25}, gpus);
     wrong += TimeShape({"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, 0}, gpus);
     wrong += TimeShape({"deepseek-like", ranks, 4096, 7168, 2048, 64, 8, 1.5, 1.25}, gpus);
+    for (auto scaling : {ec::GemmScaling::kTensor, ec::GemmScaling::kBlock}) {
+      wrong +=
+          TimeShape({"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, 1.25, false, scaling}, gpus);
+      wrong += TimeShape(
+          {"deepseek-like", ranks, 4096, 7168, 2048, 64, 8, 1.5, 1.25, false, scaling}, gpus);
+    }
   }
   std::printf("%s: %d wrong, %d ranks on %d GPUs\n", wrong == 0 ? "passed" : "FAILED", wrong, ranks,
               gpus);
