@@ -95,9 +95,9 @@ class BlockLaunches : private ExpertLaunches {
     const QuantizedExperts experts(stream_, p_, at_);
     EP_RETURN_IF_CUDA_ERROR(
         experts.PackTokens(pass.wanted, TokensOf(pass, p_.tokens), pass.tokens));
-    EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, SentTokens(pass, experts)));
+    EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, SentTokens(pass, p_.alone, experts)));
     EP_RETURN_IF_CUDA_ERROR(experts.Forward(RowsOf(pass)));
-    return LaunchCombine(stream_, Sums(pass));
+    return LaunchCombine(stream_, Sums(pass, p_.alone));
   }
 
   cudaError_t QuantizedBwd(const TokenPass& pass) {
@@ -105,13 +105,13 @@ class BlockLaunches : private ExpertLaunches {
     const QuantizedExperts experts(stream_, p_, at_);
     // Its gradient sums rows of gradients, which lie where tokens' were: nothing may come there.
     const bool tokens_first = p_.wo_bias != nullptr;
-    const auto send_tokens = [&](cudaStream_t stream) {
-      return LaunchDispatch(stream, SentTokens(pass, experts));
+    const auto send_tokens = [&](cudaStream_t stream, const ExchangeGrids& grids) {
+      return LaunchDispatch(stream, SentTokens(pass, grids, experts));
     };
     if (tokens_first) {
       EP_RETURN_IF_CUDA_ERROR(
           experts.PackTokens(pass.wanted, TokensOf(pass, p_.tokens), pass.tokens));
-      EP_RETURN_IF_CUDA_ERROR(send_tokens(stream_));
+      EP_RETURN_IF_CUDA_ERROR(send_tokens(stream_, p_.alone));
       EP_RETURN_IF_CUDA_ERROR(experts.TakeTokens(rows));
     }
     EP_RETURN_IF_CUDA_ERROR(experts.PackGrads(pass.wanted, TokensOf(pass, p_.dy), pass.tokens));
@@ -123,24 +123,15 @@ class BlockLaunches : private ExpertLaunches {
       EP_RETURN_IF_CUDA_ERROR(
           experts.PackTokens(pass.wanted, TokensOf(pass, p_.tokens), pass.tokens));
       EP_RETURN_IF_CUDA_ERROR(
-          RunBeside(pass, send_tokens, DispatchBlocks(), experts.InnerGrad(rows)));
+          RunBeside(pass, send_tokens, BesideDispatch(), experts.InnerGrad(rows)));
       EP_RETURN_IF_CUDA_ERROR(experts.TakeTokens(rows));
     }
     EP_RETURN_IF_CUDA_ERROR(experts.Backward(rows));
-    return RunBeside(
-        pass, [&](cudaStream_t stream) { return LaunchCombine(stream, Sums(pass)); },
-        CombineBlocks(), experts.FirstWeightGrad(rows));
-  }
-
-  int32_t DispatchBlocks() const {
-    return p_.dispatch_grid.push_blocks + p_.dispatch_grid.place_blocks;
-  }
-  int32_t CombineBlocks() const {
-    return p_.combine_grid.reduce_blocks + p_.combine_grid.sum_blocks;
+    return CombineBeside(pass, experts.FirstWeightGrad(rows));
   }
 
   cudaError_t Forward(const TokenPass& pass) {
-    EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, Tokens(pass)));
+    EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, Tokens(pass, p_.alone)));
     const PassRows rows = RowsOf(pass);
     for (int i = 0; i < rows.count; ++i) {
       EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i]));
@@ -151,16 +142,18 @@ class BlockLaunches : private ExpertLaunches {
     second.bias = p_.wo_bias;
     second.bias_type = p_.wo_bias_type;
     EP_RETURN_IF_CUDA_ERROR(Multiply(second));
-    return LaunchCombine(stream_, Sums(pass));
+    return LaunchCombine(stream_, Sums(pass, p_.alone));
   }
 
   cudaError_t Backward(const TokenPass& pass) {
     const PassRows rows = RowsOf(pass);
     EP_RETURN_IF_CUDA_ERROR(LaunchCombineBwd(stream_, Grads(pass)));
-    EP_RETURN_IF_CUDA_ERROR(RunBeside(
-        pass, [&](cudaStream_t stream) { return LaunchDispatch(stream, Tokens(pass)); },
-        DispatchBlocks(),
-        Product(GemmProduct::kDataGrad, rows, at_.grads, at_.d_inner, /*first=*/false)));
+    const auto send_tokens = [&](cudaStream_t stream, const ExchangeGrids& grids) {
+      return LaunchDispatch(stream, Tokens(pass, grids));
+    };
+    EP_RETURN_IF_CUDA_ERROR(
+        RunBeside(pass, send_tokens, BesideDispatch(),
+                  Product(GemmProduct::kDataGrad, rows, at_.grads, at_.d_inner, /*first=*/false)));
     for (int i = 0; i < rows.count; ++i) {
       const Hidden& hidden = rows.places[i];
       if (hidden.rows != p_.kept) EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, hidden));
@@ -173,12 +166,22 @@ class BlockLaunches : private ExpertLaunches {
     EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
     EP_RETURN_IF_CUDA_ERROR(
         Multiply(Product(GemmProduct::kDataGrad, rows, at_.hidden, at_.grads, /*first=*/true)));
-    return RunBeside(
-        pass, [&](cudaStream_t stream) { return LaunchCombine(stream, Sums(pass)); },
-        CombineBlocks(), WeightGrad(rows, at_.tokens, at_.hidden, /*first=*/true));
+    return CombineBeside(pass, WeightGrad(rows, at_.tokens, at_.hidden, /*first=*/true));
   }
 
-  // An exchange of so many blocks, and a product that needs nothing of it.
+  int32_t BesideDispatch() const {
+    return p_.beside.dispatch.push_blocks + p_.beside.dispatch.place_blocks;
+  }
+  cudaError_t CombineBeside(const TokenPass& pass, const GroupedGemmParams& gemm) {
+    const auto combine = [&](cudaStream_t stream, const ExchangeGrids& grids) {
+      return LaunchCombine(stream, Sums(pass, grids));
+    };
+    const CombineGrid& beside = p_.beside.combine;
+    return RunBeside(pass, combine, beside.reduce_blocks + beside.sum_blocks, gemm);
+  }
+
+  // An exchange, of so many blocks where they run side by side, and a product that needs nothing of
+  // it.
   template <typename Exchange>
   cudaError_t RunBeside(const TokenPass& pass, const Exchange& exchange, int32_t blocks,
                         GroupedGemmParams gemm) {
@@ -187,12 +190,12 @@ class BlockLaunches : private ExpertLaunches {
     // With fewer SMs the product would take longer than both do in turn. Parts are rare, and where
     // there are none each launch that is left out costs as much as another.
     if (rest < blocks || !pass.whole) {
-      EP_RETURN_IF_CUDA_ERROR(exchange(stream_));
+      EP_RETURN_IF_CUDA_ERROR(exchange(stream_, p_.alone));
       return Multiply(stream_, gemm);
     }
     Fork fork(p_.side, stream_);
     EP_RETURN_IF_CUDA_ERROR(fork.error());
-    EP_RETURN_IF_CUDA_ERROR(exchange(fork.side()));
+    EP_RETURN_IF_CUDA_ERROR(exchange(fork.side(), p_.beside));
     gemm.tickets.blocks = rest;
     gemm.tickets.all_blocks = rest + even(blocks);
     EP_RETURN_IF_CUDA_ERROR(Multiply(stream_, gemm));
@@ -260,13 +263,13 @@ class BlockLaunches : private ExpertLaunches {
     return params;
   }
 
-  DispatchParams Tokens(const TokenPass& pass) const {
+  DispatchParams Tokens(const TokenPass& pass, const ExchangeGrids& grids) const {
     auto dispatch = ExchangeOf<DispatchParams>(pass);
     dispatch.tokens = TokensOf(pass, p_.tokens);
     dispatch.weights = p_.weights + SlotAt(pass);
     dispatch.recv = at_.tokens;
     dispatch.recv_weights = at_.weights;
-    dispatch.grid = p_.dispatch_grid;
+    dispatch.grid = grids.dispatch;
     return dispatch;
   }
 
@@ -275,14 +278,15 @@ class BlockLaunches : private ExpertLaunches {
     auto grads = ExchangeOf<CombineBwdParams>(pass);
     grads.grad = TokensOf(pass, p_.dy);
     grads.d_expert_out = at_.grads;
-    grads.grid = p_.dispatch_grid;
+    grads.grid = p_.alone.dispatch;
     grads.clear_slack = false;
     return grads;
   }
 
   // Both as 8-bit products take them, where they are quantized before they are sent.
-  DispatchParams SentTokens(const TokenPass& pass, const QuantizedExperts& experts) const {
-    DispatchParams dispatch = Tokens(pass);
+  DispatchParams SentTokens(const TokenPass& pass, const ExchangeGrids& grids,
+                            const QuantizedExperts& experts) const {
+    DispatchParams dispatch = Tokens(pass, grids);
     if (!experts.SendsTokens()) return dispatch;
     dispatch.tokens = at_.sent;
     dispatch.recv = at_.q_tokens.data;
@@ -306,14 +310,14 @@ class BlockLaunches : private ExpertLaunches {
     params->scale_bytes = params->row_bytes - s_.hidden;
   }
 
-  CombineParams Sums(const TokenPass& pass) const {
+  CombineParams Sums(const TokenPass& pass, const ExchangeGrids& grids) const {
     auto sums = ExchangeOf<CombineParams>(pass);
     sums.op = backward_ ? OpCode::kDispatchBwd : OpCode::kCombine;
     sums.exact = p_.exact;
     sums.source_rows_bytes = p_.source_rows_bytes;
     sums.rows = backward_ ? at_.grads : at_.tokens;
     sums.weights = backward_ || p_.early ? nullptr : at_.weights;
-    sums.grid = p_.combine_grid;
+    sums.grid = grids.combine;
     sums.wide_tokens = p_.wide;
     void* tokens = backward_ ? p_.dx : p_.y;
     sums.tokens = static_cast<uint8_t*>(tokens) + TokenAt(pass, p_.wide ? 4 : s_.element_bytes);

@@ -18,6 +18,11 @@
 namespace ep_runtime {
 namespace cuda {
 
+struct ExchangeGrids {
+  DispatchGrid dispatch;
+  CombineGrid combine;
+};
+
 // All memory is of the device; rows, weights and their gradients are of `type`, kBF16 or kF16.
 struct BlockParams {
   DeviceGroup* group;
@@ -30,8 +35,8 @@ struct BlockParams {
   // Of the group.
   int32_t num_experts;  // E
   int32_t prepare_blocks;
-  DispatchGrid dispatch_grid;
-  CombineGrid combine_grid;
+  ExchangeGrids alone;   // of exchanges that nothing of the call runs beside
+  ExchangeGrids beside;  // of the others
   bool exact;
   int64_t source_rows_bytes;
   SideStreams* side;  // null: exchanges run beside nothing

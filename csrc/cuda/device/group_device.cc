@@ -10,7 +10,7 @@ namespace cuda {
 namespace {
 
 // As measured on H200: more blocks win little and take SMs from the GEMMs beside them.
-constexpr LaunchBlocks kDefaultBlocks = {32, 12, 28, 24, 16};
+constexpr LaunchBlocks kDefaultBlocks = {32, {12, 28, 24, 16}, {20, 44, 38, 26}};
 
 Status CheckAtMost(const char* name, int64_t got, int64_t most) {
   if (got <= most) return Status();
@@ -77,10 +77,12 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
   blocks_ = kDefaultBlocks;
   if (num_sms_ > 0) {
     const auto total = static_cast<int32_t>(std::max<int64_t>(num_sms_, 2));
-    blocks_.push = std::max(total * 3 / 10, 1);
-    blocks_.place = total - blocks_.push;
-    blocks_.sum = std::max(total * 2 / 5, 1);
-    blocks_.reduce = total - blocks_.sum;
+    ExchangeBlocks& asked = blocks_.beside;
+    asked.push = std::max(total * 3 / 10, 1);
+    asked.place = total - asked.push;
+    asked.sum = std::max(total * 2 / 5, 1);
+    asked.reduce = total - asked.sum;
+    blocks_.alone = asked;
   }
   // A block of prepare counts its slots in 16 bits.
   const GroupSizes& sizes = group_->sizes();

@@ -27,12 +27,17 @@ struct LocalRank : RankMemory {
   SideStreams* side;  // null where calls overlap nothing
 };
 
-struct LaunchBlocks {
-  int32_t prepare;
+struct ExchangeBlocks {
   int32_t push;  // of dispatch
   int32_t place;
   int32_t reduce;  // of combine
   int32_t sum;
+};
+
+struct LaunchBlocks {
+  int32_t prepare;
+  ExchangeBlocks beside;  // other kernels
+  ExchangeBlocks alone;   // of a block call, where nothing of it runs beside
 };
 
 // The NVIDIA side of an open group: windows mapped for every device of the process, a descriptor

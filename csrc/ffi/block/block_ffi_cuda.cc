@@ -81,6 +81,10 @@ Status ReadQuantizedWeights(const CallFrame& frame, const WeightOperands& weight
   return ReadFirstBias(weights, params);
 }
 
+cuda::ExchangeGrids GridsOf(const cuda::ExchangeBlocks& blocks) {
+  return {{blocks.push, blocks.place}, {blocks.reduce, blocks.sum}};
+}
+
 void ReadGroup(const CudaCall& call, BlockParams* params) {
   const GroupOptions& options = call.context.group->options();
   const cuda::LaunchBlocks& blocks = call.group.blocks();
@@ -88,9 +92,8 @@ void ReadGroup(const CudaCall& call, BlockParams* params) {
   params->name = call.name;
   params->num_experts = static_cast<int32_t>(options.sizes.num_experts);
   params->prepare_blocks = blocks.prepare;
-  params->dispatch_grid.push_blocks = blocks.push;
-  params->dispatch_grid.place_blocks = blocks.place;
-  params->combine_grid = {blocks.reduce, blocks.sum};
+  params->alone = GridsOf(blocks.alone);
+  params->beside = GridsOf(blocks.beside);
   params->exact = options.exact_combine;
   params->side = call.rank.side;
   params->source_rows_bytes = call.context.group->lane_layout().source_rows_bytes;

@@ -11,7 +11,7 @@ Status LaunchWith(const CudaCall& call, cuda::CombineParams params) {
   params.op = call.frame.op;
   params.exact = call.context.group->options().exact_combine;
   params.source_rows_bytes = call.context.group->lane_layout().source_rows_bytes;
-  params.grid = {call.group.blocks().reduce, call.group.blocks().sum};
+  params.grid = {call.group.blocks().beside.reduce, call.group.blocks().beside.sum};
   return call.Launched(cuda::LaunchCombine(call.stream, params));
 }
 

@@ -9,8 +9,8 @@ template <typename Params>
 void ReadCall(const CudaCall& call, Params* params) {
   params->group = call.rank.group;
   params->name = call.name;
-  params->grid.push_blocks = call.group.blocks().push;
-  params->grid.place_blocks = call.group.blocks().place;
+  params->grid.push_blocks = call.group.blocks().beside.push;
+  params->grid.place_blocks = call.group.blocks().beside.place;
 }
 
 }  // namespace

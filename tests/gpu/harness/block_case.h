@@ -25,8 +25,9 @@ struct BlockShape {
 // How exchanges run.
 struct Way {
   bool overlaps;
-  ec::DispatchGrid dispatch{12, 28, 7, 2};
+  ec::DispatchGrid dispatch{12, 28};
   ec::CombineGrid combine{24, 16};
+  ec::ExchangeGrids alone{{20, 44}, {38, 26}};
 };
 
 static __global__ void FillRandom(uint16_t* out, uint32_t what, float scale, int64_t count) {
@@ -111,7 +112,7 @@ class BlockCase {
     params.grad = block.dy;
     params.plan = block.plan;
     params.d_expert_out = regions.grads;
-    params.grid = block.dispatch_grid;
+    params.grid = block.alone.dispatch;
     params.clear_slack = false;
     CHECK_CUDA(ec::LaunchCombineBwd(world_.stream(r), params));
   }
@@ -189,8 +190,8 @@ class BlockCase {
     p.gated = p.early = true;
     p.num_experts = c_.experts;
     p.prepare_blocks = 32;
-    p.dispatch_grid = way.dispatch;
-    p.combine_grid = way.combine;
+    p.alone = way.alone;
+    p.beside = {way.dispatch, way.combine};
     p.source_rows_bytes = ep_runtime::LaneLayout(world_.sizes()).source_rows_bytes;
     p.side = way.overlaps ? sides_[r].get() : nullptr;
     p.topk_idx = d.idx->as<int32_t>();

@@ -132,7 +132,7 @@ int RunShape(const BlockShape& shape, int gpus) {
   const Results want = block.Results();
   int wrong = CountPoison(want) != 0;
   // Also grids that leave an odd number of SMs.
-  const Way ways[] = {{true}, {true, {5, 12, 7, 2}, {9, 4}}};
+  const Way ways[] = {{true}, {true, {5, 12}, {9, 4}}};
   for (const Way& way : ways) {
     block.Poison();
     RunLate(world, block, way, 4);
@@ -263,9 +263,18 @@ int TimeShape(const BlockShape& shape, int gpus) {
     print("in turn", {false}, graphs);
     print("overlaps", {true}, graphs);
   }
-  for (const Way& way : {Way{true, {5, 11, 7, 2}, {10, 6}}, Way{true, {7, 17, 7, 2}, {14, 10}},
-                         Way{true, {9, 23, 7, 2}, {19, 13}}, Way{true, {15, 33, 7, 2}, {28, 20}},
-                         Way{true, {20, 44, 7, 2}, {38, 26}}}) {
+  for (const Way& way :
+       {Way{true, {5, 11}, {10, 6}}, Way{true, {7, 17}, {14, 10}}, Way{true, {9, 23}, {19, 13}},
+        Way{true, {15, 33}, {28, 20}}, Way{true, {20, 44}, {38, 26}}}) {
+    print("overlaps", way, true);
+  }
+  for (const ec::ExchangeGrids& alone :
+       {ec::ExchangeGrids{{12, 28}, {24, 16}}, ec::ExchangeGrids{{28, 68}, {58, 38}},
+        ec::ExchangeGrids{{30, 98}, {76, 52}}}) {
+    const Way way{true, {12, 28}, {24, 16}, alone};
+    const double ms = Time(world, true, [&](int r) { block.Forward(r, way); });
+    std::printf("forward, %d blocks alone %.3f\n",
+                alone.dispatch.push_blocks + alone.dispatch.place_blocks, ms);
     print("overlaps", way, true);
   }
   print("in turn", {false}, true);
