@@ -149,11 +149,10 @@ int TimeQuick(World& world, int tokens) {
   Table table(timed);
   table.Prepare(32);
   table.Ceilings({32, 40, 48});
-  for (const DispatchGrid& grid : {DispatchGrid{12, 28, 7, 2}, {12, 28, 7, 3}, {16, 24, 7, 2}}) {
+  for (const DispatchGrid& grid : {DispatchGrid{12, 28}, {16, 24}, {20, 44}}) {
     table.DispatchNarrow(grid);
+    table.Dispatch(grid);
   }
-  table.Dispatch({12, 28, 7, 2});
-  table.Dispatch({8, 24, 7, 2});
   for (const auto& g : {std::pair<int, int>{20, 12},
                         {24, 8},
                         {24, 16},
@@ -183,7 +182,7 @@ int TimeWarps(World& world, int width) {
   table.Prepare(32);
   table.Ceilings({40, 64, 128});
   for (const auto& g : {std::pair<int, int>{12, 28}, {20, 20}, {20, 44}, {30, 98}}) {
-    for (const auto& w : {std::pair<int, int>{7, 2}, {7, 4}, {8, 2}}) {
+    for (const auto& w : {std::pair<int, int>{7, 2}, {10, 2}, {14, 2}, {14, 4}}) {
       const DispatchGrid grid{g.first, g.second, w.first, w.second};
       table.DispatchNarrow(grid);
       table.Dispatch(grid);

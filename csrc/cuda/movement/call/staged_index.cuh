@@ -45,16 +45,110 @@ __device__ inline uint32_t RanksOfToken(const int32_t* dst_rank, int top_k, int 
   return mask;
 }
 
+// How many tokens each rank keeps before each of some windows. A block counts them once, so that
+// none of its warps goes through all tokens.
+struct TokenTable {
+  static constexpr int kWords = 2048;
+
+  int32_t before[kWords];  // [windows, ranks]
+  int shift;               // a window has 32 << shift tokens
+
+  // Every thread of the block calls it.
+  __device__ void Count(const int32_t* dst_rank, int top_k, int ranks, int tokens) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warps = blockDim.x / 32;
+    const int pieces = (tokens + 31) / 32;  // of 32 tokens
+    int log = 0;
+    while ((pieces >> log) >= kWords / ranks) ++log;
+    if (threadIdx.x == 0) shift = log;
+    const int windows = (pieces >> log) + 1;
+    for (int i = threadIdx.x; i < windows * ranks; i += blockDim.x) before[i] = 0;
+    __syncthreads();
+    for (int piece = warp; piece < pieces; piece += warps * kAtOnce) {
+      uint32_t masks[kAtOnce];
+      ReadMasks(dst_rank, top_k, ranks, tokens, piece * 32 + lane, warps * 32, masks);
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        int32_t count = 0;
+        for (int rank = 0; rank < ranks; ++rank) {
+          const int32_t found = __popc(__ballot_sync(~0u, masks[u] >> rank & 1));
+          if (lane == rank) count = found;
+        }
+        const int window = (piece + u * warps) >> log;
+        if (count != 0) atomicAdd(&before[window * ranks + lane], count);
+      }
+    }
+    __syncthreads();
+    for (int rank = warp; rank < ranks; rank += warps) {
+      int32_t sum = 0;
+      for (int base = 0; base < windows; base += 32) {
+        const int at = (base + lane) * ranks + rank;
+        const int32_t own = base + lane < windows ? before[at] : 0;
+        int32_t upto = own;
+        for (int step = 1; step < 32; step *= 2) {
+          const int32_t other = __shfl_up_sync(~0u, upto, step);
+          if (lane >= step) upto += other;
+        }
+        if (base + lane < windows) before[at] = sum + upto - own;
+        sum += __shfl_sync(~0u, upto, 31);
+      }
+    }
+    __syncthreads();
+  }
+
+ private:
+  static constexpr int kAtOnce = 4;  // tokens of a lane whose loads are on their way together
+
+  // Of tokens first, first + step, ...; none where there are no more.
+  __device__ static void ReadMasks(const int32_t* dst_rank, int top_k, int ranks, int tokens,
+                                   int first, int step, uint32_t (&masks)[kAtOnce]) {
+    const bool fours = top_k % 4 == 0 && reinterpret_cast<uintptr_t>(dst_rank) % 16 == 0;
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) masks[u] = 0;
+    for (int k = 0; k < top_k; k += fours ? 4 : 1) {
+      int4 four[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int token = first + u * step;
+        const int32_t* at = dst_rank + int64_t{token} * top_k + k;
+        four[u] = make_int4(-1, -1, -1, -1);
+        if (token >= tokens) continue;
+        if (fours) {
+          four[u] = __ldg(reinterpret_cast<const int4*>(at));
+        } else {
+          four[u].x = __ldg(at);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        for (int32_t rank : {four[u].x, four[u].y, four[u].z, four[u].w}) {
+          if (rank >= 0 && rank < ranks) masks[u] |= 1u << rank;
+        }
+      }
+    }
+  }
+};
+
 // Numbers the tokens that each rank keeps, for a warp that takes tokens in increasing order and
 // passes over those of other warps: no block waits for another.
 struct TokenCounter {
+  const TokenTable& table;
   int32_t start = -32;  // of the 32 tokens that are looked at
   uint32_t kept = 0;    // lane r, bit i: rank r keeps token start + i
   int32_t before = 0;   // lane r: tokens before `start` that rank r keeps
 
+  __device__ explicit TokenCounter(const TokenTable& t) : table(t) {}
+
   // Lane r gets the token's number among those that rank r keeps, -1 where it keeps none.
   __device__ int32_t Number(const int32_t* dst_rank, int top_k, int ranks, int tokens, int token) {
     const int lane = threadIdx.x % 32;
+    const int window = token >> (5 + table.shift);
+    const int first = window << (5 + table.shift);
+    if (first > start + 32) {
+      start = first - 32;
+      kept = 0;
+      before = lane < ranks ? table.before[window * ranks + lane] : 0;
+    }
     while (token - start >= 32) {
       before += __popc(kept);
       start += 32;

@@ -45,14 +45,16 @@ namespace dispatch {
 namespace {
 
 constexpr int kMaxPlaceWarps = 14;        // of combine's backward
-constexpr int kSharedBytes = 220 * 1024;  // of 227 KB; barriers and counts need the rest
+constexpr int kSharedBytes = 202 * 1024;  // of 227 KB; barriers and counts need the rest
 constexpr int kRingBytes = kSharedBytes - kZeroBytes;
 constexpr int kNoRows = 0x7FFFFFFF;  // past the last staged row
 
 struct DispatchShared {
   LoadBarrier barriers[kMaxSenders * kMaxBuffers];
   LandedTokens landed;
+  TokenTable table;  // of a block that sends
 };
+static_assert(kSharedBytes + sizeof(DispatchShared) <= 226 * 1024);
 
 // What differs between dispatch and the backward of an unweighted combine, which copies rows too.
 struct CopyKind {
@@ -102,10 +104,15 @@ __device__ inline PushJob JobOf(const CombineBwdParams& params, int pieces) {
           pieces};
 }
 
+// Every thread of a block that sends calls it.
+__device__ inline void CountSent(const DeviceCall& call, const PushJob& job, TokenTable* table) {
+  table->Count(job.dst_rank, job.top_k, call.ranks, job.tokens);
+}
+
 // A warp with buffers: of a block that sends, it sends its tokens and then helps to place.
 template <int kBuffers>
 __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
-                         int pieces, int warps, LandedTokens* landed) {
+                         int pieces, int warps, DispatchShared* shared) {
   const int warp = threadIdx.x / 32;
   const int push_blocks = params.grid.push_blocks;
   const int place_blocks = params.grid.place_blocks;
@@ -113,7 +120,8 @@ __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params, c
   int first = 0;
   if (block < 0 && call.ranks > 1) {
     const WarpShare share{static_cast<int>(warp * push_blocks + blockIdx.x), push_blocks * warps};
-    first = PushRows<kBuffers>(call, JobOf(params, pieces), ring, share, landed);
+    first = PushRows<kBuffers>(call, JobOf(params, pieces), shared->table, ring, share,
+                               &shared->landed);
   }
   const SourceCounts counts(call, params.plan, params.sizes.tokens);
   // What arrives is shared out among the blocks that place.
@@ -138,9 +146,10 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
   const int place_blocks = params.grid.place_blocks;
   if (!call.dead) {
     const int block = static_cast<int>(blockIdx.x) - push_blocks;
+    if (block < 0 && call.ranks > 1) CountSent(call, JobOf(params, pieces), &shared.table);
     if (warp < warps) {
       const Ring ring = MakeRing(dynamic + kZeroBytes, shared.barriers, piece_bytes, kBuffers);
-      MoveRows<kBuffers>(call, params, ring, pieces, warps, &shared.landed);
+      MoveRows<kBuffers>(call, params, ring, pieces, warps, &shared);
     } else if (block < 0) {
       if (call.ranks > 1) {
         PublishTokens(call, JobOf(params, pieces), &shared.landed, blockIdx.x, push_blocks, warps);
@@ -184,11 +193,12 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   const bool push = static_cast<int>(blockIdx.x) < push_blocks;
   uint8_t* rest = dynamic + kZeroBytes;
   const PushJob job = JobOf(params, layout.pieces);
+  if (!call.dead && push) CountSent(call, job, &shared.table);
   if (!call.dead && push && warp < layout.push_warps) {
     const Ring ring = MakeRing(rest, shared.barriers, layout.piece_bytes, kBuffers);
     const WarpShare share{static_cast<int>(warp * push_blocks + blockIdx.x),
                           push_blocks * layout.push_warps};
-    PushRows<kBuffers>(call, job, ring, share, &shared.landed);
+    PushRows<kBuffers>(call, job, shared.table, ring, share, &shared.landed);
     // The buffers are free now.
     if (layout.tree_bytes <= kBuffers * layout.piece_bytes) {
       PlaceGrads<kType>(call, params, reinterpret_cast<float*>(ring.data));

@@ -24,36 +24,62 @@ __device__ inline void ClearZeros(uint8_t* zeros) {
 struct EmptyRows {
   const Plan& plan;
   const CallSizes& sizes;
-  int first = -32;  // expert whose sizes lane 0 holds
-  int32_t kept = 0;
-  int32_t zone = 0;
-  int expert = 0;
-  int32_t base = 0;  // first row of `expert`
-  int32_t seen = 0;  // padding of earlier experts
+  int first = -32;         // expert whose zone lane 0 holds
+  int32_t kept = 0;        // of a lane's expert
+  int32_t padding = 0;     // likewise
+  int32_t pad_before = 0;  // of earlier lanes
+  int32_t row_before = 0;
+  int32_t lanes_padding = 0;  // of all lanes
+  int32_t lanes_rows = 0;
+  int32_t base = 0;  // first row of lane 0's expert
+  int32_t seen = 0;  // padding of earlier experts than that
 
   __device__ EmptyRows(const Plan& p, const CallSizes& s) : plan(p), sizes(s) {}
 
+  // Whether the row that was found last is of a zone.
+  __device__ bool InZones() const { return first < sizes.experts; }
   __device__ int32_t Row(int32_t number) {
     const int lane = threadIdx.x % 32;
-    for (; expert < sizes.experts; ++expert) {
-      if (expert - first >= 32) {
-        first += 32;
-        const bool real = first + lane < sizes.experts;
-        kept = real ? plan.kept[first + lane] : 0;
-        zone = real ? plan.group_sizes[first + lane] : 0;
-      }
-      const int32_t rows = __shfl_sync(~0u, kept, expert - first);
-      const int32_t size = __shfl_sync(~0u, zone, expert - first);
-      // A plan is an ordinary array: nothing is written by its numbers unseen.
-      if (rows < 0 || size < rows || size > sizes.capacity - base) continue;
-      if (number - seen < size - rows) return base + rows + (number - seen);
-      seen += size - rows;
-      base += size;
+    while (InZones() && number - seen >= lanes_padding) {
+      base += lanes_rows;
+      seen += lanes_padding;
+      Read();
     }
-    return base + min(number - seen, sizes.capacity - base);
+    if (!InZones()) return base + min(number - seen, sizes.capacity - base);
+    const int32_t at = number - seen;
+    const int owner = __ffs(__ballot_sync(~0u, at < pad_before + padding)) - 1;
+    return base + __shfl_sync(~0u, row_before + kept - pad_before, owner) + at;
   }
   // End of the last zone; no row is found after it.
   __device__ int32_t End() { return Row(0x7FFFFFFF), base; }
+
+ private:
+  // The next 32 experts.
+  __device__ void Read() {
+    const int lane = threadIdx.x % 32;
+    first += 32;
+    const bool real = first + lane < sizes.experts;
+    kept = real ? plan.kept[first + lane] : 0;
+    int32_t size = real ? plan.group_sizes[first + lane] : 0;
+    // A plan is an ordinary array: nothing is written by its numbers unseen.
+    if (kept < 0 || size < kept || size > sizes.capacity - base) kept = size = 0;
+    padding = size - kept;
+    row_before = Before(size, sizes.capacity - base, &lanes_rows);
+    // What exceeds the slab has neither rows nor padding.
+    if (row_before + size > sizes.capacity - base) kept = padding = 0;
+    pad_before = Before(padding, sizes.capacity, &lanes_padding);
+  }
+  // Sums over earlier lanes, and of all, none above `most`.
+  __device__ static int32_t Before(int32_t value, int32_t most, int32_t* all) {
+    const int lane = threadIdx.x % 32;
+    int64_t sum = value;
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    *all = static_cast<int32_t>(min(__shfl_sync(~0u, sum, 31), int64_t{most}));
+    return static_cast<int32_t>(min(sum - value, int64_t{most}));
+  }
 };
 
 // Rows as a slab holds them: where they end with scales, these in an array of their own.
@@ -91,7 +117,7 @@ __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
     const auto number = static_cast<int32_t>(TakeTicket(call, kEmptyTicket)) * kEmptyRowsPerTicket;
     for (int i = 0; more && i < kEmptyRowsPerTicket; ++i) {
       const int64_t row = empty.Row(number + i);
-      more = row < sizes.capacity && (job.past_zones || empty.expert < sizes.experts);
+      more = row < sizes.capacity && (job.past_zones || empty.InZones());
       if (!more || lane != 0) continue;
       if (job.weights != nullptr) job.weights[row] = 0.0f;
       for (int32_t at = 0; at < job.rows.row_bytes; at += kZeroBytes) {

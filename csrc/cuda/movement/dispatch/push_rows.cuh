@@ -12,30 +12,46 @@ namespace dispatch {
 
 constexpr int kPieceBytes = 8192;  // most that one buffer holds of a row
 constexpr int kMaxBuffers = 4;
-constexpr int kMaxSenders = 8;  // sending warps of a block
+constexpr int kMaxSenders = 14;  // sending warps of a block
 
-// How many tokens of each sending warp of a block have landed. A flag needs a fence of system scope
+// Which tokens of each sending warp of a block have landed. A flag needs a fence of system scope
 // before it, and that waits for the stores of the whole multiprocessor. So no sending warp executes
 // one: it counts, and the publishing warp stores the flags of all that landed behind one fence.
+//
+// All that warps exchange here are atomic operations, reads too: so compute-sanitizer can tell them
+// from races.
 struct LandedTokens {
-  uint32_t count[kMaxSenders];
+  static constexpr uint32_t kPlaces = 8;  // tokens of a warp that are on their way or unpublished
+
+  int32_t staged[kMaxSenders][kPlaces][kMaxRanks];  // on each rank, -1: not sent there
+  uint32_t landed[kMaxSenders];
+  uint32_t published[kMaxSenders];
 
   // Every thread calls it, and meets its block before anything else here.
   __device__ void Clear() {
-    if (threadIdx.x < kMaxSenders) count[threadIdx.x] = 0;
+    if (threadIdx.x < kMaxSenders) landed[threadIdx.x] = published[threadIdx.x] = 0;
   }
-  // One thread: one more, and what the warp stored before it last met.
-  __device__ void Add(int sender) {
-    asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(SharedAddress(&count[sender]))
-                 : "memory");
+  // A sending warp: where its token `number` goes, lane r has rank r's. Waits for the publishing
+  // warp, which waits for tokens that were noted kPlaces before.
+  __device__ void Note(int sender, uint32_t number, int32_t place) {
+    while (number - Read(&published[sender]) >= kPlaces) __nanosleep(50);
+    atomicExch(&staged[sender][number % kPlaces][threadIdx.x % 32], place);
   }
-  __device__ uint32_t Read(int sender) {
+  // One thread of a sending warp: one more, and what the warp stored before it last met.
+  __device__ void Add(int sender) { AddRelease(&landed[sender], 1); }
+
+  __device__ static uint32_t Read(const uint32_t* shared) {
     uint32_t value;
-    asm volatile("atom.acquire.cta.shared::cta.add.u32 %0, [%1], 0;"
+    asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
                  : "=r"(value)
-                 : "r"(SharedAddress(&count[sender]))
+                 : "r"(SharedAddress(shared))
                  : "memory");
     return value;
+  }
+  __device__ static void AddRelease(uint32_t* shared, uint32_t value) {
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(SharedAddress(shared)),
+                 "r"(value)
+                 : "memory");
   }
 };
 
@@ -125,11 +141,11 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
                                      LandedTokens* landed, int block, int blocks, int senders) {
   const int lane = threadIdx.x % 32;
   const int tokens = WarpShare{block, blocks}.Tokens(job.tokens);
-  TokenCounter counter;
+  uint32_t told = 0;  // lane i: tokens of warp i
   for (int j = 0; j < tokens;) {
     int end = tokens;
     if (lane < senders) {
-      end = min(end, static_cast<int>(landed->Read(lane)) * senders + lane);
+      end = min(end, static_cast<int>(LandedTokens::Read(&landed->landed[lane])) * senders + lane);
     }
     end = __reduce_min_sync(~0u, end);
     if (end <= j) {
@@ -138,13 +154,21 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
     }
     __syncwarp();
     FenceSys();
-    for (; j < end; ++j) {
-      const int token = block + j * blocks;
-      const int32_t staged = counter.Number(job.dst_rank, job.top_k, call.ranks, job.tokens, token);
-      if (staged >= 0 && lane != call.me) {
-        StoreRelaxedSys(call.Ready(lane, call.me) + staged, call.tag);
+    // As many flags at once as there are lanes.
+    for (int i = j * call.ranks + lane; i < end * call.ranks; i += 32) {
+      const int token = i / call.ranks, rank = i - token * call.ranks;
+      const int sender = token % senders;
+      const uint32_t place = token / senders % LandedTokens::kPlaces;
+      const int32_t staged = atomicOr(&landed->staged[sender][place][rank], 0);
+      if (staged >= 0 && rank != call.me) {
+        StoreRelaxedSys(call.Ready(rank, call.me) + staged, call.tag);
       }
     }
+    __syncwarp();
+    j = end;
+    const uint32_t done = lane < senders && j > lane ? (j - lane + senders - 1) / senders : 0;
+    if (done != told) LandedTokens::AddRelease(&landed->published[lane], done - told);
+    told = done;
   }
 }
 
@@ -159,8 +183,8 @@ __device__ inline void CountLanded(LandedTokens* landed) {
 // Sends the tokens of one warp; all warps together send them in order, so rows arrive in order.
 // Returns how many pieces went through the ring.
 template <int kBuffers>
-__device__ int PushRows(const DeviceCall& call, const PushJob& job, const Ring& ring,
-                        const WarpShare& share, LandedTokens* landed) {
+__device__ int PushRows(const DeviceCall& call, const PushJob& job, const TokenTable& table,
+                        const Ring& ring, const WarpShare& share, LandedTokens* landed) {
   const int lane = threadIdx.x % 32;
   const int count = share.Tokens(job.tokens);
   const int total = count * job.pieces;
@@ -172,12 +196,13 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const Ring& 
     ring.barriers[slot].Load(ring.Buffer(slot), job.rows + token * job.row_bytes + offset, bytes);
   };
   if (lane == 0 && total > 0) load(0);
-  TokenCounter counter;
+  TokenCounter counter(table);
   TokenSlots slots{-1, -1, -1, 1.0f};
   if (count > 0) slots = ReadSlots(call, job, &counter, share.Token(0));
   for (int i = 0; i < count; ++i) {
     const uint32_t peers = __ballot_sync(~0u, slots.staged >= 0 && lane != call.me);
     if (job.weights != nullptr) SendWeights(call, job, slots);
+    landed->Note(threadIdx.x / 32, i, slots.staged);
     for (int piece = 0; piece < job.pieces; ++piece) {
       const int q = i * job.pieces + piece;
       const uint32_t offset = piece * ring.piece_bytes;
