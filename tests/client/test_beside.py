@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +221,50 @@ def test_a_failure_after_they_were_ready_is_shown(
 
 @pytest.fixture
 def windows_with_nccl(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups on CPU windows get communicators as those on GPUs do."""
+    """Groups on CPU windows get communicators as those on GPUs do, once NCCL has its kernels."""
     monkeypatch.setattr(forming, "WITH_NCCL_BESIDE", ("memfd",))
+    monkeypatch.setattr(beside, "_loaded", set(range(64)))
 
 
 def create(session: ep.Session, mesh: Any) -> ep.Group:
     return session.create_group(
         "g", mesh, ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8
     )
+
+
+def test_kernels_are_loaded_once_where_a_process_has_several_devices(
+    fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "_loaded", set())
+    for ordinals, inits in (([3], 0), ([0, 1], 2), ([1, 0], 2), ([0, 1, 2], 3)):
+        beside.load_kernels(nccl.library(), ordinals)
+        assert fake.count("inits") == fake.count("aborts") == inits, ordinals
+    fake.set("init_result", 1)
+    for _ in range(2):  # what failed is tried again
+        with pytest.raises(EpRuntimeError, match="init of rank 0: fake error"):
+            beside.load_kernels(nccl.library(), [4, 5])
+
+
+@pytest.mark.usefixtures("windows_with_nccl")
+def test_a_group_goes_on_where_kernels_are_not_loaded(
+    address: str, mesh: Any, fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes no communicators then, which would load them beside the steps, and says why."""
+    said: list[str] = []
+
+    def load(library: nccl.NcclLibrary, ordinals: Sequence[int]) -> None:
+        library.load_kernels([7, 8], 0.2)
+
+    monkeypatch.setattr(beside, "load_kernels", load)
+    monkeypatch.setattr(communicators, "report", lambda *told: said.append(told[-1]))
+    fake.set("never_ready", 1)
+    with ep.connect(address, job="tests", timeout_s=WAIT_S) as session:
+        group = create(session, mesh)
+        assert not isinstance(group.native_group, beside.GroupBesideNccl)
+        group.check()
+    assert fake.count("inits") == 2
+    assert len(said) == 1
+    assert "was not done within 0.2" in said[0]
 
 
 @pytest.mark.usefixtures("windows_with_nccl")

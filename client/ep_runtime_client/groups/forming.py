@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import uuid
 
 from ep_runtime import device_layout, env, native, nccl, specs, wire
@@ -15,6 +16,8 @@ from ep_runtime_client.groups import allocator
 from ep_runtime_client.groups.formed import Formed, Memory, fetch, restore
 from ep_runtime_client.groups.owner import GroupOwner
 from ep_runtime_client.nccl import beside, communicators
+
+_log = logging.getLogger("ep_runtime")
 
 # The daemon answers at `wait`; the call's own deadline only ends a call nobody answers.
 _GRACE_S = 5.0
@@ -112,6 +115,12 @@ class _Formation:
             return formed
         if not env.wants_nccl():  # and so the others do not wait for us
             communicators.report(control, ranks, "", "EP_RUNTIME_NCCL is 0 there")
+            return formed
+        try:
+            beside.load_kernels(nccl.library(), ranks.ordinals)
+        except EpRuntimeError as error:
+            _log.warning("group %r goes on without NCCL communicators: %s", ranks.name, error)
+            communicators.report(control, ranks, "", str(error))
             return formed
         made = beside.Beside(self._session.run, ranks)
         group = beside.GroupBesideNccl(held.library, held.number, made)

@@ -9,6 +9,10 @@ It starts late, when a first step is over or a large program is being compiled: 
 kernels, and the driver makes launches wait meanwhile. Until something calls NCCL nothing of it
 runs on a GPU: a kernel that waits for its peers beside the step's own, which wait for theirs, may
 wait for ever where the driver holds up a launch of either.
+
+A process with several of the group's ranks has NCCL load its kernels before `create_group` returns
+(`load_kernels`): the driver, which loads a kernel on one device, waits for the step's kernel there;
+that one waits for its peer on another device; and that launch waits for the driver.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ep_runtime import native, nccl
@@ -35,10 +39,32 @@ IDS_AFTER_S = 1.0
 JOIN_AFTER_S = 2.0
 # For all processes to come and NCCL to join them.
 BUDGET_S = 60.0
+# For NCCL to load its kernels, before anything runs beside it.
+LOAD_BUDGET_S = 30.0
 # A channel has buffers for each peer: megabytes of the GPU, once something first calls NCCL.
 CHANNELS = 1
 # At most so long a close waits for the thread; NCCL takes milliseconds to give up.
 _END_S = 10.0
+
+
+_loaded: set[int] = set()  # CUDA ordinals where NCCL has its kernels
+_loading = threading.Lock()
+
+
+def load_kernels(library: nccl.NcclLibrary, ordinals: Sequence[int]) -> None:
+    """Has NCCL load its kernels on those devices of this process that have none yet.
+
+    Nothing where there is one device: no kernel there waits for a launch of this process.
+
+    Raises:
+        EpRuntimeError: there is no NCCL, or it was not done in time.
+    """
+    with _loading:
+        wanted = sorted(set(ordinals) - _loaded)
+        if len(set(ordinals)) < 2 or not wanted:
+            return
+        library.load_kernels(wanted, LOAD_BUDGET_S)
+        _loaded.update(wanted)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ Status FindAll(void* library, Api* api) {
   const bool found = Find(library, "ncclGetVersion", &api->get_version, &missing) &&
                      Find(library, "ncclGetErrorString", &api->get_error_string, &missing) &&
                      Find(library, "ncclGetLastError", &api->get_last_error, &missing) &&
+                     Find(library, "ncclGetUniqueId", &api->get_unique_id, &missing) &&
                      Find(library, "ncclCommInitRankConfig", &api->init_rank, &missing) &&
                      Find(library, "ncclCommGetAsyncError", &api->get_async_error, &missing) &&
                      Find(library, "ncclCommFinalize", &api->finalize, &missing) &&

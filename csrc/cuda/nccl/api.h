@@ -60,6 +60,7 @@ struct Api {
   int (*get_version)(int* version);
   const char* (*get_error_string)(int result);
   const char* (*get_last_error)(Comm* comm);
+  int (*get_unique_id)(UniqueId* id);
   int (*init_rank)(Comm** comm, int ranks, UniqueId id, int rank, Config* config);
   int (*get_async_error)(Comm* comm, int* error);
   int (*finalize)(Comm* comm);

@@ -30,20 +30,31 @@ int64_t Version(const char* library, EpNcclText error) {
   return status.ok() ? api->version : Fail(status, error);
 }
 
-Status ReadPlaces(const EpNcclOptions& options, std::vector<nccl::Place>* places) {
+Status ReadId(const nccl::Api& api, const EpNcclOptions& options, nccl::Place* place) {
+  if (options.num_domains == 0 && options.ep_size == 1) {
+    const int result = api.get_unique_id(&place->id);
+    return result == nccl::kSuccess ? Status()
+                                    : nccl::Failed(api, "ncclGetUniqueId", result, nullptr);
+  }
+  const int64_t domain = place->world_rank / options.ep_size;
+  if (domain >= options.num_domains) {
+    return InvalidArgument(
+        "ids must hold one id per EP domain, got " + std::to_string(options.num_domains) +
+        " and rank " + std::to_string(place->world_rank) + " of domain " + std::to_string(domain));
+  }
+  std::memcpy(place->id.bytes, options.ids + domain * sizeof(place->id), sizeof(place->id));
+  return Status();
+}
+
+Status ReadPlaces(const nccl::Api& api, const EpNcclOptions& options,
+                  std::vector<nccl::Place>* places) {
   for (int64_t i = 0; i < options.num_local_ranks; ++i) {
     nccl::Place place{};
     place.world_rank = options.local_ranks[i];
     place.device = options.local_devices[i];
     place.ranks = static_cast<int>(options.ep_size);
     place.rank = static_cast<int>(place.world_rank % options.ep_size);
-    const int64_t domain = place.world_rank / options.ep_size;
-    if (domain >= options.num_domains) {
-      return InvalidArgument(
-          "ids must hold one id per EP domain, got " + std::to_string(options.num_domains) +
-          " and rank " + std::to_string(place.world_rank) + " of domain " + std::to_string(domain));
-    }
-    std::memcpy(place.id.bytes, options.ids + domain * sizeof(place.id), sizeof(place.id));
+    EP_RETURN_IF_ERROR(ReadId(api, options, &place));
     places->push_back(place);
   }
   return Status();
@@ -55,7 +66,7 @@ int64_t MakeGroup(const EpNcclOptions* options, EpNcclText error) {
   nccl::NcclGroupOptions made{
       options->name, options->generation, options->ep_size, options->op_timeout_ns, {}, {}};
   made.purpose = {options->carries_rows != 0, static_cast<int>(options->max_channels)};
-  if (status.ok()) status = ReadPlaces(*options, &made.places);
+  if (status.ok()) status = ReadPlaces(*api, *options, &made.places);
   if (!status.ok()) return Fail(status, error);
   return nccl::ThisProcessGroups().AddGroup(
       nccl::NcclGroup::Make(*api, NcclDevices(), std::move(made)));

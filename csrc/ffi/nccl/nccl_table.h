@@ -27,8 +27,8 @@ struct EpNcclOptions {
   const int64_t* local_ranks;    // [num_local_ranks] world ranks
   const int32_t* local_devices;  // [num_local_ranks] CUDA ordinals
   int64_t num_local_ranks;
-  const uint8_t* ids;  // [num_domains, 128], one unique id per EP domain
-  int64_t num_domains;
+  const uint8_t* ids;    // [num_domains, 128], one unique id per EP domain
+  int64_t num_domains;   // 0 with ep_size of 1: NCCL makes them here
   int64_t carries_rows;  // or nothing does until it is asked for: nccl::Purpose
   int64_t max_channels;  // 0: NCCL's choice
 };
