@@ -1,3 +1,5 @@
+#include <cuda_pipeline_primitives.h>
+
 #include "cuda/gemm/copies/read_lines.cuh"
 #include "cuda/gemm/product/groups.cuh"
 #include "cuda/rows/fp8.cuh"
@@ -13,64 +15,72 @@ namespace {
 using gemm::kSide;
 
 constexpr int kThreads = gemm::kTileThreads;
-constexpr int kBlocksPerProcessor = 3;  // some read while others write
-constexpr int kAcross = 8;              // of blocks beside each other in a line
-constexpr int kLines = 16;              // of a thread, which has four columns
+constexpr int kBlocksPerProcessor = 3;
+constexpr int kAcross = 4;  // of blocks beside each other in a line, so that each has some tiles
+constexpr int kLines = 16;  // of a thread, which has four columns
 static_assert(kSide == kTile, "a tile is what shares a scale, either way");
 
-// Four values of a line, by the line's scale.
+// What is not finite, by bytes of a word whose bits these are not all.
 template <Fp8Format kFormat>
-__device__ __forceinline__ void Widen(uint32_t word, float factor, float (&values)[4]) {
-  constexpr auto kType = kFormat == Fp8Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const auto pair = static_cast<__nv_fp8x2_storage_t>(word >> 16 * half & 0xFFFFu);
-    const float2 exact = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, kType)));
-    values[2 * half] = MultiplyFlushed(exact.x, factor);
-    values[2 * half + 1] = MultiplyFlushed(exact.y, factor);
-  }
-}
+struct Exponents {
+  static constexpr bool kWide = kFormat == Fp8Format::kE5M2;
+  static constexpr uint32_t kMask = kWide ? 0x7C7C7C7Cu : 0x7F7F7F7Fu;
+  static constexpr uint32_t kLowest = kWide ? 0x04040404u : 0x01010101u;
+  // Bit 7 of a byte: it is not finite. Other bits are anything.
+  __device__ static uint32_t AllSet(uint32_t word) { return (word & kMask) + kLowest; }
+};
 
 // A thread's part of a tile in shared memory: four columns of kLines lines.
 template <Fp8Format kFormat>
 class ThreadColumns {
  public:
-  __device__ ThreadColumns(const uint4* tile, const float* factors)
-      : factors_(factors + gemm::FirstLine(threadIdx.x)) {
+  __device__ ThreadColumns(const uint4* tile, const float* factors) {
+    const int first = gemm::FirstLine(threadIdx.x), word = gemm::ColumnWord(threadIdx.x);
     const auto* words = reinterpret_cast<const uint32_t*>(tile);
+    constexpr auto kType = kFormat == Fp8Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+    uint32_t not_finite = 0;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
-      words_[i] =
-          words[gemm::StoredWord(gemm::FirstLine(threadIdx.x) + i, gemm::ColumnWord(threadIdx.x))];
+      const uint32_t four = words[gemm::StoredWord(first + i, word)];
+      not_finite |= Exponents<kFormat>::AllSet(four);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto pair = static_cast<__nv_fp8x2_storage_t>(four >> 16 * half & 0xFFFFu);
+        pairs_[i][half] = __half2(__nv_cvt_fp8x2_to_halfraw2(pair, kType));
+      }
     }
+#pragma unroll
+    for (int i = 0; i < kLines; i += 4) {
+      const float4 next = *reinterpret_cast<const float4*>(factors + first + i);
+      factors_[i] = next.x;
+      factors_[i + 1] = next.y;
+      factors_[i + 2] = next.z;
+      factors_[i + 3] = next.w;
+    }
+    finite_ = (not_finite & 0x80808080u) == 0;
   }
 
-  // The largest finite magnitude.
-  __device__ float Amax() const {
+  // The largest finite magnitude. A factor leaves a line's values in their order.
+  __device__ float Amax() {
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
-      float values[4];
-      Widen<kFormat>(words_[i], factors_[i], values);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float size = fabsf(values[c]);
-        amax = fmaxf(amax, size < INFINITY ? size : 0.0f);
-      }
+      const __half2 two = __hmax2(__habs2(pairs_[i][0]), __habs2(pairs_[i][1]));
+      const float largest = __half2float(__hmax(__low2half(two), __high2half(two)));
+      amax = fmaxf(amax, MultiplyFlushed(largest, factors_[i]));
     }
-    return amax;
+    finite_ = finite_ && amax < INFINITY;
+    return finite_ ? amax : FiniteAmax();
   }
 
-  // One vector of kLines bytes for each column.
+  // One vector of kLines bytes for each column; after Amax.
   __device__ void Quantize(float inverse, uint4 (&out)[4]) const {
     uint32_t bytes[4][kLines / 4];
 #pragma unroll
     for (int four = 0; four < kLines / 4; ++four) {
       float values[4][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Widen<kFormat>(words_[4 * four + i], factors_[4 * four + i], values[i]);
-      }
+      for (int i = 0; i < 4; ++i) Widen(4 * four + i, values[i]);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float column[4] = {values[0][c], values[1][c], values[2][c], values[3][c]};
@@ -84,12 +94,36 @@ class ThreadColumns {
   }
 
  private:
-  __device__ static uint32_t Four(const float (&values)[4], float inverse) {
+  // Four values of a line, by the line's scale.
+  __device__ void Widen(int line, float (&values)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 exact = __half22float2(pairs_[line][half]);
+      values[2 * half] = MultiplyFlushed(exact.x, factors_[line]);
+      values[2 * half + 1] = MultiplyFlushed(exact.y, factors_[line]);
+    }
+  }
+  __device__ float FiniteAmax() const {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      float values[4];
+      Widen(i, values);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float size = fabsf(values[c]);
+        amax = fmaxf(amax, size < INFINITY ? size : 0.0f);
+      }
+    }
+    return amax;
+  }
+  __device__ uint32_t Four(const float (&values)[4], float inverse) const {
     using F = Fp8<kFormat>;
     float y[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) y[i] = MultiplyFlushed(values[i], inverse);
     uint32_t bytes = F::Pair(y[0], y[1]) | F::Pair(y[2], y[3]) << 16;
+    if (finite_) return bytes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (isfinite(values[i])) continue;
@@ -98,8 +132,9 @@ class ThreadColumns {
     return bytes;
   }
 
-  const float* factors_;
-  uint32_t words_[kLines];
+  __half2 pairs_[kLines][2];
+  float factors_[kLines];
+  bool finite_;  // all values
 };
 
 // The largest of all threads' values, which are not negative; called by whole blocks.
@@ -114,12 +149,40 @@ __device__ __forceinline__ float BlockMax(float value, float* of_warps) {
   return largest;
 }
 
-// blockIdx.x: tile of a slab's line in the result, .z: slab.
+// A tile on its way to shared memory, and the scales of its rows.
+struct StagedTile {
+  uint4 tile[kSide * kSide / 16];
+  float factors[kSide];
+
+  // Begins, by all threads; rows that are not there are zeros.
+  __device__ void Load(const RequantizeRowsParams& p, const gemm::Rows& found, int32_t column) {
+    constexpr int kTurns = kSide * kSide / 16 / kThreads;
+    const int32_t tiles = (p.width + kTile - 1) / kTile;
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const int line = gemm::TileLine(threadIdx.x, i), vector = gemm::TileVector(threadIdx.x);
+      const int32_t at = column + vector * 16;
+      const bool there = line < found.size && at < p.width;
+      const int64_t row = found.start + static_cast<int64_t>(there ? line : 0);
+      __pipeline_memcpy_async(&tile[gemm::StoredVector(line, vector)],
+                              p.data + row * p.width + (there ? at : 0), 16, there ? 0 : 16);
+    }
+    if (threadIdx.x < kSide) {
+      const bool there = static_cast<int>(threadIdx.x) < found.size;
+      const int64_t row = found.start + static_cast<int64_t>(there ? threadIdx.x : 0);
+      __pipeline_memcpy_async(&factors[threadIdx.x], p.scale + row * tiles + column / kTile, 4,
+                              there ? 0 : 4);
+    }
+  }
+};
+
+// blockIdx.x: tile of a slab's line in the result, .z: slab. While a tile is worked on the next one
+// is on its way.
 template <Fp8Format kFormat>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     RequantizeRowsKernel(const __grid_constant__ RequantizeRowsParams p) {
-  __shared__ uint4 tile[kSide * kSide / 16];
-  __shared__ float factors[kSide], of_warps[kThreads / 32];
+  __shared__ StagedTile staged[2];
+  __shared__ float of_warps[kThreads / 32];
   if (LeftOut(p.wanted)) return;
   const int32_t at = blockIdx.x * kSide;
   const int slab = blockIdx.z;
@@ -128,17 +191,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   const int64_t line = gemm::PaddedSlabRows(p.groups.slab_rows, p.groups.groups_per_slab);
   const int64_t to = slab * line + at, pitch = p.slabs * line;
   const int32_t tiles = (p.width + kTile - 1) / kTile;
-  const gemm::Lines lines{p.data + static_cast<int64_t>(found.start) * p.width, p.width,
-                          found.size};
-  for (int32_t first = blockIdx.y * kSide; first < p.width; first += kAcross * kSide) {
-    gemm::ReadLines(lines, first, tile);
-    if (threadIdx.x < kSide) {
-      const int64_t row = found.start + static_cast<int64_t>(threadIdx.x);
-      const bool there = static_cast<int>(threadIdx.x) < found.size;
-      factors[threadIdx.x] = there ? __ldg(p.scale + row * tiles + first / kTile) : 0.0f;
-    }
+  const int32_t step = gridDim.y * kSide;
+  int32_t first = blockIdx.y * kSide;
+  staged[0].Load(p, found, first);
+  __pipeline_commit();
+  for (int turn = 0; first < p.width; first += step, turn ^= 1) {
+    // All threads have read what lay there: they met since.
+    if (first + step < p.width) staged[turn ^ 1].Load(p, found, first + step);
+    __pipeline_commit();
+    __pipeline_wait_prior(1);
     __syncthreads();
-    const ThreadColumns<kFormat> columns(tile, factors);
+    ThreadColumns<kFormat> columns(staged[turn].tile, staged[turn].factors);
     const float amax = BlockMax(columns.Amax(), of_warps);
     const float scale = Fp8<kFormat>::ScaleOf(amax, p.power_of_two);
     uint4 out[4];
@@ -152,7 +215,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
       }
     }
     if (threadIdx.x == 0) p.out_scale[to / kTile * tiles + first / kTile] = scale;
-    __syncthreads();
   }
 }
 
