@@ -98,10 +98,14 @@ def _cgroups() -> Path | None:
 
 
 class System:
-    """A booted system; `root` is its root folder as seen from outside."""
+    """A booted system; `root` is its root folder as seen from outside.
+
+    Attributes:
+        folders: what its programs read, wherever it lies.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """`folders`: what its programs read, wherever it lies."""
+        self.folders = folders
         cgroups = _cgroups()
         assert cgroups is not None
         self._group = cgroups / f"ep-test-{os.getpid()}"

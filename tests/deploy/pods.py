@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import booted_systemd
@@ -74,7 +75,7 @@ class Pod:
             volume, place = volumes[mount["name"]], mount["mountPath"]
             lines.append(f"mkdir -p {place}")
             if "emptyDir" in volume:
-                lines.append(f"mount -t tmpfs -o mode=1777 tmpfs {place}")
+                lines += self._empty(Path(place))
                 continue
             path = volume.get("hostPath", {}).get("path") or self._sources[mount["name"]]
             if volume.get("hostPath", {}).get("type") == "DirectoryOrCreate":
@@ -84,6 +85,16 @@ class Pod:
                 lines.append(f"mount -o remount,bind,ro {place}")
         if self._container["securityContext"].get("readOnlyRootFilesystem"):
             lines.append("mount -o remount,bind,ro /")
+        return lines
+
+    def _empty(self, place: Path) -> list[str]:
+        """An empty volume. What is of the image, of which there is none here, is not covered."""
+        covered = [folder for folder in self._system.folders if place in folder.parents]
+        kept = {f"/mnt/{number}": folder for number, folder in enumerate(covered)}
+        lines = ["mount -t tmpfs tmpfs /mnt"] if kept else []
+        lines += [f"mkdir {at}; mount --bind {folder} {at}" for at, folder in kept.items()]
+        lines.append(f"mount -t tmpfs -o mode=1777 tmpfs {place}")
+        lines += [f"mkdir -p {folder}; mount --bind {at} {folder}" for at, folder in kept.items()]
         return lines
 
     def _user(self) -> list[str]:
