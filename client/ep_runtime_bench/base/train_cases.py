@@ -62,6 +62,8 @@ MODELS: dict[str, Model] = {
     "deepseek-like": Model(2, 7168, 56, 2048, 64, 8, 2048, 2, 32_000),
     "fsdp-ep": dataclasses.replace(_SMALL, beside="fsdp"),
     "ep-tp": dataclasses.replace(_SMALL, beside="tp"),
+    # What one rank of four has of it, for one GPU: its experts, and as many rows.
+    "8-layers-quarter": dataclasses.replace(_SMALL, num_experts=_SMALL.num_experts // 4),
 }
 # Small enough for a laptop.
 CPU_MODELS: dict[str, Model] = {
@@ -69,6 +71,7 @@ CPU_MODELS: dict[str, Model] = {
     "deepseek-like": dataclasses.replace(_TINY, hidden=128, heads=8, inner=64),
     "fsdp-ep": dataclasses.replace(_TINY, beside="fsdp"),
     "ep-tp": dataclasses.replace(_TINY, beside="tp"),
+    "8-layers-quarter": dataclasses.replace(_TINY, num_experts=_TINY.num_experts // 4),
 }
 
 
