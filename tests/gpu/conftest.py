@@ -52,6 +52,15 @@ def several_gpus(gpus: list[Any]) -> int:
 
 
 @pytest.fixture
+def job_gpus(request: pytest.FixtureRequest, gpus: list[Any]) -> int:
+    """Ranks of a job's processes: as many as GPUs, or those that share the GPUs there are."""
+    if layouts.RANKS:
+        return layouts.RANKS
+    count: int = request.getfixturevalue("several_gpus")
+    return count
+
+
+@pytest.fixture
 def session(gpus: list[Any]) -> Iterator[ep.Session]:
     """A session with a daemon of its own."""
     with ep.connect("embedded", timeout_s=60.0) as made:

@@ -80,12 +80,12 @@ def _regroup(workers: list[Worker]) -> None:
 
 @any_program
 def test_a_killed_process_ends_the_steps_of_the_others_who_go_on_without_it(
-    several_gpus: int, address: str, admin: source.Source, program: str
+    job_gpus: int, address: str, admin: source.Source, program: str
 ) -> None:
     """And once all are killed, the job starts again on the same memory."""
     environment = {**_ENVIRONMENT, "EP_RUNTIME_ADDRESS": address, "TEST_PROGRAM": program}
     layout = "one GPU each, visible alone"
-    with layouts.job(_SCRIPT, layout, several_gpus, **environment) as job:
+    with layouts.job(_SCRIPT, layout, job_gpus, **environment) as job:
         before = job.heard()[0]
         assert not before["reattached"]
         *others, victim = job.workers
@@ -106,7 +106,7 @@ def test_a_killed_process_ends_the_steps_of_the_others_who_go_on_without_it(
             if not worker.ended:
                 worker.kill()
     wait_until(lambda: _state(admin, "g") == "RETAINED", "the group is retained")
-    with layouts.job(_SCRIPT, layout, several_gpus, **environment) as job:
+    with layouts.job(_SCRIPT, layout, job_gpus, **environment) as job:
         after = job.heard()
         assert after[0]["found"] == held
         for row in after:
@@ -130,12 +130,12 @@ def _waited_for(admin: source.Source) -> set[int]:
 
 @any_program
 def test_a_stopped_process_is_named_at_the_budget_and_learns_that_it_is_over(
-    several_gpus: int, address: str, admin: source.Source, program: str
+    job_gpus: int, address: str, admin: source.Source, program: str
 ) -> None:
     with layouts.job(
         _SCRIPT,
         "two processes, all GPUs visible",
-        several_gpus,
+        job_gpus,
         **_ENVIRONMENT,
         EP_RUNTIME_ADDRESS=address,
         TEST_PROGRAM=program,

@@ -41,24 +41,24 @@ def _run(layout: str, names: list[str], gpus: int, address: str, script: str = _
 
 @pytest.mark.parametrize("part", range(len(layouts.LAYOUTS)), ids=[*layouts.LAYOUTS])
 def test_movement_by_several_processes_equals_the_reference(
-    several_gpus: int, address: str, part: int
+    job_gpus: int, address: str, part: int
 ) -> None:
     """Each layout takes some of the cases; the test below takes all, for minutes."""
     names = [*_IN_ALL, *[name for name in _NAMES if name not in _IN_ALL][part::8]]
-    _run([*layouts.LAYOUTS][part], names, several_gpus, address)
+    _run([*layouts.LAYOUTS][part], names, job_gpus, address)
 
 
 @pytest.mark.skipif(layouts.TRANSPORT not in ("nvlink", "memfd"), reason="for windows alone")
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_blocks_by_several_processes_are_near_float64(
-    several_gpus: int, address: str, layout: str
+    job_gpus: int, address: str, layout: str
 ) -> None:
-    _run(layout, [*gpu_blocks.WORKSPACES], several_gpus, address, _BLOCKS)
+    _run(layout, [*gpu_blocks.WORKSPACES], job_gpus, address, _BLOCKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_every_case_in_every_layout_equals_the_reference(
-    several_gpus: int, address: str, layout: str
+    job_gpus: int, address: str, layout: str
 ) -> None:
-    _run(layout, _NAMES, several_gpus, address)
+    _run(layout, _NAMES, job_gpus, address)

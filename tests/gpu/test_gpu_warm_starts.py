@@ -18,12 +18,12 @@ hear()
     "layout", ["one GPU each, visible alone", "two processes, all GPUs visible"]
 )
 def test_three_starts_in_a_row_with_the_cache_end_with_the_right_values(
-    several_gpus: int, address: str, tmp_path: Path, layout: str
+    job_gpus: int, address: str, tmp_path: Path, layout: str
 ) -> None:
     starts = []
     for _ in range(3):
         with layouts.job(
-            _SCRIPT, layout, several_gpus, EP_RUNTIME_ADDRESS=address, TEST_CACHE=str(tmp_path)
+            _SCRIPT, layout, job_gpus, EP_RUNTIME_ADDRESS=address, TEST_CACHE=str(tmp_path)
         ) as job:
             starts.append(job.heard(240)[0])
             job.tell()

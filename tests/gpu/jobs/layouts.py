@@ -1,7 +1,9 @@
 """Jobs of several processes on GPUs: which process drives which, and what runs before a script.
 
 With TEST_GPU_TRIAL=1 CPU devices stand in for four GPUs and memfd for every transport: that tries
-the tests. TEST_GPU_TRANSPORT names another transport than nvlink.
+the tests. TEST_GPU_TRANSPORT names another transport than nvlink. With TEST_GPU_RANKS=N jobs whose
+processes drive one GPU each have N of them, which share the GPUs there are: that tries ranks on a
+machine with fewer GPUs. The GPU runs its processes in turns then, so no time of theirs counts.
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import pytest
 from multiprocess import launch
 
 TRIAL = os.environ.get("TEST_GPU_TRIAL", "") == "1"
 TRANSPORT = "memfd" if TRIAL else os.environ.get("TEST_GPU_TRANSPORT", "nvlink")
+
+RANKS = int(os.environ.get("TEST_GPU_RANKS", "0"))  # 0: one for each GPU
 
 # CPU devices too: the reference runs there.
 _GPUS = """
@@ -44,12 +50,14 @@ def job(
     Args:
         script, environment: as of `launch.Job`.
         layout: of LAYOUTS.
-        gpus: of the whole job.
+        gpus: of the whole job; with RANKS of them GPUs are shared.
         own: more variables of each process alone, in order.
     """
     count, told_by = LAYOUTS[layout]
     processes = count or gpus
     each = gpus // processes
+    if RANKS and (each, told_by) != (1, "CUDA_VISIBLE_DEVICES"):
+        pytest.skip("ranks that share GPUs have a process each, which sees no other GPU")
     parts = [range(index * each, (index + 1) * each) for index in range(processes)]
     settings: dict[str, Any] = {
         # The tests' own process holds memory of the GPUs too.
@@ -73,6 +81,10 @@ def job(
 
 
 def _visible(gpus: int) -> list[str]:
-    """Names of the GPUs that this process sees, for CUDA_VISIBLE_DEVICES of others."""
+    """Names of the GPUs that this process sees, for CUDA_VISIBLE_DEVICES of others; with RANKS each
+    of them as often as it takes."""
     ours = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return ours or [str(gpu) for gpu in range(gpus)]
+    if not RANKS:
+        return ours or [str(gpu) for gpu in range(gpus)]
+    there = ours or [str(device.local_hardware_id) for device in jax.local_devices(backend="gpu")]
+    return [there[gpu % len(there)] for gpu in range(gpus)]
