@@ -19,16 +19,20 @@ struct Tickets {
 };
 
 // Words of a cluster's shared memory that both blocks access. A word says all there is to say, so
-// that nothing has to be ordered with it.
+// that nothing has to be ordered with it. Reads and writes are atomic operations, so that
+// compute-sanitizer can tell them from races.
 __device__ __forceinline__ uint64_t LoadWord(uint32_t word) {
   uint64_t value;
-  asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(value) : "r"(word) : "memory");
+  asm volatile("atom.relaxed.cluster.shared::cta.or.b64 %0, [%1], 0;"
+               : "=l"(value)
+               : "r"(word)
+               : "memory");
   return value;
 }
 __device__ __forceinline__ void StoreWordAt(uint32_t word, uint32_t rank, uint64_t value) {
   asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-      "st.relaxed.cluster.shared::cluster.u64 [there], %2; }" ::"r"(word),
+      "{ .reg .b32 there; .reg .b64 before; mapa.shared::cluster.u32 there, %0, %1; "
+      "atom.relaxed.cluster.shared::cluster.exch.b64 before, [there], %2; }" ::"r"(word),
       "r"(rank), "l"(value)
       : "memory");
 }
