@@ -122,14 +122,18 @@ def run_ops(layer: Any, case: cases.Case, inputs: Inputs, **options: Any) -> dic
         out = ep.combine(layer, sent, rows, weights=sent.weights if case.weighted else None)
         return out, sent
 
-    def loss(tokens: Any, weights: Any, factors: Any, cotangent: Any, topk_idx: Any) -> Any:
-        out, sent = forward(tokens, weights, factors, topk_idx)
-        return (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(), (out, sent)
+    @jax.jit
+    def both(tokens: Any, weights: Any, factors: Any, cotangent: Any, topk_idx: Any) -> Any:
+        # No loss: its sum would be a collective of XLA's.
+        def moved(tokens: Any, given: Any = weights) -> Any:
+            return forward(tokens, given, factors, topk_idx)
 
-    wrt = (0, 1) if case.weighted else (0,)
-    both = jax.jit(jax.value_and_grad(loss, argnums=wrt, has_aux=True))
+        primals = (tokens, weights) if case.weighted else (tokens,)
+        out, pull, sent = jax.vjp(moved, *primals, has_aux=True)
+        return out, sent, pull(cotangent.astype(jnp.float32).astype(out.dtype))
+
     # Arguments, all of them: a program must not close over an array of several processes.
-    (_, (out, sent)), grads = both(
+    out, sent, grads = both(
         inputs.tokens, inputs.weights, inputs.factors, inputs.cotangent, inputs.topk_idx
     )
     return {
