@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds, checks and times everything that needs GPUs, in one call, with a table at the end.
 #   tests/gpu/run_all.sh LOGS [part ...]
-# Every part has a time limit and a log in the folder LOGS. Without parts, all but `cases`, `nccl*`, `block_*`:
+# Every part has a time limit and a log in the folder LOGS. Without parts, all but `cases`, `shared`, `nccl*`, `block_*`:
 #   build       both native libraries and the kernels' harness
 #   kernels     every kernel against the reference, without JAX
 #   gemm        grouped products against sums in f64, without JAX
@@ -10,6 +10,7 @@
 #   tests       this folder's tests
 #   plain       the same without XLA's command buffers
 #   cases       every case of token movement in every layout of processes
+#   shared      jobs whose processes share the GPUs, two to each or four on one: TEST_GPU_RANKS says how many
 #   nccl        communicators without JAX, and transport nccl in one process, on one daemon
 #   nccl_jobs   the same with several processes, and processes that are killed, ten times
 #   nccl_domains  two daemons as two NVLink domains of one host, each with half of the GPUs: every
@@ -41,7 +42,7 @@ build=${BUILD_DIR:-build/gpu-all}
 prebuilt=${PREBUILT:-}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 soak_gpus=$((gpus >= 4 ? 4 : gpus))
-export python build prebuilt logs soak_gpus
+export python build prebuilt logs gpus soak_gpus
 # The tests' own process and those that it starts share the GPUs. Tuning matmuls takes most of a
 # small program's compile time and tells nothing here.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
@@ -136,6 +137,10 @@ part_plain() {
   XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part_tests
 }
 part_cases() { gpu_tests tests/gpu/test_gpu_processes.py -m slow -k test_every_case; }
+part_shared() {
+  export TEST_GPU_RANKS=${TEST_GPU_RANKS:-$((gpus == 1 ? 4 : 2 * gpus))}
+  gpu_tests tests/gpu/test_gpu_{processes,faults,named_ranks}.py -m "" -k "alone or killed or named"
+}
 part_soak() { "$python" tests/gpu/tools/soak.py --limit-s 150; }
 part_processes() { "$python" tests/gpu/tools/soak.py --steps 5000 --limit-s 100 --gpus "$soak_gpus"; }
 sanitized() {
@@ -171,7 +176,7 @@ part_bench() {
 limit_of() {
   case $1 in
     build | nccl*) echo 560 ;;
-    cases) echo 420 ;;
+    cases | shared) echo 420 ;;
     tests | plain | bench | racecheck) echo 300 ;;
     soak | processes) echo 260 ;;
     *) echo 180 ;;
