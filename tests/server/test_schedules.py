@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from schedules.schedule import make_schedule, run, shrunk
+from schedules.schedule import Schedule, Slot, make_schedule, run, shrunk
 
 from ep_runtime_server.cluster.ends import Ends
 from ep_runtime_server.cluster.spanning import Spanning
@@ -41,6 +41,27 @@ def test_any_schedule_keeps_what_is_promised(dose, record_property):
             lines = [str(small), *shown.said, "all faults of the one before:", *result.faults]
             pytest.fail("\n".join(lines), pytrace=False)
     record_property("calls between daemons", f"{calls:,}")
+
+
+def test_who_comes_with_another_spec_again_is_told_again():
+    """On a node where another process of the job waits, whose group ends with it both times."""
+    form = ("form", 0, 12.0, False)
+    again = (
+        ("sleep", 0.0),
+        ("form", 1, 0.5, False),
+        ("form", 0, 6.0, False),
+        ("form", 1, 12.0, False),
+    )
+    slots = (
+        Slot(node="c", ranks=(0,), steps=()),
+        Slot(node="c", ranks=(1,), steps=(form,)),
+        Slot(node="b", ranks=(2,), steps=(form, form)),
+        Slot(node="b", ranks=(3,), steps=again),
+    )
+    result = run(
+        Schedule(550, ("a", "b", "c"), 4, transport="memfd", retain_s=4.0, slots=slots, faults=())
+    )
+    assert not result.faults, "\n".join(result.said)
 
 
 def test_the_same_schedule_runs_the_same_way_again():

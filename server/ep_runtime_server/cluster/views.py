@@ -170,9 +170,14 @@ class Assembly:
         self.refused[part.node] = part
 
     def hear(self, part: NodePart) -> None:
-        """Raises what the same group there was refused for before, whoever claims in it by now."""
+        """Raises what the same group there was refused for before, whoever claims in it by now.
+
+        What is of no group, generation 0, is compared with the others' claims each time.
+        """
         before = self.refused.get(part.node)
-        if before is not None and before.error and before.generation == part.generation:
+        if before is None or before.error is None or part.generation == 0:
+            return
+        if before.generation == part.generation:
             raise before.error
 
     def differing(self, part: NodePart, now_s: float) -> NodePart | None:
