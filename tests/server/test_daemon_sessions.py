@@ -210,6 +210,24 @@ def test_a_pid_is_the_same_process_only_with_its_start_time():
     os.close(credentials.open_process(os.getpid(), started))
 
 
+def test_a_number_that_no_process_has_is_that_of_one_that_is_gone():
+    """A journal may name it: a thread may have it by now."""
+    told, over = threading.Event(), threading.Event()
+    numbers = [0, -1, 2**31, 2**64]
+
+    def tell():
+        numbers.append(threading.get_native_id())
+        told.set()
+        over.wait(10.0)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    assert told.wait(10.0)
+    assert [credentials.open_process(number, 1.0) for number in numbers] == [None] * 5
+    over.set()
+    thread.join(10.0)
+
+
 def test_a_late_heartbeat_makes_a_session_suspect_and_frees_nothing(clocked):
     client = clocked.client()
     client.ready(make_spec())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import errno
 import os
 import select
 import socket
@@ -132,7 +133,12 @@ def open_process(pid: int, start_s: float | None) -> int | None:
     """A pidfd of the process that had this pid and started then; None where it is gone."""
     try:
         pidfd = os.pidfd_open(pid)
-    except (ProcessLookupError, OverflowError):
+    except OverflowError:
+        return None
+    except OSError as error:
+        # No process has the number: nobody at all, or by now a thread.
+        if error.errno not in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
+            raise
         return None
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
