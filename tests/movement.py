@@ -105,8 +105,13 @@ def spec_hint(case: cases.Case) -> PartitionSpec | None:
     return PartitionSpec(*(names or None for names in case.split[:2]))
 
 
-def run_ops(layer: Any, case: cases.Case, inputs: Inputs, **options: Any) -> dict[str, Any]:
-    """Plan, rows, output and gradients through dispatch and combine, in one program."""
+def run_ops(
+    layer: Any, case: cases.Case, inputs: Inputs, *, summed: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Plan, rows, output and gradients through dispatch and combine, in one program.
+
+    With `summed` they are of a loss, whose sum is a collective of XLA's.
+    """
 
     def forward(tokens: Any, weights: Any, factors: Any, topk_idx: Any) -> Any:
         sent = ep.dispatch(
@@ -122,18 +127,22 @@ def run_ops(layer: Any, case: cases.Case, inputs: Inputs, **options: Any) -> dic
         out = ep.combine(layer, sent, rows, weights=sent.weights if case.weighted else None)
         return out, sent
 
-    @jax.jit
-    def both(tokens: Any, weights: Any, factors: Any, cotangent: Any, topk_idx: Any) -> Any:
-        # No loss: its sum would be a collective of XLA's.
+    def loss(tokens: Any, weights: Any, factors: Any, cotangent: Any, topk_idx: Any) -> Any:
+        out, sent = forward(tokens, weights, factors, topk_idx)
+        return (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum(), (out, sent)
+
+    def pulled(tokens: Any, weights: Any, factors: Any, cotangent: Any, topk_idx: Any) -> Any:
         def moved(tokens: Any, given: Any = weights) -> Any:
             return forward(tokens, given, factors, topk_idx)
 
         primals = (tokens, weights) if case.weighted else (tokens,)
         out, pull, sent = jax.vjp(moved, *primals, has_aux=True)
-        return out, sent, pull(cotangent.astype(jnp.float32).astype(out.dtype))
+        return (None, (out, sent)), pull(cotangent.astype(jnp.float32).astype(out.dtype))
 
+    wrt = (0, 1) if case.weighted else (0,)
+    both = jax.jit(jax.value_and_grad(loss, argnums=wrt, has_aux=True) if summed else pulled)
     # Arguments, all of them: a program must not close over an array of several processes.
-    out, sent, grads = both(
+    (_, (out, sent)), grads = both(
         inputs.tokens, inputs.weights, inputs.factors, inputs.cotangent, inputs.topk_idx
     )
     return {
