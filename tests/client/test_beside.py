@@ -241,7 +241,7 @@ def test_kernels_are_loaded_once_where_a_process_has_several_devices(
         assert fake.count("inits") == fake.count("aborts") == inits, ordinals
     fake.set("init_result", 1)
     for _ in range(2):  # what failed is tried again
-        with pytest.raises(EpRuntimeError, match="init of rank 0: fake error"):
+        with pytest.raises(EpRuntimeError, match=r"init of rank [01]: fake error"):
             beside.load_kernels(nccl.library(), [4, 5])
 
 
