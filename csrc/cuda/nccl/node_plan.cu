@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "cuda/movement/call/warp_scan.cuh"
 #include "cuda/movement/prepare/lay_out_rows.cuh"
 #include "cuda/nccl/node_plan.h"
 
@@ -19,10 +20,10 @@ namespace ep_runtime {
 namespace nccl {
 namespace {
 
+using cuda::WarpScan;
 using cuda::prepare::KeepRows;
 using cuda::prepare::TokenRange;
 using cuda::prepare::UpTo;
-using cuda::prepare::WarpScan;
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;

@@ -3,6 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_INDEX_CUH_
 
 #include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/warp_scan.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -84,11 +85,7 @@ struct TokenTable {
       for (int base = 0; base < windows; base += 32) {
         const int at = (base + lane) * ranks + rank;
         const int32_t own = base + lane < windows ? before[at] : 0;
-        int32_t upto = own;
-        for (int step = 1; step < 32; step *= 2) {
-          const int32_t other = __shfl_up_sync(~0u, upto, step);
-          if (lane >= step) upto += other;
-        }
+        const int32_t upto = WarpScan(own);
         if (base + lane < windows) before[at] = sum + upto - own;
         sum += __shfl_sync(~0u, upto, 31);
       }

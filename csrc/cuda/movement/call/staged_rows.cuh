@@ -3,6 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 
 #include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/warp_scan.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -17,12 +18,7 @@ struct SourceCounts {
     const int lane = threadIdx.x % 32;
     staged = lane < call.ranks ? plan.recv_count[lane * 4] : 0;
     staged = min(max(staged, 0), tokens);
-    int32_t sum = staged;
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
-    }
-    first = sum - staged;
+    first = WarpScan(staged) - staged;
     most = __reduce_max_sync(~0u, lane == call.me ? 0 : staged);
   }
 };

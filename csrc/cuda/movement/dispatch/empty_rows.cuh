@@ -4,6 +4,7 @@
 
 #include "cuda/bulk_copy.cuh"
 #include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/warp_scan.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -39,7 +40,6 @@ struct EmptyRows {
   // Whether the row that was found last is of a zone.
   __device__ bool InZones() const { return first < sizes.experts; }
   __device__ int32_t Row(int32_t number) {
-    const int lane = threadIdx.x % 32;
     while (InZones() && number - seen >= lanes_padding) {
       base += lanes_rows;
       seen += lanes_padding;
@@ -71,12 +71,7 @@ struct EmptyRows {
   }
   // Sums over earlier lanes, and of all, none above `most`.
   __device__ static int32_t Before(int32_t value, int32_t most, int32_t* all) {
-    const int lane = threadIdx.x % 32;
-    int64_t sum = value;
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const auto sum = WarpScan(int64_t{value});
     *all = static_cast<int32_t>(min(__shfl_sync(~0u, sum, 31), int64_t{most}));
     return static_cast<int32_t>(min(sum - value, int64_t{most}));
   }

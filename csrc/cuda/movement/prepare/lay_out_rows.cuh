@@ -2,20 +2,12 @@
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_LAY_OUT_ROWS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_LAY_OUT_ROWS_CUH_
 
+#include "cuda/movement/call/warp_scan.cuh"
 #include "cuda/movement/prepare/experts.cuh"
 
 namespace ep_runtime {
 namespace cuda {
 namespace prepare {
-
-__device__ inline int32_t WarpScan(int32_t value) {
-  const int lane = threadIdx.x % 32;
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
 
 __device__ inline int32_t UpTo(int32_t value, int32_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
