@@ -134,9 +134,11 @@ class NativeLibrary:
         entry = self._library.EpRuntimeTable
         entry.restype = ctypes.POINTER(native_abi.TableStruct)
         self._table = entry().contents
-        if self._table.abi != ABI or self._table.bytes < ctypes.sizeof(native_abi.TableStruct):
+        needed = ctypes.sizeof(native_abi.TableStruct)
+        if self._table.abi != ABI or self._table.bytes < needed:
             raise VersionSkewError(
-                f"{path} has ABI {self._table.abi}, this package needs {ABI}; build it again",
+                f"{path} has ABI {self._table.abi} and a table of {self._table.bytes} bytes, this "
+                f"package needs {ABI} and {needed}; build it again",
                 library=int(self._table.abi),
                 package=ABI,
             )
@@ -264,6 +266,16 @@ class NativeLibrary:
             found.append(text.value.decode())
         return found
 
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """What kernels are compiled for, as nvcc names it: "90a"; the CUDA library alone."""
+        names: bytes = self._table.architectures
+        return tuple(names.decode().split())
+
+    def has_kernels_for(self, capability: str) -> bool:
+        """Whether they run on GPUs of a compute capability, "9.0"."""
+        return any(_runs_on(name, capability) for name in self.architectures)
+
     def reaches(self, device: int, peer: int) -> bool:
         """Whether a GPU can map memory of another, both as CUDA ordinals of this process."""
         text = ctypes.create_string_buffer(_TEXT_BYTES)
@@ -287,6 +299,14 @@ class NativeLibrary:
     def control_bytes(self, ranks: int, lanes: int) -> int:
         """`board.control_bytes` as the library computes it."""
         return int(self._table.control_bytes(ranks, lanes))
+
+
+def _runs_on(architecture: str, capability: str) -> bool:
+    """Machine code of "100" runs on 10.0 and what comes after it of 10.x; of "90a" on 9.0 alone."""
+    number = architecture.rstrip("a")
+    (major, minor), (wanted, least) = capability.split("."), (number[:-1], number[-1])
+    later = int(minor) > int(least) and number == architecture
+    return major == wanted and (minor == least or later)
 
 
 def _address(function: Any) -> int:

@@ -95,6 +95,7 @@ class TableStruct(ctypes.Structure):
         ("num_devices", ctypes.CFUNCTYPE(_I64, TextStruct)),
         ("device_uuid", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, TextStruct)),
         ("reaches", ctypes.CFUNCTYPE(_I64, ctypes.c_int32, ctypes.c_int32, TextStruct)),
+        ("architectures", ctypes.c_char_p),
     ]
 
 

@@ -74,6 +74,7 @@ struct EpTable {
   int64_t (*num_devices)(EpText);
   int64_t (*device_uuid)(int32_t, EpText);       // length of the text
   int64_t (*reaches)(int32_t, int32_t, EpText);  // 1 where a device can map memory of a peer
+  const char* architectures;  // that kernels are compiled for, as nvcc names them: "90a 100"
 };
 
 int64_t Fail(const Status& status, EpText error);

@@ -58,6 +58,7 @@ extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
       /*num_devices=*/nullptr,
       /*device_uuid=*/nullptr,
       /*reaches=*/nullptr,
+      /*architectures=*/nullptr,
   };
   return &table;
 }

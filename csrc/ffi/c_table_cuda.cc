@@ -109,6 +109,7 @@ extern "C" __attribute__((visibility("default"))) const void* EpRuntimeTable() {
       EpNumDevices,
       EpDeviceUuid,
       EpReaches,
+      EP_RUNTIME_CUDA_ARCHITECTURES,
   };
   return &table;
 }

@@ -38,7 +38,7 @@ std::string TableStructs() {
          EP_FIELD_LINE(EpTable, window_bytes) + EP_FIELD_LINE(EpTable, control_bytes) +
          EP_FIELD_LINE(EpTable, structs) + EP_FIELD_LINE(EpTable, use_row_ops) +
          EP_FIELD_LINE(EpTable, num_devices) + EP_FIELD_LINE(EpTable, device_uuid) +
-         EP_FIELD_LINE(EpTable, reaches);
+         EP_FIELD_LINE(EpTable, reaches) + EP_FIELD_LINE(EpTable, architectures);
 }
 
 std::string BoardStructs() {

@@ -67,6 +67,9 @@ class FakeNvml:
     def nvmlDeviceGetName(self, gpu: int) -> str:
         return "NVIDIA H200"
 
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: int) -> tuple[int, int]:
+        return (9, 0) if gpu == 0 else (8, 9)
+
     def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
         return SimpleNamespace(total=140 * GIB, free=(100 + gpu) * GIB)
 
@@ -130,10 +133,39 @@ def test_who_multiplies_is_said(
     said = gpus.hardware({})["gpu matmuls"]
     assert (said.state, said.found) == ("WARN", "all of grouped_gemm is plain JAX")
     library.touch()
+    monkeypatch.setattr(native, "library", lambda platform: Library())
     said = gpus.hardware({})["gpu matmuls"]
     assert (said.state, said.found[:12]) == ("OK", "bf16 and f16")
     assert "MXFP8" in said.found
     assert "f32 in tf32" in said.found
+
+
+class Library:
+    """A CUDA library for Hopper alone."""
+
+    architectures = ("90a",)
+
+    def has_kernels_for(self, capability: str) -> bool:
+        return capability == "9.0"
+
+
+def test_gpus_without_kernels_are_named(
+    machine: Callable[..., FakeNvml], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(count=1)
+    library = tmp_path / "libep_runtime_cuda.so"
+    monkeypatch.setattr(native, "library_path", lambda platform: library)
+    assert "gpu kernels" not in gpus.hardware({})
+    library.touch()
+    monkeypatch.setattr(native, "library", lambda platform: Library())
+    said = gpus.hardware({})["gpu kernels"]
+    assert (said.state, said.found) == ("OK", "for sm_90a")
+    machine(count=2)
+    said = gpus.hardware({})["gpu kernels"]
+    assert (said.state, said.found) == ("WARN", "for sm_90a, none for 1 (NVIDIA H200, 8.9)")
+    assert "plain JAX" in said.advice
+    machine(count=2, refuses=("nvmlDeviceGetCudaComputeCapability",))
+    assert gpus.hardware({})["gpu kernels"].state == "OK"
 
 
 def test_bridges_link_some_pairs_and_the_others_say_how_far_they_are(

@@ -72,11 +72,16 @@ def test_transports_that_cannot_be_say_why(mesh: Any) -> None:
 class Gpus:
     """What `resolve_transport` reads of a mesh of GPUs."""
 
-    def __init__(self, *slices: int) -> None:
+    def __init__(self, *slices: int, capability: str = "9.0") -> None:
         self.devices = np.array(
             [
                 SimpleNamespace(
-                    platform="gpu", process_index=0, local_hardware_id=i, slice_index=index
+                    platform="gpu",
+                    process_index=0,
+                    local_hardware_id=i,
+                    slice_index=index,
+                    compute_capability=capability,
+                    device_kind="Some GPU",
                 )
                 for i, index in enumerate(slices or (0, 0, 0, 0))
             ]
@@ -89,8 +94,13 @@ class Reaching:
     def __init__(self, *apart: tuple[int, int]) -> None:
         self._apart = apart
 
+    architectures = ("90a", "100")
+
     def reaches(self, device: int, peer: int) -> bool:
         return (device, peer) not in self._apart
+
+    def has_kernels_for(self, capability: str) -> bool:
+        return capability in ("9.0", "10.0")
 
 
 @pytest.fixture
@@ -112,6 +122,26 @@ def test_gpus_that_reach_each_other_take_windows(library: Callable[[Reaching], N
     assert meshes.resolve_transport("auto", Gpus(), has_daemon=False) == "xla"
     with pytest.raises(InvalidArgumentError, match="between CPU devices, the mesh has .'gpu'"):
         meshes.resolve_transport("memfd", Gpus(), has_daemon=True)
+
+
+def test_gpus_without_kernels_take_xla_s_collectives(
+    library: Callable[[Reaching], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    library(Reaching())
+    monkeypatch.setattr(nccl, "library", SomeNccl)
+    assert meshes.resolve_transport("auto", Gpus(capability="10.0"), has_daemon=True) == "nvlink"
+    old = Gpus(capability="8.0")
+    assert meshes.resolve_transport("auto", old, has_daemon=True) == "xla"
+    why = "this package's kernels are for sm_90a, sm_100, and not for Some GPU (8.0)"
+    assert [line.message.count(why) for line in caplog.records] == [1]
+    for transport in ("nvlink", "nccl"):
+        with pytest.raises(RuntimeUnavailableError) as error:
+            meshes.resolve_transport(transport, old, has_daemon=True)
+        assert why in str(error.value)
+        assert 'transport="xla"' in str(error.value)
+    assert meshes.resolve_transport("xla", old, has_daemon=True) == "xla"
 
 
 def test_gpus_take_nccl_where_it_is_asked_for_and_a_libnccl_is_there(

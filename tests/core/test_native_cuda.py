@@ -49,6 +49,23 @@ def test_windows_with_flags_have_the_size_that_the_kernels_expect(tokens: int, l
 
 
 @needs_library
+def test_the_library_says_which_gpus_it_has_kernels_for() -> None:
+    library = native.library("cuda")
+    assert library.architectures[0] == "90a"
+    assert library.has_kernels_for("9.0")
+    assert not library.has_kernels_for("8.0")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runs_on"),
+    [("90a", ["9.0"]), ("100", ["10.0", "10.3"]), ("103", ["10.3"]), ("120", ["12.0"])],
+)
+def test_machine_code_runs_on_what_comes_after_it(architecture: str, runs_on: list[str]) -> None:
+    all_of_them = ["8.0", "8.9", "9.0", "9.1", "10.0", "10.3", "11.0", "12.0"]
+    assert [c for c in all_of_them if native._runs_on(architecture, c)] == runs_on
+
+
+@needs_library
 @pytest.mark.parametrize("node_size", [1, 2, 4])
 def test_windows_of_a_node_have_the_size_that_the_kernels_expect(node_size: int) -> None:
     spec = dataclasses.replace(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -13,7 +15,10 @@ import pytest
 from block_ways import Ways, assert_close
 
 import ep_runtime as ep
+from ep_runtime import native
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.kernels import platform
 
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 48, 32, 4, 2, 24
 TENSOR, BLOCK = ep.recipes.TensorScaling(), ep.recipes.BlockScaling()
@@ -123,3 +128,33 @@ def test_explain_says_which_recipes_the_call_takes(layer: Any, ways: Ways) -> No
         assert told(taken) == "block call"
     for refused in ((TENSOR, BLOCK), (TENSOR, None)):
         assert told(refused) == takes.REASONS["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found", "why"),
+    [
+        (None, ("9.0",), ""),
+        (BLOCK, ("9.0",), ""),
+        (ep.recipes.MXFP8(), ("9.0",), "mxfp8"),
+        (None, ("10.0",), "gpu"),
+        (ep.recipes.MXFP8(), ("10.0", "10.0"), "gpu"),
+    ],
+)
+def test_what_the_tensor_cores_do_not_know_keeps_to_slabs(
+    group: Any, recipe: Any, found: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "installed", lambda: True)
+    monkeypatch.setattr(platform, "register_for_gpus", lambda: found)
+    monkeypatch.setattr(native, "library", lambda _: SimpleNamespace(has_kernels_for=lambda _: 1))
+    asked = takes.Asked(
+        group=dataclasses.replace(group.spec, transport="nvlink"),
+        tokens=TOKENS,
+        hidden=256,
+        inner=256,
+        experts=2,
+        activation=Activation("silu", True, jnp.bfloat16),
+        recipes=(recipe, recipe),
+        paired=False,
+        input_weights=False,
+    )
+    assert takes.refused(asked) == why

@@ -35,7 +35,7 @@ def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces what a process with GPUs would."""
     monkeypatch.setattr(platform, "installed", lambda: True)
     for module in (activation_plain, platform):
-        monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.CAPABILITY,))
+        monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.PRODUCTS,))
     for module in (transports_windows, between_nccl, rails, block_call):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 

@@ -130,8 +130,20 @@ def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
     assert [line.message.count("K'=120") for line in caplog.records] == [1]
 
 
+def test_products_that_are_wide_on_gpus_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0",))
+    kernels_8._say_wide.cache_clear()
+    for recipe in (TENSOR, MX, MX):
+        calls(functools.partial(loss, recipe=recipe), *drawn())
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.count("MXFP8 run in bf16") for text in said] == [1]
+
+
 def test_gpus_of_another_kind_leave_programs_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0", "8.0"))
+    monkeypatch.setattr(platform, "_has_kernels", lambda capability: capability != "8.0")
     assert calls(graded(recipe=TENSOR), *drawn(k=192)) == {}
 
 
@@ -371,6 +383,7 @@ def test_kernels_come_from_the_quantizer_in_both_layouts(
     operands = drawn()
     alone = jax.jit(graded(recipe=recipe))(*operands)
     monkeypatch.setattr(serve, "available", lambda: True)
+    monkeypatch.setattr(platform, "multiplying_gpus", lambda: (platform.PRODUCTS,))
     jax.clear_caches()
     found = calls(graded(recipe=recipe), *operands)
     wanted = {name: n for name, n in WANTED[recipe].items() if name != "ep_transpose_weights_v1"}
@@ -395,6 +408,7 @@ def test_a_kernel_that_was_quantized_apart_is_transposed_by_no_product(
 
     operands = drawn()
     monkeypatch.setattr(serve, "available", lambda: True)
+    monkeypatch.setattr(platform, "multiplying_gpus", lambda: (platform.PRODUCTS,))
     assert "ep_transpose_weights_v1" not in calls(jax.grad(apart, argnums=(0, 1, 2)), *operands)
     inside = jax.jit(graded(recipe=recipe))(*operands)
     found = jax.jit(jax.grad(apart, argnums=(0, 1, 2)))(*operands)

@@ -101,7 +101,9 @@ def test_the_kernels_read_and_make_a_pair_where_it_lies(
 
 
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found, wanted in ((("9.0", "9.0"), [2, 1]), (("9.0", "8.0"), [0, 0])):
+    monkeypatch.setattr(platform, "_has_kernels", lambda capability: capability != "8.0")
+    of_each = (("9.0", "9.0"), [2, 1]), (("9.0", "8.0"), [0, 0]), (("9.0", "10.0"), [0, 0])
+    for found, wanted in of_each:
         monkeypatch.setattr(platform, "register_for_gpus", lambda found=found: found)
         assert calls(graded(), *drawn(n=40 + 8 * len(set(found)))) == wanted
 

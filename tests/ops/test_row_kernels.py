@@ -241,6 +241,8 @@ def test_one_call_after_the_other_under_vmap() -> None:
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(platform, "installed", lambda: True)
-    for found, wanted in (((), False), (("9.0", "9.0"), True), (("9.0", "8.0"), False)):
+    monkeypatch.setattr(platform, "_has_kernels", lambda capability: capability != "8.0")
+    several = (("9.0", "9.0"), True), (("9.0", "8.0"), False), (("9.0", "10.0"), True)
+    for found, wanted in (((), False), *several):
         monkeypatch.setattr(platform, "register_for_gpus", lambda found=found: found)
         assert serve.available() == wanted

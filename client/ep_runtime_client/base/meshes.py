@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import native, nccl, specs
-from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, RuntimeUnavailableError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -77,8 +77,8 @@ def resolve_transport(
 
     Raises:
         InvalidArgumentError: an unknown name, or one that needs a daemon where there is none.
-        RuntimeUnavailableError: "nvlink" or "nccl" where the package was built without CUDA;
-            "nccl" where the process has no libnccl.
+        RuntimeUnavailableError: "nvlink" or "nccl" where the package was built without CUDA, or
+            has no kernels for the mesh's GPUs; "nccl" where the process has no libnccl.
         NotImplementedError: this version has no such transport for the mesh's devices.
     """
     choices = ("auto", *specs.TRANSPORTS)
@@ -108,6 +108,10 @@ def resolve_transport(
         return transport
     if platforms == ["gpu"]:
         native.library("cuda")  # where it is missing, this says how to build it
+        if no_kernels := _no_kernels(devices_of(mesh).ravel()):
+            raise RuntimeUnavailableError(
+                f'transport={transport!r}: {no_kernels}; transport="xla" serves every device'
+            )
         if transport == "nccl":
             nccl.library().version()  # of a libnccl that this package can use
         return transport
@@ -137,8 +141,8 @@ def _chosen(mesh: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> 
 
 def _no_nccl(devices: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> str:
     """Why no communicators can be made for the devices; "" where they can."""
-    if platforms != ["gpu"] or not native.library_path("cuda").exists():
-        return _no_windows(devices, platforms)
+    if why := _no_library(devices, platforms):
+        return why
     if _spans_hosts(devices) and not in_cluster():
         return "this node's daemon is in no cluster (ep-runtime serve --coordinator or --join)"
     try:
@@ -158,10 +162,8 @@ def _no_windows(devices: Any, platforms: list[str]) -> str:
 
     Every process of a job must come to the same answer: what is asked holds for the whole host.
     """
-    if platforms != ["gpu"]:
-        return f"no windows are made for {platforms} devices"
-    if not native.library_path("cuda").exists():
-        return "this package was built without CUDA (EP_RUNTIME_CUDA=ON builds it)"
+    if why := _no_library(devices, platforms):
+        return why
     if _spans_hosts(devices):
         return "the mesh spans hosts, whose GPUs do not reach each other's memory"
     import jax
@@ -172,6 +174,30 @@ def _no_windows(devices: Any, platforms: list[str]) -> str:
         if not library.reaches(device, peer):
             return f"GPU {device} does not reach the memory of GPU {peer}"
     return ""
+
+
+def _no_library(devices: Any, platforms: list[str]) -> str:
+    """Why nothing of this package's own moves rows between the devices; "" where something does."""
+    if platforms != ["gpu"]:
+        return f"no windows are made for {platforms} devices"
+    if not native.library_path("cuda").exists():
+        return "this package was built without CUDA (EP_RUNTIME_CUDA=ON builds it)"
+    return _no_kernels(devices)
+
+
+def _no_kernels(devices: Any) -> str:
+    """Which GPUs this package has no kernels for; "" where it has them for all."""
+    library = native.library("cuda")
+    other = sorted(
+        kind
+        for kind in {(device.compute_capability, device.device_kind) for device in devices}
+        if not library.has_kernels_for(kind[0])
+    )
+    if not other:
+        return ""
+    found = ", ".join(f"{name} ({capability})" for capability, name in other)
+    built = ", ".join(f"sm_{name}" for name in library.architectures)
+    return f"this package's kernels are for {built}, and not for {found}"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ build_harness() {
   for source in "$@"; do
     object=
     if [ -n "${OBJECTS:-}" ]; then
-      object=$(find "$OBJECTS" -path "*ep_runtime_cuda.dir*/$(basename "$source").o" -print -quit)
+      object=$(find "$OBJECTS" -path "*ep_runtime_cuda*.dir*/$(basename "$source").o" -print -quit)
     fi
     if [ -z "$object" ]; then
       object=$folder/$(basename "${source%.*}").o

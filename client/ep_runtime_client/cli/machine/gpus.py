@@ -92,8 +92,30 @@ def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
         "gpu driver": GpuFinding("OK", f"{machine.driver}, {len(memory)} x {machine.gpus[0].name}"),
         "gpu memory": GpuFinding("OK", "; ".join(memory)),
         "gpu links": GpuFinding("OK", _links(machine)),
+        **_kernels(machine),
         "gpu matmuls": _matmuls(),
     }
+
+
+def _kernels(machine: nvml.Machine) -> dict[str, GpuFinding]:
+    """Which GPUs have kernels of this package, where it has any."""
+    if not native.library_path("cuda").exists():
+        return {}
+    try:
+        library = native.library("cuda")
+    except EpRuntimeError as error:
+        return {"gpu kernels": GpuFinding("WARN", str(error), _BUILD)}
+    built = f"for {', '.join(f'sm_{name}' for name in library.architectures)}"
+    without = [
+        f"{gpu.index} ({gpu.name}, {gpu.capability})"
+        for gpu in machine.gpus
+        if gpu.capability != nvml.NOT_TOLD and not library.has_kernels_for(gpu.capability)
+    ]
+    if not without:
+        return {"gpu kernels": GpuFinding("OK", built)}
+    found = f"{built}, none for {', '.join(without)}"
+    advice = 'there rows travel over XLA\'s collectives (transport="xla"), and ops are plain JAX'
+    return {"gpu kernels": GpuFinding("WARN", found, advice)}
 
 
 def _matmuls() -> GpuFinding:
@@ -101,7 +123,7 @@ def _matmuls() -> GpuFinding:
     if not native.library_path("cuda").exists():
         return GpuFinding("WARN", "all of grouped_gemm is plain JAX", _BUILD)
     wide = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
-    narrow = "8-bit recipes where they are of 16, MXFP8 and the weight gradient of blocks in bf16"
+    narrow = "8-bit recipes where they are of 16, MXFP8 in bf16"
     single = "f32 in tf32 where they are of 4"
     return GpuFinding("OK", f"{wide}, {narrow}, {single}; other GPUs by plain JAX")
 

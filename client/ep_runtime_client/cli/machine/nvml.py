@@ -34,6 +34,7 @@ class Gpu:
     free_bytes: int | None
     link_mb_s: int | None
     links: dict[int, str]  # by the other GPU's index: NV18, PIX, ..., NOT_TOLD
+    capability: str = NOT_TOLD  # "9.0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,12 @@ class _Asked:
             free_bytes=None if memory is None else int(memory.free),
             link_mb_s=self._link_speed(handle),
             links=links,
+            capability=self._capability(handle),
         )
+
+    def _capability(self, handle: _Handle) -> str:
+        numbers = self._ask("nvmlDeviceGetCudaComputeCapability", handle.of)
+        return NOT_TOLD if numbers is None else ".".join(map(str, numbers))
 
     def _link_speed(self, handle: _Handle) -> int | None:
         values = self._ask("nvmlDeviceGetFieldValues", handle.of, [_LINK_SPEED_FIELD])

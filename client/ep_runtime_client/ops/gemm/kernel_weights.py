@@ -53,7 +53,7 @@ def made(
 
 
 def _apart(half: int) -> bool:
-    if half % MULTIPLE and platform.gpus():
+    if half % MULTIPLE and platform.multiplying_gpus():
         _say_copied(half)
     return half % MULTIPLE == 0
 

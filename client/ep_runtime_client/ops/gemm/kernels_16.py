@@ -53,7 +53,7 @@ def takes_shape(multiple: int, product: Product, rows: int) -> bool:
     What they do not take for its shape is said once, in a process that has GPUs of theirs. Where
     there is any other GPU, they serve nothing.
     """
-    gpus = platform.gpus()
+    gpus = platform.multiplying_gpus()
     if gpus is None or 0 in (rows, product.experts, *product.widths):
         return False
     widths = product.widths

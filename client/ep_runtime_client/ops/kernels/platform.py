@@ -12,7 +12,9 @@ from ep_runtime import native
 from ep_runtime_client.ops.kernels.ffi import register_for_gpus
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
-CAPABILITY = "9.0"  # Hopper: what the kernels are written and compiled for
+# Hopper: products of matrices are written for its tensor cores. Other kernels are plain CUDA, and
+# compiled for what comes after it too.
+PRODUCTS = "9.0"
 Result = TypeVar("Result")
 
 
@@ -22,14 +24,25 @@ def installed() -> bool:
 
 
 def gpus() -> tuple[str, ...] | None:
-    """Capabilities of this process's GPUs, all of which the kernels are for; there may be none.
+    """Capabilities of this process's GPUs, all of which have kernels; there may be none.
 
     None where kernels serve nobody: without the library, or where there is any other GPU.
     """
     if not installed():
         return None
     found = register_for_gpus()
-    return found if {*found} <= {CAPABILITY} else None
+    return found if all(_has_kernels(each) for each in {*found}) else None
+
+
+def multiplying_gpus() -> tuple[str, ...] | None:
+    """The same of kernels that multiply matrices."""
+    found = gpus()
+    return found if found is not None and {*found} <= {PRODUCTS} else None
+
+
+def _has_kernels(capability: str) -> bool:
+    # Every build has those for Hopper.
+    return capability == PRODUCTS or native.library("cuda").has_kernels_for(capability)
 
 
 def choose(kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any) -> Result:

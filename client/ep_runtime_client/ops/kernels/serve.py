@@ -1,7 +1,4 @@
-"""When kernels of the CUDA library go over rows instead of XLA: activation, quantization, moves.
-
-They are written for Hopper.
-"""
+"""When kernels of the CUDA library go over rows instead of XLA: activation, quantization, moves."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 
 
 def available() -> bool:
-    """Whether this process has GPUs, all of the kind that the kernels are for."""
+    """Whether this process has GPUs, all of kinds that the kernels are for."""
     return bool(platform.gpus())
 
 
