@@ -124,10 +124,13 @@ class NativeLibrary:
 
     def __init__(self, path: Path = LIBRARY_PATH) -> None:
         if not path.exists():
-            with_cuda = "EP_RUNTIME_CUDA=ON " if path == library_path("cuda") else ""
+            with_cuda, built = "", ""
+            if path == library_path("cuda"):  # an index's wheel for every machine has none
+                with_cuda, built = "EP_RUNTIME_CUDA=ON ", " --no-binary=ep-runtime"
             raise RuntimeUnavailableError(
-                f"the native library is missing at {path}; install ep-runtime with {with_cuda}pip, "
-                f"or for a checkout run `{with_cuda}{sys.executable} -m pip install -e .`",
+                f"the native library is missing at {path}; run `{with_cuda}{sys.executable} -m pip "
+                f"install --force-reinstall{built} ep-runtime`, or in a checkout "
+                f"`{with_cuda}{sys.executable} -m pip install -e .`",
                 path=str(path),
             )
         self._library = ctypes.CDLL(str(path))

@@ -121,7 +121,8 @@ class Place:
         return PermissionDeniedError(
             f"{self.address} is not trusted: {error}, and who can do that could be the daemon. If "
             f"you know whose daemon is there, name its user (unix://{self.directory}?uid=UID); "
-            "else remove the directory, or set XDG_RUNTIME_DIR to one of your own",
+            "else remove the directory, or take one of your own: where no address is given, "
+            "RUNTIME_DIRECTORY names it, or XDG_RUNTIME_DIR for users but root",
             directory=str(self.directory),
             **error.fields,
         )

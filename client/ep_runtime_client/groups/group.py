@@ -126,7 +126,7 @@ class Group:
     def register_layers(
         self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool = False
     ) -> list[EpLayer]:
-        """Registers any number of layers, 4096 with one call to the daemon: all of them or none.
+        """Registers any number of layers, 4096 with one call to the daemon: a call's, or none.
 
         Args:
             layers: their specs, names unique in the group.

@@ -14,9 +14,10 @@
 //                                                grads    <- q_hidden @ wi^T
 //                                                [combine | dwi <- q_tokens^T @ q_hidden]
 //
-// Block scales are those of tokens by themselves: x and dy are quantized before they are sent, in
-// half of the bytes, and arrive as q_tokens and q_grads. Tensor scales are those of a pass's rows
-// on this device, so rows are quantized as they arrive.
+// Block scales are those of tokens by themselves: where a row's fill whole copies, x and dy (dy
+// without a bias of wo) are quantized before they are sent, in half of the bytes, and arrive as
+// q_tokens and q_grads. Tensor scales are those of a pass's rows on this device, so rows are
+// quantized as they arrive.
 //
 // What gradients of weights are made of lies where rows were that nobody reads any more.
 #ifndef EP_RUNTIME_CUDA_BLOCK_QUANTIZED_EXPERTS_H_

@@ -168,7 +168,7 @@ def _directory() -> Finding:
     try:
         Place(directory).check()
     except PermissionDeniedError as error:
-        return Finding("directory", "FAIL", str(error), "set XDG_RUNTIME_DIR to one of your own")
+        return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to one of your own")
     parent = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(parent, os.W_OK):
         advice = "set RUNTIME_DIRECTORY to a directory of yours"

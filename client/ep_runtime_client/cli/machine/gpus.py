@@ -14,7 +14,8 @@ from ep_runtime_client.cli.machine import nvml
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-_BUILD = "EP_RUNTIME_CUDA=ON pip install --force-reinstall ep-runtime"
+# Built here: what an index has first is a wheel without them.
+_BUILD = "EP_RUNTIME_CUDA=ON pip install --force-reinstall --no-binary=ep-runtime ep-runtime"
 
 
 class GpuFinding(NamedTuple):

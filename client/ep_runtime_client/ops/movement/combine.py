@@ -49,7 +49,8 @@ def combine(
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
-    Cost: one row per (token, distinct rank) back; no host sync.
+    Cost: one row per (token, distinct rank) back. No host sync, but between nodes over NCCL, where
+        it counts rows.
 
     Source: the second of GShard's two exchanges (arXiv:2006.16668); sums on the experts' rank
     before rows travel are as in DeepEP (github.com/deepseek-ai/DeepEP).

@@ -71,7 +71,8 @@ def dispatch(
     Inside a shard_map of the user R counts only the axes that are not manual, and so do the leading
     dims of every array.
 
-    Cost: each token once per distinct rank that keeps a row of it; no host sync.
+    Cost: each token once per distinct rank that keeps a row of it; without `plan` what `prepare`
+        costs. No host sync, but between nodes over NCCL, where it counts rows.
 
     Source: the first of GShard's two exchanges (arXiv:2006.16668), without its padding; a token
     travels once per rank, not once per expert, as in DeepEP (github.com/deepseek-ai/DeepEP).

@@ -62,7 +62,8 @@ def prepare(
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`.
 
-    Cost: one exchange of E counts per rank and one of row numbers; no host sync.
+    Cost: one exchange of E counts per rank and one of row numbers. No host sync, but on GPUs of a
+        group with on_overflow="error".
 
     Source: experts' rows in zones padded to blocks are from MegaBlocks (arXiv:2211.15841), a bound
     on them from the capacity of GShard (arXiv:2006.16668).
