@@ -97,6 +97,16 @@ class BlockCase {
     Backward(r, way);
   }
 
+  // Tokens of a part, where a call runs in parts.
+  int PartTokens() const { return ec::block::PartTokens(Sizes()); }
+  // Of a call in parts the first one alone, as a rank does that dies in the second.
+  void ForwardFirstPart(int r) {
+    world_.Use(r);
+    ec::BlockParams block = Params(r, {false});
+    block.sizes.tokens = PartTokens();
+    CHECK_CUDA(ec::LaunchBlock(world_.stream(r), block));
+  }
+
   // Of backward the first exchange alone, as a rank does that dies then; of 16-bit products.
   void DispatchGrads(int r) {
     world_.Use(r);

@@ -152,11 +152,55 @@ int RunShape(const BlockShape& shape, int gpus) {
   return wrong;
 }
 
+constexpr uint16_t kNan = 0x7FC0;
+constexpr uint64_t kShortBudgetNs = 50'000'000ull;
+
+// What is wrong where the last rank died: the others' calls end at `op`, in time.
+int CountSurvivors(World& world, ep_runtime::OpCode op, double* ms) {
+  const auto started = std::chrono::steady_clock::now();
+  world.Synchronize();
+  *ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - started).count();
+  int wrong = *ms > 5000;
+  for (int r = 0; r < world.ranks() - 1; ++r) {
+    const auto& record = world.record(r);
+    const bool timeout = record.reason == static_cast<uint32_t>(ec::FailReason::kTimeout) &&
+                         record.op == static_cast<uint32_t>(op);
+    if (!timeout) std::printf("  rank %d: reason %u op %u\n", r, record.reason, record.op);
+    wrong += !timeout;
+  }
+  return wrong;
+}
+
+int CountOthers(const std::vector<uint16_t>& found, size_t from) {
+  int others = 0;
+  for (size_t i = from; i < found.size(); ++i) others += found[i] != kNan;
+  return others;
+}
+
+// What is wrong in the next generation.
+int RunNext(World& world, const BlockShape& shape) {
+  world.Form(2, 20'000'000'000ull);
+  BlockCase again(world, shape);
+  RunLate(world, again, {false}, 1);
+  const Results want = again.Results();
+  again.Poison();
+  RunLate(world, again, {true}, 2);
+  return Compare(again.Results(), want) + CountFailures(world, shape.ranks);
+}
+
+int SayDeath(const char* where, int wrong, double ms) {
+  std::printf("%s a rank dies in %s, left after %.1f ms; next generation works\n",
+              wrong == 0 ? "ok  " : "FAIL", where, ms);
+  std::fflush(stdout);
+  return wrong;
+}
+
 // The last rank dies after backward's first exchange: the others' next one, which runs beside a
 // product, ends in time, and so does all that follows it.
 int RunDeath(int n, int gpus) {
   const BlockShape shape = Shapes(n)[6];
-  World world(SizesOf(shape), gpus, 50'000'000ull);
+  World world(SizesOf(shape), gpus, kShortBudgetNs);
   BlockCase block(world, shape);
   const Way way{true};
   for (int r = 0; r < n; ++r) {
@@ -168,31 +212,41 @@ int RunDeath(int n, int gpus) {
       block.DispatchGrads(r);
     }
   }
-  const auto started = std::chrono::steady_clock::now();
-  world.Synchronize();
-  const double ms =
-      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - started).count();
-  int wrong = ms > 5000;
+  double ms = 0;
+  int wrong = CountSurvivors(world, ep_runtime::OpCode::kDispatch, &ms);
   const Results found = block.Results();
-  for (int r = 0; r < n - 1; ++r) {
-    const auto& record = world.record(r);
-    const bool timeout = record.reason == static_cast<uint32_t>(ec::FailReason::kTimeout) &&
-                         record.op == static_cast<uint32_t>(ep_runtime::OpCode::kDispatch);
-    if (!timeout) std::printf("  rank %d: reason %u op %u\n", r, record.reason, record.op);
-    wrong += !timeout;
-    for (uint16_t x : found[r * 5 + 1]) wrong += x != 0x7FC0;
+  for (int r = 0; r < n - 1; ++r) wrong += CountOthers(found[r * 5 + 1], 0);
+  return SayDeath("backward", wrong + RunNext(world, shape), ms);
+}
+
+// It dies after the first part of its tokens: what came through is what it was, the others' tokens
+// behind it, and all of backward, are NaN.
+int RunDeathInParts(int n, int gpus) {
+  const BlockShape shape = Shapes(n)[3];
+  World world(SizesOf(shape), gpus, kShortBudgetNs);
+  BlockCase block(world, shape);
+  RunLate(world, block, {false}, 1);
+  const Results want = block.Results();
+  block.Poison();
+  for (int r = 0; r < n; ++r) {
+    block.Prepare(r);
+    if (r < n - 1) {
+      block.Forward(r, {true});
+      block.Backward(r, {true});
+    } else {
+      block.ForwardFirstPart(r);
+    }
   }
-  world.Form(2, 20'000'000'000ull);
-  BlockCase again(world, shape);
-  RunLate(world, again, {false}, 1);
-  const Results want = again.Results();
-  again.Poison();
-  RunLate(world, again, way, 2);
-  wrong += Compare(again.Results(), want) + CountFailures(world, n);
-  std::printf("%s a rank dies in backward, left after %.1f ms; next generation works\n",
-              wrong == 0 ? "ok  " : "FAIL", ms);
-  std::fflush(stdout);
-  return wrong;
+  double ms = 0;
+  int wrong = CountSurvivors(world, ep_runtime::OpCode::kPrepare, &ms);
+  const Results found = block.Results();
+  const size_t through = static_cast<size_t>(block.PartTokens()) * shape.hidden;
+  for (int r = 0; r < n - 1; ++r) {
+    const std::vector<uint16_t>&y = found[r * 5], &before = want[r * 5];
+    wrong += through >= y.size() || !std::equal(y.begin(), y.begin() + through, before.begin());
+    wrong += CountOthers(y, through) + CountOthers(found[r * 5 + 1], 0);
+  }
+  return SayDeath("the second part", wrong + RunNext(world, shape), ms);
 }
 
 constexpr int kIterations = 6;
@@ -287,7 +341,7 @@ int Main(const std::string& what, int ranks, int gpus) {
   int wrong = 0;
   if (what == "check") {
     for (const BlockShape& shape : Shapes(ranks)) wrong += RunShape(shape, gpus);
-    if (ranks > 1) wrong += RunDeath(ranks, gpus);
+    if (ranks > 1) wrong += RunDeath(ranks, gpus) + RunDeathInParts(ranks, gpus);
   }
   if (what == "small") {  // for sanitizers: a call at once, and one in parts
     const std::vector<BlockShape> shapes = Shapes(ranks);
