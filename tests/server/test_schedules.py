@@ -11,7 +11,8 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from schedules.schedule import Schedule, Slot, make_schedule, run, shrunk
+from schedules import many
+from schedules.schedule import Schedule, Slot, make_schedule, run
 
 from ep_runtime_server.cluster.ends import Ends
 from ep_runtime_server.cluster.spanning import Spanning
@@ -31,15 +32,9 @@ def _quick_collections() -> Iterator[None]:
 
 
 def test_any_schedule_keeps_what_is_promised(dose, record_property):
-    calls = 0
-    for seed in range(dose):
-        result = run(make_schedule(seed))
-        calls += result.num_calls
-        if result.faults:
-            small = shrunk(make_schedule(seed))
-            shown = run(small)
-            lines = [str(small), *shown.said, "all faults of the one before:", *result.faults]
-            pytest.fail("\n".join(lines), pytrace=False)
+    calls, fault = many.run_all(dose)
+    if fault:
+        pytest.fail(fault, pytrace=False)
     record_property("calls between daemons", f"{calls:,}")
 
 
@@ -61,6 +56,14 @@ def test_who_comes_with_another_spec_again_is_told_again():
     result = run(
         Schedule(550, ("a", "b", "c"), 4, transport="memfd", retain_s=4.0, slots=slots, faults=())
     )
+    assert not result.faults, "\n".join(result.said)
+
+
+def test_processes_of_a_node_that_come_with_several_specs_again_take_turns():
+    """Each claim took the other's place at once, for as long as they were shown: no time passed."""
+    specs = (("form", 1, 12.0, False), ("form", 1, 6.0, False)), (("form", 0, 12.0, False),) * 2
+    slots = (Slot("a", (0,), specs[0]), Slot("a", (1, 2), specs[1]), Slot("a", (0,), ()))
+    result = run(Schedule(818, ("a", "b"), 3, "xla", 4.0, slots, ()))
     assert not result.faults, "\n".join(result.said)
 
 

@@ -122,12 +122,16 @@ class Spanning:
         self._start(self._show(owner, spec, NodeClaim(session.session_id, session.pid, ranks)))
 
     async def _show(self, owner: Owner, spec: GroupSpec, claim: NodeClaim) -> None:
-        """Claims for a moment, for no group: the coordinator compares it with others' claims."""
+        """Claims for a moment, for no group: the coordinator compares it with others' claims.
+
+        A node has one claim at a time: where several processes here came so, they take turns.
+        """
         known: list[int] = []
         with contextlib.suppress(EpRuntimeError, TimeoutError):
             async with asyncio.timeout(limits.NODE_DIFFERS_S):
                 while not self._claims(owner):
                     _, known = await self._coordination.join(owner, spec, (claim,), 0, known)
+                    await asyncio.sleep(limits.NODE_RETRY_FIRST_S)
         self._claim_nothing(owner)
 
     def _claims(self, owner: Owner) -> bool:

@@ -10,15 +10,22 @@ from typing import Any
 
 # A disk takes that long, most of the time and at worst.
 _DISK_S, _SLOW_DISK_S = 0.002, 0.3
+# Of the loop between two moments; a schedule's own have some hundred at most.
+_MOST_TURNS = 10_000
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
     """Never waits: what it was to wait for is what the clock goes on by."""
 
     now_s = 1000.0
+    _turns = 0
 
     def select(self, timeout: float | None = None) -> Any:
         found = super().select(0)
+        self._turns = 0 if timeout is None or timeout > 0 else self._turns + 1
+        if self._turns > _MOST_TURNS:
+            self._turns = 0
+            raise RuntimeError(f"{_MOST_TURNS} turns of the loop, and no time has passed")
         if not found and timeout is None:
             raise RuntimeError("nobody has anything left to do")
         if not found and timeout is not None and timeout > 0:
