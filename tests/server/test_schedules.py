@@ -7,13 +7,17 @@ A schedule with a fault is printed as small as it gets; `schedule.run` of that o
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from schedules import many
 from schedules.schedule import Schedule, Slot, make_schedule, run
 
+from ep_runtime.errors import GroupBusyError
+from ep_runtime_server.cluster import spanning
 from ep_runtime_server.cluster.ends import Ends
 from ep_runtime_server.cluster.spanning import Spanning
 from ep_runtime_server.cluster.views import Assembly
@@ -65,6 +69,25 @@ def test_processes_of_a_node_that_come_with_several_specs_again_take_turns():
     slots = (Slot("a", (0,), specs[0]), Slot("a", (1, 2), specs[1]), Slot("a", (0,), ()))
     result = run(Schedule(818, ("a", "b"), 3, "xla", 4.0, slots, ()))
     assert not result.faults, "\n".join(result.said)
+
+
+def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch):
+    """The call had failed when the claims that it was for had changed."""
+    monkeypatch.setattr(spanning, "_claims", lambda group: ())
+    monkeypatch.setattr(spanning, "_wants_others", lambda group: False)
+    group = SimpleNamespace(generation=1, changed=asyncio.Event())
+    left = []
+
+    async def refused():
+        raise GroupBusyError("rank 1 is claimed")
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, told: left.append(told))
+        assert await Spanning._while_same(None, group, refused()) is None
+        gc.collect()
+
+    asyncio.run(main())
+    assert left == []
 
 
 def test_the_same_schedule_runs_the_same_way_again():

@@ -56,6 +56,13 @@ async def _done_or_changed(call: asyncio.Future[Any], group: GroupRecord) -> Non
         change.cancel()
 
 
+async def _end(call: asyncio.Future[Any]) -> None:
+    """Cancels it. An error of one that had ended is looked at, or asyncio would log that."""
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):
+        await call
+
+
 def _wants_others(group: GroupRecord) -> bool:
     """Whether it forms and needs processes of other nodes."""
     open_view = bool(group.remote) and not group.committed
@@ -199,10 +206,7 @@ class Spanning:
                     return None
             return task.result()
         finally:
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):
-                    await task
+            await _end(task)
 
     async def _attempt(
         self, group: GroupRecord, generation: int, claims: tuple[NodeClaim, ...], view: GroupView
@@ -302,10 +306,7 @@ class Spanning:
             await _done_or_changed(call, group)
             return call.result() if call.done() else (Outcome.UNSPECIFIED, "")
         finally:
-            if not call.done():
-                call.cancel()
-                with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):
-                    await call
+            await _end(call)
 
     def _log(self, kind: str, group: GroupRecord, message: str) -> None:
         self._events.add(
