@@ -188,6 +188,14 @@ class Assembly:
         late = (p for p in self.refused.values() if now_s - p.refused_s < limits.NODE_DIFFERS_S)
         return next((p for p in late if p.spec.difference(part.spec) is not None), None)
 
+    def unclaimed_but_by(self, part: NodePart) -> bool:
+        """Whether nobody else has the part's ranks; its processes may have them from a call
+        before."""
+        return all(
+            self.claimed.get(rank) in (None, (part.node, claim.pid))
+            for rank, claim in part.ranks.items()
+        )
+
     def clear(self) -> None:
         """A view has them."""
         self.parts, self.claimed, self.missing = {}, {}, []
