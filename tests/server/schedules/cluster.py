@@ -19,6 +19,7 @@ from unittest import mock
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.callers import sessions
 from ep_runtime_server.cluster import view_ids
+from ep_runtime_server.memory import devices
 from ep_runtime_server.nccl import unique_ids
 from ep_runtime_server.nccl.id_process import UniqueIds
 from schedules.clock import VirtualLoop
@@ -35,6 +36,7 @@ ON_THE_WAY_S = 0.05
 TOLD_S = 2.0
 # A daemon, a link or a call that failed may cost that long: a poll, its deadline, a new lease.
 CALM_AFTER_S = 12.0
+_FREE_BYTES = 1 << 34
 
 
 class SimulatedCluster:
@@ -235,6 +237,8 @@ def simulated(seed: int, nodes: tuple[str, ...]) -> Iterator[SimulatedCluster]:
         )
         stack.enter_context(put(sessions, "open_process", made.open_process))
         stack.enter_context(put(sessions, "process_start_s", lambda pid: float(pid)))
+        # So that a seed shows the same on every machine.
+        stack.enter_context(put(devices, "available_bytes", lambda: _FREE_BYTES))
         for module in (view_ids, unique_ids):
             stack.enter_context(put(module, "IdProcess", _NoChild))
         logging.disable(logging.CRITICAL)
