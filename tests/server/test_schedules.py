@@ -71,17 +71,18 @@ def test_processes_of_a_node_that_come_with_several_specs_again_take_turns():
     assert not result.faults, "\n".join(result.said)
 
 
-def test_who_comes_with_another_spec_after_a_wait_is_told_of_elsewhere():
-    """Its node's claim of before, which it gave up in vain, still stood at the coordinator."""
+@pytest.mark.parametrize("faults", [(), ((2.7536, "die", 1),)], ids=["itself", "its successor"])
+def test_who_comes_with_another_spec_after_a_claim_in_vain_is_told_of_elsewhere(faults):
+    """What its node had claimed before still stood at the coordinator."""
     spec_of_b = (("form", 1, 12.0, False), ("form", 0, 5.0, False), ("form", 1, 12.0, False))
-    spec_of_a = (("form", 0, 0.5, False), ("form", 0, 6.0, False), ("form", 0, 12.0, False))
+    spec_of_a = (("form", 0, 6.0, False), ("form", 0, 12.0, False))
     slots = (
         Slot("a", (0,), ()),
         Slot("b", (1,), spec_of_b),
         Slot("a", (2,), spec_of_a),
-        Slot("a", (3,), (("form", 1, 12.0, False),)),
+        Slot("a", (3,), ()),
     )
-    result = run(Schedule(4804, ("a", "b"), 4, "xla", 0.0, slots, ()))
+    result = run(Schedule(4804, ("a", "b"), 4, "xla", 0.0, slots, faults))
     assert not result.faults, "\n".join(result.said)
 
 

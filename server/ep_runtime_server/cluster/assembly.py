@@ -103,7 +103,7 @@ class Assemblies:
         if other is not None and difference is not None:
             field, theirs, ours = difference
             error = _mismatch(owner, field, other.node, theirs, part.node, ours)
-            if assembly.unclaimed_but_by(part):
+            if assembly.unclaimed_elsewhere(part):
                 for one in others:
                     told = _mismatch(owner, field, part.node, ours, one.node, theirs)
                     assembly.refuse(one, told, now)

@@ -188,13 +188,10 @@ class Assembly:
         late = (p for p in self.refused.values() if now_s - p.refused_s < limits.NODE_DIFFERS_S)
         return next((p for p in late if p.spec.difference(part.spec) is not None), None)
 
-    def unclaimed_but_by(self, part: NodePart) -> bool:
-        """Whether nobody else has the part's ranks; its processes may have them from a call
-        before."""
-        return all(
-            self.claimed.get(rank) in (None, (part.node, claim.pid))
-            for rank, claim in part.ranks.items()
-        )
+    def unclaimed_elsewhere(self, part: NodePart) -> bool:
+        """Whether no other node has the part's ranks; what its own claimed before is over."""
+        claimed = (self.claimed.get(rank) for rank in part.ranks)
+        return all(claim is None or claim[0] == part.node for claim in claimed)
 
     def clear(self) -> None:
         """A view has them."""
