@@ -86,6 +86,19 @@ def test_who_comes_with_another_spec_after_a_claim_in_vain_is_told_of_elsewhere(
     assert not result.faults, "\n".join(result.said)
 
 
+def test_a_claim_on_its_way_is_told_of_another_spec_beside_those_that_came_again():
+    early = (("form", 0, 0.5, False), ("sleep", 0.475), ("form", 1, 12.0, False))
+    late = (("sleep", 4.7988), ("form", 0, 12.0, False), ("form", 0, 12.0, False))
+    slots = (
+        Slot("a", (0,), early),
+        Slot("c", (1,), (("sleep", 0.9062), ("form", 0, 6.0, False))),
+        Slot("b", (2,), late),
+    )
+    faults = ((0.1377, "die", 2),)
+    result = run(Schedule(10963, ("a", "b", "c"), 3, "xla", 0.0, slots, faults))
+    assert not result.faults, "\n".join(result.said)
+
+
 def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch):
     """The call had failed when the claims that it was for had changed."""
     monkeypatch.setattr(spanning, "_claims", lambda group: ())

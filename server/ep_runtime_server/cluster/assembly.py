@@ -98,12 +98,13 @@ class Assemblies:
         now = self._clock.monotonic_s()
         others = [p for p in assembly.parts.values() if p.node != part.node]
         # One of them stands for all: their specs are equal.
-        other = others[0] if others else assembly.differing(part, now)
-        difference = other.spec.difference(part.spec) if other is not None else None
-        if other is not None and difference is not None:
+        for other in (*others[:1], assembly.differing(part, now)):
+            difference = None if other is None else other.spec.difference(part.spec)
+            if other is None or difference is None:
+                continue
             field, theirs, ours = difference
             error = _mismatch(owner, field, other.node, theirs, part.node, ours)
-            if assembly.unclaimed_elsewhere(part):
+            if other in others and assembly.unclaimed_elsewhere(part):
                 for one in others:
                     told = _mismatch(owner, field, part.node, ours, one.node, theirs)
                     assembly.refuse(one, told, now)

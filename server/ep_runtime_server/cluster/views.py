@@ -181,11 +181,12 @@ class Assembly:
             raise before.error
 
     def differing(self, part: NodePart, now_s: float) -> NodePart | None:
-        """Another node's that was refused a moment ago, and has another spec. None for a node that
-        was refused as well, and tries again."""
+        """Another node's that was refused a moment ago, has another spec, and has not come again.
+        None for a node that was refused as well, and tries again."""
         if part.node in self.refused:
             return None
-        late = (p for p in self.refused.values() if now_s - p.refused_s < limits.NODE_DIFFERS_S)
+        gone = (p for p in self.refused.values() if p.node not in self.parts)
+        late = (p for p in gone if now_s - p.refused_s < limits.NODE_DIFFERS_S)
         return next((p for p in late if p.spec.difference(part.spec) is not None), None)
 
     def unclaimed_elsewhere(self, part: NodePart) -> bool:
