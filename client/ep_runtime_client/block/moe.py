@@ -166,7 +166,8 @@ def moe(
         recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo); None
             computes in compute_dtype. The parameters themselves are quantized, and rows once per
             matmul, by BlockScaling on CPU and in block calls before they are sent
-            (docs/matmuls.md), with the same bits. Delayed scaling, of both or of one, goes with `state`.
+            (docs/matmuls.md), with the same bits. Delayed scaling, of both or of one, goes with
+            `state`.
         score_function: as in `route`.
         use_pre_softmax: as in `route`.
         expert_bias: [E] f32, as in `route`.
