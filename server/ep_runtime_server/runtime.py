@@ -208,8 +208,8 @@ class Runtime:
         if _ADMIN not in method:
             self.failpoints.hit("rpc.answer")
 
-    async def claims_allowed(self, session: SessionRecord, name: str, wait_s: float) -> None:
-        """Returns when groups may be created.
+    async def claims_allowed(self, session: SessionRecord, name: str, wait_s: float) -> float:
+        """Waits until groups may be created; how much of `wait_s` that took.
 
         Raises:
             RuntimeUnavailableError: draining, or still recovering after `wait_s`.
@@ -219,12 +219,14 @@ class Runtime:
         self.recorder.admit()
         owner = Owner(session.uid, session.job, name)
         self.recovery.holds_nothing(session, owner)
+        began_s = self.clock.monotonic_s()
         if not await self.recovery.wait_over(owner, wait_s):
             raise RuntimeUnavailableError(
                 f"the daemon at {self.settings.directory} started again and waits for processes "
                 f"of before, {self.recovery.left_s:.0f} s at most; retry",
                 address=f"unix://{self.settings.directory}",
             )
+        return self.clock.monotonic_s() - began_s
 
     def open_session(
         self, session: SessionRecord, job: str, labels: Mapping[str, str], process_index: int

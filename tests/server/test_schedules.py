@@ -99,6 +99,18 @@ def test_a_claim_on_its_way_is_told_of_another_spec_beside_those_that_came_again
     assert not result.faults, "\n".join(result.said)
 
 
+def test_a_wait_that_a_daemon_s_restart_falls_into_is_no_longer_than_asked_for():
+    """Until the daemon had its groups back, and then as long again for the others."""
+    steps = ("sleep", 5.4224), ("form", 1, 5.0, False), ("form", 0, 5.0, False)
+    slots = (
+        Slot("a", (0,), (*steps, ("form", 0, 6.0, False))),
+        Slot("a", (1,), (("form", 0, 12.0, True), ("form", 0, 12.0, False))),
+    )
+    faults = (7.8385, "kill", "a", 0.5), (11.4112, "die", 1)
+    result = run(Schedule(18861, ("a", "b"), 2, "memfd", 4.0, slots, faults))
+    assert not result.faults, "\n".join(result.said)
+
+
 def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch):
     """The call had failed when the claims that it was for had changed."""
     monkeypatch.setattr(spanning, "_claims", lambda group: ())

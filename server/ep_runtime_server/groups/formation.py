@@ -52,8 +52,10 @@ class Groups(GroupBook):
         uuids: tuple[str, ...] = (),
         replace: bool,
         wait_s: float,
+        waited_s: float = 0.0,
     ) -> GroupRecord:
-        """Claims the ranks, which these GPUs drive, and waits until the group formed.
+        """Claims the ranks, which these GPUs drive, and waits until the group formed; so long was
+        waited before.
 
         Raises:
             SpecMismatchError, GroupBusyError, InvalidArgumentError: at once, nothing is claimed.
@@ -63,7 +65,8 @@ class Groups(GroupBook):
         """
         group = self._claim(session, spec, ranks, uuids, replace=replace)
         key, generation = session.session_id, group.generation
-        await wait_until(group, lambda: group.formed or key not in group.members, wait_s)
+        left_s = max(0.0, wait_s - waited_s)
+        await wait_until(group, lambda: group.formed or key not in group.members, left_s)
         if group.failure is not None:
             raise type(group.failure)(str(group.failure), **group.failure.fields)
         if key not in group.members or group.generation != generation:

@@ -53,9 +53,15 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         self._runtime.quotas.check(session.uid, journal_bytes=request.ByteSize())
 
         async def work() -> pb.CreateGroupResponse:
-            await self._runtime.claims_allowed(session, spec.name, wait_s)
+            waited_s = await self._runtime.claims_allowed(session, spec.name, wait_s)
             group = await self._runtime.groups.create(
-                session, spec, ranks, uuids=uuids, replace=request.replace, wait_s=wait_s
+                session,
+                spec,
+                ranks,
+                uuids=uuids,
+                replace=request.replace,
+                wait_s=wait_s,
+                waited_s=waited_s,
             )
             message = views.group(group, self._runtime.clock)
             return pb.CreateGroupResponse(group=message, reattached=group.reattached)
