@@ -176,3 +176,21 @@ def test_operands_that_do_not_fit_are_named(change: Any, words: list[str]) -> No
         ep.dense(given["x"], given["kernel"], bias=given["bias"], recipe=given["recipe"])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.TensorScaling(), recipes.MXFP8()])
+@pytest.mark.parametrize("lead", [(0,), (2, 0)])
+def test_no_rows_have_a_result_and_gradients_without_any(
+    lead: tuple[int, ...], recipe: Any
+) -> None:
+    x, kernel, bias = jnp.zeros((*lead, 64)), jnp.ones((64, 32)), jnp.ones(32)
+    y = ep.dense(x, kernel, bias=bias, recipe=recipe)
+    assert y.shape == (*lead, 32)
+    grads = jax.jit(jax.grad(lambda *args: ep.dense(*args, recipe=recipe).sum(), argnums=(0, 1)))
+    d_x, d_kernel = grads(x, kernel)
+    assert d_x.shape == x.shape
+    np.testing.assert_array_equal(d_kernel, np.zeros((64, 32)))
+
+
+def test_nothing_to_contract_is_zeros() -> None:
+    np.testing.assert_array_equal(ep.dense(jnp.zeros((3, 0)), jnp.ones((0, 4))), np.zeros((3, 4)))

@@ -116,24 +116,29 @@ def quantize_rows(
         values = getattr(q, name)
         if values is None or values.ndim == 1:
             return values
-        length = x.shape[-2] * values.shape[0] // rows
+        length = x.shape[-2] * values.shape[0] // max(rows, 1)
         return values.reshape(*x.shape[:-2], length, values.shape[-1])
 
     names = ("data", "scale", "data_columns", "scale_columns")
     return dataclasses.replace(q, group_sizes=None, **{name: leaf(name) for name in names})
 
 
+def _flat(x: jax.Array) -> jax.Array:
+    """[rows, last dim], either of which may be 0."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
 def widened(x: Any, *, rows: bool, columns: bool = False) -> jax.Array:
     """An operand as an array [rows, K'] or [K', N'], a quantized one in f32."""
     if not isinstance(x, QuantizedTensor):
-        plain: jax.Array = x.reshape(-1, x.shape[-1]) if rows else x
+        plain: jax.Array = _flat(x) if rows else x
         return plain
     columns = columns and x.data_columns is not None
     fields = {}
     for name in ("data", "scale", "data_columns", "scale_columns"):
         leaf = getattr(x, name)
         if leaf is not None and leaf.ndim > 1:
-            leaf = leaf.reshape(-1, leaf.shape[-1]) if rows else leaf[None]
+            leaf = _flat(leaf) if rows else leaf[None]
         fields[name] = leaf
     count = fields["data"].shape[0]
     sizes = jnp.full((1,), count, jnp.int32) if rows else None
@@ -253,7 +258,7 @@ class DenseForward(_Matmul):
             x, kernel, bias = self.opened(place, blocks)
             lead = blocks[0].shape[:-1]
             rows, matrix = widened(x, rows=True), widened(kernel, rows=False)
-            y = _dot(rows, matrix, (1, 0)).reshape(*lead, -1)
+            y = _dot(rows, matrix, (1, 0)).reshape(*lead, matrix.shape[1])
             y = _summed(sums, y, place.contracted, place.scatter)
             if bias is not None:
                 y = y + bias.astype(y.dtype)
@@ -293,7 +298,7 @@ class DenseBackward(_Matmul):
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             x, kernel, bias = self.opened(place, blocks)
             grad: Any = blocks[-1]
-            flat = grad.reshape(-1, grad.shape[-1])
+            flat = _flat(grad)
             d_bias = []
             if bias is not None:
                 part = sums.total(flat.astype(wide(flat)).sum(0), place.summed)
@@ -306,7 +311,7 @@ class DenseBackward(_Matmul):
             left = widened(x, rows=True, columns=True)
             right = widened(grad, rows=True, columns=True)
             d_kernel = sums.back(_dot(left, right, (0, 0)), place.kernel.taken_off, place.summed)
-            d_x = d_x.reshape(*blocks[-1].shape[:-1], -1).astype(self.dtype)
+            d_x = d_x.reshape(*blocks[-1].shape[:-1], d_x.shape[-1]).astype(self.dtype)
             return d_x, d_kernel.astype(self.kernel_dtype), *d_bias
 
         out = (*place.lead, place.columns)
