@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -210,6 +211,22 @@ class Terminal:
 
     def type(self, keys: str) -> None:
         os.write(self.fd, keys.encode())
+
+
+@pytest.mark.parametrize("command", ["top", "load", "skew"])
+def test_watch_takes_samples_until_interrupted(job: Job, module_address: str, command: str) -> None:
+    words = [command, "--watch", "0.1", "-o", "json", "--address", module_address]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "ep_runtime_client.cli", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        found = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+    assert [(each["kind"], each["interval_s"]) for each in found] == [(command, 0.1)] * 3
 
 
 def test_keys_sort_open_a_layer_and_end(job: Job, module_address: str) -> None:

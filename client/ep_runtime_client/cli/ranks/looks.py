@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from ep_runtime_client.cli.daemon import source
 
 T = TypeVar("T")
+_ENDLESS = sys.maxsize
+
+
+class _Watch(argparse.Action):
+    """As --watch of other commands that read."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        namespace.interval = values
+        if namespace.samples is not None or not sys.stdout.isatty():  # else a screen is endless
+            namespace.samples = _ENDLESS
 
 
 def add_arguments(
@@ -43,6 +54,8 @@ def add_arguments(
         "--interval", type=reading.positive, default=interval_s, metavar="S", help=interval
     )
     about = "look back instead: at the last 90s, 10m, 1h30m, ...; daemons remember two hours"
+    about = "samples of S seconds until Ctrl-C"
+    over.add_argument("--watch", type=reading.positive, metavar="S", action=_Watch, help=about)
     over.add_argument("--since", type=reading.span, metavar="SPAN", help=about)
     about = "write N samples and end, or those of N parts of SPAN; JSON: one a line"
     add("--samples", type=reading.count, default=samples, metavar="N", help=about)
