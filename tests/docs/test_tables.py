@@ -14,7 +14,7 @@ from ep_runtime_client import cli
 from ep_runtime_client.ops.block import takes
 from ep_runtime_server.metrics.catalogue import METRICS
 
-MAX_README_LINES = 220
+MAX_README_LINES = 235
 ENVIRONMENT = doc_pages.ROOT / "docs/environment.md"
 
 
@@ -66,6 +66,14 @@ def test_the_environment_table_is_the_one_of_the_code() -> None:
     # Read when building, by CMake and not by Python.
     del shown["EP_RUNTIME_CUDA"]
     assert shown == documented
+
+
+def test_the_readme_has_the_variables_that_are_ours() -> None:
+    ours = [row for row in doc_pages.table(ENVIRONMENT, "# Environment variables")]
+    ours = [row for row in ours if row[0].startswith("`EP_RUNTIME_")]
+    shown = doc_pages.table(doc_pages.README, "## Environment variables")
+    assert [row[:2] for row in shown] == [row[:2] for row in ours]
+    assert all(whole[2].startswith(row[2]) for row, whole in zip(shown, ours, strict=True))
 
 
 def test_every_reason_for_slabs_has_a_row() -> None:
