@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from collections.abc import Callable
 
 from ep_runtime import layout
+from ep_runtime.arguments import check_whole
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import (
     MAX_STACK_LAYERS,
     GroupSpec,
-    check_at_least,
     check_holds_rows,
     check_name,
     stable_id,
@@ -39,10 +41,41 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         check_name("layer", self.name)
-        check_at_least("top_k", self.top_k, 1)
-        check_at_least("in_flight", self.in_flight, 1)
-        if self.alignment is not None:
-            check_at_least("alignment", self.alignment, 1)
+        check_whole("top_k", self.top_k)
+        check_whole("in_flight", self.in_flight)
+        for argument in ("alignment", "num_experts", "hidden_size"):
+            if (value := getattr(self, argument)) is not None:
+                check_whole(argument, value)
+
+
+# Layer 3 of a stack "s" by name.
+STACK_MEMBER = re.compile(r"(?P<stack>.*)\[(?P<index>[0-9]{1,7})\]", re.DOTALL)
+
+
+def check_stack_members(name: str, num_layers: int, known: Callable[[str], int | None]) -> None:
+    """No plain layer "s[3]" beside layer 3 of a stack "s", and no stack named so.
+
+    Args:
+        name: of a layer, or of a stack of `num_layers`; 0 of a layer.
+        known: the num_layers of a registered name, None where there is none.
+
+    Raises:
+        InvalidArgumentError: one name would be two layers.
+    """
+    member = STACK_MEMBER.fullmatch(name)
+    if member is not None and (num_layers or known(member["stack"])):
+        raise InvalidArgumentError(
+            f"layer name {name!r} reads as a layer of stack {member['stack']!r}; "
+            "take a name without [number] at its end",
+            argument="name",
+        )
+    for index in range(num_layers):
+        if known(f"{name}[{index}]") is not None:
+            raise InvalidArgumentError(
+                f"stack {name!r} of {num_layers} layers has a layer {name}[{index}], and a layer "
+                "of that name is registered; take another name",
+                argument="name",
+            )
 
 
 def layer_id(group_name: str, layer_name: str) -> int:

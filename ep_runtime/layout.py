@@ -10,8 +10,9 @@ rank, C rows of one slab.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, isinf
 
+from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
 
@@ -78,8 +79,7 @@ def recv_capacity(
         ("ep_size", ep_size),
         ("alignment", alignment),
     ):
-        if value < 1:
-            raise InvalidArgumentError(f"{name} must be at least 1, got {value}", argument=name)
+        check_whole(name, value)
     if num_experts % ep_size:
         raise InvalidArgumentError(
             f"num_experts={num_experts} does not divide by the ep size {ep_size}",
@@ -91,9 +91,10 @@ def recv_capacity(
     bound = min(padded, experts * align_up(ep_size * max_tokens_per_rank, alignment))
     if capacity_factor is None:
         return bound
-    if capacity_factor < 1.0:
+    check_at_least("capacity_factor", capacity_factor, 1.0)
+    if isinf(capacity_factor):
         raise InvalidArgumentError(
-            f"capacity_factor must be at least 1.0, got {capacity_factor}",
+            "capacity_factor must be finite, got inf; None is room for any routing",
             argument="capacity_factor",
         )
     balanced = experts * align_up(ceil(max_tokens_per_rank * top_k / experts), alignment)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ep_runtime import layout
 from ep_runtime import workspace as workspaces
+from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
 TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
@@ -50,7 +51,9 @@ def stable_id(*parts: str) -> int:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raises InvalidArgumentError unless `name` is printable, non-empty and short enough."""
+    """Raises InvalidArgumentError unless `name` is printable text, non-empty and short enough."""
+    if not isinstance(name, str):
+        raise InvalidArgumentError(f"{kind} name must be text, got {name!r}", argument="name")
     if not 1 <= len(name.encode(errors="replace")) <= MAX_NAME_BYTES or not name.isprintable():
         raise InvalidArgumentError(
             f"{kind} name must be 1 to {MAX_NAME_BYTES} bytes of printable text, "
@@ -70,11 +73,6 @@ def check_axis_count(count: int) -> None:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise InvalidArgumentError(f"{name} must be one of {choices}, got {value!r}", argument=name)
-
-
-def check_at_least(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise InvalidArgumentError(f"{name} must be at least {least}, got {value}", argument=name)
 
 
 def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "") -> None:
@@ -307,14 +305,19 @@ def make_group_spec(
     _check_choice("transport", transport, TRANSPORTS)
     _check_choice("partitioning", partitioning, PARTITIONINGS)
     for argument, value in (
+        ("num_experts", num_experts),
         ("hidden_size", hidden_size),
         ("max_tokens_per_rank", max_tokens_per_rank),
         ("max_top_k", max_top_k),
+        ("alignment", alignment),
         ("lanes", lanes),
     ):
-        check_at_least(argument, value, 1)
+        check_whole(argument, value)
+    if num_sms is not None:
+        check_whole("num_sms", num_sms, 0)
     check_at_least("retain_s", retain_s, 0)
-    if op_timeout_s <= 0:
+    check_at_least("op_timeout_s", op_timeout_s, 0)
+    if op_timeout_s == 0:
         raise InvalidArgumentError(
             f"op_timeout_s must be positive, got {op_timeout_s}", argument="op_timeout_s"
         )
@@ -328,6 +331,10 @@ def make_group_spec(
             f"capacity_factor={capacity_factor}, not both",
             argument="capacity_factor",
         )
+    if not isinstance(overlap, bool):
+        raise InvalidArgumentError(
+            f"overlap must be True or False, got {overlap!r}", argument="overlap"
+        )
     ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
     _check_node_size(node_size, ep_size, transport)
     computed = layout.recv_capacity(
@@ -339,6 +346,7 @@ def make_group_spec(
         capacity_factor=capacity_factor,
     )
     if recv_capacity_per_rank is not None:
+        check_whole("recv_capacity_per_rank", recv_capacity_per_rank)
         check_holds_rows("recv_capacity_per_rank", recv_capacity_per_rank, alignment)
         computed = recv_capacity_per_rank
     return GroupSpec(

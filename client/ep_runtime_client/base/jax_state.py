@@ -185,7 +185,8 @@ def _spread_over(devices: tuple[Any, ...]) -> Any:
     jax, np = _module("jax"), _module("numpy")
     mesh = jax.sharding.Mesh(devices, ("all",))
     spec = jax.sharding.PartitionSpec("all")
-    return jax.device_put(np.zeros(len(devices)), jax.sharding.NamedSharding(mesh, spec))
+    with jax.ensure_compile_time_eval():  # it is kept, and no tracer may be
+        return jax.device_put(np.zeros(len(devices)), jax.sharding.NamedSharding(mesh, spec))
 
 
 @functools.cache

@@ -51,6 +51,7 @@ class LiveGroups:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[str, LiveGroup] = {}
+        self._reports: dict[str, str] = {}
 
     def add(self, group: LiveGroup) -> None:
         """Raises InvalidArgumentError where another live group of this process has the name."""
@@ -63,6 +64,7 @@ class LiveGroups:
                     argument="name",
                 )
             self._groups[group.name] = group
+            self._reports.pop(group.name, None)
 
     def remove(self, group: LiveGroup) -> None:
         with self._lock:
@@ -73,6 +75,17 @@ class LiveGroups:
         with self._lock:
             return self._groups.get(name)
 
+    def report(self, name: str, text: str) -> None:
+        """Keeps an error of a group's call that the native library does not know of, written as it
+        writes its own; the first one that nobody has taken."""
+        with self._lock:
+            self._reports.setdefault(name, text)
+
+    def take_report(self, name: str) -> str | None:
+        """What `report` kept; once."""
+        with self._lock:
+            return self._reports.pop(name, None)
+
     def all(self) -> list[LiveGroup]:
         with self._lock:
             return list(self._groups.values())
@@ -80,7 +93,7 @@ class LiveGroups:
     def clear(self) -> None:
         """Forgets everything; a forked child calls it."""
         self._lock = threading.Lock()
-        self._groups = {}
+        self._groups, self._reports = {}, {}
 
 
 live_groups = LiveGroups()
@@ -240,6 +253,11 @@ class LayerStack:
         try:
             position = operator.index(index)
         except TypeError:
+            if getattr(getattr(index, "dtype", None), "kind", "") not in ("i", "u"):
+                raise InvalidArgumentError(
+                    f"stack {self.name!r} takes an integer or a traced int32 scalar, got {index!r}",
+                    argument="index",
+                ) from None
             return TracedLayer(self, index)
         except Exception as error:  # noqa: BLE001 - a tracer refuses with a JAX error of its own
             if "racer" not in type(error).__name__:

@@ -207,6 +207,24 @@ def check(
         )
     check_all_or_none({"wi_bias": params.wi_bias, "wo_bias": params.wo_bias})
     _check_halves_of_bias(params)
+    _check_shapes_of_biases(params)
+
+
+def _check_shapes_of_biases(params: MoEParams) -> None:
+    """A pair's halves are compared with each other before; here with the weights."""
+    pairs: list[tuple[str, Any, Any]] = [("wo_bias", params.wo_bias, params.wo)]
+    if not is_pair(params.wi_bias):
+        pairs.append(("wi_bias", params.wi_bias, params.wi))
+    for name, bias, weight in pairs:
+        if bias is None or is_pair(weight):
+            continue
+        features = weight.shape[2:]
+        if bias.ndim < 2 or bias.shape[1:] != features:
+            raise InvalidArgumentError(
+                f"{name} must be [E, {', '.join(map(str, features))}] beside a weight of "
+                f"{list(weight.shape)}, got {list(bias.shape)}",
+                argument=f"params.{name}",
+            )
 
 
 def _check_halves_of_bias(params: MoEParams) -> None:

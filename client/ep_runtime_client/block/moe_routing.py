@@ -78,6 +78,12 @@ def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
         )
     logits = router_logits(x, params.router)
     if params.router_bias is not None:
+        if params.router_bias.shape != logits.shape[-1:]:
+            raise InvalidArgumentError(
+                f"params.router_bias must be [E={logits.shape[-1]}], got "
+                f"{list(params.router_bias.shape)}",
+                argument="params.router_bias",
+            )
         logits = logits + params.router_bias.astype(jnp.float32)
     return logits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import numbers
 import os
 import socket
 import threading
@@ -292,9 +293,9 @@ def _ends_channel(error: grpc.RpcError, ours: EpRuntimeError) -> bool:
 
 def check_timeout(timeout_s: float) -> float:
     """Raises InvalidArgumentError unless the timeout is a positive number."""
-    if not 0 < timeout_s < float("inf"):
+    if not isinstance(timeout_s, numbers.Real) or not 0 < timeout_s < float("inf"):
         raise InvalidArgumentError(
-            f"timeout_s must be a positive number of seconds, got {timeout_s}",
+            f"timeout_s must be a positive number of seconds, got {timeout_s!r}",
             argument="timeout_s",
         )
     return float(timeout_s)

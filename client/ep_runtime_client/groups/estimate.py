@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ep_runtime import specs, workspace
+from ep_runtime.arguments import check_whole
 from ep_runtime.units import iec
 from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
@@ -157,7 +158,7 @@ def estimate_memory(
     scaling = _scaling_of(recipe)
     if mlp_dim is None or transport not in _BLOCK_TRANSPORTS or scaling is None:
         return found
-    specs.check_at_least("mlp_dim", mlp_dim, 1)
+    check_whole("mlp_dim", mlp_dim)
     sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
     block = workspace.of_block(sizes, spec.workspace, keep=keep, keep_factor=keep_factor)
     return found._replace(

@@ -145,6 +145,12 @@ class Group:
     def _registered(
         self, layers: Iterable[layer_specs.LayerSpec], replace: bool, call: str
     ) -> list[EpLayer]:
+        layers = list(layers)
+        for layer in layers:
+            if not isinstance(layer, layer_specs.LayerSpec):
+                raise InvalidArgumentError(
+                    f"layers must be ep.LayerSpec, got {layer!r}", argument="layers"
+                )
         filled = [layer_specs.check_layer(self.spec, layer) for layer in layers]
         with self._lock:
             self.require_open()
@@ -195,6 +201,7 @@ class Group:
             self.require_open()
             if self._registrations.known(filled, num_layers, replace=replace) is None:
                 jax_state.needs_eager("register_layer_stack", self._registrations.such(name))
+                self._registrations.check_members(name, num_layers)
                 self._register([], [wire.LayerStackSpec(filled, num_layers)], replace)
             stack = self._registrations.known(filled, num_layers)
         assert isinstance(stack, LayerStack)  # known compares num_layers
@@ -385,11 +392,15 @@ class Group:
         self.session.forget_group(self)
         return self.session.is_ours
 
+    @eager
     def close(self) -> None:
         """Unmaps the windows and frees the group at the daemon at once. Idempotent.
 
         Waits, bounded, for calls under way; programs that use its layers later fail with
         StaleHandleError.
+
+        Raises:
+            InvalidArgumentError: under tracing.
         """
         self._settle()
         if self._shut():

@@ -9,6 +9,7 @@ from typing import Any
 from ep_runtime import board, errors
 from ep_runtime.errors import PeerLostError, StaleHandleError
 from ep_runtime.v1 import types_pb2
+from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups.formed import Formed
 from ep_runtime_client.nccl import communicators
 
@@ -98,8 +99,10 @@ class GroupHealth:
     def _reported(self) -> errors.EpRuntimeError | None:
         """The first error of the group's calls that nobody has been told of; keeps it."""
         native_group = self._formed.native_group
-        if self._report is None and native_group is not None and not self.closed:
-            text = native_group.check()
+        if self._report is None and not self.closed:
+            text = live_groups.take_report(self._name)
+            if text is None and native_group is not None:
+                text = native_group.check()
             if text is not None:
                 self._report = errors.parse(text) or errors.EpRuntimeError(text)
                 if isinstance(self._report, PeerLostError):

@@ -86,8 +86,18 @@ class Registrations:
         new: dict[str, layer_specs.LayerSpec] = {}
         for layer in layers:
             if self.known(layer, None, replace=replace) is None:
+                self.check_members(layer.name, 0)
                 self.check_same(layer, new.setdefault(layer.name, layer))
         return [*new.values()]
+
+    def check_members(self, name: str, num_layers: int) -> None:
+        """Raises InvalidArgumentError where a name would be that of two layers."""
+
+        def known(other: str) -> int | None:
+            found = self._items.get(other)
+            return None if found is None else found.num_layers
+
+        layer_specs.check_stack_members(name, num_layers, known)
 
     def check_same(self, wanted: layer_specs.LayerSpec, found: layer_specs.LayerSpec) -> None:
         """Raises SpecMismatchError, with the first field that differs."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ep_runtime import board, layer_specs, specs
@@ -14,14 +13,12 @@ from ep_runtime.errors import (
     SpecMismatchError,
     StaleHandleError,
 )
-from ep_runtime.layer_specs import LayerSpec
+from ep_runtime.layer_specs import STACK_MEMBER, LayerSpec, check_stack_members
 from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
 from ep_runtime_server.base.pacing import paced
 
 MAX_REPLACED = 1024
-
-_STACK_MEMBER = re.compile(r"(?P<stack>.*)\[(?P<index>[0-9]{1,7})\]", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,16 +247,12 @@ class LayerTable:
 
     def _check_names(self, name: str, num_layers: int, added: _Addition) -> None:
         """A plain layer "s[3]" and layer 3 of a stack "s" would be one name for two layers."""
-        member = _STACK_MEMBER.fullmatch(name)
-        if member is None:
-            return
-        stack = self._layers.get(member["stack"]) or added.layers.get(member["stack"])
-        if num_layers or (stack is not None and stack.num_layers):
-            raise InvalidArgumentError(
-                f"layer name {name!r} reads as a layer of stack {member['stack']!r}; "
-                "take a name without [number] at its end",
-                argument="name",
-            )
+
+        def known(other: str) -> int | None:
+            found = self._layers.get(other) or added.layers.get(other)
+            return None if found is None else found.num_layers
+
+        check_stack_members(name, num_layers, known)
 
     def get(self, name: str) -> RegisteredLayer:
         """A layer or stack; "s[3]" gives stack s.
@@ -269,7 +262,7 @@ class LayerTable:
         """
         found = self._layers.get(name)
         if found is None:
-            member = _STACK_MEMBER.fullmatch(name)
+            member = STACK_MEMBER.fullmatch(name)
             stack = self._layers.get(member["stack"]) if member else None
             if member and stack is not None and int(member["index"]) < stack.num_layers:
                 found = stack

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from ep_runtime import layout as sizes
+from ep_runtime.arguments import check_whole
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, check_holds_rows
 from ep_runtime_client.base.layers import EpLayer
@@ -152,7 +153,7 @@ def resolve_capacity(layer: EpLayer, tokens_per_rank: int, capacity: int | None)
 
 def check_handle(layer: EpLayer, handle: int) -> int:
     """Raises InvalidArgumentError unless `handle` is one of the layer's."""
-    if not 0 <= handle < layer.in_flight:
+    if not 0 <= check_whole("handle", handle, 0) < layer.in_flight:
         raise InvalidArgumentError(
             f"handle must be 0 to {layer.in_flight - 1} (in_flight of layer {layer.name!r}), "
             f"got {handle}",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.tracing.varying import like
 
@@ -36,11 +37,13 @@ def passed(call: Call, rank: jax.Array, index: jax.Array, demand: jax.Array) -> 
     asked = jnp.where(rank[0] == lowest, demand, 0)
     asked = lax.pmax(asked, axes) if axes else asked
     verdict = jax.ShapeDtypeStruct((), jnp.int32)
-    refuse = functools.partial(_refuse, call.layer.name, call.capacity, world)
-    return like(jax.pure_callback(refuse, verdict, lowest, asked, index[0]), demand)
+    refuse = functools.partial(_refuse, call.group.name, call.layer.name, call.capacity, world)
+    return like(jax.pure_callback(refuse, verdict, lowest, asked, index[0], rank[0]), demand)
 
 
-def _refuse(name: str, capacity: int, world: int, rank: Any, demand: Any, index: Any) -> Any:
+def _refuse(
+    group: str, name: str, capacity: int, world: int, rank: Any, demand: Any, index: Any, own: Any
+) -> Any:
     if int(rank) < world:
         layer = f"{name.removesuffix('[0]')}[{int(index)}]" if name.endswith("[0]") else name
         fields = {
@@ -49,8 +52,11 @@ def _refuse(name: str, capacity: int, world: int, rank: Any, demand: Any, index:
             "demand": int(demand),
             "capacity": capacity,
         }
-        raise RuntimeError(
+        text = (
             f"EP_RUNTIME/CapacityOverflowError: layer {layer}: rank {int(rank)} would receive "
             f"{int(demand)} rows, its slab holds {capacity} {json.dumps(fields)}"
         )
+        if int(own) == int(rank):  # once, for `Group.check`
+            live_groups.report(group, text)
+        raise RuntimeError(text)
     return np.int32(0)

@@ -1,0 +1,154 @@
+"""What users give by mistake is a ValueError that names the argument, and nothing is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import dispatch
+
+import ep_runtime as ep
+from ep_runtime import translate_errors
+
+NAN, INF = float("nan"), float("inf")
+SIZES: dict[str, Any] = {
+    "ep_axis": "ep",
+    "num_experts": 8,
+    "hidden_size": 16,
+    "max_tokens_per_rank": 8,
+    "max_top_k": 2,
+    "max_token_dtype": "float32",
+    "alignment": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[ep.Session]:
+    with ep.connect("none") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def group(session: ep.Session) -> ep.Group:
+    return session.create_group("wrong", fakes.mesh_of({"ep": 2}), **SIZES)
+
+
+def refused(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ep.InvalidArgumentError, match=text) as error:
+        call()
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"hidden_size": "16"}, "hidden_size must be an integer, got '16'"),
+        ({"hidden_size": 16.5}, "hidden_size must be an integer, got 16.5"),
+        ({"num_experts": None}, "num_experts must be an integer, got None"),
+        ({"alignment": 8.0}, "alignment must be an integer, got 8.0"),
+        ({"num_sms": 2.5}, "num_sms must be an integer, got 2.5"),
+        ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
+        ({"op_timeout_s": NAN}, "op_timeout_s must be a number, got nan"),
+        ({"retain_s": "60"}, "retain_s must be a number, got '60'"),
+        ({"capacity_factor": NAN}, "capacity_factor must be a number, got nan"),
+        ({"capacity_factor": INF}, "capacity_factor must be finite"),
+        ({"capacity_factor": 0.5}, "capacity_factor must be at least 1.0, got 0.5"),
+    ],
+    ids=str,
+)
+def test_of_a_group(session: ep.Session, wrong: dict[str, Any], text: str) -> None:
+    mesh = fakes.mesh_of({"ep": 2})
+    refused(lambda: session.create_group("other", mesh, **(SIZES | wrong)), text)
+    session.create_group("other", mesh, **SIZES).close()
+
+
+def test_of_an_estimate() -> None:
+    mesh = fakes.mesh_of({"ep": 2})
+    refused(lambda: ep.estimate_memory("g", mesh, **SIZES, capacity_factor=INF), "must be finite")
+
+
+def test_names_are_text(session: ep.Session, group: ep.Group) -> None:
+    mesh: Any = fakes.mesh_of({"ep": 2})
+    number: Any = 7
+    refused(lambda: session.create_group(number, mesh, **SIZES), "group name must be text, got 7")
+    refused(lambda: group.register_layer(number, top_k=2), "layer name must be text, got 7")
+    refused(lambda: ep.connect("none", job=number), "job name must be text, got 7")
+
+
+def test_of_layers(group: ep.Group) -> None:
+    wrong: Any = 2.0
+    refused(lambda: group.register_layer("l", top_k=wrong), "top_k must be an integer, got 2.0")
+    refused(lambda: group.register_layers(["l"]), "layers must be ep.LayerSpec, got 'l'")
+    assert group.register_layer("l", top_k=np.int64(2)).top_k == 2
+    stack = group.register_layer_stack("stack", 3, top_k=2)
+    refused(lambda: stack[1.5], "takes an integer or a traced int32 scalar, got 1.5")
+    assert stack[np.int32(1)] == stack[jnp.int32(1)] == stack[1]
+
+
+def test_of_calls(group: ep.Group) -> None:
+    layer: Any = group.register_layer("calls", top_k=2)
+    idx, wrong = jnp.zeros((16, 2), jnp.int32), "a"
+    refused(
+        lambda: ep.dispatch(layer, jnp.ones((16, 16)), idx, handle=wrong),
+        "handle must be an integer, got 'a'",
+    )
+    refused(lambda: ep.connect("none", timeout_s=wrong), "timeout_s must be a positive number")
+
+
+@pytest.mark.parametrize(
+    ("gated", "wrong", "text"),
+    [
+        (True, {"wi_bias": (8, 8)}, r"wi_bias must be \[E, 2, 4\] .*, got \[8, 8\]"),
+        (False, {"wi_bias": (8, 2, 4)}, r"wi_bias must be \[E, 4\] .*, got \[8, 2, 4\]"),
+        (True, {"wo_bias": (8, 4)}, r"wo_bias must be \[E, 16\] .*, got \[8, 4\]"),
+        (True, {"router_bias": (4,)}, r"router_bias must be \[E=8\], got \[4\]"),
+    ],
+)
+def test_of_biases(group: ep.Group, gated: bool, wrong: dict[str, Any], text: str) -> None:
+    layer = group.register_layer("biases", top_k=2)
+    params = ep.init_moe_params(jax.random.key(0), layer, 4, gated=gated)
+    right = {"wi_bias": (8, 2, 4) if gated else (8, 4), "wo_bias": (8, 16), "router_bias": (8,)}
+    biases = {name: jnp.zeros(shape) for name, shape in (right | wrong).items()}
+    given = ep.MoEParams(params.router, params.wi, params.wo, **biases)
+    refused(lambda: ep.moe(layer, jnp.ones((16, 16)), given, gated=gated), text)
+
+
+def test_a_layer_and_a_layer_of_a_stack_have_no_name_in_common(group: ep.Group) -> None:
+    stack = group.register_layer_stack("s", 3, top_k=2)
+    for name in ("s[0]", "s[7]"):
+        refused(lambda name=name: group.register_layer(name, top_k=2), "reads as a layer of stack")
+    refused(lambda: group.register_layer_stack("t[1]", 2, top_k=2), "reads as a layer of stack")
+    group.register_layer("q[1]", top_k=1)
+    refused(lambda: group.register_layer_stack("q", 2, top_k=2), r"has a layer q\[1\]")
+    ep.prepare(stack[0], jnp.zeros((16, 2), jnp.int32))  # is what it was
+
+
+def test_a_group_that_is_closed_under_tracing_says_so_and_is_open(session: ep.Session) -> None:
+    group = session.create_group("traced", fakes.mesh_of({"ep": 2}), **SIZES)
+
+    def closes(x: Any) -> Any:
+        group.close()
+        return x
+
+    refused(lambda: jax.jit(closes)(1.0), "call this outside jit")
+    assert not group.closed
+    group.close()
+    assert group.closed
+
+
+def test_an_overflow_over_collectives_is_told_by_check_once(session: ep.Session) -> None:
+    sizes = SIZES | {"recv_capacity_per_rank": 8, "on_overflow": "error"}
+    group = session.create_group("full", fakes.mesh_of({"ep": 2}), **sizes)
+    layer = group.register_layer("l", top_k=2)
+    with pytest.raises(ep.CapacityOverflowError), translate_errors():
+        jax.block_until_ready(ep.prepare(layer, jnp.zeros((16, 2), jnp.int32)))
+    dispatch.runtime_tokens.clear()  # JAX would print the failed host callback again at exit
+    with pytest.raises(ep.CapacityOverflowError, match="rank 0 would receive"):
+        group.check()
+    group.check()
+    group.close()
