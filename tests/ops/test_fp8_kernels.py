@@ -383,7 +383,6 @@ def test_kernels_come_from_the_quantizer_in_both_layouts(
     operands = drawn()
     alone = jax.jit(graded(recipe=recipe))(*operands)
     monkeypatch.setattr(serve, "available", lambda: True)
-    monkeypatch.setattr(platform, "multiplying_gpus", lambda: (platform.PRODUCTS,))
     jax.clear_caches()
     found = calls(graded(recipe=recipe), *operands)
     wanted = {name: n for name, n in WANTED[recipe].items() if name != "ep_transpose_weights_v1"}
@@ -408,7 +407,6 @@ def test_a_kernel_that_was_quantized_apart_is_transposed_by_no_product(
 
     operands = drawn()
     monkeypatch.setattr(serve, "available", lambda: True)
-    monkeypatch.setattr(platform, "multiplying_gpus", lambda: (platform.PRODUCTS,))
     assert "ep_transpose_weights_v1" not in calls(jax.grad(apart, argnums=(0, 1, 2)), *operands)
     inside = jax.jit(graded(recipe=recipe))(*operands)
     found = jax.jit(jax.grad(apart, argnums=(0, 1, 2)))(*operands)

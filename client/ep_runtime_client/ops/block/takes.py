@@ -10,7 +10,7 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.quantize.formats.recipes import (
     MXFP8,
     BlockScaling,
@@ -72,7 +72,7 @@ def refused(asked: Asked) -> str:
     whole = multiple(recipe, paired=asked.paired)
     sizes = asked.hidden % multiple(recipe, paired=False) or asked.inner % whole
     found = {
-        "gpu": not platform.multiplying_gpus(),
+        "gpu": not kernels_serve.multiplying(),
         "tokens": asked.tokens == 0,
         "dtype": jnp.dtype(asked.activation.dtype) not in _TYPES,
         "mxfp8": any(isinstance(each, MXFP8) for each in asked.recipes),

@@ -25,6 +25,11 @@ def available() -> bool:
     return bool(platform.gpus())
 
 
+def multiplying() -> bool:
+    """`available`, and kernels that multiply matrices are for these GPUs too."""
+    return available() and {*(platform.gpus() or ())} <= {platform.PRODUCTS}
+
+
 def takes(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
     """Whether slabs of groups [L] or [S, L] and arrays [S * C, ...] are within the limits.
 

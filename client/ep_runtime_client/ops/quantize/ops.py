@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.partitioning import spread
 from ep_runtime_client.ops.partitioning.placement import expert_weight
 from ep_runtime_client.ops.partitioning.regions import Where
@@ -207,8 +207,7 @@ def transposes(recipe: Recipe, shape: Sequence[int]) -> bool:
     if on_gpu is None or not on_gpu.rows:
         return False
     widths = (shape[1], prod(shape[2:]))
-    multiplied = bool(platform.multiplying_gpus())
-    return multiplied and not any(width % PRODUCT_MULTIPLE for width in widths)
+    return not any(width % PRODUCT_MULTIPLE for width in widths) and kernels_serve.multiplying()
 
 
 def uneven(where: Where, shape: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
