@@ -307,8 +307,9 @@ class NativeLibrary:
 def _runs_on(architecture: str, capability: str) -> bool:
     """Machine code of "100" runs on 10.0 and what comes after it of 10.x; of "90a" on 9.0 alone."""
     number = architecture.rstrip("a")
-    (major, minor), (wanted, least) = capability.split("."), (number[:-1], number[-1])
-    later = int(minor) > int(least) and number == architecture
+    wanted, least = number[:-1], number[-1]
+    major, _, minor = capability.partition(".")  # other makers' have no minor number
+    later = number == architecture and minor.isdecimal() and int(minor) > int(least)
     return major == wanted and (minor == least or later)
 
 

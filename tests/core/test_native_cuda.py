@@ -61,7 +61,7 @@ def test_the_library_says_which_gpus_it_has_kernels_for() -> None:
     [("90a", ["9.0"]), ("100", ["10.0", "10.3"]), ("103", ["10.3"]), ("120", ["12.0"])],
 )
 def test_machine_code_runs_on_what_comes_after_it(architecture: str, runs_on: list[str]) -> None:
-    all_of_them = ["8.0", "8.9", "9.0", "9.1", "10.0", "10.3", "11.0", "12.0"]
+    all_of_them = ["8.0", "8.9", "9.0", "9.1", "10.0", "10.3", "11.0", "12.0", "gfx90a", ""]
     assert [c for c in all_of_them if native._runs_on(architecture, c)] == runs_on
 
 
