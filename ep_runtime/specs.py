@@ -305,11 +305,9 @@ def make_group_spec(
     _check_choice("transport", transport, TRANSPORTS)
     _check_choice("partitioning", partitioning, PARTITIONINGS)
     for argument, value in (
-        ("num_experts", num_experts),
         ("hidden_size", hidden_size),
         ("max_tokens_per_rank", max_tokens_per_rank),
         ("max_top_k", max_top_k),
-        ("alignment", alignment),
         ("lanes", lanes),
     ):
         check_whole(argument, value)

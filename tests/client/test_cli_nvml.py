@@ -124,22 +124,6 @@ def test_gpus_behind_switches_reach_each_other_over_all_their_links(
     assert asked.shut_down
 
 
-def test_who_multiplies_is_said(
-    machine: Callable[..., FakeNvml], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    machine(count=1)
-    library = tmp_path / "libep_runtime_cuda.so"
-    monkeypatch.setattr(native, "library_path", lambda platform: library)
-    said = gpus.hardware({})["gpu matmuls"]
-    assert (said.state, said.found) == ("WARN", "all of grouped_gemm is plain JAX")
-    library.touch()
-    monkeypatch.setattr(native, "library", lambda platform: Library())
-    said = gpus.hardware({})["gpu matmuls"]
-    assert (said.state, said.found[:12]) == ("OK", "bf16 and f16")
-    assert "MXFP8" in said.found
-    assert "f32 in tf32" in said.found
-
-
 class Library:
     """A CUDA library for Hopper alone."""
 
@@ -149,15 +133,30 @@ class Library:
         return capability == "9.0"
 
 
-def test_gpus_without_kernels_are_named(
-    machine: Callable[..., FakeNvml], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where it is, once that file is there."""
+    path = tmp_path / "libep_runtime_cuda.so"
+    monkeypatch.setattr(native, "library_path", lambda platform: path)
+    monkeypatch.setattr(native, "library", lambda platform: Library())
+    return path
+
+
+def test_who_multiplies_is_said(machine: Callable[..., FakeNvml], library: Path) -> None:
     machine(count=1)
-    library = tmp_path / "libep_runtime_cuda.so"
-    monkeypatch.setattr(native, "library_path", lambda platform: library)
+    said = gpus.hardware({})["gpu matmuls"]
+    assert (said.state, said.found) == ("WARN", "all of grouped_gemm is plain JAX")
+    library.touch()
+    said = gpus.hardware({})["gpu matmuls"]
+    assert (said.state, said.found[:12]) == ("OK", "bf16 and f16")
+    assert "MXFP8" in said.found
+    assert "f32 in tf32" in said.found
+
+
+def test_gpus_without_kernels_are_named(machine: Callable[..., FakeNvml], library: Path) -> None:
+    machine(count=1)
     assert "gpu kernels" not in gpus.hardware({})
     library.touch()
-    monkeypatch.setattr(native, "library", lambda platform: Library())
     said = gpus.hardware({})["gpu kernels"]
     assert (said.state, said.found) == ("OK", "for sm_90a")
     machine(count=2)

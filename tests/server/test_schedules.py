@@ -28,9 +28,7 @@ SEEDS = 200
 
 @pytest.fixture(autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Each run ends with one, which is to look at what the run made alone."""
-    gc.collect()
-    gc.freeze()
+    many.quick_collections()
     yield
     gc.unfreeze()
 

@@ -252,7 +252,8 @@ class LayerTable:
             found = self._layers.get(other) or added.layers.get(other)
             return None if found is None else found.num_layers
 
-        check_stack_members(name, num_layers, known)
+        # A larger stack finds no handles; to look for all of its members would hold the loop.
+        check_stack_members(name, min(num_layers, board.MAX_HANDLES), known)
 
     def get(self, name: str) -> RegisteredLayer:
         """A layer or stack; "s[3]" gives stack s.

@@ -32,7 +32,7 @@ def run_all(count: int) -> tuple[int, str]:
 
 def _on_all_cores(chunks: list[range]) -> Iterator[tuple[int, str]]:
     fresh = multiprocessing.get_context("spawn")  # this process may have threads
-    pool = concurrent.futures.ProcessPoolExecutor(os.cpu_count(), fresh, _quick_collections)
+    pool = concurrent.futures.ProcessPoolExecutor(os.cpu_count(), fresh, quick_collections)
     try:
         for done in concurrent.futures.as_completed(pool.submit(_run_some, x) for x in chunks):
             yield done.result()
@@ -40,7 +40,7 @@ def _on_all_cores(chunks: list[range]) -> Iterator[tuple[int, str]]:
         pool.shutdown(cancel_futures=True)
 
 
-def _quick_collections() -> None:
+def quick_collections() -> None:
     """Each run ends with one, which is to look at what the run made alone."""
     gc.collect()
     gc.freeze()
