@@ -10,9 +10,8 @@ In a group with `node_size` what shares windows is a node's part of an EP group,
 node_size, T the tokens of all ranks of a rail and E the experts of a node; a host has windows for
 its own ranks and one board for all.
 
-Window: `lanes` lanes. Lane: rows [N sources][T_even * H * B bytes], entries [N][T * max_top_k * 8],
-counts [N][E * 4]; each source's part starts on a 64-byte line, each lane on a page. T_even is T
-rounded up to 2, so that fp32 partials of half the tokens fit where 2-byte rows of all do.
+Window: `lanes` lanes. Lane: `lane_rows` rows of H * B bytes, entries [N][T * max_top_k * 8], counts
+[N][(E + 2 * N) * 4]; each source's entries and counts start on a 64-byte line, each lane on a page.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from ep_runtime.board_abi import (
     RankRecordStruct,
     RankState,
 )
-from ep_runtime.device_layout import flag_bytes, on_device
+from ep_runtime.device_layout import flag_bytes, lane_rows, on_device
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
@@ -190,10 +189,9 @@ def board_bytes(spec: GroupSpec) -> int:
 def lane_bytes(spec: GroupSpec) -> int:
     """Bytes of one lane of one rank's window."""
     tokens, sources = spec.staged_tokens, spec.ranks_per_node
-    row_bytes = spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype]
-    rows = sources * _line(align_up(tokens, 2) * row_bytes)
+    rows = _line(lane_rows(spec) * spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype])
     entries = sources * _line(tokens * spec.max_top_k * 8)
-    counts = sources * _line(sources * spec.experts_per_rank * 4)
+    counts = sources * _line(sources * (spec.experts_per_rank + 2) * 4)
     return align_up(rows + entries + counts, PAGE_BYTES)
 
 

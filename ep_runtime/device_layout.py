@@ -1,4 +1,6 @@
-"""Flags of a window in device memory, behind its lanes, as `csrc/cuda/device/device_group.h` says.
+"""What is particular to windows in device memory: how many rows a lane holds, and flags.
+
+Flags lie behind the lanes, as `csrc/cuda/device/device_group.h` says.
 
 On a GPU ranks meet by flags in each other's windows and not on the board. Flags of one lane, each
 part of a source written by that source alone: calls [N] lines, counts [N] lines, entries
@@ -15,11 +17,41 @@ from ep_runtime.specs import GroupSpec
 FLAG_LINE_BYTES = 128
 MAX_PREPARE_BLOCKS = 64
 VERDICT_SLOTS = 2
+# Ranks all of whose rows a lane has room for, if there are so many.
+LEAST_SOURCES = 4
 
 
 def on_device(spec: GroupSpec) -> bool:
     """Whether the group's windows are memory of GPUs."""
     return spec.transport in ("nvlink", "nccl")
+
+
+def lane_rows(spec: GroupSpec) -> int:
+    """Staged rows that one lane of a window holds, of the widest dtype, of all sources together.
+
+    Room for all tokens of every rank, on a device of every other one, whose rows do not travel.
+    Where ranks map each other's windows it does not grow with them past max_top_k: what a rank
+    sums of its own tokens comes from so many ranks a token, and rows that a rank receives go
+    through the lane in parts where they are more (`csrc/core/memory/layout.h`, LaneRoom). Not past
+    4 where max_top_k is less: with so few slots little skew would make parts, and rows are few.
+    """
+    # Rounded up to 2: fp32 partials of half the tokens must fit where 2-byte rows of all do.
+    tokens, ranks = align_up(spec.staged_tokens, 2), spec.ranks_per_node
+    apart = tokens * (ranks - 1 if on_device(spec) else ranks)
+    if spec.transport != "nvlink" or spec.node_size:
+        return apart
+    # Parts are shared out with up to a row of every rank in excess.
+    return min(apart, max(max(spec.max_top_k, LEAST_SOURCES) * tokens, 4 * ranks))
+
+
+def count_columns(spec: GroupSpec, tokens: int) -> int:
+    """Of a plan's recv_count, for calls of so many tokens a rank.
+
+    Four, and counts of all pairs of ranks where the lane has no room for all tokens of every other.
+    """
+    ranks = spec.ranks_per_node
+    packs = (ranks - 1) * align_up(tokens, 2) > lane_rows(spec)
+    return 4 + 2 * ranks if packs else 4
 
 
 def flag_bytes(spec: GroupSpec) -> int:

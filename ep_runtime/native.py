@@ -16,6 +16,7 @@ from typing import Any
 
 import ep_runtime
 from ep_runtime import board_abi, native_abi, struct_lines
+from ep_runtime.device_layout import lane_rows
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, VersionSkewError, parse
 from ep_runtime.native_abi import ABI
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
@@ -106,6 +107,7 @@ def _options(
         max_top_k=spec.max_top_k,
         max_token_bytes=DTYPE_BYTES[spec.max_token_dtype],
         lanes=spec.lanes,
+        lane_rows=lane_rows(spec),
         settings=_settings(spec).encode(),
         debug=debug,
         tell_progress=gpus is not None and gpus.tell_progress,

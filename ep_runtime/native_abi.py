@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 # Of the table, and of every struct that its functions take.
-ABI = 4
+ABI = 5
 
 
 class TextStruct(ctypes.Structure):
@@ -29,6 +29,7 @@ class GroupOptionsStruct(ctypes.Structure):
         ("max_top_k", ctypes.c_int64),
         ("max_token_bytes", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
+        ("lane_rows", ctypes.c_int64),
         ("settings", ctypes.c_char_p),
         ("debug", ctypes.c_int32),
         ("tell_progress", ctypes.c_int32),

@@ -340,7 +340,8 @@ def _common_bytes(sizes: BlockSizes, rows: int) -> int:
     part, ranks = sizes.part_tokens(rows), sizes.ep_size
     slots, experts = 4 * part * sizes.top_k, 4 * sizes.experts
     # Its indices without the slots that stay out, then the nine arrays of its plan.
-    plan = [slots, slots, slots, 16 * ranks, 4 * (ranks * part + 1)]
+    counts = 4 * ranks * (4 + 2 * ranks)  # if rows are packed into a lane
+    plan = [slots, slots, slots, counts, 4 * (ranks * part + 1)]
     return control + _total([*plan, 4 * rows, 4 * rows, experts, experts, 4])
 
 

@@ -29,7 +29,8 @@ GroupSizes ToSizes(const EpGroupOptions& options) {
           options.recv_capacity_per_rank,
           options.max_top_k,
           options.max_token_bytes,
-          options.lanes};
+          options.lanes,
+          options.lane_rows};
 }
 
 Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* out) {

@@ -14,7 +14,7 @@
 namespace ep_runtime {
 
 // Raised when a field of the table, or of a struct it takes, changes its meaning.
-constexpr uint32_t kTableAbi = 4;
+constexpr uint32_t kTableAbi = 5;
 
 // Errors go to the caller's buffer, cut to its size; the result is then -1.
 struct EpText {
@@ -34,6 +34,7 @@ struct EpGroupOptions {
   int64_t max_top_k;
   int64_t max_token_bytes;
   int64_t lanes;
+  int64_t lane_rows;
   const char* settings;  // every setting of the group, as core/base/settings.h reads them
   int32_t debug;
   int32_t tell_progress;  // devices write what they do to the board

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import ep_runtime as ep
-from ep_runtime import board, specs, workspace
+from ep_runtime import board, device_layout, specs, workspace
 from ep_runtime_client.groups import estimate
 
 _MESH = AbstractMesh((2, 4), ("dp", "ep"))
@@ -54,6 +54,46 @@ def test_a_plan_takes_what_prepare_returns(mesh: Any) -> None:
     found = ep.estimate_memory("g", mesh, **_ARGUMENTS).plan_bytes_per_layer
     arrays = jax.tree.leaves(plan.arrays)
     assert 8 * found == sum(array.size * array.dtype.itemsize for array in arrays)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "mlp_dim", "experts"),
+    [(8192, 7168, 2048, 256), (4096, 7168, 2048, 64), (8192, 2048, 1024, 64)],
+)
+def test_memory_of_a_layer_grows_little_with_ranks(
+    tokens: int, hidden: int, mlp_dim: int, experts: int
+) -> None:
+    sizes = {"num_experts": experts, "hidden_size": hidden, "max_tokens_per_rank": tokens}
+
+    def held(ranks: int) -> int:
+        found = ep.estimate_memory(
+            "g",
+            AbstractMesh((ranks,), ("ep",)),
+            ep_axis="ep",
+            transport="nvlink",
+            mlp_dim=mlp_dim,
+            max_top_k=8,
+            **sizes,
+        )
+        block = (found.workspace_bytes_per_device or 0) + (found.kept_bytes_per_layer or 0)
+        return found.staging_bytes_per_rank + found.plan_bytes_per_layer + block
+
+    assert held(32) < 1.2 * held(4)
+
+
+def test_a_plan_has_counts_of_all_pairs_where_lanes_hold_less_than_all_rows() -> None:
+    def columns(ranks: int, tokens: int, transport: Any = "nvlink") -> int:
+        spec = specs.make_group_spec(
+            name="g",
+            mesh_axes=(("ep", ranks),),
+            **(_ARGUMENTS | {"outer_axes": (), "num_experts": 4 * ranks, "transport": transport}),
+        )
+        return device_layout.count_columns(spec, tokens)
+
+    assert columns(8, 32) == 4 + 2 * 8
+    assert columns(8, 18) == 4  # calls of fewer tokens fit
+    assert columns(5, 32) == 4
+    assert columns(8, 32, "memfd") == 4
 
 
 def test_estimate_of_block_calls_is_of_the_workspace() -> None:

@@ -50,7 +50,7 @@ def test_a_window_holds_rows_entries_and_counts_of_every_lane():
     spec = spec_of()
     rows = 4 * (6 * 16 * 2)  # each source's part is a multiple of 64 here
     entries = 4 * 128  # 6 tokens x 2 slots x 8 bytes = 96, on lines of 64
-    counts = 4 * 64
+    counts = 4 * 64  # of 4 experts and, for all ranks, of 2 * 4 pairs of ranks
     assert board.lane_bytes(spec) == -(-(rows + entries + counts) // 4096) * 4096
     assert board.window_bytes(spec) == 2 * board.lane_bytes(spec)
 

@@ -45,7 +45,18 @@ def test_windows_with_flags_have_the_size_that_the_kernels_expect(tokens: int, l
     assert native.library("cuda").window_bytes(spec) == board.window_bytes(spec)
     host = dataclasses.replace(spec, transport="memfd")
     assert native.library("cpu").window_bytes(host) == board.window_bytes(host)
-    assert board.window_bytes(spec) > board.window_bytes(host)
+
+
+@needs_library
+@pytest.mark.parametrize(("ranks", "top_k"), [(1, 8), (2, 1), (9, 8), (10, 8), (32, 8), (32, 1)])
+@pytest.mark.parametrize("tokens", [1, 31, 8192])
+def test_windows_of_many_ranks_have_the_size_that_the_kernels_expect(
+    ranks: int, top_k: int, tokens: int
+) -> None:
+    axes = (("dp", 1), ("ep", ranks))
+    changes = {"mesh_axes": axes, "num_experts": 8 * ranks, "max_top_k": top_k}
+    spec = spec_of(max_tokens_per_rank=tokens, **changes)
+    assert native.library("cuda").window_bytes(spec) == board.window_bytes(spec)
 
 
 @needs_library

@@ -26,10 +26,12 @@ _HIDDEN = 16384
 def _settings(ranks: int, window_bytes: int) -> dict[str, Any]:
     """Of a group whose windows have about that size."""
     lanes, row_bytes = 2, 4 * _HIDDEN
+    # Rows of the other ranks; of all ranks 8 bytes of a slot and a flag.
+    token_bytes = (ranks - 1) * row_bytes + ranks * (8 + 4)
     return {
         "num_experts": ranks,
         "hidden_size": _HIDDEN,
-        "max_tokens_per_rank": window_bytes // (lanes * ranks * row_bytes),
+        "max_tokens_per_rank": window_bytes // (lanes * token_bytes),
         "max_top_k": 1,
         "capacity_factor": 1.0,
     }

@@ -21,14 +21,14 @@ pytestmark = pytest.mark.skipif(TRIAL, reason="CPU devices have no memory of the
 MARK = 0x5A
 FREE_S, FREE_MIB = 30.0, 64
 SPEC = make_spec("owned", ranks=1, transport="nvlink", retain_s=60.0)
-# A window of about a GiB.
+# A window of about a GiB, of what slots need: a rank alone stages no rows.
 LARGE = make_spec(
     "large",
     ranks=1,
     transport="nvlink",
     retain_s=60.0,
-    hidden_size=8192,
-    max_tokens_per_rank=40_000,
+    max_tokens_per_rank=2_100_000,
+    max_top_k=32,
 )
 Record = Callable[[str, object], None]
 

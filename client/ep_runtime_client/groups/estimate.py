@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ep_runtime import specs, workspace
+from ep_runtime import device_layout, specs, workspace
 from ep_runtime.arguments import check_whole
 from ep_runtime.units import iec
 from ep_runtime_client.base import meshes
@@ -64,7 +64,8 @@ def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
 def _plan_bytes(spec: specs.GroupSpec) -> int:
     """The arrays of `ops/calls/plan.py`'s PlanArrays, all int32, of a layer with the largest K."""
     tokens, slots = spec.max_tokens_per_rank, spec.max_tokens_per_rank * spec.max_top_k
-    received = 4 * spec.ep_size + spec.ep_size * tokens + 1 + 2 * spec.recv_capacity_per_rank
+    counts = spec.ep_size * device_layout.count_columns(spec, tokens)
+    received = counts + spec.ep_size * tokens + 1 + 2 * spec.recv_capacity_per_rank
     return 4 * (2 * slots + received + 2 * spec.experts_per_rank + 1)
 
 
@@ -128,7 +129,8 @@ def estimate_memory(
     Args:
         name: as in `Session.create_group`.
         mesh: as in `Session.create_group`, or an AbstractMesh.
-        transport: as in `Session.create_group`; "auto" counts as one that has block calls.
+        transport: as in `Session.create_group`; "auto" counts block calls, and windows of shared
+            memory, which have room for more than those of GPUs ("nvlink").
         mlp_dim: M of the layers; of one device where tp splits it, unless `workspace` is bytes,
             which count M whole. None leaves the workspace out.
         gated, keep, keep_factor: as in `ep.moe`.

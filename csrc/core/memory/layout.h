@@ -25,14 +25,39 @@ struct GroupSizes {
   int64_t max_top_k;
   int64_t max_token_bytes;  // of one element
   int64_t lanes;
+  int64_t lane_rows;  // staged rows that a lane holds, of all sources together
 
   int64_t num_domains() const { return world_size / ep_size; }
   int64_t experts_per_rank() const { return num_experts / ep_size; }
 };
 
+// Rounded up to 2: fp32 partials of half the tokens must fit where 2-byte rows of all do.
+constexpr int64_t EvenTokens(int64_t tokens) { return AlignUp(tokens, 2); }
+
+// How the staged rows of a call lie in a lane. Apart: each source has room for all its tokens, on
+// GPUs all but this rank, whose rows do not travel. Packed, where the lane has not that much: one
+// source's rows behind the other's, by the counts that the plan has of all ranks.
+struct LaneRoom {
+  int32_t ranks;
+  int32_t rows;   // of the widest
+  int64_t bytes;  // of all rows
+
+  // Whether calls of so many tokens a rank are packed.
+  constexpr bool Packs(int64_t tokens) const { return (ranks - 1) * EvenTokens(tokens) > rows; }
+  // In how many parts a rank receives that many tokens of every other at most. A source's share of
+  // a part is rounded.
+  constexpr int64_t MostParts(int64_t tokens) const {
+    const int64_t each = rows - (ranks - 1);
+    return Packs(tokens) ? ((ranks - 1) * tokens + each - 1) / each : 1;
+  }
+  // Of the plan's recv_count; packed calls need the counts of all pairs of ranks.
+  constexpr int64_t CountColumns(int64_t tokens) const { return Packs(tokens) ? 4 + 2 * ranks : 4; }
+};
+
 // Where the parts of one lane lie. Each source writes only its own part of each region.
 struct LaneLayout {
-  int64_t source_rows_bytes;
+  int64_t rows_bytes;
+  int64_t source_rows_bytes;  // apart
   int64_t source_entries_bytes;
   int64_t source_counts_bytes;
   int64_t entries_offset;
@@ -41,16 +66,21 @@ struct LaneLayout {
 
   explicit LaneLayout(const GroupSizes& sizes) {
     const int64_t tokens = sizes.max_tokens_per_rank;
-    // Rounded up to 2: fp32 partials of half the tokens must fit where 2-byte rows of all do.
-    source_rows_bytes =
-        AlignUp(AlignUp(tokens, 2) * sizes.hidden_size * sizes.max_token_bytes, kLineBytes);
+    const int64_t row_bytes = sizes.hidden_size * sizes.max_token_bytes;
+    source_rows_bytes = EvenTokens(tokens) * row_bytes;
     source_entries_bytes = AlignUp(tokens * sizes.max_top_k * 8, kLineBytes);
-    source_counts_bytes = AlignUp(sizes.num_experts * 4, kLineBytes);
-    entries_offset = sizes.ep_size * source_rows_bytes;
+    source_counts_bytes = AlignUp((sizes.num_experts + 2 * sizes.ep_size) * 4, kLineBytes);
+    rows_bytes = AlignUp(sizes.lane_rows * row_bytes, kLineBytes);
+    entries_offset = rows_bytes;
     counts_offset = entries_offset + sizes.ep_size * source_entries_bytes;
     lane_bytes = AlignUp(counts_offset + sizes.ep_size * source_counts_bytes, kPageBytes);
   }
 };
+
+inline LaneRoom RoomOf(const GroupSizes& sizes) {
+  return {static_cast<int32_t>(sizes.ep_size), static_cast<int32_t>(sizes.lane_rows),
+          LaneLayout(sizes).rows_bytes};
+}
 
 inline int64_t WindowBytes(const GroupSizes& sizes) {
   return sizes.lanes * LaneLayout(sizes).lane_bytes;

@@ -247,6 +247,7 @@ class BlockLaunches : private ExpertLaunches {
     prepare.topk_idx = at_.topk_idx;
     prepare.plan = at_.plan;
     prepare.blocks = p_.prepare_blocks;
+    prepare.room = p_.room;
     return LaunchPrepare(stream_, prepare);
   }
 
@@ -260,6 +261,7 @@ class BlockLaunches : private ExpertLaunches {
     params.type = p_.type;
     params.row_bytes = s_.hidden * s_.element_bytes;
     params.plan = pass.plan;
+    params.room = p_.room;
     return params;
   }
 
@@ -314,7 +316,6 @@ class BlockLaunches : private ExpertLaunches {
     auto sums = ExchangeOf<CombineParams>(pass);
     sums.op = backward_ ? OpCode::kDispatchBwd : OpCode::kCombine;
     sums.exact = p_.exact;
-    sums.source_rows_bytes = p_.source_rows_bytes;
     sums.rows = backward_ ? at_.grads : at_.tokens;
     sums.weights = backward_ || p_.early ? nullptr : at_.weights;
     sums.grid = grids.combine;

@@ -38,7 +38,7 @@ struct BlockParams {
   ExchangeGrids alone;   // of exchanges that nothing of the call runs beside
   ExchangeGrids beside;  // of the others
   bool exact;
-  int64_t source_rows_bytes;
+  LaneRoom room;
   SideStreams* side;  // null: exchanges run beside nothing
 
   const int32_t* topk_idx;  // [T, K]

@@ -10,7 +10,7 @@ Status LaunchWith(const CudaCall& call, cuda::CombineParams params) {
   params.name = call.name;
   params.op = call.frame.op;
   params.exact = call.context.group->options().exact_combine;
-  params.source_rows_bytes = call.context.group->lane_layout().source_rows_bytes;
+  params.room = RoomOf(call.context.group->sizes());
   params.grid = {call.group.blocks().beside.reduce, call.group.blocks().beside.sum};
   return call.Launched(cuda::LaunchCombine(call.stream, params));
 }

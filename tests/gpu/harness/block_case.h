@@ -81,6 +81,7 @@ class BlockCase {
     params.topk_idx = d.idx->as<int32_t>();
     params.plan = d.plan->buffers<int32_t>();
     params.most = d.most->as<int32_t>();
+    params.room = ep_runtime::RoomOf(world_.sizes());
     CHECK_CUDA(ec::LaunchPrepare(world_.stream(r), params));
   }
   void Forward(int r, const Way& way) {
@@ -123,6 +124,7 @@ class BlockCase {
     params.plan = block.plan;
     params.d_expert_out = regions.grads;
     params.grid = block.alone.dispatch;
+    params.room = block.room;
     params.clear_slack = false;
     CHECK_CUDA(ec::LaunchCombineBwd(world_.stream(r), params));
   }
@@ -202,7 +204,7 @@ class BlockCase {
     p.prepare_blocks = 32;
     p.alone = way.alone;
     p.beside = {way.dispatch, way.combine};
-    p.source_rows_bytes = ep_runtime::LaneLayout(world_.sizes()).source_rows_bytes;
+    p.room = ep_runtime::RoomOf(world_.sizes());
     p.side = way.overlaps ? sides_[r].get() : nullptr;
     p.topk_idx = d.idx->as<int32_t>();
     p.tokens = d.tokens->as<void>();

@@ -16,7 +16,7 @@ namespace {
 using Results = std::vector<std::vector<uint16_t>>;
 
 GroupSizes SizesOf(const BlockShape& s) {
-  return {s.ranks, s.ranks, s.experts, s.hidden, s.tokens, BlockCase::Capacity(s), s.top_k, 2, 2};
+  return GroupOf(s.ranks, s.experts, s.hidden, s.tokens, BlockCase::Capacity(s), s.top_k, 2);
 }
 
 // Holds a stream up for a while, so that ranks start in another order every time.
@@ -45,6 +45,10 @@ std::vector<BlockShape> Shapes(int n) {
       {"block scales, rows sent wide", n, 300, 256, 128, 4 * n, 3, 1.5, 1.0, false, kBlock},
       {"block scales, long rows", n, 300, 8704, 128, 4 * n, 3, 1.5, 1.5, false, kBlock},
       {"tensor scales", n, 2048, 1024, 512, 8 * n, 4, 1.5, 1.0, false, kTensor},
+      // Of four ranks and more packed into lanes.
+      {"two slots", n, 300, 256, 128, 4 * n, 2, 1.5, 1.0},
+      {"two slots, in parts", n, 300, 256, 128, 4 * n, 2, 0.6, 1.0},
+      {"two slots, all to one rank", n, 300, 256, 128, 4 * n, 2, 1000, 0, true},
   };
 }
 
@@ -125,14 +129,20 @@ void Replay(World& world, const std::vector<cudaGraphExec_t>& graphs) {
   }
 }
 
+// More than two ranks of a GPU: exchanges of all of them must be resident at once.
+bool Crowded(int ranks, int gpus) { return ranks > 2 * gpus; }
+Way Narrow(bool overlaps) { return {overlaps, {5, 12}, {9, 4}, {{5, 12}, {9, 4}}}; }
+
 int RunShape(const BlockShape& shape, int gpus) {
   World world(SizesOf(shape), gpus);
   BlockCase block(world, shape);
-  RunLate(world, block, {false}, 1);
+  const bool crowded = Crowded(shape.ranks, gpus);
+  RunLate(world, block, crowded ? Narrow(false) : Way{false}, 1);
   const Results want = block.Results();
   int wrong = CountPoison(want) != 0;
+  std::vector<Way> ways{crowded ? Narrow(true) : Way{true}};
   // Also grids that leave an odd number of SMs.
-  const Way ways[] = {{true}, {true, {5, 12}, {9, 4}}};
+  if (!crowded) ways.push_back({true, {5, 12}, {9, 4}});
   for (const Way& way : ways) {
     block.Poison();
     RunLate(world, block, way, 4);
@@ -341,7 +351,9 @@ int Main(const std::string& what, int ranks, int gpus) {
   int wrong = 0;
   if (what == "check") {
     for (const BlockShape& shape : Shapes(ranks)) wrong += RunShape(shape, gpus);
-    if (ranks > 1) wrong += RunDeath(ranks, gpus) + RunDeathInParts(ranks, gpus);
+    if (ranks > 1 && !Crowded(ranks, gpus)) {
+      wrong += RunDeath(ranks, gpus) + RunDeathInParts(ranks, gpus);
+    }
   }
   if (what == "small") {  // for sanitizers: a call at once, and one in parts
     const std::vector<BlockShape> shapes = Shapes(ranks);

@@ -63,7 +63,7 @@ struct Plan {
     const auto ints = [](int64_t n) { return std::make_unique<Memory>(n * 4); };
     dst_rank = ints(c.tokens * c.top_k);
     dst_row = ints(c.tokens * c.top_k);
-    recv_count = ints(c.ranks * 4);
+    recv_count = ints(c.ranks * CountColumns(c));
     staged_start = ints(c.ranks * c.tokens + 1);
     staged_row = ints(c.capacity);
     staged_slot = ints(c.capacity);
@@ -103,16 +103,17 @@ class CaseRunner {
     const int row_bytes = c_.width * ElementBytes(c_.type);
     ec::DeviceGroup* group = world_.group(rank);
     const ec::CallName name{0x1234, nullptr, 0};
+    const ep_runtime::LaneRoom room = ep_runtime::RoomOf(world_.sizes());
     CHECK_CUDA(ec::LaunchPrepare(
-        stream, {group, name, sizes, c_.experts, c_.alignment, d.idx->as<int32_t>(),
-                 d.plan->buffers<int32_t>(), d.verdict->as<ec::DeviceVerdict>(), grids_.prepare}));
+        stream,
+        {group, name, sizes, c_.experts, c_.alignment, d.idx->as<int32_t>(),
+         d.plan->buffers<int32_t>(), d.verdict->as<ec::DeviceVerdict>(), grids_.prepare, room}));
     const auto plan = d.plan->buffers<const int32_t>();
     CHECK_CUDA(ec::LaunchDispatch(
         stream, {group, name, sizes, c_.type, row_bytes, d.tokens->as<void>(),
                  c_.weighted ? d.topk_weights->as<float>() : nullptr, plan, d.recv->as<void>(),
-                 d.recv_weights->as<float>(), grids_.dispatch}));
+                 d.recv_weights->as<float>(), grids_.dispatch, room}));
     if (c_.type == RowType::kBytes || !whole) return;
-    const int64_t lane_rows = ep_runtime::LaneLayout(world_.sizes()).source_rows_bytes;
     ec::CombineParams combine{group,
                               name,
                               ep_runtime::OpCode::kCombine,
@@ -120,7 +121,7 @@ class CaseRunner {
                               c_.type,
                               row_bytes,
                               c_.exact,
-                              lane_rows,
+                              room,
                               d.expert_out->as<void>(),
                               c_.weighted ? d.row_weights->as<float>() : nullptr,
                               nullptr,
@@ -141,7 +142,7 @@ class CaseRunner {
         {group, name, sizes, c_.type, row_bytes, d.grad->as<void>(),
          c_.weighted ? d.expert_out->as<void>() : nullptr,
          c_.weighted ? d.row_weights->as<float>() : nullptr, plan, d.d_expert_out->as<void>(),
-         c_.weighted ? d.d_weights->as<float>() : nullptr, grids_.dispatch}));
+         c_.weighted ? d.d_weights->as<float>() : nullptr, grids_.dispatch, room}));
   }
 
   // Number of arrays that differ, each named on stdout.

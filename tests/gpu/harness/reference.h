@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/memory/layout.h"
 #include "core/memory/plan.h"
 #include "cuda/device/device_group.h"
 
@@ -34,6 +35,27 @@ struct Case {
 
 inline int ElementBytes(RowType type) {
   return type == RowType::kF32 ? 4 : type == RowType::kBytes ? 1 : 2;
+}
+
+// As `lane_rows` of ep_runtime/device_layout.py, but that few slots make it smaller: then few ranks
+// pack their rows.
+inline int64_t LaneRows(int64_t ranks, int64_t tokens, int64_t top_k) {
+  const int64_t even = ep_runtime::EvenTokens(tokens);
+  const int64_t packed = std::max(std::max<int64_t>(top_k, 2) * even, 4 * ranks);
+  return std::min((ranks - 1) * even, packed);
+}
+
+// Of a group of one domain, with two lanes.
+inline ep_runtime::GroupSizes GroupOf(int ranks, int experts, int width, int tokens, int capacity,
+                                      int top_k, int bytes) {
+  return {ranks,    ranks, experts, width, tokens,
+          capacity, top_k, bytes,   2,     LaneRows(ranks, tokens, top_k)};
+}
+inline ep_runtime::GroupSizes SizesOf(const Case& c) {
+  return GroupOf(c.ranks, c.experts, c.width, c.tokens, c.capacity, c.top_k, ElementBytes(c.type));
+}
+inline int CountColumns(const Case& c) {
+  return static_cast<int>(ep_runtime::RoomOf(SizesOf(c)).CountColumns(c.tokens));
 }
 
 // Of what combine returns.
@@ -91,6 +113,21 @@ struct Routed {
   std::vector<int> zones;              // [N] end of the last zone
 };
 
+// Of packed calls: staged rows of every source for every rank, then those of the first half.
+inline void AddPairCounts(const Case& c, Routed* routed) {
+  const int columns = CountColumns(c);
+  for (int r = 0; r < c.ranks; ++r) {
+    for (int source = 0; source < c.ranks; ++source) {
+      int32_t* row = &routed->plans[r].recv_count[source * columns];
+      for (int dest = 0; dest < c.ranks; ++dest) {
+        const int32_t* count = &routed->plans[dest].recv_count[source * columns];
+        row[4 + dest] = count[0];
+        row[4 + c.ranks + dest] = count[2];
+      }
+    }
+  }
+}
+
 inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
   const int local = c.experts / c.ranks;
   Ints counts(c.ranks * c.experts, 0);
@@ -122,13 +159,14 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
   }
   for (int r = 0; r < c.ranks; ++r) {
     RankPlan& plan = out.plans[r];
-    plan.recv_count.assign(c.ranks * 4, 0);
+    const int columns = CountColumns(c);
+    plan.recv_count.assign(c.ranks * columns, 0);
     plan.staged_row.assign(c.capacity, -1);
     plan.staged_slot.assign(c.capacity, -1);
     int entries = 0;
     for (int source = 0; source < c.ranks; ++source) {
       const RankPlan& from = out.plans[source];
-      int32_t* count = &plan.recv_count[source * 4];
+      int32_t* count = &plan.recv_count[source * columns];
       for (int t = 0; t < c.tokens; ++t) {
         bool first = true;
         for (int k = 0; k < c.top_k; ++k) {
@@ -156,6 +194,7 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
     }
     plan.num_recv = {static_cast<int32_t>(demand)};
   }
+  if (CountColumns(c) > 4) AddPairCounts(c, &out);
   return out;
 }
 

@@ -59,6 +59,7 @@ class TimedCase {
     world_.Synchronize();
   }
 
+  ep_runtime::LaneRoom Room() const { return ep_runtime::RoomOf(world_.sizes()); }
   ec::CallSizes Sizes() const { return {c_.tokens, kTopK, c_.capacity, kExperts / n_, width_}; }
   // Of one rank, on average: each token once to every rank that wants it, and once per expert.
   double RemoteBytes() const { return remote_rows_ * width_ * 2.0 / n_; }
@@ -76,7 +77,8 @@ class TimedCase {
                                                     d.idx->as<int32_t>(),
                                                     d.plan->buffers<int32_t>(),
                                                     nullptr,
-                                                    blocks}));
+                                                    blocks,
+                                                    Room()}));
   }
   void Dispatch(int r, const ec::DispatchGrid& grid) {
     RankData& d = data_[r];
@@ -90,7 +92,8 @@ class TimedCase {
                                                      d.plan->buffers<const int32_t>(),
                                                      d.recv->as<void>(),
                                                      d.recv_weights->as<float>(),
-                                                     grid}));
+                                                     grid,
+                                                     Room()}));
   }
   // Of rows of 8 bits, that end with scales of 128 values each.
   void DispatchNarrow(int r, const ec::DispatchGrid& grid) {
@@ -109,6 +112,7 @@ class TimedCase {
     params.recv_scale = d.recv->as<uint8_t>() + int64_t{c_.capacity} * width_;
     params.recv_weights = d.recv_weights->as<float>();
     params.grid = grid;
+    params.room = Room();
     CHECK_CUDA(ec::LaunchDispatch(world_.stream(r), params));
   }
   void DispatchBwd(int r, const ec::CombineGrid& grid) {
@@ -131,7 +135,7 @@ class TimedCase {
             RowType::kBF16,
             width_ * 2,
             exact,
-            ep_runtime::LaneLayout(world_.sizes()).source_rows_bytes,
+            Room(),
             d.expert_out->as<void>(),
             weighted ? d.recv_weights->as<float>() : nullptr,
             nullptr,

@@ -225,8 +225,7 @@ int TimeSkewed(World& world, Routing routing, const char* name) {
 }  // namespace
 
 int TimeAll(int ranks, int gpus, const std::string& what) {
-  const GroupSizes sizes{ranks, ranks, kExperts, kWidth, 8192, 1, kTopK, 2, 2};
-  World world(sizes, gpus);
+  World world(GroupOf(ranks, kExperts, kWidth, 8192, 1, kTopK, 2), gpus);
   int wrong = 0;
   if (what == "warps") {
     for (int width : {2048, 7168}) wrong += TimeWarps(world, width);

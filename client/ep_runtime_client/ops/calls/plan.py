@@ -31,7 +31,9 @@ class PlanArrays(NamedTuple):
 
     dst_rank: jax.Array  # [T, K] ep rank that holds the slot's row; -1 unused or dropped
     dst_row: jax.Array  # [T, K] row in that rank's slab; -1 unused or dropped
-    recv_count: jax.Array  # [N, 4] per source: staged rows, entries, staged of the first half, 0
+    # [N, 4] per source: staged rows, entries, staged of the first half, 0. Where rows are packed
+    # into a lane [N, 4 + 2 * N]: then also its staged rows, and those of the first half, by rank.
+    recv_count: jax.Array
     staged_start: jax.Array  # [N*T+1] first entry of each staged row, source-major; tail = total
     staged_row: jax.Array  # [C] row that an entry fills; tail -1
     staged_slot: jax.Array  # [C] slot that an entry came from; tail -1

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ep_runtime import native
+from ep_runtime import device_layout, native
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
@@ -81,7 +81,7 @@ def _prepare(
     dims = (
         (tokens, top_k),
         (tokens, top_k),
-        (ranks, 4),
+        (ranks, device_layout.count_columns(call.group, tokens)),
         (ranks * tokens + 1,),
         (call.capacity,),
         (call.capacity,),

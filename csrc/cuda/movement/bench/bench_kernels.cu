@@ -21,8 +21,13 @@ __global__ void __launch_bounds__(1024, 1) CeilingKernel(CeilingParams params) {
   if (threadIdx.x % 32 != 0 || LoadRelaxed(&group.open) == 0) return;
   const auto row_bytes = static_cast<uint32_t>(params.row_bytes);
   const auto* rows = static_cast<const uint8_t*>(params.rows);
-  const auto most = static_cast<uint32_t>(group.source_rows_bytes / row_bytes);
-  uint8_t* lane = group.windows + group.ep_rank * group.source_rows_bytes;
+  // Each rank's share of a lane, which is for all but one: no other writes there.
+  const int shares = max(group.ep_size - 1, 1);
+  const auto most = static_cast<uint32_t>(group.rows_bytes / shares / row_bytes);
+  const auto room = [&](int rank) {
+    const int share = min(group.ep_rank - (group.ep_rank > rank ? 1 : 0), shares - 1);
+    return group.windows + rank * group.window_stride + share * int64_t{most} * row_bytes;
+  };
   uint8_t* buffer = dynamic + static_cast<size_t>(warp) * row_bytes;
   barriers[warp].Init();
   FenceBarrierInit();
@@ -36,8 +41,7 @@ __global__ void __launch_bounds__(1024, 1) CeilingKernel(CeilingParams params) {
       const int rank = params.dst_rank[i * params.top_k + j];
       const auto row = static_cast<uint32_t>(params.dst_row[i * params.top_k + j]);
       if (rank < 0 || rank >= group.ep_size || row >= most) continue;
-      BulkStore(lane + rank * group.window_stride + static_cast<size_t>(row) * row_bytes, buffer,
-                row_bytes);
+      BulkStore(room(rank) + static_cast<size_t>(row) * row_bytes, buffer, row_bytes);
     }
     CommitStores();
   }

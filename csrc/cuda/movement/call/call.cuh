@@ -82,9 +82,6 @@ struct DeviceCall {
     return Window(rank) + group->flags_offset + lane * group->flag_lane_bytes;
   }
   // Parts of `dest`'s lane that `source` writes.
-  __device__ uint8_t* Rows(int dest, int source) const {
-    return Lane(dest) + source * group->source_rows_bytes;
-  }
   __device__ uint8_t* Entries(int dest, int source) const {
     return Lane(dest) + group->entries_offset + source * group->source_entries_bytes;
   }

@@ -3,6 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 
 #include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/staged_places.cuh"
 #include "cuda/movement/call/warp_scan.cuh"
 
 namespace ep_runtime {
@@ -12,15 +13,26 @@ namespace cuda {
 struct SourceCounts {
   int32_t staged;
   int32_t first;  // staged rows of earlier sources
-  int32_t most;   // of any one peer
 
-  __device__ SourceCounts(const DeviceCall& call, const Plan& plan, int tokens) {
+  __device__ SourceCounts(const DeviceCall& call, const Plan& plan, int tokens, int columns) {
     const int lane = threadIdx.x % 32;
-    staged = lane < call.ranks ? plan.recv_count[lane * 4] : 0;
+    staged = lane < call.ranks ? plan.recv_count[lane * columns] : 0;
     staged = min(max(staged, 0), tokens);
     first = WarpScan(staged) - staged;
-    most = __reduce_max_sync(~0u, lane == call.me ? 0 : staged);
   }
+};
+
+// Those that arrive in a launch of dispatch.
+struct Arriving {
+  SourceCounts counts;
+  StagedPlaces places;
+  int32_t most;  // of any one peer
+
+  __device__ Arriving(const DeviceCall& call, const Plan& plan, const Staging& staging,
+                      const PartShare& share, int tokens, int32_t row_bytes)
+      : counts(call, plan, tokens, staging.columns()),
+        places(ReceivedPlaces(call, staging, tokens, share, counts.staged, row_bytes)),
+        most(__reduce_max_sync(~0u, places.count)) {}
 };
 
 // A staged row of a peer and its entries; lane i holds the i-th.
@@ -35,14 +47,15 @@ struct StagedRow {
 
   // Number `item` of all peers' staged rows, sources in turn, which is about the order of arrival;
   // none where that source has fewer. Reads where its entries are.
-  __device__ void Find(const DeviceCall& call, const Plan& plan, const SourceCounts& counts,
+  __device__ void Find(const DeviceCall& call, const Plan& plan, const Arriving& arriving,
                        int item) {
     const int peers = call.ranks - 1;
     const int number = item / peers;
     source = call.me + 1 + item % peers;
     if (source >= call.ranks) source -= call.ranks;
-    staged = number < __shfl_sync(~0u, counts.staged, source) ? number : -1;
-    const int64_t at = __shfl_sync(~0u, counts.first, source) + int64_t{number};
+    const int32_t begin = __shfl_sync(~0u, arriving.places.begin, source);
+    staged = number < __shfl_sync(~0u, arriving.places.count, source) ? begin + number : -1;
+    const int64_t at = __shfl_sync(~0u, arriving.counts.first, source) + int64_t{staged};
     if (staged >= 0) ReadBounds(plan, at);
   }
   // `at`: the staged row's number among those of all sources.

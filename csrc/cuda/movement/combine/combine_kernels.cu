@@ -6,7 +6,7 @@
 //   sum block             IndexTokens: where every rank has staged     the other sum blocks
 //                         each token -> table in scratch               (barriers 0 and 1)
 //   reduce block: all     PeerSums: of a peer's token, its rows here   the last warp, where that
-//   warps but the last    in slot order -> Rows(peer, me);             is 8 sums behind
+//   warps but the last    in slot order -> SumPlaces;                  is 8 sums behind
 //                         d_weights -> Entries(peer, me)
 //     the last            Publish: Ready(peer, me)[staged]             the block's other warps
 //     all, then           go on as a sum block does                    the table (barrier 1)
@@ -113,17 +113,20 @@ cudaError_t LaunchPass(cudaStream_t stream, const CombineParams& params, const P
 template <RowType kType>
 cudaError_t LaunchPasses(cudaStream_t stream, const CombineParams& params) {
   const int32_t tokens = params.sizes.tokens;
+  const bool packed = params.room.Packs(tokens);
   if (!params.exact || kType == RowType::kF32) {
-    return LaunchPass<kType, false>(stream, params, {0, tokens, 0});
+    return LaunchPass<kType, false>(stream, params, {0, tokens, 0, packed});
   }
-  // From static sizes alone, so that every rank makes the same number of passes.
-  if (int64_t{tokens} * params.sizes.width * 4 <= params.source_rows_bytes) {
-    return LaunchPass<kType, true>(stream, params, {0, tokens, 0});
+  // From static sizes alone, so that every rank makes the same number of passes. Packed, a token
+  // has a sum of as many ranks as it has slots at most.
+  const int64_t sums = packed ? params.sizes.top_k : params.room.ranks - 1;
+  if (sums * tokens * params.sizes.width * 4 <= params.room.bytes) {
+    return LaunchPass<kType, true>(stream, params, {0, tokens, 0, packed});
   }
   const int32_t half = (tokens + 1) / 2;
-  const cudaError_t error = LaunchPass<kType, true>(stream, params, {0, half, 1});
+  const cudaError_t error = LaunchPass<kType, true>(stream, params, {0, half, 1, packed});
   if (error != cudaSuccess) return error;
-  return LaunchPass<kType, true>(stream, params, {half, tokens, 2});
+  return LaunchPass<kType, true>(stream, params, {half, tokens, 2, packed});
 }
 
 }  // namespace

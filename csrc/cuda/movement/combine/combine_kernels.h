@@ -22,11 +22,11 @@ struct CombineParams {
   CallSizes sizes;
   RowType type;  // kF32, kBF16 or kF16
   int32_t row_bytes;
-  bool exact;                 // partial sums travel in f32
-  int64_t source_rows_bytes;  // of one source in a lane (LaneLayout): decides exact's passes
-  const void* rows;           // [C, H] type, device, written by XLA
-  const float* weights;       // [C] f32, device, written by XLA, multiplied before the sum; or null
-  const float* d_weights;     // [C] f32, device, written by XLA, returned to their slots; or null
+  bool exact;              // partial sums travel in f32
+  LaneRoom room;           // decides exact's passes too
+  const void* rows;        // [C, H] type, device, written by XLA
+  const float* weights;    // [C] f32, device, written by XLA, multiplied before the sum; or null
+  const float* d_weights;  // [C] f32, device, written by XLA, returned to their slots; or null
   Plan plan;
   void* tokens;           // [T, H] type or f32, device; written whole, zeros without rows
   float* d_topk_weights;  // [T, K] f32, device; written whole; null with d_weights

@@ -19,6 +19,7 @@ struct PeerSums {
   const DeviceCall& call;
   const CombineParams& params;
   SourceCounts counts;
+  SumPlaces places;
   LandedSums<kSenders>* landed;
   WorkNumbers numbers;
   int32_t skip;
@@ -31,16 +32,18 @@ struct PeerSums {
                       LandedSums<kSenders>* l, uint32_t warp, uint32_t warps)
       : call(c),
         params(p),
-        counts(c, p.plan, p.sizes.tokens),
+        counts(c, p.plan, p.sizes.tokens, Columns(c, pass)),
+        places(c, p, pass, threadIdx.x % 32, c.me, PartialBytes<kExact>(p)),
         landed(l),
         numbers{kPeerTicket, warps, warp} {
     const int lane = threadIdx.x % 32;
-    const int32_t half = lane < call.ranks ? params.plan.recv_count[lane * 4 + 2] : 0;
+    const int columns = Columns(call, pass);
+    const int32_t half = lane < call.ranks ? params.plan.recv_count[lane * columns + 2] : 0;
     const int32_t first_half = min(max(half, 0), counts.staged);
     skip = pass.half == 2 ? first_half : 0;
     count = pass.half == 1 ? first_half : counts.staged - skip;
     most = __reduce_max_sync(~0u, lane == call.me ? 0 : count);
-    partial_bytes = kExact ? params.sizes.width * 4 : params.row_bytes;
+    partial_bytes = PartialBytes<kExact>(params);
   }
 
   __device__ void Draw() { numbers.Draw(call); }
@@ -69,7 +72,7 @@ struct PeerSums {
       item->weight = kWeighted && entries.row >= 0 ? params.weights[entries.row] : 1.0f;
       item->rank = source;
       item->staged = staged;
-      item->out = call.Rows(source, call.me) + int64_t{staged} * partial_bytes;
+      item->out = places.At(source, staged, partial_bytes);
       return true;
     }
     return false;

@@ -40,13 +40,18 @@ struct TokenSums {
   const CombineParams& params;
   const Pass& pass;
   WorkNumbers numbers;
+  SumPlaces places;
   int32_t partial_bytes;
   int32_t token_bytes;
 
   __device__ TokenSums(const DeviceCall& c, const CombineParams& p, const Pass& tokens,
                        const WorkNumbers& first)
-      : call(c), params(p), pass(tokens), numbers(first) {
-    partial_bytes = kExact ? params.sizes.width * 4 : params.row_bytes;
+      : call(c),
+        params(p),
+        pass(tokens),
+        numbers(first),
+        places(c, p, tokens, c.me, threadIdx.x % 32, PartialBytes<kExact>(p)) {
+    partial_bytes = PartialBytes<kExact>(params);
     token_bytes = TokenBytes<kExact>(params);
   }
 
@@ -83,9 +88,10 @@ struct TokenSums {
     const int32_t own_row = __shfl_sync(~0u, row, from);
     const int32_t staged = __shfl_sync(~0u, item->staged, from);
     item->row = own_row;
+    const uint8_t* sums = places.Start(from);
     item->part = mine ? static_cast<const uint8_t*>(params.rows) +
                             int64_t{max(own_row, 0)} * params.row_bytes
-                      : call.Rows(call.me, from) + int64_t{max(staged, 0)} * partial_bytes;
+                      : sums + int64_t{max(staged, 0)} * partial_bytes;
     item->weight = kWeighted && mine ? params.weights[own_row] : 1.0f;
     item->out = static_cast<uint8_t*>(params.tokens) + int64_t{item->token} * token_bytes;
     return true;

@@ -3,6 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_WORK_CUH_
 
 #include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/staged_places.cuh"
 #include "cuda/movement/combine/combine_kernels.h"
 
 namespace ep_runtime {
@@ -18,6 +19,50 @@ struct Pass {
   int32_t begin;
   int32_t end;
   int32_t half;  // 0: all, 1: first, 2: second
+  bool packed;   // LaneRoom
+};
+
+// Of the plan's recv_count.
+__device__ inline int Columns(const DeviceCall& call, const Pass& pass) {
+  return pass.packed ? 4 + 2 * call.ranks : 4;
+}
+
+template <bool kExact>
+__device__ int32_t PartialBytes(const CombineParams& params) {
+  return kExact ? params.sizes.width * 4 : params.row_bytes;
+}
+
+// Where partial sums of a pass lie; lane r of a warp holds rank r's. Of tokens of `owner` those
+// that `rank` sends, in the owner's lane: behind the ones of lower ranks where they are packed.
+struct SumPlaces {
+  uint8_t* first;
+
+  __device__ SumPlaces(const DeviceCall& call, const CombineParams& params, const Pass& pass,
+                       int owner, int rank, int32_t partial_bytes)
+      : first(nullptr) {
+    if (owner >= call.ranks || rank >= call.ranks || owner == rank) return;
+    if (!pass.packed) {
+      first = RoomApart(call, owner, rank, pass.end - pass.begin, partial_bytes);
+      return;
+    }
+    const PairCounts counts{params.plan.recv_count, call.ranks, params.sizes.tokens};
+    int64_t before = 0;
+    for (int r = 0; r < rank; ++r) {
+      if (r == owner) continue;
+      const int32_t half = pass.half == 0 ? 0 : counts.FirstHalf(owner, r);
+      before += pass.half == 1 ? half : counts.All(owner, r) - half;
+    }
+    first = call.Lane(owner) + before * partial_bytes;
+  }
+  // The whole warp asks for one sum.
+  __device__ uint8_t* At(int rank, int32_t number, int32_t partial_bytes) const {
+    return Start(rank) + int64_t{number} * partial_bytes;
+  }
+  // Each lane asks for a rank's first.
+  __device__ uint8_t* Start(int rank) const {
+    return reinterpret_cast<uint8_t*>(
+        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(first), rank));
+  }
 };
 
 // Numbers of one kind of work: the first `warps` belong to a warp each, every later one to the warp

@@ -16,16 +16,16 @@ __device__ inline const uint32_t* FlagOf(const DeviceCall& call, const StagedRow
 struct StagedRows {
   const DeviceCall& call;
   const Plan& plan;
-  const SourceCounts& counts;
+  const Arriving& arriving;
   int next;
   int step;
 
   __device__ StagedRow Next() {
-    const int total = call.ranks > 1 ? counts.most * (call.ranks - 1) : 0;
+    const int total = call.ranks > 1 ? arriving.most * (call.ranks - 1) : 0;
     StagedRow row{};
     row.staged = -1;
     while (row.staged < 0 && next < total) {
-      row.Find(call, plan, counts, next);
+      row.Find(call, plan, arriving, next);
       next += step;
     }
     return row;
@@ -42,8 +42,10 @@ struct OwnTokens {
   int32_t rank = -1;   // lane k: of slot k
   int32_t row = -1;
 
-  __device__ OwnTokens(const DeviceCall& c, const Plan& p, const CallSizes& s)
+  // `all`: else none, as another launch of the call has them.
+  __device__ OwnTokens(const DeviceCall& c, const Plan& p, const CallSizes& s, bool all)
       : call(c), plan(p), sizes(s), ticket(0) {
+    if (!all) return;
     Draw();
     Advance();
   }

@@ -4,12 +4,12 @@
 //
 //   who                   does                                         waits for
 //   push block: warps     PushRows: a token's row, once to each peer   its own copies
-//   with buffers          that keeps it: Rows(dest, me); its weights:
+//   with buffers          that keeps it: SentPlaces; its weights:
 //                         Entries(dest, me)
 //     the warp after      PublishTokens: Ready(dest, me)[staged]       the block's senders
 //     senders, then       place this rank's own tokens -> the slab;    (as place blocks)
 //                         of combine's backward also what arrives
-//   place block: all      PlaceRows, PlaceGrads: Rows(me, source),     Ready(me, source)[staged]
+//   place block: all      PlaceRows, PlaceGrads: ReceivedPlaces,       Ready(me, source)[staged]
 //   warps but the last    and this rank's own tokens -> the slab
 //     the last            dispatch: zeros for weights past the last    nobody
 //                         zone; rows received -> the board
@@ -30,6 +30,10 @@
 // Waits form no circle: sending waits for no peer, placing for peers' sending alone. But push
 // blocks must run while place blocks wait, on every rank: all are resident at once. Begin and end
 // of the call, and why its lane is free: call.cuh. A call that fails leaves NaN, zeros of bytes.
+//
+// Where rows are packed and what a rank receives is more than its lane holds, they go in parts: a
+// launch each, of so many of a pair's staged rows, and an epoch of its own. Launches that no part
+// is left for end at once, on all ranks. The first one also places what does not travel.
 
 #include <algorithm>
 
@@ -64,11 +68,11 @@ struct CopyKind {
 
 // Tells the board how many rows this rank receives, and how many were dropped where another prepare
 // than this library's made the plan; by one whole warp.
-__device__ inline void CountReceived(const DeviceCall& call, const CallName& name,
-                                     const Plan& plan) {
+__device__ inline void CountReceived(const DeviceCall& call, const CallName& name, const Plan& plan,
+                                     int columns) {
   const int lane = threadIdx.x % 32;
   const int32_t rows =
-      __reduce_add_sync(~0u, lane < call.ranks ? plan.recv_count[lane * 4 + 1] : 0);
+      __reduce_add_sync(~0u, lane < call.ranks ? plan.recv_count[lane * columns + 1] : 0);
   if (lane == 0) CountRows(call.group, BoardIndex(name), rows, max(plan.recv_count[3], 0));
 }
 
@@ -104,6 +108,22 @@ __device__ inline PushJob JobOf(const CombineBwdParams& params, int pieces) {
           pieces};
 }
 
+// By a whole warp.
+__device__ inline PartShare ShareOf(const Staging& staging, const Plan& plan,
+                                    const CallSizes& sizes) {
+  if (!staging.packed) return {0, 1};
+  const PairCounts counts{plan.recv_count, staging.room.ranks, sizes.tokens};
+  return {staging.part, CountParts(counts, staging)};
+}
+
+// Where a warp of this rank sends.
+template <typename Params>
+__device__ StagedPlaces PlacesOf(const DeviceCall& call, const Params& params,
+                                 const Staging& staging, const PartShare& share) {
+  const PairCounts counts{params.plan.recv_count, call.ranks, params.sizes.tokens};
+  return SentPlaces(call, staging, counts, share, params.row_bytes);
+}
+
 // Every thread of a block that sends calls it.
 __device__ inline void CountSent(const DeviceCall& call, const PushJob& job, TokenTable* table) {
   table->Count(job.dst_rank, job.top_k, call.ranks, job.tokens);
@@ -111,7 +131,8 @@ __device__ inline void CountSent(const DeviceCall& call, const PushJob& job, Tok
 
 // A warp with buffers: of a block that sends, it sends its tokens and then helps to place.
 template <int kBuffers>
-__device__ void MoveRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
+__device__ void MoveRows(const DeviceCall& call, const DispatchParams& params,
+                         const Staging& staging, const PartShare& part, const Ring& ring,
                          int pieces, int warps, DispatchShared* shared) {
   const int warp = threadIdx.x / 32;
   const int push_blocks = params.grid.push_blocks;
@@ -120,23 +141,26 @@ __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params, c
   int first = 0;
   if (block < 0 && call.ranks > 1) {
     const WarpShare share{static_cast<int>(warp * push_blocks + blockIdx.x), push_blocks * warps};
-    first = PushRows<kBuffers>(call, JobOf(params, pieces), shared->table, ring, share,
-                               &shared->landed);
+    first = PushRows<kBuffers>(call, JobOf(params, pieces), PlacesOf(call, params, staging, part),
+                               shared->table, ring, share, &shared->landed);
   }
-  const SourceCounts counts(call, params.plan, params.sizes.tokens);
+  const Arriving arriving(call, params.plan, staging, part, params.sizes.tokens, params.row_bytes);
   // What arrives is shared out among the blocks that place.
   const int begin = block < 0 ? kNoRows : warp * place_blocks + block;
-  StagedRows rows{call, params.plan, counts, begin, place_blocks * warps};
-  PlaceRows<kBuffers>(call, params, ring, pieces, first, rows);
+  StagedRows rows{call, params.plan, arriving, begin, place_blocks * warps};
+  PlaceRows<kBuffers>(call, params, ring, pieces, first, rows, part.part == 0);
 }
 
 template <int kBuffers>
 __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
-    DispatchKernel(const __grid_constant__ DispatchParams params, CopyKind kind, int piece_bytes,
+    DispatchKernel(const __grid_constant__ DispatchParams params,
+                   const __grid_constant__ Staging staging, CopyKind kind, int piece_bytes,
                    int pieces, uint32_t nan) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ DispatchShared shared;
   if (LeftOut(params.name.wanted)) return;
+  const PartShare share = ShareOf(staging, params.plan, params.sizes);
+  if (share.part >= share.parts) return;
   shared.landed.Clear();
   ClearZeros(dynamic);
   const DeviceCall call = BeginCall(params.group, params.name, kind.op);
@@ -149,17 +173,19 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
     if (block < 0 && call.ranks > 1) CountSent(call, JobOf(params, pieces), &shared.table);
     if (warp < warps) {
       const Ring ring = MakeRing(dynamic + kZeroBytes, shared.barriers, piece_bytes, kBuffers);
-      MoveRows<kBuffers>(call, params, ring, pieces, warps, &shared);
+      MoveRows<kBuffers>(call, params, staging, share, ring, pieces, warps, &shared);
     } else if (block < 0) {
       if (call.ranks > 1) {
         PublishTokens(call, JobOf(params, pieces), &shared.landed, blockIdx.x, push_blocks, warps);
       }
-    } else {
-      if (block == 0 && kind.op == OpCode::kDispatch) CountReceived(call, params.name, params.plan);
+    } else if (share.part == 0) {
+      if (block == 0 && kind.op == OpCode::kDispatch) {
+        CountReceived(call, params.name, params.plan, staging.columns());
+      }
       ZeroWeightsPastZones(params, block, place_blocks);
     }
     const EmptyJob empty{RowsOf(params), params.recv_weights, kind.past_zones};
-    FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
+    if (share.part == 0) FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
   }
   const int64_t capacity = params.sizes.capacity;
   const Output outputs[] = {
@@ -179,12 +205,14 @@ struct GradLayout {
 
 template <RowType kType>
 __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
-    CombineBwdKernel(const __grid_constant__ CombineBwdParams params, GradLayout layout,
-                     uint32_t nan) {
+    CombineBwdKernel(const __grid_constant__ CombineBwdParams params,
+                     const __grid_constant__ Staging staging, GradLayout layout, uint32_t nan) {
   constexpr int kBuffers = 2;
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ DispatchShared shared;
   if (LeftOut(params.name.wanted)) return;
+  const PartShare part = ShareOf(staging, params.plan, params.sizes);
+  if (part.part >= part.parts) return;
   shared.landed.Clear();
   ClearZeros(dynamic);
   const DeviceCall call = BeginCall(params.group, params.name, OpCode::kCombineBwd);
@@ -198,21 +226,23 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
     const Ring ring = MakeRing(rest, shared.barriers, layout.piece_bytes, kBuffers);
     const WarpShare share{static_cast<int>(warp * push_blocks + blockIdx.x),
                           push_blocks * layout.push_warps};
-    PushRows<kBuffers>(call, job, shared.table, ring, share, &shared.landed);
+    PushRows<kBuffers>(call, job, PlacesOf(call, params, staging, part), shared.table, ring, share,
+                       &shared.landed);
     // The buffers are free now.
     if (layout.tree_bytes <= kBuffers * layout.piece_bytes) {
-      PlaceGrads<kType>(call, params, reinterpret_cast<float*>(ring.data));
+      PlaceGrads<kType>(call, params, staging, part, reinterpret_cast<float*>(ring.data));
     }
   } else if (!call.dead && push && warp == layout.push_warps) {
     PublishTokens(call, job, &shared.landed, blockIdx.x, push_blocks, layout.push_warps);
   } else if (!call.dead && !push && warp + 1 < static_cast<int>(blockDim.x / 32)) {
-    PlaceGrads<kType>(call, params, reinterpret_cast<float*>(rest + warp * layout.tree_bytes));
+    auto* tree = reinterpret_cast<float*>(rest + warp * layout.tree_bytes);
+    PlaceGrads<kType>(call, params, staging, part, tree);
   }
   // In a block that sends, warps without a part of it stay out of the copy engine's way.
   if (!call.dead && (!push || warp <= layout.push_warps)) {
     const SlabArrays rows{static_cast<uint8_t*>(params.d_expert_out), nullptr, params.row_bytes, 0};
     const EmptyJob empty{rows, params.d_weights, params.clear_slack};
-    FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
+    if (part.part == 0) FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
   }
   const Output outputs[] = {
       {params.d_expert_out, int64_t{params.sizes.capacity} * params.row_bytes, nan},
@@ -239,6 +269,17 @@ cudaError_t Launch(Kernel* kernel, int blocks, int threads, int shared_bytes, cu
   return cudaGetLastError();
 }
 
+// One launch for each part that there may be.
+template <typename Go>
+cudaError_t InParts(const LaneRoom& room, int32_t tokens, const Go& launch) {
+  Staging staging{room, room.Packs(tokens), 0, static_cast<int32_t>(room.MostParts(tokens))};
+  for (; staging.part < staging.most_parts; ++staging.part) {
+    const cudaError_t error = launch(staging);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
 cudaError_t LaunchCopies(cudaStream_t stream, const DispatchParams& params, CopyKind kind) {
   const DispatchGrid& grid = params.grid;
   const int piece_bytes = std::min(params.row_bytes, kPieceBytes);
@@ -248,9 +289,11 @@ cudaError_t LaunchCopies(cudaStream_t stream, const DispatchParams& params, Copy
   const auto kernel = grid.buffers == 2   ? DispatchKernel<2>
                       : grid.buffers == 3 ? DispatchKernel<3>
                                           : DispatchKernel<4>;
-  return Launch(kernel, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
-                kZeroBytes + warps * warp_bytes, stream, params, kind, piece_bytes, pieces,
-                NanPattern(params.type));
+  return InParts(params.room, params.sizes.tokens, [&](const Staging& staging) {
+    return Launch(kernel, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
+                  kZeroBytes + warps * warp_bytes, stream, params, staging, kind, piece_bytes,
+                  pieces, NanPattern(params.type));
+  });
 }
 
 template <RowType kType>
@@ -266,8 +309,11 @@ cudaError_t LaunchGrads(cudaStream_t stream, const CombineBwdParams& params) {
   const int warps = std::max(layout.push_warps, place_warps);
   const int rest_bytes =
       std::max(layout.push_warps * 2 * layout.piece_bytes, warps * layout.tree_bytes);
-  return Launch(CombineBwdKernel<kType>, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
-                kZeroBytes + rest_bytes, stream, params, layout, NanPattern(params.type));
+  return InParts(params.room, params.sizes.tokens, [&](const Staging& staging) {
+    return Launch(CombineBwdKernel<kType>, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
+                  kZeroBytes + rest_bytes, stream, params, staging, layout,
+                  NanPattern(params.type));
+  });
 }
 
 }  // namespace
@@ -288,10 +334,10 @@ cudaError_t LaunchCombineBwd(cudaStream_t stream, const CombineBwdParams& params
   const bool bytes = params.type == RowType::kBytes;
   if (bytes != (params.scale_bytes != 0)) return cudaErrorInvalidValue;
   if (params.weights == nullptr && params.expert_out == nullptr) {
-    const DispatchParams copies{params.group,        params.name, params.sizes, params.type,
-                                params.row_bytes,    params.grad, nullptr,      params.plan,
-                                params.d_expert_out, nullptr,     params.grid,  params.scale_bytes,
-                                params.d_scale};
+    const DispatchParams copies{params.group,        params.name,   params.sizes, params.type,
+                                params.row_bytes,    params.grad,   nullptr,      params.plan,
+                                params.d_expert_out, nullptr,       params.grid,  params.room,
+                                params.scale_bytes,  params.d_scale};
     return dispatch::LaunchCopies(stream, copies, {OpCode::kCombineBwd, params.clear_slack});
   }
   if (bytes) return cudaErrorInvalidValue;

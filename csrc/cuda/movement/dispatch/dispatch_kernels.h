@@ -28,13 +28,15 @@ struct DispatchParams {
   void* recv;           // [C, H] type, device; written: rows, and zeros in padding
   float* recv_weights;  // [C] f32, device; written whole, zeros where no row is
   DispatchGrid grid;
+  LaneRoom room;
   // Rows that end with scales, `type` kBytes: these go to an array of their own, and `recv` is
   // [C, row_bytes - scale_bytes].
   int32_t scale_bytes = 0;     // of row_bytes, a multiple of 16; 0: rows have none
   void* recv_scale = nullptr;  // [C, scale_bytes], device; likewise
 };
 
-// Sends each token once to every rank that keeps a row of it; placement runs while rows arrive.
+// Sends each token once to every rank that keeps a row of it; placement runs while rows arrive. Of
+// packed calls one launch for each part that there may be.
 cudaError_t LaunchDispatch(cudaStream_t stream, const DispatchParams& params);
 
 struct CombineBwdParams {
@@ -52,6 +54,7 @@ struct CombineBwdParams {
   void* d_expert_out;  // [C, H] type, device; written: weight * grad, zeros in padding
   float* d_weights;    // [C] f32, device; written likewise; null with expert_out
   DispatchGrid grid;
+  LaneRoom room;
   bool clear_slack = true;
   int32_t scale_bytes = 0;  // as of dispatch
   void* d_scale = nullptr;  // [C, scale_bytes], device

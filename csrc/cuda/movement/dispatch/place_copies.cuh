@@ -30,8 +30,8 @@ struct PlaceItems {
   StagedRow arrival;
   StagedRow after;
 
-  __device__ PlaceItems(const DeviceCall& c, const DispatchParams& p, StagedRows& r)
-      : call(c), params(p), rows(r), own(c, p.plan, p.sizes) {
+  __device__ PlaceItems(const DeviceCall& c, const DispatchParams& p, StagedRows& r, bool first)
+      : call(c), params(p), rows(r), own(c, p.plan, p.sizes, first) {
     arrival = rows.Next();
     arrival.ReadEntries(params.plan, params.sizes);
     after = rows.Next();
@@ -71,7 +71,7 @@ struct PlaceItems {
   }
   __device__ bool TakeArrival(PlaceItem* item) {
     arrival.CheckEntries(params.sizes);
-    item->from = call.Rows(call.me, arrival.source) + int64_t{arrival.staged} * params.row_bytes;
+    item->from = rows.arriving.places.At(arrival.source, arrival.staged, params.row_bytes);
     item->row = arrival.row;
     item->weight = 1.0f;
     if (params.weights != nullptr && arrival.row >= 0) {
@@ -103,12 +103,13 @@ __device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& p
 }
 
 // Copies a warp's items to their slab rows. The next one is loaded while this one is stored.
-// `first`: pieces that went through the ring before; no copies of theirs are under way.
+// `first`: pieces that went through the ring before; no copies of theirs are under way. `own`:
+// this rank's tokens are among the items.
 template <int kBuffers>
 __device__ void PlaceRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
-                          int pieces, int first, StagedRows& rows) {
+                          int pieces, int first, StagedRows& rows, bool own) {
   const int lane = threadIdx.x % 32;
-  PlaceItems items(call, params, rows);
+  PlaceItems items(call, params, rows, own);
   const auto bytes_at = [&](int piece) {
     return min(ring.piece_bytes, params.row_bytes - piece * ring.piece_bytes);
   };

@@ -36,12 +36,13 @@ __device__ void WriteGrads(const CombineBwdParams& params, const void* grad, uin
 
 // Gradients of this rank's own tokens, then of what arrives; warps take what is next.
 template <RowType kType>
-__device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& params, float* tree) {
+__device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& params,
+                           const Staging& staging, const PartShare& share, float* tree) {
   const int lane = threadIdx.x % 32;
   const CallSizes& sizes = params.sizes;
-  const SourceCounts counts(call, params.plan, sizes.tokens);
-  const uint32_t own = sizes.tokens;
-  const uint32_t total = own + (call.ranks > 1 ? counts.most * (call.ranks - 1) : 0);
+  const Arriving arriving(call, params.plan, staging, share, sizes.tokens, params.row_bytes);
+  const uint32_t own = share.part == 0 ? sizes.tokens : 0;
+  const uint32_t total = own + (call.ranks > 1 ? arriving.most * (call.ranks - 1) : 0);
   for (uint32_t item = TakeTicket(call, kItemTicket); item < total;) {
     const uint32_t next = TakeTicket(call, kItemTicket);
     if (item < own) {
@@ -56,7 +57,7 @@ __device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& param
       WriteGrads<kType>(params, grad, __ballot_sync(~0u, row >= 0), row, tree);
     } else {
       StagedRow row{};
-      row.Find(call, params.plan, counts, static_cast<int>(item - own));
+      row.Find(call, params.plan, arriving, static_cast<int>(item - own));
       row.ReadEntries(params.plan, sizes);
       row.CheckEntries(sizes);
       if (row.staged >= 0) {
@@ -67,7 +68,7 @@ __device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& param
         }
         if (__shfl_sync(~0u, alive, 0) == 0) break;
         __syncwarp();
-        const auto* grad = call.Rows(call.me, row.source) + int64_t{row.staged} * params.row_bytes;
+        const auto* grad = arriving.places.At(row.source, row.staged, params.row_bytes);
         WriteGrads<kType>(params, grad, __ballot_sync(~0u, row.row >= 0), row.row, tree);
       }
     }

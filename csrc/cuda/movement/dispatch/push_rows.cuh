@@ -5,6 +5,7 @@
 #include "cuda/bulk_copy.cuh"
 #include "cuda/movement/call/call.cuh"
 #include "cuda/movement/call/staged_index.cuh"
+#include "cuda/movement/call/staged_places.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -102,16 +103,18 @@ struct WarpShare {
 
 // What the lanes of a warp know of one token: lane r its staged row on rank r, lane k its slot k.
 struct TokenSlots {
-  int32_t staged;
+  int32_t staged;  // -1: none, or of another part
+  uint8_t* to;
   int32_t rank;
   int32_t row;
   float weight;
 };
 
 __device__ inline TokenSlots ReadSlots(const DeviceCall& call, const PushJob& job,
-                                       TokenCounter* counter, int token) {
+                                       const StagedPlaces& places, TokenCounter* counter,
+                                       int token) {
   const int lane = threadIdx.x % 32;
-  TokenSlots slots{-1, -1, -1, 1.0f};
+  TokenSlots slots{-1, nullptr, -1, -1, 1.0f};
   if (lane < job.top_k) {
     const int64_t slot = int64_t{token} * job.top_k + lane;
     slots.rank = job.dst_rank[slot];
@@ -119,6 +122,9 @@ __device__ inline TokenSlots ReadSlots(const DeviceCall& call, const PushJob& jo
     if (job.weights != nullptr) slots.weight = job.weights[slot];
   }
   slots.staged = counter->Number(job.dst_rank, job.top_k, call.ranks, job.tokens, token);
+  const int32_t number = slots.staged - places.begin;
+  if (number < 0 || number >= places.count) slots.staged = -1;
+  slots.to = places.first + int64_t{max(number, 0)} * job.row_bytes;
   if (slots.rank >= call.ranks || static_cast<uint32_t>(slots.row) >= job.capacity) {
     slots.rank = -1;
   }
@@ -160,9 +166,7 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
       const int sender = token % senders;
       const uint32_t place = token / senders % LandedTokens::kPlaces;
       const int32_t staged = atomicOr(&landed->staged[sender][place][rank], 0);
-      if (staged >= 0 && rank != call.me) {
-        StoreRelaxedSys(call.Ready(rank, call.me) + staged, call.tag);
-      }
+      if (staged >= 0) StoreRelaxedSys(call.Ready(rank, call.me) + staged, call.tag);
     }
     __syncwarp();
     j = end;
@@ -183,8 +187,9 @@ __device__ inline void CountLanded(LandedTokens* landed) {
 // Sends the tokens of one warp; all warps together send them in order, so rows arrive in order.
 // Returns how many pieces went through the ring.
 template <int kBuffers>
-__device__ int PushRows(const DeviceCall& call, const PushJob& job, const TokenTable& table,
-                        const Ring& ring, const WarpShare& share, LandedTokens* landed) {
+__device__ int PushRows(const DeviceCall& call, const PushJob& job, const StagedPlaces& places,
+                        const TokenTable& table, const Ring& ring, const WarpShare& share,
+                        LandedTokens* landed) {
   const int lane = threadIdx.x % 32;
   const int count = share.Tokens(job.tokens);
   const int total = count * job.pieces;
@@ -197,10 +202,10 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const TokenT
   };
   if (lane == 0 && total > 0) load(0);
   TokenCounter counter(table);
-  TokenSlots slots{-1, -1, -1, 1.0f};
-  if (count > 0) slots = ReadSlots(call, job, &counter, share.Token(0));
+  TokenSlots slots{-1, nullptr, -1, -1, 1.0f};
+  if (count > 0) slots = ReadSlots(call, job, places, &counter, share.Token(0));
   for (int i = 0; i < count; ++i) {
-    const uint32_t peers = __ballot_sync(~0u, slots.staged >= 0 && lane != call.me);
+    const uint32_t peers = __ballot_sync(~0u, slots.staged >= 0);
     if (job.weights != nullptr) SendWeights(call, job, slots);
     landed->Note(threadIdx.x / 32, i, slots.staged);
     for (int piece = 0; piece < job.pieces; ++piece) {
@@ -218,14 +223,14 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const TokenT
       // Round the ring from this rank on, so that no peer is everybody's first.
       for (int step = 1; step < call.ranks; ++step) {
         const int dest = call.me + step < call.ranks ? call.me + step : call.me + step - call.ranks;
-        const int64_t staged = __shfl_sync(~0u, slots.staged, dest);
+        const auto to = __shfl_sync(~0u, reinterpret_cast<uintptr_t>(slots.to), dest);
         if (lane == 0 && (peers >> dest & 1) != 0) {
-          BulkStore(call.Rows(dest, call.me) + staged * job.row_bytes + offset, buffer, bytes);
+          BulkStore(reinterpret_cast<uint8_t*>(to) + offset, buffer, bytes);
         }
       }
       if (lane == 0) CommitStores();
     }
-    if (i + 1 < count) slots = ReadSlots(call, job, &counter, share.Token(i + 1));
+    if (i + 1 < count) slots = ReadSlots(call, job, places, &counter, share.Token(i + 1));
     if (lane == 0) WaitStores<1>();
     if (i > 0) CountLanded(landed);
   }

@@ -91,7 +91,7 @@ __device__ inline bool AwaitEntries(const DeviceCall& call, const PrepareParams&
 
 // The receiver's side of the plan; all blocks share it.
 __device__ inline void WriteReceived(const DeviceCall& call, const PrepareParams& params,
-                                     const PrepareShared& shared) {
+                                     int columns, const PrepareShared& shared) {
   const MutablePlan& plan = params.plan;
   const int stride = gridDim.x * kThreads;
   const int start = blockIdx.x * kThreads + threadIdx.x;
@@ -116,9 +116,12 @@ __device__ inline void WriteReceived(const DeviceCall& call, const PrepareParams
   }
   const int starts = call.ranks * params.sizes.tokens + 1;
   for (int i = staged + start; i < starts; i += stride) plan.staged_start[i] = entries;
-  if (blockIdx.x == 0 && threadIdx.x < call.ranks * 4) {
-    const int column = threadIdx.x % 4;
-    plan.recv_count[threadIdx.x] = column < 3 ? shared.received[threadIdx.x / 4][column] : 0;
+  if (blockIdx.x != 0) return;
+  for (int i = threadIdx.x; i < call.ranks * columns; i += kThreads) {
+    const int source = i / columns, column = i % columns;
+    plan.recv_count[i] = column < 3    ? shared.received[source][column]
+                         : column == 3 ? 0
+                                       : __ldcg(&PairCountsAt(call, call.me, source)[column - 4]);
   }
 }
 

@@ -104,9 +104,14 @@ __device__ inline void SumBlock(const DeviceCall& call, PrepareShared* shared) {
   }
 }
 
+// Where `source` tells `dest` how many staged rows it has for each rank, then of the first half.
+__device__ inline int32_t* PairCountsAt(const DeviceCall& call, int dest, int source) {
+  return call.Counts(dest, source) + call.group->num_experts;
+}
+
 // Sums over earlier blocks. The first block also tells every rank what this one sends it: the
-// words after the entries flags' line of the counts flag.
-__device__ inline void SumBlocks(const DeviceCall& call, PrepareShared* shared) {
+// words after the entries flags' line of the counts flag; of a packed call what it sends to all.
+__device__ inline void SumBlocks(const DeviceCall& call, bool packed, PrepareShared* shared) {
   const int lane = threadIdx.x % 32;
   const int which = threadIdx.x / 32;
   if (which < 3) {
@@ -125,6 +130,9 @@ __device__ inline void SumBlocks(const DeviceCall& call, PrepareShared* shared) 
       // Column order of recv_count: staged rows, entries, staged rows of the first half.
       const int column = which == 0 ? 1 : which == 1 ? 0 : 2;
       reinterpret_cast<int32_t*>(call.CountsFlag(lane, call.me))[4 + column] = all;
+      for (int dest = 0; packed && which > 0 && dest < call.ranks; ++dest) {
+        PairCountsAt(call, dest, call.me)[(which - 1) * call.ranks + lane] = all;
+      }
     }
   }
   __syncthreads();

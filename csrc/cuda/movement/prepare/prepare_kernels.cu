@@ -15,7 +15,8 @@
 //     SumBlock       every block           -> its entries and staged rows for each rank: scratch
 //     all blocks of this rank meet (barrier 1)
 //   5 SumBlocks      every block           scratch -> those of earlier blocks: shared memory
-//                    block 0               scratch -> totals, beside CountsFlag(dest, me)
+//                    block 0               scratch -> totals, beside CountsFlag(dest, me), of a
+//                                          packed call all of them behind Counts(dest, me)
 //     SendEntries    every warp            dst_rank, dst_row -> Entries(dest, me)
 //     WriteSizes     block 0, warp 0       -> kept, group_sizes, num_recv
 //     GatherVerdict  block 0, warp 0       -> verdict, where on_overflow="error": it waits for
@@ -89,7 +90,7 @@ __device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
 
 // False: the call failed on the way.
 __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const Experts& experts,
-                      int num_experts, PrepareShared* shared) {
+                      int num_experts, int columns, PrepareShared* shared) {
   const TokenRange range(params.sizes.tokens, blockIdx.x * kWarps + threadIdx.x / 32,
                          gridDim.x * kWarps);
   CountSlots(call, params, experts, num_experts, range);
@@ -100,7 +101,7 @@ __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const
   PlaceSlots(call, params, experts, num_experts, range, shared);
   SumBlock(call, shared);
   if (!MeetBlocks(call, 1, gridDim.x)) return false;
-  SumBlocks(call, shared);
+  SumBlocks(call, columns > 4, shared);
   SendEntries(call, params, range, *shared);
   if (blockIdx.x == 0 && threadIdx.x < 32) {
     WriteSizes(call, params, experts);
@@ -108,12 +109,12 @@ __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const
     if (params.verdict != nullptr) GatherVerdict(call, params, experts);
   }
   if (!AwaitEntries(call, params, shared)) return false;
-  WriteReceived(call, params, *shared);
+  WriteReceived(call, params, columns, *shared);
   return true;
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    PrepareKernel(const __grid_constant__ PrepareParams params) {
+    PrepareKernel(const __grid_constant__ PrepareParams params, int columns) {
   extern __shared__ __align__(16) uint8_t dynamic[];
   __shared__ PrepareShared shared;
   if (LeftOut(params.name.wanted)) return;
@@ -121,14 +122,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int num_experts = params.num_experts;
   const Experts experts(dynamic, num_experts);
   if (!call.dead && params.group->bad_index != nullptr) CheckIndices(call, params, num_experts);
-  if (!call.dead) Route(call, params, experts, num_experts, &shared);
+  if (!call.dead) Route(call, params, experts, num_experts, columns, &shared);
   const MutablePlan& plan = params.plan;
   const int64_t slots = int64_t{params.sizes.tokens} * params.sizes.top_k * 4;
   const int64_t local = int64_t{params.sizes.experts} * 4;
   const Output outputs[] = {
       {plan.dst_rank, slots, 0},
       {plan.dst_row, slots, 0},
-      {plan.recv_count, int64_t{call.ranks} * 16, 0},
+      {plan.recv_count, int64_t{call.ranks} * columns * 4, 0},
       {plan.staged_start, (int64_t{call.ranks} * params.sizes.tokens + 1) * 4, 0},
       {plan.staged_row, int64_t{params.sizes.capacity} * 4, 0},
       {plan.staged_slot, int64_t{params.sizes.capacity} * 4, 0},
@@ -156,7 +157,9 @@ cudaError_t LaunchPrepare(cudaStream_t stream, const PrepareParams& params) {
       cudaFuncSetAttribute(prepare::PrepareKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
-  prepare::PrepareKernel<<<params.blocks, prepare::kThreads, shared_bytes, stream>>>(params);
+  const auto columns = static_cast<int>(params.room.CountColumns(sizes.tokens));
+  prepare::PrepareKernel<<<params.blocks, prepare::kThreads, shared_bytes, stream>>>(params,
+                                                                                     columns);
   return cudaGetLastError();
 }
 

@@ -19,6 +19,7 @@ struct PrepareParams {
   MutablePlan plan;         // written whole
   DeviceVerdict* verdict;   // [1] device or host-mapped; null: on_overflow="drop", no exchange
   int32_t blocks = 32;      // at most kMaxPrepareBlocks, all resident at once
+  LaneRoom room{};          // says whether recv_count has the counts of all pairs of ranks
   int32_t* most = nullptr;  // [1] device: kept rows of the fullest slab of all, aligned; or null
 };
 

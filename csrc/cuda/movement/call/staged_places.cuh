@@ -1,0 +1,132 @@
+// Where staged rows of a launch lie in lanes: apart or packed, all at once or in parts (LaneRoom).
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_PLACES_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_PLACES_CUH_
+
+#include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/warp_scan.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+
+// What the host says of it, the same on every rank.
+struct Staging {
+  LaneRoom room;
+  bool packed;
+  int32_t part = 0;        // of this launch
+  int32_t most_parts = 1;  // launches that there are
+
+  // Of the plan's recv_count.
+  __device__ int columns() const { return packed ? 4 + 2 * room.ranks : 4; }
+};
+
+// Staged rows of every pair of ranks, as a packed plan has them. A plan is an ordinary array: they
+// are as many as there can be, whatever it holds.
+struct PairCounts {
+  const int32_t* recv_count;
+  int32_t ranks;
+  int32_t tokens;
+
+  __device__ int32_t All(int source, int dest) const { return At(source, 4 + dest); }
+  __device__ int32_t FirstHalf(int source, int dest) const {
+    return min(At(source, 4 + ranks + dest), All(source, dest));
+  }
+
+ private:
+  __device__ int32_t At(int source, int column) const {
+    return min(max(__ldg(&recv_count[source * (4 + 2 * ranks) + column]), 0), tokens);
+  }
+};
+
+// A pair's staged rows in one of several parts.
+struct PartShare {
+  int32_t part;
+  int32_t parts;
+
+  __device__ int32_t Begin(int32_t count) const {
+    return static_cast<int32_t>(int64_t{count} * part / parts);
+  }
+  __device__ int32_t Length(int32_t count) const {
+    return static_cast<int32_t>(int64_t{count} * (part + 1) / parts) - Begin(count);
+  }
+};
+
+// In how many parts dispatch sends: the fewest in which what any rank receives fits its lane. By
+// one whole warp; all ranks find the same.
+__device__ inline int32_t CountParts(const PairCounts& counts, const Staging& staging) {
+  const int lane = threadIdx.x % 32;
+  int32_t rows = 0;
+  for (int source = 0; lane < counts.ranks && source < counts.ranks; ++source) {
+    if (source != lane) rows += counts.All(source, lane);
+  }
+  const int32_t most = __reduce_max_sync(~0u, rows);
+  const int32_t each = staging.room.rows - (counts.ranks - 1);
+  return min(max((most + each - 1) / each, 1), staging.most_parts);
+}
+
+// Staged rows that travel between this rank and one other in a launch; lane r holds rank r's.
+struct StagedPlaces {
+  int32_t begin;  // number of the first
+  int32_t count;
+  uint8_t* first;  // where it lies; the others follow
+
+  // The whole warp asks for one rank's row, that is there.
+  __device__ uint8_t* At(int rank, int32_t staged, int32_t row_bytes) const {
+    const auto start = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(first), rank);
+    const int32_t before = __shfl_sync(~0u, begin, rank);
+    return reinterpret_cast<uint8_t*>(start) + int64_t{staged - before} * row_bytes;
+  }
+};
+
+// Where rows of `source` begin in the lane of `dest`, which has no room for its own, if each source
+// has room for `tokens` of them.
+__device__ inline uint8_t* RoomApart(const DeviceCall& call, int dest, int source, int32_t tokens,
+                                     int32_t row_bytes) {
+  return call.Lane(dest) + (source - (source > dest ? 1 : 0)) * int64_t{tokens} * row_bytes;
+}
+
+// Rows from `before` on that fit the lane of `rank`; all of those that a prepare counted do.
+__device__ inline StagedPlaces PackedPlaces(const DeviceCall& call, const Staging& staging,
+                                            int rank, int32_t begin, int32_t before, int32_t count,
+                                            int32_t row_bytes) {
+  const auto fitting = static_cast<int32_t>(staging.room.bytes / row_bytes);
+  return {begin, max(min(count, fitting - before), 0),
+          call.Lane(rank) + int64_t{before} * row_bytes};
+}
+
+// What this rank sends to rank r, of tokens that the plan routes.
+__device__ inline StagedPlaces SentPlaces(const DeviceCall& call, const Staging& staging,
+                                          const PairCounts& counts, const PartShare& share,
+                                          int32_t row_bytes) {
+  const int dest = threadIdx.x % 32;
+  if (dest >= call.ranks || dest == call.me) return {0, 0, nullptr};
+  if (!staging.packed) {
+    return {0, counts.tokens, RoomApart(call, dest, call.me, counts.tokens, row_bytes)};
+  }
+  int32_t before = 0;
+  for (int source = 0; source < call.me; ++source) {
+    if (source != dest) before += share.Length(counts.All(source, dest));
+  }
+  const int32_t count = counts.All(call.me, dest);
+  return PackedPlaces(call, staging, dest, share.Begin(count), before, share.Length(count),
+                      row_bytes);
+}
+
+// What rank r sends to this one, `staged` rows in all parts together.
+__device__ inline StagedPlaces ReceivedPlaces(const DeviceCall& call, const Staging& staging,
+                                              int32_t tokens, const PartShare& share,
+                                              int32_t staged, int32_t row_bytes) {
+  const int source = threadIdx.x % 32;
+  const bool peer = source < call.ranks && source != call.me;
+  const int32_t length = peer ? share.Length(staged) : 0;
+  const int32_t before = WarpScan(length) - length;
+  if (!peer) return {0, 0, nullptr};
+  if (!staging.packed) {
+    return {0, staged, RoomApart(call, call.me, source, tokens, row_bytes)};
+  }
+  return PackedPlaces(call, staging, call.me, share.Begin(staged), before, length, row_bytes);
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_PLACES_CUH_
