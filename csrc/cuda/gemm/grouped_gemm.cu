@@ -103,9 +103,8 @@ bool Fits(const GroupedGemmParams& p) {
          p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.in_features % multiple == 0 &&
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
          (p.bias == nullptr || p.product == GemmProduct::kForward) &&
-         (!p.adds || p.product == GemmProduct::kWeightGrad) &&
-         ((!p.adds && p.wanted == nullptr) || BytesOf(p.type) != 4) && ScalesFit(p) &&
-         PairFits(p) && TicketsFit(p);
+         (!p.adds || p.product == GemmProduct::kWeightGrad) && ScalesFit(p) && PairFits(p) &&
+         TicketsFit(p);
 }
 
 Array LhsOf(const GroupedGemmParams& p) {

@@ -58,6 +58,8 @@ KernelFn FindKernel(const RowDotsParams& p) {
   const bool wide = p.vector_type == RowType::kF32;
   if (!wide && p.vector_type != p.type) return nullptr;
   switch (p.type) {
+    case RowType::kF32:
+      return RowDotsKernel<RowType::kF32, RowType::kF32>;
     case RowType::kBF16:
       return wide ? RowDotsKernel<RowType::kBF16, RowType::kF32>
                   : RowDotsKernel<RowType::kBF16, RowType::kBF16>;
@@ -74,9 +76,10 @@ KernelFn FindKernel(const RowDotsParams& p) {
 
 cudaError_t LaunchRowDots(cudaStream_t stream, const RowDotsParams& p) {
   const rows::KernelFn kernel = rows::FindKernel(p);
+  const int element = p.type == RowType::kF32 ? 4 : 2;
   if (kernel == nullptr || !rows::Fits(p.groups) || p.groups.sizes == nullptr ||
       !rows::Aligned(p.values) || !rows::Aligned(p.vectors) || p.width <= 0 ||
-      p.width * int64_t{2} % rows::kVectorBytes != 0) {
+      p.width * static_cast<int64_t>(element) % rows::kVectorBytes != 0) {
     return cudaErrorInvalidValue;
   }
   dim3 grid;

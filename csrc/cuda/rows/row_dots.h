@@ -13,7 +13,7 @@ namespace ep_runtime {
 namespace cuda {
 
 struct RowDotsParams {
-  RowType type;  // of rows: kBF16 or kF16
+  RowType type;  // of rows: kF32, kBF16 or kF16
   rows::RowGroups groups;
   int32_t width;                    // W; 16 bytes divide a row of it
   const void* values;               // [S * C, W] type, device

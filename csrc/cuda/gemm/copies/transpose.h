@@ -45,6 +45,7 @@ struct TransposedFloatRows {
   float* to;
   int32_t slabs;
   int32_t width;
+  const int32_t* wanted = nullptr;  // as above
 };
 cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatRows& rows);
 

@@ -1,6 +1,7 @@
 #include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/copies/transpose_tile.h"
 #include "cuda/gemm/product/groups.cuh"
+#include "cuda/wanted.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -74,6 +75,7 @@ __device__ __forceinline__ void TransposeLines(const FloatPlace& place) {
 // blockIdx.x: tile of a slab's line in the result, .z: slab.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposeRows(const TransposedFloatRows rows) {
+  if (LeftOut(rows.wanted)) return;
   const int32_t at = blockIdx.x * kLines;
   const int slab = blockIdx.z;
   const Rows found = FindRowsAt(rows.groups, slab, at);

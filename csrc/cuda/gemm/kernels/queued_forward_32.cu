@@ -275,6 +275,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
                   const __grid_constant__ CUtensorMap up_map,
                   const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(1024) uint8_t dynamic[];
+  if (LeftOut(args.wanted)) return;
   auto* memory = reinterpret_cast<Memory*>(dynamic);
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {

@@ -107,9 +107,8 @@ struct GroupedGemmParams {
   void* out;              // out_type, device, 16-byte aligned. Experts without rows get zeros.
   void* out_up;           // kWeightGrad alone, as rhs_up
   bool clear_slack;       // rows of no group get zeros; they are left as they are without it
-  bool adds;              // kWeightGrad, not of tf32: to what `out` holds, and rounds again
-  const int32_t* wanted;  // [1], device: 0 where the launch has nothing to do. Null: it has.
-                          // Not of tf32
+  bool adds;              // kWeightGrad: to what `out` holds, and rounds again
+  const int32_t* wanted;  // [1], device: 0 where the launch has nothing to do. Null: it has
   GemmTuning tuning;
   GemmTickets tickets;
 };
