@@ -48,7 +48,7 @@ class BlockSizes:
         capacity, alignment: C of the call; rows to which an expert's zone is aligned.
         hidden_size, mlp_dim: H, M.
         gated: the first product has a gate beside each of its M columns.
-        element_bytes: of a row's elements.
+        element_bytes: of a row's elements; products of 4 bytes are in tf32.
         scaling: of 8-bit products.
     """
 
@@ -273,14 +273,29 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
     """Bytes of the backward call's workspace with W = `rows`.
 
     Weights of rows and their gradients, tokens, gradients of outputs and then of tokens, gradients
-    of the first product, activations and their gradients.
+    of the first product, activations and their gradients; of f32 rows what weight gradients are
+    made of.
     """
-    h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
+    h, n, e = sizes.hidden_size, sizes.columns, sizes.element_bytes
     if sizes.scaling != "none":
         return _common_bytes(sizes, rows) + _quantized_backward_bytes(sizes, rows)
-    widths = (h, h, n, m, m)
-    regions = [rows * 4, rows * 4, *(rows * width * e for width in widths)]
-    return _common_bytes(sizes, rows) + _total(regions)
+    regions = [rows * 4, rows * 4, *(rows * width * e for width in (h, h, n))]
+    return _common_bytes(sizes, rows) + _total(regions) + _inner_backward_bytes(sizes, rows)
+
+
+def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:
+    """Activations and their gradients, and of f32 rows what weight gradients are made of.
+
+    Products in tf32 sum over rows that lie along memory: over copies. Those of tokens and of
+    outputs' gradients share a place; that of activations lies where their gradients were, and that
+    of the first product where all three were.
+    """
+    h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
+    if e != 4:
+        return _total([rows * m * e, rows * m * e])
+    copied = _copied_rows(sizes, rows)
+    late = max(_total([rows * m * e, copied * m * e]), _total([copied * n * e]))
+    return _total([copied * h * e]) + late
 
 
 def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
@@ -319,12 +334,17 @@ def _quantized(sizes: BlockSizes, rows: int, width: int) -> list[int]:
 def _copies(sizes: BlockSizes, rows: int, *widths: int) -> int:
     """Bytes of a weight gradient's operands as its product takes them: with rows along memory, and
     with scales of their own where those of rows lie along a row."""
-    each = (rows + (_PADDED_TO - 1) * min(sizes.experts, rows)) // _PADDED_TO * _PADDED_TO
+    each = _copied_rows(sizes, rows)
     regions = [width * each for width in widths]
     if sizes.scaling == "block":
         blocks = [-(-width // _SCALED_VALUES) for width in widths]
         regions += [4 * count * (each // _PADDED_TO) for count in blocks]
     return _total(regions)
+
+
+def _copied_rows(sizes: BlockSizes, rows: int) -> int:
+    """Values of a line of a copy with rows along memory."""
+    return (rows + (_PADDED_TO - 1) * min(sizes.experts, rows)) // _PADDED_TO * _PADDED_TO
 
 
 def largest_bytes(sizes: BlockSizes, rows: int) -> int:

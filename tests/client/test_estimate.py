@@ -96,16 +96,23 @@ def test_a_plan_has_counts_of_all_pairs_where_lanes_hold_less_than_all_rows() ->
     assert columns(8, 32, "memfd") == 4
 
 
-def test_estimate_of_block_calls_is_of_the_workspace() -> None:
+# Bytes of an element of rows, whose tokens may be of so many at most.
+_ELEMENTS = {"bfloat16": 2, "float8_e4m3fn": 2, "float32": 4, "float64": 4}
+
+
+@pytest.mark.parametrize("dtype", _ELEMENTS)
+def test_estimate_of_block_calls_is_of_the_workspace(dtype: str) -> None:
     wide = {**_ARGUMENTS, "max_tokens_per_rank": 8192, "num_experts": 64, "max_top_k": 8}
+    wide["max_token_dtype"] = dtype
     spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **wide)
     sizes = estimate.block_sizes(spec, 128, gated=True)
     found = ep.estimate_memory("g", _MESH, mlp_dim=128, **wide)
     block = workspace.of_block(sizes)
     assert (sizes.tokens, sizes.top_k, sizes.ep_size, sizes.experts) == (8192, 8, 4, 16)
+    assert sizes.element_bytes == _ELEMENTS[dtype]
     assert sizes.capacity == spec.recv_capacity_per_rank == found.capacity_per_rank
     assert found.workspace_bytes_per_device == block.backward_bytes > block.forward_bytes
-    assert found.kept_bytes_per_layer == block.kept_rows * 256 * 2
+    assert found.kept_bytes_per_layer == block.kept_rows * 256 * _ELEMENTS[dtype]
     # It follows the setting, and what is kept follows its own.
     larger = ep.estimate_memory("g", _MESH, mlp_dim=128, workspace=3.0, keep="nothing", **wide)
     assert larger.workspace_bytes_per_device > 1.9 * found.workspace_bytes_per_device
@@ -115,15 +122,18 @@ def test_estimate_of_block_calls_is_of_the_workspace() -> None:
 
 
 def test_estimate_of_recipes_is_of_their_workspace() -> None:
-    spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **_ARGUMENTS)
+    wide = {**_ARGUMENTS, "max_token_dtype": "float32"}
+    spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **wide)
     recipes: dict[workspace.Scaling, Any] = {
         "tensor": ep.recipes.TensorScaling(),
         "block": (ep.recipes.BlockScaling(), ep.recipes.BlockScaling()),
         "none": ep.recipes.BF16(),
     }
     for scaling, recipe in recipes.items():
-        block = workspace.of_block(estimate.block_sizes(spec, 128, gated=True, scaling=scaling))
-        found = ep.estimate_memory("g", _MESH, mlp_dim=128, recipe=recipe, **_ARGUMENTS)
+        sizes = estimate.block_sizes(spec, 128, gated=True, scaling=scaling)
+        assert sizes.element_bytes == (4 if scaling == "none" else 2)
+        block = workspace.of_block(sizes)
+        found = ep.estimate_memory("g", _MESH, mlp_dim=128, recipe=recipe, **wide)
         largest = max(block.forward_bytes, block.backward_bytes)
         assert found.workspace_bytes_per_device == largest
 

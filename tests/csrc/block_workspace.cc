@@ -1,13 +1,65 @@
 // Sizes of block calls as the native library has them. Reads lines of
 //   tokens top_k capacity experts hidden inner columns ranks alignment rows kept_rows element_bytes
 //   scaling
-// and prints for each: tokens of a part, parts, bytes forward, bytes backward.
+// and prints for each: tokens of a part, parts, bytes forward, bytes backward, and how many pairs
+// of a backward call's regions overlap or leave the workspace while both are read, where nothing is
+// quantized.
+#include <cstdint>
 #include <cstdio>
+#include <vector>
 
 #include "cuda/block/workspace.h"
 
+namespace {
+
+using namespace ep_runtime::cuda::block;
+
+struct Region {
+  const void* data;
+  int64_t bytes;
+
+  uintptr_t begin() const { return reinterpret_cast<uintptr_t>(data); }
+  uintptr_t end() const { return begin() + bytes; }
+};
+
+int CountOverlaps(const std::vector<Region>& regions, uintptr_t end) {
+  int count = 0;
+  for (size_t i = 0; i < regions.size(); ++i) {
+    count += regions[i].data == nullptr || regions[i].end() > end;
+    for (size_t j = 0; j < i; ++j) {
+      count += regions[i].begin() < regions[j].end() && regions[j].begin() < regions[i].end();
+    }
+  }
+  return count;
+}
+
+int CountOverlaps(const BlockSizes& s) {
+  if (s.scaling != ep_runtime::cuda::GemmScaling::kNone) return 0;
+  Workspace at;
+  auto* base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 20);
+  const uintptr_t end = (uintptr_t{1} << 20) + LayOut(s, /*backward=*/true, base, &at);
+  const auto rows = [&](const void* data, int64_t width) {
+    return Region{data, width * s.rows * s.element_bytes};
+  };
+  const auto copy = [&](const Copy& of, int64_t width) {
+    return Region{of.data, width * TransposedRowsOf(s) * s.element_bytes};
+  };
+  const std::vector<Region> wide = {rows(at.tokens, s.hidden), rows(at.grads, s.hidden),
+                                    rows(at.hidden, s.columns)};
+  const auto with = [&](std::vector<Region> others) {
+    others.insert(others.end(), wide.begin(), wide.end());
+    return CountOverlaps(others, end);
+  };
+  int count = with({rows(at.inner, s.inner), rows(at.d_inner, s.inner)});
+  if (!TurnsRows(s)) return count;
+  count += with({rows(at.inner, s.inner), copy(at.of_second.lhs, s.inner),
+                 copy(at.of_second.grads, s.hidden)});
+  return count + with({copy(at.of_first.lhs, s.hidden), copy(at.of_first.grads, s.columns)});
+}
+
+}  // namespace
+
 int main() {
-  using namespace ep_runtime::cuda::block;
   BlockSizes s{};
   int scaling = 0;
   while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d", &s.tokens, &s.top_k, &s.capacity,
@@ -19,8 +71,8 @@ int main() {
       return static_cast<long long>(LayOut(s, backward, nullptr, &unused));
     };
     const int parts = NumParts(s);
-    std::printf("%d %d %lld %lld\n", parts > 0 ? PartTokens(s) : 0, parts, bytes(false),
-                bytes(true));
+    std::printf("%d %d %lld %lld %d\n", parts > 0 ? PartTokens(s) : 0, parts, bytes(false),
+                bytes(true), CountOverlaps(s));
   }
   return 0;
 }

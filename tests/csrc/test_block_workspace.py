@@ -47,7 +47,7 @@ def line(sizes: BlockSizes, found: Workspace) -> str:
     return " ".join(map(str, numbers))
 
 
-def test_both_sides_agree_on_parts_and_bytes(tmp_path: Path) -> None:
+def test_both_sides_agree_on_parts_and_bytes_and_no_regions_meet(tmp_path: Path) -> None:
     draw = random.Random(1)
     asked = []
     for sizes in random_sizes(1):
@@ -65,7 +65,7 @@ def test_both_sides_agree_on_parts_and_bytes(tmp_path: Path) -> None:
     )
     native = [tuple(map(int, text.split())) for text in run.stdout.splitlines()]
     assert native == [
-        (found.part_tokens, found.parts, found.forward_bytes, found.backward_bytes)
+        (found.part_tokens, found.parts, found.forward_bytes, found.backward_bytes, 0)
         for _, found in asked
     ]
     assert len({parts > 0 for _, parts, *_ in native}) == 2

@@ -131,30 +131,44 @@ def test_explain_says_which_recipes_the_call_takes(layer: Any, ways: Ways) -> No
 
 
 @pytest.mark.parametrize(
-    ("recipe", "found", "why"),
+    ("said", "why"),
     [
-        (None, ("9.0",), ""),
-        (BLOCK, ("9.0",), ""),
-        (ep.recipes.MXFP8(), ("9.0",), "mxfp8"),
-        (None, ("10.0",), "gpu"),
-        (ep.recipes.MXFP8(), ("10.0", "10.0"), "gpu"),
+        ({}, ""),
+        ({"recipe": BLOCK}, ""),
+        ({"recipe": ep.recipes.MXFP8()}, "mxfp8"),
+        ({"gpus": ("10.0",)}, "gpu"),
+        ({"recipe": ep.recipes.MXFP8(), "gpus": ("10.0", "10.0")}, "gpu"),
+        ({"hidden": 260}, "sizes"),
+        ({"precision": "highest"}, ""),
+        ({"dtype": "float32"}, ""),
+        ({"dtype": "float32", "precision": "tensorfloat32"}, ""),
+        ({"dtype": "float32", "precision": "high"}, "precision"),
+        ({"dtype": "float32", "precision": "highest"}, "precision"),
+        ({"dtype": "float32", "recipe": BLOCK}, "quantized"),
+        ({"dtype": "float32", "recipe": BLOCK, "precision": "highest"}, "quantized"),
+        ({"dtype": "float32", "hidden": 260}, ""),
+        ({"dtype": "float32", "hidden": 258}, "sizes"),
+        ({"dtype": "float64"}, "dtype"),
     ],
+    ids=str,
 )
 def test_what_the_tensor_cores_do_not_know_keeps_to_slabs(
-    group: Any, recipe: Any, found: Any, why: str, monkeypatch: pytest.MonkeyPatch
+    group: Any, said: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    recipe = said.get("recipe")
     monkeypatch.setattr(platform, "installed", lambda: True)
-    monkeypatch.setattr(platform, "register_for_gpus", lambda: found)
+    monkeypatch.setattr(platform, "register_for_gpus", lambda: said.get("gpus", ("9.0",)))
     monkeypatch.setattr(native, "library", lambda _: SimpleNamespace(has_kernels_for=lambda _: 1))
     asked = takes.Asked(
         group=dataclasses.replace(group.spec, transport="nvlink"),
         tokens=TOKENS,
-        hidden=256,
+        hidden=said.get("hidden", 256),
         inner=256,
         experts=2,
-        activation=Activation("silu", True, jnp.bfloat16),
+        activation=Activation("silu", True, jnp.dtype(said.get("dtype", "bfloat16"))),
         recipes=(recipe, recipe),
         paired=False,
         input_weights=False,
     )
-    assert takes.refused(asked) == why
+    with jax.default_matmul_precision(said.get("precision", "default")):
+        assert takes.refused(asked) == why

@@ -34,9 +34,10 @@ class MemoryEstimate(NamedTuple):
         capacity_per_rank: C, rows of one slab.
         plan_bytes_per_layer: the arrays of one plan, which backward needs again. A block call keeps
             them up to 4 MiB, or an eighth of its tokens' bytes, and makes larger ones again.
-        workspace_bytes_per_device: of the larger block call of a layer, 16-bit tokens; XLA gives
-            it to one layer after another, and to other ops between. None where mlp_dim was not
-            said, or the transport has no block calls.
+        workspace_bytes_per_device: of the larger block call of a layer, with rows of
+            max_token_dtype, float32 at most, or of 16 bits where that is narrower or a recipe
+            quantizes; XLA gives it to one layer after another, and to other ops between. None
+            where mlp_dim was not said, or the transport has no block calls.
         kept_bytes_per_layer: rows of the first product that a block call's forward keeps for its
             backward; None as above.
     """
@@ -72,7 +73,9 @@ def _plan_bytes(spec: specs.GroupSpec) -> int:
 def block_sizes(
     spec: specs.GroupSpec, mlp_dim: int, *, gated: bool, scaling: workspace.Scaling = "none"
 ) -> workspace.BlockSizes:
-    """Of the largest calls that a layer of the group can have, 16-bit tokens."""
+    """Of the largest calls that a layer of the group can have."""
+    # Recipes quantize bfloat16 rows.
+    wide = scaling == "none" and specs.DTYPE_BYTES[spec.max_token_dtype] >= 4
     return workspace.BlockSizes(
         tokens=spec.max_tokens_per_rank,
         top_k=spec.max_top_k,
@@ -83,6 +86,7 @@ def block_sizes(
         hidden_size=spec.hidden_size,
         mlp_dim=mlp_dim,
         gated=gated,
+        element_bytes=4 if wide else 2,
         scaling=scaling,
     )
 

@@ -7,8 +7,8 @@
 //   kept    <- tokens @ wi, or hidden      [tokens <- dispatch x | d_inner <- grads @ wo^T]
 //   inner   <- activation                  hidden  <- tokens @ wi, where it was not kept
 //   tokens  <- inner @ wo                  inner   <- activation, weighted
-//   y       <- combine                     dwo     <- inner^T @ grads
-//                                          hidden  <- activation's gradient, and of weights
+//   y       <- combine                     hidden  <- activation's gradient, and of weights
+//                                          dwo     <- inner^T @ grads
 //                                          grads   <- hidden @ wi^T
 //                                          [dx     <- combine    | dwi <- tokens^T @ hidden]
 //
@@ -19,7 +19,8 @@
 // peer; and exchanges of a rank still run one after another, in the same order on all ranks, as the
 // side stream joins before the next one. Who computes a tile changes no bit.
 //
-// With 8-bit products: quantized_experts.h.
+// With 8-bit products: quantized_experts.h. Of f32 rows, whose products are in tf32, dwo and dwi
+// are products of transposed copies of what they are made of.
 //
 // Passes: one over all tokens by the plan of all of them, where every rank's rows fit the
 // workspace; else one over each part of the tokens, by a plan made on the way. A token's sum lies
@@ -34,6 +35,7 @@
 #include "cuda/block/decide.h"
 #include "cuda/block/expert_launches.h"
 #include "cuda/block/quantized_experts.h"
+#include "cuda/gemm/copies/transpose.h"
 #include "cuda/movement/prepare/prepare_kernels.h"
 
 namespace ep_runtime {
@@ -42,6 +44,7 @@ namespace block {
 namespace {
 
 FloatType ToFloatType(RowType type) {
+  if (type == RowType::kF32) return FloatType::kTF32;
   return type == RowType::kBF16 ? FloatType::kBF16 : FloatType::kF16;
 }
 
@@ -159,14 +162,16 @@ class BlockLaunches : private ExpertLaunches {
       if (hidden.rows != p_.kept) EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, hidden));
       EP_RETURN_IF_CUDA_ERROR(Activate(rows, hidden, /*weighted=*/true));
     }
-    EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(rows, at_.inner, at_.grads, /*first=*/false)));
     for (int i = 0; i < rows.count; ++i) {
       EP_RETURN_IF_CUDA_ERROR(ActivateBwd(rows, rows.places[i]));
     }
     EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
+    EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/false));
+    EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(rows, /*first=*/false)));
+    EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/true));
     EP_RETURN_IF_CUDA_ERROR(
         Multiply(Product(GemmProduct::kDataGrad, rows, at_.hidden, at_.grads, /*first=*/true)));
-    return CombineBeside(pass, WeightGrad(rows, at_.tokens, at_.hidden, /*first=*/true));
+    return CombineBeside(pass, WeightGrad(rows, /*first=*/true));
   }
 
   int32_t BesideDispatch() const {
@@ -332,7 +337,8 @@ class BlockLaunches : private ExpertLaunches {
   GroupedGemmParams Product(GemmProduct product, const PassRows& rows, const void* lhs, void* out,
                             bool first) const {
     GroupedGemmParams gemm = ProductOf(product, rows, out, first);
-    gemm.type = gemm.rhs_type = gemm.out_type = ToFloatType(p_.type);
+    gemm.type = gemm.rhs_type = ToFloatType(p_.type);
+    gemm.out_type = p_.type == RowType::kF32 ? FloatType::kF32 : gemm.type;
     gemm.lhs = lhs;
     gemm.rhs = first ? p_.wi : p_.wo;
     gemm.rhs_up = first ? p_.wi_up : nullptr;
@@ -341,11 +347,38 @@ class BlockLaunches : private ExpertLaunches {
     return gemm;
   }
 
-  GroupedGemmParams WeightGrad(const PassRows& rows, const void* lhs, const void* grads,
-                               bool first) const {
+  // What a weight gradient is made of: rows [W, ...], or their copies.
+  struct GradOperands {
+    const void* lhs;
+    const void* grads;
+  };
+  GradOperands RowsOfBoth(bool first) const {
+    return first ? GradOperands{at_.tokens, at_.hidden} : GradOperands{at_.inner, at_.grads};
+  }
+  const Copies& CopiesOf(bool first) const { return first ? at_.of_first : at_.of_second; }
+
+  cudaError_t TurnBoth(const PassRows& rows, bool first) const {
+    if (!TurnsRows(s_)) return cudaSuccess;
+    const GradOperands from = RowsOfBoth(first);
+    const Copies& to = CopiesOf(first);
+    EP_RETURN_IF_CUDA_ERROR(Turn(rows, from.lhs, first ? s_.hidden : s_.inner, to.lhs));
+    return Turn(rows, from.grads, first ? s_.columns : s_.hidden, to.grads);
+  }
+  cudaError_t Turn(const PassRows& rows, const void* from, int32_t width, const Copy& to) const {
+    if (!CopiesFit()) return cudaErrorInvalidValue;
+    return gemm::LaunchTranspose(
+        stream_,
+        gemm::TransposedFloatRows{CopiedGroups(rows), static_cast<const float*>(from),
+                                  reinterpret_cast<float*>(to.data), 1, width, rows.wanted});
+  }
+
+  GroupedGemmParams WeightGrad(const PassRows& rows, bool first) const {
+    const Copies& copies = CopiesOf(first);
+    const GradOperands operands =
+        TurnsRows(s_) ? GradOperands{copies.lhs.data, copies.grads.data} : RowsOfBoth(first);
     GroupedGemmParams gemm =
-        Product(GemmProduct::kWeightGrad, rows, lhs, first ? p_.dwi : p_.dwo, first);
-    gemm.rhs = grads;
+        Product(GemmProduct::kWeightGrad, rows, operands.lhs, first ? p_.dwi : p_.dwo, first);
+    gemm.rhs = operands.grads;
     gemm.rhs_up = nullptr;
     gemm.out_up = first ? p_.dwi_up : nullptr;
     gemm.adds = rows.adds;

@@ -23,7 +23,8 @@ struct ExchangeGrids {
   CombineGrid combine;
 };
 
-// All memory is of the device; rows, weights and their gradients are of `type`, kBF16 or kF16.
+// All memory is of the device; rows, weights and their gradients are of `type`: kBF16, kF16, or
+// kF32, which products round to tf32.
 struct BlockParams {
   DeviceGroup* group;
   CallName name;

@@ -32,6 +32,14 @@ GroupedGemmParams ExpertLaunches::InPlace(GroupedGemmParams gemm, const Hidden& 
   return gemm;
 }
 
+bool ExpertLaunches::CopiesFit() const {
+  return gemm::PaddedSlabRows(s_.rows, s_.experts) == TransposedRowsOf(s_);
+}
+
+gemm::Groups ExpertLaunches::CopiedGroups(const PassRows& rows) const {
+  return {rows.group_sizes, s_.experts, s_.experts, s_.experts, s_.rows};
+}
+
 cudaError_t ExpertLaunches::Multiply(cudaStream_t stream, GroupedGemmParams gemm) {
   gemm.tuning = TunedGemm(gemm);
   return LaunchGroupedGemm(stream, gemm);

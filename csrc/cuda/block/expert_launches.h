@@ -8,6 +8,7 @@
 
 #include "cuda/block/block_call.h"
 #include "cuda/block/workspace.h"
+#include "cuda/gemm/product/groups.h"
 #include "cuda/gemm/product/product.h"
 #include "cuda/rows/activation.h"
 
@@ -50,6 +51,9 @@ class ExpertLaunches {
                               bool first) const;
   // The first product, where one of the ways has it, from a product of the pass.
   GroupedGemmParams InPlace(GroupedGemmParams gemm, const Hidden& hidden) const;
+  // Transposed copies of them.
+  bool CopiesFit() const;
+  gemm::Groups CopiedGroups(const PassRows& rows) const;
   static cudaError_t Multiply(cudaStream_t stream, GroupedGemmParams gemm);
   cudaError_t Multiply(const GroupedGemmParams& gemm) const { return Multiply(stream_, gemm); }
 

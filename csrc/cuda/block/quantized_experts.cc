@@ -1,7 +1,6 @@
 #include "cuda/block/quantized_experts.h"
 
 #include "cuda/gemm/copies/transpose.h"
-#include "cuda/gemm/product/groups.h"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/requantize_rows.h"
 
@@ -12,11 +11,6 @@ namespace {
 
 FloatType ToFloatType(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? FloatType::kE4M3 : FloatType::kE5M2;
-}
-
-gemm::Groups ToGroups(const rows::RowGroups& groups) {
-  return {groups.sizes, groups.groups_per_slab, groups.groups_per_slab, groups.groups_per_slab,
-          groups.slab_rows};
 }
 
 }  // namespace
@@ -250,10 +244,8 @@ GroupedGemmParams QuantizedExperts::WeightGrad(const PassRows& rows, const Quant
 
 cudaError_t QuantizedExperts::Turn(const PassRows& rows, const QuantizedRows& from, int32_t width,
                                    Fp8Format format, const Copy& to) const {
-  if (gemm::PaddedSlabRows(s_.rows, s_.experts) != TransposedRowsOf(s_)) {
-    return cudaErrorInvalidValue;
-  }
-  const gemm::Groups groups = ToGroups(GroupsOf(rows, s_.rows));
+  if (!CopiesFit()) return cudaErrorInvalidValue;
+  const gemm::Groups groups = CopiedGroups(rows);
   if (s_.scaling == GemmScaling::kTensor) {
     return gemm::LaunchTranspose(
         stream_, gemm::TransposedRows{groups, from.data, to.data, 1, width, rows.wanted});

@@ -71,6 +71,26 @@ void TakeCopies(const BlockSizes& s, int64_t lhs, int64_t grads, Regions* region
   take(grads, &out->grads);
 }
 
+// Rows of activations, of their gradients, and what weight gradients are made of.
+void LayOutInnerBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
+  const int64_t inner = int64_t{s.inner} * s.element_bytes, copied = TransposedRowsOf(s);
+  const int64_t rows = s.rows;
+  if (!TurnsRows(s)) {
+    regions->Take(rows * inner, &out->inner);
+    regions->Take(rows * inner, &out->d_inner);
+    return;
+  }
+  regions->Take(copied * s.hidden * s.element_bytes, &out->of_second.grads.data);
+  out->of_first.lhs = out->of_second.grads;
+  const int64_t at = regions->used();
+  regions->Take(rows * inner, &out->inner);
+  regions->Take(copied * inner, &out->of_second.lhs.data);  // at least W
+  out->d_inner = out->of_second.lhs.data;
+  regions->BackTo(at);
+  regions->Take(copied * s.columns * s.element_bytes, &out->of_first.grads.data);
+  regions->PastAll();
+}
+
 void LayOutQuantized(const BlockSizes& s, bool hidden, Regions* regions, Workspace* out) {
   regions->Take(int64_t{s.rows} * s.hidden * s.element_bytes, &out->tokens);
   if (hidden) regions->Take(int64_t{s.rows} * s.columns * s.element_bytes, &out->hidden);
@@ -116,6 +136,10 @@ bool SendsQuantized(const BlockSizes& s) {
          4 * Blocks(s.hidden, kScaledValues) % kCopied == 0;
 }
 
+bool TurnsRows(const BlockSizes& s) {
+  return s.scaling == GemmScaling::kNone && s.element_bytes == 4;
+}
+
 int64_t QuantizedRowBytes(const BlockSizes& s) {
   return s.hidden + 4 * Blocks(s.hidden, kScaledValues);
 }
@@ -154,8 +178,11 @@ int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out
   regions.Take(rows(s.hidden), &out->tokens);
   if (backward) regions.Take(rows(s.hidden), &out->grads);
   if (hidden) regions.Take(rows(s.columns), &out->hidden);
-  regions.Take(rows(s.inner), &out->inner);
-  if (backward) regions.Take(rows(s.inner), &out->d_inner);
+  if (backward) {
+    LayOutInnerBwd(s, &regions, out);
+  } else {
+    regions.Take(rows(s.inner), &out->inner);
+  }
   return regions.used();
 }
 

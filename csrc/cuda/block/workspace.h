@@ -53,6 +53,10 @@ struct Decision {
   uint32_t tickets[2];  // of the gradient's product that runs
 };
 
+// Whether weight gradients are products of transposed copies of rows that are not quantized: the
+// tensor cores take f32 operands, as tf32, with what is contracted along memory alone.
+bool TurnsRows(const BlockSizes& sizes);
+
 // Rows as 8-bit products take them, of some width.
 struct QuantizedRows {
   uint8_t* data;  // [W, width]
@@ -61,8 +65,8 @@ struct QuantizedRows {
 
 // An operand of a weight gradient as its product takes it: transposed.
 struct Copy {
-  uint8_t* data;  // [width, padded W]
-  float* scale;   // kBlock: [padded W / 128, ceil(width / 128)]; kTensor: null, rows' serve
+  uint8_t* data;  // [width, padded W] values
+  float* scale;   // kBlock: [padded W / 128, ceil(width / 128)]; else null, rows' serve or none
 };
 struct Copies {
   Copy lhs;
@@ -93,11 +97,13 @@ struct Workspace {
   // weight and what the second weight's gradient is made of, where `tokens` are; what the first
   // weight's is made of, where `hidden` and `d_inner` were.
   uint8_t* wi;
+  // Of f32 rows too. The copy of `inner` lies where `d_inner` was; that of `tokens` where that of
+  // `grads` was, and that of `hidden` where `inner` and its copy were.
   Copies of_second;
   Copies of_first;
 };
 
-// Values of a line of a transposed copy of W rows, as products of 8-bit operands take it.
+// Values of a line of a transposed copy of W rows, as products take it.
 int64_t TransposedRowsOf(const BlockSizes& sizes);
 
 // Lays the regions out from `base` on, and says how many bytes they take; `base` may be null.

@@ -124,7 +124,6 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   EP_RETURN_IF_ERROR(CheckSizes(frame, call.context, sizes, tokens.element_bytes()));
   EP_RETURN_IF_ERROR(tokens.Read(tokens.type(), {sizes.tokens, sizes.width}, &params->tokens));
   EP_RETURN_IF_ERROR(call.ReadSummed(tokens, &params->type));
-  if (tokens.element_bytes() != 2) return tokens.MustBe("bfloat16 or float16");
   int32_t row_bytes = 0;
   EP_RETURN_IF_ERROR(call.ReadRowBytes(tokens, sizes.width, &row_bytes));
   EP_RETURN_IF_ERROR(topk_idx.Read({sizes.tokens, sizes.top_k}, &params->topk_idx));
@@ -145,7 +144,7 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   block.ranks = static_cast<int32_t>(call.context.group->sizes().ep_size);
   block.alignment = static_cast<int32_t>(call.context.layer.alignment);
   block.rows = static_cast<int32_t>(call.attributes.rows);
-  block.element_bytes = 2;
+  block.element_bytes = static_cast<int32_t>(tokens.element_bytes());
   block.scaling = static_cast<cuda::GemmScaling>(call.attributes.scaling);
   if (!ToFloatType(tokens.type(), &params->weight_type)) return tokens.CheckType(DataType::BF16);
   if (quantized) return ReadQuantizedWeights(frame, experts, backward, count, params);
@@ -192,10 +191,10 @@ Status ReadWorkspace(const Operand& workspace, bool backward, BlockParams* param
   return Status();
 }
 
-// [T, H] of the tokens' type, or f32 where the group's sums are.
+// [T, H] of the tokens' type, or f32 where it is narrower and the group's sums are f32.
 Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, void** out,
                   BlockParams* params) {
-  params->wide = call.may_widen() && tokens.type() == DataType::F32;
+  params->wide = call.may_widen() && tokens.type() == DataType::F32 && type != DataType::F32;
   return tokens.Read(params->wide ? DataType::F32 : type,
                      {params->sizes.tokens, params->sizes.hidden}, out);
 }

@@ -169,7 +169,7 @@ def backward(
     dtype, sizes = given.tokens.dtype, _sizes(experts)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
-    wo_bias = _as_taken(experts.wo_bias)
+    wo_bias = _as_taken(experts.wo_bias, dtype)
     weight_dtype = dtype if grads.dtype is None else _made(grads.dtype)
     first = (count, hidden, columns // 2 if pair else columns)
     results = (
@@ -221,7 +221,7 @@ def _call(
     *operands, plan = given
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
     weights, scales = _weights(experts, forward=target == TARGETS[0])
-    others = (*others, *scales, *_as_taken(experts.wo_bias))
+    others = (*others, *scales, *_as_taken(experts.wo_bias, given.tokens.dtype))
     function = activation_kernels.attributes_of(static.activation)
     numbers = {"rows": static.rows, **function, "early": int(static.early)}
     numbers |= _numbers(static.recipe)
@@ -275,9 +275,12 @@ def _made(dtype: Any) -> Any:
     return dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
 
 
-def _as_taken(wo_bias: jax.Array | None) -> list[jax.Array]:
-    """The bias of wo as an operand that may be absent."""
-    return [] if wo_bias is None else [flat_bias(wo_bias, wo_bias.shape[0])]
+def _as_taken(wo_bias: jax.Array | None, rows: Any) -> list[jax.Array]:
+    """The bias of wo as an operand that may be absent: in the dtype of rows or f32."""
+    if wo_bias is None:
+        return []
+    taken = wo_bias if wo_bias.dtype == rows else wo_bias.astype(jnp.float32)
+    return [flat_bias(taken, wo_bias.shape[0])]
 
 
 def _sizes(experts: Experts) -> tuple[int, int, int]:

@@ -144,7 +144,10 @@ class BlockOp:
     def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
         """The axes that M of both weights is taken over."""
         inner = (wi.kept[-1] or wo.kept[1]) if self._splits else ()
-        unit = takes.multiple(self.static.recipe, paired=self.wi.paired) if self.on_gpu else 1
+        static, unit = self.static, 1
+        if self.on_gpu:
+            dtype = static.activation.dtype
+            unit = takes.multiple(dtype, static.recipe, paired=self.wi.paired)
         gone = (wi.gathered[-1], wo.gathered[1])
         whole = all(width % (roles.size(inner + each) * unit) == 0 for each in gone)
         if inner and not whole:

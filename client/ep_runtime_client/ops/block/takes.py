@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16
+from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.quantize.formats.recipes import (
     MXFP8,
@@ -20,13 +21,14 @@ from ep_runtime_client.ops.quantize.formats.recipes import (
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.tracing import slack
 
-_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names, which a compiled program carries, of the reasons.
 REASONS = {
     "transport": "it is for GPUs whose ranks map each other's windows",
     "gpu": "products have kernels for Hopper GPUs alone",
     "tokens": "the call has no tokens",
-    "dtype": "rows are neither bfloat16 nor float16",
+    "dtype": "rows are neither float32, bfloat16 nor float16",
+    "precision": "jax_default_matmul_precision asks for more of float32 products than tf32 has",
     "mxfp8": "Hopper multiplies MXFP8 in bf16, in 1.1 times the time of bf16 rows",
     "recipe": "recipes of wi and wo differ, or the call has no products of theirs",
     "quantized": "a recipe quantizes rows that are not bfloat16",
@@ -68,16 +70,17 @@ def refused(asked: Asked) -> str:
     """Why the call is not taken: a name in REASONS, or nothing."""
     if asked.group.transport != "nvlink" or asked.group.node_size:
         return "transport"
-    recipe = asked.recipes[0]
-    whole = multiple(recipe, paired=asked.paired)
-    sizes = asked.hidden % multiple(recipe, paired=False) or asked.inner % whole
+    recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
+    whole = multiple(dtype, recipe, paired=asked.paired)
+    sizes = asked.hidden % multiple(dtype, recipe, paired=False) or asked.inner % whole
     found = {
         "gpu": not kernels_serve.multiplying(),
         "tokens": asked.tokens == 0,
-        "dtype": jnp.dtype(asked.activation.dtype) not in _TYPES,
+        "dtype": dtype not in _TYPES,
         "mxfp8": any(isinstance(each, MXFP8) for each in asked.recipes),
         "recipe": not takes_recipes(asked.recipes),
-        "quantized": recipe is not None and asked.activation.dtype != jnp.bfloat16,
+        "quantized": recipe is not None and dtype != jnp.bfloat16,
+        "precision": dtype == jnp.float32 and not kernels_32.allowed(),
         "input_weights": asked.input_weights,
         "activation": not activation_kernels.takes(asked.activation),
         "debug": slack.checked(),
@@ -102,9 +105,10 @@ def _uneven(asked: Asked) -> bool:
     return tile > 1 and any(x % unit for unit in units for x in (asked.hidden, asked.inner))
 
 
-def multiple(recipe: Recipe | None, *, paired: bool) -> int:
-    """What M of a device is a multiple of; H too, as of one array."""
-    one = kernels_16.MULTIPLE if recipe is None else kernels_8.MULTIPLE
+def multiple(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
+    """What M of a device is a multiple of with rows of a dtype; H too, as of one array."""
+    plain = kernels_32 if dtype == jnp.float32 else kernels_16
+    one = plain.MULTIPLE if recipe is None else kernels_8.MULTIPLE
     each = kernel_weights.MULTIPLE if paired else one
     # Blocks of scales end with gate, and with a weight's part of M.
     return max(each, one, format_of(recipe).tile)
