@@ -20,6 +20,9 @@ struct BlockShape {
   double kept;            // rows that keep the first product, likewise; 0: none
   bool one_rank = false;  // all slots go to the first rank's experts
   ec::GemmScaling scaling = ec::GemmScaling::kNone;
+  RowType type = RowType::kBF16;  // or kF32
+
+  int64_t element_bytes() const { return ElementBytes(type); }
 };
 
 // How exchanges run.
@@ -30,14 +33,20 @@ struct Way {
   ec::ExchangeGrids alone{{20, 44}, {38, 26}};
 };
 
-static __global__ void FillRandom(uint16_t* out, uint32_t what, float scale, int64_t count) {
+// bfloat16, or f32 where elements have 4 bytes.
+static __global__ void FillRandom(void* out, int element_bytes, uint32_t what, float scale,
+                                  int64_t count) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
     uint32_t x = static_cast<uint32_t>(i) * 0x9E3779B1u ^ static_cast<uint32_t>(i >> 32) ^ what;
     x = (x ^ x >> 16) * 0x85EBCA6Bu;
     x = (x ^ x >> 13) * 0xC2B2AE35u;
     const float value = scale * (static_cast<int32_t>(x ^ x >> 16) * 0x1p-31f);
-    out[i] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
+    if (element_bytes == 4) {
+      static_cast<float*>(out)[i] = value;
+    } else {
+      static_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
+    }
   }
 }
 
@@ -54,8 +63,8 @@ class BlockCase {
   BlockCase(World& world, const BlockShape& shape)
       : world_(world),
         shape_(shape),
-        c_{shape.name,    shape.ranks, shape.tokens,    shape.hidden,   shape.top_k,
-           shape.experts, 8,           Capacity(shape), RowType::kBF16, 0,
+        c_{shape.name,    shape.ranks, shape.tokens,    shape.hidden, shape.top_k,
+           shape.experts, 8,           Capacity(shape), shape.type,   0,
            true,          false},
         ranks_(shape.ranks) {
     sides_.resize(shape.ranks);
@@ -108,7 +117,7 @@ class BlockCase {
     CHECK_CUDA(ec::LaunchBlock(world_.stream(r), block));
   }
 
-  // Of backward the first exchange alone, as a rank does that dies then; of 16-bit products.
+  // Of backward the first exchange alone, as a rank does that dies then; not of 8-bit products.
   void DispatchGrads(int r) {
     world_.Use(r);
     const ec::BlockParams block = Params(r, {false});
@@ -119,7 +128,7 @@ class BlockCase {
     params.name = block.name;
     params.sizes = {c_.tokens, c_.top_k, block.sizes.rows, Local(), c_.width};
     params.type = block.type;
-    params.row_bytes = c_.width * 2;
+    params.row_bytes = static_cast<int32_t>(c_.width * shape_.element_bytes());
     params.grad = block.dy;
     params.plan = block.plan;
     params.d_expert_out = regions.grads;
@@ -146,7 +155,7 @@ class BlockCase {
     for (int r = 0; r < c_.ranks; ++r) {
       world_.Use(r);
       Arrays& d = ranks_[r];
-      const int64_t tokens = int64_t{c_.tokens} * c_.width * 2;
+      const int64_t tokens = TokenBytes();
       CHECK_CUDA(cudaMemset(d.y->as<void>(), 0xFF, tokens));
       CHECK_CUDA(cudaMemset(d.dx->as<void>(), 0xFF, tokens));
       CHECK_CUDA(cudaMemset(d.d_weights->as<void>(), 0xFF, int64_t{c_.tokens} * c_.top_k * 4));
@@ -164,7 +173,11 @@ class BlockCase {
   };
 
   int Local() const { return c_.experts / c_.ranks; }
-  int64_t WeightBytes() const { return int64_t{Local()} * shape_.inner * c_.width * 2; }
+  // Of one half of the first weight.
+  int64_t WeightBytes() const {
+    return int64_t{Local()} * shape_.inner * c_.width * shape_.element_bytes();
+  }
+  int64_t TokenBytes() const { return int64_t{c_.tokens} * c_.width * shape_.element_bytes(); }
 
   ec::block::BlockSizes Sizes() const {
     const auto share = [&](double factor) {
@@ -186,7 +199,7 @@ class BlockCase {
     sizes.alignment = c_.alignment;
     sizes.rows = share(shape_.room);
     sizes.kept_rows = shape_.kept == 0 ? 0 : std::min(sizes.rows, share(shape_.kept));
-    sizes.element_bytes = 2;
+    sizes.element_bytes = static_cast<int32_t>(shape_.element_bytes());
     sizes.scaling = shape_.scaling;
     return sizes;
   }
@@ -197,7 +210,7 @@ class BlockCase {
     p.group = world_.group(r);
     p.name = {0x77, nullptr, 0};
     p.sizes = Sizes();
-    p.type = RowType::kBF16;
+    p.type = shape_.type;
     p.function = ec::ActivationFunction::kSilu;
     p.gated = p.early = true;
     p.num_experts = c_.experts;
@@ -213,7 +226,7 @@ class BlockCase {
     p.plan = d.plan->buffers<const int32_t>();
     p.wi = d.wi->as<void>();
     p.wo = d.wo->as<void>();
-    p.weight_type = ec::FloatType::kBF16;
+    p.weight_type = shape_.type == RowType::kF32 ? ec::FloatType::kF32 : ec::FloatType::kBF16;
     p.gradients = ec::Fp8Format::kE5M2;
     p.wi_scale = p.wo_scale = d.scales->as<float>();
     p.kept = p.sizes.kept_rows > 0 ? d.kept->as<void>() : nullptr;
@@ -244,7 +257,8 @@ class BlockCase {
 
   Buffer Random(int64_t bytes, uint32_t what, float scale) {
     Buffer made = std::make_unique<Memory>(bytes);
-    FillRandom<<<512, 256>>>(made->as<uint16_t>(), what * 0x27D4EB2Fu, scale, bytes / 2);
+    const int element = static_cast<int>(shape_.element_bytes());
+    FillRandom<<<512, 256>>>(made->as<void>(), element, what * 0x27D4EB2Fu, scale, bytes / element);
     CHECK_CUDA(cudaGetLastError());
     return made;
   }
@@ -254,7 +268,7 @@ class BlockCase {
     Arrays& d = ranks_[r];
     const auto bytes = [](int64_t count) { return std::make_unique<Memory>(count); };
     const ec::block::BlockSizes sizes = Sizes();
-    const int64_t tokens = int64_t{c_.tokens} * c_.width * 2;
+    const int64_t tokens = TokenBytes();
     const float wi_scale = 2.0f / std::sqrt(static_cast<float>(c_.width));
     d.idx = std::make_unique<Memory>(Indices(r));
     d.weights = std::make_unique<Memory>(
@@ -275,7 +289,7 @@ class BlockCase {
     ec::block::Workspace regions;
     d.workspace = bytes(std::max(ec::block::LayOut(sizes, false, nullptr, &regions),
                                  ec::block::LayOut(sizes, true, nullptr, &regions)));
-    d.kept = bytes(int64_t{sizes.kept_rows} * sizes.columns * 2);
+    d.kept = bytes(int64_t{sizes.kept_rows} * sizes.columns * sizes.element_bytes);
     d.y = bytes(tokens);
     d.dx = bytes(tokens);
     d.d_weights = bytes(int64_t{c_.tokens} * c_.top_k * 4);

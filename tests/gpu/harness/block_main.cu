@@ -16,7 +16,8 @@ namespace {
 using Results = std::vector<std::vector<uint16_t>>;
 
 GroupSizes SizesOf(const BlockShape& s) {
-  return GroupOf(s.ranks, s.experts, s.hidden, s.tokens, BlockCase::Capacity(s), s.top_k, 2);
+  return GroupOf(s.ranks, s.experts, s.hidden, s.tokens, BlockCase::Capacity(s), s.top_k,
+                 s.element_bytes());
 }
 
 // Holds a stream up for a while, so that ranks start in another order every time.
@@ -29,7 +30,9 @@ __global__ void Delay(uint64_t ns) {
 }
 
 std::vector<BlockShape> Shapes(int n) {
-  constexpr auto kBlock = ec::GemmScaling::kBlock, kTensor = ec::GemmScaling::kTensor;
+  constexpr auto kNone = ec::GemmScaling::kNone, kBlock = ec::GemmScaling::kBlock;
+  constexpr auto kTensor = ec::GemmScaling::kTensor;
+  constexpr RowType kF32 = RowType::kF32;
   return {
       {"kept", n, 300, 256, 128, 4 * n, 3, 1.5, 1.5},
       {"kept where it fits", n, 300, 256, 128, 4 * n, 3, 1.5, 1.0},
@@ -45,6 +48,12 @@ std::vector<BlockShape> Shapes(int n) {
       {"block scales, rows sent wide", n, 300, 256, 128, 4 * n, 3, 1.5, 1.0, false, kBlock},
       {"block scales, long rows", n, 300, 8704, 128, 4 * n, 3, 1.5, 1.5, false, kBlock},
       {"tensor scales", n, 2048, 1024, 512, 8 * n, 4, 1.5, 1.0, false, kTensor},
+      {"f32, kept where it fits", n, 300, 256, 128, 4 * n, 3, 1.5, 1.0, false, kNone, kF32},
+      {"f32, in parts", n, 300, 260, 132, 4 * n, 3, 0.6, 1.0, false, kNone, kF32},
+      {"f32, all to one rank", n, 300, 256, 128, 4 * n, 3, 1000, 0, true, kNone, kF32},
+      {"f32, tiles for all SMs", n, 4096, 1024, 512, 8 * n, 4, 1.5, 1.5, false, kNone, kF32},
+      {"f32, few tiles", n, 2048, 512, 256, 64 * n, 8, 1.5, 0, false, kNone, kF32},
+      {"f32, long rows", n, 300, 4352, 128, 4 * n, 3, 1.5, 1.5, false, kNone, kF32},
       // Of four ranks and more packed into lanes.
       {"two slots", n, 300, 256, 128, 4 * n, 2, 1.5, 1.0},
       {"two slots, in parts", n, 300, 256, 128, 4 * n, 2, 0.6, 1.0},
@@ -52,12 +61,14 @@ std::vector<BlockShape> Shapes(int n) {
   };
 }
 
-// 16-bit elements that are as Poison left them.
-int CountPoison(const Results& results) {
+// Elements that are as Poison left them.
+int CountPoison(const Results& results, size_t element_bytes) {
   int count = 0;
   for (size_t i = 0; i < results.size(); ++i) {
-    if (i % 5 == 2) continue;  // f32
-    for (uint16_t x : results[i]) count += x == 0xFFFF;
+    const size_t halves = i % 5 == 2 ? 2 : element_bytes / 2;  // weights are f32
+    for (auto at = results[i].begin(); at != results[i].end(); at += halves) {
+      count += std::all_of(at, at + halves, [](uint16_t x) { return x == 0xFFFF; });
+    }
   }
   return count;
 }
@@ -139,7 +150,7 @@ int RunShape(const BlockShape& shape, int gpus) {
   const bool crowded = Crowded(shape.ranks, gpus);
   RunLate(world, block, crowded ? Narrow(false) : Way{false}, 1);
   const Results want = block.Results();
-  int wrong = CountPoison(want) != 0;
+  int wrong = CountPoison(want, shape.element_bytes()) != 0;
   std::vector<Way> ways{crowded ? Narrow(true) : Way{true}};
   // Also grids that leave an odd number of SMs.
   if (!crowded) ways.push_back({true, {5, 12}, {9, 4}});
@@ -310,9 +321,11 @@ int TimeShape(const BlockShape& shape, int gpus) {
   BlockCase block(world, shape);
   static const char* const kScales[] = {"none", "tensor", "block"};
   std::printf(
-      "== %s: T=%d H=%d M=%d E=%d K=%d, %d ranks, %g shares kept, scales %s: ms of a call\n",
+      "== %s: T=%d H=%d M=%d E=%d K=%d, %d ranks, %g shares kept, %s rows, scales %s: ms of a "
+      "call\n",
       shape.name, shape.tokens, shape.hidden, shape.inner, shape.experts, shape.top_k, shape.ranks,
-      shape.kept, kScales[static_cast<int>(shape.scaling)]);
+      shape.kept, shape.type == RowType::kF32 ? "f32" : "bf16",
+      kScales[static_cast<int>(shape.scaling)]);
   for (int r = 0; r < shape.ranks; ++r) block.Prepare(r);
   const double forward = Time(world, true, [&](int r) { block.Forward(r, {false}); });
   std::printf("forward                                      %.3f\n", forward);
@@ -357,12 +370,18 @@ int Main(const std::string& what, int ranks, int gpus) {
   }
   if (what == "small") {  // for sanitizers: a call at once, and one in parts
     const std::vector<BlockShape> shapes = Shapes(ranks);
-    for (int i : {0, 3, 8, 9}) wrong += RunShape(shapes[i], gpus);
+    for (int i : {0, 3, 8, 9, 14, 15}) wrong += RunShape(shapes[i], gpus);
   }
   if (what == "time") {
     wrong += TimeShape({"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, 1.25}, gpus);
     wrong += TimeShape({"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, 0}, gpus);
     wrong += TimeShape({"deepseek-like", ranks, 4096, 7168, 2048, 64, 8, 1.5, 1.25}, gpus);
+    constexpr auto kNone = ec::GemmScaling::kNone;
+    for (double kept : {1.25, 0.0}) {
+      wrong += TimeShape(
+          {"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, kept, false, kNone, RowType::kF32},
+          gpus);
+    }
     for (auto scaling : {ec::GemmScaling::kTensor, ec::GemmScaling::kBlock}) {
       wrong +=
           TimeShape({"8-layers", ranks, 8192, 2048, 1024, 64, 8, 1.5, 1.25, false, scaling}, gpus);
