@@ -271,14 +271,18 @@ ec::GroupedGemmParams Data::Params() const {
     params.rhs_up = halves_[1];
   }
   params.clear_slack = c.clear_slack;
+  params.adds = adds_;
+  params.wanted = wanted_;
   params.tuning = c.tuning;
   return params;
 }
 
-void Data::Poison() {
-  CHECK_CUDA(cudaMemset(out_, 0xFF, out_bytes_ + kGuardBytes));
+void Data::Poison() { FillOutput(0xFF, kGuardBytes); }
+
+void Data::FillOutput(int byte, int64_t guard_bytes) {
+  CHECK_CUDA(cudaMemset(out_, byte, out_bytes_ + guard_bytes));
   if (!case_.pair || case_.product != GemmProduct::kWeightGrad) return;
-  for (void* half : halves_) CHECK_CUDA(cudaMemset(half, 0xFF, out_bytes_ / 2 + kGuardBytes));
+  for (void* half : halves_) CHECK_CUDA(cudaMemset(half, byte, out_bytes_ / 2 + guard_bytes));
 }
 
 cudaError_t Data::Launch(cudaStream_t stream) const {
@@ -327,15 +331,38 @@ Mismatch Data::Compare(int64_t stride) {
 }
 
 unsigned long long Data::RunTwiceAndDiffer(cudaStream_t stream) {
-  auto* before = static_cast<uint8_t*>(Allocate(out_bytes_));
-  auto* count = static_cast<unsigned long long*>(Allocate(8));
+  void* before = Allocate(out_bytes_);
   CHECK_CUDA(cudaMemcpyAsync(before, out_, out_bytes_, cudaMemcpyDeviceToDevice, stream));
   CHECK_CUDA(cudaMemsetAsync(out_, 0xFF, out_bytes_, stream));
-  CHECK_CUDA(cudaMemsetAsync(count, 0, 8, stream));
   Transpose(stream);
   CHECK_CUDA(Launch(stream));
-  CountDifferent<<<kBlocks, kThreads, 0, stream>>>(before, static_cast<uint8_t*>(out_), out_bytes_,
-                                                   count);
+  return Differ(stream, before);
+}
+
+unsigned long long Data::RunAsInBlocks(cudaStream_t stream) {
+  if (case_.clear_slack) return 0;  // which they do not ask for
+  void* before = Allocate(out_bytes_);
+  void* poison = Allocate(out_bytes_);
+  CHECK_CUDA(cudaMemcpy(before, out_, out_bytes_, cudaMemcpyDeviceToDevice));
+  CHECK_CUDA(cudaMemset(poison, 0xFF, out_bytes_));
+  wanted_ = Upload(std::vector<int32_t>{0});
+  Poison();
+  CHECK_CUDA(Launch(stream));
+  unsigned long long wrong = Differ(stream, poison);
+  if (case_.product != GemmProduct::kWeightGrad) return wrong;
+  wanted_ = Upload(std::vector<int32_t>{1});
+  adds_ = true;
+  FillOutput(0, 0);
+  CHECK_CUDA(Launch(stream));
+  return wrong + Differ(stream, before);
+}
+
+// Count of bytes of the output that are not those of `want`.
+unsigned long long Data::Differ(cudaStream_t stream, const void* want) {
+  auto* count = static_cast<unsigned long long*>(Allocate(8));
+  CHECK_CUDA(cudaMemsetAsync(count, 0, 8, stream));
+  CountDifferent<<<kBlocks, kThreads, 0, stream>>>(static_cast<const uint8_t*>(want),
+                                                   static_cast<uint8_t*>(out_), out_bytes_, count);
   unsigned long long different = 0;
   CHECK_CUDA(cudaMemcpyAsync(&different, count, 8, cudaMemcpyDeviceToHost, stream));
   CHECK_CUDA(cudaStreamSynchronize(stream));

@@ -101,6 +101,9 @@ class Data {
   Mismatch Compare(int64_t stride);
   // Count of bytes in which two runs differ, transposed copies made anew.
   unsigned long long RunTwiceAndDiffer(cudaStream_t stream);
+  // Count of bytes that are wrong as block calls launch it: a product that nobody wants writes
+  // nothing, and one that adds to zeros gives the bytes of the run before.
+  unsigned long long RunAsInBlocks(cudaStream_t stream);
   int64_t total() const { return layout_.total; }
   int64_t out_elements() const { return out_elements_; }
 
@@ -109,6 +112,8 @@ class Data {
   template <typename T>
   T* Upload(const std::vector<T>& values);
   void FillOperands();
+  void FillOutput(int byte, int64_t guard_bytes);
+  unsigned long long Differ(cudaStream_t stream, const void* want);
   void SplitWeights();
   void FillScales();
   int64_t lhs_width() const;
@@ -134,6 +139,8 @@ class Data {
   void* out_ = nullptr;
   void* halves_[2] = {nullptr, nullptr};  // of the weights, or of the output with guards behind
   Mismatch* result_ = nullptr;
+  const int32_t* wanted_ = nullptr;
+  bool adds_ = false;
 };
 
 }  // namespace gemm_test
