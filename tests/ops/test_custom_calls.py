@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_client.ops.block import call as block
 from ep_runtime_client.ops.block import takes
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import ffi, platform, serve
@@ -89,7 +90,7 @@ def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
 @pytest.fixture
 def _as_with_gpus(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     """Programs for GPUs are traced here as where there are some."""
-    for module in (ffi, transports_windows, between_nccl, rails):
+    for module in (ffi, transports_windows, between_nccl, rails, block):
         monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
     monkeypatch.setattr(ffi, "XLA_CLONES_CALLS", True)
     monkeypatch.setattr(serve, "available", lambda: True)
@@ -110,6 +111,28 @@ def test_calls_on_gpus_are_held_for_all_who_use_their_results(
     calls = custom_calls.traced(jaxpr, "cuda")
     assert len(calls) > len(transports_windows.TARGETS)
     assert custom_calls.unheld(jaxpr, "cuda") <= FREE
+
+
+@pytest.mark.usefixtures("_as_with_gpus")
+@pytest.mark.parametrize(
+    ("dtype", "precision", "taken"),
+    [
+        ("bfloat16", "highest", True),
+        ("float16", "default", True),
+        ("float32", "default", True),
+        ("float32", "highest", False),
+    ],
+)
+def test_gpus_that_map_windows_get_block_calls(
+    make_group: Callable[..., fakes.LocalGroup], dtype: str, precision: str, taken: bool
+) -> None:
+    group = make(make_group, axes={"ep": 4}, transport="nvlink", max_token_dtype=dtype)
+    run, operands = scanned(group, None, jnp.dtype(dtype))
+    with jax.default_matmul_precision(precision):
+        jaxpr = run.trace(*operands).jaxpr
+    calls = custom_calls.traced(jaxpr, "cuda")
+    moved = {"ep_dispatch_v1", "ep_combine_v1"}  # by block calls themselves
+    assert {*calls} & (moved | {*block.TARGETS}) == ({*block.TARGETS} if taken else moved)
 
 
 def test_a_call_too_many_or_too_few_is_found() -> None:

@@ -6,8 +6,9 @@ Needs JAX's CUDA plugin with its libraries (ep-runtime[cuda13]) and this package
 EP_RUNTIME_CUDA=ON; no GPU, no driver. Writes a line for each program, with the calls of ours that a
 device runs and what it holds of its memory. A program that XLA refuses ends this with a traceback,
 one that ends XLA with a signal. The exit code is 1 where a program runs a call more or less often
-than it was traced, or one that no scope of ours is around; and where block calls hold more memory
-on four times as many devices, whose worst case is four times as many rows.
+than it was traced, or one that no scope of ours is around, or no block call where its name says so;
+and where block calls hold more memory on four times as many devices, whose worst case is four times
+as many rows.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime import native
 from ep_runtime_client import ops
+from ep_runtime_client.ops.block import call as block
 from ep_runtime_client.ops.kernels import ffi
 
 DEVICES, COUNT, MANY = 4, 3, 16
@@ -63,6 +65,7 @@ BLOCKS = {
     ("nothing", "plan"): KEPT["plan"],
 }
 TRANSPORTS = ("nvlink", "nccl", "xla")
+BLOCK, TF32 = "block", "in tf32"  # begins and ends names of programs
 ONCE = "quantized once"  # ends the name of a program whose weights come so, and what it never runs
 OF_WEIGHTS = {
     "ep_quantize_weights_v1",
@@ -115,9 +118,10 @@ def scanned(
     separate: bool = False,
     keep: Any = "first",
     once: bool = False,
+    dtype: Any = jnp.bfloat16,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A scan over layers in bf16, with its gradients; and its operands. `separate`: gate and up
-    are a pair. `once`: weights come quantized."""
+    """A scan over layers, with its gradients; and its operands. `separate`: gate and up are a
+    pair. `once`: weights come quantized."""
     tokens, hidden, width, mesh = 128, 256, 128, Mesh(devices, ("ep",))
     group = fakes.local_group(
         mesh=mesh,
@@ -125,7 +129,7 @@ def scanned(
         num_experts=4 * mesh.size,
         hidden_size=hidden,
         max_tokens_per_rank=tokens,
-        max_token_dtype="bfloat16",
+        max_token_dtype=jnp.dtype(dtype).name,
         alignment=128,
         **nodes_of(transport),
     )
@@ -146,7 +150,7 @@ def scanned(
         return jax.lax.scan(kept, x, (jnp.arange(COUNT), params))[0].astype(jnp.float32).sum()
 
     def array(spec: PartitionSpec, *dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
 
     experts, each = PartitionSpec(None, "ep"), group.spec.num_experts
     half = array(experts, COUNT, each, hidden, width)
@@ -201,7 +205,10 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
             yield f"scanned {type(recipe).__name__}, {ONCE}", lambda run=run: run, given
         for (keep, name), policy in BLOCKS.items():
             run, given = scanned(devices, transport, None, policy, keep=keep)
-            yield f"block, keep={keep}, keeps {name}", lambda run=run: run, given
+            yield f"{BLOCK}, keep={keep}, keeps {name}", lambda run=run: run, given
+            way = {"keep": keep, "separate": keep == "nothing", "dtype": jnp.float32}
+            run, given = scanned(devices, transport, None, policy, **way)
+            yield f"{BLOCK}, keep={keep}, keeps {name}, {TF32}", lambda run=run: run, given
 
 
 def faults(name: str, before: custom_calls.Calls, text: str) -> list[str]:
@@ -209,6 +216,8 @@ def faults(name: str, before: custom_calls.Calls, text: str) -> list[str]:
     if name.endswith(ONCE):
         again = sorted({*before} & OF_WEIGHTS)
         return [f"weights come quantized, and {again} run"] if again else faults("", before, text)
+    if name.startswith(BLOCK) and not {*block.TARGETS} <= {*before}:
+        return [f"no block call among {sorted(before)}"]
     lines = custom_calls.differences(before, custom_calls.compiled(text))
     return lines + [f"in no scope: {line}" for line in custom_calls.without_scope(text)]
 
@@ -245,7 +254,7 @@ def main(transports: list[str]) -> int:
         for name, make, operands in programs(found, transport):
             say(f"{transport} {name}: ")
             started = time.monotonic()
-            with jax.default_matmul_precision("highest"):
+            with jax.default_matmul_precision("default" if name.endswith(TF32) else "highest"):
                 traced = make().trace(*operands)
                 compiled = traced.lower().compile()
             calls = custom_calls.traced(traced.jaxpr, "cuda")
