@@ -156,7 +156,11 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         help="on GPUs: thread blocks of a kernel, one per SM; 0 is what measured best; default 0",
     )
     parser.add_argument("--hidden", type=int, default=gpu.hidden, metavar="N", help="on GPUs: H")
-    parser.add_argument("--dtype", default=gpu.dtype, help=f"on GPUs: {gpu.dtype}")
+    parser.add_argument(
+        "--dtype",
+        default=gpu.dtype,
+        help=f"on GPUs: of rows, and of the weights of `moe` and `train`; {gpu.dtype}",
+    )
     parser.add_argument(
         "--tokens",
         type=_sizes,
