@@ -57,7 +57,11 @@ class Blocks:
         if not options.get("use_bias"):
             return made
         leaves, tree = jax.tree.flatten((made.wi_bias, made.wo_bias))
-        drawn = [0.1 * jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(leaves)]
+        keys = map(jax.random.key, range(len(leaves)))
+        drawn = [
+            0.1 * jax.random.normal(key, x.shape, x.dtype)
+            for key, x in zip(keys, leaves, strict=True)
+        ]
         wi_bias, wo_bias = jax.tree.unflatten(tree, drawn)
         return dataclasses.replace(made, wi_bias=wi_bias, wo_bias=wo_bias)
 

@@ -53,7 +53,7 @@ def test_movement_by_several_processes_equals_the_reference(
 def test_blocks_by_several_processes_are_near_float64(
     job_gpus: int, address: str, layout: str
 ) -> None:
-    _run(layout, [*gpu_blocks.WORKSPACES], job_gpus, address, _BLOCKS)
+    _run(layout, [*gpu_blocks.BLOCKS], job_gpus, address, _BLOCKS)
 
 
 @pytest.mark.slow
