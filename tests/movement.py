@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from references import movement as reference
 
 import ep_runtime as ep
+from ep_runtime import device_layout
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import EpLayer
 
@@ -188,8 +189,12 @@ def run_reference(
     wrt = (0, 1) if case.weighted else (0,)
     both = jax.jit(jax.value_and_grad(loss, argnums=wrt, has_aux=True))
     (_, (rows, row_weights, out)), grads = both(slabs(inputs.tokens), given)
+    arrays = plan.arrays
+    if device_layout.count_columns(group, plan.slab.shape[1]) > 4:
+        counts = reference.with_pair_counts(arrays["recv_count"], group.ep_size)
+        arrays = arrays | {"recv_count": counts}
     return {
-        "plan": plan.arrays,
+        "plan": arrays,
         "rows": rows,
         "row_weights": row_weights,
         "in_zone": plan.in_zone,

@@ -118,6 +118,17 @@ def _receiver_arrays(slab: Ints, row: Ints, ep_size: int, capacity: int) -> dict
     return {"recv_count": counts, "staged_start": start, "staged_row": rows, "staged_slot": slots}
 
 
+def with_pair_counts(recv_count: Ints, ep_size: int) -> Ints:
+    """recv_count [R, N, 4] as plans of packed calls have it, [R, N, 4 + 2 * N].
+
+    Of each source also its staged rows for every rank, then those of the first half of its tokens.
+    """
+    domains = recv_count.reshape(-1, ep_size, ep_size, 4)  # of slabs, by source
+    pairs = [domains[..., column].swapaxes(1, 2) for column in (0, 2)]
+    of_all = np.concatenate(pairs, -1)[:, None].repeat(ep_size, 1)
+    return np.concatenate([domains, of_all], -1).reshape(-1, ep_size, 4 + 2 * ep_size)
+
+
 def dispatch(
     plan: ReferencePlan, tokens: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
