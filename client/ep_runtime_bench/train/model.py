@@ -212,9 +212,12 @@ def _attention(x: jax.Array, layer: Layer, model: Model, place: Layout) -> jax.A
     heads = (x @ layer.qkv).reshape(*x.shape[:2], 3, model.heads, -1)
 
     def mixed(heads: jax.Array) -> jax.Array:
-        q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+        # cuDNN's attention takes no float32.
+        taken = heads.astype(jnp.bfloat16) if on_gpu and heads.dtype == jnp.float32 else heads
+        q, k, v = taken[:, :, 0], taken[:, :, 1], taken[:, :, 2]
         how: Any = "cudnn" if on_gpu else None
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
+        return out.astype(heads.dtype)
 
     rows = P(place.rows)
     spread = jax.shard_map(mixed, mesh=place.mesh, in_specs=rows, out_specs=rows, check_vma=False)
