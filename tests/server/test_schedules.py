@@ -97,6 +97,19 @@ def test_a_claim_on_its_way_is_told_of_another_spec_beside_those_that_came_again
     assert not result.faults, "\n".join(result.said)
 
 
+def test_a_rank_of_a_process_on_another_node_is_not_free_while_a_coordinator_starts_again():
+    again = (("form", 0, 12.0, False), ("sleep", 0.001), ("form", 0, 12.0, False))
+    late = (("sleep", 4.6117), ("form", 0, 6.0, False), ("form", 0, 12.0, False))
+    slots = (
+        Slot("c", (0,), (("form", 1, 12.0, False), ("form", 0, 12.0, False))),
+        Slot("c", (1,), late),
+        Slot("b", (1,), again),
+    )
+    faults = ((0.17, "replace", "a", 2.0),)
+    result = run(Schedule(83397, ("a", "b", "c"), 2, "xla", 4.0, slots, faults))
+    assert not result.faults, "\n".join(result.said)
+
+
 def test_a_wait_that_a_daemon_s_restart_falls_into_is_no_longer_than_asked_for():
     """Until the daemon had its groups back, and then as long again for the others."""
     steps = ("sleep", 5.4224), ("form", 1, 5.0, False), ("form", 0, 5.0, False)

@@ -132,6 +132,8 @@ def test_a_rank_whose_process_lives_is_not_taken_by_another_node(start_daemon, p
     for rank, node in enumerate(("a", "b")):
         with pytest.raises(errors.GroupBusyError, match=f"on node '{node}', which lives"):
             late.create(spec_of(), ranks=[rank])
+    with pytest.raises(errors.GroupBusyError, match="on node 'b', which lives"):
+        a.client().create(spec_of(), ranks=[1])
     assert (state(a), state(b)) == ("READY", "READY")
     second.process.kill()
     eventually(lambda: state(a) == "BROKEN", within_s=TOLD_S)
@@ -263,6 +265,7 @@ def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
         key=cluster_messages.key_to_proto(owner),
         spec=wire.group_spec_to_proto(spec_of()),
         claims=cluster_messages.claims_to_proto([NodeClaim("s", 7, (1,))]),
+        generation=1,
         wait=wire.duration(WAIT_S),
     )
     view = call_node(address, NodeServiceStub, "JoinGroup", request).view

@@ -200,7 +200,10 @@ class GroupRecord:
         return self._changed
 
     def check_free(self, session: SessionRecord, ranks: tuple[int, ...]) -> None:
-        """Raises GroupBusyError where another live process has one of the ranks."""
+        """Raises GroupBusyError where another live process has one of the ranks.
+
+        Processes of other nodes have theirs for as long as this node goes by their view.
+        """
         for member in (*self.members.values(), *self.previous.values()):
             taken = sorted(set(member.ranks).intersection(ranks))
             if taken and member.session is not session:
@@ -210,6 +213,17 @@ class GroupRecord:
                     group=self.owner.name,
                     rank=taken[0],
                     pid=member.session.pid,
+                )
+        for rank in ranks if not self.can_form_again else ():
+            other = self.remote.get(rank)
+            if other and rank not in self.lost and other.session_id not in self.left:
+                raise GroupBusyError(
+                    f"rank {rank} of group {self.owner.name!r} is claimed by process {other.pid} "
+                    f"on node {other.node!r}, which lives",
+                    group=self.owner.name,
+                    rank=rank,
+                    pid=other.pid,
+                    node=other.node,
                 )
 
     def claim(
