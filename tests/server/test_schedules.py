@@ -110,6 +110,18 @@ def test_a_rank_of_a_process_on_another_node_is_not_free_while_a_coordinator_sta
     assert not result.faults, "\n".join(result.said)
 
 
+def test_an_end_in_a_view_before_is_told_after_a_daemon_s_restart_amid_a_second_forming():
+    again = (("form", 0, 12.0, False), ("form", 0, 12.0, False))
+    slots = (
+        Slot("a", (0,), again),
+        Slot("a", (1,), (("sleep", 0.4637), ("form", 0, 6.0, False), ("form", 0, 12.0, False))),
+        Slot("b", (2,), (("form", 1, 0.5, False), ("form", 0, 5.0, False))),
+    )
+    faults = (5.0199, "kill", "a", 0.5), (8.4183, "die", 0)
+    result = run(Schedule(33211, ("a", "b", "c"), 3, "xla", 4.0, slots, faults))
+    assert not result.faults, "\n".join(result.said)
+
+
 def test_a_wait_that_a_daemon_s_restart_falls_into_is_no_longer_than_asked_for():
     """Until the daemon had its groups back, and then as long again for the others."""
     steps = ("sleep", 5.4224), ("form", 1, 5.0, False), ("form", 0, 5.0, False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -22,22 +21,12 @@ from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.cluster.coordination import TRY_AGAIN, Coordination
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State, Trigger
-from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.groups.record import Answered, GroupRecord
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
 
 # (node, owner, epoch, lost ranks, left ranks) to that node's daemon.
 Teller = Callable[[str, Owner, int, list[int], list[int]], Awaitable[None]]
-
-
-@dataclasses.dataclass
-class _Ours:
-    """Our processes of a committed view that are not told to be gone, by world rank; None for one
-    that ended while no daemon was here."""
-
-    epoch: int
-    nodes: frozenset[str]
-    sessions: dict[int, SessionRecord | None]
 
 
 class Ends:
@@ -59,11 +48,10 @@ class Ends:
         self._tell = tell
         self._start = start
         self._events = events
-        self._ours: dict[str, _Ours] = {}  # by group id
 
     def changed(self, group: GroupRecord) -> None:
         if group.state is not State.CLOSED:
-            self._answer_for(group)
+            _answer_for(group)
         self._tell_gone(group)
 
     def restored(self, group: GroupRecord) -> None:
@@ -73,23 +61,12 @@ class Ends:
             epoch, nodes, ranks = group.undecided
             group.undecided = None
             self.tell(group.owner, epoch, nodes, list(ranks), [])
-        self._answer_for(group)
+        _answer_for(group)
         self._tell_gone(group)
-
-    def _answer_for(self, group: GroupRecord) -> None:
-        known = self._ours.get(group.group_id)
-        if not group.committed or not group.remote or (known and known.epoch == group.epoch):
-            return
-        claims = group.claims
-        self._ours[group.group_id] = _Ours(
-            group.epoch,
-            frozenset(member.node for member in group.remote.values()),
-            {r: claims[r].session if r in claims else None for r in group.local_ranks},
-        )
 
     def _tell_gone(self, group: GroupRecord) -> None:
         """Tells the other nodes of processes that ended or left, once each."""
-        ours = self._ours.get(group.group_id)
+        ours = group.answered
         if ours is None:
             return
         members = (*group.members.values(), *group.previous.values())
@@ -97,8 +74,6 @@ class Ends:
         gone = {r: session for r, session in ours.sessions.items() if (r, session) not in there}
         for rank in gone:
             del ours.sessions[rank]
-        if not ours.sessions:
-            del self._ours[group.group_id]
         if gone:
             lost = [rank for rank, session in gone.items() if _is_lost(group, rank, session)]
             left = [rank for rank in gone if rank not in lost]
@@ -164,6 +139,17 @@ class Ends:
             )
         else:
             group.notify()
+
+
+def _answer_for(group: GroupRecord) -> None:
+    """From the commit of a view on, for this node's processes in it."""
+    known, claims = group.answered, group.claims
+    if group.committed and group.remote and (known is None or known.epoch != group.epoch):
+        group.answered = Answered(
+            group.epoch,
+            frozenset(member.node for member in group.remote.values()),
+            {r: claims[r].session if r in claims else None for r in group.local_ranks},
+        )
 
 
 def _is_lost(group: GroupRecord, rank: int, session: SessionRecord | None) -> bool:

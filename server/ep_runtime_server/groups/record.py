@@ -32,6 +32,16 @@ class GroupMember:
     attached: bool = False
 
 
+@dataclasses.dataclass
+class Answered:
+    """This node's processes of a committed view whose ends the other nodes of it are still to be
+    told, by world rank; None for one that ended while no daemon was here."""
+
+    epoch: int
+    nodes: frozenset[str]
+    sessions: dict[int, SessionRecord | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class RemoteMember:
     """A process of another node, as the view of the group's epoch names it."""
@@ -85,6 +95,8 @@ class GroupRecord:
         self.remote: dict[int, RemoteMember] = {}  # by world rank
         self.epoch = self.attempt = 0
         self.committed = False
+        # Also of a view before, while processes of it live.
+        self.answered: Answered | None = None
         # Of a daemon before us, which did not hear what became of its view: epoch, the other nodes,
         # our world ranks.
         self.undecided: tuple[int, tuple[str, ...], tuple[int, ...]] | None = None

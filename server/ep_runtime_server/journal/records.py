@@ -12,7 +12,7 @@ from ep_runtime.specs import GroupSpec, make_group_spec
 from ep_runtime.wire import RegisteredLayer, group_spec_to_proto
 from ep_runtime_server.callers.sessions import LIVE, SessionRecord, SessionState
 from ep_runtime_server.groups.fsm import State
-from ep_runtime_server.groups.record import GroupMember, GroupRecord, RemoteMember
+from ep_runtime_server.groups.record import Answered, GroupMember, GroupRecord, RemoteMember
 from ep_runtime_server.journal import shapes
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.windows import Owner, WindowSet, WindowState
@@ -137,6 +137,7 @@ def of_group(group: GroupRecord) -> dict[str, Any] | None:
         "remote": [[rank, m.node, m.session_id, m.pid] for rank, m in group.remote.items()]
         if group.committed
         else [],
+        "answered": _of_answered(group.answered),
     }
 
 
@@ -145,6 +146,20 @@ def _of_undecided(group: GroupRecord) -> list[Any] | None:
         return None
     nodes = sorted({member.node for member in group.remote.values()})
     return [group.epoch, nodes, group.local_ranks]
+
+
+def _of_answered(answered: Answered | None) -> list[Any] | None:
+    if answered is None:
+        return None
+    ours = {rank: s.session_id for rank, s in answered.sessions.items() if s is not None}
+    return [answered.epoch, sorted(answered.nodes), [*ours.items()]]
+
+
+def _to_answered(value: list[Any] | None, sessions: Mapping[str, SessionRecord]) -> Answered | None:
+    if value is None:
+        return None
+    epoch, nodes, ours = value
+    return Answered(epoch, frozenset(nodes), {rank: sessions.get(key) for rank, key in ours})
 
 
 def to_group(
@@ -172,6 +187,7 @@ def to_group(
     undecided = value.get("undecided")
     if undecided is not None:
         group.undecided = undecided[0], tuple(undecided[1]), tuple(undecided[2])
+    group.answered = _to_answered(value.get("answered"), sessions)
     group.committed, group.epoch = bool(group.remote), value.get("epoch", 0)
     group.windows = sets[value["windows"]] if value["windows"] is not None else None
     for name in ("formed", "reattached", "retained_until_s", "created_s", "created_wall_s"):

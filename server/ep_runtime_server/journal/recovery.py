@@ -167,6 +167,7 @@ class Recovery:
         Where the end of the journal is cut, so is one whose memory nobody had fetched by then: who
         fetched it since knows more (`rejoin.py`), and nobody else has anything of it.
         """
+        self._restored.append(group)
         fetched = group.windows is None or group.windows.holders
         if self._incomplete_journal and group.members and not fetched and not group.spans:
             group.formed = False
@@ -180,7 +181,6 @@ class Recovery:
         elif self._incomplete_journal and group.missing_ranks and not group.spans:
             group.restoring = True  # the cut took the rest of its members
         self._groups.add(group)
-        self._restored.append(group)
 
     def take_restored(self) -> list[GroupRecord]:
         """The groups of the journal, also those whose last processes are gone; once."""

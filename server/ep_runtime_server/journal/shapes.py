@@ -98,6 +98,7 @@ GROUP: Mapping[str, Shape] = {
     "epoch": generation,
     "remote": each(row(rank, text, text, number(-(1 << 63), (1 << 63) - 1))),
     "undecided": maybe(row(generation, each(text), each(rank))),
+    "answered": maybe(row(generation, each(text), each(row(rank, text)))),
 }
 
 

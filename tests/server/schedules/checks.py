@@ -125,7 +125,6 @@ def _left(life: Life) -> Iterator[tuple[str, Any]]:
     yield "drivers", spanning._drivers
     yield "calls to other nodes", spanning._tasks
     yield "words owed", life.cluster.facts.owed
-    yield "processes that it answers for", spanning.ends._ours
     if life.name == COORDINATOR:
         assemblies = life.cluster.assemblies._all.values()
         # What became of a view is known for a while.
