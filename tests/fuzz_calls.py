@@ -72,6 +72,7 @@ def _models() -> list[Any]:
             key=node_service_pb2.GroupKey(job="job", name="moe"),
             spec=wire.group_spec_to_proto(make_spec(transport="xla")),
             claims=[node_service_pb2.NodeClaim(world_ranks=[0, 1], session_id="s", pid=1)],
+            generation=1,
         ),
         node_service_pb2.NodeIdentity(
             node="b",

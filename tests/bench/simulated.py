@@ -80,7 +80,9 @@ class SimulatedNode:
         key = pb.GroupKey(uid=1, job="job", name=name)
         known: list[int] = []
         while True:
-            request = pb.JoinGroupRequest(**self._who(), key=key, spec=spec, claims=claims)
+            request = pb.JoinGroupRequest(
+                **self._who(), key=key, spec=spec, claims=claims, generation=1
+            )
             request.missing_ranks.extend(known)
             request.wait.CopyFrom(wire.duration(limits.NODE_POLL_S))
             answer = await self._ask("JoinGroup", request)

@@ -191,6 +191,41 @@ def test_a_node_whose_claims_were_on_the_way_hears_of_another_spec_too(coordinat
     asyncio.run(run())
 
 
+def test_a_spec_that_a_node_refused_is_told_to_others_and_claims_nothing(coordinator):
+    claim = (NodeClaim("s-d", 3, (0,)),)
+
+    async def run():
+        waiting = asyncio.ensure_future(coordinator.join("b", known=[1]))
+        await asyncio.sleep(0)
+        coordinator.decisions.differ("c", OWNER, SPEC, CLAIMS["c"])
+        await asyncio.sleep(0)
+        assert not waiting.done()  # nor has anybody a view
+        coordinator.decisions.differ("c", OWNER, OTHER, CLAIMS["c"])
+        for call in (waiting, coordinator.join("d", claim, wait_s=0.0)):
+            with pytest.raises(SpecMismatchError, match="on node 'c'"):
+                await call
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("where", ["joins", "was refused there"])
+def test_who_claims_a_rank_of_another_with_another_spec_ends_nobody_s_wait(coordinator, where):
+    stray = (NodeClaim("s-d", 3, (0,)),)
+
+    async def run():
+        assert await coordinator.join("b") == (None, [1])
+        if where == "joins":
+            with pytest.raises(SpecMismatchError, match="on node 'b'"):
+                await coordinator.join("d", stray, spec=OTHER)
+        else:
+            coordinator.decisions.differ("d", OWNER, OTHER, stray)
+        assert await coordinator.join("b", wait_s=0.0) == (None, [1])
+        view, _ = await coordinator.join("c")
+        assert view is not None
+
+    asyncio.run(run())
+
+
 def test_nodes_that_agree_by_now_hear_nothing_of_the_spec_before(coordinator):
     async def run():
         assert await coordinator.join("b") == (None, [1])

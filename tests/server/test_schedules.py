@@ -61,8 +61,8 @@ def test_who_comes_with_another_spec_again_is_told_again():
     assert not result.faults, "\n".join(result.said)
 
 
-def test_processes_of_a_node_that_come_with_several_specs_again_take_turns():
-    """Each claim took the other's place at once, for as long as they were shown: no time passed."""
+def test_processes_of_a_node_that_come_with_several_specs_again_let_time_pass():
+    """Each claim took the other's place at once, for as long as they were shown."""
     specs = (("form", 1, 12.0, False), ("form", 1, 6.0, False)), (("form", 0, 12.0, False),) * 2
     slots = (Slot("a", (0,), specs[0]), Slot("a", (1, 2), specs[1]), Slot("a", (0,), ()))
     result = run(Schedule(818, ("a", "b"), 3, "xla", 4.0, slots, ()))
@@ -119,6 +119,18 @@ def test_an_end_in_a_view_before_is_told_after_a_daemon_s_restart_amid_a_second_
     )
     faults = (5.0199, "kill", "a", 0.5), (8.4183, "die", 0)
     result = run(Schedule(33211, ("a", "b", "c"), 3, "xla", 4.0, slots, faults))
+    assert not result.faults, "\n".join(result.said)
+
+
+def test_a_spec_that_a_node_refused_before_the_coordinator_had_it_is_told_elsewhere():
+    """Of the group that waits there, which ends with the one that came later."""
+    slots = (
+        Slot("c", (0,), (("form", 1, 12.0, False),)),
+        Slot("a", (1,), (("form", 0, 5.0, False),)),
+        Slot("c", (2,), ()),
+        Slot("c", (3,), (("sleep", 0.1093), ("form", 0, 5.0, False))),
+    )
+    result = run(Schedule(96375, ("a", "b", "c"), 4, "xla", 4.0, slots, ()))
     assert not result.faults, "\n".join(result.said)
 
 

@@ -71,7 +71,8 @@ class Assemblies:
         self._give_up_view_of(assembly, owner, node, "joins again")
         part = NodePart(node, spec, claims, generation)
         assembly.hear(part)
-        self._check(assembly, owner, part)
+        self._check_spec(assembly, owner, part)
+        _check_ranks(assembly, owner, part)
         assembly.put(part)
         try:
             self._propose(assembly, owner)
@@ -87,6 +88,19 @@ class Assemblies:
             assembly.proposal.delivered.add(node)
         return part.view, assembly.missing
 
+    def differ(
+        self, node: str, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
+    ) -> None:
+        """The node refused these processes for their spec: who differs elsewhere hears of it.
+
+        Raises:
+            PoolExhaustedError: too many groups form.
+        """
+        assembly = self._all.get(owner) or self._new(owner)
+        part = NodePart(node, spec, claims)
+        self._tell_others(assembly, owner, part)
+        assembly.note_refused(part)
+
     def _new(self, owner: Owner) -> Assembly:
         if len(self._all) >= limits.MAX_ASSEMBLIES:
             raise PoolExhaustedError(
@@ -94,36 +108,28 @@ class Assemblies:
             )
         return self._all.setdefault(owner, Assembly())
 
-    def _check(self, assembly: Assembly, owner: Owner, part: NodePart) -> None:
+    def _check_spec(self, assembly: Assembly, owner: Owner, part: NodePart) -> None:
+        """Raises SpecMismatchError where the spec of another node is another."""
         now = self._clock.monotonic_s()
-        others = [p for p in assembly.parts.values() if p.node != part.node]
-        # One of them stands for all: their specs are equal.
-        for other in (*others[:1], assembly.differing(part, now)):
-            difference = None if other is None else other.spec.difference(part.spec)
-            if other is None or difference is None:
-                continue
-            field, theirs, ours = difference
-            error = _mismatch(owner, field, other.node, theirs, part.node, ours)
-            if other in others and assembly.unclaimed_elsewhere(part):
-                for one in others:
-                    told = _mismatch(owner, field, part.node, ours, one.node, theirs)
-                    assembly.refuse(one, told, now)
-            assembly.refuse(part, error, now)
-            raise error
-        for rank in sorted(part.ranks):
-            holder = assembly.proposal.holder(rank) if assembly.proposal is not None else None
-            # A node knows its own processes better.
-            taken = assembly.claimed.get(rank) or (holder and (holder.node, holder.pid))
-            if taken and taken[0] != part.node:
-                node, pid = taken
-                raise GroupBusyError(
-                    f"rank {rank} of group {owner.name!r} is claimed by process {pid} on node "
-                    f"{node!r}, which lives; node {part.node!r} claims it too",
-                    group=owner.name,
-                    rank=rank,
-                    pid=pid,
-                    node=node,
-                )
+        for other in (*assembly.others(part)[:1], assembly.differing(part, now)):
+            error = _mismatch(owner, other, part) if other is not None else None
+            if error is not None:
+                self._tell_others(assembly, owner, part)
+                assembly.refuse(part, error, now)
+                raise error
+
+    def _tell_others(self, assembly: Assembly, owner: Owner, part: NodePart) -> None:
+        """Ends the waits of those that differ from the part, which is refused, now and a moment
+        later; of none where another node has its ranks: the group may form without it."""
+        if not assembly.unclaimed_elsewhere(part):
+            return
+        now = self._clock.monotonic_s()
+        part.told_until_s = now + limits.NODE_DIFFERS_S
+        for other in assembly.others(part):
+            error = _mismatch(owner, part, other)
+            if error is not None:
+                other.told_until_s = now + limits.NODE_DIFFERS_S
+                assembly.refuse(other, error, now)
 
     def _propose(self, assembly: Assembly, owner: Owner) -> None:
         """Gives every node the view, once no rank is missing."""
@@ -239,9 +245,10 @@ class Assemblies:
         """Drops claims that nobody renewed, and views that nobody decided."""
         now = self._clock.monotonic_s()
         for owner, assembly in list(self._all.items()):
-            for part in [*assembly.parts.values(), *assembly.refused.values()]:
-                if (part.error or not part.waits) and part.until_s <= now:
+            for part in list(assembly.parts.values()):
+                if not part.waits and part.until_s <= now:
                     assembly.drop(part)
+            assembly.forget_refused(now)
             proposal = assembly.proposal
             if proposal is not None and proposal.until_s <= now and not proposal.lives:
                 if proposal.open:
@@ -263,14 +270,35 @@ class Assemblies:
         )
 
 
-def _mismatch(
-    owner: Owner, field: str, node: str, theirs: object, our_node: str, ours: object
-) -> SpecMismatchError:
+def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:
+    """Raises GroupBusyError where another node's process has one of the ranks."""
+    for rank in sorted(part.ranks):
+        holder = assembly.proposal.holder(rank) if assembly.proposal is not None else None
+        # A node knows its own processes better.
+        taken = assembly.claimed.get(rank) or (holder and (holder.node, holder.pid))
+        if taken and taken[0] != part.node:
+            node, pid = taken
+            raise GroupBusyError(
+                f"rank {rank} of group {owner.name!r} is claimed by process {pid} on node "
+                f"{node!r}, which lives; node {part.node!r} claims it too",
+                group=owner.name,
+                rank=rank,
+                pid=pid,
+                node=node,
+            )
+
+
+def _mismatch(owner: Owner, other: NodePart, part: NodePart) -> SpecMismatchError | None:
+    """What the part hears of the other's spec; None where it is the same."""
+    difference = other.spec.difference(part.spec)
+    if difference is None:
+        return None
+    field, theirs, ours = difference
     return SpecMismatchError(
-        f"group {owner.name!r} has {field}={theirs} on node {node!r} and {field}={ours} on node "
-        f"{our_node!r}; make them equal",
+        f"group {owner.name!r} has {field}={theirs} on node {other.node!r} and {field}={ours} on "
+        f"node {part.node!r}; make them equal",
         object=owner.name,
-        node=node,
+        node=other.node,
         field=field,
         theirs=theirs,
         ours=ours,

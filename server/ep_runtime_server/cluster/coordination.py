@@ -34,6 +34,10 @@ class Coordination(Protocol):
         known_missing: list[int],
     ) -> tuple[GroupView | None, list[int]]: ...
 
+    async def differ(
+        self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
+    ) -> None: ...
+
     async def report(self, owner: Owner, epoch: int, error: str) -> None: ...
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]: ...
@@ -78,6 +82,9 @@ class OwnCoordination:
         )
         await self._durable()
         return answer
+
+    async def differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
+        self._assemblies.differ(self._node, owner, spec, claims)
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:
         self._assemblies.report(self._node, owner, epoch, error)
@@ -130,6 +137,15 @@ class RemoteCoordination:
         answer: pb.JoinGroupResponse = await self._ask("JoinGroup", request, within_s)
         view = messages.view_from_proto(answer.view) if answer.HasField("view") else None
         return view, list(answer.missing_ranks)
+
+    async def differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
+        request = pb.JoinGroupRequest(
+            **self._who(),
+            key=messages.key_to_proto(owner),
+            spec=wire.group_spec_to_proto(spec),
+            claims=messages.claims_to_proto(claims),
+        )
+        await self._ask("JoinGroup", request, limits.NODE_RPC_S)
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:
         request = pb.ReportInitRequest(

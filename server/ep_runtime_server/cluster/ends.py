@@ -101,11 +101,11 @@ class Ends:
             functools.partial(self._tell, node, owner, epoch, lost, left) for node in nodes
         ]
         tells.append(functools.partial(self._coordination.ended, owner, epoch, lost, left))
-        await asyncio.gather(*(_until_heard(tell, owner) for tell in tells))
+        await asyncio.gather(*(until_heard(tell, owner) for tell in tells))
         self._facts.told(key)
 
     def say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
-        self._start(_until_heard(say, owner))
+        self._start(until_heard(say, owner))
 
     def heard(self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
         """Another node tells of its processes. Raises PermissionDeniedError for others' ranks."""
@@ -159,7 +159,7 @@ def _is_lost(group: GroupRecord, rank: int, session: SessionRecord | None) -> bo
     return taken or dead or rank in group.lost
 
 
-async def _until_heard(say: Callable[[], Awaitable[None]], owner: Owner) -> None:
+async def until_heard(say: Callable[[], Awaitable[None]], owner: Owner) -> None:
     """Says it again for a while: the other daemon may be starting again."""
     loop = asyncio.get_running_loop()
     deadline, pause_s = loop.time() + limits.NODE_TELL_S, limits.NODE_RETRY_FIRST_S

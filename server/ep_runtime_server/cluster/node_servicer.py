@@ -142,12 +142,17 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         self, request: pb.JoinGroupRequest, context: Context[Any, Any]
     ) -> pb.JoinGroupResponse:
         self._check_lease(request, context)
+        owner = messages.key_from_proto(request.key)
         spec = wire.group_spec_from_proto(request.spec)
+        claims = messages.claims_from_proto(request.claims, spec)
+        if not request.generation:
+            self._assemblies.differ(request.node, owner, spec, claims)
+            return pb.JoinGroupResponse()
         view, missing = await self._assemblies.join(
             request.node,
-            messages.key_from_proto(request.key),
+            owner,
             spec,
-            messages.claims_from_proto(request.claims, spec),
+            claims,
             generation=request.generation,
             known_missing=list(messages.ranks_from_proto(request.missing_ranks)),
             wait_s=checked_wait(wire.seconds(request.wait)),

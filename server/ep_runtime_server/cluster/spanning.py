@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
@@ -18,13 +18,12 @@ from ep_runtime.specs import NODE_TRANSPORTS, GroupSpec
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure
-from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.cluster.coordination import TRY_AGAIN, Coordination
-from ep_runtime_server.cluster.ends import Ends, Teller
+from ep_runtime_server.cluster.ends import Ends, Teller, until_heard
 from ep_runtime_server.cluster.views import GroupView, NodeClaim, Outcome
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State, Trigger
-from ep_runtime_server.groups.record import GroupRecord, RemoteMember
+from ep_runtime_server.groups.record import GroupMember, GroupRecord, RemoteMember
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
 
@@ -41,9 +40,12 @@ def _cannot_span(group: GroupRecord, view: GroupView) -> InvalidArgumentError:
 
 
 def _claims(group: GroupRecord) -> tuple[NodeClaim, ...]:
+    return _claims_of(group.members.values())
+
+
+def _claims_of(members: Iterable[GroupMember]) -> tuple[NodeClaim, ...]:
     return tuple(
-        NodeClaim(member.session.session_id, member.session.pid, member.ranks)
-        for member in group.members.values()
+        NodeClaim(member.session.session_id, member.session.pid, member.ranks) for member in members
     )
 
 
@@ -122,24 +124,20 @@ class Spanning:
 
     # Forming
 
-    def _unequal(
-        self, owner: Owner, session: SessionRecord, spec: GroupSpec, ranks: tuple[int, ...]
-    ) -> None:
-        """A process here came with another spec: who waits elsewhere is to hear of it too."""
-        self._start(self._show(owner, spec, NodeClaim(session.session_id, session.pid, ranks)))
+    def _unequal(self, owner: Owner, spec: GroupSpec, members: Iterable[GroupMember]) -> None:
+        """Processes here were refused for their spec: who waits elsewhere is to hear of it too."""
+        self._start(self._differ(owner, spec, _claims_of(members)))
 
-    async def _show(self, owner: Owner, spec: GroupSpec, claim: NodeClaim) -> None:
-        """Claims for a moment, for no group: the coordinator compares it with others' claims.
+    async def _differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
+        """Says so for a moment, unless a group that forms here by then is compared itself."""
 
-        A node has one claim at a time: where several processes here came so, they take turns.
-        """
-        known: list[int] = []
-        with contextlib.suppress(EpRuntimeError, TimeoutError):
+        async def say() -> None:
+            if not self._claims(owner):
+                await self._coordination.differ(owner, spec, claims)
+
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limits.NODE_DIFFERS_S):
-                while not self._claims(owner):
-                    _, known = await self._coordination.join(owner, spec, (claim,), 0, known)
-                    await asyncio.sleep(limits.NODE_RETRY_FIRST_S)
-        self._claim_nothing(owner)
+                await until_heard(say, owner)
 
     def _claims(self, owner: Owner) -> bool:
         group = self._groups.find(owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import enum
 import functools
@@ -11,6 +12,9 @@ from collections.abc import Callable
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base import limits
+
+# Of a node: as many processes of a job as may come with other specs within a moment.
+MAX_REFUSED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,7 @@ class NodePart:
     generation: int = 0  # of the group there
     waits: bool = True
     until_s: float = 0.0  # once nobody waits
-    refused_s: float = 0.0
+    told_until_s: float = 0.0  # of a refused one: those on their way hear of its spec
     view: GroupView | None = None
     error: EpRuntimeError | None = None
 
@@ -125,13 +129,13 @@ class Assembly:
         parts: by node; only `put`, `drop` and `clear` change them.
         missing: ranks that nobody claims, ascending; none where there is no part.
         claimed: (node, pid) of the others, by rank.
-        refused: by node, parts that were refused lately: the same one hears it again, and those of
-            nodes that were on their way hear it too.
+        refused: by node, parts that were refused lately, the newest last: the same one hears it
+            again, and those of nodes that were on their way hear it too.
     """
 
     def __init__(self) -> None:
         self.parts: dict[str, NodePart] = {}
-        self.refused: dict[str, NodePart] = {}
+        self.refused: dict[str, collections.deque[NodePart]] = {}
         self.claimed: dict[int, tuple[str, int]] = {}
         self.missing: list[int] = []
         self.proposal: Proposal | None = None
@@ -159,35 +163,40 @@ class Assembly:
             self._unclaim(part)
             self._count()
             self.notify()
-        elif self.refused.get(part.node) is part:
-            del self.refused[part.node]
 
     def refuse(self, part: NodePart, error: EpRuntimeError, now_s: float) -> None:
         """Ends the part's call with the error, and every later one for the same."""
-        part.error, part.refused_s = error, now_s
-        part.until_s = now_s + limits.NODE_REFUSAL_LIFE_S
+        part.error, part.until_s = error, now_s + limits.NODE_REFUSAL_LIFE_S
         self.drop(part)
-        self.refused[part.node] = part
+        self.note_refused(part)
+
+    def note_refused(self, part: NodePart) -> None:
+        of_node = self.refused.setdefault(part.node, collections.deque(maxlen=MAX_REFUSED))
+        of_node.append(part)
+
+    def forget_refused(self, now_s: float) -> None:
+        for node, parts in list(self.refused.items()):
+            if all(max(part.until_s, part.told_until_s) <= now_s for part in parts):
+                del self.refused[node]
 
     def hear(self, part: NodePart) -> None:
-        """Raises what the same group there was refused for before, whoever claims in it by now.
-
-        What is of no group, generation 0, is compared with the others' claims each time.
-        """
-        before = self.refused.get(part.node)
-        if before is None or before.error is None or part.generation == 0:
-            return
-        if before.generation == part.generation:
-            raise before.error
+        """Raises what the same group there was refused for before, whoever claims in it by now."""
+        for before in self.refused.get(part.node, ()):
+            if before.error is not None and before.generation == part.generation:
+                raise before.error
 
     def differing(self, part: NodePart, now_s: float) -> NodePart | None:
         """Another node's that was refused a moment ago, has another spec, and has not come again.
         None for a node that was refused as well, and tries again."""
         if part.node in self.refused:
             return None
-        gone = (p for p in self.refused.values() if p.node not in self.parts)
-        late = (p for p in gone if now_s - p.refused_s < limits.NODE_DIFFERS_S)
-        return next((p for p in late if p.spec.difference(part.spec) is not None), None)
+        late = [p for parts in self.refused.values() for p in parts if now_s < p.told_until_s]
+        gone = (p for p in late if p.node != part.node and p.node not in self.parts)
+        return next((p for p in gone if p.spec.difference(part.spec) is not None), None)
+
+    def others(self, part: NodePart) -> list[NodePart]:
+        """Those of other nodes. Their specs are equal."""
+        return [other for other in self.parts.values() if other.node != part.node]
 
     def unclaimed_elsewhere(self, part: NodePart) -> bool:
         """Whether no other node has the part's ranks; what its own claimed before is over."""

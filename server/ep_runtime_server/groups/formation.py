@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
@@ -23,7 +23,7 @@ from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.groups.allocation import get_windows
 from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.fsm import State, Trigger
-from ep_runtime_server.groups.record import GroupRecord, wait_until
+from ep_runtime_server.groups.record import GroupMember, GroupRecord, wait_until
 from ep_runtime_server.memory.windows import Owner, WindowPool
 
 
@@ -35,9 +35,10 @@ class Groups(GroupBook):
     ) -> None:
         """Without `quotas` a user may have any number of groups."""
         super().__init__()
-        # Called when a process comes with another spec than a group's that forms, or may again.
-        self.on_unequal: Callable[[Owner, SessionRecord, GroupSpec, tuple[int, ...]], None]
-        self.on_unequal = lambda owner, session, spec, ranks: None
+        # Called with processes that are refused here for their spec, which is not that of others
+        # of a group that forms, or may again.
+        self.on_unequal: Callable[[Owner, GroupSpec, Iterable[GroupMember]], None]
+        self.on_unequal = lambda owner, spec, members: None
         self._quotas = quotas
         self._pool = pool
         self._clock = clock
@@ -155,9 +156,10 @@ class Groups(GroupBook):
         """
         if group.state is not State.FORMING and not group.can_form_again:
             return
-        self.on_unequal(group.owner, session, spec, ranks)
+        self.on_unequal(group.owner, spec, [GroupMember(session, ranks)])
         if group.state is State.FORMING and group.members and set(ranks) <= {*group.missing_ranks}:
             field, ours, theirs = difference
+            self.on_unequal(group.owner, group.spec, group.members.values())
             self.fail(group, _mismatch(group.spec.name, field, theirs, ours))
 
     def _check_formed(self, group: GroupRecord, task: asyncio.Task[None]) -> None:
