@@ -20,7 +20,9 @@ from ep_runtime_server.nodes.facts import ClusterFacts
 
 OWNER = Owner(7, "job", "moe")
 SPEC = make_spec(ranks=2, transport="xla")
-OTHER = make_spec(ranks=2, transport="xla", hidden_size=SPEC.hidden_size * 2)
+OTHER, THIRD = (
+    make_spec(ranks=2, transport="xla", hidden_size=SPEC.hidden_size * n) for n in (2, 3)
+)
 CLAIMS = {"b": (NodeClaim("s-b", 1, (0,)),), "c": (NodeClaim("s-c", 2, (1,)),)}
 
 
@@ -179,14 +181,32 @@ def test_a_node_refused_between_two_calls_hears_it_in_those_that_follow(coordina
 
 
 def test_a_node_whose_claims_were_on_the_way_hears_of_another_spec_too(coordinator):
+    claim = (NodeClaim("s-d", 3, (0,)),)
+
     async def run():
         assert await coordinator.join("b") == (None, [1])
         with pytest.raises(SpecMismatchError):
             await coordinator.join("c", spec=OTHER)
         with pytest.raises(SpecMismatchError, match="on node 'c'"):
-            await coordinator.join("d", wait_s=0.0)
+            await coordinator.join("d", claim, wait_s=0.0)
         coordinator.clock.advance(limits.NODE_DIFFERS_S)
-        assert await coordinator.join("e", wait_s=0.0) == (None, [1])
+        assert await coordinator.join("e", claim, wait_s=0.0) == (None, [1])
+
+    asyncio.run(run())
+
+
+def test_processes_that_come_to_a_node_that_heard_of_another_spec_hear_of_it_too(coordinator):
+    async def run():
+        assert await coordinator.join("b") == (None, [1])
+        with pytest.raises(SpecMismatchError):
+            await coordinator.join("c", spec=OTHER)
+        new = (NodeClaim("s-new", 3, (0,)),)
+        with pytest.raises(SpecMismatchError, match="on node 'c'"):
+            await coordinator.join("b", new, generation=2, wait_s=0.0)
+        # Those that heard of it try again; others may have mended it.
+        assert await coordinator.join("b", new, generation=3, wait_s=0.0) == (None, [1])
+        more = {"spec": THIRD, "generation": 4, "wait_s": 0.0}
+        assert await coordinator.join("b", (NodeClaim("s-4", 4, (0,)),), **more) == (None, [1])
 
     asyncio.run(run())
 

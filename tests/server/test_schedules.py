@@ -97,16 +97,28 @@ def test_a_claim_on_its_way_is_told_of_another_spec_beside_those_that_came_again
     assert not result.faults, "\n".join(result.said)
 
 
-def test_a_rank_of_a_process_on_another_node_is_not_free_while_a_coordinator_starts_again():
-    again = (("form", 0, 12.0, False), ("sleep", 0.001), ("form", 0, 12.0, False))
-    late = (("sleep", 4.6117), ("form", 0, 6.0, False), ("form", 0, 12.0, False))
+def test_a_spec_that_a_node_refused_before_the_coordinator_had_it_is_told_elsewhere():
+    """Of the group that waits there, which ends with the one that came later."""
     slots = (
-        Slot("c", (0,), (("form", 1, 12.0, False), ("form", 0, 12.0, False))),
-        Slot("c", (1,), late),
-        Slot("b", (1,), again),
+        Slot("c", (0,), (("form", 1, 12.0, False),)),
+        Slot("a", (1,), (("form", 0, 5.0, False),)),
+        Slot("c", (2,), ()),
+        Slot("c", (3,), (("sleep", 0.1093), ("form", 0, 5.0, False))),
     )
-    faults = ((0.17, "replace", "a", 2.0),)
-    result = run(Schedule(83397, ("a", "b", "c"), 2, "xla", 4.0, slots, faults))
+    result = run(Schedule(96375, ("a", "b", "c"), 4, "xla", 4.0, slots, ()))
+    assert not result.faults, "\n".join(result.said)
+
+
+def test_a_process_is_told_of_another_spec_that_its_node_heard_of_before_it_came():
+    """Its node alone was known to have heard, and to try again."""
+    spec_of_b = (("form", 0, 5.0, False), ("work", 0.3), ("form", 0, 5.0, False))
+    spec_of_a = (("form", 0, 12.0, False), ("work", 0.3), ("form", 1, 5.0, False))
+    slots = (
+        Slot("b", (0, 1), (*spec_of_b, ("goodbye",), ("form", 0, 6.0, False))),
+        Slot("a", (2,), spec_of_a),
+        Slot("b", (2,), ()),
+    )
+    result = run(Schedule(72009, ("a", "b"), 3, "memfd", 0.0, slots, ()))
     assert not result.faults, "\n".join(result.said)
 
 
@@ -122,15 +134,16 @@ def test_an_end_in_a_view_before_is_told_after_a_daemon_s_restart_amid_a_second_
     assert not result.faults, "\n".join(result.said)
 
 
-def test_a_spec_that_a_node_refused_before_the_coordinator_had_it_is_told_elsewhere():
-    """Of the group that waits there, which ends with the one that came later."""
+def test_a_rank_of_a_process_on_another_node_is_not_free_while_a_coordinator_starts_again():
+    again = (("form", 0, 12.0, False), ("sleep", 0.001), ("form", 0, 12.0, False))
+    late = (("sleep", 4.6117), ("form", 0, 6.0, False), ("form", 0, 12.0, False))
     slots = (
-        Slot("c", (0,), (("form", 1, 12.0, False),)),
-        Slot("a", (1,), (("form", 0, 5.0, False),)),
-        Slot("c", (2,), ()),
-        Slot("c", (3,), (("sleep", 0.1093), ("form", 0, 5.0, False))),
+        Slot("c", (0,), (("form", 1, 12.0, False), ("form", 0, 12.0, False))),
+        Slot("c", (1,), late),
+        Slot("b", (1,), again),
     )
-    result = run(Schedule(96375, ("a", "b", "c"), 4, "xla", 4.0, slots, ()))
+    faults = ((0.17, "replace", "a", 2.0),)
+    result = run(Schedule(83397, ("a", "b", "c"), 2, "xla", 4.0, slots, faults))
     assert not result.faults, "\n".join(result.said)
 
 

@@ -83,6 +83,10 @@ class NodePart:
     def ranks(self) -> dict[int, NodeClaim]:
         return {rank: claim for claim in self.claims for rank in claim.ranks}
 
+    @functools.cached_property
+    def sessions(self) -> frozenset[str]:
+        return frozenset(claim.session_id for claim in self.claims)
+
 
 @dataclasses.dataclass(eq=False)
 class Proposal:
@@ -187,10 +191,15 @@ class Assembly:
 
     def differing(self, part: NodePart, now_s: float) -> NodePart | None:
         """Another node's that was refused a moment ago, has another spec, and has not come again.
-        None for a node that was refused as well, and tries again."""
-        if part.node in self.refused:
-            return None
+
+        None for processes that were refused a moment ago as well: they know, and try again; nor
+        where their node was, and they come with a spec that it has not had.
+        """
         late = [p for parts in self.refused.values() for p in parts if now_s < p.told_until_s]
+        knows = part.sessions <= {session for p in late for session in p.sessions}
+        before = [p.spec.difference(part.spec) for p in late if p.node == part.node]
+        if knows or (before and None not in before):
+            return None
         gone = (p for p in late if p.node != part.node and p.node not in self.parts)
         return next((p for p in gone if p.spec.difference(part.spec) is not None), None)
 
