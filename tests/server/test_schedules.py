@@ -109,6 +109,19 @@ def test_a_spec_that_a_node_refused_before_the_coordinator_had_it_is_told_elsewh
     assert not result.faults, "\n".join(result.said)
 
 
+def test_a_spec_is_told_elsewhere_though_somebody_has_a_rank_of_those_who_come_with_it():
+    """Another process of the node claims one that nobody has."""
+    slots = (
+        Slot("a", (0,), ()),
+        Slot("b", (1,), ()),
+        Slot("c", (2,), (("form", 1, 12.0, False),)),
+        Slot("b", (3,), (("form", 0, 12.0, False),)),
+        Slot("b", (2,), (("form", 0, 12.0, False),)),
+    )
+    result = run(Schedule(7238, ("a", "b", "c"), 4, "xla", 0.0, slots, ()))
+    assert not result.faults, "\n".join(result.said)
+
+
 def test_a_process_is_told_of_another_spec_that_its_node_heard_of_before_it_came():
     """Its node alone was known to have heard, and to try again."""
     spec_of_b = (("form", 0, 5.0, False), ("work", 0.3), ("form", 0, 5.0, False))

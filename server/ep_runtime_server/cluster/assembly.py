@@ -120,7 +120,7 @@ class Assemblies:
 
     def _tell_others(self, assembly: Assembly, owner: Owner, part: NodePart) -> None:
         """Ends the waits of those that differ from the part, which is refused, now and a moment
-        later; of none where another node has its ranks: the group may form without it."""
+        later; of none where other nodes have its ranks: the group may form without it."""
         if not assembly.unclaimed_elsewhere(part):
             return
         now = self._clock.monotonic_s()

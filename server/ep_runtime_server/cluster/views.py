@@ -208,9 +208,14 @@ class Assembly:
         return [other for other in self.parts.values() if other.node != part.node]
 
     def unclaimed_elsewhere(self, part: NodePart) -> bool:
-        """Whether no other node has the part's ranks; what its own claimed before is over."""
-        claimed = (self.claimed.get(rank) for rank in part.ranks)
-        return all(claim is None or claim[0] == part.node for claim in claimed)
+        """Whether a process of the part has ranks that no other node has; what its own claimed
+        before is over."""
+
+        def free(rank: int) -> bool:
+            holder = self.claimed.get(rank)
+            return holder is None or holder[0] == part.node
+
+        return any(all(map(free, claim.ranks)) for claim in part.claims)
 
     def clear(self) -> None:
         """A view has them."""
