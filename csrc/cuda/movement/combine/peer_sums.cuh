@@ -41,7 +41,7 @@ struct PeerSums {
     const int32_t half = lane < call.ranks ? params.plan.recv_count[lane * columns + 2] : 0;
     const int32_t first_half = min(max(half, 0), counts.staged);
     skip = pass.half == 2 ? first_half : 0;
-    count = pass.half == 1 ? first_half : counts.staged - skip;
+    count = min(pass.half == 1 ? first_half : counts.staged - skip, places.room);
     most = __reduce_max_sync(~0u, lane == call.me ? 0 : count);
     partial_bytes = PartialBytes<kExact>(params);
   }

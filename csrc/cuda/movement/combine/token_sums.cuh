@@ -66,6 +66,7 @@ struct TokenSums {
     item->rank = -1;
     if (lane < call.ranks) {
       item->staged = __ldcg(&StagedTable(call)[int64_t{item->token} * call.ranks + lane]);
+      if (item->staged >= places.room) item->staged = -1;
     }
     int32_t row = -1;
     if (lane < params.sizes.top_k) {

@@ -35,14 +35,15 @@ __device__ int32_t PartialBytes(const CombineParams& params) {
 // Where partial sums of a pass lie; lane r of a warp holds rank r's. Of tokens of `owner` those
 // that `rank` sends, in the owner's lane: behind the ones of lower ranks where they are packed.
 struct SumPlaces {
-  uint8_t* first;
+  uint8_t* first = nullptr;
+  int32_t room = 0;  // for so many: all of those that a prepare counted
 
   __device__ SumPlaces(const DeviceCall& call, const CombineParams& params, const Pass& pass,
-                       int owner, int rank, int32_t partial_bytes)
-      : first(nullptr) {
+                       int owner, int rank, int32_t partial_bytes) {
     if (owner >= call.ranks || rank >= call.ranks || owner == rank) return;
     if (!pass.packed) {
-      first = RoomApart(call, owner, rank, pass.end - pass.begin, partial_bytes);
+      room = pass.end - pass.begin;
+      first = RoomApart(call, owner, rank, room, partial_bytes);
       return;
     }
     const PairCounts counts{params.plan.recv_count, call.ranks, params.sizes.tokens};
@@ -53,6 +54,7 @@ struct SumPlaces {
       before += pass.half == 1 ? half : counts.All(owner, r) - half;
     }
     first = call.Lane(owner) + before * partial_bytes;
+    room = static_cast<int32_t>(max(params.room.bytes / partial_bytes - before, int64_t{0}));
   }
   // The whole warp asks for one sum.
   __device__ uint8_t* At(int rank, int32_t number, int32_t partial_bytes) const {
