@@ -122,6 +122,18 @@ def test_a_spec_is_told_elsewhere_though_somebody_has_a_rank_of_those_who_come_w
     assert not result.faults, "\n".join(result.said)
 
 
+def test_a_spec_is_told_elsewhere_though_the_rank_of_who_comes_with_it_was_claimed_a_moment_ago():
+    """By the process before, of whose end the coordinator had not heard."""
+    steps = ("form", 0, 12.0, False), ("goodbye",), ("moves", "a"), ("form", 1, 12.0, False)
+    slots = (
+        Slot("c", (0,), steps),
+        Slot("c", (1,), ()),
+        Slot("b", (2,), (("sleep", 5.3184), ("form", 0, 12.0, False))),
+    )
+    result = run(Schedule(121954, ("a", "b", "c"), 3, "xla", 0.0, slots, ()))
+    assert not result.faults, "\n".join(result.said)
+
+
 def test_a_process_is_told_of_another_spec_that_its_node_heard_of_before_it_came():
     """Its node alone was known to have heard, and to try again."""
     spec_of_b = (("form", 0, 5.0, False), ("work", 0.3), ("form", 0, 5.0, False))

@@ -98,8 +98,9 @@ class Assemblies:
         """
         assembly = self._all.get(owner) or self._new(owner)
         part = NodePart(node, spec, claims)
-        self._tell_others(assembly, owner, part)
-        assembly.note_refused(part)
+        now = self._clock.monotonic_s()
+        _refuse_others(assembly, owner, part, now)
+        assembly.note_refused(part, now)
 
     def _new(self, owner: Owner) -> Assembly:
         if len(self._all) >= limits.MAX_ASSEMBLIES:
@@ -114,22 +115,9 @@ class Assemblies:
         for other in (*assembly.others(part)[:1], assembly.differing(part, now)):
             error = _mismatch(owner, other, part) if other is not None else None
             if error is not None:
-                self._tell_others(assembly, owner, part)
+                _refuse_others(assembly, owner, part, now)
                 assembly.refuse(part, error, now)
                 raise error
-
-    def _tell_others(self, assembly: Assembly, owner: Owner, part: NodePart) -> None:
-        """Ends the waits of those that differ from the part, which is refused, now and a moment
-        later; of none where other nodes have its ranks: the group may form without it."""
-        if not assembly.unclaimed_elsewhere(part):
-            return
-        now = self._clock.monotonic_s()
-        part.told_until_s = now + limits.NODE_DIFFERS_S
-        for other in assembly.others(part):
-            error = _mismatch(owner, part, other)
-            if error is not None:
-                other.told_until_s = now + limits.NODE_DIFFERS_S
-                assembly.refuse(other, error, now)
 
     def _propose(self, assembly: Assembly, owner: Owner) -> None:
         """Gives every node the view, once no rank is missing."""
@@ -268,6 +256,16 @@ class Assemblies:
             epoch=view.epoch,
             attempt=view.attempt,
         )
+
+
+def _refuse_others(assembly: Assembly, owner: Owner, part: NodePart, now_s: float) -> None:
+    """Ends the waits of those that differ from the part; of none where other nodes have its ranks:
+    the group may form without it."""
+    if assembly.unclaimed_elsewhere(part):
+        for other in assembly.others(part):
+            error = _mismatch(owner, part, other)
+            if error is not None:
+                assembly.refuse(other, error, now_s)
 
 
 def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:

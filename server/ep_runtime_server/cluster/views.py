@@ -75,7 +75,7 @@ class NodePart:
     generation: int = 0  # of the group there
     waits: bool = True
     until_s: float = 0.0  # once nobody waits
-    told_until_s: float = 0.0  # of a refused one: those on their way hear of its spec
+    refused_s: float = 0.0
     view: GroupView | None = None
     error: EpRuntimeError | None = None
 
@@ -170,17 +170,18 @@ class Assembly:
 
     def refuse(self, part: NodePart, error: EpRuntimeError, now_s: float) -> None:
         """Ends the part's call with the error, and every later one for the same."""
-        part.error, part.until_s = error, now_s + limits.NODE_REFUSAL_LIFE_S
+        part.error = error
         self.drop(part)
-        self.note_refused(part)
+        self.note_refused(part, now_s)
 
-    def note_refused(self, part: NodePart) -> None:
+    def note_refused(self, part: NodePart, now_s: float) -> None:
+        part.refused_s, part.until_s = now_s, now_s + limits.NODE_REFUSAL_LIFE_S
         of_node = self.refused.setdefault(part.node, collections.deque(maxlen=MAX_REFUSED))
         of_node.append(part)
 
     def forget_refused(self, now_s: float) -> None:
         for node, parts in list(self.refused.items()):
-            if all(max(part.until_s, part.told_until_s) <= now_s for part in parts):
+            if all(part.until_s <= now_s for part in parts):
                 del self.refused[node]
 
     def hear(self, part: NodePart) -> None:
@@ -190,18 +191,21 @@ class Assembly:
                 raise before.error
 
     def differing(self, part: NodePart, now_s: float) -> NodePart | None:
-        """Another node's that was refused a moment ago, has another spec, and has not come again.
+        """Another node's that was refused a moment ago, has another spec, and has not come again;
+        its ranks are nobody's by now.
 
         None for processes that were refused a moment ago as well: they know, and try again; nor
         where their node was, and they come with a spec that it has not had.
         """
-        late = [p for parts in self.refused.values() for p in parts if now_s < p.told_until_s]
+        known = (p for parts in self.refused.values() for p in parts)
+        late = [p for p in known if now_s - p.refused_s < limits.NODE_DIFFERS_S]
         knows = part.sessions <= {session for p in late for session in p.sessions}
         before = [p.spec.difference(part.spec) for p in late if p.node == part.node]
         if knows or (before and None not in before):
             return None
         gone = (p for p in late if p.node != part.node and p.node not in self.parts)
-        return next((p for p in gone if p.spec.difference(part.spec) is not None), None)
+        free = (p for p in gone if self.unclaimed_elsewhere(p))
+        return next((p for p in free if p.spec.difference(part.spec) is not None), None)
 
     def others(self, part: NodePart) -> list[NodePart]:
         """Those of other nodes. Their specs are equal."""
