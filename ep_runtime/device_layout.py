@@ -11,7 +11,7 @@ on_overflow="error": [2][W] lines. Letters: `board.py`.
 from __future__ import annotations
 
 from ep_runtime.board_abi import PAGE_BYTES
-from ep_runtime.layout import align_up
+from ep_runtime.layout import align_up, packed_columns
 from ep_runtime.specs import GroupSpec
 
 FLAG_LINE_BYTES = 128
@@ -32,8 +32,8 @@ def lane_rows(spec: GroupSpec) -> int:
     Room for all tokens of every rank, on a device of every other one, whose rows do not travel.
     Where ranks map each other's windows it does not grow with them past max_top_k: what a rank
     sums of its own tokens comes from so many ranks a token, and rows that a rank receives go
-    through the lane in parts where they are more (`csrc/core/memory/layout.h`, LaneRoom). Not past
-    4 where max_top_k is less: with so few slots little skew would make parts, and rows are few.
+    through the lane in parts where they are more (`csrc/core/memory/layout.h`, LaneRoom). With
+    fewer than 4 slots a token it is as with 4: little skew would make parts, and rows are few.
     """
     # Rounded up to 2: fp32 partials of half the tokens must fit where 2-byte rows of all do.
     tokens, ranks = align_up(spec.staged_tokens, 2), spec.ranks_per_node
@@ -51,7 +51,7 @@ def count_columns(spec: GroupSpec, tokens: int) -> int:
     """
     ranks = spec.ranks_per_node
     packs = (ranks - 1) * align_up(tokens, 2) > lane_rows(spec)
-    return 4 + 2 * ranks if packs else 4
+    return packed_columns(ranks) if packs else 4
 
 
 def flag_bytes(spec: GroupSpec) -> int:

@@ -101,6 +101,11 @@ def recv_capacity(
     return min(bound, align_up(ceil(capacity_factor * balanced), alignment))
 
 
+def packed_columns(ep_size: int) -> int:
+    """Of a plan's recv_count where staged rows are packed: the counts of all pairs of ranks too."""
+    return 4 + 2 * ep_size
+
+
 def kept_rows(demand: list[int], capacity: int, alignment: int) -> list[int]:
     """Rows each local expert keeps when `demand` rows ask for a slab of `capacity` rows.
 

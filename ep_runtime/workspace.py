@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.layout import align_up
+from ep_runtime.layout import align_up, packed_columns
 
 # Of the group setting `workspace`: "auto", a factor of the even share, or bytes.
 Setting = Literal["auto"] | float | int
@@ -360,7 +360,7 @@ def _common_bytes(sizes: BlockSizes, rows: int) -> int:
     part, ranks = sizes.part_tokens(rows), sizes.ep_size
     slots, experts = 4 * part * sizes.top_k, 4 * sizes.experts
     # Its indices without the slots that stay out, then the nine arrays of its plan.
-    counts = 4 * ranks * (4 + 2 * ranks)  # if rows are packed into a lane
+    counts = 4 * ranks * packed_columns(ranks)  # at most
     plan = [slots, slots, slots, counts, 4 * (ranks * part + 1)]
     return control + _total([*plan, 4 * rows, 4 * rows, experts, experts, 4])
 

@@ -56,6 +56,12 @@ class Coordinator:
         assert first == second
         return first
 
+    async def unequal(self) -> None:
+        """b claims, and c is refused for its spec."""
+        assert await self.join("b") == (None, [1])
+        with pytest.raises(SpecMismatchError):
+            await self.join("c", spec=OTHER)
+
     def report(self, node: str, epoch: int, error: str = "") -> None:
         self.decisions.report(node, OWNER, epoch, error)
 
@@ -184,9 +190,7 @@ def test_a_node_whose_claims_were_on_the_way_hears_of_another_spec_too(coordinat
     claim = (NodeClaim("s-d", 3, (0,)),)
 
     async def run():
-        assert await coordinator.join("b") == (None, [1])
-        with pytest.raises(SpecMismatchError):
-            await coordinator.join("c", spec=OTHER)
+        await coordinator.unequal()
         with pytest.raises(SpecMismatchError, match="on node 'c'"):
             await coordinator.join("d", claim, wait_s=0.0)
         coordinator.clock.advance(limits.NODE_DIFFERS_S)
@@ -197,9 +201,7 @@ def test_a_node_whose_claims_were_on_the_way_hears_of_another_spec_too(coordinat
 
 def test_processes_that_come_to_a_node_that_heard_of_another_spec_hear_of_it_too(coordinator):
     async def run():
-        assert await coordinator.join("b") == (None, [1])
-        with pytest.raises(SpecMismatchError):
-            await coordinator.join("c", spec=OTHER)
+        await coordinator.unequal()
         new = (NodeClaim("s-new", 3, (0,)),)
         with pytest.raises(SpecMismatchError, match="on node 'c'"):
             await coordinator.join("b", new, generation=2, wait_s=0.0)
@@ -248,9 +250,7 @@ def test_who_claims_a_rank_of_another_with_another_spec_ends_nobody_s_wait(coord
 
 def test_nodes_that_agree_by_now_hear_nothing_of_the_spec_before(coordinator):
     async def run():
-        assert await coordinator.join("b") == (None, [1])
-        with pytest.raises(SpecMismatchError):
-            await coordinator.join("c", spec=OTHER)
+        await coordinator.unequal()
         anew = asyncio.ensure_future(coordinator.join("b", generation=2, known=[1]))
         await asyncio.sleep(0)
         view, _ = await coordinator.join("c", generation=2)

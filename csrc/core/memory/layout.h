@@ -34,6 +34,9 @@ struct GroupSizes {
 // Rounded up to 2: fp32 partials of half the tokens must fit where 2-byte rows of all do.
 constexpr int64_t EvenTokens(int64_t tokens) { return AlignUp(tokens, 2); }
 
+// Of a packed call's recv_count: the counts of all pairs of ranks too.
+constexpr int64_t PackedColumns(int64_t ranks) { return 4 + 2 * ranks; }
+
 // How the staged rows of a call lie in a lane. Apart: each source has room for all its tokens, on
 // GPUs all but this rank, whose rows do not travel. Packed, where the lane has not that much: one
 // source's rows behind the other's, by the counts that the plan has of all ranks.
@@ -50,13 +53,15 @@ struct LaneRoom {
     const int64_t each = rows - (ranks - 1);
     return Packs(tokens) ? ((ranks - 1) * tokens + each - 1) / each : 1;
   }
-  // Of the plan's recv_count; packed calls need the counts of all pairs of ranks.
-  constexpr int64_t CountColumns(int64_t tokens) const { return Packs(tokens) ? 4 + 2 * ranks : 4; }
+  // Of the plan's recv_count.
+  constexpr int64_t CountColumns(int64_t tokens) const {
+    return Packs(tokens) ? PackedColumns(ranks) : 4;
+  }
 };
 
 // Where the parts of one lane lie. Each source writes only its own part of each region.
 struct LaneLayout {
-  int64_t rows_bytes;
+  LaneRoom room;
   int64_t source_rows_bytes;  // apart
   int64_t source_entries_bytes;
   int64_t source_counts_bytes;
@@ -70,17 +75,13 @@ struct LaneLayout {
     source_rows_bytes = EvenTokens(tokens) * row_bytes;
     source_entries_bytes = AlignUp(tokens * sizes.max_top_k * 8, kLineBytes);
     source_counts_bytes = AlignUp((sizes.num_experts + 2 * sizes.ep_size) * 4, kLineBytes);
-    rows_bytes = AlignUp(sizes.lane_rows * row_bytes, kLineBytes);
-    entries_offset = rows_bytes;
+    entries_offset = AlignUp(sizes.lane_rows * row_bytes, kLineBytes);
+    room = {static_cast<int32_t>(sizes.ep_size), static_cast<int32_t>(sizes.lane_rows),
+            entries_offset};
     counts_offset = entries_offset + sizes.ep_size * source_entries_bytes;
     lane_bytes = AlignUp(counts_offset + sizes.ep_size * source_counts_bytes, kPageBytes);
   }
 };
-
-inline LaneRoom RoomOf(const GroupSizes& sizes) {
-  return {static_cast<int32_t>(sizes.ep_size), static_cast<int32_t>(sizes.lane_rows),
-          LaneLayout(sizes).rows_bytes};
-}
 
 inline int64_t WindowBytes(const GroupSizes& sizes) {
   return sizes.lanes * LaneLayout(sizes).lane_bytes;

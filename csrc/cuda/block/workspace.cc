@@ -45,7 +45,7 @@ void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
   regions->TakeWords(slots, &out->topk_idx);
   regions->TakeWords(slots, &out->plan.dst_rank);
   regions->TakeWords(slots, &out->plan.dst_row);
-  regions->TakeWords(int64_t{4 + 2 * s.ranks} * s.ranks, &out->plan.recv_count);  // if packed
+  regions->TakeWords(PackedColumns(s.ranks) * s.ranks, &out->plan.recv_count);  // at most
   regions->TakeWords(s.ranks * tokens + 1, &out->plan.staged_start);
   regions->TakeWords(s.rows, &out->plan.staged_row);
   regions->TakeWords(s.rows, &out->plan.staged_slot);

@@ -186,7 +186,6 @@ struct DeviceGroup {
   int32_t num_experts;
   int64_t max_tokens;
   int64_t lane_bytes;
-  int64_t rows_bytes;  // of a lane, of all sources
   int64_t source_entries_bytes;
   int64_t source_counts_bytes;
   int64_t entries_offset;
@@ -228,7 +227,6 @@ inline void SetSizes(const GroupSizes& sizes, int64_t first_rank, int64_t ep_ran
   group->num_experts = static_cast<int32_t>(sizes.num_experts);
   group->max_tokens = sizes.max_tokens_per_rank;
   group->lane_bytes = lane.lane_bytes;
-  group->rows_bytes = lane.rows_bytes;
   group->source_entries_bytes = lane.source_entries_bytes;
   group->source_counts_bytes = lane.source_counts_bytes;
   group->entries_offset = lane.entries_offset;

@@ -96,7 +96,7 @@ void ReadGroup(const CudaCall& call, BlockParams* params) {
   params->beside = GridsOf(blocks.beside);
   params->exact = options.exact_combine;
   params->side = call.rank.side;
-  params->room = RoomOf(call.context.group->sizes());
+  params->room = call.context.group->lane_layout().room;
   params->function = static_cast<cuda::ActivationFunction>(call.attributes.function);
   params->gated = call.attributes.gated;
   params->early = call.attributes.early;
@@ -129,7 +129,7 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   EP_RETURN_IF_ERROR(topk_idx.Read({sizes.tokens, sizes.top_k}, &params->topk_idx));
   EP_RETURN_IF_ERROR(weights.Read({sizes.tokens, sizes.top_k}, &params->weights));
   EP_RETURN_IF_ERROR(most.Read({1}, &params->most));
-  EP_RETURN_IF_ERROR(plan.Read(sizes, call.context.group->sizes(), &params->plan));
+  EP_RETURN_IF_ERROR(plan.Read(sizes, call.context.group->lane_layout().room, &params->plan));
   ReadGroup(call, params);
   cuda::block::BlockSizes& block = params->sizes;
   block.tokens = static_cast<int32_t>(sizes.tokens);

@@ -10,7 +10,7 @@ Status LaunchWith(const CudaCall& call, cuda::CombineParams params) {
   params.name = call.name;
   params.op = call.frame.op;
   params.exact = call.context.group->options().exact_combine;
-  params.room = RoomOf(call.context.group->sizes());
+  params.room = call.context.group->lane_layout().room;
   params.grid = {call.group.blocks().beside.reduce, call.group.blocks().beside.sum};
   return call.Launched(cuda::LaunchCombine(call.stream, params));
 }

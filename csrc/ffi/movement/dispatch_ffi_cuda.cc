@@ -11,7 +11,7 @@ void ReadCall(const CudaCall& call, Params* params) {
   params->name = call.name;
   params->grid.push_blocks = call.group.blocks().beside.push;
   params->grid.place_blocks = call.group.blocks().beside.place;
-  params->room = RoomOf(call.context.group->sizes());
+  params->room = call.context.group->lane_layout().room;
 }
 
 }  // namespace

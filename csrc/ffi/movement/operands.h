@@ -18,10 +18,10 @@ struct PlanOperands {
   Operand dst_rank, dst_row, recv_count, staged_start, staged_row, staged_slot, kept, group_sizes,
       num_recv;
 
-  // Their shapes follow from `sizes` and those of the group.
+  // Their shapes follow from `sizes` and the room of a lane.
   template <typename Plan>
-  Status Read(const Sizes& sizes, const GroupSizes& group, Plan* plan) const {
-    const int64_t ep_size = group.ep_size, columns = RoomOf(group).CountColumns(sizes.tokens);
+  Status Read(const Sizes& sizes, const LaneRoom& room, Plan* plan) const {
+    const int64_t ep_size = room.ranks, columns = room.CountColumns(sizes.tokens);
     const Dims slots = {sizes.tokens, sizes.top_k};
     EP_RETURN_IF_ERROR(dst_rank.Read(slots, &plan->dst_rank));
     EP_RETURN_IF_ERROR(dst_row.Read(slots, &plan->dst_row));
@@ -60,7 +60,7 @@ Status ReadSizes(const Call& call, const Operand& rows, const PlanOperands& plan
   EP_RETURN_IF_ERROR(CheckSizes(call.frame, call.context, sizes, rows.element_bytes()));
   EP_RETURN_IF_ERROR(call.ReadRows(rows, sizes.width, params));
   params->sizes = SizesAs<decltype(params->sizes)>(sizes);
-  return plan.Read(sizes, call.context.group->sizes(), &params->plan);
+  return plan.Read(sizes, call.context.group->lane_layout().room, &params->plan);
 }
 
 // ep_prepare_v1(rank, layer_index, topk_idx s32 [T, K]) -> the nine plan arrays, and on NVIDIA GPUs
@@ -75,7 +75,7 @@ Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
   EP_RETURN_IF_ERROR(topk_idx.Read({sizes.tokens, sizes.top_k}, &params->topk_idx));
   EP_RETURN_IF_ERROR(CheckSizes(call.frame, call.context, sizes, /*element_bytes=*/0));
   params->sizes = SizesAs<decltype(params->sizes)>(sizes);
-  return plan.Read(sizes, call.context.group->sizes(), &params->plan);
+  return plan.Read(sizes, call.context.group->lane_layout().room, &params->plan);
 }
 
 // ep_dispatch_v1(rank, layer_index, tokens [T, H], weights f32 [T, K] or [0, 0], plan)

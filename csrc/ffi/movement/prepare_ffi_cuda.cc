@@ -41,7 +41,7 @@ Status LaunchPrepareCall(const CudaCall& call) {
   params.num_experts = static_cast<int32_t>(options.sizes.num_experts);
   params.alignment = static_cast<int32_t>(call.context.layer.alignment);
   params.blocks = call.group.blocks().prepare;
-  params.room = RoomOf(options.sizes);
+  params.room = call.context.group->lane_layout().room;
   if (!options.error_on_overflow) {
     return call.Launched(cuda::LaunchPrepare(call.stream, params));
   }

@@ -41,6 +41,8 @@ NODE_CLAIM_LIFE_S = 3.0
 NODE_DIFFERS_S = 1.0
 # A node that was refused hears it in its next calls too: an answer may be lost on its way.
 NODE_REFUSAL_LIFE_S = 15.0
+# Of a node: as many processes of a job as may come with other specs within a moment.
+MAX_REFUSED = 16
 # From a view to every node's word on it: processes may have windows to map.
 NODE_INIT_S = 600.0
 NODE_TELL_S = 600.0

@@ -116,6 +116,16 @@ class RemoteCoordination:
     def _who(self) -> dict[str, Any]:
         return {"node": self._node, "lease_id": self._membership.lease_id}
 
+    def _claimed(
+        self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
+    ) -> dict[str, Any]:
+        return {
+            **self._who(),
+            "key": messages.key_to_proto(owner),
+            "spec": wire.group_spec_to_proto(spec),
+            "claims": messages.claims_to_proto(claims),
+        }
+
     async def join(
         self,
         owner: Owner,
@@ -125,10 +135,7 @@ class RemoteCoordination:
         known_missing: list[int],
     ) -> tuple[GroupView | None, list[int]]:
         request = pb.JoinGroupRequest(
-            **self._who(),
-            key=messages.key_to_proto(owner),
-            spec=wire.group_spec_to_proto(spec),
-            claims=messages.claims_to_proto(claims),
+            **self._claimed(owner, spec, claims),
             missing_ranks=known_missing,
             generation=generation,
             wait=wire.duration(limits.NODE_POLL_S),
@@ -139,12 +146,7 @@ class RemoteCoordination:
         return view, list(answer.missing_ranks)
 
     async def differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
-        request = pb.JoinGroupRequest(
-            **self._who(),
-            key=messages.key_to_proto(owner),
-            spec=wire.group_spec_to_proto(spec),
-            claims=messages.claims_to_proto(claims),
-        )
+        request = pb.JoinGroupRequest(**self._claimed(owner, spec, claims))
         await self._ask("JoinGroup", request, limits.NODE_RPC_S)
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:

@@ -13,9 +13,6 @@ from ep_runtime.errors import EpRuntimeError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base import limits
 
-# Of a node: as many processes of a job as may come with other specs within a moment.
-MAX_REFUSED = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class NodeClaim:
@@ -176,7 +173,7 @@ class Assembly:
 
     def note_refused(self, part: NodePart, now_s: float) -> None:
         part.refused_s, part.until_s = now_s, now_s + limits.NODE_REFUSAL_LIFE_S
-        of_node = self.refused.setdefault(part.node, collections.deque(maxlen=MAX_REFUSED))
+        of_node = self.refused.setdefault(part.node, collections.deque(maxlen=limits.MAX_REFUSED))
         of_node.append(part)
 
     def forget_refused(self, now_s: float) -> None:

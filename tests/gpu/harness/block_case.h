@@ -90,7 +90,7 @@ class BlockCase {
     params.topk_idx = d.idx->as<int32_t>();
     params.plan = d.plan->buffers<int32_t>();
     params.most = d.most->as<int32_t>();
-    params.room = ep_runtime::RoomOf(world_.sizes());
+    params.room = ep_runtime::LaneLayout(world_.sizes()).room;
     CHECK_CUDA(ec::LaunchPrepare(world_.stream(r), params));
   }
   void Forward(int r, const Way& way) {
@@ -217,7 +217,7 @@ class BlockCase {
     p.prepare_blocks = 32;
     p.alone = way.alone;
     p.beside = {way.dispatch, way.combine};
-    p.room = ep_runtime::RoomOf(world_.sizes());
+    p.room = ep_runtime::LaneLayout(world_.sizes()).room;
     p.side = way.overlaps ? sides_[r].get() : nullptr;
     p.topk_idx = d.idx->as<int32_t>();
     p.tokens = d.tokens->as<void>();

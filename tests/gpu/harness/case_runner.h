@@ -103,7 +103,7 @@ class CaseRunner {
     const int row_bytes = c_.width * ElementBytes(c_.type);
     ec::DeviceGroup* group = world_.group(rank);
     const ec::CallName name{0x1234, nullptr, 0};
-    const ep_runtime::LaneRoom room = ep_runtime::RoomOf(world_.sizes());
+    const ep_runtime::LaneRoom room = ep_runtime::LaneLayout(world_.sizes()).room;
     CHECK_CUDA(ec::LaunchPrepare(
         stream,
         {group, name, sizes, c_.experts, c_.alignment, d.idx->as<int32_t>(),

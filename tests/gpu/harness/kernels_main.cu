@@ -164,16 +164,17 @@ int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
     world.Use(n - 1);
     const ec::CallSizes sizes{c.tokens, c.top_k, c.capacity, c.experts / n, c.width};
     const RankData& d = runner.data(n - 1);
-    CHECK_CUDA(ec::LaunchPrepare(world.stream(n - 1), {world.group(n - 1),
-                                                       {0x1234, nullptr, 1},
-                                                       sizes,
-                                                       c.experts,
-                                                       c.alignment,
-                                                       d.idx->as<int32_t>(),
-                                                       d.plan->buffers<int32_t>(),
-                                                       nullptr,
-                                                       grids.prepare,
-                                                       ep_runtime::RoomOf(world.sizes())}));
+    CHECK_CUDA(
+        ec::LaunchPrepare(world.stream(n - 1), {world.group(n - 1),
+                                                {0x1234, nullptr, 1},
+                                                sizes,
+                                                c.experts,
+                                                c.alignment,
+                                                d.idx->as<int32_t>(),
+                                                d.plan->buffers<int32_t>(),
+                                                nullptr,
+                                                grids.prepare,
+                                                ep_runtime::LaneLayout(world.sizes()).room}));
   }
   if (poison) {
     usleep(20'000);

@@ -55,7 +55,7 @@ inline ep_runtime::GroupSizes SizesOf(const Case& c) {
   return GroupOf(c.ranks, c.experts, c.width, c.tokens, c.capacity, c.top_k, ElementBytes(c.type));
 }
 inline int CountColumns(const Case& c) {
-  return static_cast<int>(ep_runtime::RoomOf(SizesOf(c)).CountColumns(c.tokens));
+  return static_cast<int>(ep_runtime::LaneLayout(SizesOf(c)).room.CountColumns(c.tokens));
 }
 
 // Of what combine returns.

@@ -59,7 +59,7 @@ class TimedCase {
     world_.Synchronize();
   }
 
-  ep_runtime::LaneRoom Room() const { return ep_runtime::RoomOf(world_.sizes()); }
+  ep_runtime::LaneRoom Room() const { return ep_runtime::LaneLayout(world_.sizes()).room; }
   ec::CallSizes Sizes() const { return {c_.tokens, kTopK, c_.capacity, kExperts / n_, width_}; }
   // Of one rank, on average: each token once to every rank that wants it, and once per expert.
   double RemoteBytes() const { return remote_rows_ * width_ * 2.0 / n_; }

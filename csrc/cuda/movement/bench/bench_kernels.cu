@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(1024, 1) CeilingKernel(CeilingParams params) {
   const auto* rows = static_cast<const uint8_t*>(params.rows);
   // Each rank's share of a lane, which is for all but one: no other writes there.
   const int shares = max(group.ep_size - 1, 1);
-  const auto most = static_cast<uint32_t>(group.rows_bytes / shares / row_bytes);
+  const auto most = static_cast<uint32_t>(group.entries_offset / shares / row_bytes);
   const auto room = [&](int rank) {
     const int share = min(group.ep_rank - (group.ep_rank > rank ? 1 : 0), shares - 1);
     return group.windows + rank * group.window_stride + share * int64_t{most} * row_bytes;

@@ -8,6 +8,11 @@
 namespace ep_runtime {
 namespace cuda {
 
+// Of the plan's recv_count.
+__device__ __forceinline__ int CountColumns(bool packed, int ranks) {
+  return packed ? 4 + 2 * ranks : 4;  // PackedColumns
+}
+
 // What the host says of it, the same on every rank.
 struct Staging {
   LaneRoom room;
@@ -15,8 +20,7 @@ struct Staging {
   int32_t part = 0;        // of this launch
   int32_t most_parts = 1;  // launches that there are
 
-  // Of the plan's recv_count.
-  __device__ int columns() const { return packed ? 4 + 2 * room.ranks : 4; }
+  __device__ int columns() const { return CountColumns(packed, room.ranks); }
 };
 
 // Staged rows of every pair of ranks, as a packed plan has them. A plan is an ordinary array: they
@@ -33,7 +37,7 @@ struct PairCounts {
 
  private:
   __device__ int32_t At(int source, int column) const {
-    return min(max(__ldg(&recv_count[source * (4 + 2 * ranks) + column]), 0), tokens);
+    return min(max(__ldg(&recv_count[source * CountColumns(true, ranks) + column]), 0), tokens);
   }
 };
 
@@ -63,6 +67,12 @@ __device__ inline int32_t CountParts(const PairCounts& counts, const Staging& st
   return min(max((most + each - 1) / each, 1), staging.most_parts);
 }
 
+// Lane `rank`'s, by a whole warp that may ask for one or each lane for its own.
+__device__ __forceinline__ uint8_t* PointerOf(int rank, uint8_t* pointer) {
+  const auto value = reinterpret_cast<unsigned long long>(pointer);
+  return reinterpret_cast<uint8_t*>(__shfl_sync(~0u, value, rank));
+}
+
 // Staged rows that travel between this rank and one other in a launch; lane r holds rank r's.
 struct StagedPlaces {
   int32_t begin;  // number of the first
@@ -71,9 +81,8 @@ struct StagedPlaces {
 
   // The whole warp asks for one rank's row, that is there.
   __device__ uint8_t* At(int rank, int32_t staged, int32_t row_bytes) const {
-    const auto start = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(first), rank);
     const int32_t before = __shfl_sync(~0u, begin, rank);
-    return reinterpret_cast<uint8_t*>(start) + int64_t{staged - before} * row_bytes;
+    return PointerOf(rank, first) + int64_t{staged - before} * row_bytes;
   }
 };
 

@@ -32,17 +32,17 @@ struct PeerSums {
                       LandedSums<kSenders>* l, uint32_t warp, uint32_t warps)
       : call(c),
         params(p),
-        counts(c, p.plan, p.sizes.tokens, Columns(c, pass)),
+        counts(c, p.plan, p.sizes.tokens, CountColumns(pass.packed, c.ranks)),
         places(c, p, pass, threadIdx.x % 32, c.me, PartialBytes<kExact>(p)),
         landed(l),
         numbers{kPeerTicket, warps, warp} {
     const int lane = threadIdx.x % 32;
-    const int columns = Columns(call, pass);
+    const int columns = CountColumns(pass.packed, call.ranks);
     const int32_t half = lane < call.ranks ? params.plan.recv_count[lane * columns + 2] : 0;
     const int32_t first_half = min(max(half, 0), counts.staged);
     skip = pass.half == 2 ? first_half : 0;
     count = min(pass.half == 1 ? first_half : counts.staged - skip, places.room);
-    most = __reduce_max_sync(~0u, lane == call.me ? 0 : count);
+    most = __reduce_max_sync(~0u, count);
     partial_bytes = PartialBytes<kExact>(params);
   }
 
@@ -72,7 +72,7 @@ struct PeerSums {
       item->weight = kWeighted && entries.row >= 0 ? params.weights[entries.row] : 1.0f;
       item->rank = source;
       item->staged = staged;
-      item->out = places.At(source, staged, partial_bytes);
+      item->out = PointerOf(source, places.first) + int64_t{staged} * partial_bytes;
       return true;
     }
     return false;

@@ -89,7 +89,7 @@ struct TokenSums {
     const int32_t own_row = __shfl_sync(~0u, row, from);
     const int32_t staged = __shfl_sync(~0u, item->staged, from);
     item->row = own_row;
-    const uint8_t* sums = places.Start(from);
+    const uint8_t* sums = PointerOf(from, places.first);
     item->part = mine ? static_cast<const uint8_t*>(params.rows) +
                             int64_t{max(own_row, 0)} * params.row_bytes
                       : sums + int64_t{max(staged, 0)} * partial_bytes;

@@ -22,11 +22,6 @@ struct Pass {
   bool packed;   // LaneRoom
 };
 
-// Of the plan's recv_count.
-__device__ inline int Columns(const DeviceCall& call, const Pass& pass) {
-  return pass.packed ? 4 + 2 * call.ranks : 4;
-}
-
 template <bool kExact>
 __device__ int32_t PartialBytes(const CombineParams& params) {
   return kExact ? params.sizes.width * 4 : params.row_bytes;
@@ -55,15 +50,6 @@ struct SumPlaces {
     }
     first = call.Lane(owner) + before * partial_bytes;
     room = static_cast<int32_t>(max(params.room.bytes / partial_bytes - before, int64_t{0}));
-  }
-  // The whole warp asks for one sum.
-  __device__ uint8_t* At(int rank, int32_t number, int32_t partial_bytes) const {
-    return Start(rank) + int64_t{number} * partial_bytes;
-  }
-  // Each lane asks for a rank's first.
-  __device__ uint8_t* Start(int rank) const {
-    return reinterpret_cast<uint8_t*>(
-        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(first), rank));
   }
 };
 

@@ -223,10 +223,8 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const Staged
       // Round the ring from this rank on, so that no peer is everybody's first.
       for (int step = 1; step < call.ranks; ++step) {
         const int dest = call.me + step < call.ranks ? call.me + step : call.me + step - call.ranks;
-        const auto to = __shfl_sync(~0u, reinterpret_cast<uintptr_t>(slots.to), dest);
-        if (lane == 0 && (peers >> dest & 1) != 0) {
-          BulkStore(reinterpret_cast<uint8_t*>(to) + offset, buffer, bytes);
-        }
+        uint8_t* to = PointerOf(dest, slots.to);
+        if (lane == 0 && (peers >> dest & 1) != 0) BulkStore(to + offset, buffer, bytes);
       }
       if (lane == 0) CommitStores();
     }
