@@ -15,6 +15,13 @@ from math import ceil, isinf
 from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
+FP8_BLOCK = 128  # values of a sum that share an f32 scale, where combine_precision is "fp8"
+
+
+def fp8_sum_bytes(hidden_size: int) -> int:
+    """Bytes of a token's partial sum as 8-bit floats and their scales."""
+    return align_up(hidden_size, 4) + -(-hidden_size // FP8_BLOCK) * 4
+
 
 def align_up(value: int, alignment: int) -> int:
     """`value` rounded up to a multiple of `alignment`."""

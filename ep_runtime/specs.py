@@ -22,7 +22,7 @@ TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
 # Those that move rows between nodes of a group by collectives and inside a node by windows.
 NODE_TRANSPORTS = ("memfd", "nccl")
 ON_OVERFLOW = ("drop", "error")
-COMBINE_PRECISIONS = ("fast", "exact")
+COMBINE_PRECISIONS = ("fast", "exact", "fp8")
 PARTITIONINGS = ("auto", "rule", "shard_map")
 MAX_STACK_LAYERS = 1 << 20
 MAX_NAME_BYTES = 120
@@ -246,6 +246,21 @@ def _check_axes(
         )
 
 
+def _check_fp8_sums(hidden_size: int, max_token_dtype: str) -> None:
+    need = layout.fp8_sum_bytes(hidden_size)
+    have = hidden_size * DTYPE_BYTES[max_token_dtype]
+    if max_token_dtype == "float64":
+        why = "sums of float64 rows are float64"
+    elif need > have:
+        why = f"a sum of hidden_size={hidden_size} takes {need} bytes with scales, a row {have}"
+    else:
+        return
+    raise InvalidArgumentError(
+        f'combine_precision="fp8" is not for max_token_dtype={max_token_dtype!r}: {why}',
+        argument="combine_precision",
+    )
+
+
 def _check_node_size(node_size: int, ep_size: int, transport: str) -> None:
     if node_size == 0:
         return
@@ -311,6 +326,8 @@ def make_group_spec(
         ("lanes", lanes),
     ):
         check_whole(argument, value)
+    if combine_precision == "fp8":
+        _check_fp8_sums(hidden_size, max_token_dtype)
     if num_sms is not None:
         check_whole("num_sms", num_sms, 0)
     check_at_least("retain_s", retain_s, 0)

@@ -45,6 +45,10 @@ class Case:
     capacity: int | None = None
     precision: str = "exact"
 
+    def tolerance(self, of_dtype: dict[str, float]) -> float:
+        """Of sums of its dtype; of 8-bit ones half a unit of e4m3's last place, 2^-4."""
+        return 2.0**-4 if self.precision == "fp8" else of_dtype[self.dtype]
+
     @property
     def group_settings(self) -> dict[str, Any]:
         return {
@@ -74,6 +78,8 @@ CASES = (
     Case("bfloat16 fast", dtype="bfloat16", precision="fast", top_k=4),
     Case("bfloat16 exact", dtype="bfloat16", top_k=4),
     Case("float16", dtype="float16", precision="fast", hidden=7),
+    Case("8-bit sums", precision="fp8", top_k=4, hidden=168),
+    Case("bfloat16, 8-bit sums", dtype="bfloat16", precision="fp8", top_k=4, hidden=1040),
     Case("one expert gets all", routing="one", top_k=2),
     Case("an expert gets none", routing="skip"),
     Case("a rank receives nothing", routing="skip rank", top_k=2),

@@ -13,16 +13,39 @@ namespace {
 constexpr uint32_t Written(int pass) { return static_cast<uint32_t>(2 * pass + 1); }
 constexpr uint32_t Consumed(int pass) { return static_cast<uint32_t>(2 * pass + 2); }
 
-int64_t WideBytes(RowType type) { return type == kF64 ? 8 : 4; }
+int64_t PartialBytes(const CombineParams& params, CombinePrecision precision) {
+  const int64_t width = params.sizes.width;
+  if (precision == CombinePrecision::kFp8) return Fp8SumBytes(width);
+  if (precision == CombinePrecision::kFast) return params.row_bytes;
+  return width * (params.type == kF64 ? 8 : 4);
+}
+
+// Sums of a rank's rows, as they travel.
+ReduceFn PartialSum(RowType type, CombinePrecision precision) {
+  const RowOps& ops = GetRowOps();
+  if (precision == CombinePrecision::kFp8) return ops.reduce_to_fp8[type];
+  return (precision == CombinePrecision::kExact ? ops.reduce_to_wide : ops.reduce)[type];
+}
+
+// Sums of what travelled.
+ReduceFn FinalSum(const CombineParams& params, CombinePrecision precision) {
+  const RowOps& ops = GetRowOps();
+  const bool wide = precision == CombinePrecision::kExact;
+  if (precision == CombinePrecision::kFp8) {
+    return ops.reduce_from_fp8[params.wide_tokens ? kF32 : params.type];
+  }
+  if (params.wide_tokens) return wide ? ops.reduce[kF32] : ops.reduce_to_wide[params.type];
+  return (wide ? ops.reduce_from_wide : ops.reduce)[params.type];
+}
 
 struct Passes {
-  bool wide;
+  CombinePrecision precision;
   int64_t partial_bytes;  // of one partial row
   int count;
 
   Passes(const Call& call, const CombineParams& params) {
-    wide = call.group().options().exact_combine;
-    partial_bytes = wide ? params.sizes.width * WideBytes(params.type) : params.row_bytes;
+    precision = call.group().options().combine_precision;
+    partial_bytes = PartialBytes(params, precision);
     // From static sizes alone, so that every rank makes the same number of passes.
     const int64_t lane_rows_bytes = call.group().lane_layout().source_rows_bytes;
     count = params.sizes.tokens * partial_bytes <= lane_rows_bytes ? 1 : 2;
@@ -33,8 +56,7 @@ struct Passes {
 void SendPartials(const Call& call, const CombineParams& params, const Passes& passes, int64_t dest,
                   int64_t first, int64_t last) {
   const Plan& plan = params.plan;
-  const RowOps& ops = GetRowOps();
-  const ReduceFn reduce = passes.wide ? ops.reduce_to_wide[params.type] : ops.reduce[params.type];
+  const ReduceFn reduce = PartialSum(params.type, passes.precision);
   uint8_t* out = call.Rows(dest, call.ep_rank());
   const auto* rows = static_cast<const uint8_t*>(params.rows);
   std::vector<const void*> parts;
@@ -60,17 +82,11 @@ void SendWeightGrads(const Call& call, const CombineParams& params, const Source
   }
 }
 
-ReduceFn FinalSum(const CombineParams& params, const Passes& passes) {
-  const RowOps& ops = GetRowOps();
-  if (params.wide_tokens) return passes.wide ? ops.reduce[kF32] : ops.reduce_to_wide[params.type];
-  return passes.wide ? ops.reduce_from_wide[params.type] : ops.reduce[params.type];
-}
-
 // Sums the partials of tokens [first, last) over ranks in order. `next` counts the staged rows
 // of each rank within the pass.
 void SumPartials(const Call& call, const CombineParams& params, const Passes& passes, int64_t first,
                  int64_t last) {
-  const ReduceFn reduce = FinalSum(params, passes);
+  const ReduceFn reduce = FinalSum(params, passes.precision);
   std::vector<const uint8_t*> next(call.ep_size());
   std::vector<uint8_t> used(call.ep_size());
   for (int64_t rank = 0; rank < call.ep_size(); ++rank) {

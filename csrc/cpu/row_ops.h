@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "core/groups/combine_precision.h"
+
 namespace ep_runtime {
 
 enum RowType : int { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kNumRowTypes = 4 };
@@ -20,10 +22,19 @@ using ScaleFn = void (*)(void* dst, const void* src, float weight, int64_t width
 // Halving tree over the products a[i] * b[i]; `scratch` has room for (width + 1) / 2 doubles.
 using DotFn = float (*)(const void* a, const void* b, void* scratch, int64_t width);
 
+// A sum as 8-bit floats: `width` values, from here on their scales, and bytes of both. A copy of
+// each per file, for the linker must not take the one of a newer processor.
+static constexpr int64_t Fp8ScalesAt(int64_t width) { return (width + 3) / 4 * 4; }
+static constexpr int64_t Fp8SumBytes(int64_t width) {
+  return Fp8ScalesAt(width) + (width + kFp8Block - 1) / kFp8Block * 4;
+}
+
 struct RowOps {
   ReduceFn reduce[kNumRowTypes];            // rows and result of that type
   ReduceFn reduce_to_wide[kNumRowTypes];    // result fp32 (fp64 for f64)
   ReduceFn reduce_from_wide[kNumRowTypes];  // rows fp32 (fp64 for f64)
+  ReduceFn reduce_to_fp8[kNumRowTypes];     // result as 8-bit floats; null for f64
+  ReduceFn reduce_from_fp8[kNumRowTypes];   // rows as 8-bit floats, no weights; null for f64
   ScaleFn scale[kNumRowTypes];
   DotFn dot[kNumRowTypes];
   // Copies past the cache: for rows that are read again only after much else.

@@ -170,6 +170,8 @@ void Reduce(void* dst, const void* const* rows, const float* weights, int64_t co
   ReduceCounted<In, Out, false>(out, rows, nullptr, count, width);
 }
 
+#include "cpu/fp8_sums_impl.h"
+
 template <typename T>
 void Scale(void* dst, const void* src, float weight, int64_t width) {
   auto* out = static_cast<typename T::Storage*>(dst);
@@ -237,6 +239,8 @@ constexpr RowOps kRowOps = {
     {Reduce<F32, F32>, Reduce<BF16, BF16>, Reduce<F16, F16>, Reduce<F64, F64>},
     {Reduce<F32, F32>, Reduce<BF16, WideOf<BF16>>, Reduce<F16, WideOf<F16>>, Reduce<F64, F64>},
     {Reduce<F32, F32>, Reduce<WideOf<BF16>, BF16>, Reduce<WideOf<F16>, F16>, Reduce<F64, F64>},
+    {ReduceToFp8<F32>, ReduceToFp8<BF16>, ReduceToFp8<F16>, nullptr},
+    {ReduceFromFp8<F32>, ReduceFromFp8<BF16>, ReduceFromFp8<F16>, nullptr},
     {Scale<F32>, Scale<BF16>, Scale<F16>, Scale<F64>},
     {Dot<F32>, Dot<BF16>, Dot<F16>, Dot<F64>},
     Stream,

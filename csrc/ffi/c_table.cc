@@ -33,6 +33,19 @@ GroupSizes ToSizes(const EpGroupOptions& options) {
           options.lane_rows};
 }
 
+Status ToCombinePrecision(const std::string& name, CombinePrecision* out) {
+  if (name == "fast") {
+    *out = CombinePrecision::kFast;
+  } else if (name == "exact") {
+    *out = CombinePrecision::kExact;
+  } else if (name == "fp8") {
+    *out = CombinePrecision::kFp8;
+  } else {
+    return InvalidArgument("combine_precision \"" + name + "\" is unknown to this library");
+  }
+  return Status();
+}
+
 Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* out) {
   Settings settings(options.settings);
   int64_t op_timeout_ns;
@@ -40,6 +53,8 @@ Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* o
   EP_RETURN_IF_ERROR(settings.Read("op_timeout_ns", &op_timeout_ns));
   EP_RETURN_IF_ERROR(settings.Read("on_overflow", &on_overflow));
   EP_RETURN_IF_ERROR(settings.Read("combine_precision", &combine_precision));
+  CombinePrecision precision;
+  EP_RETURN_IF_ERROR(ToCombinePrecision(combine_precision, &precision));
   *out = std::make_unique<GroupOptions>(GroupOptions{
       options.name,
       options.generation,
@@ -47,7 +62,7 @@ Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* o
       std::move(settings),
       op_timeout_ns,
       on_overflow == "error",
-      combine_precision == "exact",
+      precision,
       options.debug != 0,
       {options.local_ranks, options.local_ranks + options.num_local_ranks},
       /*window_bytes=*/0,

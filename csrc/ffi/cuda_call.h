@@ -35,7 +35,9 @@ struct CudaCall {
   // Rows that are summed: f32, bf16 or f16.
   Status ReadSummed(const Operand& rows, cuda::RowType* type) const;
   // Whether tokens may be f32 sums of narrower rows.
-  bool may_widen() const { return context.group->options().exact_combine; }
+  bool may_widen() const {
+    return context.group->options().combine_precision == CombinePrecision::kExact;
+  }
   // A launch that failed, by the op's name.
   Status Launched(cudaError_t error) const;
 };

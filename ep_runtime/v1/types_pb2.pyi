@@ -30,6 +30,7 @@ class CombinePrecision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMBINE_PRECISION_UNSPECIFIED: _ClassVar[CombinePrecision]
     COMBINE_PRECISION_FAST: _ClassVar[CombinePrecision]
     COMBINE_PRECISION_EXACT: _ClassVar[CombinePrecision]
+    COMBINE_PRECISION_FP8: _ClassVar[CombinePrecision]
 
 class Partitioning(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -63,6 +64,7 @@ ON_OVERFLOW_ERROR: OnOverflow
 COMBINE_PRECISION_UNSPECIFIED: CombinePrecision
 COMBINE_PRECISION_FAST: CombinePrecision
 COMBINE_PRECISION_EXACT: CombinePrecision
+COMBINE_PRECISION_FP8: CombinePrecision
 PARTITIONING_UNSPECIFIED: Partitioning
 PARTITIONING_AUTO: Partitioning
 PARTITIONING_RULE: Partitioning

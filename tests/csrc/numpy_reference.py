@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 
 from ep_runtime.layout import align_up, kept_rows
@@ -122,8 +123,24 @@ def _wide(dtype: np.dtype) -> type:
     return np.float64 if dtype == np.float64 else np.float32
 
 
+def through_fp8(sums: np.ndarray) -> np.ndarray:
+    """f32 [..., H] as e4m3 with an f32 scale per 128 values, and back."""
+    hidden = sums.shape[-1]
+    smallest, largest = np.float32(2.0**-126), np.float32(448)
+    blocks = np.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, -hidden % 128)])
+    blocks = blocks.reshape(*sums.shape[:-1], -(-hidden // 128), 128)
+    finite = np.isfinite(blocks)
+    size = np.where(finite, np.abs(blocks), 0)
+    amax = size.max(-1, keepdims=True)
+    scale = np.where(amax < smallest, np.float32(1), np.maximum(amax / largest, smallest))
+    values = np.where(finite & (size >= smallest), blocks, 0) * (np.float32(1) / scale)
+    data = np.where(finite, np.clip(values, -largest, largest), np.nan)
+    rounded = data.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+    return rounded.reshape(*sums.shape[:-1], blocks.shape[-2] * 128)[..., :hidden]
+
+
 def combine(
-    routed: Routed, rows: np.ndarray, weights: np.ndarray | None, exact: bool
+    routed: Routed, rows: np.ndarray, weights: np.ndarray | None, precision: str
 ) -> np.ndarray:
     """rows [N, C, H], weights [N, C] -> [N, T, H]."""
     wide = _wide(rows.dtype)
@@ -134,8 +151,10 @@ def combine(
         if weights is not None:
             value = wide(weights[r.dest, r.row]) * value
         partial[r.source, r.token, r.dest] += value
-    if not exact:
+    if precision == "fast":
         partial = partial.astype(rows.dtype).astype(wide)
+    elif precision == "fp8":
+        partial = through_fp8(partial)
     total = np.zeros((routed.ranks, routed.tokens, rows.shape[-1]), wide)
     for dest in range(routed.ranks):
         total += partial[:, :, dest]
@@ -143,13 +162,13 @@ def combine(
 
 
 def dispatch_bwd(
-    routed: Routed, d_recv: np.ndarray, d_weights: np.ndarray, exact: bool
+    routed: Routed, d_recv: np.ndarray, d_weights: np.ndarray, precision: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """d_recv [N, C, H], d_weights [N, C] -> d_tokens [N, T, H], d_topk_weights [N, T, K]."""
     d_topk = np.zeros((routed.ranks, routed.tokens, routed.top_k), np.float32)
     for r in routed.rows:
         d_topk[r.source, r.token, r.slot] = d_weights[r.dest, r.row]
-    return combine(routed, d_recv, None, exact), d_topk
+    return combine(routed, d_recv, None, precision), d_topk
 
 
 def halving_sum(values: np.ndarray) -> np.ndarray:

@@ -35,7 +35,6 @@ def check_all(group, idx, dtype=np.float32, *, capacity=None, weighted=True, see
     rng = np.random.default_rng(seed)
     world, tokens, top_k = idx.shape
     rows, hidden = capacity or spec.recv_capacity_per_rank, spec.hidden_size
-    exact = spec.combine_precision == "exact"
     x = floats(rng, dtype, world, tokens, hidden)
     w = floats(rng, np.float32, world, tokens, top_k) if weighted else None
     y = floats(rng, dtype, world, rows, hidden)
@@ -59,10 +58,11 @@ def check_all(group, idx, dtype=np.float32, *, capacity=None, weighted=True, see
     for domain in range(spec.num_domains):
         ranks = slice(domain * n, (domain + 1) * n)
         part = jax.tree.map(lambda a, ranks=ranks: a[ranks], (got, args))
-        check_domain(group, *part, rows, exact, weighted)
+        check_domain(group, *part, rows, weighted)
 
 
-def check_domain(group, got, args, rows, exact, weighted):
+def check_domain(group, got, args, rows, weighted):
+    precision = group.spec.combine_precision
     idx, x, w, y, rw, g, dw = jax.tree.map(np.asarray, args)
     plan, (recv, recv_weights), combined, (d_x, d_w), (d_y, d_rw) = got
     valid = np.where((idx >= 0) & (idx < group.spec.num_experts), idx, -1)
@@ -73,8 +73,8 @@ def check_domain(group, got, args, rows, exact, weighted):
     want_recv, want_weights = reference.dispatch(routed, x, w)
     equal(recv[defined], want_recv[defined])
     equal(recv_weights, want_weights)
-    equal(combined, reference.combine(routed, y, rw, exact))
-    want_d_x, want_d_w = reference.dispatch_bwd(routed, y, dw, exact)
+    equal(combined, reference.combine(routed, y, rw, precision))
+    want_d_x, want_d_w = reference.dispatch_bwd(routed, y, dw, precision)
     equal(d_x, want_d_x)
     equal(d_w, want_d_w)
     want_d_y, want_d_rw = reference.combine_bwd(routed, g, y if weighted else None, rw)
@@ -145,7 +145,7 @@ def test_duplicate_and_unused_and_foreign_experts():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
-@pytest.mark.parametrize("precision", ["fast", "exact"])
+@pytest.mark.parametrize("precision", ["fast", "exact", "fp8"])
 def test_few_tokens(tokens, precision):
     if tokens == 0 and jax.__version_info__[:2] == (0, 11):
         pytest.skip("XLA of JAX 0.11 crashes on shard_map of arrays without elements, ours or not")
@@ -171,7 +171,7 @@ def test_domains_do_not_mix(axes):
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("precision", ["fast", "exact"])
+@pytest.mark.parametrize("precision", ["fast", "exact", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes_and_precisions(dtype, precision, weighted):
     rng = np.random.default_rng(6)
@@ -191,18 +191,22 @@ def row_ops(request):
 
 
 @pytest.mark.usefixtures("row_ops")
+@pytest.mark.parametrize("precision", ["fast", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_instruction_set_gives_the_same_bits(dtype):
+def test_every_instruction_set_gives_the_same_bits(dtype, precision):
     rng = np.random.default_rng(13)
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
-    with small_group(top_k=4, max_token_dtype=dtype, hidden_size=1030) as group:
+    with small_group(
+        top_k=4, max_token_dtype=dtype, hidden_size=1030, combine_precision=precision
+    ) as group:
         check_all(group, random_idx(rng, 8, 9, 4, 16), kind)
 
 
 @pytest.mark.usefixtures("row_ops")
+@pytest.mark.parametrize("precision", ["fast", "fp8"])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_sums_of_any_number_of_rows_keep_the_bits_of_special_values(dtype, weighted):
+def test_sums_of_any_number_of_rows_keep_the_bits_of_special_values(dtype, weighted, precision):
     rng = np.random.default_rng(14)
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     limits = ml_dtypes.finfo(kind)
@@ -213,7 +217,12 @@ def test_sums_of_any_number_of_rows_keep_the_bits_of_special_values(dtype, weigh
     idx = np.tile(np.arange(top_k, dtype=np.int32), (1, top_k + 1, 1))
     idx = np.where(np.arange(top_k) < np.arange(top_k + 1)[:, None], idx, -1)
     with small_group(
-        {"ep": 1}, top_k=top_k, max_tokens_per_rank=11, max_token_dtype=dtype, hidden_size=hidden
+        {"ep": 1},
+        top_k=top_k,
+        max_tokens_per_rank=11,
+        max_token_dtype=dtype,
+        hidden_size=hidden,
+        combine_precision=precision,
     ) as group:
         rows = group.spec.recv_capacity_per_rank
         y = rng.choice(np.array(special, np.float64), (1, rows, hidden)).astype(kind)
@@ -224,7 +233,7 @@ def test_sums_of_any_number_of_rows_keep_the_bits_of_special_values(dtype, weigh
     if dtype != "float16":  # fp32 sums take subnormals for zero, as XLA's own
         y = np.where(np.abs(y.astype(np.float32)) < limits.tiny, kind.type(0), y)
     with np.errstate(all="ignore"):
-        want = reference.combine(routed, y, w, exact=False)
+        want = reference.combine(routed, y, w, precision)
     numbers = ~np.isnan(want.astype(np.float32))
     np.testing.assert_array_equal(~np.isnan(got.astype(np.float32)), numbers)
     bits = np.dtype(f"u{kind.itemsize}")

@@ -312,6 +312,13 @@ KEPT = {"fits nowhere": 0.01, "fits on some ranks": 1.0, "fits": 8.0}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", ["exact", "fp8"])
+def test_sums_travel_as_the_group_says(blocks: Blocks, precision: str, dtype: str) -> None:
+    layer = blocks.layer(combine_precision=precision, workspace=0.6)
+    compare(blocks, layer, blocks.params(layer), blocks.drawn(lambda idx, experts: idx), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("workspace", [1e-6, 0.6, "auto"], ids=str)
 def test_any_routing_in_any_workspace(blocks: Blocks, workspace: Any, dtype: str) -> None:
     layer = blocks.layer(workspace=workspace)

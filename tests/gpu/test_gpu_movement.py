@@ -54,7 +54,7 @@ def test_movement_on_gpus_equals_the_reference(
     np.testing.assert_array_equal(got["row_weights"], want["row_weights"])
     for name in ("out", "d_tokens", "d_weights"):
         if want[name] is not None:
-            tolerance = TOLERANCE[case.dtype]
+            tolerance = case.tolerance(TOLERANCE)
             np.testing.assert_allclose(
                 np.asarray(got[name], np.float64),
                 np.asarray(want[name], np.float64),

@@ -77,7 +77,7 @@ def check(case: cases.Case, spec: Any, inputs: Any, capacity: int, got: dict[str
     zone = want["in_zone"]
     np.testing.assert_array_equal(got["rows"][zone], np.asarray(want["rows"])[zone])
     np.testing.assert_array_equal(got["row_weights"], want["row_weights"])
-    tolerance = TOLERANCE[case.dtype]
+    tolerance = case.tolerance(TOLERANCE)
     for name in ("out", "d_tokens", "d_weights"):
         if want[name] is not None:
             np.testing.assert_allclose(

@@ -35,7 +35,7 @@ def check_case(make_group: MakeGroup, transport: str, case: cases.Case) -> dict[
         np.asarray(got["rows"])[zone], np.asarray(want["rows"])[zone], err_msg="rows"
     )
     np.testing.assert_array_equal(got["row_weights"], want["row_weights"], err_msg="row weights")
-    tolerance = TOLERANCE[case.dtype]
+    tolerance = case.tolerance(TOLERANCE)
     for name in ("out", "d_tokens", "d_weights"):
         if want[name] is None:
             continue

@@ -168,8 +168,23 @@ def combine(
                 partial = partial + jnp.where(here[..., None], rows[:, :, slot], 0)
         if combine_precision == "fast":
             partial = partial.astype(expert_out.dtype).astype(wide)
+        elif combine_precision == "fp8":
+            partial = _through_fp8(partial)
         total = total + partial
     return total.astype(expert_out.dtype)
+
+
+def _through_fp8(sums: jax.Array) -> jax.Array:
+    """f32 sums [..., H] as e4m3 with a scale per 128 values, and back; gradients as they are."""
+    hidden = sums.shape[-1]
+    blocks = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, -hidden % 128)])
+    blocks = jax.lax.stop_gradient(blocks.reshape(*sums.shape[:-1], -1, 128))
+    amax = jnp.max(jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), 0), -1, keepdims=True)
+    scale = jnp.where(amax < 2.0**-126, 1, jnp.maximum(amax / 448, 2.0**-126))
+    data = jnp.where(jnp.isfinite(blocks), jnp.clip(blocks / scale, -448, 448), blocks)
+    rounded = data.astype(jnp.float8_e4m3fn).astype(sums.dtype) * scale
+    rounded = rounded.reshape(*sums.shape[:-1], -1)[..., :hidden]
+    return sums + jax.lax.stop_gradient(rounded - sums)
 
 
 def to_slabs(array: Any, axes: tuple[tuple[str, ...], ...], group: Any) -> Any:

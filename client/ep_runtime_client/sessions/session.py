@@ -174,7 +174,7 @@ class Session:
         alignment: int = 128,
         lanes: int = 2,
         on_overflow: Literal["drop", "error"] = "drop",
-        combine_precision: Literal["fast", "exact"] = "fast",
+        combine_precision: Literal["fast", "exact", "fp8"] = "fast",
         transport: Literal["auto", "memfd", "nvlink", "nccl", "xla"] = "auto",
         partitioning: Literal["auto", "rule", "shard_map"] = "auto",
         op_timeout_s: float = 600.0,
@@ -204,7 +204,10 @@ class Session:
             alignment: rows to which each expert's zone is aligned.
             lanes: calls of the group that may move rows at once.
             on_overflow: drop rows over C, or fail the step.
-            combine_precision: partial sums in the token dtype, or in fp32.
+            combine_precision: how a rank's sum of a token's rows travels back to the token, in
+                combine and in the gradient of dispatch: in the token dtype, in fp32, or as e4m3
+                with an f32 scale per 128 values. "fp8" halves the bytes of 16-bit sums; each sum
+                is then off by at most 2^-4 of each value, or 2^-10 of its block's largest / 448.
             transport: how rows travel; "auto" is memfd on CPU and nvlink on GPUs that reach
                 each other, else nccl where there is a libnccl (over nodes: a cluster), else xla.
             partitioning: who partitions the ops: "shard_map" is one around each, "rule" asks XLA's

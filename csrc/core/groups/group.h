@@ -10,6 +10,7 @@
 
 #include "core/base/settings.h"
 #include "core/base/status.h"
+#include "core/groups/combine_precision.h"
 #include "core/groups/running_calls.h"
 #include "core/meeting/failure_ring.h"
 #include "core/meeting/meeting.h"
@@ -30,7 +31,7 @@ struct GroupOptions {
   // Of the settings, what calls look at.
   int64_t op_timeout_ns;
   bool error_on_overflow;
-  bool exact_combine;
+  CombinePrecision combine_precision;
   bool debug;                        // checks indices, fills undefined memory with 0xFF
   std::vector<int64_t> local_ranks;  // world ranks that this process drives
   int64_t window_bytes = 0;          // of windows that a GroupDevice maps; 0: in host memory

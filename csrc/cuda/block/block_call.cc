@@ -320,7 +320,7 @@ class BlockLaunches : private ExpertLaunches {
   CombineParams Sums(const TokenPass& pass, const ExchangeGrids& grids) const {
     auto sums = ExchangeOf<CombineParams>(pass);
     sums.op = backward_ ? OpCode::kDispatchBwd : OpCode::kCombine;
-    sums.exact = p_.exact;
+    sums.precision = p_.precision;
     sums.rows = backward_ ? at_.grads : at_.tokens;
     sums.weights = backward_ || p_.early ? nullptr : at_.weights;
     sums.grid = grids.combine;

@@ -38,7 +38,7 @@ struct BlockParams {
   int32_t prepare_blocks;
   ExchangeGrids alone;   // of exchanges that nothing of the call runs beside
   ExchangeGrids beside;  // of the others
-  bool exact;
+  CombinePrecision precision;
   LaneRoom room;
   SideStreams* side;  // null: exchanges run beside nothing
 

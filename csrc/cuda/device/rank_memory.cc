@@ -56,11 +56,12 @@ std::string KeyOf(const GroupOptions& options, const LaunchSettings& launch, int
                   int device) {
   const GroupSizes& sizes = options.sizes;
   std::string key = options.name;
-  for (int64_t value : {world_rank, int64_t{device}, launch.num_sms, launch.overlap,
-                        int64_t{options.error_on_overflow}, int64_t{options.exact_combine},
-                        int64_t{options.debug}, sizes.world_size, sizes.ep_size, sizes.num_experts,
-                        sizes.hidden_size, sizes.max_tokens_per_rank, sizes.recv_capacity_per_rank,
-                        sizes.max_top_k, sizes.max_token_bytes, sizes.lanes}) {
+  for (int64_t value :
+       {world_rank, int64_t{device}, launch.num_sms, launch.overlap,
+        int64_t{options.error_on_overflow}, static_cast<int64_t>(options.combine_precision),
+        int64_t{options.debug}, sizes.world_size, sizes.ep_size, sizes.num_experts,
+        sizes.hidden_size, sizes.max_tokens_per_rank, sizes.recv_capacity_per_rank, sizes.max_top_k,
+        sizes.max_token_bytes, sizes.lanes}) {
     key += '/';
     key += std::to_string(value);
   }

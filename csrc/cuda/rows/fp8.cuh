@@ -2,17 +2,15 @@
 #ifndef EP_RUNTIME_CUDA_ROWS_FP8_CUH_
 #define EP_RUNTIME_CUDA_ROWS_FP8_CUH_
 
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include "cuda/fp8_values.cuh"
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/quantize.h"
 
 namespace ep_runtime {
 namespace cuda {
 namespace rows {
-
-constexpr float kSmallest = 1.17549435e-38f;  // 2^-126: what is below is 0 on CPU
 
 // Magnitudes are bits without their sign, which are ordered as the values are. 16-bit types hold
 // two in a word.
@@ -91,39 +89,6 @@ struct Piece {
     return M::Single(largest);
   }
 };
-
-template <Fp8Format kFormat>
-struct Fp8 {
-  static constexpr bool kWide = kFormat == Fp8Format::kE5M2;
-  static constexpr float kLargest = kWide ? 57344.0f : 448.0f;
-  static constexpr int kExponent = kWide ? 15 : 8;  // kLargest is 1.75 * 2^kExponent
-  static constexpr uint32_t kNan = kWide ? 0x7Eu : 0x7Fu;
-  static constexpr uint32_t kInfinity = kWide ? 0x7Cu : 0x7Fu;  // e4m3 has none
-
-  __device__ static float ScaleOf(float amax, bool power_of_two) {
-    if (amax < kSmallest) return 1.0f;
-    if (!power_of_two) return fmaxf(__fdiv_rn(amax, kLargest), kSmallest);
-    const int raw = __float_as_int(amax);
-    const int biased = (raw >> 23) - kExponent + ((raw & 0x7FFFFF) > 0x600000);
-    return __int_as_float(min(max(biased, 1), 254) << 23);
-  }
-  // Saturates; two values to two bytes, the first one lowest.
-  __device__ static uint32_t Pair(float low, float high) {
-    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
-                                    kWide ? __NV_E5M2 : __NV_E4M3);
-  }
-  __device__ static uint32_t NotFinite(float x) {
-    const uint32_t sign = __float_as_uint(x) >> 24 & 0x80u;
-    return sign | (isnan(x) ? kNan : kInfinity);
-  }
-};
-
-// Values and results below 2^-126 are zeros with their sign, as on CPU.
-__device__ __forceinline__ float MultiplyFlushed(float a, float b) {
-  float product;
-  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
-  return product;
-}
 
 // `inverse(i)` is 1 / scale of value i.
 template <RowType kType, Fp8Format kFormat, typename Inverse>

@@ -14,12 +14,11 @@
 #include <cstdint>
 
 #include "cuda/device/device_group.h"
+#include "cuda/fp8_format.h"
 #include "cuda/rows/row_groups.h"
 
 namespace ep_runtime {
 namespace cuda {
-
-enum class Fp8Format : int32_t { kE4M3 = 0, kE5M2 = 1 };
 
 constexpr int kQuantizedMultiple = 8;    // W: what a lane converts at once
 constexpr int kTransposedMultiple = 16;  // K': what is stored at once along it

@@ -94,7 +94,7 @@ void ReadGroup(const CudaCall& call, BlockParams* params) {
   params->prepare_blocks = blocks.prepare;
   params->alone = GridsOf(blocks.alone);
   params->beside = GridsOf(blocks.beside);
-  params->exact = options.exact_combine;
+  params->precision = options.combine_precision;
   params->side = call.rank.side;
   params->room = call.context.group->lane_layout().room;
   params->function = static_cast<cuda::ActivationFunction>(call.attributes.function);

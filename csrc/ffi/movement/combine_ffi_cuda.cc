@@ -9,7 +9,7 @@ Status LaunchWith(const CudaCall& call, cuda::CombineParams params) {
   params.group = call.rank.group;
   params.name = call.name;
   params.op = call.frame.op;
-  params.exact = call.context.group->options().exact_combine;
+  params.precision = call.context.group->options().combine_precision;
   params.room = call.context.group->lane_layout().room;
   params.grid = {call.group.blocks().beside.reduce, call.group.blocks().beside.sum};
   return call.Launched(cuda::LaunchCombine(call.stream, params));

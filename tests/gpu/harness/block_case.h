@@ -65,7 +65,7 @@ class BlockCase {
         shape_(shape),
         c_{shape.name,    shape.ranks, shape.tokens,    shape.hidden, shape.top_k,
            shape.experts, 8,           Capacity(shape), shape.type,   0,
-           true,          false},
+           true},
         ranks_(shape.ranks) {
     sides_.resize(shape.ranks);
     for (int r = 0; r < shape.ranks; ++r) Fill(r);

@@ -120,7 +120,7 @@ class CaseRunner {
                               sizes,
                               c_.type,
                               row_bytes,
-                              c_.exact,
+                              c_.precision,
                               room,
                               d.expert_out->as<void>(),
                               c_.weighted ? d.row_weights->as<float>() : nullptr,
@@ -297,10 +297,8 @@ class CaseRunner {
       if (rank >= 0) d_topk[i] = row_weights_[rank][routed_.plans[r].dst_row[i]];
     }
     return Same("combine", r, data_[r].out,
-                Combine(c_, routed_, expert_out_, c_.weighted ? &row_weights_ : nullptr, c_.exact,
-                        r)) +
-           Same("d_tokens", r, data_[r].d_tokens,
-                Combine(c_, routed_, expert_out_, nullptr, c_.exact, r)) +
+                Combine(c_, routed_, expert_out_, c_.weighted ? &row_weights_ : nullptr, r)) +
+           Same("d_tokens", r, data_[r].d_tokens, Combine(c_, routed_, expert_out_, nullptr, r)) +
            Same("d_topk_weights", r, data_[r].d_topk, d_topk);
   }
 

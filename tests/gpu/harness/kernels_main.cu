@@ -22,32 +22,38 @@ __global__ void Delay(uint64_t ns) {
 }
 
 std::vector<Case> Cases(int n) {
+  using P = CombinePrecision;
   using T = RowType;
   return {
-      {"bf16", n, 96, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, false},
-      {"bf16 exact, two passes", n, 97, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, true},
-      {"f16 unweighted", n, 64, 64, 6, 16 * n, 8, 4096, T::kF16, 0, false, false},
-      {"f16 exact", n, 33, 8, 2, 4 * n, 1, 512, T::kF16, 1, true, true},
-      {"bf16 exact, sums in f32", n, 97, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, true, true},
-      {"f16 exact, sums in f32", n, 33, 2048, 8, 4 * n, 1, 512, T::kF16, 1, true, true, true},
-      {"f32 odd width", n, 50, 100, 3, 4 * n, 4, 1024, T::kF32, 1, true, false},
-      {"f32 wide rows", n, 40, 16384, 2, 4 * n, 8, 512, T::kF32, 0, true, false},
-      {"bf16 wide rows", n, 40, 16384, 2, 4 * n, 8, 512, T::kBF16, 0, true, true},
-      {"bytes", n, 200, 48, 8, 8 * n, 16, 8192, T::kBytes, 1, true, false},
-      {"drops", n, 128, 128, 8, 8 * n, 16, 256, T::kBF16, 1, true, false},
-      {"drops, skewed", n, 300, 64, 4, 32 * n, 4, 400, T::kF32, 4, true, false},
-      {"all to one expert", n, 100, 64, 4, 8 * n, 16, 2048, T::kBF16, 2, true, false},
-      {"all to one expert, drops", n, 100, 64, 4, 8 * n, 16, 160, T::kBF16, 2, true, false},
+      {"bf16", n, 96, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true},
+      {"bf16 exact, two passes", n, 97, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, P::kExact},
+      {"f16 unweighted", n, 64, 64, 6, 16 * n, 8, 4096, T::kF16, 0, false},
+      {"f16 exact", n, 33, 8, 2, 4 * n, 1, 512, T::kF16, 1, true, P::kExact},
+      {"bf16 exact, sums in f32", n, 97, 256, 4, 8 * n, 16, 4096, T::kBF16, 0, true, P::kExact,
+       true},
+      {"f16 exact, sums in f32", n, 33, 2048, 8, 4 * n, 1, 512, T::kF16, 1, true, P::kExact, true},
+      {"bf16, 8-bit sums", n, 97, 2208, 4, 8 * n, 16, 4096, T::kBF16, 0, true, P::kFp8},
+      {"f16, 8-bit sums, few values", n, 33, 8, 2, 4 * n, 1, 512, T::kF16, 1, true, P::kFp8},
+      {"f32, 8-bit sums", n, 50, 1100, 3, 4 * n, 4, 1024, T::kF32, 1, false, P::kFp8},
+      {"f32 odd width", n, 50, 100, 3, 4 * n, 4, 1024, T::kF32, 1, true},
+      {"f32 wide rows", n, 40, 16384, 2, 4 * n, 8, 512, T::kF32, 0, true},
+      {"bf16 wide rows", n, 40, 16384, 2, 4 * n, 8, 512, T::kBF16, 0, true, P::kExact},
+      {"bytes", n, 200, 48, 8, 8 * n, 16, 8192, T::kBytes, 1, true},
+      {"drops", n, 128, 128, 8, 8 * n, 16, 256, T::kBF16, 1, true},
+      {"drops, skewed", n, 300, 64, 4, 32 * n, 4, 400, T::kF32, 4, true},
+      {"all to one expert", n, 100, 64, 4, 8 * n, 16, 2048, T::kBF16, 2, true},
+      {"all to one expert, drops", n, 100, 64, 4, 8 * n, 16, 160, T::kBF16, 2, true},
       // Of four ranks and more their rows are packed into lanes, and go in parts.
-      {"all to one expert, two slots", n, 100, 64, 2, 8 * n, 16, 2048, T::kBF16, 2, true, false},
-      {"skewed, two slots, exact", n, 255, 64, 2, 8 * n, 4, 2048, T::kF16, 4, true, true},
-      {"a rank without rows", n, 77, 64, 4, 8 * n, 16, 2048, T::kBF16, 3, true, false},
-      {"no tokens", n, 0, 64, 4, 8 * n, 16, 128, T::kBF16, 0, true, false},
-      {"one token", n, 1, 8, 1, n, 1, 16, T::kBF16, 0, true, false},
-      {"K 32", n, 65, 32, 32, 64 * n, 2, 16384, T::kBF16, 0, true, false},
-      {"K 32 repeats", n, 65, 32, 32, 8 * n, 2, 16384, T::kF16, 1, true, true},
-      {"many experts", n, 500, 16, 8, 2048 / n * n, 8, 65536, T::kBF16, 0, false, false},
-      {"tokens of several steps", n, 3000, 32, 2, 8 * n, 128, 16384, T::kBF16, 1, true, false},
+      {"all to one expert, two slots", n, 100, 64, 2, 8 * n, 16, 2048, T::kBF16, 2, true},
+      {"skewed, two slots, exact", n, 255, 64, 2, 8 * n, 4, 2048, T::kF16, 4, true, P::kExact},
+      {"skewed, two slots, 8-bit", n, 255, 64, 2, 8 * n, 4, 2048, T::kBF16, 4, true, P::kFp8},
+      {"a rank without rows", n, 77, 64, 4, 8 * n, 16, 2048, T::kBF16, 3, true},
+      {"no tokens", n, 0, 64, 4, 8 * n, 16, 128, T::kBF16, 0, true},
+      {"one token", n, 1, 8, 1, n, 1, 16, T::kBF16, 0, true},
+      {"K 32", n, 65, 32, 32, 64 * n, 2, 16384, T::kBF16, 0, true},
+      {"K 32 repeats", n, 65, 32, 32, 8 * n, 2, 16384, T::kF16, 1, true, P::kExact},
+      {"many experts", n, 500, 16, 8, 2048 / n * n, 8, 65536, T::kBF16, 0, false},
+      {"tokens of several steps", n, 3000, 32, 2, 8 * n, 128, 16384, T::kBF16, 1, true},
   };
 }
 
@@ -99,7 +105,7 @@ int RunOneSided(int n, int gpus, const Grids& grids, int tokens) {
   }
   repeat(true, [&](int r) { timed.CombineBwd(r, grids.dispatch, true); });
   repeat(true, [&](int r) { timed.Dispatch(r, grids.dispatch); });
-  repeat(false, [&](int r) { timed.Combine(r, grids.combine, false, false); });
+  repeat(false, [&](int r) { timed.Combine(r, grids.combine, false, CombinePrecision::kFast); });
   world.Synchronize();
   const int wrong = timed.Check();
   std::printf("%s all to one rank, %d tokens, late ranks\n", wrong == 0 ? "ok  " : "FAIL", tokens);
@@ -154,7 +160,7 @@ bool AllNan(const Buffer& buffer) {
 // The last rank stays away (or comes with another handle); the others must end in time with
 // the reason, NaN in floats and 0 in integers.
 int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
-  const Case c{"failure", n, 96, 256, 4, 8 * n, 16, 1024, RowType::kBF16, 0, true, false};
+  const Case c{"failure", n, 96, 256, 4, 8 * n, 16, 1024, RowType::kBF16, 0, true};
   const bool poison = reason == ec::FailReason::kPoisoned;
   World world(SizesOf(c), gpus, poison ? 60'000'000'000ull : 50'000'000ull);
   CaseRunner runner(world, c, 3, grids);
@@ -213,7 +219,7 @@ int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
 
 // The last rank stays away from combine: warps that send and warps that sum end on the others.
 int RunCombineFailure(int n, int gpus, const Grids& grids) {
-  const Case c{"failure", n, 500, 256, 4, 8 * n, 16, 4096, RowType::kBF16, 0, true, false};
+  const Case c{"failure", n, 500, 256, 4, 8 * n, 16, 4096, RowType::kBF16, 0, true};
   World world(SizesOf(c), gpus, 50'000'000ull);
   CaseRunner runner(world, c, 5, grids);
   for (int r = 0; r < n; ++r) runner.Enqueue(r, r < n - 1);

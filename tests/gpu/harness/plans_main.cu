@@ -183,14 +183,14 @@ int Wrong(const NodeCase& c, const std::vector<Ints>& idx, const Routed& routed,
 int CheckAll() {
   //                         ranks tokens width top_k experts alignment capacity
   const NodeCase cases[] = {
-      {{"two nodes of one", 2, 300, 0, 4, 16, 8, 1400, RowType::kF32, 0, false, false}, 1},
-      {{"drops", 2, 300, 0, 4, 16, 8, 400, RowType::kF32, 0, false, false}, 1},
-      {{"two nodes of four", 8, 200, 0, 3, 32, 16, 900, RowType::kF32, 4, false, false}, 4},
-      {{"four nodes of two", 8, 77, 0, 8, 64, 4, 700, RowType::kF32, 0, false, false}, 2},
-      {{"all to one expert", 4, 130, 0, 2, 8, 128, 1280, RowType::kF32, 2, false, false}, 2},
-      {{"one token", 4, 1, 0, 2, 8, 1, 8, RowType::kF32, 0, false, false}, 2},
-      {{"many", 64, 512, 0, 8, 256, 128, 5120, RowType::kF32, 0, false, false}, 8},
-      {{"many experts", 8, 4096, 0, 8, 2048, 8, 40000, RowType::kF32, 4, false, false}, 1},
+      {{"two nodes of one", 2, 300, 0, 4, 16, 8, 1400, RowType::kF32, 0, false}, 1},
+      {{"drops", 2, 300, 0, 4, 16, 8, 400, RowType::kF32, 0, false}, 1},
+      {{"two nodes of four", 8, 200, 0, 3, 32, 16, 900, RowType::kF32, 4, false}, 4},
+      {{"four nodes of two", 8, 77, 0, 8, 64, 4, 700, RowType::kF32, 0, false}, 2},
+      {{"all to one expert", 4, 130, 0, 2, 8, 128, 1280, RowType::kF32, 2, false}, 2},
+      {{"one token", 4, 1, 0, 2, 8, 1, 8, RowType::kF32, 0, false}, 2},
+      {{"many", 64, 512, 0, 8, 256, 128, 5120, RowType::kF32, 0, false}, 8},
+      {{"many experts", 8, 4096, 0, 8, 2048, 8, 40000, RowType::kF32, 4, false}, 1},
   };
   std::mt19937 random(7);
   int wrong = 0, checked = 0;

@@ -5,18 +5,22 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "core/groups/combine_precision.h"
 #include "core/memory/layout.h"
 #include "core/memory/plan.h"
 #include "cuda/device/device_group.h"
 
 namespace gpu_test {
 
+using ep_runtime::CombinePrecision;
 using ep_runtime::cuda::RowType;
 using Bytes = std::vector<uint8_t>;
 using Ints = std::vector<int32_t>;
@@ -29,7 +33,7 @@ struct Case {
   int routing;  // 0 random distinct, 1 with repeats and unused, 2 all to one expert, 3 rank 1 has
                 // nothing, 4 skewed
   bool weighted;
-  bool exact;
+  CombinePrecision precision = CombinePrecision::kFast;
   bool wide = false;  // combine's result is f32, of 16-bit rows
 };
 
@@ -198,9 +202,38 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
   return out;
 }
 
+// Through e4m3 with a scale for each kFp8Block values.
+inline void RoundToFp8(Floats* values) {
+  constexpr float kSmallest = 1.17549435e-38f;
+  const int width = static_cast<int>(values->size());
+  for (int start = 0; start < width; start += ep_runtime::kFp8Block) {
+    float* x = values->data() + start;
+    const int count = std::min(width - start, ep_runtime::kFp8Block);
+    float amax = 0;
+    for (int i = 0; i < count; ++i) {
+      if (std::isfinite(x[i])) amax = std::max(amax, std::fabs(x[i]));
+    }
+    const float scale = amax < kSmallest ? 1.0f : std::max(amax / 448.0f, kSmallest);
+    const float inverse = 1.0f / scale;
+    for (int i = 0; i < count; ++i) {
+      const float y = std::isfinite(x[i]) ? x[i] * inverse : NAN;
+      const __half_raw half =
+          __nv_cvt_fp8_to_halfraw(__nv_cvt_float_to_fp8(y, __NV_SATFINITE, __NV_E4M3), __NV_E4M3);
+      x[i] = __half2float(__half(half)) * scale;
+    }
+  }
+}
+
+// As one rank's sum of a token's rows travels.
+inline void RoundAsSent(const Case& c, Floats* part) {
+  if (c.precision == CombinePrecision::kFp8) RoundToFp8(part);
+  if (c.precision != CombinePrecision::kFast) return;
+  for (float& x : *part) x = Rounded(c.type, x);
+}
+
 // What every rank's combine of `rows` [N][C, H] gives.
 inline Bytes Combine(const Case& c, const Routed& routed, const std::vector<Bytes>& rows,
-                     const std::vector<Floats>* weights, bool exact, int rank) {
+                     const std::vector<Floats>* weights, int rank) {
   const int size = ElementBytes(c.type);
   const RankPlan& plan = routed.plans[rank];
   const int sum_size = ElementBytes(SumType(c));
@@ -223,7 +256,8 @@ inline Bytes Combine(const Case& c, const Routed& routed, const std::vector<Byte
         }
       }
       if (!any) continue;
-      for (int h = 0; h < c.width; ++h) sum[h] += exact ? part[h] : Rounded(c.type, part[h]);
+      RoundAsSent(c, &part);
+      for (int h = 0; h < c.width; ++h) sum[h] += part[h];
     }
     for (int h = 0; h < c.width; ++h) {
       Narrow(SumType(c), sum[h], &out[(static_cast<size_t>(t) * c.width + h) * sum_size]);

@@ -45,8 +45,7 @@ class TimedCase {
     const int local = kExperts / n_;
     const int64_t rows = int64_t{n_} * tokens * std::min(kTopK, local);
     const auto capacity = static_cast<int>(ep_runtime::AlignUp(rows + 127 * local, 128));
-    c_ = {"bench", n_,       tokens,         width_, kTopK, kExperts,
-          128,     capacity, RowType::kBF16, 0,      false, false};
+    c_ = {"bench", n_, tokens, width_, kTopK, kExperts, 128, capacity, RowType::kBF16, 0, false};
     std::mt19937 random(tokens);
     double sum = 0;
     for (int e = 0; e < kExperts; ++e) {
@@ -117,16 +116,17 @@ class TimedCase {
   }
   void DispatchBwd(int r, const ec::CombineGrid& grid) {
     RankData& d = data_[r];
-    ec::CombineParams params = CombineOf(r, grid, false, false);
+    ec::CombineParams params = CombineOf(r, grid, false, CombinePrecision::kFast);
     params.op = ep_runtime::OpCode::kDispatchBwd;
     params.d_weights = d.recv_weights->as<float>();
     params.d_topk_weights = d.d_tokens->as<float>();
     CHECK_CUDA(ec::LaunchCombine(world_.stream(r), params));
   }
-  void Combine(int r, const ec::CombineGrid& grid, bool weighted, bool exact) {
-    CHECK_CUDA(ec::LaunchCombine(world_.stream(r), CombineOf(r, grid, weighted, exact)));
+  void Combine(int r, const ec::CombineGrid& grid, bool weighted, CombinePrecision precision) {
+    CHECK_CUDA(ec::LaunchCombine(world_.stream(r), CombineOf(r, grid, weighted, precision)));
   }
-  ec::CombineParams CombineOf(int r, const ec::CombineGrid& grid, bool weighted, bool exact) {
+  ec::CombineParams CombineOf(int r, const ec::CombineGrid& grid, bool weighted,
+                              CombinePrecision precision) {
     RankData& d = data_[r];
     return {world_.group(r),
             {1, nullptr, 0},
@@ -134,7 +134,7 @@ class TimedCase {
             Sizes(),
             RowType::kBF16,
             width_ * 2,
-            exact,
+            precision,
             Room(),
             d.expert_out->as<void>(),
             weighted ? d.recv_weights->as<float>() : nullptr,

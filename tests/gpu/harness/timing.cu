@@ -6,6 +6,18 @@
 namespace gpu_test {
 namespace {
 
+const char* NameOf(CombinePrecision precision) {
+  switch (precision) {
+    case CombinePrecision::kExact:
+      return " exact";
+    case CombinePrecision::kFp8:
+      return " 8-bit sums";
+    case CombinePrecision::kFast:
+      break;
+  }
+  return "";
+}
+
 using ec::CombineGrid;
 using ec::DispatchGrid;
 
@@ -36,10 +48,11 @@ class Table {
           std::to_string(grid.push_blocks) + "+" + std::to_string(grid.place_blocks), us,
           timed_.RemoteBytes() * (1 + 4.0 / 128) / 2);
   }
-  void Combine(const CombineGrid& grid, bool weighted = false, bool exact = false) {
-    const double us = timed_.Time([&](int r) { timed_.Combine(r, grid, weighted, exact); });
+  void Combine(const CombineGrid& grid, bool weighted = false,
+               CombinePrecision precision = CombinePrecision::kFast) {
+    const double us = timed_.Time([&](int r) { timed_.Combine(r, grid, weighted, precision); });
     Row("combine", grid.reduce_blocks, grid.sum_blocks, us,
-        std::string(weighted ? " weighted" : "") + (exact ? " exact" : ""));
+        std::string(weighted ? " weighted" : "") + NameOf(precision));
   }
   void DispatchBwd(const CombineGrid& grid) {
     const double us = timed_.Time([&](int r) { timed_.DispatchBwd(r, grid); });
@@ -58,7 +71,7 @@ class Table {
   void Pair(const DispatchGrid& dispatch, const CombineGrid& combine) {
     const double us = timed_.Time([&](int r) {
       timed_.Dispatch(r, dispatch);
-      timed_.Combine(r, combine, false, false);
+      timed_.Combine(r, combine, false, CombinePrecision::kFast);
     });
     Print("dispatch + combine",
           std::to_string(dispatch.push_blocks) + "+" + std::to_string(dispatch.place_blocks) +
@@ -130,9 +143,10 @@ int TimeUniform(World& world, int tokens) {
                         {34, 14}}) {
     table.Combine({g.first, g.second});
   }
-  table.Combine({}, true, false);
-  table.Combine({}, false, true);
-  table.Combine({}, true, true);
+  table.Combine({}, true);
+  table.Combine({}, false, CombinePrecision::kExact);
+  table.Combine({}, false, CombinePrecision::kFp8);
+  table.Combine({}, true, CombinePrecision::kExact);
   table.DispatchBwd({});
   for (const DispatchGrid& grid : {DispatchGrid{}, {6, 34}, {12, 28}, {20, 20}, {12, 36}}) {
     table.CombineBwd(grid, true);
@@ -166,11 +180,12 @@ int TimeQuick(World& world, int tokens) {
                         {40, 8}}) {
     table.Combine({g.first, g.second});
   }
-  table.Combine({}, true, false);
-  table.Combine({}, false, true);
+  table.Combine({}, true);
+  table.Combine({}, false, CombinePrecision::kExact);
+  table.Combine({}, false, CombinePrecision::kFp8);
   table.DispatchBwd({});
   // The check looks at the fast sums.
-  table.Combine({}, false, false);
+  table.Combine({});
   return timed.Check();
 }
 

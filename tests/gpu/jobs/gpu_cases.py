@@ -90,7 +90,7 @@ def _check(case: cases.Case, node_size: int, got: dict[str, Any], want: dict[str
         np.testing.assert_array_equal(mine[zone], wanted[zone], err_msg=f"{case.name}: rows")
     for _, mine, wanted in _local(got["row_weights"], want["row_weights"]):
         np.testing.assert_array_equal(mine, wanted, err_msg=f"{case.name}: row weights")
-    tolerance = TOLERANCE[case.dtype]
+    tolerance = case.tolerance(TOLERANCE)
     for name in ("out", "d_tokens", "d_weights"):
         if want[name] is None:
             continue

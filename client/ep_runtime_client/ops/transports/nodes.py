@@ -24,7 +24,7 @@ cross, of fp32 in combine where it is exact.
 
 The slabs are those of the other transports bit for bit. combine equals theirs within the rounding
 of f32, as sums are grouped by node; with combine_precision "fast" a node's sum is rounded to the
-row's dtype once more before it crosses.
+row's dtype once more before it crosses, with "fp8" to 8 bits.
 
 All functions run per device, on local blocks without the slab dim; the signatures are those of
 `xla.py`. Letters: `nodes_plan.py`; H hidden.
@@ -44,7 +44,7 @@ from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.kernels.serve import FLOATS
 from ep_runtime_client.ops.kernels.slots import rows_at
 from ep_runtime_client.ops.tracing.varying import like
-from ep_runtime_client.ops.transports import nodes_plan, rails, windows
+from ep_runtime_client.ops.transports import fp8_sums, nodes_plan, rails, windows
 from ep_runtime_client.ops.transports.choice import collectives
 from ep_runtime_client.ops.transports.nodes_plan import (
     chunk_rows,
@@ -151,6 +151,17 @@ def _partial_dtype(call: Call, dtype: Any) -> Any:
     return sum_dtype(dtype) if call.group.combine_precision == "exact" else dtype
 
 
+def _sums_of_nodes(
+    call: Call, plan: NodePlanArrays, sums: jax.Array, *beside: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Like `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others as they are."""
+    if call.group.combine_precision != "fp8":
+        return _from_nodes(call, plan, sums, *beside)
+    raw, *others = _from_nodes(call, plan, fp8_sums.packed(sums), *beside)
+    partials = fp8_sums.unpacked(raw.reshape(-1, raw.shape[-1]), sums.shape[-1])
+    return partials.reshape(*raw.shape[:2], -1), *others
+
+
 def dispatch(
     call: Call,
     rank: jax.Array,
@@ -182,7 +193,7 @@ def combine(
     dtype = expert_out.dtype
     wide = _partial_dtype(call, dtype)
     sums = windows.combine(call, rank, index, expert_out, weights, plan.inside, wide)
-    (partials,) = _from_nodes(call, plan, sums)
+    (partials,) = _sums_of_nodes(call, plan, sums)
     return sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
 
 
@@ -200,7 +211,7 @@ def dispatch_bwd(
     dtype = d_recv.dtype
     wide = _partial_dtype(call, dtype)
     sums = windows.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
-    partials, by_node = _from_nodes(call, plan, *sums)
+    partials, by_node = _sums_of_nodes(call, plan, *sums)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
     node = slot_nodes(call, plan.dst_rank)

@@ -56,8 +56,8 @@ def takes(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) -> bo
     kind = rows.dtype
     whole = kind.itemsize > 1 or kind.name.startswith(("bool", "int8", "uint8", "float8"))
     right = kind in FLOATS if sums else whole
-    if sums and group.combine_precision == "exact":
-        right = kind == jnp.float32
+    if sums and group.combine_precision != "fast":
+        right = kind == jnp.float32 and group.combine_precision == "exact"
     return bool(
         right
         and group.transport == "nccl"

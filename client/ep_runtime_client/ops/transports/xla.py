@@ -21,7 +21,7 @@ from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.kernels.slots import exclusive_sum, packed, rows_at
 from ep_runtime_client.ops.tracing.varying import like
-from ep_runtime_client.ops.transports import xla_plan
+from ep_runtime_client.ops.transports import fp8_sums, xla_plan
 from ep_runtime_client.ops.transports.between_xla import exchange
 
 prepare = xla_plan.prepare
@@ -160,15 +160,20 @@ def _reduce_rows(
         if weights is not None:
             value = _rounded(value * rows_at(weights, row)[:, None].astype(wide), plan)
         total = total + jnp.where((start + slot < end)[:, None], value, 0)
-    if call.group.combine_precision == "fast":
+    precision = call.group.combine_precision
+    if precision == "fast":
         total = round_to(total, dtype)
+    elif precision == "fp8":
+        total = fp8_sums.packed(total)
     lanes = total.reshape(call.group.ep_size, tokens, -1)
     back = exchange(call, lanes)
     source = _source(call, plan)
     result = jnp.zeros((tokens, rows.shape[1]), wide)
     for peer in range(call.group.ep_size):
-        value = rows_at(back[peer], source.place[peer]).astype(wide)
-        result = result + jnp.where(source.has[peer][:, None], value, 0)
+        value = rows_at(back[peer], source.place[peer])
+        if precision == "fp8":
+            value = _rounded(fp8_sums.unpacked(value, rows.shape[1]), plan)
+        result = result + jnp.where(source.has[peer][:, None], value.astype(wide), 0)
     return round_to(result, dtype)
 
 

@@ -19,8 +19,8 @@
 // drawn from a counter.
 //
 // A token's sum has one order, whoever takes it and whatever arrives first: ranks in order, the
-// rows of a rank in slot order. Each rank's part is rounded as it travels (in f32 with `exact`),
-// and this rank's own is rounded alike: runs are equal bit for bit.
+// rows of a rank in slot order. Each rank's part is rounded as it travels (CombinePrecision), and
+// this rank's own is rounded alike: runs are equal bit for bit.
 //
 // Order: a sum is in the peer's window before its flag is. The warp stores it, meets, and counts it
 // with release. The last warp acquires the count, executes one fence of system scope for all it
@@ -28,9 +28,9 @@
 // they meet, and pass to the copy engine's proxy (FenceProxyAsync), which loads the parts.
 //
 // Waits form no circle: sums for peers wait for no peer, sums of tokens for those alone, the table
-// for no peer either. All blocks are resident at once. With `exact`, where a lane does not hold f32
-// sums of all tokens, each half of the tokens has a launch, and an epoch, of its own. Begin and end
-// of the call, and why its lane is free: call.cuh. A call that fails leaves NaN.
+// for no peer either. All blocks are resident at once. Of exact sums, where a lane does not hold
+// those of all tokens, each half of the tokens has a launch, and an epoch, of its own. Begin and
+// end of the call, and why its lane is free: call.cuh. A call that fails leaves NaN.
 
 #include "cuda/movement/combine/combine_kernels.h"
 #include "cuda/movement/combine/landed_sums.cuh"
@@ -46,7 +46,7 @@ namespace {
 
 constexpr int kSharedBytes = kWarps * kRingBytes + sizeof(StagedIndexShared);
 
-template <RowType kType, bool kExact, bool kWeighted>
+template <RowType kType, CombinePrecision kPrecision, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, 1)
     CombineKernel(const __grid_constant__ CombineParams params, Pass pass, uint32_t nan) {
   extern __shared__ __align__(128) uint8_t dynamic[];
@@ -58,8 +58,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t warp = threadIdx.x / 32;
   const int sum_blocks = params.grid.sum_blocks;
   const int reduce_blocks = params.grid.reduce_blocks;
-  auto ring =
-      MakeRing<kType, kExact>(dynamic, barriers, params.row_bytes, kExact && params.wide_tokens);
+  auto ring = MakeRing<kType, kPrecision>(dynamic, barriers, params.row_bytes, params.wide_tokens);
   if (!call.dead) {
     WorkNumbers numbers{kItemTicket, static_cast<uint32_t>(sum_blocks * kWarps), 0};
     bool alive;
@@ -70,10 +69,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       numbers.number = warp * sum_blocks + blockIdx.x;
     } else {
       if (warp < kSenders) {
-        PeerSums<kExact, kWeighted> peers(call, params, pass, &landed,
-                                          warp * reduce_blocks + blockIdx.x - sum_blocks,
-                                          reduce_blocks * kSenders);
-        SumItems<kType, kExact, kWeighted, true>(ring, peers);
+        PeerSums<kPrecision, kWeighted> peers(call, params, pass, &landed,
+                                              warp * reduce_blocks + blockIdx.x - sum_blocks,
+                                              reduce_blocks * kSenders);
+        SumItems<kType, kPrecision, kWeighted, true>(ring, peers);
         if (threadIdx.x % 32 == 0) landed.End();
       } else {
         landed.Publish(call);
@@ -84,25 +83,25 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (alive) numbers.Draw(call);
     }
     if (alive) {
-      TokenSums<kExact, kWeighted> tokens(call, params, pass, numbers);
-      SumItems<kType, kExact, kWeighted, false>(ring, tokens);
+      TokenSums<kPrecision, kWeighted> tokens(call, params, pass, numbers);
+      SumItems<kType, kPrecision, kWeighted, false>(ring, tokens);
     }
   }
   // All tokens, also after the second half failed: the first half's must not survive it.
   const Output outputs[] = {
-      {params.tokens, int64_t{params.sizes.tokens} * TokenBytes<kExact>(params), nan},
+      {params.tokens, int64_t{params.sizes.tokens} * TokenBytes<kPrecision>(params), nan},
       {params.d_topk_weights,
        params.d_topk_weights != nullptr ? int64_t{params.sizes.tokens} * params.sizes.top_k * 4 : 0,
        0x7FC00000u}};
   EndCall(call, outputs);
 }
 
-template <RowType kType, bool kExact>
+template <RowType kType, CombinePrecision kPrecision>
 cudaError_t LaunchPass(cudaStream_t stream, const CombineParams& params, const Pass& pass) {
   const int blocks = params.grid.reduce_blocks + params.grid.sum_blocks;
   const uint32_t nan = NanPattern(params.wide_tokens ? RowType::kF32 : params.type);
-  const auto kernel = params.weights != nullptr ? CombineKernel<kType, kExact, true>
-                                                : CombineKernel<kType, kExact, false>;
+  const auto kernel = params.weights != nullptr ? CombineKernel<kType, kPrecision, true>
+                                                : CombineKernel<kType, kPrecision, false>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
@@ -114,19 +113,24 @@ template <RowType kType>
 cudaError_t LaunchPasses(cudaStream_t stream, const CombineParams& params) {
   const int32_t tokens = params.sizes.tokens;
   const bool packed = params.room.Packs(tokens);
-  if (!params.exact || kType == RowType::kF32) {
-    return LaunchPass<kType, false>(stream, params, {0, tokens, 0, packed});
+  const Pass all{0, tokens, 0, packed};
+  if (params.precision == CombinePrecision::kFp8) {
+    return LaunchPass<kType, CombinePrecision::kFp8>(stream, params, all);
+  }
+  if (params.precision == CombinePrecision::kFast || kType == RowType::kF32) {
+    return LaunchPass<kType, CombinePrecision::kFast>(stream, params, all);
   }
   // From static sizes alone, so that every rank makes the same number of passes. Packed, a token
   // has a sum of as many ranks as it has slots at most.
   const int64_t sums = packed ? params.sizes.top_k : params.room.ranks - 1;
   if (sums * tokens * params.sizes.width * 4 <= params.room.bytes) {
-    return LaunchPass<kType, true>(stream, params, {0, tokens, 0, packed});
+    return LaunchPass<kType, CombinePrecision::kExact>(stream, params, all);
   }
   const int32_t half = (tokens + 1) / 2;
-  const cudaError_t error = LaunchPass<kType, true>(stream, params, {0, half, 1, packed});
+  constexpr auto kExact = CombinePrecision::kExact;
+  const cudaError_t error = LaunchPass<kType, kExact>(stream, params, {0, half, 1, packed});
   if (error != cudaSuccess) return error;
-  return LaunchPass<kType, true>(stream, params, {half, tokens, 2, packed});
+  return LaunchPass<kType, kExact>(stream, params, {half, tokens, 2, packed});
 }
 
 }  // namespace
@@ -137,7 +141,8 @@ cudaError_t LaunchCombine(cudaStream_t stream, const CombineParams& params) {
   if (sizes.top_k < 1 || sizes.top_k > kMaxTopK || sizes.tokens < 0 || params.row_bytes <= 0 ||
       params.row_bytes % 16 != 0 || params.grid.reduce_blocks < 1 || params.grid.sum_blocks < 1 ||
       params.grid.sum_blocks > kMaxBlocks ||
-      (params.wide_tokens && (!params.exact || params.type == RowType::kF32)) ||
+      (params.wide_tokens &&
+       (params.precision != CombinePrecision::kExact || params.type == RowType::kF32)) ||
       (params.d_weights == nullptr) != (params.d_topk_weights == nullptr)) {
     return cudaErrorInvalidValue;
   }

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "core/groups/combine_precision.h"
 #include "cuda/device/device_group.h"
 
 namespace ep_runtime {
@@ -22,8 +23,8 @@ struct CombineParams {
   CallSizes sizes;
   RowType type;  // kF32, kBF16 or kF16
   int32_t row_bytes;
-  bool exact;              // partial sums travel in f32
-  LaneRoom room;           // decides exact's passes too
+  CombinePrecision precision;
+  LaneRoom room;           // decides the passes of exact sums too
   const void* rows;        // [C, H] type, device, written by XLA
   const float* weights;    // [C] f32, device, written by XLA, multiplied before the sum; or null
   const float* d_weights;  // [C] f32, device, written by XLA, returned to their slots; or null
@@ -31,11 +32,11 @@ struct CombineParams {
   void* tokens;           // [T, H] type or f32, device; written whole, zeros without rows
   float* d_topk_weights;  // [T, K] f32, device; written whole; null with d_weights
   CombineGrid grid;
-  bool wide_tokens = false;  // tokens are f32, of 16-bit rows; with exact alone
+  bool wide_tokens = false;  // tokens are f32, of 16-bit rows; with exact sums alone
 };
 
 // Sums each staged row's rows in slot order, stores the sum straight to its source's lane, and
-// there sums over ranks in order while rows arrive. `exact` takes two epochs, half of the tokens
+// there sums over ranks in order while rows arrive. Exact sums take two epochs, half of the tokens
 // each, where a lane does not hold all of them in f32.
 cudaError_t LaunchCombine(cudaStream_t stream, const CombineParams& params);
 

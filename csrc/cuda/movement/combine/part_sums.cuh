@@ -4,6 +4,7 @@
 
 #include "cuda/bulk_copy.cuh"
 #include "cuda/movement/call/row_math.cuh"
+#include "cuda/movement/combine/fp8_parts.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -55,11 +56,26 @@ __device__ __forceinline__ void Clear(Sums<kType>& sums) {
   }
 }
 
+// How a sum travels. kPer: values that a lane has of a piece in one vector.
+template <RowType kType, CombinePrecision kPrecision>
+struct Sent {
+  static constexpr int kPer = Element<kType>::kPerVector;
+  static constexpr bool kWide = kPrecision == CombinePrecision::kExact && kPer == 8;
+  static constexpr bool kFp8 = kPrecision == CombinePrecision::kFp8;
+  static constexpr int kPieceValues = kPieceBytes / 16 * kPer;
+
+  // Bytes of what `row_bytes` of a row become; of whole pieces, and of them and a rest.
+  __device__ static int64_t Bytes(int64_t row_bytes) {
+    if constexpr (kFp8) return Fp8Bytes(static_cast<int32_t>(row_bytes / 16) * kPer, kPieceValues);
+    return row_bytes * (kWide ? 2 : 1);
+  }
+};
+
 // The loads of one warp, several parts ahead of their use. The lane that holds a part loads it.
-template <RowType kType, bool kExact>
+template <RowType kType, CombinePrecision kPrecision>
 struct PartRing {
-  static constexpr int kWide = kExact ? 4 * Element<kType>::kPerVector / 16 : 1;
-  static constexpr int kSlotBytes = kPieceBytes * kWide;
+  using SentSum = Sent<kType, kPrecision>;
+  static constexpr int kSlotBytes = kPieceBytes * (SentSum::kWide ? 2 : 1);
   static constexpr int kSlots = kRingBytes / kSlotBytes;
 
   uint8_t* data;
@@ -73,10 +89,13 @@ struct PartRing {
   __device__ void Issue(const Item& item, const Cursor& at) {
     const int slot = issued++ % kSlots;
     if (static_cast<int>(threadIdx.x % 32) != at.part) return;
-    const int wide = (item.own >> at.part & 1) != 0 ? 1 : kWide;
-    const int64_t offset = int64_t{at.piece} * kPieceBytes;
-    const int bytes = min(kPieceBytes, row_bytes - static_cast<int>(offset)) * wide;
-    barriers[slot].Load(data + slot * kSlotBytes, item.part + offset * wide, bytes);
+    int64_t offset = int64_t{at.piece} * kPieceBytes;
+    int64_t bytes = min(kPieceBytes, row_bytes - static_cast<int>(offset));
+    if ((item.own >> at.part & 1) == 0) {
+      offset = SentSum::Bytes(offset);
+      bytes = SentSum::Bytes(bytes);
+    }
+    barriers[slot].Load(data + slot * kSlotBytes, item.part + offset, static_cast<int>(bytes));
   }
   __device__ const uint8_t* Await() {
     const int slot = used % kSlots;
@@ -86,11 +105,11 @@ struct PartRing {
 };
 
 // One warp's share of what the block has; initialises its barriers.
-template <RowType kType, bool kExact>
-__device__ PartRing<kType, kExact> MakeRing(uint8_t* rings, LoadBarrier* barriers, int row_bytes,
-                                            bool wide_out) {
+template <RowType kType, CombinePrecision kPrecision>
+__device__ PartRing<kType, kPrecision> MakeRing(uint8_t* rings, LoadBarrier* barriers,
+                                                int row_bytes, bool wide_out) {
   const int warp = threadIdx.x / 32;
-  PartRing<kType, kExact> ring{
+  PartRing<kType, kPrecision> ring{
       rings + warp * kRingBytes, barriers + warp * kMaxSlots, row_bytes, wide_out, 0, 0};
   if (threadIdx.x % 32 == 0) {
     for (int i = 0; i < ring.kSlots; ++i) ring.barriers[i].Init();
@@ -136,15 +155,83 @@ struct PartVectors {
   }
 };
 
-// sums += own, rounded as a partial sum that travels is rounded.
-template <RowType kType, bool kExact>
-__device__ __forceinline__ void AddOwn(Sums<kType>& own, Sums<kType>& sums) {
+// A lane's share of one part's piece that travelled as 8-bit floats.
+template <RowType kType>
+struct Fp8Vectors {
+  static constexpr int kPer = Element<kType>::kPerVector;
+  uint32_t words[kVectors][kPer / 4];
+  float scales[kVectors];
+
+  __device__ __forceinline__ void Read(const uint8_t* part, int vectors) {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const int index = u * 32 + static_cast<int>(threadIdx.x % 32);
+      const bool here = index < vectors;
+#pragma unroll
+      for (int i = 0; i < kPer / 4; ++i) {
+        words[u][i] = here ? reinterpret_cast<const uint32_t*>(part)[index * (kPer / 4) + i] : 0u;
+      }
+      const auto* of_blocks = reinterpret_cast<const float*>(part + vectors * kPer);
+      scales[u] = here ? of_blocks[index * kPer / kFp8Block] : 1.0f;
+    }
+  }
+  __device__ __forceinline__ void AddTo(Sums<kType>& sums) const {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      float x[kPer];
+#pragma unroll
+      for (int i = 0; i < kPer / 4; ++i) FromFp8(words[u][i], scales[u], x + 4 * i);
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) sums[u][j] = __fadd_rn(sums[u][j], x[j]);
+    }
+  }
+};
+
+// sums += a part's piece that travelled.
+template <RowType kType, CombinePrecision kPrecision, typename Done>
+__device__ __forceinline__ void AddSent(const uint8_t* part, int vectors, const Done& done,
+                                        Sums<kType>& sums) {
+  if constexpr (kPrecision == CombinePrecision::kFp8) {
+    Fp8Vectors<kType> x;
+    x.Read(part, vectors);
+    done();
+    x.AddTo(sums);
+  } else {
+    PartVectors<kType, kPrecision == CombinePrecision::kExact> x;
+    x.Read(part, vectors);
+    done();
+    x.template AddTo<false>(1.0f, sums);
+  }
+}
+
+// Rounds the sum as one that travels is rounded.
+template <RowType kType, CombinePrecision kPrecision>
+__device__ __forceinline__ void RoundAsSent(Sums<kType>& own) {
   using E = Element<kType>;
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
-    if constexpr (!kExact) E::Unpack(E::Pack(own[u]), own[u]);
+    if constexpr (kPrecision == CombinePrecision::kFast) E::Unpack(E::Pack(own[u]), own[u]);
+    if constexpr (kPrecision == CombinePrecision::kFp8) {
+      const float scale = BlockScale<E::kPerVector>(own[u]);
+      const float inverse = __frcp_rn(scale);
 #pragma unroll
-    for (int j = 0; j < E::kPerVector; ++j) sums[u][j] = __fadd_rn(sums[u][j], own[u][j]);
+      for (int i = 0; i < E::kPerVector; i += 4) {
+        FromFp8(ToFp8(&own[u][i], inverse), scale, &own[u][i]);
+      }
+    }
+  }
+}
+
+// sums += own, rounded as a partial sum that travels is rounded.
+template <RowType kType, CombinePrecision kPrecision>
+__device__ __forceinline__ void AddOwn(Sums<kType>& own, Sums<kType>& sums) {
+  RoundAsSent<kType, kPrecision>(own);
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+    for (int j = 0; j < Element<kType>::kPerVector; ++j) {
+      sums[u][j] = __fadd_rn(sums[u][j], own[u][j]);
+    }
   }
 }
 
@@ -163,6 +250,44 @@ __device__ __forceinline__ void StoreSums(const Sums<kType>& sums, uint8_t* out,
     } else {
       StoreVector(out + index * 16, E::Pack(sums[u]));
     }
+  }
+}
+
+// Stores the sums of a piece as 8-bit floats.
+template <RowType kType>
+__device__ __forceinline__ void StoreFp8Sums(const Sums<kType>& sums, uint8_t* out, int vectors) {
+  constexpr int kPer = Element<kType>::kPerVector;
+  constexpr int kBlocks = 32 * kPer / kFp8Block;  // of a vector of all lanes
+  const int lane = threadIdx.x % 32;
+  float scale = 1.0f;  // lane i: of block i
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+    const float of_block = BlockScale<kPer>(sums[u]);
+    const float wanted = __shfl_sync(~0u, of_block, lane % kBlocks * (32 / kBlocks));
+    if (lane / kBlocks == u) scale = wanted;
+    const int index = u * 32 + lane;
+    if (index >= vectors) continue;
+    const float inverse = __frcp_rn(of_block);
+    uint32_t words[kPer / 4];
+#pragma unroll
+    for (int i = 0; i < kPer / 4; ++i) words[i] = ToFp8(&sums[u][4 * i], inverse);
+    if constexpr (kPer == 8) {
+      *reinterpret_cast<uint2*>(out + index * kPer) = make_uint2(words[0], words[1]);
+    } else {
+      *reinterpret_cast<uint32_t*>(out + index * kPer) = words[0];
+    }
+  }
+  const int values = vectors * kPer;
+  if (lane * kFp8Block < values) reinterpret_cast<float*>(out + values)[lane] = scale;
+}
+
+// Stores the sums of a piece as they travel.
+template <RowType kType, CombinePrecision kPrecision>
+__device__ __forceinline__ void StoreSent(const Sums<kType>& sums, uint8_t* out, int vectors) {
+  if constexpr (kPrecision == CombinePrecision::kFp8) {
+    StoreFp8Sums<kType>(sums, out, vectors);
+  } else {
+    StoreSums<kType, kPrecision == CombinePrecision::kExact>(sums, out, vectors);
   }
 }
 

@@ -14,7 +14,7 @@ namespace combine {
 constexpr int kPeerTicket = kEmptyTicket;  // combine has no empty rows
 
 // Sums that peers wait for: all their tokens of this pass, sources in turn.
-template <bool kExact, bool kWeighted>
+template <CombinePrecision kPrecision, bool kWeighted>
 struct PeerSums {
   const DeviceCall& call;
   const CombineParams& params;
@@ -33,7 +33,7 @@ struct PeerSums {
       : call(c),
         params(p),
         counts(c, p.plan, p.sizes.tokens, CountColumns(pass.packed, c.ranks)),
-        places(c, p, pass, threadIdx.x % 32, c.me, PartialBytes<kExact>(p)),
+        places(c, p, pass, threadIdx.x % 32, c.me, PartialBytes<kPrecision>(p)),
         landed(l),
         numbers{kPeerTicket, warps, warp} {
     const int lane = threadIdx.x % 32;
@@ -43,7 +43,7 @@ struct PeerSums {
     skip = pass.half == 2 ? first_half : 0;
     count = min(pass.half == 1 ? first_half : counts.staged - skip, places.room);
     most = __reduce_max_sync(~0u, count);
-    partial_bytes = PartialBytes<kExact>(params);
+    partial_bytes = PartialBytes<kPrecision>(params);
   }
 
   __device__ void Draw() { numbers.Draw(call); }

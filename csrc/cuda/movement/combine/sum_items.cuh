@@ -9,9 +9,10 @@ namespace cuda {
 namespace combine {
 
 // Sums one piece of an item, keeping the ring full with `refill` on the way.
-template <RowType kType, bool kExact, bool kWeighted, bool kForPeer, typename Refill>
-__device__ __forceinline__ void SumPiece(PartRing<kType, kExact>* ring, const Item& item, int piece,
-                                         const Refill& refill) {
+template <RowType kType, CombinePrecision kPrecision, bool kWeighted, bool kForPeer,
+          typename Refill>
+__device__ __forceinline__ void SumPiece(PartRing<kType, kPrecision>* ring, const Item& item,
+                                         int piece, const Refill& refill) {
   const int vectors = min(kPieceBytes, ring->row_bytes - piece * kPieceBytes) / 16;
   const auto done = [&]() {
     __syncwarp();
@@ -27,17 +28,15 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kExact>* ring, const It
       done();
       x.template AddTo<kWeighted>(__shfl_sync(~0u, item.weight, part), own);
     }
-    constexpr int kWide = PartRing<kType, kExact>::kWide;
-    StoreSums<kType, kExact>(own, item.out + int64_t{piece} * kPieceBytes * kWide, vectors);
+    using SentSum = Sent<kType, kPrecision>;
+    uint8_t* out = item.out + SentSum::Bytes(int64_t{piece} * kPieceBytes);
+    StoreSent<kType, kPrecision>(own, out, vectors);
   } else {
     Sums<kType> sums;
     Clear<kType>(sums);
     for (int part = 0; part < item.count; ++part) {
       if ((item.own >> part & 1) == 0) {
-        PartVectors<kType, kExact> x;
-        x.Read(ring->Await(), vectors);
-        done();
-        x.template AddTo<false>(1.0f, sums);
+        AddSent<kType, kPrecision>(ring->Await(), vectors, done, sums);
         continue;
       }
       PartVectors<kType, false> x;
@@ -45,12 +44,11 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kExact>* ring, const It
       done();
       x.template AddTo<kWeighted>(__shfl_sync(~0u, item.weight, part), own);
       const bool last = part + 1 == item.count || (item.own >> (part + 1) & 1) == 0;
-      if (last) AddOwn<kType, kExact>(own, sums);
+      if (last) AddOwn<kType, kPrecision>(own, sums);
     }
-    if constexpr (PartRing<kType, kExact>::kWide > 1) {
+    if constexpr (Sent<kType, kPrecision>::kWide) {
       if (ring->wide_out) {
-        constexpr int kWide = PartRing<kType, kExact>::kWide;
-        StoreSums<kType, true>(sums, item.out + int64_t{piece} * kPieceBytes * kWide, vectors);
+        StoreSums<kType, true>(sums, item.out + int64_t{piece} * kPieceBytes * 2, vectors);
         return;
       }
     }
@@ -61,8 +59,9 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kExact>* ring, const It
 // Runs a warp's items. `source` has: bool Fetch(Item*) for the item that was drawn last, Draw() for
 // the next one, bool Ready(item) that does not wait, bool Await(item) that does, and Finish(item)
 // after its sums are stored.
-template <RowType kType, bool kExact, bool kWeighted, bool kForPeer, typename Source>
-__device__ void SumItems(PartRing<kType, kExact>& ring, Source& source) {
+template <RowType kType, CombinePrecision kPrecision, bool kWeighted, bool kForPeer,
+          typename Source>
+__device__ void SumItems(PartRing<kType, kPrecision>& ring, Source& source) {
   const int pieces = (ring.row_bytes + kPieceBytes - 1) / kPieceBytes;
   Item item;
   if (!source.Fetch(&item) || !source.Await(item)) return;
@@ -89,7 +88,7 @@ __device__ void SumItems(PartRing<kType, kExact>& ring, Source& source) {
     for (int piece = 0; piece < pieces; ++piece) {
       // Late enough that a slow warp holds no more than it sums and loads.
       if (more && piece + 1 == pieces) source.Draw();
-      SumPiece<kType, kExact, kWeighted, kForPeer>(&ring, item, piece, refill);
+      SumPiece<kType, kPrecision, kWeighted, kForPeer>(&ring, item, piece, refill);
     }
     source.Finish(item);
     if (!more || (!ready && !source.Await(next))) break;

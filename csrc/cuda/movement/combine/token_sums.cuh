@@ -28,13 +28,14 @@ __device__ inline void ReadWeightGrads(const DeviceCall& call, const CombinePara
   params.d_topk_weights[slot] = value;
 }
 
-template <bool kExact>
+template <CombinePrecision kPrecision>
 __device__ int32_t TokenBytes(const CombineParams& params) {
-  return kExact && params.wide_tokens ? params.sizes.width * 4 : params.row_bytes;
+  return kPrecision == CombinePrecision::kExact && params.wide_tokens ? params.sizes.width * 4
+                                                                      : params.row_bytes;
 }
 
 // This rank's own tokens, in order.
-template <bool kExact, bool kWeighted>
+template <CombinePrecision kPrecision, bool kWeighted>
 struct TokenSums {
   const DeviceCall& call;
   const CombineParams& params;
@@ -50,9 +51,9 @@ struct TokenSums {
         params(p),
         pass(tokens),
         numbers(first),
-        places(c, p, tokens, c.me, threadIdx.x % 32, PartialBytes<kExact>(p)) {
-    partial_bytes = PartialBytes<kExact>(params);
-    token_bytes = TokenBytes<kExact>(params);
+        places(c, p, tokens, c.me, threadIdx.x % 32, PartialBytes<kPrecision>(p)) {
+    partial_bytes = PartialBytes<kPrecision>(params);
+    token_bytes = TokenBytes<kPrecision>(params);
   }
 
   __device__ void Draw() { numbers.Draw(call); }

@@ -5,6 +5,7 @@
 #include "cuda/movement/call/call.cuh"
 #include "cuda/movement/call/staged_places.cuh"
 #include "cuda/movement/combine/combine_kernels.h"
+#include "cuda/movement/combine/part_sums.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -22,9 +23,11 @@ struct Pass {
   bool packed;   // LaneRoom
 };
 
-template <bool kExact>
+template <CombinePrecision kPrecision>
 __device__ int32_t PartialBytes(const CombineParams& params) {
-  return kExact ? params.sizes.width * 4 : params.row_bytes;
+  if (kPrecision == CombinePrecision::kExact) return params.sizes.width * 4;
+  if (kPrecision == CombinePrecision::kFast) return params.row_bytes;
+  return Fp8Bytes(params.sizes.width, kPieceBytes / (params.row_bytes / params.sizes.width));
 }
 
 // Where partial sums of a pass lie; lane r of a warp holds rank r's. Of tokens of `owner` those

@@ -1,0 +1,17 @@
+#ifndef EP_RUNTIME_CORE_GROUPS_COMBINE_PRECISION_H_
+#define EP_RUNTIME_CORE_GROUPS_COMBINE_PRECISION_H_
+
+namespace ep_runtime {
+
+// How a rank's sum of a token's rows travels back to the token, and is rounded for that.
+enum class CombinePrecision {
+  kFast,   // in the type of the rows
+  kExact,  // in f32 (f64 of f64 rows)
+  kFp8,    // as e4m3 with an f32 scale for each kFp8Block values
+};
+
+constexpr int kFp8Block = 128;
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CORE_GROUPS_COMBINE_PRECISION_H_

@@ -1,0 +1,67 @@
+// Partial sums that travel as 8-bit floats, and their conversion a vector per lane at a time.
+//
+// Of each piece of a row first its data lie there, e4m3, then an f32 scale for each kFp8Block
+// values, then what makes it a multiple of 16 bytes: the copy engine loads a piece at once, and a
+// piece's scales are stored at once. Rounding is that of rows/quantize.h.
+#ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_PARTS_CUH_
+#define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_PARTS_CUH_
+
+#include "core/groups/combine_precision.h"
+#include "cuda/fp8_values.cuh"
+#include "cuda/movement/call/row_math.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace combine {
+
+using E4M3 = Fp8<Fp8Format::kE4M3>;
+
+// Bytes of a row's first `values`, in pieces of piece_values.
+__device__ __forceinline__ int32_t Fp8Bytes(int32_t values, int32_t piece_values) {
+  const int32_t rest = values % piece_values;
+  const int32_t scales = (rest + kFp8Block - 1) / kFp8Block * 4;
+  return values / piece_values * (piece_values + piece_values / kFp8Block * 4) +
+         (rest + scales + 15) / 16 * 16;
+}
+
+// The scale of the block that a lane's kCount values belong to. All lanes call it, the lanes of a
+// block have neighbouring values.
+template <int kCount>
+__device__ __forceinline__ float BlockScale(const float* x) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const uint32_t size = __float_as_uint(x[i]) & 0x7FFFFFFFu;
+    if (size < 0x7F800000u) largest = max(largest, size);
+  }
+#pragma unroll
+  for (int step = kFp8Block / kCount / 2; step > 0; step /= 2) {
+    largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+  }
+  return E4M3::ScaleOf(__uint_as_float(largest), /*power_of_two=*/false);
+}
+
+// Four values in a word, the first one lowest. What is not finite becomes NaN.
+__device__ __forceinline__ uint32_t ToFp8(const float* x, float inverse_scale) {
+  float y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    y[i] = isfinite(x[i]) ? MultiplyFlushed(x[i], inverse_scale) : __uint_as_float(0x7FC00000u);
+  }
+  return E4M3::Pair(y[0], y[1]) | E4M3::Pair(y[2], y[3]) << 16;
+}
+
+__device__ __forceinline__ void FromFp8(uint32_t word, float scale, float* x) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float2 pair = E4M3::Widen(word >> (16 * half) & 0xFFFFu);
+    x[2 * half] = MultiplyFlushed(pair.x, scale);
+    x[2 * half + 1] = MultiplyFlushed(pair.y, scale);
+  }
+}
+
+}  // namespace combine
+}  // namespace cuda
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_PARTS_CUH_
