@@ -121,7 +121,11 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
     gpu = BenchOptions(transports=ON_GPUS)
     for flag, chosen, text in (
         ("--routing", gpu.routing, f"of {', '.join(ROUTINGS)}"),
-        ("--precision", gpu.precision, f"sums of combine, of {', '.join(COMBINE_PRECISIONS)}"),
+        (
+            "--precision",
+            gpu.precision,
+            f"how sums travel, of {', '.join(COMBINE_PRECISIONS)}",
+        ),
         ("--board", gpu.board, "progress told to the board, on, off or both"),
         ("--also", gpu.also, f"more to time, of {', '.join(ALSO)}"),
         ("--cases", gpu.cases, "layers of `moe`"),

@@ -98,6 +98,14 @@ def test_the_command_measures_with_overlap_and_without() -> None:
     assert [order.label for order in found] == ["memfd", "memfd overlap off"]
 
 
+def test_the_command_measures_sums_of_any_precision() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    said = parser.parse_args(["train", "--transports", "memfd", "--precision", "fast,fp8"])
+    found = train.orders(cli.make_options(said), "address")
+    assert [order.label for order in found] == ["memfd", "memfd fp8 sums"]
+
+
 @pytest.mark.parametrize(
     ("said", "of_fp8"),
     [("call,step", ["memfd fp8", "memfd fp8 weights once"]), ("step", ["memfd fp8 weights once"])],

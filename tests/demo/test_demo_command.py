@@ -73,10 +73,11 @@ def test_the_demo_runs_without_a_daemon() -> None:
 def test_mesh_rules_optimizer_and_picture_are_as_asked_for(tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     layout = ["--mesh", "fsdp=2,ep=2", "--rules", "shard-exp-on-fsdp", "--optimizer", "muon"]
+    layout += ["--combine-precision", "fp8"]
     done = demo("--steps", "2", *layout, "--plot", str(picture))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on 4 CPU devices as fsdp 2 x ep 2" in done.stdout
-    assert "layout shard-exp-on-fsdp, optimizer muon, recipe f32" in done.stdout
+    assert "layout shard-exp-on-fsdp, optimizer muon, recipe f32, fp8 sums" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

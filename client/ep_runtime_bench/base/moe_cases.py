@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ep_runtime.specs import COMBINE_PRECISIONS
+
 PADDED = "stock padded"
 DROPLESS = "stock dropless"
 REMAT = "remat"
@@ -73,6 +75,7 @@ class Order:
         recipe: of RECIPES.
         weights: of WEIGHTS.
         overlap: whether exchanges run beside products, "on" or "off".
+        precision: combine_precision of the group.
     """
 
     subject: str
@@ -87,6 +90,7 @@ class Order:
     recipe: str = RECIPES[0]
     weights: str = WEIGHTS[0]
     overlap: str = "on"
+    precision: str = COMBINE_PRECISIONS[0]
 
     @property
     def label(self) -> str:
@@ -96,6 +100,7 @@ class Order:
         said += [self.weights] * (self.weights != WEIGHTS[0])
         said += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
         said += [f"overlap {self.overlap}"] * (self.overlap != "on")
+        said += [f"{self.precision} sums"] * (self.precision != COMBINE_PRECISIONS[0])
         return " ".join(said)
 
     @property

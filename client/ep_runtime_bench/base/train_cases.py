@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base.moe_cases import RECIPES, Case, Profile
 
 STOCK = "stock padded"
@@ -94,6 +95,7 @@ class TrainOrder:
         routing: of ROUTINGS.
         overlap: whether exchanges run beside products, "on" or "off".
         quantized: of QUANTIZED.
+        precision: combine_precision of the group.
     """
 
     subject: str
@@ -110,6 +112,7 @@ class TrainOrder:
     routing: str = ROUTINGS[0]
     overlap: str = "on"
     quantized: str = QUANTIZED[0]
+    precision: str = COMBINE_PRECISIONS[0]
 
     @property
     def label(self) -> str:
@@ -120,6 +123,7 @@ class TrainOrder:
         said += [f"remat {self.remat}"] * (self.remat != REMATS[0])
         said += [f"overlap {self.overlap}"] * (self.overlap != "on")
         said += ["weights once"] * (self.quantized != QUANTIZED[0])
+        said += [f"{self.precision} sums"] * (self.precision != COMBINE_PRECISIONS[0])
         return " ".join(said)
 
     @property

@@ -27,6 +27,8 @@ class Wanted(Protocol):
     def capacity_factor(self) -> float: ...
     @property
     def overlap(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
 
 
 def create_group(wanted: Wanted, case: Case, mesh: Mesh, session: Session) -> Group:
@@ -44,6 +46,7 @@ def create_group(wanted: Wanted, case: Case, mesh: Mesh, session: Session) -> Gr
         capacity_factor=wanted.capacity_factor or None,
         transport=cast(Any, wanted.subject),
         overlap=wanted.overlap == "on",
+        combine_precision=cast(Any, wanted.precision),
     )
 
 

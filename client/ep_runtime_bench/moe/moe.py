@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients
 from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import (
@@ -107,22 +108,24 @@ def orders(options: BenchOptions, address: str) -> list[Order]:
             options.weights,
             options.capacity,
             options.overlap,
+            options.precision,
         )
     ]
     if options.stock:
         able = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
         said = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
         chosen = [said[name] for name in options.stock_layers]
-        subjects += [(name, RECIPES[0], WEIGHTS[0], 0.0, "on") for name in able if name in chosen]
+        plain = (RECIPES[0], WEIGHTS[0], 0.0, "on", COMBINE_PRECISIONS[0])
+        subjects += [(name, *plain) for name in able if name in chosen]
     found = []
-    for subject, recipe, weights, factor, overlap in subjects:
+    for subject, recipe, weights, factor, *others in subjects:
         for name in options.cases:
             case = known[name]
             if options.tokens_per_rank:
                 case = dataclasses.replace(case, tokens=options.tokens_per_rank)
             platform = "gpu" if options.on_gpus else "cpu"
             how = (options.devices, platform, options.dtype, options.repeats, address)
-            found.append(Order(subject, name, case, *how, factor, recipe, weights, overlap))
+            found.append(Order(subject, name, case, *how, factor, recipe, weights, *others))
     return found
 
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients
 from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import EIGHT_BIT, Profile
@@ -99,6 +100,7 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
             options.capacity,
             options.remat,
             options.overlap,
+            options.precision,
             options.quantized,
         )
     ]
@@ -106,15 +108,16 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
     subjects = [x if x[1] in EIGHT_BIT else (*x[:-1], QUANTIZED[0]) for x in subjects]
     subjects = list(dict.fromkeys(subjects))
     if options.stock:
+        plain = ("on", COMBINE_PRECISIONS[0], QUANTIZED[0])
         again = dict.fromkeys("default" if remat != "none" else remat for remat in options.remat)
-        subjects += [(STOCK, "none", 0.0, remat, "on", QUANTIZED[0]) for remat in again]
+        subjects += [(STOCK, "none", 0.0, remat, *plain) for remat in again]
     platform = "gpu" if options.on_gpus else "cpu"
     found = []
     for name, routing in itertools.product(options.models, options.routings):
         said = name if routing == ROUTINGS[0] else f"{name} {routing}"
         how = (options.devices, platform, options.dtype, options.repeats, address)
-        for subject, recipe, factor, remat, overlap, quantized in subjects:
-            settings = (factor, recipe, remat, routing, overlap, quantized)
+        for subject, recipe, factor, remat, overlap, precision, quantized in subjects:
+            settings = (factor, recipe, remat, routing, overlap, quantized, precision)
             found.append(TrainOrder(subject, said, known[name], *how, *settings))
     return found
 
@@ -156,6 +159,7 @@ def _stock_of(order: TrainOrder, remat: str) -> TrainOrder:
         remat=remat,
         overlap="on",
         quantized=QUANTIZED[0],
+        precision=COMBINE_PRECISIONS[0],
     )
 
 

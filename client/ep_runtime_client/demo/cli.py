@@ -117,6 +117,12 @@ def _add_layout_arguments(parser: argparse.ArgumentParser, default: defaults.Dem
         f"are trained one after the other; default {default.recipe}",
     )
     parser.add_argument(
+        "--combine-precision",
+        choices=defaults.COMBINE_PRECISIONS,
+        default=default.combine_precision,
+        help=f"how sums of experts' rows travel back; default {default.combine_precision}",
+    )
+    parser.add_argument(
         "--optimizer",
         choices=defaults.OPTIMIZERS,
         default=default.optimizer,
@@ -161,6 +167,7 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
         mesh=args.mesh,
         rules=args.rules,
         recipe=args.recipe,
+        combine_precision=args.combine_precision,
         optimizer=args.optimizer,
         plot=args.plot,
         transport=args.transport,

@@ -12,6 +12,8 @@ from ep_runtime.errors import InvalidArgumentError
 Transport = Literal["auto", "memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Platform = Literal["cpu", "gpu"]
+CombinePrecision = Literal["fast", "exact", "fp8"]
+COMBINE_PRECISIONS: tuple[CombinePrecision, ...] = get_args(CombinePrecision)
 PLATFORMS: tuple[Platform, ...] = get_args(Platform)
 # Between which devices alone a transport moves rows.
 _SERVES = {"memfd": "cpu", "nvlink": "gpu", "nccl": "gpu"}
@@ -41,6 +43,7 @@ class DemoConfig:
         rules: layout of the experts' weights, a kind of `ep.sharding.rules`.
         recipe: of the experts' matmuls, a name of RECIPES; several, with commas between, are
             trained one after the other.
+        combine_precision: how sums of experts' rows travel, as of `Session.create_group`.
         optimizer: a name of OPTIMIZERS.
         plot: picture of the loss curves to write.
         transport: a name of TRANSPORTS.
@@ -66,6 +69,7 @@ class DemoConfig:
     mesh: str | None = None
     rules: str = RULES[0]
     recipe: str = RECIPES[0]
+    combine_precision: CombinePrecision = "exact"
     optimizer: str = OPTIMIZERS[0]
     plot: str | None = None
     transport: Transport = "auto"
@@ -95,7 +99,11 @@ class DemoConfig:
             _refuse("processes", f"a divisor of devices={self.devices}", self.processes)
         if not 0 < self.learning_rate < math.inf:
             _refuse("learning_rate", "more than 0", self.learning_rate)
-        for argument, choices in (("rules", RULES), ("optimizer", OPTIMIZERS)):
+        for argument, choices in (
+            ("rules", RULES),
+            ("optimizer", OPTIMIZERS),
+            ("combine_precision", COMBINE_PRECISIONS),
+        ):
             if getattr(self, argument) not in choices:
                 _refuse(argument, f"one of {choices}", getattr(self, argument))
         self._check_mesh()

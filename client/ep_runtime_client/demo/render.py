@@ -95,7 +95,9 @@ class Reporter:
             f"{c.hidden_size}, {c.num_parameters:,} parameters; {c.steps} steps of "
             f"{c.tokens_per_step:,} bytes on {c.devices} {c.platform.upper()} devices as {mesh}"
         )
-        self.say(f"layout {c.rules}, optimizer {c.optimizer}, recipe {', '.join(c.recipes)}")
+        self.say(
+            f"layout {c.rules}, optimizer {c.optimizer}, recipe {', '.join(c.recipes)}, {c.combine_precision} sums"
+        )
         self.say(
             f"text: {corpus.source}, {len(corpus.train):,} bytes to train on, "
             f"{len(corpus.held_out):,} held out"

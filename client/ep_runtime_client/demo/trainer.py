@@ -88,7 +88,7 @@ class Trainer:
             max_top_k=config.top_k,
             max_token_dtype="float32",
             alignment=32,
-            combine_precision="exact",
+            combine_precision=config.combine_precision,
             transport=transport,
         )
         self._layers = [
