@@ -107,6 +107,8 @@ def test_a_group_of_several_nodes_is_described_once() -> None:
         ("sesions", "did you mean 'sessions'?"),
         ("groups --sorted-by name", "did you mean '--sort-by'?"),
         ("groups -o jsn", "did you mean 'json'?"),
+        ("events pretrain-mixture-of-expert", f"did you mean '{fixed.GROUP}'?"),
+        ("events nobody", "no group or session named 'nobody'; there are: "),
         ("events --since soon", "must be like 90s, 10m or 1h30m, got 'soon'"),
     ],
 )
@@ -159,6 +161,27 @@ def test_events_are_chosen_by_kind_and_age(ask: Any, monkeypatch: pytest.MonkeyP
     assert kinds("--since 10m") == []
     assert kinds("--since 999999999d") == ["session.hello", "group.ready", "rank.late"]
     assert kinds(f"--sort-by=-seq -l group={fixed.GROUP}")[0] == "rank.late"
+
+
+@pytest.mark.parametrize("name", [fixed.GROUP, fixed.SESSION, DEAD])
+@pytest.mark.parametrize(
+    "gone", [("ListEvents",), ("ListGroups", "ListSessions")], ids=["no-events", "events-alone"]
+)
+def test_events_are_asked_by_any_name_that_is_or_was(
+    ask: Any, monkeypatch: pytest.MonkeyPatch, name: str, gone: tuple[str, ...]
+) -> None:
+    told = fixed._events()
+    told.events[0].session_id = DEAD
+    monkeypatch.setitem(fixed.ANSWERS, "ListEvents", lambda: told)
+    empty = {
+        "ListEvents": pb.ListEventsResponse,
+        "ListGroups": pb.ListGroupsResponse,
+        "ListSessions": pb.ListSessionsResponse,
+    }
+    for method in gone:
+        monkeypatch.setitem(fixed.ANSWERS, method, empty[method])
+    code, out, _ = ask(f"events {name} -o json")
+    assert (code, bool(json.loads(out)["items"])) == (cli.OK, gone != ("ListEvents",))
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import choosing, reading, watching
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
+
+if TYPE_CHECKING:
+    from ep_runtime_client.cli.daemon import source
 
 COLUMNS = (
     Column("sequence", "SEQ", "count", priority=IDENTITY, about="its number, as for --after"),
@@ -60,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     lines = watching.Lines(COLUMNS, wide=wide, headers=not args.no_headers)
     with source.open_source(args.address, timeout_s=args.timeout) as asked:
         daemon = asked.of_node(args.node) if args.node else asked
+        if args.name is not None:
+            _check_name(daemon, args.name)
 
         def once() -> int:
             nonlocal after
@@ -79,6 +84,17 @@ def run(args: argparse.Namespace) -> int:
             return 0
 
         return watching.repeat(args, once, clear=False)
+
+
+def _check_name(daemon: source.Source, name: str) -> None:
+    """Raises InvalidArgumentError where no group, no session and no event has the name.
+
+    Events outlive what they tell of, and one that lives long may have none left.
+    """
+    known = {row[key] for row in daemon.events(0) for key in ("group", "session_id")} - {""}
+    known |= {row["name"] for row in daemon.groups()}
+    known |= {row["session_id"] for row in daemon.sessions()}
+    choosing.select("group or session", ("name",), [{"name": one} for one in known], name)
 
 
 def _started(since_s: float | None) -> datetime.datetime | None:
